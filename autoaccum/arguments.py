@@ -1,0 +1,76 @@
+"""Checks of what a user passed, before anything runs: each error names the argument, the value, what is accepted."""
+
+from __future__ import annotations
+
+import math
+import sys
+
+from autoaccum.errors import ArgumentError, ArgumentTypeError
+from autoaccum.units import parse_bytes
+
+
+def positive_int(argument: str, value: object, cure: str = "") -> int:
+    """An int of at least 1; a bool is a mistake, and a float is one even when it is whole."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ArgumentTypeError(argument, value, "an int of at least 1", cure)
+    if value < 1:
+        raise ArgumentError(argument, value, "an int of at least 1", cure)
+    return value
+
+
+def non_negative_int(argument: str, value: object) -> int:
+    """An int of at least 0."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ArgumentTypeError(argument, value, "an int of at least 0")
+    if value < 0:
+        raise ArgumentError(argument, value, "an int of at least 0")
+    return value
+
+
+def number_between(argument: str, value: object, low: float, high: float = math.inf, cure: str = "") -> float:
+    """A finite number with ``low <= value < high``."""
+    accepted = ("a number above 0" if low == sys.float_info.min else f"a number of at least {low:g}") + (
+        "" if high == math.inf else f" and below {high:g}"
+    )
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ArgumentTypeError(argument, value, accepted, cure)
+    if not low <= value < high:  # NaN is refused here too
+        raise ArgumentError(argument, value, accepted, cure)
+    return float(value)
+
+
+def positive_number(argument: str, value: object) -> float:
+    """A finite number above 0."""
+    return number_between(argument, value, sys.float_info.min)
+
+
+def one_of(argument: str, value: object, choices: tuple[str, ...]) -> str:
+    """One of a few texts."""
+    if value not in choices:
+        raise ArgumentError(argument, value, f"one of {', '.join(map(repr, choices))}")
+    return str(value)
+
+
+def memory_limit_bytes(value: int | float | str | None, available_bytes: int) -> int:
+    """The limit in bytes: ``None`` for all that is available, bytes as int or text, a float for that share of it.
+
+    A share may arrive as a text from the command line: ``"0.5"`` is half, ``"1"`` is one byte.
+    """
+    accepted = "bytes as an int, a text such as '8GiB', or a share of the memory such as 0.5"
+    if value is None:
+        return available_bytes
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ArgumentTypeError("memory_limit", value, accepted)
+    if isinstance(value, str) and value.strip().replace(".", "", 1).isdigit() and "." in value:
+        value = float(value)
+    if isinstance(value, float):
+        if not 0 < value <= 1:
+            raise ArgumentError("memory_limit", value, accepted, "A float is a share above 0 and up to 1.")
+        return int(value * available_bytes)
+    try:
+        limit = parse_bytes(value)
+    except ValueError:
+        raise ArgumentError("memory_limit", value, accepted) from None
+    if limit < 1:
+        raise ArgumentError("memory_limit", value, accepted)
+    return min(limit, available_bytes)

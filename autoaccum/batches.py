@@ -1,0 +1,132 @@
+"""A batch is any pytree; what has one row per sample in it is cut, joined and moved, the rest goes along unchanged.
+
+Rows: tensors and arrays with at least one dimension (dim 0 is the sample), and lists that hold no tensor (captions,
+file names). Everything else (numbers, texts, None, 0-dim tensors) belongs to the whole batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils import _pytree as pytree
+
+from autoaccum.errors import DataError, RaggedBatchError
+
+
+def _has_rows(leaf: object) -> bool:
+    return (isinstance(leaf, torch.Tensor | np.ndarray) and leaf.ndim > 0) or isinstance(leaf, list)
+
+
+def _is_leaf(node: object) -> bool:
+    if isinstance(node, list):
+        return not any(isinstance(item, torch.Tensor | np.ndarray | Mapping | list | tuple) for item in node)
+    if isinstance(node, Mapping) and type(node) not in pytree.SUPPORTED_NODES:
+        _register(type(node))
+    return False
+
+
+def _register(cls: type[Any]) -> None:
+    """Teach torch's pytree a Mapping it does not know, such as the batches of Hugging Face tokenizers."""
+    pytree.register_pytree_node(
+        cls,
+        lambda node: (list(node.values()), list(node.keys())),
+        lambda values, keys: cls(dict(zip(keys, values, strict=True))),
+        flatten_with_keys_fn=lambda node: (
+            [(pytree.MappingKey(key), value) for key, value in node.items()],
+            list(node.keys()),
+        ),
+    )
+
+
+def flatten(batch: Any) -> tuple[list[Any], pytree.TreeSpec]:
+    """Leaves and structure; a list without tensors is one leaf."""
+    return pytree.tree_flatten(batch, is_leaf=_is_leaf)
+
+
+def _map_rows(function: Callable[[Any], Any], batch: Any) -> Any:
+    leaves, spec = flatten(batch)
+    return spec.unflatten([function(leaf) if _has_rows(leaf) else leaf for leaf in leaves])
+
+
+def num_samples(batch: Any) -> int:
+    """Samples in a batch: what all its rows agree on.
+
+    Raises:
+        RaggedBatchError: they do not agree.
+        DataError: there is nothing with rows in it.
+    """
+    leaves, _ = pytree.tree_flatten_with_path(batch, is_leaf=_is_leaf)
+    sizes = {pytree.keystr(path): len(leaf) for path, leaf in leaves if _has_rows(leaf)}
+    if not sizes:
+        raise DataError(
+            f"data: a batch of type {type(batch).__name__} holds no tensor with a dim 0, so it has no samples. Let the "
+            f"data yield tensors, or pass a collate_fn that makes them."
+        )
+    if len(set(sizes.values())) > 1:
+        raise RaggedBatchError(sizes)
+    return next(iter(sizes.values()))
+
+
+def take(batch: Any, start: int, stop: int) -> Any:
+    """Samples ``start`` to ``stop`` of a batch: tensors are views."""
+    return _map_rows(lambda rows: rows[start:stop], batch)
+
+
+def concat(batches: Sequence[Any]) -> Any:
+    """Batches one after the other; what belongs to a whole batch is the first one's.
+
+    Raises:
+        DataError: they differ in structure, or in a dimension other than dim 0.
+    """
+    if len(batches) == 1:
+        return batches[0]
+    flat = [flatten(batch) for batch in batches]
+    spec = flat[0][1]
+    try:
+        return spec.unflatten([_join(parts) for parts in zip(*(leaves for leaves, _ in flat), strict=True)])
+    except (RuntimeError, ValueError) as error:
+        raise DataError(
+            f"data: batches that follow each other cannot be joined into one window ({error}). Let the data yield "
+            f"batches of one shape, or pass a Dataset and a collate_fn, which is then called on the samples of each "
+            f"micro-batch."
+        ) from error
+
+
+def _join(parts: Sequence[Any]) -> Any:
+    first = parts[0]
+    if not _has_rows(first):
+        return first
+    if isinstance(first, torch.Tensor):
+        return torch.cat(list(parts))
+    if isinstance(first, np.ndarray):
+        return np.concatenate(list(parts))
+    return [item for part in parts for item in part]
+
+
+def to_device(batch: Any, device: torch.device, *, copy: bool) -> Any:
+    """The batch's tensors on a device, through pinned memory where that lets the copy overlap with computing.
+
+    Args:
+        batch: any pytree.
+        device: where to.
+        copy: also copy what is there already, so that in-place edits do not reach the original.
+    """
+    overlap = device.type != "cpu"
+
+    def move(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            if overlap and leaf.device.type == "cpu" and not leaf.is_pinned():
+                leaf = leaf.pin_memory()
+            return leaf.to(device, non_blocking=True, copy=copy)
+        return leaf.copy() if copy and isinstance(leaf, list | np.ndarray) else leaf
+
+    leaves, spec = flatten(batch)
+    return spec.unflatten([move(leaf) for leaf in leaves])
+
+
+def num_bytes(batch: Any) -> int:
+    """Bytes of a batch's tensors and arrays."""
+    return sum(leaf.nbytes for leaf in flatten(batch)[0] if isinstance(leaf, torch.Tensor | np.ndarray))

@@ -1,0 +1,133 @@
+"""Windows from any kind of data, readable again until they commit.
+
+The order of samples is a function of (seed, epoch), and what a sample looks like of (seed, epoch, position): never of
+the plan, the workers or a replay. A window is asked for its samples by position, so a replay asks again, in other
+sizes. What is kept for that, until the window commits:
+
+=============================  ========================================================================
+tensors                        their indices; rows are gathered afresh each time
+map-style Dataset              the samples that were read, and past a budget nothing: they are read again
+map-style Dataset + workers    the micro-batches that the workers collated, cut to other sizes on demand;
+                               those of a user's collate_fn are collated anew, for their padding depends on the size
+iterable of samples            the samples
+iterable of batches            the batches, cut and joined
+=============================  ========================================================================
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+    default_collate,
+)
+
+from autoaccum import batches
+from autoaccum.data.base import Collate, Order, PlanAt, Reader, Source, Window
+from autoaccum.data.datasets import DatasetSource
+from autoaccum.data.streams import StreamSource
+from autoaccum.data.tensors import TensorSource
+from autoaccum.errors import ArgumentTypeError, EmptyDatasetError
+
+__all__ = ["PlanAt", "Reader", "Source", "Window", "open_source"]
+
+_LOADER_OPTIONS = ("worker_init_fn", "prefetch_factor", "multiprocessing_context", "timeout")
+
+
+def open_source(
+    data: Any,
+    *,
+    seed: int,
+    shuffle: bool,
+    device: torch.device,
+    collate_fn: Collate | None = None,
+    num_workers: int = 0,
+    budget_bytes: int | None = None,
+    argument: str = "data",
+) -> Source:
+    """The source for whatever ``data`` is: see ``autoaccum.fit``.
+
+    Raises:
+        ArgumentTypeError: it is nothing that can be read.
+        EmptyDatasetError: it holds no sample.
+        RaggedBatchError: its tensors disagree on dim 0.
+    """
+    if isinstance(data, DataLoader):
+        if isinstance(data.dataset, IterableDataset) or data.batch_sampler is None:
+            return StreamSource(data, collate=None, seed=seed, device=device)
+        options = {name: getattr(data, name) for name in _LOADER_OPTIONS} if data.num_workers else {}
+        return _open_dataset(
+            data.dataset,
+            order=_loader_order(data, seed, argument),
+            collate=data.collate_fn,
+            seed=seed,
+            device=device,
+            num_workers=data.num_workers,
+            loader_options=options,
+            budget_bytes=budget_bytes,
+        )
+    if isinstance(data, IterableDataset):
+        stream: Any = DataLoader(data, batch_size=None, num_workers=num_workers) if num_workers else data
+        return StreamSource(stream, collate=collate_fn or default_collate, seed=seed, device=device)
+    if isinstance(data, torch.Tensor | tuple | dict):
+        order = _plain_order(batches.num_samples(data), seed, shuffle, argument)
+        return TensorSource(data, order=order, device=device)
+    if isinstance(data, Dataset) or (
+        hasattr(data, "__getitem__") and hasattr(data, "__len__") and type(data) is not list
+    ):
+        return _open_dataset(
+            data,
+            order=_plain_order(len(data), seed, shuffle, argument),
+            collate=collate_fn or default_collate,
+            seed=seed,
+            device=device,
+            num_workers=num_workers,
+            loader_options={},
+            budget_bytes=budget_bytes,
+        )
+    if hasattr(data, "__iter__"):
+        if data == []:
+            raise EmptyDatasetError(argument, "it is an empty list.")
+        return StreamSource(data, collate=None, seed=seed, device=device)
+    raise ArgumentTypeError(
+        argument,
+        data,
+        "a Dataset, a DataLoader, a tuple or dict of tensors, or an iterable of batches",
+        "Wrap what you have in a torch.utils.data.Dataset.",
+    )
+
+
+def _open_dataset(
+    dataset: Any, *, order: Order, collate: Collate, device: torch.device, num_workers: int, **options: Any
+) -> Source:
+    # type(), not isinstance: a subclass may have its own __getitem__.
+    if type(dataset) is TensorDataset and collate is default_collate and not num_workers:
+        return TensorSource(tuple(dataset.tensors), order=order, device=device)
+    return DatasetSource(dataset, order=order, collate=collate, device=device, num_workers=num_workers, **options)
+
+
+def _plain_order(num_samples: int, seed: int, shuffle: bool, argument: str) -> Order:
+    if num_samples == 0:
+        raise EmptyDatasetError(argument, "its length is 0.")
+    return Order(num_samples, seed=seed, shuffle=shuffle)
+
+
+def _loader_order(loader: DataLoader[Any], seed: int, argument: str) -> Order:
+    """The order of a DataLoader's samplers; what its own ``shuffle=`` made is replaced by a seeded one."""
+    size = len(loader.dataset)  # type: ignore[arg-type]
+    if type(loader.batch_sampler) is not BatchSampler:
+        return Order(size, seed=seed, shuffle=False, sampler=loader.batch_sampler)
+    sampler = loader.sampler
+    if type(sampler) is SequentialSampler:
+        return _plain_order(size, seed, False, argument)
+    if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == size:
+        return _plain_order(size, seed, True, argument)
+    return Order(size, seed=seed, shuffle=False, sampler=sampler)

@@ -1,0 +1,90 @@
+"""What training asks of data: windows, each readable again until the next is asked for; and the order of samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from autoaccum.randomness import mix, preserved, seed_host
+
+Collate = Callable[[list[Any]], Any]
+PlanAt = Callable[[int], Iterable[int]]
+"""(position) -> micro-batch sizes to prefetch for the window that begins there"""
+
+
+class Window(Protocol):
+    """The samples of one optimizer step."""
+
+    @property
+    def num_samples(self) -> int:
+        """Samples; for a stream of unknown length the most there can be."""
+
+    def micro_batch(self, start: int, size: int) -> tuple[int, Any]:
+        """Up to ``size`` samples from position ``start`` of the window, on the device, the caller's to edit.
+
+        Returns how many they are, less only where a stream has ended, and the batch (None for 0 samples).
+        """
+
+
+class Reader(Protocol):
+    """One pass over the data."""
+
+    def window(self, num_samples: int, whole: bool = False) -> Window | None:
+        """The next window, of up to ``num_samples``; None after the last. The window before it is given up.
+
+        With ``whole``, None too when fewer samples are left.
+        """
+
+
+class Source(Protocol):
+    """Data to train on."""
+
+    num_samples: int | None
+    """Samples in one pass; None when only reading tells."""
+
+    def read(self, epoch: int, plan_at: PlanAt) -> Reader:
+        """One pass over the data, in the order of that epoch."""
+
+    def example(self, num_samples: int) -> Any:
+        """A batch of that many samples (repeated where there are not enough) that leaves the data as it was."""
+
+
+class Order:
+    """Which samples an epoch reads, in which order: a function of (seed, epoch)."""
+
+    def __init__(self, num_samples: int, *, seed: int, shuffle: bool, sampler: Iterable[Any] | None = None) -> None:
+        """``sampler`` yields indices, or lists of them, and takes precedence over ``shuffle``."""
+        self._seed = seed
+        self._shuffle = shuffle
+        self._sampler = sampler
+        self.num_samples = num_samples
+        if sampler is not None:
+            self.num_samples = len(self(0))
+
+    def __call__(self, epoch: int) -> Sequence[Any]:
+        """Indices into the dataset, in the order of that epoch."""
+        seed = mix(self._seed, epoch) >> 1
+        if self._sampler is not None:
+            return self._draw(self._sampler, epoch, seed)
+        if self._shuffle:
+            return torch.randperm(self.num_samples, generator=torch.Generator().manual_seed(seed)).tolist()
+        return range(self.num_samples)
+
+    @staticmethod
+    def _draw(sampler: Any, epoch: int, seed: int) -> list[Any]:
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(epoch)
+        inner = getattr(sampler, "sampler", None)
+        generators = [g for s in (sampler, inner) if isinstance(g := getattr(s, "generator", None), torch.Generator)]
+        states = [generator.get_state() for generator in generators]
+        with preserved():
+            seed_host(seed)
+            for generator in generators:
+                generator.manual_seed(seed)
+            drawn = list(sampler)
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+        nested = bool(drawn) and isinstance(drawn[0], list | tuple)
+        return [index for indices in drawn for index in indices] if nested else drawn

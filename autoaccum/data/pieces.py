@@ -1,0 +1,178 @@
+"""Data that arrives in pieces, kept until its window commits, cut and joined to the micro-batches asked for."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autoaccum import batches
+from autoaccum.data.base import Collate, Window
+from autoaccum.errors import DataError
+from autoaccum.randomness import mix, preserved, seed_host
+
+Item = tuple[int, int, Any]
+"""(epoch, position in the epoch, sample)"""
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What a piece of data is, and so how it is cut, joined and made into a batch."""
+
+    size: Callable[[Any], int]
+    take: Callable[[Any, int, int], Any]
+    join: Callable[[Sequence[Any]], Any]
+    finish: Callable[[Any], Any]
+
+
+BATCHES = Form(size=batches.num_samples, take=batches.take, join=batches.concat, finish=lambda piece: piece)
+
+
+def items_form(collate: Callable[[list[Item]], Any]) -> Form:
+    """Lists of samples, collated only when a micro-batch is made of them: so any collate_fn sees the final size."""
+    return Form(
+        size=len,
+        take=lambda piece, start, stop: piece[start:stop],
+        join=lambda pieces: [item for piece in pieces for item in piece],
+        finish=collate,
+    )
+
+
+class Pieces:
+    """One pass over pieces that arrive in order, each kept until the window that holds it is given up."""
+
+    def __init__(
+        self,
+        next_piece: Callable[[int], Any],
+        *,
+        form: Form,
+        device: torch.device,
+        num_samples: int | None = None,
+        reread: Callable[[int, int], Any] | None = None,
+        cuttable: bool = True,
+        budget_bytes: int | None = None,
+    ) -> None:
+        """Set up.
+
+        Args:
+            next_piece: (samples wished for) -> the next piece, of any size; StopIteration after the last.
+            form: what a piece is.
+            device: where micro-batches go.
+            num_samples: samples in the pass, when known.
+            reread: (start, stop) -> the batch of those positions, read anew; None where that is impossible.
+            cuttable: False when a piece is good only for a micro-batch of exactly its samples; else it is reread.
+            budget_bytes: most to keep; past it the oldest are dropped, to be reread when asked for. None: keep all.
+        """
+        self._next_piece = next_piece
+        self._form = form
+        self._device = device
+        self._num_samples = num_samples
+        self._reread = reread
+        self._cuttable = cuttable
+        self._budget_bytes = budget_bytes if reread is not None else None
+        self._kept: deque[tuple[int, int, Any, int]] = deque()  # (first position, last + 1, piece, bytes): no gaps
+        self._kept_bytes = 0
+        self._covered = 0
+        self._position = 0
+
+    def window(self, num_samples: int, whole: bool = False) -> Window | None:
+        """See ``Reader``."""
+        start = self._position
+        while self._kept and self._kept[0][1] <= start:
+            self._drop_oldest()
+        if self._num_samples is not None:
+            there = min(num_samples, self._num_samples - start)
+        else:
+            there = num_samples if self._cover(start + (num_samples if whole else 1), num_samples) else 0
+        if there < (num_samples if whole else 1):
+            return None
+        self._position += there
+        return _PieceWindow(self, start, there)
+
+    def batch(self, start: int, stop: int) -> tuple[int, Any]:
+        """The samples of positions ``start`` to ``stop``, or as many as there are: (how many, batch on the device)."""
+        if not self._cover(stop, stop - start):
+            if self._num_samples is not None:
+                raise DataError(f"data: it promised {self._num_samples} samples and ended after {self._covered}.")
+            stop = min(stop, self._covered)
+        if start >= stop:
+            return 0, None
+        held = [kept for kept in self._kept if kept[0] < stop and kept[1] > start]
+        whole = bool(held) and held[0][0] <= start
+        if whole and (self._cuttable or [kept[:2] for kept in held] == [(start, stop)]):
+            parts = [self._part(first, last, piece, start, stop) for first, last, piece, _ in held]
+            batch = self._form.finish(parts[0] if len(parts) == 1 else self._form.join(parts))
+        else:
+            assert self._reread is not None  # only what can be reread is dropped or not cuttable
+            batch = self._reread(start, stop)
+        while self._budget_bytes is not None and self._kept_bytes > self._budget_bytes and self._kept[0][1] <= stop:
+            self._drop_oldest()
+        return stop - start, batches.to_device(batch, self._device, copy=True)
+
+    def _part(self, first: int, last: int, piece: Any, start: int, stop: int) -> Any:
+        if start <= first and last <= stop:
+            return piece
+        return self._form.take(piece, max(start - first, 0), min(stop, last) - first)
+
+    def _cover(self, stop: int, wished: int) -> bool:
+        """Read on until everything before ``stop`` has arrived; False when the data ends first."""
+        while self._covered < stop:
+            try:
+                piece = self._next_piece(wished)
+            except StopIteration:
+                return False
+            size = self._form.size(piece)
+            num_bytes = batches.num_bytes(piece) if self._budget_bytes is not None else 0
+            self._kept.append((self._covered, self._covered + size, piece, num_bytes))
+            self._kept_bytes += num_bytes
+            self._covered += size
+        return True
+
+    def _drop_oldest(self) -> None:
+        self._kept_bytes -= self._kept.popleft()[3]
+
+
+@dataclass(slots=True)
+class _PieceWindow:
+    pieces: Pieces
+    start: int
+    num_samples: int
+
+    def micro_batch(self, start: int, size: int) -> tuple[int, Any]:
+        return self.pieces.batch(self.start + start, self.start + start + size)
+
+
+class SampleReader:
+    """Reads and collates samples, each under a seed of its own, in this process or in a worker."""
+
+    def __init__(self, dataset: Any, collate: Collate, seed: int) -> None:
+        self._dataset = dataset
+        self._collate = collate
+        self._seed = seed
+
+    def __getitems__(self, keys: Sequence[tuple[int, int, Any]]) -> list[Item]:
+        """The samples of (epoch, position, index) keys; the name is the one by which a DataLoader's worker calls."""
+        items = []
+        for epoch, position, index in keys:
+            seed_host(mix(self._seed, epoch, position))
+            items.append((epoch, position, self._dataset[index]))
+        return items
+
+    def __call__(self, items: list[Item]) -> Any:
+        """One batch of them."""
+        epoch, position, _ = items[0]
+        seed_host(mix(self._seed, epoch, position, 1))
+        return self._collate([sample for _, _, sample in items])
+
+
+def quietly(recipe: Callable[[list[Item]], Any]) -> Callable[[list[Item]], Any]:
+    """The same in this process, leaving the random states as they were."""
+
+    def collate(items: list[Item]) -> Any:
+        with preserved():
+            return recipe(items)
+
+    return collate

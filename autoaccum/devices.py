@@ -1,0 +1,32 @@
+"""The device to train on."""
+
+from __future__ import annotations
+
+import torch
+
+from autoaccum.errors import UnknownDeviceError
+
+
+def find_device(device: str | torch.device | None) -> torch.device:
+    """The device by name; without one the accelerator that is current, or the CPU where there is none.
+
+    Raises:
+        UnknownDeviceError: this machine, or this build of PyTorch, does not have it.
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if device is None:
+        device = accelerator or "cpu"
+    count = torch.accelerator.device_count() if accelerator is not None else 0
+    available = ["cpu"] + [f"{accelerator.type}:{index}" for index in range(count) if accelerator is not None]
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise UnknownDeviceError(device, available) from None
+    if found.type == "cpu":
+        return torch.device("cpu")
+    if found.index is None and accelerator is not None and found.type == accelerator.type:
+        found = torch.device(found.type, torch.accelerator.current_device_index())
+    if str(found) not in available:
+        raise UnknownDeviceError(device, available)
+    torch.accelerator.set_device_index(found.index)
+    return found

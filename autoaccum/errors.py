@@ -1,0 +1,238 @@
+"""Every error that autoaccum raises on purpose, with the facts that it carries.
+
+::
+
+    AutoaccumError
+    ├── ArgumentError (ValueError)            an argument that cannot be used: .argument .value .accepted
+    │   ├── ArgumentTypeError (TypeError)     ... because of its type
+    │   ├── ConflictingArgumentsError         ... beside another one that was given: .conflicts_with
+    │   ├── NoTrainableParametersError        ... a model with nothing to train
+    │   ├── ForeignOptimizerError             ... an optimizer that holds none of the model's parameters
+    │   └── UnknownDeviceError                ... a device that this machine does not have
+    ├── DataError (ValueError)                data that cannot be cut into windows
+    │   ├── EmptyDatasetError                 ... no sample in it
+    │   └── RaggedBatchError                  ... tensors of one batch disagree on dim 0: .sizes
+    ├── LossError (ValueError)                a loss that cannot be trained on
+    │   ├── NonScalarLossError                ... .shape
+    │   ├── LossWithoutGradError              ... detached from the model
+    │   └── NonFiniteLossError                ... NaN or inf in the first window: .loss
+    ├── MemoryLimitError                      memory that no plan can get round: .micro_batch .peak_bytes .limit_bytes
+    │   ├── NothingFitsError                  ... one sample is too many
+    │   ├── LimitBelowModelError              ... the model alone is too much
+    │   └── OptimizerOutOfMemoryError         ... inside optimizer.step
+    └── RecipeError                           a recipe file that cannot be used
+        ├── RecipeNotFoundError               ... no such file, module or function
+        └── RecipeResultError                 ... its function returned something else than fit's arguments
+
+    StopTraining                              not an error: a callback raises it to end the run after the window
+    AutoaccumWarning (UserWarning)            what is said once and does not stop the run
+
+>>> raise ArgumentError("effective_batch", 0, "an int of at least 1", "Pass the samples you want per optimizer step.")
+Traceback (most recent call last):
+    ...
+autoaccum.errors.ArgumentError: effective_batch=0: expected an int of at least 1. Pass the samples you want per \
+optimizer step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autoaccum.units import format_bytes
+
+
+class AutoaccumError(Exception):
+    """The root: ``except AutoaccumError`` catches everything that autoaccum raises on purpose."""
+
+
+class ArgumentError(AutoaccumError, ValueError):
+    """An argument that cannot be used: its name, its value, what is accepted and what to do."""
+
+    def __init__(self, argument: str, value: object, accepted: str, cure: str = "") -> None:
+        self.argument = argument
+        self.value = value
+        self.accepted = accepted
+        super().__init__(f"{argument}={value!r}: expected {accepted}.{' ' if cure else ''}{cure}")
+
+
+class ArgumentTypeError(ArgumentError, TypeError):
+    """An argument of a type that cannot be used."""
+
+
+class ConflictingArgumentsError(ArgumentError):
+    """Two arguments of which at most one may be given."""
+
+    def __init__(self, argument: str, value: object, conflicts_with: str, cure: str) -> None:
+        self.conflicts_with = conflicts_with
+        super().__init__(argument, value, f"at most one of {argument} and {conflicts_with}", cure)
+
+
+class NoTrainableParametersError(ArgumentError):
+    """A model none of whose parameters requires a gradient."""
+
+    def __init__(self, model: object) -> None:
+        super().__init__(
+            "model",
+            type(model).__name__,
+            "a model with at least one parameter that requires a gradient",
+            "Call requires_grad_(True) on what is to be trained.",
+        )
+
+
+class ForeignOptimizerError(ArgumentError):
+    """An optimizer that holds none of the model's trainable parameters."""
+
+    def __init__(self, optimizer: object) -> None:
+        super().__init__(
+            "optimizer",
+            type(optimizer).__name__,
+            "an optimizer over this model's parameters",
+            "It holds none of them, so no step would change the model: build it from model.parameters(), or pass a "
+            "function (params) -> Optimizer.",
+        )
+
+
+class UnknownDeviceError(ArgumentError):
+    """A device that this machine, or this build of PyTorch, does not have."""
+
+    def __init__(self, device: object, available: Sequence[str]) -> None:
+        super().__init__("device", device, f"one of {', '.join(available)}", "Leave device out to take the first one.")
+
+
+class DataError(AutoaccumError, ValueError):
+    """Data that cannot be cut into windows."""
+
+
+class EmptyDatasetError(DataError):
+    """Data with no sample in it."""
+
+    def __init__(self, argument: str, detail: str) -> None:
+        self.argument = argument
+        super().__init__(f"{argument} holds no sample: {detail}")
+
+
+class RaggedBatchError(DataError):
+    """A batch whose tensors disagree on dim 0, so that it has no number of samples."""
+
+    def __init__(self, sizes: dict[str, int]) -> None:
+        self.sizes = sizes
+        listed = ", ".join(f"{name or 'batch'}: {size}" for name, size in sizes.items())
+        super().__init__(
+            f"data: the tensors of one batch disagree on dim 0, the samples ({listed}). Give every tensor one row a "
+            f"sample, or keep what is shared by all samples out of the batch (in the model, or in a closure)."
+        )
+
+
+class LossError(AutoaccumError, ValueError):
+    """A loss that cannot be trained on."""
+
+
+class NonScalarLossError(LossError):
+    """A loss with more than one element, or one that is not a tensor at all."""
+
+    def __init__(self, source: str, found: str) -> None:
+        super().__init__(
+            f"{source} returned {found}: expected one scalar tensor, the mean over the micro-batch. Reduce it, for "
+            f"example with .mean()."
+        )
+
+
+class LossWithoutGradError(LossError):
+    """A loss that no parameter's gradient can come from."""
+
+    def __init__(self, source: str) -> None:
+        super().__init__(
+            f"{source} returned a loss without a gradient: it does not depend on any trainable parameter. Look for "
+            f".detach(), .item(), torch.no_grad() or an argmax on the way from the model to the loss."
+        )
+
+
+class NonFiniteLossError(LossError):
+    """A NaN or infinite loss in the very first window: no step was taken."""
+
+    def __init__(self, loss: float) -> None:
+        self.loss = loss
+        super().__init__(
+            f"the loss of the first window is {loss}; no step was taken and the model is as it was. Check the inputs "
+            f"for NaN, the targets for values out of range, and the loss for log(0) or a division by 0; "
+            f"torch.autograd.set_detect_anomaly(True) names the operation."
+        )
+
+
+class MemoryLimitError(AutoaccumError):
+    """Memory that no plan can get round, with the numbers: samples tried, bytes reached, bytes allowed."""
+
+    def __init__(
+        self, message: str, *, micro_batch: int | None, peak_bytes: int | None, limit_bytes: int | None
+    ) -> None:
+        self.micro_batch = micro_batch
+        self.peak_bytes = peak_bytes
+        self.limit_bytes = limit_bytes
+        super().__init__(message)
+
+
+class NothingFitsError(MemoryLimitError):
+    """Not even the smallest micro-batch fits."""
+
+    def __init__(self, *, phase: str, micro_batch: int, peak_bytes: int | None, limit_bytes: int | None) -> None:
+        self.phase = phase
+        reached = "" if peak_bytes is None else f", {format_bytes(peak_bytes)} in use"
+        allowed = "" if limit_bytes is None else f" of {format_bytes(limit_bytes)} allowed"
+        super().__init__(
+            f"{phase}: a micro-batch of {micro_batch}, the smallest there is, does not fit{reached}{allowed}. Raise "
+            f"memory_limit or free the device for this process, make the samples smaller, use precision='bf16', wrap "
+            f"blocks in torch.utils.checkpoint, or take an optimizer that keeps less state.",
+            micro_batch=micro_batch,
+            peak_bytes=peak_bytes,
+            limit_bytes=limit_bytes,
+        )
+
+
+class LimitBelowModelError(MemoryLimitError):
+    """The limit is below what the process needs before the first sample: model, gradients, optimizer state."""
+
+    def __init__(self, *, needed_bytes: int, limit_bytes: int) -> None:
+        self.needed_bytes = needed_bytes
+        super().__init__(
+            f"memory_limit: {format_bytes(limit_bytes)} may be used, but {format_bytes(needed_bytes)} are needed "
+            f"before the first sample (the process and the model, its gradients, the optimizer's state). Allow more "
+            f"than {format_bytes(needed_bytes)}, or train a smaller model.",
+            micro_batch=None,
+            peak_bytes=needed_bytes,
+            limit_bytes=limit_bytes,
+        )
+
+
+class OptimizerOutOfMemoryError(MemoryLimitError):
+    """Memory ran out inside ``optimizer.step``: some parameters may have been stepped and others not."""
+
+    def __init__(self, *, optimizer: str, step: int, peak_bytes: int | None, limit_bytes: int | None) -> None:
+        self.step = step
+        super().__init__(
+            f"{optimizer}.step ran out of memory in step {step}. The parameters may be half-stepped, so training does "
+            f"not go on from them. Leave more headroom, or take an optimizer whose step allocates nothing "
+            f"(fused=True, or foreach=False).",
+            micro_batch=None,
+            peak_bytes=peak_bytes,
+            limit_bytes=limit_bytes,
+        )
+
+
+class RecipeError(AutoaccumError):
+    """A recipe that cannot be used."""
+
+
+class RecipeNotFoundError(RecipeError):
+    """No such recipe file, module or function."""
+
+
+class RecipeResultError(RecipeError):
+    """A recipe's function returned something else than a dict of fit's arguments."""
+
+
+class StopTraining(Exception):
+    """Raised by a callback to end the run cleanly after the window."""
+
+
+class AutoaccumWarning(UserWarning):
+    """Said once, with the cause, the consequence and the cure; the run goes on."""

@@ -1,0 +1,130 @@
+"""What a run tells: one ``StepReport`` per window, and an event for everything else that happens to it.
+
+Callbacks are called with each of these, in order, as it happens; ``FitResult`` keeps them. All are frozen values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepReport:
+    """One window that committed."""
+
+    step: int
+    """Optimizer steps taken so far, this one included: the first is 1."""
+    epoch: int
+    """The pass over the data that the window belongs to: the first is 0."""
+    num_samples: int
+    """Samples trained on so far, this window's included."""
+    effective_batch: int
+    """Samples in this window."""
+    micro_batches: tuple[int, ...]
+    """The sizes that committed, in order; they sum to ``effective_batch``."""
+    loss: float
+    """Mean over the window's items."""
+    lr: float
+    """Learning rate of the first parameter group in this step."""
+    grad_norm: float | None
+    """2-norm of the window's gradient before clipping; None without ``clip_norm``."""
+    seconds: float
+    """Wall time of the window: waiting for its data, its replays and the optimizer step included."""
+    peak_bytes: int
+    """Most device memory in use at once during the window."""
+    replays: int
+    """How often the window was rolled back and run again."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Started:
+    """Training begins; every argument was accepted."""
+
+    num_steps: int | None
+    """Optimizer steps to come; None when the data's length is unknown and the budget is in epochs."""
+    num_samples: int | None
+    """Samples to come; None likewise."""
+    device: str
+    limit_bytes: int
+    """Bytes this process may use on the device, the headroom included."""
+    used_bytes: int
+    """Bytes in use before the first sample."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Planned:
+    """The search has settled: windows are cut like this from now on."""
+
+    step: int
+    sizes: tuple[int, ...]
+    predicted_bytes: int | None
+    """The memory model's peak for the largest size; None when there is no model."""
+    limit_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Replanned:
+    """A window's plan was given up for another one."""
+
+    step: int
+    old: tuple[int, ...]
+    new: tuple[int, ...]
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OutOfMemory:
+    """The device ran out of memory, and nothing was lost."""
+
+    step: int
+    phase: str
+    """``"training"`` or ``"validation"``."""
+    micro_batch: int
+    """Samples in the micro-batch that failed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Validated:
+    """One pass over the validation data."""
+
+    step: int
+    epoch: int
+    loss: float
+    """Mean over the validation data's items."""
+    num_samples: int
+    micro_batch: int
+    """Largest micro-batch of the pass; independent of training's."""
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepSkipped:
+    """A window's gradient was not applied."""
+
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Notice:
+    """Something that cannot be exact, or is probably not what was meant; said once."""
+
+    cause: str
+    consequence: str
+    cure: str
+
+    def __str__(self) -> str:
+        return f"{self.cause}. {self.consequence}. {self.cure}."
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finished:
+    """The run is over."""
+
+    step: int
+    reason: str
+    """``"budget"``, ``"interrupted"`` (Ctrl-C) or ``"stopped"`` (a callback)."""
+
+
+Event = Started | Planned | Replanned | OutOfMemory | Validated | StepSkipped | Notice | Finished
+Record = StepReport | Event

@@ -1,0 +1,73 @@
+"""The three ways to say what the loss of a batch is, as one function (model, batch) -> loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from autoaccum.errors import DataError, LossWithoutGradError, NonScalarLossError
+
+LossOf = Callable[[Any, Any], torch.Tensor]
+"""(model, batch) -> scalar loss, the mean over the batch's items"""
+
+
+def loss_function(loss_fn: Callable[[Any, Any], Any] | None, training_step: Callable[[Any, Any], Any] | None) -> LossOf:
+    """The loss of a batch by ``loss_fn(outputs, targets)``, by ``training_step(model, batch)``, or by the model itself.
+
+    A model is called with a mapping's values as keywords, a tuple's or list's as positional arguments, and anything
+    else as its one argument.
+    """
+    if loss_fn is not None:
+
+        def by_loss_fn(model: Any, batch: Any) -> torch.Tensor:
+            if not isinstance(batch, tuple | list) or len(batch) != 2:
+                raise DataError(
+                    f"data: with loss_fn, batches are (inputs, targets), but this one is {_describe(batch)}. Let the "
+                    f"data yield pairs, or pass training_step=(model, batch) -> loss, which takes any batch."
+                )
+            return _checked(loss_fn(call(model, batch[0]), batch[1]), "loss_fn")
+
+        return by_loss_fn
+    if training_step is not None:
+        return lambda model, batch: _checked(training_step(model, batch), "training_step")
+    return lambda model, batch: _checked(_model_loss(call(model, batch)), "the model")
+
+
+def call(model: Any, inputs: Any) -> Any:
+    """The model's outputs for one micro-batch of inputs."""
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    if isinstance(inputs, tuple | list):
+        return model(*inputs)
+    return model(inputs)
+
+
+def _model_loss(outputs: Any) -> Any:
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+    if loss is not None:
+        return loss
+    if isinstance(outputs, torch.Tensor) and outputs.ndim == 0:
+        return outputs
+    raise NonScalarLossError(
+        "the model", f"{_describe(outputs)} without a .loss or ['loss'] (neither loss_fn nor training_step was given)"
+    )
+
+
+def _checked(loss: Any, source: str) -> torch.Tensor:
+    if not isinstance(loss, torch.Tensor):
+        raise NonScalarLossError(source, _describe(loss))
+    if loss.ndim:
+        raise NonScalarLossError(source, f"a tensor of shape {tuple(loss.shape)}")
+    if not loss.requires_grad and torch.is_grad_enabled():
+        raise LossWithoutGradError(source)
+    return loss
+
+
+def _describe(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, tuple | list):
+        return f"a {type(value).__name__} of {len(value)}"
+    return f"a value of type {type(value).__name__}"

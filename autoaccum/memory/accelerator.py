@@ -1,0 +1,89 @@
+"""The memory of an accelerator (CUDA, ROCm, XPU), from its caching allocator, and of Apple's MPS.
+
+Everything is counted in reserved bytes: what the allocator took from the device, its cache included. That is what other
+processes see and what the limit is compared with. It follows that a peak that was reached before ``reset_peak`` can
+remain as cache and hide a smaller one; ``release`` before a trial whose own peak matters.
+"""
+
+from __future__ import annotations
+
+import gc
+
+import psutil
+import torch
+
+
+class AcceleratorMemory:
+    """Memory of one device of ``torch.accelerator``."""
+
+    enforced = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def limit(self) -> int:
+        """Reserved plus free bytes, or the fraction set for this process if that is less.
+
+        What this process holds outside the allocator (its context, a library's buffers) is in neither term.
+        """
+        free, total = torch.accelerator.get_memory_info(self._device)
+        limit = self.used() + free
+        # CUDA, ROCm and XPU can be told to stop at a fraction of the whole device; it is 1.0 when nothing was set.
+        module = torch.get_device_module(self._device)
+        if hasattr(module, "get_per_process_memory_fraction"):
+            limit = min(limit, int(module.get_per_process_memory_fraction(self._device) * total))
+        return limit
+
+    def used(self) -> int:
+        """Bytes that the allocator holds now."""
+        return torch.accelerator.memory_reserved(self._device)
+
+    def peak(self) -> int:
+        """Most bytes that the allocator held since ``reset_peak``."""
+        return torch.accelerator.max_memory_reserved(self._device)
+
+    def reset_peak(self) -> None:
+        """Start a new peak from what is held now."""
+        # The statistics are empty until the first allocation, and older versions then refuse to reset them.
+        if torch.accelerator.memory_stats(self._device):
+            torch.accelerator.reset_peak_memory_stats(self._device)
+
+    def release(self) -> None:
+        """Collect reference cycles, then return the allocator's cache to the device."""
+        gc.collect()
+        torch.accelerator.empty_cache()
+
+
+class MpsMemory:
+    """Memory of an Apple GPU, which shares the host's; its allocator joined ``torch.accelerator`` only in 2.13."""
+
+    enforced = True
+
+    def __init__(self) -> None:
+        self._peak = 0
+
+    def limit(self) -> int:
+        """Metal's recommended working set, or what the host still has for it if that is less."""
+        return min(torch.mps.recommended_max_memory(), self.used() + psutil.virtual_memory().available)
+
+    def used(self) -> int:
+        """Bytes that Metal holds for this process, the allocator's cache included."""
+        return torch.mps.driver_allocated_memory()
+
+    def peak(self) -> int:
+        """Most bytes seen at the calls of ``reset_peak`` and ``peak``.
+
+        Metal keeps no peak of its own, but the allocator keeps the heaps it took, so that its size after a window is
+        the window's peak unless the device came under pressure.
+        """
+        self._peak = max(self._peak, self.used())
+        return self._peak
+
+    def reset_peak(self) -> None:
+        """Start a new peak from what is held now."""
+        self._peak = self.used()
+
+    def release(self) -> None:
+        """Collect reference cycles, then return the allocator's cache to Metal."""
+        gc.collect()
+        torch.mps.empty_cache()

@@ -1,0 +1,197 @@
+"""A device memory simulated on the CPU, and an out-of-memory error at a chosen operation: for tests.
+
+Both are dispatch modes: PyTorch hands them every operation of this thread, forward and backward (on the CPU the
+backward pass runs in the thread that called it). What an operation allocates and frees inside itself is not seen.
+A function under ``torch.compile`` runs uncompiled inside them: PyTorch compiles nothing while such a mode is on.
+"""
+
+# PyTorch's dispatch modes carry no annotations.
+# mypy: disable-error-code="no-untyped-call"
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+
+from autoaccum.units import format_bytes
+
+
+class MemorySimulation(TorchDispatchMode):
+    """While it is active, the CPU's tensors live in a memory of ``limit`` bytes.
+
+    A storage is counted once, however many tensors share it, from the first operation that takes or returns it until it
+    is freed. Of nested simulations only the innermost counts and raises.
+
+    Attributes:
+        limit: bytes there are; may be changed at any time.
+        used: bytes of the live storages seen so far.
+        peak: the most that ``used`` was since ``reset_peak``.
+    """
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self.limit = limit
+        self.used = 0
+        self.peak = 0
+        # By id: PyTorch keeps the Python object of a storage, and so its id, for as long as the storage lives.
+        self._counted: dict[int, int] = {}
+
+    def reset_peak(self) -> None:
+        """Start a new peak from what is used now."""
+        self.peak = self.used
+
+    def __enter__(self) -> MemorySimulation:
+        super().__enter__()
+        _active.append(self)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        _active.pop()
+        super().__exit__(*exception)
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if _active[-1] is not self:
+            return func(*args, **kwargs)
+        # The inputs exist, so they are counted even when they do not fit; the outputs only when they do.
+        asked, grown = self._growth((args, tuple(kwargs.values())))
+        self._count(asked, grown)
+        self._require(asked, self.used)
+        result = func(*args, **kwargs)
+        asked, grown = self._growth((result,))
+        try:
+            self._require(asked, self.used + asked)
+        except torch.OutOfMemoryError:
+            # The traceback keeps this frame: do not let it keep the tensors that did not fit.
+            del result, grown
+            raise
+        self._count(asked, grown)
+        return result
+
+    def _growth(self, values: Iterable[object]) -> tuple[int, list[tuple[torch.UntypedStorage, int]]]:
+        """Bytes by which the storages of ``values`` outgrow what is counted, in all and each."""
+        storages = {id(storage): storage for storage in _storages(values)}
+        grown = [
+            (storage, delta)
+            for key, storage in storages.items()
+            if (delta := storage.nbytes() - self._counted.get(key, 0))
+        ]
+        return sum(delta for _, delta in grown), grown
+
+    def _count(self, asked: int, grown: list[tuple[torch.UntypedStorage, int]]) -> None:
+        for storage, delta in grown:
+            key = id(storage)
+            if key not in self._counted:
+                weakref.finalize(storage, self._forget, key).atexit = False
+            self._counted[key] = self._counted.get(key, 0) + delta
+        self.used += asked
+        self.peak = max(self.peak, self.used)
+
+    def _forget(self, key: int) -> None:
+        self.used -= self._counted.pop(key)
+
+    def _require(self, asked: int, needed: int) -> None:
+        if asked > 0 and needed > self.limit:
+            raise torch.OutOfMemoryError(
+                f"Simulated device out of memory. Tried to allocate {format_bytes(asked)} ({asked} bytes). The device "
+                f"has a capacity of {format_bytes(self.limit)} ({self.limit} bytes), of which "
+                f"{format_bytes(needed - asked)} ({needed - asked} bytes) are in use."
+            )
+
+
+class OutOfMemoryAt(TorchDispatchMode):
+    """Raises ``torch.OutOfMemoryError`` in place of one operation, once; with ``None`` it only counts.
+
+    Attributes:
+        operations: operations seen so far, the one that raised included.
+    """
+
+    def __init__(self, operation: int | None) -> None:
+        super().__init__()
+        self._operation = operation
+        self.operations = 0
+
+    def __enter__(self) -> OutOfMemoryAt:
+        super().__enter__()
+        return self
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.operations += 1
+        if self.operations == self._operation:
+            raise torch.OutOfMemoryError(f"Simulated out of memory at operation {self.operations}, {func}.")
+        return func(*args, **(kwargs or {}))
+
+
+class SimulatedMemory:
+    """The simulated memory, as a device's."""
+
+    enforced = True
+
+    def __init__(self, simulation: MemorySimulation) -> None:
+        self._simulation = simulation
+
+    def limit(self) -> int:
+        """The simulation's limit: nothing else uses its memory."""
+        return self._simulation.limit
+
+    def used(self) -> int:
+        """Bytes of the live storages seen so far."""
+        return self._simulation.used
+
+    def peak(self) -> int:
+        """Most bytes since ``reset_peak``."""
+        return self._simulation.peak
+
+    def reset_peak(self) -> None:
+        """Start a new peak from what is used now."""
+        self._simulation.reset_peak()
+
+    def release(self) -> None:
+        """Collect reference cycles; there is no cache."""
+        gc.collect()
+
+
+_active: list[MemorySimulation] = []
+
+
+def active_simulation() -> MemorySimulation | None:
+    """The innermost simulation that is active, if any."""
+    return _active[-1] if _active else None
+
+
+def _storages(values: Iterable[object]) -> Iterator[torch.UntypedStorage]:
+    """The CPU storages of all tensors in nested lists and tuples, empty ones left out."""
+    for value in values:
+        if isinstance(value, list | tuple):
+            yield from _storages(value)
+        elif isinstance(value, torch.Tensor):
+            yield from _storages_of(value)
+
+
+def _storages_of(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        yield from _storages([getattr(tensor, name) for name in names])
+    elif tensor.layout == torch.sparse_coo:
+        yield from _storages((tensor._indices(), tensor._values()))
+    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        yield from _storages((tensor.crow_indices(), tensor.col_indices(), tensor.values()))
+    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        yield from _storages((tensor.ccol_indices(), tensor.row_indices(), tensor.values()))
+    else:
+        try:
+            storage = tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):
+            return  # an opaque layout (oneDNN's), or a wrapper without a storage: what it holds cannot be asked for
+        # The storage's device and not the tensor's: a fake tensor says "cpu" and holds nothing.
+        if storage.device.type == "cpu" and storage.nbytes() > 0:
+            yield storage

@@ -1,0 +1,104 @@
+"""The optimizer: the default one, the user's, and its lazy state allocated before training needs the memory."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoaccum.errors import (
+    ArgumentTypeError,
+    ConflictingArgumentsError,
+    ForeignOptimizerError,
+    NoTrainableParametersError,
+)
+
+OptimizerLike = torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+def trainable_parameters(model: object) -> list[nn.Parameter]:
+    """The model's parameters that require a gradient.
+
+    Raises:
+        ArgumentTypeError: it is no module.
+        NoTrainableParametersError: there are none.
+    """
+    if not isinstance(model, nn.Module):
+        raise ArgumentTypeError("model", model, "a torch.nn.Module")
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if not parameters:
+        raise NoTrainableParametersError(model)
+    return parameters
+
+
+def make_optimizer(
+    optimizer: OptimizerLike | None, lr: float | None, parameters: list[nn.Parameter]
+) -> torch.optim.Optimizer:
+    """The user's optimizer, or AdamW: fused where PyTorch has it, which is fast and allocates nothing in its step.
+
+    Raises:
+        ConflictingArgumentsError: ``lr`` beside an optimizer, which has its own.
+        ForeignOptimizerError: the optimizer holds none of the parameters.
+        ArgumentTypeError: it is no optimizer.
+    """
+    if optimizer is None:
+        lr = 1e-3 if lr is None else lr
+        try:
+            return torch.optim.AdamW(parameters, lr=lr, fused=True)
+        except RuntimeError:  # complex parameters, or a device without the kernel
+            return torch.optim.AdamW(parameters, lr=lr)
+    if lr is not None:
+        raise ConflictingArgumentsError("lr", lr, "optimizer", "Set the learning rate where the optimizer is made.")
+    made: Any = (
+        optimizer if isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer) else optimizer(parameters)
+    )
+    if not isinstance(made, torch.optim.Optimizer):
+        raise ArgumentTypeError("optimizer", made, "a torch.optim.Optimizer, or a function (params) -> Optimizer")
+    if "closure" in _required_arguments(made.step):
+        raise ArgumentTypeError(
+            "optimizer",
+            type(made).__name__,
+            "an optimizer whose step needs no closure",
+            "Take one that steps once on the gradient of the window: AdamW, SGD, Adafactor, ...",
+        )
+    wanted = {id(p) for p in parameters}
+    if not any(id(p) in wanted for group in made.param_groups for p in group["params"]):
+        raise ForeignOptimizerError(made)
+    return made
+
+
+def _required_arguments(function: Callable[..., Any]) -> list[str]:
+    parameters = inspect.signature(function).parameters.values()
+    return [p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+
+
+@torch.no_grad()
+def allocate_state(optimizer: torch.optim.Optimizer) -> None:
+    """Allocate now what PyTorch's optimizers allocate in their first step, so that it is in every measured peak.
+
+    Their own ``_init_group`` does it: the part of a step that makes the missing state and reads the present one, before
+    any arithmetic. It wants gradients, so parameters without one have zeros for the moment. SGD clones its first
+    gradient instead; a buffer of zeros gives the same next value, 0 * momentum + gradient, unless it is dampened.
+
+    Nothing is done to an optimizer that is not PyTorch's own, for nobody knows what its methods do.
+    """
+    if not type(optimizer).__module__.startswith("torch.optim.") or not hasattr(optimizer, "_init_group"):
+        return
+    init_group = optimizer._init_group
+    num_lists = len(inspect.signature(init_group).parameters) - 1
+    for group in optimizer.param_groups:
+        without = [p for p in group["params"] if p.requires_grad and p.grad is None]
+        try:
+            for p in without:
+                p.grad = torch.zeros_like(p)
+            init_group(group, *([] for _ in range(num_lists)))
+        finally:
+            for p in without:
+                p.grad = None
+        if type(optimizer) is torch.optim.SGD and group["momentum"] and not group["dampening"]:
+            for p in group["params"]:
+                if p.requires_grad and optimizer.state[p].get("momentum_buffer") is None:
+                    optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)

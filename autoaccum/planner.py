@@ -1,0 +1,75 @@
+"""How a window is cut into micro-batches: arithmetic alone.
+
+>>> plan(effective_batch=256, max_micro_batch=100).sizes
+(86, 85, 85)
+>>> plan(effective_batch=7, max_micro_batch=2, world_size=2).ranks
+((2, 2), (2, 1))
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from autoaccum.arguments import positive_int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """How a window is cut."""
+
+    ranks: tuple[tuple[int, ...], ...]
+    """Each rank's micro-batch sizes in samples, in order; a rank beyond the effective batch has none."""
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Samples of every micro-batch, rank after rank: they sum to the effective batch and differ by one at most."""
+        return tuple(size for rank in self.ranks for size in rank)
+
+    @property
+    def effective_batch(self) -> int:
+        """Samples per optimizer step, over all ranks."""
+        return sum(self.sizes)
+
+    @property
+    def accumulation_steps(self) -> int:
+        """Micro-batches per optimizer step on one rank, the busiest where they differ."""
+        return len(self.ranks[0])
+
+
+def plan(effective_batch: int, max_micro_batch: int, world_size: int = 1) -> Plan:
+    """The fewest near-equal micro-batches, no larger than ``max_micro_batch``, that sum to ``effective_batch``.
+
+    Args:
+        effective_batch: samples per optimizer step, over all ranks.
+        max_micro_batch: samples that fit into one forward and backward on one device.
+        world_size: ranks that share the window.
+
+    Raises:
+        ArgumentError: an argument is not an int of at least 1.
+    """
+    positive_int("effective_batch", effective_batch, "Pass the samples you want per optimizer step.")
+    positive_int("max_micro_batch", max_micro_batch, "Pass the samples that fit on the device at once.")
+    positive_int("world_size", world_size, "Pass the number of processes that train together.")
+    shares = near_equal(effective_batch, world_size)
+    steps = -(-shares[0] // max_micro_batch)
+    return Plan(ranks=tuple(near_equal(share, min(steps, share)) for share in shares))
+
+
+@lru_cache(maxsize=1024)
+def near_equal(total: int, count: int) -> tuple[int, ...]:
+    """``count`` sizes that sum to ``total`` and differ by one at most; the larger first, so that memory peaks early."""
+    size, larger = divmod(total, max(count, 1))
+    return (size + 1,) * larger + (size,) * (count - larger)
+
+
+@lru_cache(maxsize=1024)
+def cut(num_samples: int, max_micro_batch: int) -> tuple[int, ...]:
+    """The sizes of ``plan`` on one rank, without its checks: for every window of a run."""
+    return near_equal(num_samples, -(-num_samples // max_micro_batch))
+
+
+def window_sizes(num_samples: int, effective_batch: int, *, drop_last: bool = False) -> tuple[int, int]:
+    """How one pass over the data falls into windows: (full windows, samples of the short last one or 0)."""
+    full, short = divmod(num_samples, effective_batch)
+    return full, 0 if drop_last else short

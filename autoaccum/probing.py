@@ -1,0 +1,219 @@
+"""``probe``: the search for the largest micro-batch on throw-away trials, for those who want only the answer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoaccum import arguments
+from autoaccum.costs import MemoryModel, TimeModel, Trial, fit_memory_model, fit_time_model
+from autoaccum.data import Source, open_source
+from autoaccum.devices import find_device
+from autoaccum.errors import ConflictingArgumentsError, LimitBelowModelError, NothingFitsError
+from autoaccum.losses import LossOf, loss_function
+from autoaccum.memory import Memory, memory_of
+from autoaccum.oom import is_out_of_memory
+from autoaccum.optimizers import OptimizerLike, allocate_state, make_optimizer, trainable_parameters
+from autoaccum.planner import Plan, plan
+from autoaccum.precision import Autocast, Precision, autocast
+from autoaccum.search import bounds, next_trial
+from autoaccum.snapshot import Snapshot
+
+GROWTH = 16
+"""How far beyond its largest success a probe may go where the device itself refuses what is too much."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProbeReport:
+    """What a probe found out."""
+
+    max_micro_batch: int
+    """The largest micro-batch that was tried and fitted, within 2 % of the largest there is."""
+    trials: tuple[Trial, ...]
+    """Everything that was tried, in order."""
+    memory_model: MemoryModel | None
+    """Peak bytes by samples; None when a single size was enough to know."""
+    time_model: TimeModel | None
+    """Seconds by samples; None likewise."""
+    limit_bytes: int
+    """Bytes this process may use on the device, the headroom included."""
+    plan: Plan | None
+    """For the effective batch that was passed."""
+
+
+def probe(
+    model: nn.Module,
+    data: Any,
+    *,
+    effective_batch: int | None = None,
+    loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
+    training_step: Callable[[Any, Any], torch.Tensor] | None = None,
+    optimizer: OptimizerLike | None = None,
+    lr: float | None = None,
+    max_micro_batch: int | None = None,
+    memory_limit: int | float | str | None = None,
+    headroom: float = 0.05,
+    precision: Precision = "fp32",
+    device: str | torch.device | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+) -> ProbeReport:
+    """Find the largest micro-batch that fits, by forwards and backwards that leave no trace.
+
+    Parameters, buffers, gradients, optimizer state, random states, training mode and data are afterwards what they
+    were, to the bit. The memory of gradients and of the optimizer's state is counted, whether they are there yet or
+    not.
+
+    Args:
+        model: the module to train.
+        data: as for ``fit``; its first samples are repeated to make batches of any size.
+        effective_batch: samples per optimizer step: no larger micro-batch is tried, and a plan is made.
+        loss_fn: as for ``fit``.
+        training_step: as for ``fit``.
+        optimizer: as for ``fit``; its state is part of what must fit.
+        lr: as for ``fit``.
+        max_micro_batch: the most samples to try at once.
+        memory_limit: device memory this process may use, as bytes, "8GiB", or a share such as 0.5.
+        headroom: fraction of the limit to leave free.
+        precision: fp32 (as the model is), bf16 or fp16 (both by autocast).
+        device: where to train, such as cpu or cuda:1; an accelerator where there is one.
+        collate_fn: makes a batch of a list of samples.
+
+    Raises:
+        ArgumentError: an argument cannot be used; it names the argument, the value and the cure.
+        NothingFitsError: not even one sample fits.
+        LimitBelowModelError: not even the model fits.
+
+    >>> import torch
+    >>> report = probe(
+    ...     torch.nn.Linear(3, 1), (torch.randn(10, 3), torch.randn(10, 1)), device="cpu",
+    ...     loss_fn=torch.nn.functional.mse_loss, effective_batch=8,
+    ... )
+    >>> report.max_micro_batch, report.plan.sizes
+    (8, (8,))
+    """
+    if loss_fn is not None and training_step is not None:
+        raise ConflictingArgumentsError("training_step", training_step, "loss_fn", "Leave loss_fn out.")
+    for name, value in (("effective_batch", effective_batch), ("max_micro_batch", max_micro_batch)):
+        if value is not None:
+            arguments.positive_int(name, value)
+    arguments.number_between("headroom", headroom, 0, 1)
+    parameters = trainable_parameters(model)
+    on = find_device(device)
+    memory = memory_of(on)
+    available = memory.limit()
+    limit = arguments.memory_limit_bytes(memory_limit, available)
+    enforced = memory.enforced and limit == available
+    source = open_source(data, seed=0, shuffle=False, device=on, collate_fn=collate_fn)
+    ceiling = min(n for n in (max_micro_batch, effective_batch, source.num_samples, 2**20) if n is not None)
+
+    modules = [m for m in (model, loss_fn, training_step) if isinstance(m, nn.Module)]
+    history: list[Trial] = []
+    with _no_trace(modules, optimizer, on):
+        try:
+            for module in modules:
+                module.to(on)
+            model.train()
+            state_of = make_optimizer(optimizer, lr, parameters)
+            for parameter in parameters:  # as in every micro-batch of a window but the first
+                parameter.grad = torch.zeros_like(parameter)
+            allocate_state(state_of)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            ran_out = True
+        else:
+            ran_out = False
+        memory.release()
+        if ran_out or memory.used() > limit:
+            raise LimitBelowModelError(needed_bytes=max(memory.used(), limit + 1), limit_bytes=limit)
+        context = autocast(precision, on)
+        loss_of = loss_function(loss_fn, training_step)
+        while size := next_trial(
+            history, limit_bytes=int(limit * (1 - headroom)), ceiling=ceiling, growth=GROWTH if enforced else 2
+        ):
+            allowed = limit if size == 1 else int(limit * (1 - headroom))
+            history.append(_try(size, model, source, loss_of, context, memory, on, allowed))
+        largest = bounds(history)[0]
+        if largest == 0:
+            raise NothingFitsError(phase="probe", micro_batch=1, peak_bytes=history[-1].peak_bytes, limit_bytes=limit)
+    return ProbeReport(
+        max_micro_batch=largest,
+        trials=tuple(history),
+        memory_model=fit_memory_model(history),
+        time_model=fit_time_model(history),
+        limit_bytes=limit,
+        plan=None if effective_batch is None else plan(effective_batch, largest),
+    )
+
+
+def _try(
+    size: int,
+    model: nn.Module,
+    source: Source,
+    loss_of: LossOf,
+    context: Autocast,
+    memory: Memory,
+    device: torch.device,
+    allowed_bytes: int,
+) -> Trial:
+    """One forward and backward."""
+    memory.release()
+    memory.reset_peak()
+    started = time.perf_counter()
+    try:
+        batch = source.example(size)
+        with context():
+            loss = loss_of(model, batch)
+        torch.autograd.backward(loss)
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return Trial(micro_batch=size, fits=False)
+    peak_bytes = memory.peak()
+    return Trial(
+        micro_batch=size,
+        fits=peak_bytes <= allowed_bytes,
+        peak_bytes=peak_bytes,
+        seconds=time.perf_counter() - started,
+    )
+
+
+@contextmanager
+def _no_trace(modules: Sequence[nn.Module], optimizer: object, device: torch.device) -> Iterator[None]:
+    """Whatever forwards, backwards and ``allocate_state`` do within it is undone."""
+    snapshot = Snapshot(modules, device)
+    snapshot.take()
+    everything = {id(m): m for module in modules for m in module.modules()}.values()
+    parameters = [p for module in everything for p in module.parameters(recurse=False)]
+    trained = [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]
+    values = [(p, p.data) for p in parameters]  # where the model was, should it be moved to the device
+    gradients = [(p, p.grad) for p in (*parameters, *trained)]
+    for p, _ in gradients:
+        p.grad = None
+    training = [(module, module.training) for module in everything]
+    state = None
+    if isinstance(optimizer, torch.optim.Optimizer):
+        state = {parameter: dict(entries) for parameter, entries in optimizer.state.items()}
+    try:
+        yield
+    finally:
+        for p, _ in gradients:
+            p.grad = None
+        for p, value in values:
+            p.data = value
+        for p, gradient in gradients:
+            p.grad = gradient
+        snapshot.restore()
+        for module, mode in training:
+            module.training = mode
+        if isinstance(optimizer, torch.optim.Optimizer) and state is not None:
+            optimizer.state.clear()
+            optimizer.state.update(state)

@@ -1,0 +1,159 @@
+"""Which micro-batch size to try next, from the history of trials; and how to cut windows while that is being learnt.
+
+One policy with two drivers: a probe asks ``next_trial`` until it has no more to ask; training asks ``Tuner`` for the
+sizes of each window, and the tuner tries what ``next_trial`` says on samples that had to be trained on anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from autoaccum.costs import MemoryModel, Trial, fit_memory_model
+from autoaccum.errors import NothingFitsError
+from autoaccum.planner import cut
+
+TOLERANCE = 0.02
+"""The search ends when no size this much larger than the largest that fitted is expected to fit."""
+
+
+def bounds(history: Sequence[Trial]) -> tuple[int, int | None]:
+    """(largest size that fits, smallest that does not) by the newest word on each: memory may have moved meanwhile.
+
+    The first is 0 while nothing fitted; the second None while nothing failed.
+    """
+    fits: set[int] = set()
+    fails: set[int] = set()
+    for trial in history:
+        if trial.fits:
+            fits.add(trial.micro_batch)
+            fails = {size for size in fails if size > trial.micro_batch}
+        else:
+            fails.add(trial.micro_batch)
+            fits = {size for size in fits if size < trial.micro_batch}
+    return max(fits, default=0), min(fails, default=None)
+
+
+def next_trial(
+    history: Sequence[Trial], *, limit_bytes: int | None, ceiling: int, growth: int = 2, tolerance: float = TOLERANCE
+) -> int | None:
+    """The size to try next, or None when the search is over and ``bounds(history)[0]`` is its answer.
+
+    Sizes grow by ``growth`` until two trials give a memory model, then jump to what the model predicts, never beyond
+    ``growth`` times the largest success; a prediction that failed falls back to bisection.
+
+    Args:
+        history: the trials so far, oldest first.
+        limit_bytes: peak that is to be kept; None when only an out-of-memory error can tell.
+        ceiling: the largest size of any use.
+        growth: how far beyond the largest success a trial may go.
+        tolerance: see ``TOLERANCE``.
+    """
+    fits, fails = bounds(history)
+    if fits >= ceiling or fails == 1:
+        return None
+    if fits == 0:
+        return 1 if fails is None else fails // 2
+    step = max(1, int(tolerance * fits))
+    if fails is not None and fails - fits <= step:
+        return None
+    largest = min(fits * growth, ceiling, ceiling if fails is None else fails - 1)
+    model = fit_memory_model(history)
+    if model is None or limit_bytes is None:
+        return largest if fails is None else (fits + fails) // 2
+    predicted = model.largest_within(limit_bytes)
+    if predicted < fits + step:
+        return None
+    if fails is not None and predicted >= fails:  # the model has been wrong about this size: halve the gap instead
+        return (fits + fails) // 2
+    return int(min(predicted, largest))
+
+
+class Tuner:
+    """How each window is cut while the search goes on, and after it.
+
+    Every size that it hands out is useful work. ``history`` holds what was learnt.
+    """
+
+    def __init__(self, *, ceiling: int, limit_bytes: int, headroom: float, search: bool, largest: int = 0) -> None:
+        """Set up.
+
+        Args:
+            ceiling: the largest micro-batch of any use.
+            limit_bytes: what this process may use.
+            headroom: the fraction of it that plans leave free.
+            search: whether to find out how large a micro-batch may be.
+            largest: what may be used untried: a user's own micro-batch.
+        """
+        self.history: list[Trial] = []
+        self.limit_bytes = limit_bytes
+        self.target_bytes = int(limit_bytes * (1 - headroom))
+        self.searching = search
+        self.largest = largest
+        """The largest micro-batch to use now; 0 while nothing is known."""
+        self._ceiling = ceiling
+
+    @property
+    def memory_model(self) -> MemoryModel | None:
+        """Fitted to the trials so far."""
+        return fit_memory_model(self.history)
+
+    def sizes(self, num_samples: int) -> Iterator[tuple[int, bool]]:
+        """Sizes for a window, each with whether it is a trial, chosen one by one as the outcomes come in.
+
+        A trial is measured with the window's gradients in memory, as most micro-batches run: so it is never a
+        window's first micro-batch, unless it is its only one.
+        """
+        remaining = num_samples
+        while remaining:
+            trial = self.trial_for(num_samples) if self.searching else None
+            is_first = remaining == num_samples
+            is_trial = trial is not None and (trial == num_samples if is_first else trial <= remaining)
+            size = trial if trial is not None and is_trial else cut(remaining, self.largest or 1)[0]
+            yield size, is_trial
+            remaining -= size
+
+    def trial_for(self, num_samples: int) -> int | None:
+        """The next size worth a trial for windows of so many samples, if any.
+
+        Only sizes that make a better plan are worth an out-of-memory error: a window of 256 takes three micro-batches
+        with 86 samples in each and with 127.
+        """
+        ceiling = min(self._ceiling, num_samples)
+        size = next_trial(self.history, limit_bytes=self.target_bytes, ceiling=ceiling)
+        if size is not None and self.largest:
+            size = cut(num_samples, size)[0]
+        return size if size is None or size > self.largest else None
+
+    def observe(self, micro_batch: int, peak_bytes: int, seconds: float | None = None) -> None:
+        """A trial ran, and this is what it took. One sample may use the headroom; nothing may pass the limit.
+
+        Raises:
+            NothingFitsError: one sample passed the limit.
+        """
+        allowed = self.limit_bytes if micro_batch == 1 else self.target_bytes
+        fits = peak_bytes <= allowed
+        if micro_batch == 1 and not fits:
+            raise NothingFitsError(phase="training", micro_batch=1, peak_bytes=peak_bytes, limit_bytes=self.limit_bytes)
+        self.history.append(Trial(micro_batch=micro_batch, fits=fits, peak_bytes=peak_bytes, seconds=seconds))
+        self._use_what_fits(micro_batch)
+
+    def out_of_memory(self, micro_batch: int) -> None:
+        """A micro-batch ran out of memory: use smaller ones from now on.
+
+        Raises:
+            NothingFitsError: it was of one sample.
+        """
+        if micro_batch == 1:
+            raise NothingFitsError(phase="training", micro_batch=1, peak_bytes=None, limit_bytes=self.limit_bytes)
+        self.history.append(Trial(micro_batch=micro_batch, fits=False))
+        self._use_what_fits(micro_batch)
+
+    def committed(self, micro_batch: int) -> None:
+        """A window's largest micro-batch went well, trial or not."""
+        if micro_batch > bounds(self.history)[0]:
+            self.history.append(Trial(micro_batch=micro_batch, fits=True))
+            self.largest = max(self.largest, micro_batch)
+
+    def _use_what_fits(self, tried: int) -> None:
+        known = bounds(self.history)[0]
+        self.largest = known or max(1, min(self.largest or tried, tried) // 2)

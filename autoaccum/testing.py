@@ -1,0 +1,92 @@
+"""Memory faults on demand, on any machine: test that training code survives an out-of-memory error.
+
+A hand-written loop that halves its micro-batch, tested on a device of 1 MiB that does not exist:
+
+>>> import torch
+>>> def train_step(model, inputs, micro_batch):
+...     while True:
+...         try:
+...             for chunk in inputs.split(micro_batch):
+...                 model(chunk).square().sum().backward()
+...             return micro_batch
+...         except torch.OutOfMemoryError:
+...             if micro_batch == 1:
+...                 raise
+...         model.zero_grad()
+...         micro_batch //= 2
+>>> model = torch.nn.Sequential(torch.nn.Linear(16, 512), torch.nn.ReLU(), torch.nn.Linear(512, 1))
+>>> with simulated_memory("1MiB") as device:
+...     micro_batch = train_step(model, torch.randn(1024, 16), micro_batch=1024)
+>>> assert micro_batch == 128
+>>> assert device.peak <= device.limit
+
+And at every operation in turn, so that no place is left where an error would go unnoticed:
+
+>>> inputs = torch.randn(4, 16)
+>>> with oom_at(None) as count:
+...     micro_batch = train_step(model, inputs, micro_batch=4)
+>>> for n in range(1, count.operations + 1):
+...     with oom_at(n):
+...         assert train_step(model, inputs, micro_batch=4) == 2
+"""
+
+from __future__ import annotations
+
+from autoaccum.errors import ArgumentError, ArgumentTypeError
+from autoaccum.memory.simulated import MemorySimulation, OutOfMemoryAt
+from autoaccum.units import parse_bytes
+
+__all__ = ["oom_at", "simulated_memory"]
+
+
+def simulated_memory(limit_bytes: int | str) -> MemorySimulation:
+    """A context in which the CPU's tensors live in a memory of ``limit_bytes``, past which operations raise.
+
+    It counts every storage that an operation of this thread takes or returns, once, for as long as it lives, and raises
+    ``torch.OutOfMemoryError`` when they would not fit. Tensors made before it count from their first use inside it.
+    ``.limit`` may be changed at any time; ``.used``, ``.peak`` and ``.reset_peak()`` tell how it went. Of nested
+    contexts the innermost wins.
+
+    >>> import torch
+    >>> with simulated_memory("64MiB") as device:
+    ...     kept = torch.zeros(1024, 1024)
+    ...     device.used, device.limit
+    (4194304, 67108864)
+
+    Raises:
+        ArgumentError: ``limit_bytes`` is not a number of bytes.
+    """
+    accepted = "a number of bytes, as an int or a text such as '64MiB'"
+    if not isinstance(limit_bytes, int | str):
+        raise ArgumentTypeError("limit_bytes", limit_bytes, accepted)
+    try:
+        limit = parse_bytes(limit_bytes)
+    except ValueError:
+        limit = -1
+    if limit < 0:
+        raise ArgumentError("limit_bytes", limit_bytes, accepted)
+    return MemorySimulation(limit)
+
+
+def oom_at(n: int | None) -> OutOfMemoryAt:
+    """A context in which the ``n``-th operation, from 1, raises ``torch.OutOfMemoryError`` before it runs, once.
+
+    The operations are those that PyTorch dispatches in this thread, in forward, backward and optimizer alike.
+    ``.operations`` is how many there were so far; ``oom_at(None)`` only counts them.
+
+    >>> import torch
+    >>> with oom_at(2) as fault:
+    ...     one = torch.ones(1)
+    ...     one + one
+    Traceback (most recent call last):
+        ...
+    torch.OutOfMemoryError: Simulated out of memory at operation 2, aten.add.Tensor.
+    >>> fault.operations
+    2
+
+    Raises:
+        ArgumentError: ``n`` is not an int of at least 1.
+    """
+    if n is not None and (not isinstance(n, int) or n < 1):
+        raise ArgumentError("n", n, "an int of at least 1, or None to only count")
+    return OutOfMemoryAt(n)

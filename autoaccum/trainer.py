@@ -1,0 +1,546 @@
+"""``fit``: trains at an exact effective batch, in whatever memory there is. The loop is ``Trainer.fit``."""
+
+from __future__ import annotations
+
+import inspect
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, ParamSpec
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from autoaccum import arguments, randomness
+from autoaccum.budget import Budget
+from autoaccum.data import Window, open_source
+from autoaccum.devices import find_device
+from autoaccum.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    AutoaccumWarning,
+    ConflictingArgumentsError,
+    EmptyDatasetError,
+    LimitBelowModelError,
+    NonFiniteLossError,
+    OptimizerOutOfMemoryError,
+    StopTraining,
+)
+from autoaccum.events import (
+    Event,
+    Finished,
+    Notice,
+    Planned,
+    Record,
+    Started,
+    StepReport,
+    StepSkipped,
+)
+from autoaccum.losses import loss_function
+from autoaccum.memory import memory_of
+from autoaccum.oom import is_out_of_memory
+from autoaccum.optimizers import OptimizerLike, allocate_state, make_optimizer, trainable_parameters
+from autoaccum.planner import Plan, cut
+from autoaccum.precision import Precision, autocast
+from autoaccum.reporting import ProgressBar
+from autoaccum.search import Tuner
+from autoaccum.validation import Validator
+from autoaccum.weighting import CountItems
+from autoaccum.window import Gradient, WindowRunner
+
+Callback = Callable[[Record], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FitResult:
+    """What a run leaves."""
+
+    history: tuple[StepReport, ...]
+    """One report per window."""
+    events: tuple[Event, ...]
+    """Everything else that happened, in order."""
+    plan: Plan
+    """How the last full window was cut."""
+    num_steps: int
+    """Optimizer steps taken."""
+    num_samples: int
+    """Samples trained on."""
+    model: nn.Module
+    """The model that was passed in, trained in place."""
+    optimizer: torch.optim.Optimizer
+    """With its state."""
+
+
+class Trainer:
+    """One training run. ``autoaccum.fit(...)`` is ``Trainer(...).fit()``; keep the object to look at the state.
+
+    Everything that can be checked before training is checked when it is made.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        data: Any,
+        *,
+        effective_batch: int,
+        loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
+        training_step: Callable[[Any, Any], torch.Tensor] | None = None,
+        num_items: CountItems | None = None,
+        optimizer: OptimizerLike | None = None,
+        lr: float | None = None,
+        lr_scheduler: Callable[[torch.optim.Optimizer, int], LRScheduler] | None = None,
+        epochs: int | None = None,
+        steps: int | None = None,
+        samples: int | None = None,
+        micro_batch: int | Literal["auto"] | Sequence[Sequence[int]] = "auto",
+        max_micro_batch: int | None = None,
+        memory_limit: int | float | str | None = None,
+        headroom: float = 0.05,
+        precision: Precision = "fp32",
+        clip_norm: float | None = None,
+        compile: bool = False,
+        device: str | torch.device | None = None,
+        seed: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_workers: int = 0,
+        validation_data: Any = None,
+        callbacks: Iterable[Callback] = (),
+        progress: bool = True,
+    ) -> None:
+        """See ``fit``, which takes the same arguments."""
+        arguments.positive_int("effective_batch", effective_batch, "Pass the samples you want per optimizer step.")
+        arguments.number_between("headroom", headroom, 0, 1)
+        arguments.non_negative_int("num_workers", num_workers)
+        arguments.non_negative_int("seed", seed)
+        if clip_norm is not None:
+            arguments.positive_number("clip_norm", clip_norm)
+        if lr is not None:
+            arguments.number_between("lr", lr, 0)
+        if max_micro_batch is not None:
+            arguments.positive_int("max_micro_batch", max_micro_batch)
+        if loss_fn is not None and training_step is not None:
+            raise ConflictingArgumentsError(
+                "training_step", training_step, "loss_fn", "A training_step computes the whole loss: leave loss_fn out."
+            )
+        self._budget = Budget(epochs=epochs, steps=steps, samples=samples)
+        self.effective_batch = effective_batch
+        self._drop_last = drop_last
+        self._plans = _recorded_plans(micro_batch)
+        parameters = trainable_parameters(model)
+
+        self.device = find_device(device)
+        self.memory = memory_of(self.device)
+        total_bytes = self.memory.limit()
+        self.limit_bytes = arguments.memory_limit_bytes(memory_limit, total_bytes)
+        host = memory_of(torch.device("cpu"))
+        host_bytes = min(host.limit(), self.limit_bytes) if self.device.type == "cpu" else host.limit()
+        budget_bytes = max(0, host_bytes - host.used()) // 8  # kept for replays before samples are read again
+        self._source = open_source(
+            data,
+            seed=seed,
+            shuffle=shuffle,
+            device=self.device,
+            collate_fn=collate_fn,
+            num_workers=num_workers,
+            budget_bytes=budget_bytes,
+        )
+        self.num_steps, self.num_samples = self._budget.totals(self._source.num_samples, effective_batch, drop_last)
+        self._full_window = min(effective_batch, self._source.num_samples or effective_batch)
+        if drop_last and self._full_window < effective_batch:
+            raise ArgumentError(
+                "drop_last",
+                True,
+                f"data of at least effective_batch={effective_batch} samples",
+                f"It has {self._full_window}, so its only window would be left out.",
+            )
+
+        torch.manual_seed(seed)
+        randomness.seed_host(seed)
+        self.model = model
+        try:
+            model.to(self.device)
+            self.optimizer = make_optimizer(optimizer, lr, parameters)
+            self._scheduler = self._make_scheduler(lr_scheduler)
+            allocate_state(self.optimizer)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            failed = True
+        else:
+            failed = False
+        self._require_room(parameters, ran_out=failed)
+
+        fixed = micro_batch if isinstance(micro_batch, int) else max((max(plan) for plan in self._plans), default=0)
+        self.tuner = Tuner(
+            ceiling=min(self._full_window, max_micro_batch or self._full_window),
+            limit_bytes=self.limit_bytes,
+            headroom=headroom,
+            search=micro_batch == "auto",
+            largest=min(fixed, max_micro_batch or fixed),
+        )
+        modules = [m for m in (model, loss_fn, training_step) if isinstance(m, nn.Module)]
+        for module in modules:
+            module.to(self.device)
+        step_model: Any = torch.compile(model) if compile else model
+        loss_of = loss_function(loss_fn, training_step)
+        context = autocast(precision, self.device)
+        self._runner = WindowRunner(
+            model=step_model,
+            modules=modules,
+            optimizer=self.optimizer,
+            loss_of=loss_of,
+            num_items=num_items,
+            autocast=context,
+            clip_norm=clip_norm,
+            scaler=torch.amp.GradScaler(self.device.type) if precision == "fp16" else None,
+            device=self.device,
+            memory=self.memory,
+            watch=self.limit_bytes < total_bytes or not self.memory.enforced,
+            tuner=self.tuner,
+            emit=self._emit,
+        )
+        self._validator = None
+        if validation_data is not None:
+            source = open_source(
+                validation_data,
+                seed=seed,
+                shuffle=False,
+                device=self.device,
+                collate_fn=None if isinstance(validation_data, torch.utils.data.DataLoader) else collate_fn,
+                num_workers=num_workers,
+                argument="validation_data",
+            )
+            self._validator = Validator(
+                step_model,
+                source,
+                loss_of=loss_of,
+                num_items=num_items,
+                autocast=context,
+                device=self.device,
+                memory=self.memory,
+                limit_bytes=self.limit_bytes,
+                emit=self._emit,
+            )
+
+        self.history: list[StepReport] = []
+        self.events: list[Event] = []
+        self.step = 0
+        self.samples_seen = 0
+        self._callbacks: list[Callback] = [*([ProgressBar()] if progress else []), *callbacks]
+        self._stop_reason: str | None = None
+        self._mark = 0.0
+
+    def fit(self) -> FitResult:
+        """Train to the end of the budget, or until a callback or Ctrl-C ends the run after a window."""
+        self._start()
+        with self._interrupt_ends_run():
+            epoch = 0
+            while self._stop_reason is None:
+                reader = self._source.read(epoch, self._sizes_at)
+                before = self.step
+                while self._stop_reason is None and (window := reader.window(self._next_window(), self._drop_last)):
+                    self._train(window, epoch)
+                if self.step == before and self._stop_reason is None:
+                    raise EmptyDatasetError(
+                        "data", f"epoch {epoch} has no window (an iterator yields its items only once)."
+                    )
+                if self._validator is not None and self._stop_reason in (None, "budget"):
+                    self._validator.run(self.step, epoch, self.tuner.largest)
+                    self._mark = time.perf_counter()
+                epoch += 1
+                if epoch == self._budget.max_epochs:
+                    self._stop_reason = self._stop_reason or "budget"
+        self._emit(Finished(step=self.step, reason=self._stop_reason or "budget"))
+        return FitResult(
+            history=tuple(self.history),
+            events=tuple(self.events),
+            plan=Plan(ranks=(cut(self._full_window, self.tuner.largest or 1),)),
+            num_steps=self.step,
+            num_samples=self.samples_seen,
+            model=self.model,
+            optimizer=self.optimizer,
+        )
+
+    def _start(self) -> None:
+        if not self.model.training:
+            self.model.train()
+        self._mark = time.perf_counter()
+        self._emit(
+            Started(
+                num_steps=self.num_steps,
+                num_samples=self.num_samples,
+                device=str(self.device),
+                limit_bytes=self.limit_bytes,
+                used_bytes=self.memory.used(),
+            )
+        )
+        if self._full_window < self.effective_batch:
+            self._announce(
+                Notice(
+                    cause=f"effective_batch={self.effective_batch} is more than the data's {self._full_window} samples",
+                    consequence=f"Every epoch is one window of {self._full_window} samples",
+                    cure=f"Pass effective_batch={self._full_window} to say so, or more data",
+                )
+            )
+        if not self.tuner.searching:
+            self._announce_plan()
+
+    def _train(self, window: Window, epoch: int) -> None:
+        """One window: its gradient, the optimizer's step, the report."""
+        plan = self._recorded_plan()
+        if plan is not None and sum(plan) != window.num_samples:
+            raise ArgumentError(
+                "micro_batch", plan, f"sizes that sum to {window.num_samples} in window {self.step + 1}"
+            )
+        if plan is not None and max(plan) > self.tuner.largest:
+            plan = None  # a size of it has run out of memory in this run
+        gradient, peak_bytes, replays = self._runner.run(window, self.step + 1, plan)
+        if self.step == 0 and not gradient.loss.isfinite() and gradient.items:
+            self._runner.drop_gradients()
+            raise NonFiniteLossError(float(gradient.loss))
+        self.step += 1
+        self.samples_seen += sum(gradient.sizes)
+        lr = float(self.optimizer.param_groups[0]["lr"])
+        self._step_optimizer(gradient)
+        if self.tuner.searching and self.tuner.trial_for(self._full_window) is None:
+            self.tuner.searching = False
+            self._announce_plan()
+        now = time.perf_counter()
+        report = StepReport(
+            step=self.step,
+            epoch=epoch,
+            num_samples=self.samples_seen,
+            effective_batch=sum(gradient.sizes),
+            micro_batches=gradient.sizes,
+            loss=gradient.loss.item(),
+            lr=lr,
+            grad_norm=None if gradient.grad_norm is None else gradient.grad_norm.item(),
+            seconds=now - self._mark,
+            peak_bytes=peak_bytes,
+            replays=replays,
+        )
+        self._mark = now
+        self._emit(report)
+        if self._budget.spent(self.step, self.samples_seen):
+            self._stop_reason = self._stop_reason or "budget"
+
+    def _step_optimizer(self, gradient: Gradient) -> None:
+        skipped = None
+        scaler = self._runner.scaler
+        ran_out = False
+        try:
+            if gradient.items == 0:
+                skipped = "no micro-batch of the window has an item to learn from"
+            elif scaler is not None:
+                scale = scaler.get_scale()
+                scaler.step(self.optimizer)
+                scaler.update()
+                if scaler.get_scale() < scale:
+                    skipped = f"the float16 gradient overflowed at a loss scale of {scale:g}"
+            else:
+                self.optimizer.step()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            ran_out = True
+        if ran_out:
+            raise OptimizerOutOfMemoryError(
+                optimizer=type(self.optimizer).__name__,
+                step=self.step,
+                peak_bytes=self.memory.peak(),
+                limit_bytes=self.limit_bytes,
+            )
+        if skipped is not None:
+            self._emit(StepSkipped(step=self.step, reason=skipped))
+        if self._scheduler is not None:
+            with warnings.catch_warnings():
+                if skipped is not None:  # the schedule counts windows; PyTorch would take it for a mistake
+                    warnings.simplefilter("ignore", UserWarning)
+                self._scheduler.step()
+
+    def _next_window(self) -> int:
+        """Samples that the next window may have."""
+        if (plan := self._recorded_plan()) is not None:
+            return sum(plan)
+        if self._budget.samples is not None:
+            return min(self.effective_batch, self._budget.samples - self.samples_seen)
+        return self.effective_batch
+
+    def _recorded_plan(self) -> tuple[int, ...] | None:
+        return self._plans[self.step] if self.step < len(self._plans) else None
+
+    def _sizes_at(self, position: int) -> tuple[int, ...]:
+        """How a window that begins there would be cut as things stand: what workers collate ahead of time."""
+        left = self.effective_batch if self._source.num_samples is None else self._source.num_samples - position
+        return cut(min(self.effective_batch, left), self.tuner.largest or 16)
+
+    def _announce_plan(self) -> None:
+        sizes = cut(self._full_window, self.tuner.largest)
+        model = self.tuner.memory_model
+        predicted = None if model is None else model.predict(sizes[0])
+        self._emit(Planned(step=self.step, sizes=sizes, predicted_bytes=predicted, limit_bytes=self.limit_bytes))
+
+    def _announce(self, notice: Notice) -> None:
+        self._emit(notice)
+        warnings.warn(str(notice), AutoaccumWarning, stacklevel=4)
+
+    def _emit(self, record: Record) -> None:
+        if isinstance(record, StepReport):
+            self.history.append(record)
+        else:
+            self.events.append(record)
+        for callback in self._callbacks:
+            try:
+                callback(record)
+            except StopTraining:
+                self._stop_reason = "stopped"
+
+    @contextmanager
+    def _interrupt_ends_run(self) -> Iterator[None]:
+        """The first Ctrl-C ends the run after the window; the second one stops at once."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = signal.getsignal(signal.SIGINT) or signal.default_int_handler
+
+        def interrupt(number: int, frame: Any) -> None:
+            signal.signal(signal.SIGINT, before)
+            self._stop_reason = self._stop_reason or "interrupted"
+
+        signal.signal(signal.SIGINT, interrupt)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def _make_scheduler(self, make: Callable[[torch.optim.Optimizer, int], LRScheduler] | None) -> LRScheduler | None:
+        if make is None:
+            return None
+        if self.num_steps is None:
+            raise ArgumentError(
+                "lr_scheduler",
+                make,
+                "a budget in steps when the data's length is unknown",
+                "Pass steps=, so that the scheduler can be told how many there are.",
+            )
+        if not callable(make):
+            raise ArgumentTypeError(
+                "lr_scheduler",
+                make,
+                "a function (optimizer, num_steps) -> LRScheduler",
+                "For example lambda optimizer, num_steps: CosineAnnealingLR(optimizer, num_steps).",
+            )
+        return make(self.optimizer, self.num_steps)
+
+    def _require_room(self, parameters: list[nn.Parameter], *, ran_out: bool) -> None:
+        """Refuse a limit that model, gradients and optimizer state alone would pass."""
+        self.memory.release()
+        needed = self.memory.used() + sum(p.nbytes for p in parameters)
+        if ran_out or needed > self.limit_bytes:
+            raise LimitBelowModelError(needed_bytes=max(needed, self.limit_bytes + 1), limit_bytes=self.limit_bytes)
+
+
+def _recorded_plans(micro_batch: object) -> list[tuple[int, ...]]:
+    """The plans of a recorded run, one a window; none when the micro-batch is a number or to be found."""
+    accepted = "'auto', an int of at least 1, or a list of plans, each a tuple of micro-batch sizes"
+    if micro_batch == "auto":
+        return []
+    if isinstance(micro_batch, str) or not isinstance(micro_batch, Sequence):
+        arguments.positive_int("micro_batch", micro_batch, "Leave it out to have it found.")
+        return []
+    plans = []
+    for plan in micro_batch:
+        if isinstance(plan, str) or not isinstance(plan, Sequence) or not plan:
+            raise ArgumentTypeError("micro_batch", micro_batch, accepted)
+        plans.append(tuple(arguments.positive_int("micro_batch", size) for size in plan))
+    return plans
+
+
+P = ParamSpec("P")
+
+
+def _as_function(trainer: Callable[P, Trainer]) -> Callable[P, FitResult]:
+    """``fit`` with the signature of ``Trainer``, so that the two cannot differ."""
+
+    def fit(*args: P.args, **kwargs: P.kwargs) -> FitResult:
+        """Train ``model`` with exactly ``effective_batch`` samples per optimizer step, in whatever memory there is.
+
+        ::
+
+            for epoch in epochs:
+                for window in windows of effective_batch samples:       # the last one of an epoch may be short
+                    remember buffers and random states
+                    for micro_batch in plan:                            # found while training; sums to the window
+                        loss = loss_fn(model(inputs), targets)          # a mean over the micro-batch's items
+                        (loss * items / items of the window).backward()
+                    out of memory anywhere above: put everything back, plan smaller, run the window again
+                    clip; optimizer.step(); lr_scheduler.step(); report
+                validate
+
+        Args:
+            model: the module to train, in place.
+            data: a Dataset, a DataLoader (its dataset, collate_fn, workers and sampler are used, its batch size is
+                not), a tuple or dict of tensors with one row per sample, or any iterable of batches. A batch is any
+                pytree whose tensors have one row per sample.
+            effective_batch: samples per optimizer step.
+            loss_fn: (outputs, targets) -> mean loss, for batches that are (inputs, targets).
+            training_step: (model, batch) -> mean loss, for any batch. With neither, the model returns its loss, as
+                ``.loss`` or ``["loss"]``.
+            num_items: (micro-batch) -> how many items the mean was taken over, when they are not the samples.
+            optimizer: an Optimizer or a function (parameters) -> Optimizer; AdamW when left out.
+            lr: learning rate of the AdamW that is made when optimizer is left out; 1e-3 when left out too.
+            lr_scheduler: function (optimizer, num_steps) -> LRScheduler; stepped once per window.
+            epochs: passes over the data; one when no budget is given.
+            steps: optimizer steps, over as many epochs as that takes.
+            samples: samples to train on; the last window is cut to it.
+            micro_batch: "auto", the samples of one forward and backward, or the plans of a recorded run
+                ([report.micro_batches for report in history]) to repeat it bit for bit.
+            max_micro_batch: the most samples to try at once.
+            memory_limit: device memory this process may use, as bytes, "8GiB", or a share such as 0.5.
+            headroom: fraction of the limit that plans leave free.
+            precision: fp32 (as the model is), bf16 or fp16 (both by autocast).
+            clip_norm: clip each window's gradient to this 2-norm.
+            compile: run the model through torch.compile.
+            device: where to train, such as cpu or cuda:1; an accelerator where there is one.
+            seed: of the order of samples, of what datasets draw, and of dropout.
+            shuffle: read the data in a new order each epoch; a DataLoader says so itself.
+            drop_last: leave out the short window at the end of an epoch.
+            collate_fn: makes a batch of a list of samples.
+            num_workers: processes that read the data ahead of time.
+            validation_data: like data; its loss is reported at the end of each epoch.
+            callbacks: functions (record) -> None, called with every StepReport and event; StopTraining ends the run.
+            progress: show a progress bar and a summary on standard error.
+
+        Returns:
+            FitResult: history, events, plan, num_steps, num_samples, model, optimizer.
+
+        Raises:
+            ArgumentError: an argument cannot be used; it names the argument, the value and the cure.
+            DataError: the data cannot be cut into windows.
+            LossError: the loss cannot be trained on; no step was taken.
+            MemoryLimitError: not even one sample fits, or not even the model.
+
+        >>> import torch
+        >>> inputs, targets = torch.randn(10, 3), torch.randn(10, 1)
+        >>> result = fit(
+        ...     torch.nn.Linear(3, 1), (inputs, targets), effective_batch=4, micro_batch=3,
+        ...     loss_fn=torch.nn.functional.mse_loss, device="cpu", progress=False,
+        ... )
+        >>> [report.micro_batches for report in result.history]
+        [(2, 2), (2, 2), (2,)]
+        """
+        return trainer(*args, **kwargs).fit()
+
+    fit.__signature__ = inspect.signature(trainer)  # type: ignore[attr-defined]
+    fit.__qualname__ = "fit"
+    return fit
+
+
+fit = _as_function(Trainer)

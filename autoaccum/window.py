@@ -1,0 +1,244 @@
+"""A window as a transaction: forward and backward of all its micro-batches, or no trace of them and another try.
+
+The accumulation step is ``WindowRunner._attempt``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoaccum.data import Window
+from autoaccum.events import Event, OutOfMemory, Replanned
+from autoaccum.losses import LossOf
+from autoaccum.memory import Memory
+from autoaccum.oom import is_out_of_memory
+from autoaccum.planner import cut
+from autoaccum.search import Tuner
+from autoaccum.snapshot import Snapshot
+from autoaccum.weighting import CountItems, count_items, scale_gradients
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gradient:
+    """A window whose gradient is in ``.grad``, complete, unscaled and clipped: ready for the optimizer."""
+
+    sizes: tuple[int, ...]
+    """The micro-batches it was made of."""
+    loss: torch.Tensor
+    """Mean over the window's items; on the device."""
+    grad_norm: torch.Tensor | None
+    """2-norm before clipping; on the device."""
+    items: float
+    """What the loss is a mean over."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Failure:
+    """An attempt that ran out of memory, in numbers alone: an exception would pin the tensors that must be freed."""
+
+    micro_batch: int
+
+
+class WindowRunner:
+    """Runs windows until their gradient is there, in whatever memory there is."""
+
+    def __init__(
+        self,
+        *,
+        model: Callable[..., Any],
+        modules: Sequence[nn.Module],
+        optimizer: torch.optim.Optimizer,
+        loss_of: LossOf,
+        num_items: CountItems | None,
+        autocast: Callable[[], AbstractContextManager[Any]],
+        clip_norm: float | None,
+        scaler: torch.amp.GradScaler | None,
+        device: torch.device,
+        memory: Memory,
+        watch: bool,
+        tuner: Tuner,
+        emit: Callable[[Event], None],
+    ) -> None:
+        """Set up.
+
+        Args:
+            model: what ``loss_of`` is called with.
+            modules: whose buffers a forward may change, and whose parameters it gives gradients to.
+            optimizer: whose parameters' gradients make up the window's.
+            loss_of: (model, micro-batch) -> mean loss.
+            num_items: see ``weighting.count_items``.
+            autocast: makes the context of each forward.
+            clip_norm: the 2-norm to clip the window's gradient to; None: it is not even measured.
+            scaler: for float16; None without it.
+            device: where to compute.
+            memory: of that device.
+            watch: whether the limit is kept by nobody but us, so that passing it raises no error.
+            tuner: says the sizes.
+            emit: takes the events.
+        """
+        self._model = model
+        self._optimizer = optimizer
+        self._loss_of = loss_of
+        self._num_items = num_items
+        self._autocast = autocast
+        self._clip_norm = clip_norm
+        self.scaler = scaler
+        self._device = device
+        self._memory = memory
+        self._watch = watch
+        self._tuner = tuner
+        self._emit = emit
+        self._trained = [p for group in optimizer.param_groups for p in group["params"]]
+        everywhere = [p for module in modules for p in module.parameters()] + self._trained
+        self._parameters = list({id(p): p for p in everywhere}.values())
+        self._snapshot = Snapshot(modules, device)
+        self._seeds: dict[tuple[float, torch.dtype], torch.Tensor] = {}
+        self._peak_bytes = 0
+        self._passed_limit = False
+
+    def run(self, window: Window, step: int, plan: Sequence[int] | None = None) -> tuple[Gradient, int, int]:
+        """Forward and backward of a window, replayed in smaller sizes until it fits.
+
+        Args:
+            window: the samples.
+            step: the optimizer step that they are for: the first is 1.
+            plan: sizes to use; None: those that the tuner chooses.
+
+        Returns:
+            the gradient, the most device memory in use meanwhile in bytes, the number of replays.
+
+        Raises:
+            NothingFitsError: one sample does not fit.
+        """
+        self._peak_bytes = 0
+        self._memory.reset_peak()
+        self._snapshot.take()
+        self.drop_gradients()
+        sizes: Iterable[tuple[int, bool]]
+        sizes = self._tuner.sizes(window.num_samples) if plan is None else [(size, False) for size in plan]
+        replays = 0
+        # The recovery is out here because an exception that is being handled pins, through its traceback, the frames
+        # of the failed forward, and with them the very tensors that have to go (pytorch/pytorch#18853).
+        while isinstance(outcome := self._attempt(window, sizes), _Failure):
+            replays += 1
+            self._roll_back()
+            sizes = [(size, False) for size in self._shrink(outcome.micro_batch, window.num_samples, step)]
+        self._peak_bytes = max(self._peak_bytes, self._memory.peak())
+        self._tuner.committed(max(outcome.sizes))
+        if self._watch and not self._tuner.searching:
+            self._keep_limit(outcome.sizes, step)
+        return outcome, self._peak_bytes, replays
+
+    def _attempt(self, window: Window, sizes: Iterable[tuple[int, bool]]) -> Gradient | _Failure:
+        done: list[int] = []
+        position = size = 0
+        guess = items = 0.0
+        loss_sum = None
+        try:
+            for size, is_trial in sizes:
+                started = self._begin_trial() if is_trial else 0.0
+                count, batch = window.micro_batch(position, size)
+                if count == 0:  # a stream has ended inside its last window
+                    break
+                num_items = count_items(self._num_items, batch, count)
+                guess = guess or num_items / count * window.num_samples
+                if num_items:
+                    with self._autocast():
+                        loss = self._loss_of(self._model, batch)
+                    weight = num_items / guess
+                    if loss_sum is None:
+                        wide = torch.promote_types(loss.dtype, torch.float32)
+                        loss_sum = torch.zeros((), dtype=wide, device=loss.device)
+                    loss_sum.add_(loss.detach(), alpha=weight)
+                    if self.scaler is not None:
+                        loss = self.scaler.scale(loss)
+                    torch.autograd.backward(loss, self._seed(weight, loss))
+                    del loss
+                del batch  # its memory is the next one's
+                if is_trial and count == size:
+                    self._end_trial(size, started)
+                items += num_items
+                position += count
+                done.append(count)
+            size = max(done)
+            return self._finish(tuple(done), loss_sum, guess, items)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            failure = _Failure(micro_batch=size)
+        return failure
+
+    def _finish(self, sizes: tuple[int, ...], loss_sum: torch.Tensor | None, guess: float, items: float) -> Gradient:
+        if loss_sum is None:
+            return Gradient(sizes=sizes, loss=torch.tensor(float("nan")), grad_norm=None, items=0)
+        correction = guess / items
+        scale_gradients(self._trained, correction)
+        if self.scaler is not None:
+            self.scaler.unscale_(self._optimizer)
+        grad_norm = None
+        if self._clip_norm is not None:
+            grad_norm = nn.utils.clip_grad_norm_(self._trained, self._clip_norm)
+        return Gradient(sizes=sizes, loss=loss_sum * correction, grad_norm=grad_norm, items=items)
+
+    def _seed(self, weight: float, loss: torch.Tensor) -> torch.Tensor:
+        """What backward starts from: the same as multiplying the loss, without an operation and its backward."""
+        key = (weight, loss.dtype)
+        if key not in self._seeds:
+            if len(self._seeds) > 1000:  # weights of counted items hardly ever recur
+                self._seeds.clear()
+            self._seeds[key] = torch.full_like(loss, weight, requires_grad=False)
+        return self._seeds[key]
+
+    def _begin_trial(self) -> float:
+        self._peak_bytes = max(self._peak_bytes, self._memory.peak())
+        self._memory.release()
+        self._memory.reset_peak()
+        return time.perf_counter()
+
+    def _end_trial(self, size: int, started: float) -> None:
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
+        seconds = time.perf_counter() - started
+        self._tuner.observe(size, self._memory.peak(), seconds)
+
+    def drop_gradients(self) -> None:
+        """Gradients of a window begin at None: a parameter that takes no part must not look like one with zeros."""
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def _roll_back(self) -> None:
+        self.drop_gradients()
+        self._snapshot.restore()
+        if self.scaler is not None:
+            # The scale changes only after a step, but "already unscaled" must be forgotten: a scaler of the same
+            # state has not heard of it.
+            fresh = torch.amp.GradScaler(self._device.type)
+            fresh.load_state_dict(self.scaler.state_dict())
+            self.scaler = fresh
+        self._memory.release()
+
+    def _shrink(self, failed: int, num_samples: int, step: int) -> tuple[int, ...]:
+        self._emit(OutOfMemory(step=step, phase="training", micro_batch=failed))
+        self._tuner.out_of_memory(failed)
+        new = cut(num_samples, self._tuner.largest)
+        self._emit(Replanned(step=step, old=cut(num_samples, failed), new=new, reason="out of memory"))
+        return new
+
+    def _keep_limit(self, sizes: tuple[int, ...], step: int) -> None:
+        """Give memory back when a window passed its target; if the next one does so again, cut windows smaller."""
+        passed, self._passed_limit = self._passed_limit, self._peak_bytes > self._tuner.target_bytes
+        if not self._passed_limit:
+            return
+        self._memory.release()
+        if passed and max(sizes) > 1:
+            self._tuner.observe(max(sizes), self._peak_bytes)
+            new = cut(sum(sizes), self._tuner.largest)
+            self._emit(Replanned(step=step, old=sizes, new=new, reason="over the memory limit"))
+            self._passed_limit = False
