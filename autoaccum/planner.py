@@ -59,14 +59,18 @@ def plan(effective_batch: int, max_micro_batch: int, world_size: int = 1) -> Pla
 @lru_cache(maxsize=1024)
 def near_equal(total: int, count: int) -> tuple[int, ...]:
     """``count`` sizes that sum to ``total`` and differ by one at most; the larger first, so that memory peaks early."""
-    size, larger = divmod(total, max(count, 1))
+    size, larger = divmod(total, max(count, 1))  # a rank without samples has no micro-batches: 0 of 0
     return (size + 1,) * larger + (size,) * (count - larger)
 
 
 @lru_cache(maxsize=1024)
-def cut(num_samples: int, max_micro_batch: int) -> tuple[int, ...]:
-    """The sizes of ``plan`` on one rank, without its checks: for every window of a run."""
-    return near_equal(num_samples, -(-num_samples // max_micro_batch))
+def cut(num_samples: int, max_micro_batch: int, min_micro_batch: int = 1) -> tuple[int, ...]:
+    """The sizes of ``plan`` on one rank, without its checks: for every window of a run.
+
+    None is below ``min_micro_batch``, unless the window is; that may take a size beyond ``max_micro_batch``: 5 samples
+    in micro-batches of 2 and none of 1 are (3, 2).
+    """
+    return near_equal(num_samples, max(1, min(-(-num_samples // max_micro_batch), num_samples // min_micro_batch)))
 
 
 def window_sizes(num_samples: int, effective_batch: int, *, drop_last: bool = False) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -163,6 +164,7 @@ def _try(
     allowed_bytes: int,
 ) -> Trial:
     """One forward and backward."""
+    gc.collect()
     memory.release()
     memory.reset_peak()
     started = time.perf_counter()

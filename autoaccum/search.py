@@ -34,32 +34,32 @@ def bounds(history: Sequence[Trial]) -> tuple[int, int | None]:
 
 
 def next_trial(
-    history: Sequence[Trial], *, limit_bytes: int | None, ceiling: int, growth: int = 2, tolerance: float = TOLERANCE
+    history: Sequence[Trial], *, limit_bytes: int, ceiling: int, smallest: int = 1, growth: int = 2
 ) -> int | None:
     """The size to try next, or None when the search is over and ``bounds(history)[0]`` is its answer.
 
-    Sizes grow by ``growth`` until two trials give a memory model, then jump to what the model predicts, never beyond
-    ``growth`` times the largest success; a prediction that failed falls back to bisection.
+    Sizes double until two trials give a memory model, then jump to what the model predicts, never beyond ``growth``
+    times the largest success; a prediction that failed falls back to bisection.
 
     Args:
         history: the trials so far, oldest first.
-        limit_bytes: peak that is to be kept; None when only an out-of-memory error can tell.
+        limit_bytes: peak that is to be kept.
         ceiling: the largest size of any use.
+        smallest: the size to begin with, and not to go below.
         growth: how far beyond the largest success a trial may go.
-        tolerance: see ``TOLERANCE``.
     """
     fits, fails = bounds(history)
-    if fits >= ceiling or fails == 1:
+    if fits >= ceiling or (fails is not None and fails <= smallest):
         return None
     if fits == 0:
-        return 1 if fails is None else fails // 2
-    step = max(1, int(tolerance * fits))
+        return min(smallest, ceiling) if fails is None else max(smallest, fails // 2)
+    step = max(1, int(TOLERANCE * fits))
     if fails is not None and fails - fits <= step:
         return None
-    largest = min(fits * growth, ceiling, ceiling if fails is None else fails - 1)
     model = fit_memory_model(history)
-    if model is None or limit_bytes is None:
-        return largest if fails is None else (fits + fails) // 2
+    if model is None:
+        return min(2 * fits, ceiling) if fails is None else (fits + fails) // 2
+    largest = min(fits * growth, ceiling, ceiling if fails is None else fails - 1)
     predicted = model.largest_within(limit_bytes)
     if predicted < fits + step:
         return None
@@ -74,7 +74,9 @@ class Tuner:
     Every size that it hands out is useful work. ``history`` holds what was learnt.
     """
 
-    def __init__(self, *, ceiling: int, limit_bytes: int, headroom: float, search: bool, largest: int = 0) -> None:
+    def __init__(
+        self, *, ceiling: int, limit_bytes: int, headroom: float, search: bool, largest: int = 0, smallest: int = 1
+    ) -> None:
         """Set up.
 
         Args:
@@ -83,19 +85,25 @@ class Tuner:
             headroom: the fraction of it that plans leave free.
             search: whether to find out how large a micro-batch may be.
             largest: what may be used untried: a user's own micro-batch.
+            smallest: no micro-batch has fewer samples, unless its window does.
         """
         self.history: list[Trial] = []
         self.limit_bytes = limit_bytes
         self.target_bytes = int(limit_bytes * (1 - headroom))
         self.searching = search
-        self.largest = largest
-        """The largest micro-batch to use now; 0 while nothing is known."""
+        self.largest = largest or smallest
+        """The largest micro-batch to use now."""
         self._ceiling = ceiling
+        self._smallest = smallest
 
     @property
     def memory_model(self) -> MemoryModel | None:
         """Fitted to the trials so far."""
         return fit_memory_model(self.history)
+
+    def plan(self, num_samples: int) -> tuple[int, ...]:
+        """How to cut a window, without trials."""
+        return cut(num_samples, self.largest, self._smallest)
 
     def sizes(self, num_samples: int) -> Iterator[tuple[int, bool]]:
         """Sizes for a window, each with whether it is a trial, chosen one by one as the outcomes come in.
@@ -106,9 +114,11 @@ class Tuner:
         remaining = num_samples
         while remaining:
             trial = self.trial_for(num_samples) if self.searching else None
-            is_first = remaining == num_samples
-            is_trial = trial is not None and (trial == num_samples if is_first else trial <= remaining)
-            size = trial if trial is not None and is_trial else cut(remaining, self.largest or 1)[0]
+            if remaining == num_samples:
+                is_trial = trial == num_samples
+            else:
+                is_trial = trial is not None and (trial == remaining or trial <= remaining - self._smallest)
+            size = trial if trial is not None and is_trial else self.plan(remaining)[0]
             yield size, is_trial
             remaining -= size
 
@@ -119,34 +129,38 @@ class Tuner:
         with 86 samples in each and with 127.
         """
         ceiling = min(self._ceiling, num_samples)
-        size = next_trial(self.history, limit_bytes=self.target_bytes, ceiling=ceiling)
-        if size is not None and self.largest:
-            size = cut(num_samples, size)[0]
-        return size if size is None or size > self.largest else None
+        fits, _ = bounds(self.history)
+        size = next_trial(self.history, limit_bytes=self.target_bytes, ceiling=ceiling, smallest=self._smallest)
+        if size is None or fits == 0:
+            return size
+        size = cut(num_samples, size, self._smallest)[0]
+        return size if size > fits else None
 
     def observe(self, micro_batch: int, peak_bytes: int, seconds: float | None = None) -> None:
-        """A trial ran, and this is what it took. One sample may use the headroom; nothing may pass the limit.
+        """A trial ran, and this is what it took. The smallest may use the headroom; nothing may pass the limit.
 
         Raises:
-            NothingFitsError: one sample passed the limit.
+            NothingFitsError: the smallest passed the limit.
         """
-        allowed = self.limit_bytes if micro_batch == 1 else self.target_bytes
-        fits = peak_bytes <= allowed
-        if micro_batch == 1 and not fits:
-            raise NothingFitsError(phase="training", micro_batch=1, peak_bytes=peak_bytes, limit_bytes=self.limit_bytes)
+        smallest = micro_batch <= self._smallest
+        fits = peak_bytes <= (self.limit_bytes if smallest else self.target_bytes)
+        if smallest and not fits:
+            raise self._nothing_fits(micro_batch, peak_bytes)
         self.history.append(Trial(micro_batch=micro_batch, fits=fits, peak_bytes=peak_bytes, seconds=seconds))
         self._use_what_fits(micro_batch)
 
-    def out_of_memory(self, micro_batch: int) -> None:
-        """A micro-batch ran out of memory: use smaller ones from now on.
+    def out_of_memory(self, micro_batch: int, num_samples: int) -> tuple[int, ...]:
+        """A micro-batch ran out of memory: a plan of smaller ones for its window, and for those to come.
 
         Raises:
-            NothingFitsError: it was of one sample.
+            NothingFitsError: there is none.
         """
-        if micro_batch == 1:
-            raise NothingFitsError(phase="training", micro_batch=1, peak_bytes=None, limit_bytes=self.limit_bytes)
         self.history.append(Trial(micro_batch=micro_batch, fits=False))
         self._use_what_fits(micro_batch)
+        plan = self.plan(num_samples)
+        if plan[0] >= micro_batch:
+            raise self._nothing_fits(micro_batch, None)
+        return plan
 
     def committed(self, micro_batch: int) -> None:
         """A window's largest micro-batch went well, trial or not."""
@@ -156,4 +170,9 @@ class Tuner:
 
     def _use_what_fits(self, tried: int) -> None:
         known = bounds(self.history)[0]
-        self.largest = known or max(1, min(self.largest or tried, tried) // 2)
+        self.largest = known or max(self._smallest, min(self.largest, tried) // 2)
+
+    def _nothing_fits(self, micro_batch: int, peak_bytes: int | None) -> NothingFitsError:
+        return NothingFitsError(
+            phase="training", micro_batch=micro_batch, peak_bytes=peak_bytes, limit_bytes=self.limit_bytes
+        )

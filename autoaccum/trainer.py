@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import signal
 import threading
 import time
@@ -14,6 +15,7 @@ from typing import Any, Literal, ParamSpec
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.lr_scheduler import LRScheduler
 
 from autoaccum import arguments, randomness
@@ -45,7 +47,7 @@ from autoaccum.losses import loss_function
 from autoaccum.memory import memory_of
 from autoaccum.oom import is_out_of_memory
 from autoaccum.optimizers import OptimizerLike, allocate_state, make_optimizer, trainable_parameters
-from autoaccum.planner import Plan, cut
+from autoaccum.planner import Plan
 from autoaccum.precision import Precision, autocast
 from autoaccum.reporting import ProgressBar
 from autoaccum.search import Tuner
@@ -164,6 +166,8 @@ class Trainer:
         torch.manual_seed(seed)
         randomness.seed_host(seed)
         self.model = model
+        if not model.training:  # a model in training mode may hold layers that were frozen in eval mode on purpose
+            model.train()
         try:
             model.to(self.device)
             self.optimizer = make_optimizer(optimizer, lr, parameters)
@@ -177,6 +181,12 @@ class Trainer:
             failed = False
         self._require_room(parameters, ran_out=failed)
 
+        modules = [m for m in (model, loss_fn, training_step) if isinstance(m, nn.Module)]
+        for module in modules:
+            module.to(self.device)
+        self._batch_norms = sum(
+            isinstance(module, _BatchNorm) and module.training for root in modules for module in root.modules()
+        )
         fixed = micro_batch if isinstance(micro_batch, int) else max((max(plan) for plan in self._plans), default=0)
         self.tuner = Tuner(
             ceiling=min(self._full_window, max_micro_batch or self._full_window),
@@ -184,10 +194,8 @@ class Trainer:
             headroom=headroom,
             search=micro_batch == "auto",
             largest=min(fixed, max_micro_batch or fixed),
+            smallest=2 if self._batch_norms else 1,
         )
-        modules = [m for m in (model, loss_fn, training_step) if isinstance(m, nn.Module)]
-        for module in modules:
-            module.to(self.device)
         step_model: Any = torch.compile(model) if compile else model
         loss_of = loss_function(loss_fn, training_step)
         context = autocast(precision, self.device)
@@ -261,7 +269,7 @@ class Trainer:
         return FitResult(
             history=tuple(self.history),
             events=tuple(self.events),
-            plan=Plan(ranks=(cut(self._full_window, self.tuner.largest or 1),)),
+            plan=Plan(ranks=(self.tuner.plan(self._full_window),)),
             num_steps=self.step,
             num_samples=self.samples_seen,
             model=self.model,
@@ -269,8 +277,6 @@ class Trainer:
         )
 
     def _start(self) -> None:
-        if not self.model.training:
-            self.model.train()
         self._mark = time.perf_counter()
         self._emit(
             Started(
@@ -302,9 +308,11 @@ class Trainer:
         if plan is not None and max(plan) > self.tuner.largest:
             plan = None  # a size of it has run out of memory in this run
         gradient, peak_bytes, replays = self._runner.run(window, self.step + 1, plan)
-        if self.step == 0 and not gradient.loss.isfinite() and gradient.items:
+        if self.step == 0 and gradient.items and not math.isfinite(loss := gradient.loss.item()):
             self._runner.drop_gradients()
-            raise NonFiniteLossError(float(gradient.loss))
+            raise NonFiniteLossError(loss)
+        if self._batch_norms and len(gradient.sizes) > 1:
+            self._announce_batch_norm()
         self.step += 1
         self.samples_seen += sum(gradient.sizes)
         lr = float(self.optimizer.param_groups[0]["lr"])
@@ -379,13 +387,26 @@ class Trainer:
     def _sizes_at(self, position: int) -> tuple[int, ...]:
         """How a window that begins there would be cut as things stand: what workers collate ahead of time."""
         left = self.effective_batch if self._source.num_samples is None else self._source.num_samples - position
-        return cut(min(self.effective_batch, left), self.tuner.largest or 16)
+        return self.tuner.plan(min(self.effective_batch, left))
 
     def _announce_plan(self) -> None:
-        sizes = cut(self._full_window, self.tuner.largest)
+        sizes = self.tuner.plan(self._full_window)
         model = self.tuner.memory_model
         predicted = None if model is None else model.predict(sizes[0])
         self._emit(Planned(step=self.step, sizes=sizes, predicted_bytes=predicted, limit_bytes=self.limit_bytes))
+
+    def _announce_batch_norm(self) -> None:
+        layers = self._batch_norms
+        self._batch_norms = 0
+        self._announce(
+            Notice(
+                cause=f"The model holds {layers} BatchNorm layer{'s' if layers > 1 else ''} in training mode",
+                consequence="Each normalises by the statistics of a micro-batch instead of the window, so that the "
+                "gradient depends on how windows are cut",
+                cure="Use GroupNorm or LayerNorm, put the BatchNorm layers in eval mode, or give windows the memory to "
+                "be one micro-batch",
+            )
+        )
 
     def _announce(self, notice: Notice) -> None:
         self._emit(notice)

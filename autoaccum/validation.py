@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -103,6 +104,7 @@ class Validator:
         return None
 
     def _shrink(self, failed: int, step: int) -> int:
+        gc.collect()
         self._memory.release()
         self._emit(OutOfMemory(step=step, phase="validation", micro_batch=failed))
         if failed == 1:

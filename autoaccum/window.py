@@ -5,6 +5,7 @@ The accumulation step is ``WindowRunner._attempt``.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -99,6 +100,7 @@ class WindowRunner:
         everywhere = [p for module in modules for p in module.parameters()] + self._trained
         self._parameters = list({id(p): p for p in everywhere}.values())
         self._snapshot = Snapshot(modules, device)
+        self._snapshot.take()  # so that its memory is there before the first window
         self._seeds: dict[tuple[float, torch.dtype], torch.Tensor] = {}
         self._peak_bytes = 0
         self._passed_limit = False
@@ -222,12 +224,12 @@ class WindowRunner:
             fresh = torch.amp.GradScaler(self._device.type)
             fresh.load_state_dict(self.scaler.state_dict())
             self.scaler = fresh
+        gc.collect()  # a failed forward may have left reference cycles that hold tensors
         self._memory.release()
 
     def _shrink(self, failed: int, num_samples: int, step: int) -> tuple[int, ...]:
         self._emit(OutOfMemory(step=step, phase="training", micro_batch=failed))
-        self._tuner.out_of_memory(failed)
-        new = cut(num_samples, self._tuner.largest)
+        new = self._tuner.out_of_memory(failed, num_samples)
         self._emit(Replanned(step=step, old=cut(num_samples, failed), new=new, reason="out of memory"))
         return new
 
@@ -237,8 +239,8 @@ class WindowRunner:
         if not self._passed_limit:
             return
         self._memory.release()
-        if passed and max(sizes) > 1:
+        if passed and len(sizes) < sum(sizes):
             self._tuner.observe(max(sizes), self._peak_bytes)
-            new = cut(sum(sizes), self._tuner.largest)
+            new = self._tuner.plan(sum(sizes))
             self._emit(Replanned(step=step, old=sizes, new=new, reason="over the memory limit"))
             self._passed_limit = False

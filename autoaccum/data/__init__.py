@@ -16,6 +16,7 @@ iterable of batches            the batches, cut and joined
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -77,12 +78,10 @@ def open_source(
     if isinstance(data, IterableDataset):
         stream: Any = DataLoader(data, batch_size=None, num_workers=num_workers) if num_workers else data
         return StreamSource(stream, collate=collate_fn or default_collate, seed=seed, device=device)
-    if isinstance(data, torch.Tensor | tuple | dict):
+    if isinstance(data, torch.Tensor | tuple | Mapping):
         order = _plain_order(batches.num_samples(data), seed, shuffle, argument)
         return TensorSource(data, order=order, device=device)
-    if isinstance(data, Dataset) or (
-        hasattr(data, "__getitem__") and hasattr(data, "__len__") and type(data) is not list
-    ):
+    if isinstance(data, Dataset) or _is_dataset(data):
         return _open_dataset(
             data,
             order=_plain_order(len(data), seed, shuffle, argument),
@@ -93,8 +92,8 @@ def open_source(
             loader_options={},
             budget_bytes=budget_bytes,
         )
-    if hasattr(data, "__iter__"):
-        if data == []:
+    if hasattr(data, "__iter__") and not isinstance(data, str | bytes):
+        if isinstance(data, list) and not data:
             raise EmptyDatasetError(argument, "it is an empty list.")
         return StreamSource(data, collate=None, seed=seed, device=device)
     raise ArgumentTypeError(
@@ -103,6 +102,11 @@ def open_source(
         "a Dataset, a DataLoader, a tuple or dict of tensors, or an iterable of batches",
         "Wrap what you have in a torch.utils.data.Dataset.",
     )
+
+
+def _is_dataset(data: object) -> bool:
+    """Whether it is map-style without saying so, like the datasets of Hugging Face; a list is a list of batches."""
+    return hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, list | str | bytes)
 
 
 def _open_dataset(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -63,14 +63,14 @@ class Order:
         if sampler is not None:
             self.num_samples = len(self(0))
 
-    def __call__(self, epoch: int) -> Sequence[Any]:
+    def __call__(self, epoch: int) -> torch.Tensor | list[Any]:
         """Indices into the dataset, in the order of that epoch."""
         seed = mix(self._seed, epoch) >> 1
         if self._sampler is not None:
             return self._draw(self._sampler, epoch, seed)
         if self._shuffle:
-            return torch.randperm(self.num_samples, generator=torch.Generator().manual_seed(seed)).tolist()
-        return range(self.num_samples)
+            return torch.randperm(self.num_samples, generator=torch.Generator().manual_seed(seed))
+        return torch.arange(self.num_samples)
 
     @staticmethod
     def _draw(sampler: Any, epoch: int, seed: int) -> list[Any]:

@@ -58,7 +58,10 @@ class DatasetSource:
         indices = self._order(epoch)
 
         def keys(start: int, stop: int) -> list[tuple[int, int, Any]]:
-            return [(epoch, position, indices[position]) for position in range(start, min(stop, len(indices)))]
+            chosen = indices[start:stop]
+            if isinstance(chosen, torch.Tensor):  # datasets take ints
+                chosen = chosen.tolist()
+            return [(epoch, position, index) for position, index in enumerate(chosen, start)]
 
         def reread(start: int, stop: int) -> Any:
             with preserved():

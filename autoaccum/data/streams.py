@@ -51,7 +51,7 @@ class StreamSource:
 
     def example(self, num_samples: int) -> Any:
         """The first batch or samples of a pass of its own, repeated."""
-        if iter(self._stream) is self._stream:
+        if hasattr(self._stream, "__next__"):
             raise DataError(
                 "data: an iterator can be read only once, and looking at it would take samples from training. Pass "
                 "something that can be iterated again: a Dataset, a DataLoader, a list of batches."

@@ -43,18 +43,21 @@ class _TensorReader:
     position: int = 0
 
     def window(self, num_samples: int, whole: bool = False) -> Window | None:
-        indices = self.order[self.position : self.position + num_samples]
-        if len(indices) < (num_samples if whole else 1):
+        start = self.position
+        there = min(num_samples, len(self.order) - start)
+        if there < (num_samples if whole else 1):
             return None
-        self.position += len(indices)
-        return _TensorWindow(self.source, indices, len(indices))
+        self.position += there
+        return _TensorWindow(self.source, self.order, start, there)
 
 
 @dataclass(slots=True)
 class _TensorWindow:
     source: TensorSource
-    indices: torch.Tensor
+    order: torch.Tensor
+    first: int
     num_samples: int
 
     def micro_batch(self, start: int, size: int) -> tuple[int, Any]:
-        return size, self.source.gather(self.indices[start : start + size])
+        first = self.first + start
+        return size, self.source.gather(self.order[first : first + size])

@@ -115,10 +115,9 @@ class CpuMemory:
 
 def _group_and_ancestors(mount: Path, path: str) -> Iterator[Path]:
     """The control group's folder and every one above it up to the mount: each of them limits all that is below."""
-    group = mount / path.lstrip("/")
-    # Inside a container the path can be the host's, of which only the container's own part is mounted, as the root.
-    if ".." in group.parts or not group.is_dir():
-        group = mount
+    # Inside a container the path can be the host's, of which only the container's own part is mounted, as the root. Its
+    # folders are then missing, which limits nothing; but a path that leads out of the mount must not be followed.
+    group = mount if ".." in Path(path).parts else mount / path.lstrip("/")
     yield group
     while group != mount:
         group = group.parent

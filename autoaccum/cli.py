@@ -1,0 +1,288 @@
+"""The command line: parse, call, print.
+
+``fit``, ``probe`` and ``plan`` have no option of their own besides ``--json``: the others are the parameters of the
+functions they call, as far as these can be written on a command line, and so cannot fall behind them.
+
+Exit codes: 0 done; 2 usage; 3 not even one sample fits; 130 interrupted by Ctrl-C; 1 anything else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+import sys
+import traceback
+import types
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout, suppress
+from functools import reduce
+from json import dumps
+from operator import or_
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
+
+from cyclopts import App, CycloptsError, Parameter, Token
+
+from autoaccum import __version__, planner
+from autoaccum.errors import ArgumentError, AutoaccumError, AutoaccumWarning, MemoryLimitError, RecipeError
+from autoaccum.events import Finished
+from autoaccum.recipes import FORMS, RecipeRaised, opened
+from autoaccum.units import format_bytes
+
+if TYPE_CHECKING:  # they take torch with them, which `plan` and `--help` have no use for
+    from autoaccum.probing import ProbeReport
+    from autoaccum.trainer import FitResult
+
+BUDGETS = ("epochs", "steps", "samples")
+_RECIPE_HELP = f"{FORMS}: a function (recipe() when none is named) that returns fit's arguments as a dict."
+
+Recipe = Annotated[str, Parameter(help=_RECIPE_HELP)]
+Json = Annotated[
+    bool,
+    Parameter(help="print one JSON document on standard output, and nothing else.", show_default=False, negative=()),
+]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the result is the exit code."""
+    with warnings.catch_warnings():
+        warnings.showwarning = _show_warning
+        try:
+            # Parsed here and called here, so that cyclopts is in no traceback.
+            command, bound, _ = _app().parse_args(
+                sys.argv[1:] if argv is None else list(argv), print_error=False, exit_on_error=False
+            )
+            return command(*bound.args, **bound.kwargs) or 0
+        except (CycloptsError, ArgumentError, RecipeError) as error:
+            return _fail(error, 2)
+        except MemoryLimitError as error:
+            return _fail(error, 3)
+        except AutoaccumError as error:
+            return _fail(error, 1)
+        except RecipeRaised as raised:
+            traceback.print_exception(raised.__cause__)
+            return 1
+        except KeyboardInterrupt:
+            return 130
+        except Exception:
+            traceback.print_exc()
+            return 1
+
+
+def _app() -> App:
+    app = App(
+        name="autoaccum",
+        help="Train PyTorch models at an exact effective batch, in whatever memory there is.",
+        version=__version__,
+        help_format="plaintext",
+    )
+    override = "Options override what the recipe returns; what neither says is the default."
+    # Made by __getattr__ below, and only when they are called: without torch, help and plan are quick.
+    app.command("autoaccum.cli:fit", name="fit", help=f"Train what RECIPE returns.\n\n{override}")
+    app.command(
+        "autoaccum.cli:probe",
+        name="probe",
+        help=f"Find the largest micro-batch that fits, without training.\n\n{override}",
+    )
+    app.command(_command(_plan, planner.plan), name="plan", help="Cut a window into micro-batches: arithmetic alone.")
+    return app
+
+
+def __getattr__(name: str) -> Any:
+    """The commands whose options torch has to be imported for (PEP 562)."""
+    if name == "fit":
+        from autoaccum import trainer
+
+        return _command(_fit, trainer.Trainer, trainer.fit.__doc__)
+    if name == "probe":
+        from autoaccum import probing
+
+        return _command(_probe, probing.probe)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _fit(recipe: Recipe, /, *, json: Json = False, **options: Any) -> int:
+    from autoaccum.trainer import fit
+
+    with _stdout_kept(json), opened(recipe) as arguments:
+        if not options.keys().isdisjoint(BUDGETS):  # one budget replaces another
+            arguments = {name: value for name, value in arguments.items() if name not in BUDGETS}
+        arguments = {**arguments, **options}
+        if "effective_batch" not in arguments:
+            raise ArgumentError(
+                "effective_batch", None, "an int of at least 1", "Pass --effective-batch, or return it from the recipe."
+            )
+        result = fit(**arguments)
+    if json:
+        _print_json(_fit_document(result))
+    return 130 if any(isinstance(e, Finished) and e.reason == "interrupted" for e in result.events) else 0
+
+
+def _probe(recipe: Recipe, /, *, json: Json = False, **options: Any) -> None:
+    from autoaccum.probing import probe
+
+    with _stdout_kept(json), opened(recipe) as arguments:
+        taken = inspect.signature(probe).parameters  # a recipe serves fit too, which takes more
+        report = probe(**{**{name: value for name, value in arguments.items() if name in taken}, **options})
+    if json:
+        _print_json(
+            {**dataclasses.asdict(report), "plan": None if report.plan is None else _plan_document(report.plan)}
+        )
+    else:
+        print("\n".join(_probe_lines(report)))
+
+
+def _plan(*, json: Json = False, **options: Any) -> None:
+    plan = planner.plan(**options)
+    if json:
+        _print_json(_plan_document(plan))
+    else:
+        print(_plan_line(plan))
+
+
+def _command(
+    run: Callable[..., int | None], function: Callable[..., Any], doc: str | None = None
+) -> Callable[..., Any]:
+    """``run`` with the parameters of ``function`` that a command line can write in place of its ``**options``.
+
+    cyclopts passes on only what was given, so the defaults, though shown in the help, stay the function's business.
+    """
+    own = inspect.signature(run, eval_str=True).parameters.values()
+    recipe_may_say = any(parameter.name == "recipe" for parameter in own)
+    options = []
+    for parameter in inspect.signature(function, eval_str=True).parameters.values():
+        if members := writable(parameter.annotation):
+            converter = None if members == (bool,) else _convert
+            annotation: Any = Annotated[reduce(or_, members), Parameter(converter=converter)]
+            # What a recipe may say need not be said again; None stands for nothing here and is never passed on.
+            unsaid = recipe_may_say and parameter.default is parameter.empty
+            default = None if unsaid else parameter.default
+            options.append(
+                parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+            )
+
+    def command(*args: Any, **kwargs: Any) -> int | None:
+        return run(*args, **kwargs)
+
+    parameters = [p for p in own if p.kind is not inspect.Parameter.VAR_KEYWORD] + options
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    command.__doc__ = function.__doc__ if doc is None else doc
+    return command
+
+
+def writable(annotation: Any) -> tuple[Any, ...]:
+    """The members of an annotation that can be written on a command line; none of them when it is empty.
+
+    >>> writable(int | Literal["auto"] | list[int] | None)
+    (<class 'int'>, typing.Literal['auto'])
+    """
+    if get_origin(annotation) in (Union, types.UnionType):
+        return tuple(member for one in get_args(annotation) for member in writable(one))
+    return (annotation,) if annotation in (int, float, bool, str) or get_origin(annotation) is Literal else ()
+
+
+def _convert(annotation: Any, tokens: Sequence[Token]) -> Any:
+    """The value of a text, by the narrowest type that takes it.
+
+    cyclopts' own conversion would round 2.5 to an int, and so read a memory limit of 0.5 as 0 bytes.
+    """
+    text = tokens[0].value
+    members = writable(annotation)
+    words = {str(choice): choice for member in members for choice in get_args(member)}
+    if bool in members:
+        words |= {"true": True, "false": False}
+    if text in words:
+        return words[text]
+    for narrow in (int, float, str):
+        if narrow in members:
+            with suppress(ValueError):
+                return narrow(text)
+    numbers = ["a number"] if float in members else ["a whole number"] if int in members else []
+    raise ValueError(f"expected {' or '.join([*words, *numbers])}, not {text!r}")
+
+
+@contextmanager
+def _stdout_kept(json: bool) -> Iterator[None]:
+    """Send to standard error what a recipe or a callback prints, where standard output is one JSON document."""
+    if not json:
+        yield
+        return
+    with redirect_stdout(sys.stderr):
+        yield
+
+
+def _print_json(document: dict[str, Any]) -> None:
+    print(dumps(_finite(document), allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    """The same with null for NaN and infinity, which JSON has not."""
+    if isinstance(value, dict):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _fit_document(result: FitResult) -> dict[str, Any]:
+    return {
+        "num_steps": result.num_steps,
+        "num_samples": result.num_samples,
+        "plan": _plan_document(result.plan),
+        "history": [dataclasses.asdict(report) for report in result.history],
+        "events": [{"type": type(event).__name__, **dataclasses.asdict(event)} for event in result.events],
+    }
+
+
+def _plan_document(plan: planner.Plan) -> dict[str, Any]:
+    return {
+        "effective_batch": plan.effective_batch,
+        "world_size": len(plan.ranks),
+        "accumulation_steps": plan.accumulation_steps,
+        "sizes": plan.sizes,
+        "ranks": plan.ranks,
+    }
+
+
+def _plan_line(plan: planner.Plan) -> str:
+    """One line however many micro-batches there are: ``1 x 86 + 2 x 85 = 256 samples, ...``."""
+    counts = sorted(Counter(plan.sizes).items(), reverse=True)
+    cut = " + ".join(f"{count} x {size}" for size, count in counts)
+    steps, ranks = plan.accumulation_steps, len(plan.ranks)
+    return (
+        f"{cut} = {plan.effective_batch} samples: {steps} accumulation step{'' if steps == 1 else 's'} "
+        f"on {f'each of {ranks} ranks' if ranks > 1 else '1 rank'}"
+    )
+
+
+def _probe_lines(report: ProbeReport) -> Iterable[str]:
+    yield f"{'micro-batch':>11}  {'fits':<4}  {'peak':>10}  {'seconds':>8}  {'samples/s':>9}"
+    for trial in report.trials:
+        peak = "-" if trial.peak_bytes is None else format_bytes(trial.peak_bytes)
+        seconds = "-" if trial.seconds is None else f"{trial.seconds:.4f}"
+        rate = "-" if not trial.seconds else f"{trial.micro_batch / trial.seconds:.0f}"
+        yield f"{trial.micro_batch:>11}  {'yes' if trial.fits else 'no':<4}  {peak:>10}  {seconds:>8}  {rate:>9}"
+    yield ""
+    if (model := report.memory_model) is not None:
+        yield f"memory model: {format_bytes(model.fixed_bytes)} + {format_bytes(model.bytes_per_sample)} per sample"
+    yield f"limit: {format_bytes(report.limit_bytes)}"
+    yield f"largest micro-batch: {report.max_micro_batch}"
+    if report.plan is not None:
+        yield f"plan: {_plan_line(report.plan)}"
+
+
+def _fail(error: Exception, code: int) -> int:
+    print(f"error: {error}", file=sys.stderr)
+    return code
+
+
+def _show_warning(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+    if issubclass(category, AutoaccumWarning):
+        from tqdm import tqdm
+
+        tqdm.write(f"warning: {' '.join(str(message).split())}", file=sys.stderr)  # above a progress bar, not in it
+    else:
+        print(warnings.formatwarning(message, category, *where[:2]), end="", file=sys.stderr)

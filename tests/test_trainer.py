@@ -1,0 +1,478 @@
+"""``fit`` and ``Trainer``: budgets, schedules, precisions, plans, interruptions, and what is reported."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
+
+import autoaccum
+from autoaccum.errors import AutoaccumWarning, NothingFitsError
+from autoaccum.events import Finished, Notice, OutOfMemory, Planned, Replanned, Started, StepReport, StepSkipped, Validated
+from autoaccum.testing import oom_at, simulated_memory
+from tests.models import classes, mlp, noisy, same, state_of
+
+
+def fit(model: nn.Module | None = None, data: Any = None, **options: Any) -> autoaccum.FitResult:
+    arguments: dict[str, Any] = {"loss_fn": cross_entropy, "effective_batch": 8, "device": "cpu", "progress": False}
+    if "training_step" in options:
+        del arguments["loss_fn"]
+    return autoaccum.fit(model or mlp(), classes(20) if data is None else data, **{**arguments, **options})
+
+
+def sizes(result: autoaccum.FitResult) -> list[int]:
+    return [report.effective_batch for report in result.history]
+
+
+class TestBudget:
+    @pytest.mark.parametrize(
+        ("budget", "expected"),
+        [
+            ({}, [8, 8, 4]),
+            ({"epochs": 2}, [8, 8, 4, 8, 8, 4]),
+            ({"steps": 4}, [8, 8, 4, 8]),
+            ({"samples": 33}, [8, 8, 4, 8, 5]),
+            ({"epochs": 2, "drop_last": True}, [8, 8, 8, 8]),
+            ({"steps": 3, "drop_last": True}, [8, 8, 8]),
+            ({"samples": 33, "drop_last": True}, [8, 8, 8, 8, 1]),
+        ],
+    )
+    def test_windows(self, budget: dict[str, Any], expected: list[int]) -> None:
+        result = fit(**budget)
+        assert sizes(result) == expected
+        assert result.num_steps == len(expected)
+        assert result.num_samples == sum(expected) == result.history[-1].num_samples
+        assert isinstance(result.events[0], Started)
+        assert (result.events[0].num_steps, result.events[0].num_samples) == (len(expected), sum(expected))
+
+    @given(
+        num_samples=st.integers(1, 30),
+        effective_batch=st.integers(1, 12),
+        drop_last=st.booleans(),
+        budget=st.fixed_dictionaries({}) | st.sampled_from(["epochs", "steps", "samples"]).flatmap(
+            lambda name: st.fixed_dictionaries({name: st.integers(1, 70 if name == "samples" else 6)})
+        ),
+    )
+    @settings(max_examples=60, deadline=None)
+    def test_steps_are_known_up_front(
+        self, num_samples: int, effective_batch: int, drop_last: bool, budget: dict[str, int]
+    ) -> None:
+        effective_batch = min(effective_batch, num_samples)
+        trainer = autoaccum.Trainer(
+            mlp(), classes(num_samples), effective_batch=effective_batch, drop_last=drop_last, micro_batch=16,
+            loss_fn=cross_entropy, device="cpu", progress=False, **budget,
+        )
+        result = trainer.fit()
+        assert (result.num_steps, result.num_samples) == (trainer.num_steps, trainer.num_samples)
+
+    def test_epochs_of_a_stream_end_with_a_short_window(self) -> None:
+        batches = [classes(7), classes(7), classes(3)]
+        result = fit(data=batches, epochs=2, effective_batch=8)
+        assert sizes(result) == [8, 8, 1, 8, 8, 1]
+        assert result.events[0].num_steps is None  # type: ignore[union-attr]
+
+    def test_an_effective_batch_beyond_the_data_is_one_short_window(self) -> None:
+        with pytest.warns(AutoaccumWarning, match="effective_batch=64 is more than the data's 20 samples") as warned:
+            result = fit(effective_batch=64, epochs=2)
+        assert sizes(result) == [20, 20]
+        assert len(warned) == 1
+        assert sum(isinstance(event, Notice) for event in result.events) == 1
+
+
+class TestLossForms:
+    def test_all_agree(self) -> None:
+        class ReturnsLoss(nn.Module):
+            def __init__(self, form: str) -> None:
+                super().__init__()
+                self.net = mlp()
+                self.form = form
+
+            def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> Any:
+                loss = cross_entropy(self.net(inputs), targets)
+                return {"dict": {"loss": loss}, "tensor": loss}[self.form]
+
+        inputs, targets = classes(20)
+        expected = [report.loss for report in fit(micro_batch=3).history]
+        by_step = fit(micro_batch=3, training_step=lambda model, batch: cross_entropy(model(batch[0]), batch[1]))
+        assert [report.loss for report in by_step.history] == expected
+        for form in ("dict", "tensor"):
+            for data in ((inputs, targets), {"inputs": inputs, "targets": targets}):
+                result = fit(ReturnsLoss(form), data, micro_batch=3, loss_fn=None)
+                assert [report.loss for report in result.history] == expected
+
+    def test_several_inputs(self) -> None:
+        class Two(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.net = mlp()
+
+            def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+                return self.net(a - b)  # type: ignore[no-any-return]
+
+        inputs, targets = classes(20)
+        expected = [report.loss for report in fit(micro_batch=3).history]
+        zeros = torch.zeros_like(inputs)
+        for model_inputs in ((inputs, zeros), {"a": inputs, "b": zeros}):
+            assert [r.loss for r in fit(Two(), (model_inputs, targets), micro_batch=3).history] == expected
+
+
+class TestOptimizer:
+    def test_adamw_by_default_with_the_learning_rate(self) -> None:
+        result = fit(lr=0.25)
+        assert type(result.optimizer) is torch.optim.AdamW
+        assert result.optimizer.param_groups[0]["lr"] == 0.25
+        assert fit().optimizer.param_groups[0]["lr"] == 1e-3
+
+    def test_matches_a_hand_written_loop(self) -> None:
+        """The same windows, one forward each: bit for bit what PyTorch does without us."""
+        model = mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01)
+        data = classes(20)
+        result = fit(
+            data=data, micro_batch=8, epochs=2, shuffle=False,
+            optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+        )
+        losses = []
+        for _ in range(2):
+            for start in range(0, 20, 8):
+                optimizer.zero_grad()
+                loss = cross_entropy(model(data[0][start : start + 8]), data[1][start : start + 8])
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+        assert [report.loss for report in result.history] == losses
+        assert same([*result.model.parameters()], [*model.parameters()])
+
+    def test_an_instance_is_used_as_it_is(self) -> None:
+        model = mlp()
+        optimizer = torch.optim.Adagrad(model.parameters(), lr=0.5)
+        assert fit(model, optimizer=optimizer).optimizer is optimizer
+
+    def test_scheduler_steps_once_a_window_with_the_true_number_of_steps(self) -> None:
+        told: list[int] = []
+
+        def one_cycle(optimizer: torch.optim.Optimizer, num_steps: int) -> OneCycleLR:
+            told.append(num_steps)
+            return OneCycleLR(optimizer, max_lr=1.0, total_steps=num_steps)
+
+        result = fit(lr_scheduler=one_cycle, epochs=2, micro_batch=2)  # OneCycleLR raises on a step too many
+        assert told == [6]
+        reference = OneCycleLR(torch.optim.AdamW(mlp().parameters()), max_lr=1.0, total_steps=6)
+        expected = []
+        for _ in range(6):
+            expected.append(reference.get_last_lr()[0])
+            reference.optimizer.step()
+            if len(expected) < 6:
+                reference.step()
+        assert [report.lr for report in result.history] == expected
+
+    def test_a_replay_is_one_step_to_schedulers_and_callbacks(self) -> None:
+        seen: list[Any] = []
+        trainer = autoaccum.Trainer(
+            mlp(), classes(20), effective_batch=8, micro_batch=8, loss_fn=cross_entropy, device="cpu", progress=False,
+            callbacks=[seen.append], lr_scheduler=lambda optimizer, num_steps: LambdaLR(optimizer, lambda step: 0.5**step),
+        )
+        with oom_at(40):
+            result = trainer.fit()
+        assert [report.lr for report in result.history] == [1e-3, 5e-4, 2.5e-4]
+        assert [record.step for record in seen if isinstance(record, StepReport)] == [1, 2, 3]
+        assert sum(report.replays for report in result.history) == 1
+
+    def test_gradient_is_clipped_as_a_window(self) -> None:
+        norms = [[report.grad_norm for report in fit(micro_batch=m, clip_norm=0.01).history] for m in (8, 3)]
+        assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+        assert min(norm for norm in norms[0] if norm is not None) > 0.01
+        assert fit().history[0].grad_norm is None
+        model = mlp()
+        before = [p.detach().clone() for p in model.parameters()]
+        fit(model, clip_norm=0.01, steps=1, optimizer=lambda p: torch.optim.SGD(p, lr=1.0))
+        moved = torch.cat([(a - b).flatten() for a, b in zip(before, model.parameters(), strict=True)])
+        assert moved.norm().item() == pytest.approx(0.01, rel=1e-3)
+
+
+class TestPrecision:
+    def test_bf16_computes_in_bfloat16(self) -> None:
+        seen = set()
+
+        def step(model: nn.Module, batch: Any) -> torch.Tensor:
+            outputs = model(batch[0])
+            seen.add(outputs.dtype)
+            return cross_entropy(outputs.float(), batch[1])
+
+        result = fit(training_step=step, precision="bf16", micro_batch=3)
+        assert seen == {torch.bfloat16}
+        full = fit(micro_batch=3)
+        assert [r.loss for r in result.history] == pytest.approx([r.loss for r in full.history], rel=0.02)
+
+    def test_fp16_scales_the_loss_and_unscales_the_gradient(self) -> None:
+        half = fit(precision="fp16", clip_norm=1e9, micro_batch=3)
+        full = fit(clip_norm=1e9, micro_batch=3)
+        norms = [[r.grad_norm for r in result.history] for result in (half, full)]
+        assert norms[0] == pytest.approx(norms[1], rel=0.02)
+
+    def test_fp16_overflow_skips_the_window_once(self) -> None:
+        calls = []
+
+        def step(model: nn.Module, batch: Any) -> torch.Tensor:
+            calls.append(1)
+            loss = cross_entropy(model(batch[0]), batch[1])
+            return loss * (float("inf") if len(calls) == 5 else 1.0)  # second window, second micro-batch
+
+        model = mlp()
+        result = fit(model, training_step=step, precision="fp16", micro_batch=3, shuffle=False)
+        assert [event.step for event in result.events if isinstance(event, StepSkipped)] == [2]
+        assert sizes(result) == [8, 8, 4]
+        assert all(p.isfinite().all() for p in model.parameters())
+
+    def test_fp16_replays_exactly_while_unscaling(self) -> None:
+        """An OOM after the gradients were unscaled must not leave the scaler believing that they still are."""
+        plain = autoaccum.Trainer(
+            noisy(), classes(20), effective_batch=8, micro_batch=8, loss_fn=cross_entropy, device="cpu",
+            progress=False, precision="fp16", clip_norm=0.1,
+        )
+        with oom_at(None) as counter:
+            plain.fit()
+        replayed = 0
+        for operation in range(1, counter.operations + 1, 7):
+            trainer = autoaccum.Trainer(
+                noisy(), classes(20), effective_batch=8, micro_batch=8, loss_fn=cross_entropy, device="cpu",
+                progress=False, precision="fp16", clip_norm=0.1,
+            )
+            try:
+                with oom_at(operation):
+                    result = trainer.fit()
+            except (autoaccum.AutoaccumError, torch.OutOfMemoryError):
+                continue
+            plans = [report.micro_batches for report in result.history]
+            clean = fit(noisy(), micro_batch=plans, precision="fp16", clip_norm=0.1)
+            assert same(state_of(result), state_of(clean))
+            replayed += 1
+        assert replayed > 40
+
+
+class TestPlans:
+    def test_auto_grows_within_the_first_window_and_settles(self) -> None:
+        result = fit(data=classes(200), effective_batch=64)
+        assert result.history[0].micro_batches == (1, 1, 2, 4, 8, 16, 32)
+        assert result.history[1].micro_batches == (64,)
+        assert [type(e).__name__ for e in result.events] == ["Started", "Planned", "Finished"]
+        assert result.plan.sizes == (64,)
+
+    @pytest.mark.filterwarnings("ignore::autoaccum.AutoaccumWarning")
+    def test_batch_norm_never_sees_one_sample_and_is_announced(self) -> None:
+        seen = []
+        model = noisy()
+        model.register_forward_pre_hook(lambda module, args: seen.append(len(args[0])))
+        result = fit(model, data=classes(200), effective_batch=65)
+        assert min(seen) == 2
+        assert sum(sizes(result)) == 200
+        notices = [event for event in result.events if isinstance(event, Notice)]
+        assert len(notices) == 1
+        assert "1 BatchNorm layer" in notices[0].cause
+
+    def test_finds_the_limit_without_losing_a_sample(self) -> None:
+        model = nn.Sequential(nn.Linear(8, 2000), nn.ReLU(), nn.Linear(2000, 3))
+        seen: list[int] = []
+
+        def step(model: nn.Module, batch: Any) -> torch.Tensor:
+            return cross_entropy(model(batch[0]), batch[1])
+
+        with simulated_memory("3MiB") as memory:
+            result = fit(model, data=classes(2000), training_step=step, effective_batch=500)
+            largest = max(result.plan.sizes)
+            assert memory.peak <= memory.limit
+        assert sizes(result) == [500] * 4
+        assert sum(isinstance(event, Planned) for event in result.events) == 1
+        assert largest in {size for report in result.history for size in report.micro_batches}
+        assert largest > 40
+        del seen
+
+    def test_an_oom_is_replayed_smaller_and_told(self) -> None:
+        model = nn.Sequential(nn.Linear(8, 2000), nn.ReLU(), nn.Linear(2000, 3))
+        with simulated_memory("3MiB"):
+            result = fit(model, data=classes(1000), effective_batch=500, micro_batch=500)
+        ooms = [event for event in result.events if isinstance(event, OutOfMemory)]
+        plans = [event for event in result.events if isinstance(event, Replanned)]
+        assert [event.micro_batch for event in ooms] == [500, 250]
+        assert [(event.old[0], event.new[0], event.reason) for event in plans] == [
+            (500, 250, "out of memory"),
+            (250, 125, "out of memory"),
+        ]
+        assert [(sum(r.micro_batches), max(r.micro_batches), r.replays) for r in result.history] == [
+            (500, 125, 2),
+            (500, 125, 0),
+        ]
+
+    def test_memory_that_shrinks_in_the_midst_of_a_run(self) -> None:
+        model = nn.Sequential(nn.Linear(8, 2000), nn.ReLU(), nn.Linear(2000, 3))
+        with simulated_memory("16MiB") as memory:
+
+            def shrink(record: Any) -> None:
+                if isinstance(record, StepReport) and record.step == 3:
+                    memory.limit = 3 * 2**20
+
+            result = fit(model, data=classes(2000), effective_batch=400, callbacks=[shrink])
+        assert sizes(result) == [400] * 5
+        assert max(result.history[2].micro_batches) > 2 * max(result.history[4].micro_batches)
+        assert sum(report.replays for report in result.history) >= 1
+
+    def test_recorded_plans_repeat_a_run(self) -> None:
+        first = fit(noisy(), micro_batch=[(5, 3), (2, 2, 4), (3, 1)])
+        again = fit(noisy(), micro_batch=[report.micro_batches for report in first.history])
+        assert [report.micro_batches for report in again.history] == [(5, 3), (2, 2, 4), (3, 1)]
+        assert same(state_of(first), state_of(again))
+
+    def test_a_plan_that_does_not_sum_is_refused(self) -> None:
+        with pytest.raises(autoaccum.AutoaccumError, match="sizes that sum to 4 in window 3"):
+            fit(micro_batch=[(8,), (8,), (8,)])
+
+    def test_max_micro_batch(self) -> None:
+        for micro_batch in ("auto", 8):
+            result = fit(data=classes(100), effective_batch=32, micro_batch=micro_batch, max_micro_batch=5)
+            assert max(size for report in result.history for size in report.micro_batches) == 5
+
+    def test_nothing_fits(self) -> None:
+        model = nn.Sequential(nn.Linear(8, 100_000), nn.ReLU(), nn.Linear(100_000, 3))
+        needed = sum(p.nbytes for p in model.parameters()) * 4
+        with simulated_memory(needed + 500_000), pytest.raises(NothingFitsError, match="a micro-batch of 1") as caught:
+            fit(model)
+        assert caught.value.limit_bytes == needed + 500_000
+
+    def test_frozen_parts_stay_frozen(self) -> None:
+        model = noisy()
+        model[1].eval()
+        model[4].requires_grad_(False)
+        before = model[4].weight.clone(), model[1].running_mean.clone()
+        fit(model)
+        assert torch.equal(model[4].weight, before[0])
+        assert torch.equal(model[1].running_mean, before[1])
+        evaluated = noisy().eval()
+        fit(evaluated, micro_batch=8)
+        assert evaluated[3].training
+
+    def test_peak_memory_does_not_grow_with_the_effective_batch(self) -> None:
+        peaks = []
+        for effective_batch in (16, 256, 4096):
+            with simulated_memory("64MiB"):
+                result = fit(data=classes(4096), effective_batch=effective_batch, micro_batch=16, steps=1)
+            peaks.append(result.history[0].peak_bytes)
+        assert max(peaks) - peaks[1] < 1024
+        assert max(peaks) - peaks[0] < 4096  # a window of one micro-batch holds no gradient while it runs forward
+
+    def test_peak_memory_falls_with_the_micro_batch_as_the_model_says(self) -> None:
+        with simulated_memory("64MiB"):
+            model = autoaccum.probe(mlp(), classes(4096), loss_fn=cross_entropy, device="cpu").memory_model
+            assert model is not None
+        for micro_batch in (64, 256, 1024):
+            with simulated_memory("64MiB"):
+                result = fit(data=classes(4096), effective_batch=2048, micro_batch=micro_batch, steps=1)
+            assert result.history[0].peak_bytes == pytest.approx(model.predict(micro_batch), rel=0.15)
+
+
+class TestValidation:
+    def test_reports_the_loss_after_each_epoch(self) -> None:
+        held_out = classes(11, seed=9)
+        model = mlp()
+        result = fit(model, validation_data=held_out, epochs=2, micro_batch=4)
+        reports = [event for event in result.events if isinstance(event, Validated)]
+        assert [(r.epoch, r.step, r.num_samples) for r in reports] == [(0, 3, 11), (1, 6, 11)]
+        with torch.no_grad():
+            assert reports[-1].loss == pytest.approx(cross_entropy(model(held_out[0]), held_out[1]).item(), rel=1e-6)
+
+    @pytest.mark.filterwarnings("ignore::autoaccum.AutoaccumWarning")
+    def test_leaves_training_as_it_is(self) -> None:
+        plain = fit(noisy(), epochs=2)
+        validated = fit(noisy(), epochs=2, validation_data=classes(11))
+        assert same(state_of(plain), state_of(validated))
+
+    def test_its_oom_never_touches_trainings_plan(self) -> None:
+        class OnlyInValidation(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.net = mlp()
+
+            def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+                if not self.training and len(inputs) > 3:
+                    raise torch.OutOfMemoryError("CUDA out of memory.")
+                return self.net(inputs)  # type: ignore[no-any-return]
+
+        result = fit(OnlyInValidation(), validation_data=classes(11), micro_batch=8, epochs=2)
+        ooms = [event for event in result.events if isinstance(event, OutOfMemory)]
+        assert [(event.phase, event.micro_batch) for event in ooms] == [("validation", 8), ("validation", 4)]
+        reports = [event for event in result.events if isinstance(event, Validated)]
+        assert [(r.micro_batch, r.num_samples) for r in reports] == [(2, 11), (2, 11)]
+        assert {report.micro_batches for report in result.history} == {(8,), (4,)}
+
+    def test_nothing_fits(self) -> None:
+        class Never(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.net = mlp()
+
+            def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+                if not self.training:
+                    raise torch.OutOfMemoryError("CUDA out of memory.")
+                return self.net(inputs)  # type: ignore[no-any-return]
+
+        with pytest.raises(NothingFitsError, match="validation: a micro-batch of 1"):
+            fit(Never(), validation_data=classes(11))
+
+
+class TestEnd:
+    def test_a_callback_ends_the_run_after_the_window(self) -> None:
+        def stop(record: Any) -> None:
+            if isinstance(record, StepReport) and record.step == 2:
+                raise autoaccum.StopTraining
+
+        result = fit(callbacks=[stop], epochs=5)
+        assert result.num_steps == 2
+        assert result.events[-1] == Finished(step=2, reason="stopped")
+
+    def test_ctrl_c_ends_the_run_after_the_window(self) -> None:
+        def press(record: Any) -> None:
+            if isinstance(record, StepReport) and record.step == 2:
+                os.kill(os.getpid(), signal.SIGINT)
+
+        before = signal.getsignal(signal.SIGINT)
+        result = fit(callbacks=[press], epochs=500)
+        assert 2 <= result.num_steps <= 3
+        assert isinstance(result.events[-1], Finished)
+        assert result.events[-1].reason == "interrupted"
+        assert signal.getsignal(signal.SIGINT) is before
+
+    def test_a_second_ctrl_c_stops_at_once(self) -> None:
+        def press(record: Any) -> None:
+            if isinstance(record, StepReport):
+                os.kill(os.getpid(), signal.SIGINT)
+                os.kill(os.getpid(), signal.SIGINT)
+
+        with pytest.raises(KeyboardInterrupt):
+            fit(callbacks=[press], epochs=500)
+
+    def test_callbacks_see_everything_in_order(self) -> None:
+        seen: list[Any] = []
+        result = fit(callbacks=[seen.append], validation_data=classes(4))
+        assert [record for record in seen if isinstance(record, StepReport)] == list(result.history)
+        assert [record for record in seen if not isinstance(record, StepReport)] == list(result.events)
+        assert isinstance(seen[0], Started)
+        assert isinstance(seen[-1], Finished)
+
+
+def test_the_run_is_a_function_of_the_seed() -> None:
+    first, again, other = (fit(noisy(), micro_batch=4, seed=seed) for seed in (3, 3, 4))
+    assert same(state_of(first), state_of(again))
+    assert [r.loss for r in first.history] != [r.loss for r in other.history]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_compile() -> None:
+    plain, compiled = (fit(micro_batch=4, compile=flag) for flag in (False, True))
+    assert [r.loss for r in compiled.history] == pytest.approx([r.loss for r in plain.history], rel=1e-5)
