@@ -18,6 +18,8 @@ from autoaccum.events import OutOfMemory
 from autoaccum.testing import oom_at
 from tests.models import classes, mlp, noisy, relative_error, same, state_of
 
+pytestmark = pytest.mark.filterwarnings("ignore:The model holds 1 BatchNorm")
+
 
 class Recorder(torch.optim.SGD):
     """Remembers the gradient of each step, as one vector."""

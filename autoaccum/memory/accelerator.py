@@ -7,8 +7,6 @@ remain as cache and hide a smaller one; ``release`` before a trial whose own pea
 
 from __future__ import annotations
 
-import gc
-
 import psutil
 import torch
 
@@ -50,7 +48,6 @@ class AcceleratorMemory:
 
     def release(self) -> None:
         """Collect reference cycles, then return the allocator's cache to the device."""
-        gc.collect()
         torch.accelerator.empty_cache()
 
 
@@ -85,5 +82,4 @@ class MpsMemory:
 
     def release(self) -> None:
         """Collect reference cycles, then return the allocator's cache to Metal."""
-        gc.collect()
         torch.mps.empty_cache()

@@ -24,4 +24,4 @@ class Memory(Protocol):
         """Start a new peak from what is used now."""
 
     def release(self) -> None:
-        """Give unused memory back to the device. Slow: for searches and recoveries, not for every window."""
+        """Give memory that only the allocator still holds back to the device. For searches, not for every window."""

@@ -7,7 +7,6 @@ that cannot be read is no limit here: the files differ between systems, and some
 from __future__ import annotations
 
 import ctypes
-import gc
 import re
 import sys
 from collections.abc import Iterator
@@ -74,7 +73,6 @@ class CpuMemory:
 
     def release(self) -> None:
         """Collect reference cycles, then return what the C library keeps of freed memory to the system."""
-        gc.collect()
         if _malloc_trim is not None:
             _malloc_trim(0)
 

@@ -10,7 +10,6 @@ A function under ``torch.compile`` runs uncompiled inside them: PyTorch compiles
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -156,8 +155,7 @@ class SimulatedMemory:
         self._simulation.reset_peak()
 
     def release(self) -> None:
-        """Collect reference cycles; there is no cache."""
-        gc.collect()
+        """Nothing: there is no cache."""
 
 
 _active: list[MemorySimulation] = []

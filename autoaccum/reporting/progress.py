@@ -20,6 +20,7 @@ class ProgressBar:
         self._limit_bytes = 0
         self._peak_bytes = 0
         self._replays = 0
+        self._plan: tuple[int, ...] = ()
         self._first: StepReport | None = None
         self._last: StepReport | None = None
         self._validated: Validated | None = None
@@ -38,9 +39,11 @@ class ProgressBar:
                 total=record.num_samples, unit=" samples", mininterval=interval, maxinterval=interval, file=sys.stderr
             )
         elif isinstance(record, Planned):
+            self._plan = record.sizes
             predicted = "" if record.predicted_bytes is None else f", {format_bytes(record.predicted_bytes)} predicted"
             self._write(f"plan: {cut_text(record.sizes)}{predicted} of {format_bytes(record.limit_bytes)}")
         elif isinstance(record, Replanned):
+            self._plan = record.new
             self._write(f"step {record.step}: {record.reason}: {cut_text(record.old)} -> {cut_text(record.new)}")
         elif isinstance(record, Validated):
             self._validated = record
@@ -55,12 +58,13 @@ class ProgressBar:
         self._last = report
         self._peak_bytes = max(self._peak_bytes, report.peak_bytes)
         self._replays += report.replays
-        # The text is made only when it is drawn: update() says whether it was.
-        if self._bar is not None and self._bar.update(report.effective_batch):
+        if self._bar is not None:
             self._bar.set_postfix_str(
                 f"loss={report.loss:.4f}, {cut_text(report.micro_batches)}, "
-                f"{format_bytes(report.peak_bytes)} / {format_bytes(self._limit_bytes)}"
+                f"{format_bytes(report.peak_bytes)} / {format_bytes(self._limit_bytes)}",
+                refresh=False,
             )
+            self._bar.update(report.effective_batch)
 
     def _finish(self, finished: Finished) -> None:
         if self._bar is not None:
@@ -75,7 +79,7 @@ class ProgressBar:
             f"{finished.reason}: {finished.step} steps, {samples} samples in {seconds:.1f} s "
             f"({samples / seconds:.0f} samples/s)\n"
             f"loss {self._first.loss:.4f} -> {self._last.loss:.4f}{validated}\n"
-            f"micro-batches {cut_text(self._last.micro_batches)}, {replays}, "
+            f"micro-batches {cut_text(self._plan or self._last.micro_batches)}, {replays}, "
             f"peak {format_bytes(self._peak_bytes)} of {format_bytes(self._limit_bytes)}"
         )
 

@@ -1,10 +1,8 @@
 from __future__ import annotations
 
-import gc
 import os
 import subprocess
 import sys
-import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -220,23 +218,6 @@ def test_without_procfs_psutil_answers(tmp_path: Path) -> None:
 
 
 class TestRelease:
-    def test_it_collects_reference_cycles(self) -> None:
-        class Node:
-            tensor: torch.Tensor
-            itself: Node
-
-        gc.disable()
-        try:
-            node = Node()
-            node.itself = node
-            gone = weakref.ref(node)
-            del node
-            assert gone() is not None
-            CpuMemory().release()
-            assert gone() is None
-        finally:
-            gc.enable()
-
     @pytest.mark.skipif(not hasattr(os, "confstr") or sys.platform != "linux", reason="glibc only")
     def test_it_returns_the_c_library_s_free_memory_to_the_system(self) -> None:
         if not (os.confstr("CS_GNU_LIBC_VERSION") or "").startswith("glibc"):

@@ -1,0 +1,143 @@
+"""A window as a transaction, where ``fit`` does not show it."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import autoaccum
+from tests.models import classes, mlp
+
+
+def test_recovery_frees_what_the_failed_forward_held() -> None:
+    """Not only its locals, which an exception would pin, but reference cycles that it left behind."""
+    gone: list[Any] = []
+    live: list[Any] = []
+
+    class Node:
+        def __init__(self, tensor: torch.Tensor) -> None:
+            self.itself, self.tensor = self, tensor
+
+    class Fails(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = mlp()
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            outputs = self.net(inputs)
+            if len(inputs) == 8:
+                gone.extend([weakref.ref(outputs), weakref.ref(Node(torch.ones(3)))])
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            live.extend(ref() is not None for ref in gone)
+            return outputs  # type: ignore[no-any-return]
+
+    gc.disable()
+    try:
+        autoaccum.fit(
+            Fails(), classes(8), effective_batch=8, micro_batch=8, loss_fn=cross_entropy, device="cpu", progress=False
+        )
+    finally:
+        gc.enable()
+    assert live == [False] * 4  # two micro-batches, two references each
+
+
+def test_other_errors_come_through_as_they_are() -> None:
+    class Broken(nn.Linear):
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            raise RuntimeError("shapes cannot be multiplied")
+
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        autoaccum.fit(Broken(8, 3), classes(8), effective_batch=8, loss_fn=cross_entropy, device="cpu", progress=False)
+
+
+def test_in_place_edits_of_a_micro_batch_do_not_reach_its_replay() -> None:
+    failed = []
+
+    def step(model: nn.Module, batch: Any) -> torch.Tensor:
+        batch[0].mul_(100)
+        if not failed:
+            failed.append(True)
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return cross_entropy(model(batch[0]), batch[1])
+
+    inputs, targets = classes(8)
+    before = inputs.clone()
+    batches = [(inputs, targets)]  # the very tensors that are kept for the replay
+    options: dict[str, Any] = {"effective_batch": 8, "device": "cpu", "progress": False, "training_step": step}
+    replayed = autoaccum.fit(mlp(), batches, micro_batch=8, **options)
+    assert replayed.history[0].replays == 1
+    clean = autoaccum.fit(mlp(), batches, micro_batch=4, **options)
+    assert replayed.history[0].loss == clean.history[0].loss
+    assert torch.equal(inputs, before)
+
+
+def test_gradients_of_before_take_no_part() -> None:
+    model = mlp()
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    options: dict[str, Any] = {"effective_batch": 8, "loss_fn": cross_entropy, "device": "cpu", "progress": False}
+    dirty = autoaccum.fit(model, classes(8), **options, clip_norm=1.0)
+    clean = autoaccum.fit(mlp(), classes(8), **options, clip_norm=1.0)
+    assert dirty.history[0].grad_norm == clean.history[0].grad_norm
+
+
+def test_unused_parameters_are_not_stepped() -> None:
+    """Their gradient stays None, as in the big batch: zeros would let weight decay and momentum move them."""
+
+    class Unused(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = mlp()
+            self.unused = nn.Parameter(torch.ones(3))
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return self.net(inputs)  # type: ignore[no-any-return]
+
+    model = Unused()
+    autoaccum.fit(
+        model,
+        classes(8),
+        effective_batch=8,
+        micro_batch=3,
+        loss_fn=cross_entropy,
+        device="cpu",
+        progress=False,
+        optimizer=lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.5),
+    )
+    assert torch.equal(model.unused, torch.ones(3))
+
+
+def test_items_weigh_micro_batches() -> None:
+    """Tokens that are ignored leave micro-batches with unequal items: the mean is over the window's."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(10, 6, 8, generator=generator, dtype=torch.float64)
+    targets = torch.randint(0, 3, (10, 6), generator=generator)
+    lengths = [6, 1, 0, 0, 0, 2, 6, 3, 5, 1]
+    for row, length in enumerate(lengths):
+        targets[row, length:] = -100
+
+    def step(model: nn.Module, batch: Any) -> torch.Tensor:
+        return cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+
+    norms = []
+    for micro_batch in (10, 3, 1):
+        result = autoaccum.fit(
+            mlp(torch.float64),
+            (inputs, targets),
+            effective_batch=10,
+            micro_batch=micro_batch,
+            training_step=step,
+            num_items=lambda batch: (batch[1] != -100).sum(),
+            clip_norm=1.0,
+            device="cpu",
+            progress=False,
+        )
+        norms.append((result.history[0].loss, result.history[0].grad_norm))
+    assert norms[1] == pytest.approx(norms[0], rel=1e-12)
+    assert norms[2] == pytest.approx(norms[0], rel=1e-12)
