@@ -14,6 +14,7 @@ from torch import nn
 
 from autoaccum import arguments
 from autoaccum.costs import MemoryModel, TimeModel, Trial, fit_memory_model, fit_time_model
+from autoaccum.coupling import smallest_micro_batch
 from autoaccum.data import Source, open_source
 from autoaccum.devices import find_device
 from autoaccum.errors import ConflictingArgumentsError, LimitBelowModelError, NothingFitsError
@@ -56,7 +57,6 @@ def probe(
     loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
     training_step: Callable[[Any, Any], torch.Tensor] | None = None,
     optimizer: OptimizerLike | None = None,
-    lr: float | None = None,
     max_micro_batch: int | None = None,
     memory_limit: int | float | str | None = None,
     headroom: float = 0.05,
@@ -74,10 +74,9 @@ def probe(
         model: the module to train.
         data: as for ``fit``; its first samples are repeated to make batches of any size.
         effective_batch: samples per optimizer step: no larger micro-batch is tried, and a plan is made.
-        loss_fn: as for ``fit``.
-        training_step: as for ``fit``.
-        optimizer: as for ``fit``; its state is part of what must fit.
-        lr: as for ``fit``.
+        loss_fn: (outputs, targets) -> mean loss, for batches that are (inputs, targets).
+        training_step: (model, batch) -> mean loss, for any batch. With neither, the model returns its loss.
+        optimizer: an Optimizer or a function (parameters) -> Optimizer; AdamW when left out. Its state must fit too.
         max_micro_batch: the most samples to try at once.
         memory_limit: device memory this process may use, as bytes, "8GiB", or a share such as 0.5.
         headroom: fraction of the limit to leave free.
@@ -119,8 +118,9 @@ def probe(
         try:
             for module in modules:
                 module.to(on)
-            model.train()
-            state_of = make_optimizer(optimizer, lr, parameters)
+            if not model.training:
+                model.train()
+            state_of = make_optimizer(optimizer, None, parameters)
             for parameter in parameters:  # as in every micro-batch of a window but the first
                 parameter.grad = torch.zeros_like(parameter)
             allocate_state(state_of)
@@ -135,14 +135,21 @@ def probe(
             raise LimitBelowModelError(needed_bytes=max(memory.used(), limit + 1), limit_bytes=limit)
         context = autocast(precision, on)
         loss_of = loss_function(loss_fn, training_step)
+        smallest = smallest_micro_batch(modules)
         while size := next_trial(
-            history, limit_bytes=int(limit * (1 - headroom)), ceiling=ceiling, growth=GROWTH if enforced else 2
+            history,
+            limit_bytes=int(limit * (1 - headroom)),
+            ceiling=ceiling,
+            smallest=smallest,
+            growth=GROWTH if enforced else 2,
         ):
-            allowed = limit if size == 1 else int(limit * (1 - headroom))
+            allowed = limit if size <= smallest else int(limit * (1 - headroom))
             history.append(_try(size, model, source, loss_of, context, memory, on, allowed))
         largest = bounds(history)[0]
         if largest == 0:
-            raise NothingFitsError(phase="probe", micro_batch=1, peak_bytes=history[-1].peak_bytes, limit_bytes=limit)
+            raise NothingFitsError(
+                phase="probe", micro_batch=smallest, peak_bytes=history[-1].peak_bytes, limit_bytes=limit
+            )
     return ProbeReport(
         max_micro_batch=largest,
         trials=tuple(history),
@@ -164,7 +171,6 @@ def _try(
     allowed_bytes: int,
 ) -> Trial:
     """One forward and backward."""
-    gc.collect()
     memory.release()
     memory.reset_peak()
     started = time.perf_counter()
@@ -175,17 +181,14 @@ def _try(
         torch.autograd.backward(loss)
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
+        seconds = time.perf_counter() - started
+        peak_bytes = memory.peak()
+        return Trial(micro_batch=size, fits=peak_bytes <= allowed_bytes, peak_bytes=peak_bytes, seconds=seconds)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        return Trial(micro_batch=size, fits=False)
-    peak_bytes = memory.peak()
-    return Trial(
-        micro_batch=size,
-        fits=peak_bytes <= allowed_bytes,
-        peak_bytes=peak_bytes,
-        seconds=time.perf_counter() - started,
-    )
+    gc.collect()  # a failed forward may have left reference cycles that hold tensors
+    return Trial(micro_batch=size, fits=False)
 
 
 @contextmanager

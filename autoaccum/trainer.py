@@ -15,11 +15,12 @@ from typing import Any, Literal, ParamSpec
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
 
 from autoaccum import arguments, randomness
 from autoaccum.budget import Budget
+from autoaccum.coupling import count_batch_norms, smallest_micro_batch
 from autoaccum.data import Window, open_source
 from autoaccum.devices import find_device
 from autoaccum.errors import (
@@ -184,9 +185,7 @@ class Trainer:
         modules = [m for m in (model, loss_fn, training_step) if isinstance(m, nn.Module)]
         for module in modules:
             module.to(self.device)
-        self._batch_norms = sum(
-            isinstance(module, _BatchNorm) and module.training for root in modules for module in root.modules()
-        )
+        self._batch_norms = count_batch_norms(modules)
         fixed = micro_batch if isinstance(micro_batch, int) else max((max(plan) for plan in self._plans), default=0)
         self.tuner = Tuner(
             ceiling=min(self._full_window, max_micro_batch or self._full_window),
@@ -194,7 +193,7 @@ class Trainer:
             headroom=headroom,
             search=micro_batch == "auto",
             largest=min(fixed, max_micro_batch or fixed),
-            smallest=2 if self._batch_norms else 1,
+            smallest=smallest_micro_batch(modules),
         )
         step_model: Any = torch.compile(model) if compile else model
         loss_of = loss_function(loss_fn, training_step)
@@ -221,8 +220,8 @@ class Trainer:
                 seed=seed,
                 shuffle=False,
                 device=self.device,
-                collate_fn=None if isinstance(validation_data, torch.utils.data.DataLoader) else collate_fn,
-                num_workers=num_workers,
+                collate_fn=None if isinstance(validation_data, DataLoader) else collate_fn,
+                num_workers=0 if isinstance(validation_data, DataLoader) else num_workers,
                 argument="validation_data",
             )
             self._validator = Validator(

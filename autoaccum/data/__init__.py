@@ -36,7 +36,7 @@ from autoaccum.data.base import Collate, Order, PlanAt, Reader, Source, Window
 from autoaccum.data.datasets import DatasetSource
 from autoaccum.data.streams import StreamSource
 from autoaccum.data.tensors import TensorSource
-from autoaccum.errors import ArgumentTypeError, EmptyDatasetError
+from autoaccum.errors import ArgumentTypeError, ConflictingArgumentsError, EmptyDatasetError
 
 __all__ = ["PlanAt", "Reader", "Source", "Window", "open_source"]
 
@@ -58,10 +58,16 @@ def open_source(
 
     Raises:
         ArgumentTypeError: it is nothing that can be read.
+        ConflictingArgumentsError: a DataLoader, and what it would bring.
         EmptyDatasetError: it holds no sample.
         RaggedBatchError: its tensors disagree on dim 0.
     """
     if isinstance(data, DataLoader):
+        for name, value in (("collate_fn", collate_fn), ("num_workers", num_workers)):
+            if value:
+                raise ConflictingArgumentsError(
+                    name, value, f"a DataLoader as {argument}", "The DataLoader brings its own."
+                )
         if isinstance(data.dataset, IterableDataset) or data.batch_sampler is None:
             return StreamSource(data, collate=None, seed=seed, device=device)
         options = {name: getattr(data, name) for name in _LOADER_OPTIONS} if data.num_workers else {}

@@ -1,0 +1,18 @@
+"""What couples the samples of a batch, so that cutting a window changes what is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+
+def count_batch_norms(modules: Sequence[nn.Module]) -> int:
+    """BatchNorm layers in training mode: each normalises a sample by the statistics of those beside it."""
+    return sum(isinstance(module, _BatchNorm) and module.training for root in modules for module in root.modules())
+
+
+def smallest_micro_batch(modules: Sequence[nn.Module]) -> int:
+    """Samples that a micro-batch needs at least: BatchNorm has no statistics of one."""
+    return 2 if count_batch_norms(modules) else 1
