@@ -31,7 +31,7 @@ class StepReport:
     seconds: float
     """Wall time of the window: waiting for its data, its replays and the optimizer step included."""
     peak_bytes: int
-    """Most device memory in use at once during the window."""
+    """Most device memory in use at once since it was last read, which is up to 50 times a second."""
     replays: int
     """How often the window was rolled back and run again."""
 

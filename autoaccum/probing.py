@@ -199,7 +199,7 @@ def _no_trace(modules: Sequence[nn.Module], optimizer: object, device: torch.dev
     everything = {id(m): m for module in modules for m in module.modules()}.values()
     parameters = [p for module in everything for p in module.parameters(recurse=False)]
     trained = [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]
-    values = [(p, p.data) for p in parameters]  # where the model was, should it be moved to the device
+    elsewhere = [(p, p.data) for p in parameters if p.device != device]  # will be moved to the device, and back
     gradients = [(p, p.grad) for p in (*parameters, *trained)]
     for p, _ in gradients:
         p.grad = None
@@ -212,7 +212,7 @@ def _no_trace(modules: Sequence[nn.Module], optimizer: object, device: torch.dev
     finally:
         for p, _ in gradients:
             p.grad = None
-        for p, value in values:
+        for p, value in elsewhere:
             p.data = value
         for p, gradient in gradients:
             p.grad = gradient

@@ -26,11 +26,15 @@ class Snapshot:
         self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._random: randomness.RandomState = ()
 
-    @torch.no_grad()
     def take(self) -> None:
         """Remember the present state, in place of the one before, in the same memory where the buffers are the same."""
         self._random = randomness.get_state(self._device)
         self._buffers = [(owner, dict(owner._buffers)) for owner in self._owners if owner._buffers]
+        if self._buffers:
+            self._copy_buffers()
+
+    @torch.no_grad()
+    def _copy_buffers(self) -> None:
         before, self._copies = self._copies, {}
         stale = []
         for _, buffers in self._buffers:

@@ -38,7 +38,6 @@ def count_items(num_items: CountItems | None, batch: Any, num_samples: int) -> f
 @torch.no_grad()
 def scale_gradients(parameters: Sequence[torch.Tensor], factor: float) -> None:
     """Multiply the gradients in place, in one launch."""
-    if factor != 1:
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        if gradients:
-            torch._foreach_mul_(gradients, factor)
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if gradients:
+        torch._foreach_mul_(gradients, factor)

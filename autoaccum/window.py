@@ -25,6 +25,9 @@ from autoaccum.search import Tuner
 from autoaccum.snapshot import Snapshot
 from autoaccum.weighting import CountItems, count_items, scale_gradients
 
+READING_INTERVAL = 0.02
+"""Seconds between readings of the memory's peak: one costs as much as several micro-batches of a tiny model."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gradient:
@@ -103,7 +106,10 @@ class WindowRunner:
         self._snapshot.take()  # so that its memory is there before the first window
         self._seeds: dict[tuple[float, torch.dtype], torch.Tensor] = {}
         self._peak_bytes = 0
+        self._peak_so_far = 0
+        self._next_reading = 0.0
         self._passed_limit = False
+        memory.reset_peak()
 
     def run(self, window: Window, step: int, plan: Sequence[int] | None = None) -> tuple[Gradient, int, int]:
         """Forward and backward of a window, replayed in smaller sizes until it fits.
@@ -114,13 +120,11 @@ class WindowRunner:
             plan: sizes to use; None: those that the tuner chooses.
 
         Returns:
-            the gradient, the most device memory in use meanwhile in bytes, the number of replays.
+            the gradient, the most device memory in use since it was last read in bytes, the number of replays.
 
         Raises:
             NothingFitsError: one sample does not fit.
         """
-        self._peak_bytes = 0
-        self._memory.reset_peak()
         self._snapshot.take()
         self.drop_gradients()
         sizes: Iterable[tuple[int, bool]]
@@ -132,10 +136,11 @@ class WindowRunner:
             replays += 1
             self._roll_back()
             sizes = [(size, False) for size in self._shrink(outcome.micro_batch, window.num_samples, step)]
-        self._peak_bytes = max(self._peak_bytes, self._memory.peak())
         self._tuner.committed(max(outcome.sizes))
-        if self._watch and not self._tuner.searching:
-            self._keep_limit(outcome.sizes, step)
+        if self._tuner.searching or replays or time.perf_counter() >= self._next_reading:
+            self._read_peak()
+            if self._watch and not self._tuner.searching:
+                self._keep_limit(outcome.sizes, step)
         return outcome, self._peak_bytes, replays
 
     def _attempt(self, window: Window, sizes: Iterable[tuple[int, bool]]) -> Gradient | _Failure:
@@ -180,14 +185,15 @@ class WindowRunner:
     def _finish(self, sizes: tuple[int, ...], loss_sum: torch.Tensor | None, guess: float, items: float) -> Gradient:
         if loss_sum is None:
             return Gradient(sizes=sizes, loss=torch.tensor(float("nan")), grad_norm=None, items=0)
-        correction = guess / items
-        scale_gradients(self._trained, correction)
+        if guess != items:
+            scale_gradients(self._trained, guess / items)
+            loss_sum *= guess / items
         if self.scaler is not None:
             self.scaler.unscale_(self._optimizer)
         grad_norm = None
         if self._clip_norm is not None:
             grad_norm = nn.utils.clip_grad_norm_(self._trained, self._clip_norm)
-        return Gradient(sizes=sizes, loss=loss_sum * correction, grad_norm=grad_norm, items=items)
+        return Gradient(sizes=sizes, loss=loss_sum, grad_norm=grad_norm, items=items)
 
     def _seed(self, weight: float, loss: torch.Tensor) -> torch.Tensor:
         """What backward starts from: the same as multiplying the loss, without an operation and its backward."""
@@ -198,8 +204,14 @@ class WindowRunner:
             self._seeds[key] = torch.full_like(loss, weight, requires_grad=False)
         return self._seeds[key]
 
+    def _read_peak(self) -> None:
+        self._peak_bytes = max(self._peak_so_far, self._memory.peak())
+        self._peak_so_far = 0
+        self._memory.reset_peak()
+        self._next_reading = time.perf_counter() + READING_INTERVAL
+
     def _begin_trial(self) -> float:
-        self._peak_bytes = max(self._peak_bytes, self._memory.peak())
+        self._peak_so_far = max(self._peak_so_far, self._memory.peak())
         self._memory.release()
         self._memory.reset_peak()
         return time.perf_counter()

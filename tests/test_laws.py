@@ -125,7 +125,6 @@ class TestReplay:
         # Outside of windows: an epoch's order on the host, and what writes to, or reads, memory that is there already.
         assert outside == {
             "aten.randperm.generator.",
-            "aten.lift_fresh.default.",
             "aten._foreach_copy_.default.",
             "aten._local_scalar_dense.default.",
         }

@@ -111,9 +111,9 @@ class TestAnswer:
             probe(model)
 
     def test_the_model_alone_is_too_much(self) -> None:
-        model = wide(10_000)
+        model, data = wide(10_000), classes(100)
         with simulated_memory("100KiB"), pytest.raises(errors.LimitBelowModelError, match=r"100\.00 KiB may be used"):
-            probe(model)
+            probe(model, data)
 
     def test_an_iterator_is_left_alone(self) -> None:
         batches = iter([classes(4)])

@@ -16,6 +16,8 @@ class TensorSource:
 
     def __init__(self, tensors: Any, *, order: Order, device: torch.device) -> None:
         self._leaves, self._spec = batches.flatten(tensors)
+        # unflatten() costs as much as gathering a small batch; the usual tuple of tensors does without.
+        self._is_tuple = type(tensors) is tuple and len(self._leaves) == len(tensors)
         self._order = order
         self._device = device
         self.num_samples: int | None = order.num_samples
@@ -25,7 +27,7 @@ class TensorSource:
         rows = [leaf.index_select(0, indices.to(leaf.device)) for leaf in self._leaves]
         if self._device.type != "cpu":
             rows = [batches.to_device(row, self._device, copy=False) for row in rows]
-        return self._spec.unflatten(rows)
+        return tuple(rows) if self._is_tuple else self._spec.unflatten(rows)
 
     def read(self, epoch: int, plan_at: PlanAt) -> Reader:
         """One pass over the rows; gathering is quick enough to prefetch nothing."""

@@ -1,0 +1,129 @@
+"""What ``autoaccum.fit`` costs beside the same loop written by hand: µs a micro-batch, and the ratio of the times.
+
+    python benchmarks/overhead.py
+
+Both train the same model on the same windows, cut into the same micro-batches, with the same optimizer, and read the
+loss once per window, as a loop does that shows it. They alternate in one process; a figure is the median over the
+rounds. Their last losses must agree, or nothing is written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from results import write_table
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import autoaccum
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+from char_gpt import ALPHABET, CONTEXT, CharGPT
+from char_gpt import loss_fn as gpt_loss
+
+MICRO_BATCH, STEPS_PER_WINDOW = 8, 8
+
+
+def tiny_mlp() -> tuple[nn.Module, Any, Callable[..., torch.Tensor]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 10))
+    return model, (torch.randn(4096, 32), torch.randint(0, 10, (4096,))), cross_entropy
+
+
+def small_gpt() -> tuple[nn.Module, Any, Callable[..., torch.Tensor]]:
+    torch.manual_seed(0)
+    ids = torch.randint(0, len(ALPHABET), (512, CONTEXT + 1))
+    return CharGPT(dropout=0.0), (ids[:, :-1], ids[:, 1:]), gpt_loss
+
+
+def by_hand(make: Callable[[], Any], windows: int) -> tuple[float, float]:
+    """(seconds, last loss) of the loop that a careful person writes."""
+    model, (inputs, targets), loss_fn = make()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    size = MICRO_BATCH * STEPS_PER_WINDOW
+    order = torch.arange(len(inputs))
+    loss = 0.0
+    model.train()
+    for window in range(windows + 1):
+        if window == 1:  # the first one warms up
+            started = time.perf_counter()
+        start = window * size % len(inputs)
+        optimizer.zero_grad()
+        total = torch.zeros(())
+        for indices in order[start : start + size].split(MICRO_BATCH):
+            micro_loss = loss_fn(model(inputs[indices]), targets[indices]) / STEPS_PER_WINDOW
+            micro_loss.backward()
+            total += micro_loss.detach()
+        optimizer.step()
+        loss = total.item()
+    return time.perf_counter() - started, loss
+
+
+def by_fit(make: Callable[[], Any], windows: int, progress: bool = False) -> tuple[float, float]:
+    """The same through ``fit``; the first window, and all that happens before it, is left out here too."""
+    model, data, loss_fn = make()
+    stamps: list[float] = []
+
+    def stamp(record: Any) -> None:
+        if isinstance(record, autoaccum.StepReport):
+            stamps.append(time.perf_counter())
+
+    result = autoaccum.fit(
+        model,
+        data,
+        effective_batch=MICRO_BATCH * STEPS_PER_WINDOW,
+        micro_batch=MICRO_BATCH,
+        loss_fn=loss_fn,
+        steps=windows + 1,
+        shuffle=False,
+        device="cpu",
+        progress=progress,
+        callbacks=[stamp],
+    )
+    return stamps[-1] - stamps[0], result.history[-1].loss
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    rows = []
+    for name, make, windows in (("tiny MLP", tiny_mlp, 200), ("small GPT", small_gpt, 3)):
+        by_hand(make, 2), by_fit(make, 2)  # import and warm up whatever is lazy
+        times: dict[str, list[float]] = {"hand": [], "fit": [], "fit, progress bar": []}
+        ratios: dict[str, list[float]] = {"fit": [], "fit, progress bar": []}
+        for _ in range(options.rounds):
+            hand, expected = by_hand(make, windows)
+            times["hand"].append(hand)
+            for label in ratios:
+                seconds, loss = by_fit(make, windows, progress="bar" in label)
+                if abs(loss - expected) > 1e-5 * abs(expected):
+                    raise SystemExit(f"{name}: the loss is {loss}, by hand {expected}: not the same training")
+                times[label].append(seconds)
+                ratios[label].append(seconds / hand)
+        micro_batches = windows * STEPS_PER_WINDOW
+        median = {label: statistics.median(values) / micro_batches * 1e6 for label, values in times.items()}
+        rows.append([name, "by hand", f"{median['hand']:.1f}", "", "1.00"])
+        for label, values in ratios.items():
+            extra = median[label] - median["hand"]
+            rows.append([name, label, f"{median[label]:.1f}", f"{extra:+.1f}", f"{statistics.median(values):.3f}"])
+    write_table(
+        "overhead",
+        f"Windows of {STEPS_PER_WINDOW} micro-batches of {MICRO_BATCH} samples; medians of {options.rounds} rounds.",
+        ["model", "loop", "µs a micro-batch", "beside by hand", "ratio"],
+        rows,
+        threads=options.threads,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""Writes a benchmark's table to benchmarks/results/, with what it was measured on."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import torch
+
+import autoaccum
+
+
+def write_table(
+    name: str, text: str, header: Sequence[str], rows: Sequence[Sequence[object]], *, threads: int | None = None
+) -> None:
+    """Print the table, and write it as Markdown."""
+    lines = [f"| {' | '.join(map(str, row))} |" for row in (header, ["---"] * len(header), *rows)]
+    page = "\n".join([f"# {name}", "", text, "", *lines, "", f"Measured on {_machine(threads)}.", ""])
+    print(page)
+    (Path(__file__).parent / "results" / f"{name}.md").write_text(page)
+
+
+def _machine(threads: int | None) -> str:
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return ", ".join(
+        [
+            f"{datetime.date.today()}: {_processor()}",
+            f"{os.cpu_count()} cores ({threads or torch.get_num_threads()} threads)",
+            f"{psutil.virtual_memory().total / 2**30:.0f} GiB",
+            "no GPU" if accelerator is None else torch.get_device_module(accelerator).get_device_name(),
+            platform.system(),
+            f"Python {platform.python_version()}",
+            f"torch {torch.__version__}",
+            f"autoaccum {autoaccum.__version__}",
+        ]
+    )
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo") as file:
+            return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
