@@ -108,6 +108,8 @@ class WindowRunner:
         self._peak_bytes = 0
         self._peak_so_far = 0
         self._next_reading = 0.0
+        self._tight = watch
+        self._released_bytes = memory.used()
         self._passed_limit = False
         memory.reset_peak()
 
@@ -151,6 +153,8 @@ class WindowRunner:
         try:
             for size, is_trial in sizes:
                 started = self._begin_trial() if is_trial else 0.0
+                if self._tight and not is_trial:
+                    self._make_room(size)
                 count, batch = window.micro_batch(position, size)
                 if count == 0:  # a stream has ended inside its last window
                     break
@@ -209,10 +213,27 @@ class WindowRunner:
         self._peak_so_far = 0
         self._memory.reset_peak()
         self._next_reading = time.perf_counter() + READING_INTERVAL
+        self._tight = self._watch and (self._tuner.searching or self._peak_bytes > self._tuner.target_bytes / 2)
+
+    def _make_room(self, size: int) -> None:
+        """Before a micro-batch, where nobody but us keeps the limit: give back what the allocator still holds.
+
+        A trial starts from released memory, so its peak is kept only by starting from there too; between micro-batches
+        a C library's heap keeps, and scatters, tens of MiB. But giving back and getting again costs time: only when
+        the peak would pass the target.
+        """
+        model = self._tuner.memory_model
+        predicted = self._peak_bytes if model is None else model.predict(size)
+        if self._memory.used() - self._released_bytes + predicted > self._tuner.target_bytes:
+            self._release()
+
+    def _release(self) -> None:
+        self._memory.release()
+        self._released_bytes = self._memory.used()
 
     def _begin_trial(self) -> float:
         self._peak_so_far = max(self._peak_so_far, self._memory.peak())
-        self._memory.release()
+        self._release()
         self._memory.reset_peak()
         return time.perf_counter()
 
@@ -237,7 +258,7 @@ class WindowRunner:
             fresh.load_state_dict(self.scaler.state_dict())
             self.scaler = fresh
         gc.collect()  # a failed forward may have left reference cycles that hold tensors
-        self._memory.release()
+        self._release()
 
     def _shrink(self, failed: int, num_samples: int, step: int) -> tuple[int, ...]:
         self._emit(OutOfMemory(step=step, phase="training", micro_batch=failed))
@@ -250,7 +271,7 @@ class WindowRunner:
         passed, self._passed_limit = self._passed_limit, self._peak_bytes > self._tuner.target_bytes
         if not self._passed_limit:
             return
-        self._memory.release()
+        self._release()
         if passed and len(sizes) < sum(sizes):
             self._tuner.observe(max(sizes), self._peak_bytes)
             new = self._tuner.plan(sum(sizes))
