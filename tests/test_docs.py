@@ -1,0 +1,82 @@
+"""What README and docs say to type works: code blocks run, commands exit with 0, links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autoaccum.cli import main
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(
+    (ROOT / "docs").glob("*.md")
+)
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """The fenced blocks of a language, in order."""
+    found = re.findall(r"^```(\w*)\n(.*?)^```\n", page.read_text(), re.DOTALL | re.MULTILINE)
+    return [text for name, text in found if name == language]
+
+
+COMMANDS = sorted(
+    {
+        line
+        for page in PAGES
+        for block in blocks(page, "")
+        for line in block.splitlines()
+        if line.startswith("autoaccum ")
+    }
+)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_command(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    assert main(shlex.split(command)[1:]) == 0
+
+
+def test_there_are_commands() -> None:
+    assert len(COMMANDS) >= 8
+
+
+def test_the_guides_code_runs_from_top_to_bottom() -> None:
+    namespace: dict[str, Any] = {}
+    code = blocks(ROOT / "docs" / "guide.md", "python")
+    assert len(code) >= 7
+    for block in code:
+        exec(block, namespace)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+        if not target.startswith("http"):
+            assert (page.parent / target).exists(), target
+
+
+def test_quick_start_begins_with_two_commands_of_one_line() -> None:
+    text = (ROOT / "README.md").read_text().split("## Quick start\n", 1)[1]
+    first, second = re.match(r"\n```\n(.*)\n```\n\n```\n(.*)\n```\n", text).groups()  # type: ignore[union-attr]
+    assert (
+        first
+        == "python -m pip install -c constraints.txt . && autoaccum fit examples/char_gpt.py --effective-batch 256"
+    )
+    assert second == 'python -m pip install -c constraints.txt -e ".[test]" && python -m pytest'
+
+
+def test_tests_mirror_the_package() -> None:
+    """Every module has a test file of its name in the same place."""
+    package = ROOT / "autoaccum"
+    for module in package.rglob("*.py"):
+        if module.name.startswith("_") or (module.parent.name in ("data", "memory") and module.name == "base.py"):
+            continue
+        place = ROOT / "tests" / module.relative_to(package).parent
+        if module.parent.name == "data":
+            assert (place / "test_sources.py").exists()
+        else:
+            assert (place / f"test_{module.name}").exists(), module
