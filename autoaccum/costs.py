@@ -41,7 +41,8 @@ class MemoryModel:
         """The most samples whose predicted peak is within the limit; infinite when samples cost nothing."""
         if self.bytes_per_sample <= 0:
             return math.inf if self.fixed_bytes <= limit_bytes else 0
-        return (limit_bytes - self.fixed_bytes) // self.bytes_per_sample
+        # Rounding in the fit must not cost a sample where the limit is hit exactly.
+        return math.floor((limit_bytes - self.fixed_bytes) / self.bytes_per_sample + 1e-6)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -56,14 +56,14 @@ def plan(effective_batch: int, max_micro_batch: int, world_size: int = 1) -> Pla
     return Plan(ranks=tuple(near_equal(share, min(steps, share)) for share in shares))
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=64)
 def near_equal(total: int, count: int) -> tuple[int, ...]:
     """``count`` sizes that sum to ``total`` and differ by one at most; the larger first, so that memory peaks early."""
     size, larger = divmod(total, max(count, 1))  # a rank without samples has no micro-batches: 0 of 0
     return (size + 1,) * larger + (size,) * (count - larger)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=64)
 def cut(num_samples: int, max_micro_batch: int, min_micro_batch: int = 1) -> tuple[int, ...]:
     """The sizes of ``plan`` on one rank, without its checks: for every window of a run.
 

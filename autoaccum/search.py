@@ -112,15 +112,18 @@ class Tuner:
         window's first micro-batch, unless it is its only one.
         """
         remaining = num_samples
-        while remaining:
-            trial = self.trial_for(num_samples) if self.searching else None
-            if remaining == num_samples:
-                is_trial = trial == num_samples
+        while self.searching and (trial := self.trial_for(num_samples)) is not None:
+            if remaining == num_samples != trial:
+                size = self.plan(remaining)[0]
+                yield size, False
+            elif trial == remaining or trial <= remaining - self._smallest:
+                size = trial
+                yield size, True
             else:
-                is_trial = trial is not None and (trial == remaining or trial <= remaining - self._smallest)
-            size = trial if trial is not None and is_trial else self.plan(remaining)[0]
-            yield size, is_trial
+                break
             remaining -= size
+        if remaining:
+            yield from ((size, False) for size in self.plan(remaining))
 
     def trial_for(self, num_samples: int) -> int | None:
         """The next size worth a trial for windows of so many samples, if any.

@@ -46,9 +46,9 @@ def state_of(result: FitResult) -> list[Any]:
         if isinstance(entry, torch.Tensor)
     ]
     return [
-        *(p.detach().clone() for p in result.model.parameters()),
-        *(b.clone() for b in result.model.buffers()),
-        *optimizer,
+        *(p.detach().cpu().clone() for p in result.model.parameters()),
+        *(b.cpu().clone() for b in result.model.buffers()),
+        *(entry.cpu().clone() for entry in optimizer),
         torch.tensor([report.loss for report in result.history], dtype=torch.float64),
         torch.default_generator.get_state(),
     ]

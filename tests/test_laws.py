@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 from torch.nn.functional import cross_entropy
 
 import autoaccum
@@ -34,61 +33,108 @@ class Recorder(torch.optim.SGD):
         super().step(closure)
 
 
+def check_gradients(
+    device: str | None, dtype: torch.dtype, bound: float, effective_batch: int, micro_batch: int, num_samples: int
+) -> None:
+    """Fit, and compare each gradient that reached the optimizer with the big batch's."""
+    data = classes(num_samples, dtype)
+    effective_batch = min(effective_batch, num_samples)
+    result = autoaccum.fit(
+        mlp(dtype),
+        data,
+        effective_batch=effective_batch,
+        micro_batch=micro_batch,
+        loss_fn=cross_entropy,
+        optimizer=Recorder,
+        shuffle=False,
+        device=device,
+        progress=False,
+    )
+    where = next(result.model.parameters()).device
+    data = data[0].to(where), data[1].to(where)
+    big = mlp(dtype).to(where)
+    optimizer = Recorder(big.parameters())
+    assert len(result.history) == len(range(0, num_samples, effective_batch))
+    for report, start in zip(result.history, range(0, num_samples, effective_batch), strict=True):
+        window = slice(start, start + effective_batch)
+        optimizer.zero_grad()
+        loss = cross_entropy(big(data[0][window]), data[1][window])
+        loss.backward()
+        optimizer.step()
+        assert report.effective_batch == min(effective_batch, num_samples - start)
+        assert max(report.micro_batches) <= micro_batch
+        assert report.loss == pytest.approx(loss.item(), rel=bound)
+    assert isinstance(result.optimizer, Recorder)
+    for found, expected in zip(result.optimizer.gradients, optimizer.gradients, strict=True):
+        assert relative_error(found, expected) < bound
+
+
+PRECISIONS = pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+
+
 class TestExactness:
     """Law 1: the gradient that reaches the optimizer is that of the loss over the whole window, whatever the plan."""
 
-    @pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
-    @given(
-        effective_batch=st.integers(1, 40),
-        micro_batch=st.integers(1, 40),
-        num_samples=st.integers(1, 60),
-    )
+    @PRECISIONS
+    @given(effective_batch=st.integers(1, 40), micro_batch=st.integers(1, 40), num_samples=st.integers(1, 60))
     @settings(max_examples=40, deadline=None)
     def test_gradient_is_the_windows(
         self, dtype: torch.dtype, bound: float, effective_batch: int, micro_batch: int, num_samples: int
     ) -> None:
-        data = classes(num_samples, dtype)
-        if effective_batch > num_samples:
-            effective_batch = num_samples
-        result = autoaccum.fit(
-            mlp(dtype),
-            data,
-            effective_batch=effective_batch,
-            micro_batch=micro_batch,
-            loss_fn=cross_entropy,
-            optimizer=Recorder,
-            shuffle=False,
-            device="cpu",
-            progress=False,
-        )
-        big = mlp(dtype)
-        optimizer = Recorder(big.parameters())
-        assert len(result.history) == len(range(0, num_samples, effective_batch))
-        for report, start in zip(result.history, range(0, num_samples, effective_batch), strict=True):
-            window = slice(start, start + effective_batch)
-            optimizer.zero_grad()
-            loss = cross_entropy(big(data[0][window]), data[1][window])
-            loss.backward()
-            optimizer.step()
-            assert report.effective_batch == min(effective_batch, num_samples - start)
-            assert max(report.micro_batches) <= micro_batch
-            assert report.loss == pytest.approx(loss.item(), rel=bound)
-        assert isinstance(result.optimizer, Recorder)
-        for found, expected in zip(result.optimizer.gradients, optimizer.gradients, strict=True):
-            assert relative_error(found, expected) < bound
+        check_gradients("cpu", dtype, bound, effective_batch, micro_batch, num_samples)
 
 
-def trainer(micro_batch: Any, model: nn.Module | None = None, **options: Any) -> autoaccum.Trainer:
+def trainer(micro_batch: Any, device: str | None = "cpu", **options: Any) -> autoaccum.Trainer:
     arguments: dict[str, Any] = {
         "effective_batch": 12,
         "loss_fn": cross_entropy,
         "epochs": 2,
         "clip_norm": 0.5,
-        "device": "cpu",
         "progress": False,
         **options,
     }
-    return autoaccum.Trainer(model or noisy(), classes(23), micro_batch=micro_batch, **arguments)
+    return autoaccum.Trainer(noisy(), classes(23), micro_batch=micro_batch, device=device, **arguments)
+
+
+_clean: dict[Any, list[torch.Tensor]] = {}
+
+
+def clean(plans: tuple[tuple[int, ...], ...], device: str | None = "cpu") -> list[torch.Tensor]:
+    """What a run of recorded plans leaves, without an OOM."""
+    if (plans, device) not in _clean:
+        result = trainer(plans, device).fit()
+        assert tuple(report.micro_batches for report in result.history) == plans
+        _clean[plans, device] = state_of(result)
+    return _clean[plans, device]
+
+
+def check_replays(device: str | None) -> tuple[int, int, set[str]]:
+    """An OOM at each operation of a run in turn: (replayed, inside the optimizer's step, operations outside)."""
+    gc.freeze()  # each recovery collects garbage: it need not look at torch's hundreds of thousands of objects
+    counting = trainer(6, device)
+    with oom_at(None) as counter:
+        counting.fit()
+    replayed, in_step = 0, 0
+    outside: set[str] = set()
+    for operation in range(1, counter.operations + 1):
+        running = trainer(6, device)
+        with oom_at(operation):
+            try:
+                result = running.fit()
+            except OptimizerOutOfMemoryError:
+                in_step += 1
+                continue
+            except torch.OutOfMemoryError as error:
+                outside.add(str(error).split()[-1])
+                continue
+        plans = tuple(report.micro_batches for report in result.history)
+        assert [sum(plan) for plan in plans] == [12, 11, 12, 11]
+        assert sum(report.replays for report in result.history) == 1
+        assert sum(isinstance(event, OutOfMemory) for event in result.events) == 1
+        assert same(state_of(result), clean(plans, device)), f"operation {operation} left a mark"
+        replayed += 1
+    print(f"{replayed} faults injected and replayed, {in_step} in the optimizer, {counter.operations} operations")
+    return replayed, in_step, outside
 
 
 class TestReplay:
@@ -96,30 +142,7 @@ class TestReplay:
 
     def test_oom_at_every_operation(self) -> None:
         """Each run is bit-identical to one that used the smaller plan from that window on and met no OOM."""
-        gc.freeze()  # each recovery collects garbage: it need not look at torch's hundreds of thousands of objects
-        counting = trainer(6)
-        with oom_at(None) as counter:
-            counting.fit()
-        replayed, in_step = 0, 0
-        outside: set[str] = set()
-        for operation in range(1, counter.operations + 1):
-            running = trainer(6)
-            with oom_at(operation):
-                try:
-                    result = running.fit()
-                except OptimizerOutOfMemoryError:
-                    in_step += 1
-                    continue
-                except torch.OutOfMemoryError as error:
-                    outside.add(str(error).split()[-1])
-                    continue
-            plans = [report.micro_batches for report in result.history]
-            assert [sum(plan) for plan in plans] == [12, 11, 12, 11]
-            assert sum(report.replays for report in result.history) == 1
-            assert sum(isinstance(event, OutOfMemory) for event in result.events) == 1
-            assert same(state_of(result), clean(tuple(plans))), f"operation {operation} left a mark"
-            replayed += 1
-        print(f"{replayed} faults injected and replayed, {in_step} in the optimizer, {counter.operations} operations")
+        replayed, in_step, outside = check_replays("cpu")
         assert replayed > 550
         assert in_step == 16
         # Outside of windows: an epoch's order on the host, and what writes to, or reads, memory that is there already.
@@ -137,15 +160,3 @@ class TestReplay:
         plans = tuple(report.micro_batches for report in result.history)
         assert sum(report.replays for report in result.history) == 2
         assert same(state_of(result), clean(plans))
-
-
-_clean: dict[Any, list[torch.Tensor]] = {}
-
-
-def clean(plans: tuple[tuple[int, ...], ...]) -> list[torch.Tensor]:
-    """What a run of recorded plans leaves, without an OOM."""
-    if plans not in _clean:
-        result = trainer(plans).fit()
-        assert tuple(report.micro_batches for report in result.history) == plans
-        _clean[plans] = state_of(result)
-    return _clean[plans]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -73,7 +74,7 @@ class Pieces:
         self._reread = reread
         self._cuttable = cuttable
         self._budget_bytes = budget_bytes if reread is not None else None
-        self._kept: deque[tuple[int, int, Any, int]] = deque()  # (first position, last + 1, piece, bytes): no gaps
+        self._kept: list[tuple[int, int, Any, int]] = []  # (first position, last + 1, piece, bytes), without gaps
         self._kept_bytes = 0
         self._covered = 0
         self._position = 0
@@ -81,8 +82,7 @@ class Pieces:
     def window(self, num_samples: int, whole: bool = False) -> Window | None:
         """See ``Reader``."""
         start = self._position
-        while self._kept and self._kept[0][1] <= start:
-            self._drop_oldest()
+        self._drop(bisect_right(self._kept, start, key=itemgetter(1)))
         if self._num_samples is not None:
             there = min(num_samples, self._num_samples - start)
         else:
@@ -100,7 +100,9 @@ class Pieces:
             stop = min(stop, self._covered)
         if start >= stop:
             return 0, None
-        held = [kept for kept in self._kept if kept[0] < stop and kept[1] > start]
+        held = self._kept[
+            bisect_right(self._kept, start, key=itemgetter(1)) : bisect_left(self._kept, stop, key=itemgetter(0))
+        ]
         whole = bool(held) and held[0][0] <= start
         if whole and (self._cuttable or [kept[:2] for kept in held] == [(start, stop)]):
             parts = [self._part(first, last, piece, start, stop) for first, last, piece, _ in held]
@@ -109,7 +111,7 @@ class Pieces:
             assert self._reread is not None  # only what can be reread is dropped or not cuttable
             batch = self._reread(start, stop)
         while self._budget_bytes is not None and self._kept_bytes > self._budget_bytes and self._kept[0][1] <= stop:
-            self._drop_oldest()
+            self._drop(1)
         return stop - start, batches.to_device(batch, self._device, copy=True)
 
     def _part(self, first: int, last: int, piece: Any, start: int, stop: int) -> Any:
@@ -131,8 +133,10 @@ class Pieces:
             self._covered += size
         return True
 
-    def _drop_oldest(self) -> None:
-        self._kept_bytes -= self._kept.popleft()[3]
+    def _drop(self, count: int) -> None:
+        """Forget the oldest pieces."""
+        self._kept_bytes -= sum(num_bytes for _, _, _, num_bytes in self._kept[:count])
+        del self._kept[:count]
 
 
 @dataclass(slots=True)

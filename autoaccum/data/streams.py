@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import islice
 from typing import Any
 
 import torch
@@ -43,9 +44,11 @@ class StreamSource:
             with isolated():
                 if not self._of_samples:
                     return next(iterator)
-                piece = [(epoch, position, next(iterator))]
-            position += 1
-            return piece
+                items = [(epoch, position + i, sample) for i, sample in enumerate(islice(iterator, wished))]
+            if not items:
+                raise StopIteration
+            position += len(items)
+            return items
 
         return next_piece
 

@@ -1,0 +1,123 @@
+"""Each check accepts what it says, and its error names the argument, the value and what is accepted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from autoaccum.arguments import (
+    memory_limit_bytes,
+    non_negative_int,
+    number_between,
+    one_of,
+    positive_int,
+    positive_number,
+)
+from autoaccum.errors import ArgumentError, ArgumentTypeError
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize("value", [1, 2, 10**20])
+def test_positive_int(value: int) -> None:
+    assert positive_int("steps", value) == value
+
+
+@pytest.mark.parametrize("value", [0, -1])
+def test_positive_int_refuses_what_is_below_one(value: int) -> None:
+    with pytest.raises(ArgumentError) as caught:
+        positive_int("steps", value, "Leave it out.")
+    assert not isinstance(caught.value, TypeError)
+    assert str(caught.value) == f"steps={value}: expected an int of at least 1. Leave it out."
+    assert (caught.value.argument, caught.value.value) == ("steps", value)
+
+
+@pytest.mark.parametrize("value", [True, 1.0, "1", None])
+def test_ints_refuse_other_types(value: object) -> None:
+    with pytest.raises(ArgumentTypeError) as caught:
+        positive_int("steps", value, "Leave it out.")
+    assert str(caught.value) == f"steps={value!r}: expected an int of at least 1. Leave it out."
+    with pytest.raises(ArgumentTypeError) as caught:
+        non_negative_int("seed", value)
+    assert str(caught.value) == f"seed={value!r}: expected an int of at least 0."
+
+
+def test_non_negative_int() -> None:
+    assert [non_negative_int("seed", value) for value in (0, 7)] == [0, 7]
+    with pytest.raises(ArgumentError, match=r"^seed=-1: expected an int of at least 0\.$"):
+        non_negative_int("seed", -1)
+
+
+class TestNumbers:
+    def test_the_low_end_is_in_and_the_high_end_is_out(self) -> None:
+        assert [number_between("headroom", value, 0, 1) for value in (0, 0.5, 0.999)] == [0.0, 0.5, 0.999]
+        assert type(number_between("headroom", 0, 0, 1)) is float
+        for value in (1, 1.5, -0.001):
+            with pytest.raises(ArgumentError) as caught:
+                number_between("headroom", value, 0, 1, "Lower it.")
+            assert str(caught.value) == f"headroom={value}: expected a number of at least 0 and below 1. Lower it."
+
+    def test_positive(self) -> None:
+        assert [positive_number("clip_norm", value) for value in (1, 1e-300, 1e300)] == [1.0, 1e-300, 1e300]
+        for value in (0, 0.0, -1):
+            with pytest.raises(ArgumentError, match=r"expected a number above 0\.$"):
+                positive_number("clip_norm", value)
+
+    @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+    def test_finite(self, value: float) -> None:
+        for check in (lambda: positive_number("lr", value), lambda: number_between("lr", value, 0)):
+            with pytest.raises(ArgumentError, match=f"lr={value}: expected a number") as caught:
+                check()
+            assert not isinstance(caught.value, TypeError)
+
+    @pytest.mark.parametrize("value", [True, "0.1", None, 1j])
+    def test_other_types(self, value: object) -> None:
+        with pytest.raises(ArgumentTypeError, match=r"expected a number of at least 0\. Say how many\."):
+            number_between("lr", value, 0, cure="Say how many.")
+
+
+def test_one_of() -> None:
+    assert one_of("precision", "bf16", ("fp32", "bf16")) == "bf16"
+    with pytest.raises(ArgumentError, match=r"^precision='fp8': expected one of 'fp32', 'bf16'\.$"):
+        one_of("precision", "fp8", ("fp32", "bf16"))
+    with pytest.raises(ArgumentError, match="precision=None"):
+        one_of("precision", None, ("fp32", "bf16"))
+
+
+class TestMemoryLimit:
+    @pytest.mark.parametrize(
+        ("value", "expected"),
+        [
+            (None, 8 * GIB),
+            (1, 1),
+            ("1", 1),
+            (GIB, GIB),
+            ("1GiB", GIB),
+            ("1.5 GiB", 3 * GIB // 2),
+            (0.5, 4 * GIB),
+            ("0.5", 4 * GIB),
+            (" .25 ", 2 * GIB),
+            (1.0, 8 * GIB),
+            ("1.0", 8 * GIB),
+            (9 * GIB, 8 * GIB),
+            ("1TiB", 8 * GIB),
+        ],
+    )
+    def test_bytes_texts_and_shares_up_to_what_is_available(self, value: Any, expected: int) -> None:
+        assert memory_limit_bytes(value, 8 * GIB) == expected
+
+    @pytest.mark.parametrize("value", [0, -5, 0.0, -0.5, 1.5, "1.5", "0.0", "half", "", "-1GiB", float("nan")])
+    def test_refuses_values(self, value: Any) -> None:
+        with pytest.raises(ArgumentError, match="memory_limit=.*: expected bytes as an int, a text") as caught:
+            memory_limit_bytes(value, 8 * GIB)
+        assert not isinstance(caught.value, TypeError)
+
+    @pytest.mark.parametrize("value", [True, [1], 1j])
+    def test_refuses_types(self, value: Any) -> None:
+        with pytest.raises(ArgumentTypeError, match="memory_limit="):
+            memory_limit_bytes(value, 8 * GIB)
+
+    def test_a_share_above_one_says_what_a_share_is(self) -> None:
+        with pytest.raises(ArgumentError, match="A float is a share above 0 and up to 1"):
+            memory_limit_bytes(2.0, 8 * GIB)

@@ -1,0 +1,94 @@
+"""The models of memory and time: weighted least squares, and what they say about a limit."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from autoaccum.costs import MemoryModel, TimeModel, Trial, fit_memory_model, fit_time_model
+
+points = st.lists(st.tuples(st.integers(1, 5000), st.integers(0, 10**10)), min_size=2, max_size=8)
+
+
+def trials(points: list[tuple[int, int]]) -> list[Trial]:
+    return [Trial(micro_batch=x, fits=True, peak_bytes=y, seconds=y / 1e6) for x, y in points]
+
+
+@given(points)
+def test_weighted_least_squares_as_numpy_does_it(points: list[tuple[int, int]]) -> None:
+    x, y = (np.array(values, dtype=float) for values in zip(*points, strict=True))
+    assume(len(set(x)) > 1)
+    slope, fixed = np.polyfit(x, y, 1, w=np.sqrt(x))  # numpy multiplies residuals by w before it squares them
+    tolerance = 1e-6 * (y.max() + 1)
+    assume(abs(slope) * x.max() > 10 * tolerance)
+    if slope < 0:
+        slope, fixed = 0.0, np.average(y, weights=x)
+    memory, time = fit_memory_model(trials(points)), fit_time_model(trials(points))
+    assert memory is not None
+    assert time is not None
+    for size in (x.min(), x.max()):
+        assert memory.fixed_bytes + memory.bytes_per_sample * size == pytest.approx(fixed + slope * size, abs=tolerance)
+        assert time.predict(int(size)) == pytest.approx((fixed + slope * size) / 1e6, abs=tolerance / 1e6)
+
+
+def test_larger_trials_weigh_more() -> None:
+    """By hand; with equal weights the line would be 1.5 b - 1."""
+    model = fit_memory_model(trials([(1, 0), (2, 3), (3, 3)]))
+    assert model is not None
+    assert model.bytes_per_sample == pytest.approx(1.2)
+    assert model.fixed_bytes == pytest.approx(-0.3)
+
+
+@given(points)
+def test_samples_never_cost_less_than_nothing(points: list[tuple[int, int]]) -> None:
+    assume(len({x for x, _ in points}) > 1)
+    memory, time = fit_memory_model(trials(points)), fit_time_model(trials(points))
+    assert memory is not None
+    assert time is not None
+    assert memory.bytes_per_sample >= 0
+    assert time.seconds_per_sample >= 0
+
+
+def test_falling_costs_are_constant_at_their_weighted_mean() -> None:
+    assert fit_memory_model(trials([(1, 100), (3, 20)])) == MemoryModel(fixed_bytes=40.0, bytes_per_sample=0.0)
+
+
+def test_two_different_sizes_are_needed() -> None:
+    assert fit_memory_model([]) is None
+    assert fit_memory_model(trials([(4, 100), (4, 120)])) is None
+    assert fit_time_model(trials([(4, 100)])) is None
+
+
+def test_trials_that_hid_their_costs_are_left_out() -> None:
+    known = trials([(1, 10), (2, 20)])
+    hidden = [Trial(micro_batch=100, fits=False), Trial(micro_batch=50, fits=True)]
+    assert fit_memory_model([*known, *hidden]) == fit_memory_model(known)
+    assert fit_time_model([*known, *hidden]) == fit_time_model(known)
+    assert fit_memory_model([known[0], *hidden]) is None
+    over = Trial(micro_batch=3, fits=False, peak_bytes=90)  # past the limit, but its peak was seen
+    assert fit_memory_model([*known, over]) == fit_memory_model([*known, *trials([(3, 90)])])
+
+
+@given(st.integers(0, 1000), st.integers(1, 64), st.integers(0, 5000))
+def test_largest_within_is_the_last_size_whose_peak_is(fixed: int, quarters: int, limit: int) -> None:
+    model = MemoryModel(fixed_bytes=fixed, bytes_per_sample=quarters / 4)  # quarters are exact in binary
+    largest = model.largest_within(limit)
+    expected = max((size for size in range(20_001) if model.predict(size) <= limit), default=None)
+    if expected is None:
+        assert largest < 0
+    else:
+        assert largest == expected
+
+
+def test_largest_within_where_samples_cost_nothing() -> None:
+    model = MemoryModel(fixed_bytes=100, bytes_per_sample=0)
+    assert [model.largest_within(limit) for limit in (99, 100)] == [0, math.inf]
+
+
+def test_predictions() -> None:
+    assert MemoryModel(fixed_bytes=10.5, bytes_per_sample=0.25).predict(3) == 12  # 11.25, rounded up
+    assert TimeModel(fixed_seconds=0.5, seconds_per_sample=0.25).predict(3) == 1.25
