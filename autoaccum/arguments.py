@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Sequence
 
 from autoaccum.errors import ArgumentError, ArgumentTypeError
 from autoaccum.units import parse_bytes
@@ -74,3 +75,19 @@ def memory_limit_bytes(value: int | float | str | None, available_bytes: int) ->
     if limit < 1:
         raise ArgumentError("memory_limit", value, accepted)
     return min(limit, available_bytes)
+
+
+def recorded_plans(micro_batch: object) -> list[tuple[int, ...]]:
+    """The plans of a recorded run, one a window; none when the micro-batch is a number or to be found."""
+    accepted = "'auto', an int of at least 1, or a list of plans, each a tuple of micro-batch sizes"
+    if micro_batch == "auto":
+        return []
+    if isinstance(micro_batch, str) or not isinstance(micro_batch, Sequence):
+        positive_int("micro_batch", micro_batch, "Leave it out to have it found.")
+        return []
+    plans = []
+    for plan in micro_batch:
+        if isinstance(plan, str) or not isinstance(plan, Sequence) or not plan:
+            raise ArgumentTypeError("micro_batch", micro_batch, accepted)
+        plans.append(tuple(positive_int("micro_batch", size) for size in plan))
+    return plans

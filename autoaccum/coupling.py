@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from autoaccum.events import Notice
+
 
 def count_batch_norms(modules: Sequence[nn.Module]) -> int:
     """BatchNorm layers in training mode: each normalises a sample by the statistics of those beside it."""
@@ -16,3 +18,14 @@ def count_batch_norms(modules: Sequence[nn.Module]) -> int:
 def smallest_micro_batch(modules: Sequence[nn.Module]) -> int:
     """Samples that a micro-batch needs at least: BatchNorm has no statistics of one."""
     return 2 if count_batch_norms(modules) else 1
+
+
+def batch_norm_notice(layers: int) -> Notice:
+    """What to say when windows of a model with so many BatchNorm layers are cut."""
+    return Notice(
+        cause=f"The model holds {layers} BatchNorm layer{'s' if layers > 1 else ''} in training mode",
+        consequence="Each normalises by the statistics of a micro-batch instead of the window, so that the gradient "
+        "depends on how windows are cut",
+        cure="Use GroupNorm or LayerNorm, put the BatchNorm layers in eval mode, or give windows the memory to be one "
+        "micro-batch",
+    )

@@ -14,7 +14,10 @@ from autoaccum.errors import (
     ConflictingArgumentsError,
     ForeignOptimizerError,
     NoTrainableParametersError,
+    OptimizerOutOfMemoryError,
 )
+from autoaccum.memory import Memory
+from autoaccum.oom import is_out_of_memory
 
 OptimizerLike = torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -102,3 +105,28 @@ def allocate_state(optimizer: torch.optim.Optimizer) -> None:
             for p in group["params"]:
                 if p.requires_grad and optimizer.state[p].get("momentum_buffer") is None:
                     optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
+
+
+def take_step(
+    optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None, step: int, memory: Memory
+) -> str | None:
+    """One step on gradients that are unscaled already; returns why it was left out, if it was.
+
+    Raises:
+        OptimizerOutOfMemoryError: memory ran out, perhaps half-way through the parameters.
+    """
+    try:
+        if scaler is None:
+            optimizer.step()
+            return None
+        scale = scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        skipped = scaler.get_scale() < scale
+        return f"the float16 gradient overflowed at a loss scale of {scale:g}" if skipped else None
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+    raise OptimizerOutOfMemoryError(
+        optimizer=type(optimizer).__name__, step=step, peak_bytes=memory.peak(), limit_bytes=memory.limit()
+    )

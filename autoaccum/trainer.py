@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import inspect
 import math
-import signal
-import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, ParamSpec
 
@@ -20,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from autoaccum import arguments, randomness
 from autoaccum.budget import Budget
-from autoaccum.coupling import count_batch_norms, smallest_micro_batch
+from autoaccum.coupling import batch_norm_notice, count_batch_norms, smallest_micro_batch
 from autoaccum.data import Window, open_source
 from autoaccum.devices import find_device
 from autoaccum.errors import (
@@ -31,7 +28,6 @@ from autoaccum.errors import (
     EmptyDatasetError,
     LimitBelowModelError,
     NonFiniteLossError,
-    OptimizerOutOfMemoryError,
     StopTraining,
 )
 from autoaccum.events import (
@@ -44,10 +40,11 @@ from autoaccum.events import (
     StepReport,
     StepSkipped,
 )
+from autoaccum.interrupts import interrupt_calls
 from autoaccum.losses import loss_function
 from autoaccum.memory import memory_of
 from autoaccum.oom import is_out_of_memory
-from autoaccum.optimizers import OptimizerLike, allocate_state, make_optimizer, trainable_parameters
+from autoaccum.optimizers import OptimizerLike, allocate_state, make_optimizer, take_step, trainable_parameters
 from autoaccum.planner import Plan
 from autoaccum.precision import Precision, autocast
 from autoaccum.reporting import ProgressBar
@@ -135,7 +132,7 @@ class Trainer:
         self._budget = Budget(epochs=epochs, steps=steps, samples=samples)
         self.effective_batch = effective_batch
         self._drop_last = drop_last
-        self._plans = _recorded_plans(micro_batch)
+        self._plans = arguments.recorded_plans(micro_batch)
         parameters = trainable_parameters(model)
 
         self.device = find_device(device)
@@ -247,7 +244,7 @@ class Trainer:
     def fit(self) -> FitResult:
         """Train to the end of the budget, or until a callback or Ctrl-C ends the run after a window."""
         self._start()
-        with self._interrupt_ends_run():
+        with interrupt_calls(lambda: self._end("interrupted")):
             epoch = 0
             while self._stop_reason is None:
                 reader = self._source.read(epoch, self._sizes_at)
@@ -263,8 +260,8 @@ class Trainer:
                     self._mark = time.perf_counter()
                 epoch += 1
                 if epoch == self._budget.max_epochs:
-                    self._stop_reason = self._stop_reason or "budget"
-        self._emit(Finished(step=self.step, reason=self._stop_reason or "budget"))
+                    self._end("budget")
+        self._emit(Finished(step=self.step, reason=self._stop_reason))
         return FitResult(
             history=tuple(self.history),
             events=tuple(self.events),
@@ -311,11 +308,12 @@ class Trainer:
             self._runner.drop_gradients()
             raise NonFiniteLossError(loss)
         if self._batch_norms and len(gradient.sizes) > 1:
-            self._announce_batch_norm()
+            self._announce(batch_norm_notice(self._batch_norms))
+            self._batch_norms = 0
         self.step += 1
         self.samples_seen += sum(gradient.sizes)
         lr = float(self.optimizer.param_groups[0]["lr"])
-        self._step_optimizer(gradient)
+        self._step(gradient)
         if self.tuner.searching and self.tuner.trial_for(self._full_window) is None:
             self.tuner.searching = False
             self._announce_plan()
@@ -336,34 +334,14 @@ class Trainer:
         self._mark = now
         self._emit(report)
         if self._budget.spent(self.step, self.samples_seen):
-            self._stop_reason = self._stop_reason or "budget"
+            self._end("budget")
 
-    def _step_optimizer(self, gradient: Gradient) -> None:
-        skipped = None
-        scaler = self._runner.scaler
-        ran_out = False
-        try:
-            if gradient.items == 0:
-                skipped = "no micro-batch of the window has an item to learn from"
-            elif scaler is not None:
-                scale = scaler.get_scale()
-                scaler.step(self.optimizer)
-                scaler.update()
-                if scaler.get_scale() < scale:
-                    skipped = f"the float16 gradient overflowed at a loss scale of {scale:g}"
-            else:
-                self.optimizer.step()
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            ran_out = True
-        if ran_out:
-            raise OptimizerOutOfMemoryError(
-                optimizer=type(self.optimizer).__name__,
-                step=self.step,
-                peak_bytes=self.memory.peak(),
-                limit_bytes=self.limit_bytes,
-            )
+    def _step(self, gradient: Gradient) -> None:
+        """The optimizer's and the scheduler's; the optimizer's is left out where there is nothing to step on."""
+        if gradient.items:
+            skipped = take_step(self.optimizer, self._runner.scaler, self.step, self.memory)
+        else:
+            skipped = "no micro-batch of the window has an item to learn from"
         if skipped is not None:
             self._emit(StepSkipped(step=self.step, reason=skipped))
         if self._scheduler is not None:
@@ -394,19 +372,6 @@ class Trainer:
         predicted = None if model is None else model.predict(sizes[0])
         self._emit(Planned(step=self.step, sizes=sizes, predicted_bytes=predicted, limit_bytes=self.limit_bytes))
 
-    def _announce_batch_norm(self) -> None:
-        layers = self._batch_norms
-        self._batch_norms = 0
-        self._announce(
-            Notice(
-                cause=f"The model holds {layers} BatchNorm layer{'s' if layers > 1 else ''} in training mode",
-                consequence="Each normalises by the statistics of a micro-batch instead of the window, so that the "
-                "gradient depends on how windows are cut",
-                cure="Use GroupNorm or LayerNorm, put the BatchNorm layers in eval mode, or give windows the memory to "
-                "be one micro-batch",
-            )
-        )
-
     def _announce(self, notice: Notice) -> None:
         self._emit(notice)
         warnings.warn(str(notice), AutoaccumWarning, stacklevel=4)
@@ -420,25 +385,11 @@ class Trainer:
             try:
                 callback(record)
             except StopTraining:
-                self._stop_reason = "stopped"
+                self._end("stopped")
 
-    @contextmanager
-    def _interrupt_ends_run(self) -> Iterator[None]:
-        """The first Ctrl-C ends the run after the window; the second one stops at once."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = signal.getsignal(signal.SIGINT) or signal.default_int_handler
-
-        def interrupt(number: int, frame: Any) -> None:
-            signal.signal(signal.SIGINT, before)
-            self._stop_reason = self._stop_reason or "interrupted"
-
-        signal.signal(signal.SIGINT, interrupt)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, before)
+    def _end(self, reason: str) -> None:
+        """End the run after the window; the first reason stands."""
+        self._stop_reason = self._stop_reason or reason
 
     def _make_scheduler(self, make: Callable[[torch.optim.Optimizer, int], LRScheduler] | None) -> LRScheduler | None:
         if make is None:
@@ -465,22 +416,6 @@ class Trainer:
         needed = self.memory.used() + sum(p.nbytes for p in parameters)
         if ran_out or needed > self.limit_bytes:
             raise LimitBelowModelError(needed_bytes=max(needed, self.limit_bytes + 1), limit_bytes=self.limit_bytes)
-
-
-def _recorded_plans(micro_batch: object) -> list[tuple[int, ...]]:
-    """The plans of a recorded run, one a window; none when the micro-batch is a number or to be found."""
-    accepted = "'auto', an int of at least 1, or a list of plans, each a tuple of micro-batch sizes"
-    if micro_batch == "auto":
-        return []
-    if isinstance(micro_batch, str) or not isinstance(micro_batch, Sequence):
-        arguments.positive_int("micro_batch", micro_batch, "Leave it out to have it found.")
-        return []
-    plans = []
-    for plan in micro_batch:
-        if isinstance(plan, str) or not isinstance(plan, Sequence) or not plan:
-            raise ArgumentTypeError("micro_batch", micro_batch, accepted)
-        plans.append(tuple(arguments.positive_int("micro_batch", size) for size in plan))
-    return plans
 
 
 P = ParamSpec("P")
