@@ -13,6 +13,7 @@ from autoaccum.arguments import (
     one_of,
     positive_int,
     positive_number,
+    recorded_plans,
 )
 from autoaccum.errors import ArgumentError, ArgumentTypeError
 
@@ -121,3 +122,27 @@ class TestMemoryLimit:
     def test_a_share_above_one_says_what_a_share_is(self) -> None:
         with pytest.raises(ArgumentError, match="A float is a share above 0 and up to 1"):
             memory_limit_bytes(2.0, 8 * GIB)
+
+
+class TestRecordedPlans:
+    def test_none_where_the_micro_batch_is_a_number_or_to_be_found(self) -> None:
+        assert recorded_plans("auto") == recorded_plans(64) == recorded_plans([]) == []
+
+    def test_one_for_each_window_as_tuples(self) -> None:
+        assert recorded_plans([(8, 8), [5, 3], (1,)]) == [(8, 8), (5, 3), (1,)]
+        assert recorded_plans(((2,),)) == [(2,)]
+
+    @pytest.mark.parametrize("value", ["8", "Auto", 8.0, True, None, {8: 8}])
+    def test_neither(self, value: Any) -> None:
+        with pytest.raises(ArgumentTypeError, match=r"micro_batch=.*: expected an int of at least 1\. Leave it out"):
+            recorded_plans(value)
+
+    @pytest.mark.parametrize("value", [[8, 8], [(8,), ()], ["88"], [(8,), None]])
+    def test_lists_of_something_else(self, value: Any) -> None:
+        with pytest.raises(ArgumentTypeError, match="micro_batch=.*: expected 'auto', an int of at least 1, or a list"):
+            recorded_plans(value)
+
+    @pytest.mark.parametrize("size", [0, -1, 2.0])
+    def test_sizes_that_are_none(self, size: Any) -> None:
+        with pytest.raises(ArgumentError, match=f"micro_batch={size}: expected an int of at least 1"):
+            recorded_plans([(8, 8), (8, size)])

@@ -61,6 +61,10 @@ FORMS: dict[str, Callable[[int, int], Any]] = {
     "ordered dict": lambda a, b: OrderedDict(y=torch.arange(a, b), x=matrix(a, b)),
     "defaultdict": lambda a, b: defaultdict(list, x=matrix(a, b)),
     "nested": lambda a, b: ({"x": [matrix(a, b), (torch.arange(a, b),)]}, {"y": {"z": torch.arange(a, b)}}),
+    "list of tuples": lambda a, b: [(matrix(a, b), 3), (torch.arange(a, b), 4)],
+    "list of dicts": lambda a, b: [{"x": matrix(a, b)}, {"y": torch.arange(a, b)}],
+    "list of mappings": lambda a, b: [Encoding({"x": matrix(a, b)}), Encoding({"x": torch.arange(a, b)})],
+    "list of arrays": lambda a, b: [np.arange(a, b), [torch.arange(a, b)]],
     "namedtuple": lambda a, b: Pair(matrix(a, b), torch.arange(a, b)),
     "dataclass": lambda a, b: Registered(matrix(a, b), 0.5),
     "mapping": lambda a, b: Encoding({"input_ids": matrix(a, b), "labels": torch.arange(a, b)}),
@@ -154,10 +158,16 @@ def test_nothing_is_copied_when_it_need_not_be() -> None:
     assert all(moved[key] is original[key] for key in original)
 
 
-def test_to_device_moves() -> None:
-    moved = batches.to_device({"x": torch.zeros(3), "names": names(0, 3)}, torch.device("meta"), copy=False)
-    assert moved["x"].device.type == "meta"
-    assert moved["names"] == names(0, 3)
+@pytest.mark.gpu
+@every_form
+def test_to_an_accelerator_and_back(form: str) -> None:
+    device = torch.accelerator.current_accelerator()
+    assert device is not None
+    for copy in (False, True):
+        moved = batches.to_device(FORMS[form](0, 4), device, copy=copy)
+        tensors = [leaf for leaf in batches.flatten(moved)[0] if isinstance(leaf, torch.Tensor)]
+        assert all(tensor.device.type == device.type for tensor in tensors)
+        assert plain(batches.to_device(moved, CPU, copy=False)) == plain(FORMS[form](0, 4))
 
 
 def test_num_bytes_counts_tensors_and_arrays() -> None:

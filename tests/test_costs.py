@@ -69,8 +69,9 @@ def test_trials_that_hid_their_costs_are_left_out() -> None:
     assert fit_memory_model([*known, *hidden]) == fit_memory_model(known)
     assert fit_time_model([*known, *hidden]) == fit_time_model(known)
     assert fit_memory_model([known[0], *hidden]) is None
-    over = Trial(micro_batch=3, fits=False, peak_bytes=90)  # past the limit, but its peak was seen
+    over = Trial(micro_batch=3, fits=False, peak_bytes=90, seconds=90e-6)  # past the limit, but it was seen to its end
     assert fit_memory_model([*known, over]) == fit_memory_model([*known, *trials([(3, 90)])])
+    assert fit_time_model([*known, over]) == fit_time_model([*known, *trials([(3, 90)])])
 
 
 @given(st.integers(0, 1000), st.integers(1, 64), st.integers(0, 5000))
@@ -82,6 +83,14 @@ def test_largest_within_is_the_last_size_whose_peak_is(fixed: int, quarters: int
         assert largest < 0
     else:
         assert largest == expected
+
+
+@given(st.integers(0, 10**10), st.integers(1, 10**8), st.integers(1, 10_000), st.integers(2, 64))
+def test_rounding_in_the_fit_costs_no_sample(fixed: int, per_sample: int, truth: int, last: int) -> None:
+    model = fit_memory_model(trials([(size, fixed + per_sample * size) for size in (1, last)]))
+    assert model is not None
+    assume(fixed < 10_000 * per_sample)  # else the slope is lost in the digits that a float has
+    assert model.largest_within(fixed + per_sample * truth) == truth
 
 
 def test_largest_within_where_samples_cost_nothing() -> None:

@@ -69,9 +69,14 @@ def test_preserved_leaves_no_mark_also_when_it_raises() -> None:
         seed_host(1)
     assert draw() == expected
     set_state(state)
-    with pytest.raises(KeyError), preserved():
-        draw()
-        raise KeyError
+
+    def body() -> None:
+        with preserved():
+            draw()
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        body()
     assert draw() == expected
 
 
@@ -105,9 +110,14 @@ class TestIsolatedRandomness:
         seed_host(9)
         outside = draw()
         seed_host(9)
-        with pytest.raises(StopIteration), isolated():
-            assert draw() == inside[0]
-            raise StopIteration
+
+        def body() -> None:
+            with isolated():
+                assert draw() == inside[0]
+                raise StopIteration
+
+        with pytest.raises(StopIteration):
+            body()
         assert draw() == outside
         with isolated():
             assert draw() == inside[1], "what was drawn before the error counts"

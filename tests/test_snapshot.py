@@ -221,6 +221,15 @@ def test_random_states_come_back() -> None:
             assert [torch.rand(2).tolist(), random.random(), np.random.rand()] == drawn
 
 
+def test_a_later_take_remembers_the_later_random_states() -> None:
+    snapshot = taken(Buffers())
+    torch.rand(1), random.random(), np.random.rand()
+    snapshot.take()
+    drawn = [torch.rand(2).tolist(), random.random(), np.random.rand()]
+    snapshot.restore()
+    assert [torch.rand(2).tolist(), random.random(), np.random.rand()] == drawn
+
+
 class TestKnownDefects:
     @pytest.mark.xfail(reason="modules that held no buffer when it was taken are not looked at", strict=True)
     def test_the_first_buffer_of_a_module_is_taken_away_again(self) -> None:

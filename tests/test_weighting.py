@@ -68,10 +68,8 @@ def test_without_gradients_there_is_nothing_to_multiply() -> None:
 
 def test_a_gradient_with_a_graph_of_its_own_is_multiplied_outside_of_it() -> None:
     parameter = nn.Parameter(torch.tensor([2.0]))
-    parameter.square().sum().backward(create_graph=True)
-    gradient = parameter.grad
-    assert gradient is not None
-    assert gradient.requires_grad
+    (gradient,) = torch.autograd.grad(parameter.square().sum(), parameter, create_graph=True)
+    parameter.grad = gradient
     scale_gradients([parameter], 3.0)
     assert gradient.tolist() == [12.0]
     assert torch.autograd.grad(gradient, parameter)[0].tolist() == [2.0], "it is still that of 2 x, not of 6 x"

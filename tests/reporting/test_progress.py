@@ -1,0 +1,208 @@
+"""The progress bar and the summary, as they stand on standard error."""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+import autoaccum
+from autoaccum.events import (
+    Finished,
+    Notice,
+    OutOfMemory,
+    Planned,
+    Record,
+    Replanned,
+    Started,
+    StepReport,
+    StepSkipped,
+    Validated,
+)
+from autoaccum.reporting import ProgressBar
+from autoaccum.reporting.progress import cut_text
+from tests.models import classes, mlp
+
+GIB = 2**30
+
+
+def started(num_samples: int | None = 20) -> Started:
+    return Started(num_steps=None, num_samples=num_samples, device="cpu", limit_bytes=GIB, used_bytes=5)
+
+
+def report(step: int, micro_batches: tuple[int, ...], **options: Any) -> StepReport:
+    fields: dict[str, Any] = {
+        "step": step,
+        "epoch": 0,
+        "num_samples": 8 * step,
+        "effective_batch": sum(micro_batches),
+        "micro_batches": micro_batches,
+        "loss": 2.0 / step,
+        "lr": 0.1,
+        "grad_norm": None,
+        "seconds": 0.1,
+        "peak_bytes": step * 2**20,
+        "replays": 0,
+        **options,
+    }
+    return StepReport(**fields)
+
+
+def lines(text: str) -> list[str]:
+    """What a terminal shows: of what a bar wrote over itself, the last."""
+    return [line.split("\r")[-1].rstrip() for line in text.split("\n") if line.strip()]
+
+
+@pytest.fixture
+def shown(capsys: pytest.CaptureFixture[str]) -> Any:
+    """Shows records; returns the lines on standard error, after checking that nothing went to standard output."""
+
+    def show(*records: Record) -> list[str]:
+        bar = ProgressBar()
+        for record in records:
+            bar(record)
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        return lines(captured.err)
+
+    return show
+
+
+FINISHED = Finished(step=3, reason="budget")
+WINDOWS = (report(1, (3, 3, 2)), report(2, (4, 4), replays=2, peak_bytes=5 * 2**20), report(3, (2, 2), num_samples=20))
+
+
+def test_the_bar_shows_loss_speed_micro_batches_and_memory(shown: Any) -> None:
+    bar = shown(started(), *WINDOWS, FINISHED)[0]
+    assert bar.startswith("100%|")
+    assert re.search(r"\| 20/20 \[00:00<00:00, +\d+\.\d+ samples/s, ", bar)
+    assert bar.endswith(", loss=0.6667, 2 x 2, 3.00 MiB / 1.00 GiB]")
+
+
+def test_the_bar_advances_by_the_samples_of_each_window(shown: Any) -> None:
+    for count, done in ((1, "8/20"), (2, "16/20"), (3, "20/20")):
+        assert f"| {done} [" in shown(started(), *WINDOWS[:count], FINISHED)[0]
+
+
+def test_the_bar_of_data_of_unknown_length_counts(shown: Any) -> None:
+    assert re.match(r"20 samples \[00:00, .* samples/s, loss=", shown(started(None), *WINDOWS, FINISHED)[0])
+
+
+def test_uneven_micro_batches_are_shown_as_a_range(shown: Any) -> None:
+    assert ", 3..2 x 3, " in shown(started(), WINDOWS[0], FINISHED)[0]
+
+
+def test_the_summary_tells_counts_losses_plan_replays_and_peak(shown: Any) -> None:
+    first, second, third = shown(started(), *WINDOWS, FINISHED)[1:]
+    assert re.fullmatch(r"budget: 3 steps, 20 samples in \d+\.\d s \(\d+ samples/s\)", first)
+    assert second == "loss 2.0000 -> 0.6667"
+    assert third == "micro-batches 2 x 2, 2 replays, peak 5.00 MiB of 1.00 GiB"
+
+
+def test_the_summary_tells_the_plan_rather_than_the_last_windows_cut(shown: Any) -> None:
+    planned = Planned(step=0, sizes=(4, 4), predicted_bytes=None, limit_bytes=GIB)
+    replanned = Replanned(step=2, old=(4, 4), new=(3, 3, 2), reason="out of memory")
+    one = report(2, (2,), replays=1)
+    assert "micro-batches 4 x 2, 1 replay, " in shown(started(), planned, one, FINISHED)[-1]
+    assert "micro-batches 3..2 x 3, 1 replay, " in shown(started(), planned, replanned, one, FINISHED)[-1]
+
+
+def test_the_summary_tells_the_last_validation_and_the_reason(shown: Any) -> None:
+    def validated(loss: float, epoch: int) -> Validated:
+        return Validated(step=3, epoch=epoch, loss=loss, num_samples=5, micro_batch=3, seconds=1.0)
+
+    stopped = Finished(step=3, reason="interrupted")
+    text = shown(started(), *WINDOWS, validated(0.5, 0), validated(0.25, 1), stopped)
+    assert "epoch 0: validation loss 0.5000" in text
+    assert "epoch 1: validation loss 0.2500" in text
+    assert text[-3].startswith("interrupted: 3 steps, ")
+    assert text[-2] == "loss 2.0000 -> 0.6667; validation 0.2500"
+
+
+def test_a_run_without_a_window_has_no_summary(shown: Any) -> None:
+    assert [line.split("|")[0] for line in shown(started(), Finished(step=0, reason="stopped"))] == ["  0%"]
+
+
+def test_plans_and_replans_are_lines_of_their_own(shown: Any) -> None:
+    text = shown(
+        started(),
+        Planned(step=0, sizes=(100, 100, 56), predicted_bytes=3 * 2**29, limit_bytes=2 * GIB),
+        Planned(step=0, sizes=(8,), predicted_bytes=None, limit_bytes=GIB),
+        Replanned(step=12, old=(86, 85, 85), new=(43, 43, 43, 43, 42, 42), reason="out of memory"),
+    )
+    assert text[:3] == [
+        "plan: 100..56 x 3, 1.50 GiB predicted of 2.00 GiB",
+        "plan: 8 x 1 of 1.00 GiB",
+        "step 12: out of memory: 86..85 x 3 -> 43..42 x 6",
+    ]
+
+
+def test_every_other_event_is_told_with_its_step_and_facts(shown: Any) -> None:
+    text = shown(
+        started(),
+        OutOfMemory(step=5, phase="validation", micro_batch=64),
+        StepSkipped(step=6, reason="the gradient overflowed"),
+    )
+    assert text[0].startswith("step 5: ")
+    assert all(fact in text[0] for fact in ("OutOfMemory", "validation", "64"))
+    assert text[1].startswith("step 6: ")
+    assert "the gradient overflowed" in text[1]
+
+
+def test_a_notice_is_a_warning_already(shown: Any) -> None:
+    notice = Notice(cause="It rains", consequence="You get wet", cure="Take an umbrella")
+    assert "umbrella" not in "".join(shown(started(), notice, *WINDOWS, FINISHED))
+
+
+@pytest.mark.parametrize(("is_terminal", "seconds"), [(True, 0.1), (False, 10.0)])
+def test_a_file_is_written_to_rarely(is_terminal: bool, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stream(io.StringIO):
+        def isatty(self) -> bool:
+            return is_terminal
+
+    monkeypatch.setattr(sys, "stderr", Stream())
+    bar = ProgressBar()
+    bar(started())
+    assert bar._bar is not None
+    assert (bar._bar.mininterval, bar._bar.maxinterval) == (seconds, seconds)
+    bar(FINISHED)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "text"),
+    [((64, 64, 64), "64 x 3"), ((86, 85, 85), "86..85 x 3"), ((1, 2, 4, 1), "4..1 x 4"), ((7,), "7 x 1")],
+)
+def test_cut_text(sizes: tuple[int, ...], text: str) -> None:
+    assert cut_text(sizes) == text
+
+
+@pytest.mark.parametrize("progress", [True, False])
+def test_of_a_run(progress: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(0)
+    result = autoaccum.fit(
+        mlp(),
+        classes(20),
+        effective_batch=8,
+        micro_batch=3,
+        loss_fn=cross_entropy,
+        validation_data=classes(5),
+        device="cpu",
+        progress=progress,
+    )
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    if not progress:
+        assert captured.err == ""
+        return
+    text = lines(captured.err)
+    assert text[0].startswith("plan: 3..2 x 3 of ")
+    assert text[1].startswith("epoch 0: validation loss ")
+    assert "| 20/20 [" in text[2]
+    assert text[3].startswith("budget: 3 steps, 20 samples in ")
+    assert text[4].startswith(f"loss {result.history[0].loss:.4f} -> {result.history[-1].loss:.4f}; validation ")
+    assert text[5].startswith("micro-batches 3..2 x 3, 0 replays, peak ")

@@ -1,0 +1,281 @@
+"""Validation: the items' mean over the held-out data, each sample once, whatever fits, and no trace on training."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import IterableDataset
+
+import autoaccum
+from autoaccum import randomness
+from autoaccum.data import open_source
+from autoaccum.errors import NothingFitsError
+from autoaccum.events import Event, OutOfMemory, Validated
+from autoaccum.losses import loss_function
+from autoaccum.memory import memory_of
+from autoaccum.precision import autocast
+from autoaccum.validation import Validator
+from tests.models import classes, mlp, noisy, same, state_of
+
+CPU = torch.device("cpu")
+IGNORED = -100
+
+
+def validator(model: nn.Module, data: Any, **options: Any) -> tuple[Validator, list[Event]]:
+    """And the list that its events go to."""
+    events: list[Event] = []
+    arguments: dict[str, Any] = {
+        "loss_of": loss_function(cross_entropy, None),
+        "num_items": None,
+        "autocast": nullcontext,
+        "device": CPU,
+        "memory": memory_of(CPU),
+        "limit_bytes": 12345,
+        "emit": events.append,
+    }
+    source = open_source(data, seed=0, shuffle=False, device=CPU)
+    return Validator(model, source, **{**arguments, **options}), events
+
+
+def validated(model: nn.Module, data: Any, micro_batch: int = 4, **options: Any) -> Validated:
+    """The report of one pass that meets no error."""
+    run, events = validator(model, data, **options)
+    run.run(7, 3, micro_batch)
+    (report,) = events
+    assert isinstance(report, Validated)
+    return report
+
+
+def with_ignored(num_samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Classes of which two in three are ignored, unevenly: none of the second four counts."""
+    inputs, targets = classes(num_samples, torch.float64, seed=3)
+    targets[::3] = targets[1::3] = IGNORED
+    targets[4:8] = IGNORED
+    return inputs, targets
+
+
+def count(batch: Any) -> torch.Tensor:
+    return (batch[1] != IGNORED).sum()
+
+
+class Watching(nn.Module):
+    """Knows what it was called with, and in which state; runs out of memory when told to."""
+
+    def __init__(self, fits: Callable[[int], bool] = lambda size: True) -> None:
+        super().__init__()
+        self.net = mlp()
+        self.fits = fits
+        self.sizes: list[int] = []
+        self.seen: list[float] = []
+        self.modes: set[tuple[bool, bool]] = set()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if not self.fits(len(inputs)):
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        self.sizes.append(len(inputs))
+        self.seen += inputs[:, 0].tolist()
+        self.modes |= {(module.training, torch.is_grad_enabled()) for module in self.modules()}
+        return self.net(inputs)  # type: ignore[no-any-return]
+
+
+class TestLoss:
+    @pytest.mark.parametrize("micro_batch", [1, 3, 4, 11, 50])
+    def test_is_the_mean_over_all_samples(self, micro_batch: int) -> None:
+        model, data = mlp(torch.float64), classes(11, torch.float64)
+        report = validated(model, data, micro_batch)
+        assert report.loss == pytest.approx(cross_entropy(model(data[0]), data[1]).item(), rel=1e-12)
+        assert (report.step, report.epoch, report.num_samples, report.micro_batch) == (7, 3, 11, micro_batch)
+
+    @pytest.mark.parametrize("micro_batch", [1, 3, 4, 5, 22])
+    def test_is_the_mean_over_all_items_where_they_are_counted(self, micro_batch: int) -> None:
+        model, data = mlp(torch.float64), with_ignored(22)
+        report = validated(model, data, micro_batch, num_items=count)
+        expected = cross_entropy(model(data[0]), data[1]).item()
+        assert report.loss == pytest.approx(expected, rel=1e-12)
+        assert report.num_samples == 22
+
+    def test_weighs_by_items_not_by_samples(self) -> None:
+        """Without the count the same micro-batches give another number, so the test above can fail."""
+        model, data = mlp(torch.float64), with_ignored(22)
+        keep = torch.arange(22) >= 8  # leave out micro-batches without an item, whose mean is NaN
+        data = data[0][keep], data[1][keep]
+        plain, counted = (validated(model, data, 4, num_items=how).loss for how in (None, count))
+        assert plain != pytest.approx(counted, rel=1e-3)
+
+    def test_of_no_item_at_all_is_nan(self) -> None:
+        inputs, targets = classes(6)
+        report = validated(Watching(), (inputs, targets.fill_(IGNORED)), num_items=count)
+        assert np.isnan(report.loss)
+        assert report.num_samples == 6
+
+    def test_is_computed_in_the_precision_of_training(self) -> None:
+        seen: set[torch.dtype] = set()
+
+        def loss_of(model: Any, batch: Any) -> torch.Tensor:
+            outputs = model(batch[0])
+            seen.add(outputs.dtype)
+            return cross_entropy(outputs.float(), batch[1])
+
+        validated(mlp(), classes(5), loss_of=loss_of, autocast=autocast("bf16", CPU))
+        assert seen == {torch.bfloat16}
+
+
+class TestData:
+    def test_in_its_own_order_each_sample_once(self) -> None:
+        model, data = Watching(), classes(11)
+        validated(model, data, 4)
+        assert model.sizes == [4, 4, 3]
+        assert model.seen == data[0][:, 0].tolist()
+
+    def test_a_stream_of_batches(self) -> None:
+        model, (inputs, targets) = Watching(), classes(17)
+        stream = [(inputs[start : start + 7], targets[start : start + 7]) for start in (0, 7, 14)]
+        report = validated(model, stream, 5)
+        assert report.num_samples == 17
+        assert model.sizes == [5, 5, 5, 2]
+        assert model.seen == inputs[:, 0].tolist()
+        assert report.loss == pytest.approx(cross_entropy(model.net(inputs), targets).item(), rel=1e-6)
+
+    def test_a_stream_of_samples_through_fit(self) -> None:
+        inputs, targets = classes(17, seed=3)
+
+        class Stream(IterableDataset[Any]):
+            def __iter__(self) -> Iterator[Any]:
+                return zip(inputs, targets, strict=True)
+
+        model = mlp()
+        result = autoaccum.fit(
+            model,
+            classes(20),
+            effective_batch=8,
+            loss_fn=cross_entropy,
+            epochs=2,
+            validation_data=Stream(),
+            device="cpu",
+            progress=False,
+        )
+        reports = [event for event in result.events if isinstance(event, Validated)]
+        assert [(report.epoch, report.num_samples) for report in reports] == [(0, 17), (1, 17)]
+        with torch.no_grad():
+            assert reports[1].loss == pytest.approx(cross_entropy(model(inputs), targets).item(), rel=1e-6)
+
+
+class TestMemory:
+    @pytest.mark.parametrize("streamed", [False, True])
+    def test_shrinks_within_the_pass_and_sees_each_sample_once(self, streamed: bool) -> None:
+        model, data = Watching(lambda size: size <= 3), classes(17)
+        run, events = validator(model, [data] if streamed else data)
+        run.run(7, 0, 16)
+        assert model.seen == data[0][:, 0].tolist()
+        assert [event for event in events if isinstance(event, OutOfMemory)] == [
+            OutOfMemory(step=7, phase="validation", micro_batch=size) for size in (16, 8, 4)
+        ]
+        assert isinstance(events[-1], Validated)
+        assert events[-1].micro_batch == 2
+        assert events[-1].loss == pytest.approx(cross_entropy(model.net(data[0]), data[1]).item(), rel=1e-6)
+
+    def test_keeps_its_own_size_for_later_passes(self) -> None:
+        model = Watching(lambda size: size <= 3)
+        run, events = validator(model, classes(6))
+        run.run(1, 0, 4)
+        run.run(2, 1, 4)
+        assert [type(event) for event in events] == [OutOfMemory, Validated, Validated]
+        assert model.sizes == [2] * 6
+
+    def test_one_sample_too_many(self) -> None:
+        run, events = validator(Watching(lambda size: False), classes(6))
+        with pytest.raises(NothingFitsError, match="validation: a micro-batch of 1") as caught:
+            run.run(1, 0, 2)
+        assert (caught.value.micro_batch, caught.value.limit_bytes) == (1, 12345)
+        assert [event.micro_batch for event in events if isinstance(event, OutOfMemory)] == [2, 1]
+
+
+class TestNoTrace:
+    def test_evaluates_without_gradients(self) -> None:
+        model = Watching()
+        validated(model, classes(5))
+        assert model.modes == {(False, False)}
+        assert all(p.grad is None for p in model.parameters())
+        assert torch.is_grad_enabled()
+
+    @pytest.mark.parametrize("fails", [False, True])
+    def test_every_module_gets_its_own_mode_back(self, fails: bool) -> None:
+        model = noisy()
+        model[1].eval()
+        model[5].eval()
+        modes = [module.training for module in model.modules()]
+
+        def loss_of(model: Any, batch: Any) -> torch.Tensor:
+            if fails:
+                raise KeyError
+            return cross_entropy(model(batch[0]), batch[1])
+
+        run, _ = validator(model, classes(5), loss_of=loss_of)
+        with pytest.raises(KeyError) if fails else nullcontext():
+            run.run(1, 0, 4)
+        assert [module.training for module in model.modules()] == modes
+        assert modes.count(False) == 2
+
+    def test_batch_norm_learns_nothing_from_it(self) -> None:
+        model = noisy()
+        before = [buffer.clone() for buffer in model.buffers()]
+        validated(model, classes(9))
+        assert same(list(model.buffers()), before)
+
+    @pytest.mark.parametrize("fails", [False, True])
+    def test_random_states_are_put_back(self, fails: bool) -> None:
+        def draws() -> list[float]:
+            return [torch.rand(()).item(), random.random(), float(np.random.rand())]
+
+        def loss_of(model: Any, batch: Any) -> torch.Tensor:
+            draws()
+            if fails:
+                raise KeyError
+            return cross_entropy(model(batch[0]), batch[1])
+
+        run, _ = validator(mlp(), classes(5), loss_of=loss_of)
+        randomness.seed_host(5)
+        expected = draws()
+        randomness.seed_host(5)
+        with pytest.raises(KeyError) if fails else nullcontext():
+            run.run(1, 0, 4)
+        assert draws() == expected
+
+    def test_training_goes_on_as_if_nothing_had_been(self) -> None:
+        """Also when the validation draws random numbers and runs out of memory."""
+
+        class Drawing(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.net = noisy()
+
+            def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+                torch.rand(3), random.random(), np.random.rand()
+                if not self.training and len(inputs) > 2:
+                    raise torch.OutOfMemoryError("CUDA out of memory.")
+                return self.net(inputs + random.random())  # type: ignore[no-any-return]
+
+        results = [
+            autoaccum.fit(
+                Drawing(),
+                classes(20),
+                effective_batch=8,
+                micro_batch=8,
+                epochs=3,
+                loss_fn=cross_entropy,
+                validation_data=validation_data,
+                device="cpu",
+                progress=False,
+            )
+            for validation_data in (None, classes(11))
+        ]
+        assert same(state_of(results[0]), state_of(results[1]))
+        assert sum(isinstance(event, Validated) for event in results[1].events) == 3
