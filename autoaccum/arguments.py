@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from autoaccum.errors import ArgumentError, ArgumentTypeError
 from autoaccum.units import parse_bytes
@@ -25,6 +26,8 @@ def non_negative_int(argument: str, value: object) -> int:
         raise ArgumentTypeError(argument, value, "an int of at least 0")
     if value < 0:
         raise ArgumentError(argument, value, "an int of at least 0")
+    if value >= 2**63:
+        raise ArgumentError(argument, value, "an int below 2**63")
     return value
 
 
@@ -85,9 +88,19 @@ def recorded_plans(micro_batch: object) -> list[tuple[int, ...]]:
     if isinstance(micro_batch, str) or not isinstance(micro_batch, Sequence):
         positive_int("micro_batch", micro_batch, "Leave it out to have it found.")
         return []
+    if not micro_batch:
+        raise ArgumentError("micro_batch", micro_batch, accepted)
     plans = []
     for plan in micro_batch:
         if isinstance(plan, str) or not isinstance(plan, Sequence) or not plan:
             raise ArgumentTypeError("micro_batch", micro_batch, accepted)
         plans.append(tuple(positive_int("micro_batch", size) for size in plan))
     return plans
+
+
+def functions(argument: str, value: object) -> list[Any]:
+    """Functions, in any iterable."""
+    found = list(value) if isinstance(value, Iterable) else [None]
+    if not all(callable(item) for item in found):
+        raise ArgumentTypeError(argument, value, "a list of functions")
+    return found

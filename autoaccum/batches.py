@@ -1,7 +1,7 @@
 """A batch is any pytree; what has one row per sample in it is cut, joined and moved, the rest goes along unchanged.
 
-Rows: tensors and arrays with at least one dimension (dim 0 is the sample), and lists that hold no tensor (captions,
-file names). Everything else (numbers, texts, None, 0-dim tensors) belongs to the whole batch.
+Rows: tensors and arrays with at least one dimension (dim 0 is the sample), and lists that hold no tensor or tuples of
+texts (captions, file names). Everything else (numbers, texts, None, 0-dim tensors) belongs to the whole batch.
 """
 
 from __future__ import annotations
@@ -14,18 +14,37 @@ import torch
 from torch.utils import _pytree as pytree
 
 from autoaccum.errors import DataError, RaggedBatchError
+from autoaccum.oom import is_out_of_memory
 
 
-def _has_rows(leaf: object) -> bool:
-    return (isinstance(leaf, torch.Tensor | np.ndarray) and leaf.ndim > 0) or isinstance(leaf, list)
+def has_rows(leaf: object) -> bool:
+    """Whether a leaf has one row per sample."""
+    return (isinstance(leaf, torch.Tensor | np.ndarray) and leaf.ndim > 0) or isinstance(leaf, list | tuple)
 
 
 def _is_leaf(node: object) -> bool:
     if isinstance(node, list):
-        return not any(isinstance(item, torch.Tensor | np.ndarray | Mapping | list | tuple) for item in node)
+        return not any(map(_holds_tensors, node))
+    if type(node) is tuple:  # what default_collate makes of texts
+        return bool(node) and all(isinstance(item, str | bytes) for item in node)
     if isinstance(node, Mapping) and type(node) not in pytree.SUPPORTED_NODES:
         _register(type(node))
     return False
+
+
+def _holds_tensors(item: object) -> bool:
+    if isinstance(item, list | tuple):
+        return any(map(_holds_tensors, item))
+    return isinstance(item, torch.Tensor | np.ndarray | Mapping)
+
+
+def _located(batch: Any) -> dict[str, Any]:
+    """Leaves by where they are."""
+    try:
+        found = pytree.tree_flatten_with_path(batch, is_leaf=_is_leaf)[0]
+    except ValueError:  # a type that was registered without a function for paths
+        return {f"leaf {index}": leaf for index, leaf in enumerate(flatten(batch)[0])}
+    return {pytree.keystr(path): leaf for path, leaf in found}
 
 
 def _register(cls: type[Any]) -> None:
@@ -48,7 +67,7 @@ def flatten(batch: Any) -> tuple[list[Any], pytree.TreeSpec]:
 
 def _map_rows(function: Callable[[Any], Any], batch: Any) -> Any:
     leaves, spec = flatten(batch)
-    return spec.unflatten([function(leaf) if _has_rows(leaf) else leaf for leaf in leaves])
+    return spec.unflatten([function(leaf) if has_rows(leaf) else leaf for leaf in leaves])
 
 
 def num_samples(batch: Any) -> int:
@@ -58,8 +77,7 @@ def num_samples(batch: Any) -> int:
         RaggedBatchError: they do not agree.
         DataError: there is nothing with rows in it.
     """
-    leaves, _ = pytree.tree_flatten_with_path(batch, is_leaf=_is_leaf)
-    sizes = {pytree.keystr(path): len(leaf) for path, leaf in leaves if _has_rows(leaf)}
+    sizes = {where: len(leaf) for where, leaf in _located(batch).items() if has_rows(leaf)}
     if not sizes:
         raise DataError(
             f"data: a batch of type {type(batch).__name__} holds no tensor with a dim 0, so it has no samples. Let the "
@@ -76,34 +94,45 @@ def take(batch: Any, start: int, stop: int) -> Any:
 
 
 def concat(batches: Sequence[Any]) -> Any:
-    """Batches one after the other; what belongs to a whole batch is the first one's.
+    """Batches one after the other: leaves are joined by where they are, whatever order the keys of a dict are in.
 
     Raises:
-        DataError: they differ in structure, or in a dimension other than dim 0.
+        DataError: they differ in structure, in a dimension other than dim 0, or in what belongs to a whole batch.
     """
     if len(batches) == 1:
         return batches[0]
-    flat = [flatten(batch) for batch in batches]
-    spec = flat[0][1]
+    located = [_located(batch) for batch in batches]
+    first = located[0]
+    for other in located[1:]:
+        if other.keys() != first.keys():
+            raise _not_joinable(f"they hold {sorted(first)} and {sorted(other)}")
     try:
-        return spec.unflatten([_join(parts) for parts in zip(*(leaves for leaves, _ in flat), strict=True)])
+        joined = [_join(path, [leaves[path] for leaves in located]) for path in first]
     except (RuntimeError, ValueError) as error:
-        raise DataError(
-            f"data: batches that follow each other cannot be joined into one window ({error}). Let the data yield "
-            f"batches of one shape, or pass a Dataset and a collate_fn, which is then called on the samples of each "
-            f"micro-batch."
-        ) from error
+        if is_out_of_memory(error):
+            raise
+        raise _not_joinable(str(error)) from error
+    return flatten(batches[0])[1].unflatten(joined)
 
 
-def _join(parts: Sequence[Any]) -> Any:
+def _join(path: str, parts: Sequence[Any]) -> Any:
     first = parts[0]
-    if not _has_rows(first):
-        return first
-    if isinstance(first, torch.Tensor):
+    if isinstance(first, torch.Tensor) and first.ndim:
         return torch.cat(list(parts))
-    if isinstance(first, np.ndarray):
+    if isinstance(first, np.ndarray) and first.ndim:
         return np.concatenate(list(parts))
-    return [item for part in parts for item in part]
+    if isinstance(first, list | tuple):
+        return type(first)([item for part in parts for item in part])
+    if any(part is not first and bool(part != first) and bool(part == part) for part in parts[1:]):
+        raise ValueError(f"{path} belongs to a whole batch, and is {first!r} in one of them and other in the next")
+    return first
+
+
+def _not_joinable(reason: str) -> DataError:
+    return DataError(
+        f"data: batches that follow each other cannot be joined into one window ({reason}). Let the data yield batches "
+        f"of one shape, or pass a Dataset and a collate_fn, which is then called on the samples of each micro-batch."
+    )
 
 
 def to_device(batch: Any, device: torch.device, *, copy: bool) -> Any:

@@ -11,8 +11,12 @@ from autoaccum.events import Notice
 
 
 def count_batch_norms(modules: Sequence[nn.Module]) -> int:
-    """BatchNorm layers in training mode: each normalises a sample by the statistics of those beside it."""
-    return sum(isinstance(module, _BatchNorm) and module.training for root in modules for module in root.modules())
+    """BatchNorm layers that normalise a sample by the statistics of those beside it.
+
+    They do so in training mode, and without running statistics in eval mode too.
+    """
+    layers = {module for root in modules for module in root.modules() if isinstance(module, _BatchNorm)}
+    return sum(layer.training or not layer.track_running_stats for layer in layers)
 
 
 def smallest_micro_batch(modules: Sequence[nn.Module]) -> int:
@@ -20,12 +24,14 @@ def smallest_micro_batch(modules: Sequence[nn.Module]) -> int:
     return 2 if count_batch_norms(modules) else 1
 
 
-def batch_norm_notice(layers: int) -> Notice:
-    """What to say when windows of a model with so many BatchNorm layers are cut."""
-    return Notice(
+def batch_norm_notices(modules: Sequence[nn.Module]) -> list[Notice]:
+    """What to say when windows of a model with BatchNorm are cut."""
+    layers = count_batch_norms(modules)
+    notice = Notice(
         cause=f"The model holds {layers} BatchNorm layer{'s' if layers > 1 else ''} in training mode",
         consequence="Each normalises by the statistics of a micro-batch instead of the window, so that the gradient "
         "depends on how windows are cut",
         cure="Use GroupNorm or LayerNorm, put the BatchNorm layers in eval mode, or give windows the memory to be one "
         "micro-batch",
     )
+    return [notice] if layers else []

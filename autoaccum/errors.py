@@ -44,6 +44,16 @@ from autoaccum.units import format_bytes
 class AutoaccumError(Exception):
     """The root: ``except AutoaccumError`` catches everything that autoaccum raises on purpose."""
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle what was made, not how: the constructors take facts, and an exception keeps its message."""
+        return _remake, (type(self), self.args, self.__dict__)
+
+
+def _remake(cls: type[AutoaccumError], args: tuple[object, ...], facts: dict[str, object]) -> AutoaccumError:
+    error = cls.__new__(cls, *args)
+    error.__dict__.update(facts)
+    return error
+
 
 class ArgumentError(AutoaccumError, ValueError):
     """An argument that cannot be used: its name, its value, what is accepted and what to do."""

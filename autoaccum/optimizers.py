@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
 from autoaccum.errors import (
     ArgumentTypeError,
@@ -22,16 +23,24 @@ from autoaccum.oom import is_out_of_memory
 OptimizerLike = torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
-def trainable_parameters(model: object) -> list[nn.Parameter]:
-    """The model's parameters that require a gradient.
+def trainable_parameters(model: object, modules: Sequence[nn.Module]) -> list[nn.Parameter]:
+    """The parameters that require a gradient, of the model and of a loss that is a module too.
 
     Raises:
-        ArgumentTypeError: it is no module.
+        ArgumentTypeError: the model is no module, or is not built yet.
         NoTrainableParametersError: there are none.
     """
     if not isinstance(model, nn.Module):
         raise ArgumentTypeError("model", model, "a torch.nn.Module")
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    found = {id(p): p for module in modules for p in module.parameters() if p.requires_grad}
+    parameters = list(found.values())
+    if any(isinstance(p, UninitializedParameter) for p in parameters):
+        raise ArgumentTypeError(
+            "model",
+            type(model).__name__,
+            "a model whose lazy layers know their shapes",
+            "Call it once on a batch: model(inputs).",
+        )
     if not parameters:
         raise NoTrainableParametersError(model)
     return parameters
@@ -49,10 +58,12 @@ def make_optimizer(
     """
     if optimizer is None:
         lr = 1e-3 if lr is None else lr
-        try:
-            return torch.optim.AdamW(parameters, lr=lr, fused=True)
-        except RuntimeError:  # complex parameters, or a device without the kernel
-            return torch.optim.AdamW(parameters, lr=lr)
+        if all(p.is_floating_point() for p in parameters):
+            try:
+                return torch.optim.AdamW(parameters, lr=lr, fused=True)
+            except RuntimeError:  # a device without the kernel
+                pass
+        return torch.optim.AdamW(parameters, lr=lr)
     if lr is not None:
         raise ConflictingArgumentsError("lr", lr, "optimizer", "Set the learning rate where the optimizer is made.")
     made: Any = (
@@ -88,7 +99,8 @@ def allocate_state(optimizer: torch.optim.Optimizer) -> None:
 
     Nothing is done to an optimizer that is not PyTorch's own, for nobody knows what its methods do.
     """
-    if not type(optimizer).__module__.startswith("torch.optim.") or not hasattr(optimizer, "_init_group"):
+    is_pytorchs = f"{type(optimizer).__module__}.".startswith("torch.optim.")
+    if not is_pytorchs or not hasattr(optimizer, "_init_group"):
         return
     init_group = optimizer._init_group
     num_lists = len(inspect.signature(init_group).parameters) - 1
@@ -108,7 +120,7 @@ def allocate_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def take_step(
-    optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None, step: int, memory: Memory
+    optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None, step: int, memory: Memory, limit_bytes: int
 ) -> str | None:
     """One step on gradients that are unscaled already; returns why it was left out, if it was.
 
@@ -128,5 +140,5 @@ def take_step(
         if not is_out_of_memory(error):
             raise
     raise OptimizerOutOfMemoryError(
-        optimizer=type(optimizer).__name__, step=step, peak_bytes=memory.peak(), limit_bytes=memory.limit()
+        optimizer=type(optimizer).__name__, step=step, peak_bytes=memory.peak(), limit_bytes=limit_bytes
     )

@@ -103,7 +103,8 @@ def probe(
         if value is not None:
             arguments.positive_int(name, value)
     arguments.number_between("headroom", headroom, 0, 1)
-    parameters = trainable_parameters(model)
+    modules = [m for m in (model, loss_fn, training_step) if isinstance(m, nn.Module)]
+    parameters = trainable_parameters(model, modules)
     on = find_device(device)
     memory = memory_of(on)
     available = memory.limit()
@@ -112,7 +113,6 @@ def probe(
     source = open_source(data, seed=0, shuffle=False, device=on, collate_fn=collate_fn)
     ceiling = min(n for n in (max_micro_batch, effective_batch, source.num_samples, 2**20) if n is not None)
 
-    modules = [m for m in (model, loss_fn, training_step) if isinstance(m, nn.Module)]
     history: list[Trial] = []
     with _no_trace(modules, optimizer, on):
         try:

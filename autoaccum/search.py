@@ -93,8 +93,8 @@ class Tuner:
         self.searching = search
         self.largest = largest or smallest
         """The largest micro-batch to use now."""
+        self.smallest = smallest
         self._ceiling = ceiling
-        self._smallest = smallest
 
     @property
     def memory_model(self) -> MemoryModel | None:
@@ -103,7 +103,7 @@ class Tuner:
 
     def plan(self, num_samples: int) -> tuple[int, ...]:
         """How to cut a window, without trials."""
-        return cut(num_samples, self.largest, self._smallest)
+        return cut(num_samples, self.largest, self.smallest)
 
     def sizes(self, num_samples: int) -> Iterator[tuple[int, bool]]:
         """Sizes for a window, each with whether it is a trial, chosen one by one as the outcomes come in.
@@ -116,7 +116,7 @@ class Tuner:
             if remaining == num_samples != trial:
                 size = self.plan(remaining)[0]
                 yield size, False
-            elif trial == remaining or trial <= remaining - self._smallest:
+            elif trial == remaining or trial <= remaining - self.smallest:
                 size = trial
                 yield size, True
             else:
@@ -133,10 +133,10 @@ class Tuner:
         """
         ceiling = min(self._ceiling, num_samples)
         fits, _ = bounds(self.history)
-        size = next_trial(self.history, limit_bytes=self.target_bytes, ceiling=ceiling, smallest=self._smallest)
+        size = next_trial(self.history, limit_bytes=self.target_bytes, ceiling=ceiling, smallest=self.smallest)
         if size is None or fits == 0:
             return size
-        size = cut(num_samples, size, self._smallest)[0]
+        size = cut(num_samples, size, self.smallest)[0]
         return size if size > fits else None
 
     def observe(self, micro_batch: int, peak_bytes: int, seconds: float | None = None) -> None:
@@ -145,7 +145,7 @@ class Tuner:
         Raises:
             NothingFitsError: the smallest passed the limit.
         """
-        smallest = micro_batch <= self._smallest
+        smallest = micro_batch <= self.smallest
         fits = peak_bytes <= (self.limit_bytes if smallest else self.target_bytes)
         if smallest and not fits:
             raise self._nothing_fits(micro_batch, peak_bytes)
@@ -166,14 +166,15 @@ class Tuner:
         return plan
 
     def committed(self, micro_batch: int) -> None:
-        """A window's largest micro-batch went well, trial or not."""
-        if micro_batch > bounds(self.history)[0]:
+        """A window's largest micro-batch went well; news only if no trial has said so, or has said otherwise."""
+        fits, fails = bounds(self.history)
+        if micro_batch > fits and (fails is None or micro_batch < fails):
             self.history.append(Trial(micro_batch=micro_batch, fits=True))
             self.largest = max(self.largest, micro_batch)
 
     def _use_what_fits(self, tried: int) -> None:
         known = bounds(self.history)[0]
-        self.largest = known or max(self._smallest, min(self.largest, tried) // 2)
+        self.largest = known or max(self.smallest, min(self.largest, tried) // 2)
 
     def _nothing_fits(self, micro_batch: int, peak_bytes: int | None) -> NothingFitsError:
         return NothingFitsError(

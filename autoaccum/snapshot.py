@@ -39,7 +39,8 @@ class Snapshot:
         stale = []
         for _, buffers in self._buffers:
             for buffer in buffers.values():
-                if buffer is None or id(buffer) in self._copies:
+                # What is expanded shares its elements, so PyTorch lets nothing write through it.
+                if buffer is None or id(buffer) in self._copies or _is_expanded(buffer):
                     continue
                 known = before.get(id(buffer))
                 if known is not None and known[1].shape == buffer.shape:
@@ -53,9 +54,13 @@ class Snapshot:
     def restore(self) -> None:
         """Put the remembered state back; it may be done again."""
         randomness.set_state(self._random, self._device)
-        for owner, buffers in self._buffers:
+        before = {id(owner): buffers for owner, buffers in self._buffers}
+        for owner in self._owners:
             owner._buffers.clear()
-            owner._buffers.update(buffers)
+            owner._buffers.update(before.get(id(owner), {}))
+        for buffer, copy in self._copies.values():
+            if buffer.shape != copy.shape:
+                buffer.data = copy.clone()
         _copy(list(self._copies.values()))
 
 
@@ -67,3 +72,8 @@ def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
     for group in groups.values():
         targets, sources = zip(*group, strict=True)
         torch._foreach_copy_(targets, sources)
+
+
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    strided = tensor.layout == torch.strided
+    return strided and any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

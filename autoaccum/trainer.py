@@ -12,12 +12,12 @@ from typing import Any, Literal, ParamSpec
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from autoaccum import arguments, randomness
 from autoaccum.budget import Budget
-from autoaccum.coupling import batch_norm_notice, count_batch_norms, smallest_micro_batch
+from autoaccum.coupling import batch_norm_notices, smallest_micro_batch
 from autoaccum.data import Window, open_source
 from autoaccum.devices import find_device
 from autoaccum.errors import (
@@ -46,7 +46,7 @@ from autoaccum.memory import memory_of
 from autoaccum.oom import is_out_of_memory
 from autoaccum.optimizers import OptimizerLike, allocate_state, make_optimizer, take_step, trainable_parameters
 from autoaccum.planner import Plan
-from autoaccum.precision import Precision, autocast
+from autoaccum.precision import Precision, autocast, half_precision_notices
 from autoaccum.reporting import ProgressBar
 from autoaccum.search import Tuner
 from autoaccum.validation import Validator
@@ -133,7 +133,12 @@ class Trainer:
         self.effective_batch = effective_batch
         self._drop_last = drop_last
         self._plans = arguments.recorded_plans(micro_batch)
-        parameters = trainable_parameters(model)
+        for name, function in (("loss_fn", loss_fn), ("training_step", training_step), ("num_items", num_items)):
+            if function is not None and not callable(function):
+                raise ArgumentTypeError(name, function, "a function")
+        callbacks = arguments.functions("callbacks", callbacks)
+        modules = [m for m in (model, loss_fn, training_step) if isinstance(m, nn.Module)]
+        parameters = trainable_parameters(model, modules)
 
         self.device = find_device(device)
         self.memory = memory_of(self.device)
@@ -141,7 +146,8 @@ class Trainer:
         self.limit_bytes = arguments.memory_limit_bytes(memory_limit, total_bytes)
         host = memory_of(torch.device("cpu"))
         host_bytes = min(host.limit(), self.limit_bytes) if self.device.type == "cpu" else host.limit()
-        budget_bytes = max(0, host_bytes - host.used()) // 8  # kept for replays before samples are read again
+        # Kept for replays before samples are read again; on a CPU it is taken from what micro-batches have.
+        budget_bytes = max(0, host_bytes - host.used()) // (64 if self.device.type == "cpu" else 8)
         self._source = open_source(
             data,
             seed=seed,
@@ -151,8 +157,9 @@ class Trainer:
             num_workers=num_workers,
             budget_bytes=budget_bytes,
         )
-        self.num_steps, self.num_samples = self._budget.totals(self._source.num_samples, effective_batch, drop_last)
         self._full_window = min(effective_batch, self._source.num_samples or effective_batch)
+        if hasattr(data, "__next__") and (epochs or 1) > 1:
+            raise ArgumentError("epochs", epochs, "1 for an iterator, which can be read only once", "Pass a Dataset.")
         if drop_last and self._full_window < effective_batch:
             raise ArgumentError(
                 "drop_last",
@@ -160,6 +167,7 @@ class Trainer:
                 f"data of at least effective_batch={effective_batch} samples",
                 f"It has {self._full_window}, so its only window would be left out.",
             )
+        self.num_steps, self.num_samples = self._budget.totals(self._source.num_samples, effective_batch, drop_last)
 
         torch.manual_seed(seed)
         randomness.seed_host(seed)
@@ -167,7 +175,8 @@ class Trainer:
         if not model.training:  # a model in training mode may hold layers that were frozen in eval mode on purpose
             model.train()
         try:
-            model.to(self.device)
+            for module in modules:
+                module.to(self.device)
             self.optimizer = make_optimizer(optimizer, lr, parameters)
             self._scheduler = self._make_scheduler(lr_scheduler)
             allocate_state(self.optimizer)
@@ -179,10 +188,12 @@ class Trainer:
             failed = False
         self._require_room(parameters, ran_out=failed)
 
-        modules = [m for m in (model, loss_fn, training_step) if isinstance(m, nn.Module)]
-        for module in modules:
-            module.to(self.device)
-        self._batch_norms = count_batch_norms(modules)
+        self._notices = [*batch_norm_notices(modules), *half_precision_notices(parameters)]
+        smallest = smallest_micro_batch(modules)
+        for name, value in (("micro_batch", micro_batch), ("max_micro_batch", max_micro_batch)):
+            if isinstance(value, int) and value < smallest <= self._full_window:
+                cure = "The model holds BatchNorm in training mode, which has no statistics of one sample."
+                raise ArgumentError(name, value, f"an int of at least {smallest}", cure)
         fixed = micro_batch if isinstance(micro_batch, int) else max((max(plan) for plan in self._plans), default=0)
         self.tuner = Tuner(
             ceiling=min(self._full_window, max_micro_batch or self._full_window),
@@ -190,7 +201,7 @@ class Trainer:
             headroom=headroom,
             search=micro_batch == "auto",
             largest=min(fixed, max_micro_batch or fixed),
-            smallest=smallest_micro_batch(modules),
+            smallest=smallest,
         )
         step_model: Any = torch.compile(model) if compile else model
         loss_of = loss_function(loss_fn, training_step)
@@ -211,6 +222,9 @@ class Trainer:
             emit=self._emit,
         )
         self._validator = None
+        if hasattr(validation_data, "__next__"):
+            cure = "It is read after each epoch, and an iterator yields its items only once: pass a Dataset or a list."
+            raise ArgumentTypeError("validation_data", validation_data, "data that can be read again", cure)
         if validation_data is not None:
             source = open_source(
                 validation_data,
@@ -223,6 +237,7 @@ class Trainer:
             )
             self._validator = Validator(
                 step_model,
+                modules,
                 source,
                 loss_of=loss_of,
                 num_items=num_items,
@@ -230,6 +245,7 @@ class Trainer:
                 device=self.device,
                 memory=self.memory,
                 limit_bytes=self.limit_bytes,
+                target_bytes=self.tuner.target_bytes,
                 emit=self._emit,
             )
 
@@ -237,12 +253,21 @@ class Trainer:
         self.events: list[Event] = []
         self.step = 0
         self.samples_seen = 0
-        self._callbacks: list[Callback] = [*([ProgressBar()] if progress else []), *callbacks]
+        self._bar = ProgressBar() if progress else None
+        self._callbacks: list[Callback] = [*([self._bar] if self._bar else []), *callbacks]
         self._stop_reason: str | None = None
         self._mark = 0.0
 
+    @torch.enable_grad()
     def fit(self) -> FitResult:
         """Train to the end of the budget, or until a callback or Ctrl-C ends the run after a window."""
+        try:
+            return self._fit()
+        finally:
+            if self._bar is not None:
+                self._bar.close()
+
+    def _fit(self) -> FitResult:
         self._start()
         with interrupt_calls(lambda: self._end("interrupted")):
             epoch = 0
@@ -305,11 +330,10 @@ class Trainer:
             plan = None  # a size of it has run out of memory in this run
         gradient, peak_bytes, replays = self._runner.run(window, self.step + 1, plan)
         if self.step == 0 and gradient.items and not math.isfinite(loss := gradient.loss.item()):
-            self._runner.drop_gradients()
+            self._runner.roll_back()
             raise NonFiniteLossError(loss)
-        if self._batch_norms and len(gradient.sizes) > 1:
-            self._announce(batch_norm_notice(self._batch_norms))
-            self._batch_norms = 0
+        if len(gradient.sizes) > 1:
+            self._announce_what_is_not_exact()
         self.step += 1
         self.samples_seen += sum(gradient.sizes)
         lr = float(self.optimizer.param_groups[0]["lr"])
@@ -339,7 +363,7 @@ class Trainer:
     def _step(self, gradient: Gradient) -> None:
         """The optimizer's and the scheduler's; the optimizer's is left out where there is nothing to step on."""
         if gradient.items:
-            skipped = take_step(self.optimizer, self._runner.scaler, self.step, self.memory)
+            skipped = take_step(self.optimizer, self._runner.scaler, self.step, self.memory, self.limit_bytes)
         else:
             skipped = "no micro-batch of the window has an item to learn from"
         if skipped is not None:
@@ -371,6 +395,12 @@ class Trainer:
         model = self.tuner.memory_model
         predicted = None if model is None else model.predict(sizes[0])
         self._emit(Planned(step=self.step, sizes=sizes, predicted_bytes=predicted, limit_bytes=self.limit_bytes))
+
+    def _announce_what_is_not_exact(self) -> None:
+        """Once, when a window has been cut for the first time."""
+        notices, self._notices = self._notices, []
+        for notice in notices:
+            self._announce(notice)
 
     def _announce(self, notice: Notice) -> None:
         self._emit(notice)
@@ -408,7 +438,15 @@ class Trainer:
                 "a function (optimizer, num_steps) -> LRScheduler",
                 "For example lambda optimizer, num_steps: CosineAnnealingLR(optimizer, num_steps).",
             )
-        return make(self.optimizer, self.num_steps)
+        made = make(self.optimizer, self.num_steps)
+        if not isinstance(made, LRScheduler) or isinstance(made, ReduceLROnPlateau):
+            raise ArgumentTypeError(
+                "lr_scheduler",
+                made,
+                "a function that returns an LRScheduler whose step needs no metric",
+                "For example lambda optimizer, num_steps: CosineAnnealingLR(optimizer, num_steps).",
+            )
+        return made
 
     def _require_room(self, parameters: list[nn.Parameter], *, ran_out: bool) -> None:
         """Refuse a limit that model, gradients and optimizer state alone would pass."""

@@ -4,40 +4,46 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from autoaccum import randomness
+from autoaccum.costs import Trial
 from autoaccum.data import Source, Window
-from autoaccum.errors import NothingFitsError
+from autoaccum.errors import EmptyDatasetError, NothingFitsError
 from autoaccum.events import Event, OutOfMemory, Validated
 from autoaccum.losses import LossOf
 from autoaccum.memory import Memory
 from autoaccum.oom import is_out_of_memory
+from autoaccum.precision import Autocast
+from autoaccum.search import bounds, next_trial
 from autoaccum.weighting import CountItems, count_items
 
 
 class Validator:
-    """Runs passes over validation data."""
+    """Runs passes over validation data, and learns from them how large its micro-batches may be."""
 
     def __init__(
         self,
-        model: nn.Module,
+        model: Callable[..., Any],
+        modules: Sequence[nn.Module],
         source: Source,
         *,
         loss_of: LossOf,
         num_items: CountItems | None,
-        autocast: Callable[[], AbstractContextManager[Any]],
+        autocast: Autocast,
         device: torch.device,
         memory: Memory,
         limit_bytes: int,
+        target_bytes: int,
         emit: Callable[[Event], None],
     ) -> None:
+        """Set up: ``modules`` are put into eval mode; no size is kept whose peak passes ``target_bytes``."""
         self._model = model
+        self._modules = list({id(m): m for root in modules for m in root.modules()}.values())
         self._source = source
         self._loss_of = loss_of
         self._num_items = num_items
@@ -45,68 +51,94 @@ class Validator:
         self._device = device
         self._memory = memory
         self._limit_bytes = limit_bytes
+        self._target_bytes = target_bytes
         self._emit = emit
-        self._micro_batch: int | None = None
+        self._history: list[Trial] = []
 
     def run(self, step: int, epoch: int, training_micro_batch: int) -> None:
-        """One pass. It begins with training's micro-batch, which fits without a backward; later with its own."""
+        """One pass, in micro-batches that grow up to training's, which fits without a backward if samples are alike."""
         started = time.perf_counter()
-        size = self._micro_batch or training_micro_batch
-        training = {module: module.training for module in self._model.modules()}
+        training = [(module, module.training) for module in self._modules]
         states = randomness.get_state(self._device)
-        self._model.eval()
+        for module in self._modules:
+            module.training = False
         loss_sum = items = 0.0
-        num_samples = 0
+        num_samples = largest = 0
         try:
-            reader = self._source.read(0, lambda position: (size,))
-            while (window := reader.window(size)) is not None:
+            reader = self._source.read(0, lambda position: (self._size(training_micro_batch),))
+            while (window := reader.window(self._size(training_micro_batch))) is not None:
                 position = 0
                 while position < window.num_samples:
-                    outcome = self._loss(window, position, min(size, window.num_samples - position))
-                    if outcome is None:
-                        size = self._shrink(min(size, window.num_samples - position), step)
+                    size = min(self._size(training_micro_batch), window.num_samples - position)
+                    if (outcome := self._try(window, position, size)) is None:
+                        self._emit(OutOfMemory(step=step, phase="validation", micro_batch=size))
+                        if size == 1:
+                            raise self._nothing_fits(None)
                         continue
-                    count, loss, num_items = outcome
-                    if count == 0:
-                        break
+                    loss, num_items = outcome
                     loss_sum += loss * num_items
                     items += num_items
-                    position += count
+                    position += size
+                    largest = max(largest, size)
                 num_samples += position
         finally:
-            for module, mode in training.items():
+            for module, mode in training:
                 module.training = mode
             randomness.set_state(states, self._device)
-        self._micro_batch = size
+        if num_samples == 0:
+            raise EmptyDatasetError("validation_data", "reading it yielded nothing.")
         self._emit(
             Validated(
                 step=step,
                 epoch=epoch,
                 loss=loss_sum / items if items else float("nan"),
                 num_samples=num_samples,
-                micro_batch=size,
+                micro_batch=largest,
                 seconds=time.perf_counter() - started,
             )
         )
 
-    def _loss(self, window: Window, position: int, size: int) -> tuple[int, float, float] | None:
-        """(samples, mean loss, items) of a micro-batch; None when it ran out of memory."""
+    def _size(self, ceiling: int) -> int:
+        trial = next_trial(self._history, limit_bytes=self._target_bytes, ceiling=ceiling)
+        return min(ceiling, trial or bounds(self._history)[0] or 1)
+
+    def _try(self, window: Window, position: int, size: int) -> tuple[float, float] | None:
+        """(mean loss, items) of a micro-batch; None when it ran out of memory. What it took goes into the history."""
+        known = bounds(self._history)[0]
+        if size > known:
+            self._memory.release()
+        if size > known or not self._memory.enforced:
+            self._memory.reset_peak()
         try:
-            count, batch = window.micro_batch(position, size)
-            num_items = count_items(self._num_items, batch, count) if count else 0.0
-            if num_items == 0:
-                return count, 0.0, 0.0
-            with torch.no_grad(), self._autocast():
-                return count, self._loss_of(self._model, batch).item(), num_items
+            batch = window.micro_batch(position, size)
+            loss, num_items = 0.0, count_items(self._num_items, batch, size)
+            if num_items:
+                with torch.no_grad(), self._autocast():
+                    loss = self._loss_of(self._model, batch).item()
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-        return None
+            ran_out = True
+        else:
+            ran_out = False
+        if ran_out:
+            gc.collect()
+            self._memory.release()
+            self._history.append(Trial(micro_batch=size, fits=False))
+            return None
+        if size > known or not self._memory.enforced:
+            self._learn(size, self._memory.peak())
+        return loss, num_items
 
-    def _shrink(self, failed: int, step: int) -> int:
-        gc.collect()
-        self._memory.release()
-        self._emit(OutOfMemory(step=step, phase="validation", micro_batch=failed))
-        if failed == 1:
-            raise NothingFitsError(phase="validation", micro_batch=1, peak_bytes=None, limit_bytes=self._limit_bytes)
-        return failed // 2
+    def _learn(self, size: int, peak_bytes: int) -> None:
+        """One sample may use the headroom; nothing may pass the limit."""
+        if size == 1 and peak_bytes > self._limit_bytes:
+            raise self._nothing_fits(peak_bytes)
+        fits = size == 1 or peak_bytes <= self._target_bytes
+        if not fits:
+            self._memory.release()
+        if not fits or size > bounds(self._history)[0]:
+            self._history.append(Trial(micro_batch=size, fits=fits, peak_bytes=peak_bytes))
+
+    def _nothing_fits(self, peak_bytes: int | None) -> NothingFitsError:
+        return NothingFitsError(phase="validation", micro_batch=1, peak_bytes=peak_bytes, limit_bytes=self._limit_bytes)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from autoaccum.errors import ArgumentError
+from autoaccum.errors import ArgumentError, ArgumentTypeError
 
 CountItems = Callable[[Any], Any]
 """(micro-batch) -> number of items that the loss averages over: an int, a float or a tensor of one element."""
@@ -29,9 +29,14 @@ def count_items(num_items: CountItems | None, batch: Any, num_samples: int) -> f
     """
     if num_items is None:
         return num_samples
-    items = float(num_items(batch))
+    counted = num_items(batch)
+    accepted = "a function (micro-batch) -> a count of at least 0"
+    try:
+        items = float(counted)
+    except (TypeError, ValueError, RuntimeError):
+        raise ArgumentTypeError("num_items", counted, accepted) from None
     if not 0 <= items < float("inf"):
-        raise ArgumentError("num_items", items, "a function (micro-batch) -> a count of at least 0")
+        raise ArgumentError("num_items", items, accepted)
     return items
 
 

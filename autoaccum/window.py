@@ -99,19 +99,16 @@ class WindowRunner:
         self._watch = watch
         self._tuner = tuner
         self._emit = emit
-        self._trained = [p for group in optimizer.param_groups for p in group["params"]]
-        everywhere = [p for module in modules for p in module.parameters()] + self._trained
-        self._parameters = list({id(p): p for p in everywhere}.values())
+        self._parameters = [p for module in modules for p in module.parameters()]
         self._snapshot = Snapshot(modules, device)
         self._snapshot.take()  # so that its memory is there before the first window
         self._seeds: dict[tuple[float, torch.dtype], torch.Tensor] = {}
-        self._peak_bytes = 0
+        self._peak_bytes = 0  # of the last window that was measured
         self._peak_so_far = 0
         self._next_reading = 0.0
         self._tight = watch
         self._released_bytes = memory.used()
         self._passed_limit = False
-        memory.reset_peak()
 
     def run(self, window: Window, step: int, plan: Sequence[int] | None = None) -> tuple[Gradient, int, int]:
         """Forward and backward of a window, replayed in smaller sizes until it fits.
@@ -127,6 +124,12 @@ class WindowRunner:
         Raises:
             NothingFitsError: one sample does not fit.
         """
+        measured = self._tuner.searching or time.perf_counter() >= self._next_reading
+        between_bytes = 0
+        if measured:  # what came between, an optimizer's step or a validation, no plan of ours can make smaller
+            between_bytes = self._memory.peak()
+            self._memory.reset_peak()
+            self._peak_so_far = 0
         self._snapshot.take()
         self.drop_gradients()
         sizes: Iterable[tuple[int, bool]]
@@ -136,14 +139,16 @@ class WindowRunner:
         # of the failed forward, and with them the very tensors that have to go (pytorch/pytorch#18853).
         while isinstance(outcome := self._attempt(window, sizes), _Failure):
             replays += 1
-            self._roll_back()
+            self.roll_back()
             sizes = [(size, False) for size in self._shrink(outcome.micro_batch, window.num_samples, step)]
         self._tuner.committed(max(outcome.sizes))
-        if self._tuner.searching or replays or time.perf_counter() >= self._next_reading:
-            self._read_peak()
+        if measured:
+            self._peak_bytes = max(self._peak_so_far, self._memory.peak())
+            self._next_reading = time.perf_counter() + READING_INTERVAL
+            self._tight = self._watch and (self._tuner.searching or self._peak_bytes > self._tuner.target_bytes / 2)
             if self._watch and not self._tuner.searching:
                 self._keep_limit(outcome.sizes, step)
-        return outcome, self._peak_bytes, replays
+        return outcome, max(self._peak_bytes, between_bytes), replays
 
     def _attempt(self, window: Window, sizes: Iterable[tuple[int, bool]]) -> Gradient | _Failure:
         done: list[int] = []
@@ -155,11 +160,9 @@ class WindowRunner:
                 started = self._begin_trial() if is_trial else 0.0
                 if self._tight and not is_trial:
                     self._make_room(size)
-                count, batch = window.micro_batch(position, size)
-                if count == 0:  # a stream has ended inside its last window
-                    break
-                num_items = count_items(self._num_items, batch, count)
-                guess = guess or num_items / count * window.num_samples
+                batch = window.micro_batch(position, size)
+                num_items = count_items(self._num_items, batch, size)
+                guess = guess or num_items / size * window.num_samples
                 if num_items:
                     with self._autocast():
                         loss = self._loss_of(self._model, batch)
@@ -173,11 +176,11 @@ class WindowRunner:
                     torch.autograd.backward(loss, self._seed(weight, loss))
                     del loss
                 del batch  # its memory is the next one's
-                if is_trial and count == size:
+                if is_trial:
                     self._end_trial(size, started)
                 items += num_items
-                position += count
-                done.append(count)
+                position += size
+                done.append(size)
             size = max(done)
             return self._finish(tuple(done), loss_sum, guess, items)
         except Exception as error:
@@ -190,30 +193,23 @@ class WindowRunner:
         if loss_sum is None:
             return Gradient(sizes=sizes, loss=torch.tensor(float("nan")), grad_norm=None, items=0)
         if guess != items:
-            scale_gradients(self._trained, guess / items)
+            scale_gradients(self._trained(), guess / items)
             loss_sum *= guess / items
         if self.scaler is not None:
             self.scaler.unscale_(self._optimizer)
         grad_norm = None
         if self._clip_norm is not None:
-            grad_norm = nn.utils.clip_grad_norm_(self._trained, self._clip_norm)
+            grad_norm = nn.utils.clip_grad_norm_(self._trained(), self._clip_norm)
         return Gradient(sizes=sizes, loss=loss_sum, grad_norm=grad_norm, items=items)
 
     def _seed(self, weight: float, loss: torch.Tensor) -> torch.Tensor:
         """What backward starts from: the same as multiplying the loss, without an operation and its backward."""
         key = (weight, loss.dtype)
-        if key not in self._seeds:
+        if key not in self._seeds or self._seeds[key]._version:  # a backward of a user's own may have written to it
             if len(self._seeds) > 1000:  # weights of counted items hardly ever recur
                 self._seeds.clear()
             self._seeds[key] = torch.full_like(loss, weight, requires_grad=False)
         return self._seeds[key]
-
-    def _read_peak(self) -> None:
-        self._peak_bytes = max(self._peak_so_far, self._memory.peak())
-        self._peak_so_far = 0
-        self._memory.reset_peak()
-        self._next_reading = time.perf_counter() + READING_INTERVAL
-        self._tight = self._watch and (self._tuner.searching or self._peak_bytes > self._tuner.target_bytes / 2)
 
     def _make_room(self, size: int) -> None:
         """Before a micro-batch, where nobody but us keeps the limit: give back what the allocator still holds.
@@ -245,10 +241,15 @@ class WindowRunner:
 
     def drop_gradients(self) -> None:
         """Gradients of a window begin at None: a parameter that takes no part must not look like one with zeros."""
-        for parameter in self._parameters:
+        for parameter in (*self._parameters, *self._trained()):
             parameter.grad = None
 
-    def _roll_back(self) -> None:
+    def _trained(self) -> list[torch.Tensor]:
+        """What the optimizer holds now: parameters may be added to it while training."""
+        return [p for group in self._optimizer.param_groups for p in group["params"]]
+
+    def roll_back(self) -> None:
+        """As if the window had never run: gradients, buffers, random states, scaler."""
         self.drop_gradients()
         self._snapshot.restore()
         if self.scaler is not None:
@@ -272,7 +273,8 @@ class WindowRunner:
         if not self._passed_limit:
             return
         self._release()
-        if passed and len(sizes) < sum(sizes):
+        # A size beyond the tuner's largest is there because none may be below the smallest.
+        if passed and self._tuner.smallest < max(sizes) <= self._tuner.largest:
             self._tuner.observe(max(sizes), self._peak_bytes)
             new = self._tuner.plan(sum(sizes))
             self._emit(Replanned(step=step, old=sizes, new=new, reason="over the memory limit"))

@@ -126,7 +126,7 @@ class TestMemoryLimit:
 
 class TestRecordedPlans:
     def test_none_where_the_micro_batch_is_a_number_or_to_be_found(self) -> None:
-        assert recorded_plans("auto") == recorded_plans(64) == recorded_plans([]) == []
+        assert recorded_plans("auto") == recorded_plans(64) == []
 
     def test_one_for_each_window_as_tuples(self) -> None:
         assert recorded_plans([(8, 8), [5, 3], (1,)]) == [(8, 8), (5, 3), (1,)]

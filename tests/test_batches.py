@@ -231,13 +231,11 @@ class Unnamed:
 pytree.register_pytree_node(Unnamed, lambda node: ([node.rows], None), lambda values, context: Unnamed(*values))
 
 
-class TestKnownDefects:
-    @pytest.mark.xfail(reason="leaves are joined by position, whatever their keys", strict=True)
+class TestUnusual:
     def test_keys_in_another_order_are_joined_by_key(self) -> None:
         joined = batches.concat([{"x": torch.zeros(2), "y": torch.ones(2)}, {"y": torch.ones(2), "x": torch.zeros(2)}])
         assert joined["x"].tolist() == [0.0] * 4
 
-    @pytest.mark.xfail(reason="only the number of leaves is compared", strict=True)
     @pytest.mark.parametrize(
         "pair",
         [
@@ -249,18 +247,15 @@ class TestKnownDefects:
         with pytest.raises(DataError, match="cannot be joined"):
             batches.concat(pair)
 
-    @pytest.mark.xfail(reason="a tuple is taken for structure, and its texts for the whole batch's", strict=True)
     def test_texts_as_default_collate_leaves_them_are_rows(self) -> None:
         batch = default_collate([(torch.tensor(index), f"name{index}") for index in range(4)])
         assert list(batch[1]) == names(0, 4)
         assert list(batches.take(batch, 1, 3)[1]) == names(1, 3)
 
-    @pytest.mark.xfail(reason="a list of lists is taken for structure", raises=RaggedBatchError, strict=True)
     def test_a_list_of_lists_without_tensors_is_rows(self) -> None:
         batch = {"x": torch.zeros(3), "tokens": [[1, 2], [3], [4, 5, 6]]}
         assert batches.num_samples(batch) == 3
         assert batches.take(batch, 1, 3)["tokens"] == [[3], [4, 5, 6]]
 
-    @pytest.mark.xfail(reason="paths are asked for even when no error needs them", raises=ValueError, strict=True)
     def test_a_registered_type_without_paths(self) -> None:
         assert batches.num_samples(Unnamed(torch.zeros(3))) == 3

@@ -98,9 +98,3 @@ def test_one_at_most() -> None:
     assert (caught.value.argument, caught.value.value, caught.value.conflicts_with) == ("steps", 2, "epochs")
     with pytest.raises(ConflictingArgumentsError, match="at most one of samples and steps"):
         Budget(samples=1, steps=2)
-
-
-@pytest.mark.xfail(raises=ZeroDivisionError, reason="totals divides by the number of windows of an epoch")
-@pytest.mark.parametrize("name", ["steps", "samples"])
-def test_an_epoch_without_a_window_has_no_totals_to_divide(name: str) -> None:
-    Budget(**{name: 3}).totals(5, 8, drop_last=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader, TensorDataset
 
 import autoaccum
@@ -157,6 +158,45 @@ CASES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         errors.ArgumentError,
         "at least effective_batch=64",
     ),
+    "drop_last drops all, in steps": (
+        {"drop_last": True, "effective_batch": 64, "steps": 3},
+        errors.ArgumentError,
+        "at least effective_batch=64",
+    ),
+    "collate_fn beside tensors": ({"collate_fn": list}, errors.ConflictingArgumentsError, "Wrap|wrap"),
+    "collate_fn beside batches": (
+        {"data": [classes(8)], "collate_fn": list},
+        errors.ConflictingArgumentsError,
+        "one of batches",
+    ),
+    "epochs of an iterator": ({"data": iter([classes(8)]), "epochs": 2}, errors.ArgumentError, "epochs=2"),
+    "validation on an iterator": (
+        {"validation_data": iter([classes(8)])},
+        errors.ArgumentTypeError,
+        "data that can be read again",
+    ),
+    "callbacks is a function": ({"callbacks": print}, errors.ArgumentTypeError, "a list of functions"),
+    "loss_fn in words": ({"loss_fn": "ce"}, errors.ArgumentTypeError, "loss_fn='ce'"),
+    "num_items is a number": ({"num_items": 8}, errors.ArgumentTypeError, "num_items=8"),
+    "num_items counts nothing": ({"num_items": lambda batch: None}, errors.ArgumentTypeError, "num_items=None"),
+    "scheduler with a metric": (
+        {"lr_scheduler": lambda optimizer, num_steps: ReduceLROnPlateau(optimizer)},
+        errors.ArgumentTypeError,
+        "needs no metric",
+    ),
+    "scheduler of nothing": (
+        {"lr_scheduler": lambda optimizer, num_steps: None},
+        errors.ArgumentTypeError,
+        "lr_scheduler=None",
+    ),
+    "lazy layers": ({"model": nn.LazyLinear(3)}, errors.ArgumentTypeError, "Call it once on a batch"),
+    "BatchNorm in ones": (
+        {"model": nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 3)), "micro_batch": 1},
+        errors.ArgumentError,
+        "micro_batch=1: expected an int of at least 2.*BatchNorm",
+    ),
+    "no plans": ({"micro_batch": []}, errors.ArgumentError, "micro_batch="),
+    "seed too large": ({"seed": 2**70}, errors.ArgumentError, "seed="),
     "collate_fn beside a loader": (
         {"data": DataLoader(TensorDataset(*classes(20))), "collate_fn": list},
         errors.ConflictingArgumentsError,
@@ -233,3 +273,16 @@ def test_the_tree_in_the_docstring_is_the_tree() -> None:
     for name, parent in drawn.items():
         if parent:
             assert classes_[parent] in classes_[name].__mro__
+
+
+def test_errors_can_be_pickled() -> None:
+    """Else a pool of processes waits for them for ever."""
+    for error in (
+        errors.ArgumentError("effective_batch", 0, "an int"),
+        errors.RaggedBatchError({"x": 3, "y": 4}),
+        errors.NothingFitsError(phase="training", micro_batch=1, peak_bytes=5, limit_bytes=4),
+    ):
+        again = pickle.loads(pickle.dumps(error))
+        assert type(again) is type(error)
+        assert str(again) == str(error)
+        assert vars(again) == vars(error)

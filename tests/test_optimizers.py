@@ -53,12 +53,11 @@ CASES = [
     for options in configurations
 ]
 ALLOCATING = [
-    pytest.param(*case.values, id=case.id, marks=[pytest.mark.xfail] if case.values[0] in ("Adafactor", "Muon") else [])
+    pytest.param(*case.values, id=case.id)
     for case in CASES
     if case.values[0] not in ("LBFGS", "SparseAdam") and "dampening" not in case.values[1]
 ]
-"""All but those that make their state in the step itself. PyTorch says that Adafactor and Muon are of the module
-"torch.optim", without a dot at its end, so allocate_state takes them for somebody else's."""
+"""All but those that make their state in the step itself."""
 every_case = pytest.mark.parametrize(("name", "options"), CASES)
 
 
@@ -269,7 +268,6 @@ class TestMakeOptimizer:
             assert optimizer.param_groups[0]["lr"] == expected
             assert optimizer.param_groups[0]["fused"] is True
 
-    @pytest.mark.xfail(reason="PyTorch refuses complex parameters in the first step, no longer when it is made")
     def test_adamw_where_there_is_no_fused_one(self) -> None:
         optimizer = make_optimizer(None, 0.5, [nn.Parameter(torch.ones(2, dtype=torch.complex64))])
         assert type(optimizer) is torch.optim.AdamW
@@ -321,16 +319,17 @@ class TestTrainableParameters:
         model[1].weight.requires_grad_(False)
         model[2].weight = model[1].weight
         model[2].bias = model[0].bias
-        found = trainable_parameters(model)
+        found = trainable_parameters(model, [model])
         assert [id(p) for p in found] == [id(p) for p in (model[0].weight, model[0].bias, model[1].bias)]
 
     def test_refuses(self) -> None:
+        frozen = nn.Linear(2, 2).requires_grad_(False)
         with pytest.raises(NoTrainableParametersError, match="model='Linear'") as caught:
-            trainable_parameters(nn.Linear(2, 2).requires_grad_(False))
+            trainable_parameters(frozen, [frozen])
         assert isinstance(caught.value, ArgumentError)
         for model in (nn.Linear, None, lambda inputs: inputs):
             with pytest.raises(ArgumentTypeError, match=r"expected a torch\.nn\.Module"):
-                trainable_parameters(model)
+                trainable_parameters(model, [])
 
 
 class TestTakeStep:
@@ -341,7 +340,7 @@ class TestTakeStep:
 
     def test_steps(self) -> None:
         parameter, optimizer = self.trained(1.0)
-        assert take_step(optimizer, None, 1, memory_of(torch.device("cpu"))) is None
+        assert take_step(optimizer, None, 1, memory_of(torch.device("cpu")), 2**20) is None
         assert parameter.tolist() == [0.5, 0.5]
 
     @pytest.mark.parametrize(("factor", "reason"), [(1.0, None), (float("inf"), "overflowed at a loss scale of 1024")])
@@ -350,7 +349,7 @@ class TestTakeStep:
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
         scaler.scale((parameter * factor).sum()).backward()
         scaler.unscale_(optimizer)
-        found = take_step(optimizer, scaler, 1, memory_of(torch.device("cpu")))
+        found = take_step(optimizer, scaler, 1, memory_of(torch.device("cpu")), 2**20)
         if reason is None:
             assert (found, parameter.tolist(), scaler.get_scale()) == (None, [0.5, 0.5], 1024.0)
         else:
@@ -367,7 +366,7 @@ class TestTakeStep:
                 oom_at(1),
                 pytest.raises(OptimizerOutOfMemoryError, match="SGD.step ran out of memory in step 9") as caught,
             ):
-                take_step(optimizer, None, 9, memory)
+                take_step(optimizer, None, 9, memory, 2**20)
             assert (caught.value.step, caught.value.limit_bytes) == (9, 2**20)
             assert caught.value.peak_bytes == device.peak >= kept.nbytes
         assert caught.value.__cause__ is None
@@ -381,4 +380,4 @@ class TestTakeStep:
 
         optimizer.step = fail  # type: ignore[assignment, method-assign]
         with pytest.raises(KeyError):
-            take_step(optimizer, None, 1, memory_of(torch.device("cpu")))
+            take_step(optimizer, None, 1, memory_of(torch.device("cpu")), 2**20)

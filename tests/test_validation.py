@@ -22,6 +22,7 @@ from autoaccum.events import Event, OutOfMemory, Validated
 from autoaccum.losses import loss_function
 from autoaccum.memory import memory_of
 from autoaccum.precision import autocast
+from autoaccum.testing import simulated_memory
 from autoaccum.validation import Validator
 from tests.models import classes, mlp, noisy, same, state_of
 
@@ -38,11 +39,12 @@ def validator(model: nn.Module, data: Any, **options: Any) -> tuple[Validator, l
         "autocast": nullcontext,
         "device": CPU,
         "memory": memory_of(CPU),
-        "limit_bytes": 12345,
+        "limit_bytes": 2**60,
+        "target_bytes": 2**60,
         "emit": events.append,
     }
     source = open_source(data, seed=0, shuffle=False, device=CPU)
-    return Validator(model, source, **{**arguments, **options}), events
+    return Validator(model, [model], source, **{**arguments, **options}), events
 
 
 def validated(model: nn.Module, data: Any, micro_batch: int = 4, **options: Any) -> Validated:
@@ -92,7 +94,8 @@ class TestLoss:
         model, data = mlp(torch.float64), classes(11, torch.float64)
         report = validated(model, data, micro_batch)
         assert report.loss == pytest.approx(cross_entropy(model(data[0]), data[1]).item(), rel=1e-12)
-        assert (report.step, report.epoch, report.num_samples, report.micro_batch) == (7, 3, 11, micro_batch)
+        assert (report.step, report.epoch, report.num_samples) == (7, 3, 11)
+        assert report.micro_batch == min(micro_batch, 4)  # it has grown 1, 2, 4 when the samples end
 
     @pytest.mark.parametrize("micro_batch", [1, 3, 4, 5, 22])
     def test_is_the_mean_over_all_items_where_they_are_counted(self, micro_batch: int) -> None:
@@ -132,7 +135,7 @@ class TestData:
     def test_in_its_own_order_each_sample_once(self) -> None:
         model, data = Watching(), classes(11)
         validated(model, data, 4)
-        assert model.sizes == [4, 4, 3]
+        assert model.sizes == [1, 2, 4, 4]
         assert model.seen == data[0][:, 0].tolist()
 
     def test_a_stream_of_batches(self) -> None:
@@ -140,7 +143,7 @@ class TestData:
         stream = [(inputs[start : start + 7], targets[start : start + 7]) for start in (0, 7, 14)]
         report = validated(model, stream, 5)
         assert report.num_samples == 17
-        assert model.sizes == [5, 5, 5, 2]
+        assert model.sizes == [1, 2, 4, 5, 5]
         assert model.seen == inputs[:, 0].tolist()
         assert report.loss == pytest.approx(cross_entropy(model.net(inputs), targets).item(), rel=1e-6)
 
@@ -176,26 +179,66 @@ class TestMemory:
         run.run(7, 0, 16)
         assert model.seen == data[0][:, 0].tolist()
         assert [event for event in events if isinstance(event, OutOfMemory)] == [
-            OutOfMemory(step=7, phase="validation", micro_batch=size) for size in (16, 8, 4)
+            OutOfMemory(step=7, phase="validation", micro_batch=4)
         ]
         assert isinstance(events[-1], Validated)
-        assert events[-1].micro_batch == 2
+        assert events[-1].micro_batch == 3
         assert events[-1].loss == pytest.approx(cross_entropy(model.net(data[0]), data[1]).item(), rel=1e-6)
 
     def test_keeps_its_own_size_for_later_passes(self) -> None:
         model = Watching(lambda size: size <= 3)
-        run, events = validator(model, classes(6))
+        run, events = validator(model, classes(18))
         run.run(1, 0, 4)
+        del model.sizes[:]
         run.run(2, 1, 4)
         assert [type(event) for event in events] == [OutOfMemory, Validated, Validated]
-        assert model.sizes == [2] * 6
+        assert model.sizes == [3] * 6
 
     def test_one_sample_too_many(self) -> None:
         run, events = validator(Watching(lambda size: False), classes(6))
         with pytest.raises(NothingFitsError, match="validation: a micro-batch of 1") as caught:
             run.run(1, 0, 2)
-        assert (caught.value.micro_batch, caught.value.limit_bytes) == (1, 12345)
-        assert [event.micro_batch for event in events if isinstance(event, OutOfMemory)] == [2, 1]
+        assert (caught.value.micro_batch, caught.value.limit_bytes) == (1, 2**60)
+        assert [event.micro_batch for event in events if isinstance(event, OutOfMemory)] == [1]
+
+    def test_keeps_a_limit_that_nobody_else_keeps(self) -> None:
+        """Samples 30 times as large as training's: the pass begins small, and no size is kept that passes the target."""
+        data = torch.randn(60, 30, 8), torch.randint(0, 3, (60, 30))
+        model = nn.Sequential(nn.Linear(8, 500), nn.Tanh(), nn.Linear(500, 3))
+
+        def loss_of(model: Any, batch: Any) -> torch.Tensor:
+            return cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+
+        with simulated_memory("1GiB") as device:
+            options = {"memory": memory_of(CPU), "limit_bytes": 2**20, "target_bytes": 950_000}
+            run, events = validator(model, data, loss_of=loss_of, **options)
+            run.run(1, 0, 64)
+            assert device.peak <= 2**20
+        assert isinstance(events[-1], Validated)
+        assert events[-1].num_samples == 60
+        assert 1 < events[-1].micro_batch < 10
+
+    def test_a_loss_that_is_a_module_is_evaluated_too(self) -> None:
+        modes = []
+
+        class Loss(nn.Module):
+            def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+                modes.append(self.training)
+                return cross_entropy(outputs, targets)
+
+        loss = Loss()
+        autoaccum.fit(
+            mlp(),
+            classes(4),
+            effective_batch=4,
+            micro_batch=4,
+            loss_fn=loss,
+            validation_data=classes(1),
+            device="cpu",
+            progress=False,
+        )
+        assert modes == [True, False]
+        assert loss.training
 
 
 class TestNoTrace:

@@ -12,7 +12,9 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import autoaccum
-from tests.models import classes, mlp
+from autoaccum import window
+from autoaccum.testing import oom_at, simulated_memory
+from tests.models import classes, mlp, noisy
 
 
 def test_recovery_frees_what_the_failed_forward_held() -> None:
@@ -141,3 +143,144 @@ def test_items_weigh_micro_batches() -> None:
         norms.append((result.history[0].loss, result.history[0].grad_norm))
     assert norms[1] == pytest.approx(norms[0], rel=1e-12)
     assert norms[2] == pytest.approx(norms[0], rel=1e-12)
+
+
+def test_an_oom_while_batches_are_joined_is_replayed() -> None:
+    batches = [classes(5, seed=seed) for seed in range(4)]
+    options: dict[str, Any] = {"effective_batch": 20, "micro_batch": 20, "loss_fn": cross_entropy, "progress": False}
+    trainer = autoaccum.Trainer(mlp(), batches, device="cpu", **options)
+    with oom_at(1):
+        result = trainer.fit()
+    assert (result.num_samples, result.history[0].replays) == (20, 1)
+
+
+def test_an_expanded_buffer_does_not_hinder_a_replay() -> None:
+    class Expanded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = mlp()
+            self.register_buffer("ones", torch.ones(1, 8).expand(4, 8))
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return self.net(inputs * self.ones[0])  # type: ignore[no-any-return]
+
+    trainer = autoaccum.Trainer(
+        Expanded(), classes(8), effective_batch=8, micro_batch=8, loss_fn=cross_entropy, device="cpu", progress=False
+    )
+    with oom_at(10):
+        assert trainer.fit().history[0].replays == 1
+
+
+def test_parameters_added_to_the_optimizer_are_clipped_too() -> None:
+    model = mlp()
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model[2].parameters(), lr=0.0)
+    norms: list[float] = []
+
+    def unfreeze(record: object) -> None:
+        if isinstance(record, autoaccum.StepReport):
+            if record.step == 1:
+                model[0].requires_grad_(True)
+                optimizer.add_param_group({"params": list(model[0].parameters())})
+            norms.append(sum(p.grad.norm().item() ** 2 for p in model.parameters() if p.grad is not None) ** 0.5)
+
+    autoaccum.fit(
+        model,
+        classes(16),
+        effective_batch=8,
+        micro_batch=4,
+        loss_fn=cross_entropy,
+        optimizer=optimizer,
+        clip_norm=1e-3,
+        callbacks=[unfreeze],
+        device="cpu",
+        progress=False,
+    )
+    assert norms == pytest.approx([1e-3, 1e-3], rel=1e-3)
+
+
+def test_parameters_of_the_loss_are_trained() -> None:
+    class Head(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.eye(3))
+
+        def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            return cross_entropy(outputs @ self.weight, targets)
+
+    head = Head()
+    autoaccum.fit(mlp(), classes(8), effective_batch=8, loss_fn=head, device="cpu", progress=False)
+    assert not torch.equal(head.weight, torch.eye(3))
+
+
+def test_batch_norm_sees_no_single_sample_at_a_streams_end() -> None:
+    seen: list[int] = []
+    model = noisy()
+    model.register_forward_pre_hook(lambda module, args: seen.append(len(args[0])))
+    with pytest.warns(autoaccum.AutoaccumWarning, match="BatchNorm"):
+        autoaccum.fit(
+            model, [classes(13)], effective_batch=8, micro_batch=2, loss_fn=cross_entropy, device="cpu", progress=False
+        )
+    assert seen == [2, 2, 2, 2, 3, 2]
+
+
+def test_parameters_of_sixteen_bits_are_announced() -> None:
+    with pytest.warns(autoaccum.AutoaccumWarning, match="The model's parameters are bfloat16"):
+        autoaccum.fit(
+            mlp(torch.bfloat16),
+            classes(8, torch.bfloat16),
+            effective_batch=8,
+            micro_batch=4,
+            loss_fn=cross_entropy,
+            device="cpu",
+            progress=False,
+        )
+
+
+class TestLimitThatNobodyElseKeeps:
+    """``memory_limit`` below what the device would give: passing it raises nothing."""
+
+    def test_a_size_that_passed_the_limit_is_not_used_again(self) -> None:
+        class Jump(nn.Linear):
+            def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+                if len(inputs) > 40:
+                    torch.zeros(3 << 20)  # a workspace of 12 MiB
+                return super().forward(inputs)
+
+        with simulated_memory("1GiB"):
+            result = autoaccum.fit(
+                Jump(8, 3),
+                classes(2048),
+                effective_batch=256,
+                memory_limit="8MiB",
+                loss_fn=cross_entropy,
+                device="cpu",
+                progress=False,
+            )
+        assert max(result.plan.sizes) <= 40
+        assert all(max(report.micro_batches) <= 40 for report in result.history[1:])
+
+    def test_what_the_optimizers_step_takes_does_not_shrink_the_plan(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(window, "READING_INTERVAL", 0)
+        model = nn.Sequential(nn.Linear(8, 512), nn.Linear(512, 512), nn.Linear(512, 3))
+        weights = sum(p.nbytes for p in model.parameters())
+
+        class Hungry(torch.optim.SGD):
+            def step(self, closure: Any = None) -> None:
+                temporaries = [[torch.zeros_like(p) for _ in range(5)] for p in model.parameters()]
+                super().step(closure)
+                del temporaries
+
+        with simulated_memory("1GiB"):
+            result = autoaccum.fit(
+                model,
+                classes(1536),
+                effective_batch=64,
+                memory_limit=7 * weights,
+                loss_fn=cross_entropy,
+                optimizer=Hungry,
+                device="cpu",
+                progress=False,
+            )
+        assert result.history[-1].micro_batches == (64,)
+        assert max(report.peak_bytes for report in result.history) > 6 * weights

@@ -16,7 +16,7 @@ iterable of batches            the batches, cut and joined
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -70,6 +70,8 @@ def open_source(
                 )
         if isinstance(data.dataset, IterableDataset) or data.batch_sampler is None:
             return StreamSource(data, collate=None, seed=seed, device=device)
+        if not hasattr(data.sampler, "__len__") or not hasattr(data.batch_sampler, "__len__"):
+            return StreamSource(_Sampled(data), collate=data.collate_fn, seed=seed, device=device)
         options = {name: getattr(data, name) for name in _LOADER_OPTIONS} if data.num_workers else {}
         return _open_dataset(
             data.dataset,
@@ -85,6 +87,9 @@ def open_source(
         stream: Any = DataLoader(data, batch_size=None, num_workers=num_workers) if num_workers else data
         return StreamSource(stream, collate=collate_fn or default_collate, seed=seed, device=device)
     if isinstance(data, torch.Tensor | tuple | Mapping):
+        if collate_fn is not None:
+            cure = "Tensors are batches already; wrap them in a Dataset to have a collate_fn called on their samples."
+            raise ConflictingArgumentsError("collate_fn", collate_fn, f"tensors as {argument}", cure)
         order = _plain_order(batches.num_samples(data), seed, shuffle, argument)
         return TensorSource(data, order=order, device=device)
     if isinstance(data, Dataset) or _is_dataset(data):
@@ -99,6 +104,9 @@ def open_source(
             budget_bytes=budget_bytes,
         )
     if hasattr(data, "__iter__") and not isinstance(data, str | bytes):
+        if collate_fn is not None:
+            cure = "An iterable, a list too, is one of batches; wrap samples in a Dataset."
+            raise ConflictingArgumentsError("collate_fn", collate_fn, f"an iterable as {argument}", cure)
         if isinstance(data, list) and not data:
             raise EmptyDatasetError(argument, "it is an empty list.")
         return StreamSource(data, collate=None, seed=seed, device=device)
@@ -134,10 +142,24 @@ def _loader_order(loader: DataLoader[Any], seed: int, argument: str) -> Order:
     """The order of a DataLoader's samplers; what its own ``shuffle=`` made is replaced by a seeded one."""
     size = len(loader.dataset)  # type: ignore[arg-type]
     if type(loader.batch_sampler) is not BatchSampler:
-        return Order(size, seed=seed, shuffle=False, sampler=loader.batch_sampler)
+        return Order(size, seed=seed, sampler=loader.batch_sampler, in_batches=True)
     sampler = loader.sampler
     if type(sampler) is SequentialSampler:
         return _plain_order(size, seed, False, argument)
     if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == size:
         return _plain_order(size, seed, True, argument)
-    return Order(size, seed=seed, shuffle=False, sampler=sampler)
+    return Order(size, seed=seed, sampler=sampler)
+
+
+class _Sampled:
+    """The samples that a DataLoader's sampler, which may never end, asks of its dataset; read in this process."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self.dataset = loader.dataset
+        self._in_batches = type(loader.batch_sampler) is not BatchSampler
+        self.sampler: Any = loader.batch_sampler if self._in_batches else loader.sampler
+
+    def __iter__(self) -> Iterator[Any]:
+        for drawn in self.sampler:
+            for index in drawn if self._in_batches else (drawn,):
+                yield self.dataset[index]

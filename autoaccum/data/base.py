@@ -21,11 +21,8 @@ class Window(Protocol):
     def num_samples(self) -> int:
         """Samples; for a stream of unknown length the most there can be."""
 
-    def micro_batch(self, start: int, size: int) -> tuple[int, Any]:
-        """Up to ``size`` samples from position ``start`` of the window, on the device, the caller's to edit.
-
-        Returns how many they are, less only where a stream has ended, and the batch (None for 0 samples).
-        """
+    def micro_batch(self, start: int, size: int) -> Any:
+        """The ``size`` samples from position ``start`` of the window, on the device, the caller's to edit."""
 
 
 class Reader(Protocol):
@@ -54,37 +51,41 @@ class Source(Protocol):
 class Order:
     """Which samples an epoch reads, in which order: a function of (seed, epoch)."""
 
-    def __init__(self, num_samples: int, *, seed: int, shuffle: bool, sampler: Iterable[Any] | None = None) -> None:
-        """``sampler`` yields indices, or lists of them, and takes precedence over ``shuffle``."""
+    def __init__(
+        self, num_samples: int, *, seed: int, shuffle: bool = False, sampler: Any = None, in_batches: bool = False
+    ) -> None:
+        """``sampler`` yields indices, or ``in_batches`` lists of them, and takes precedence over ``shuffle``."""
         self._seed = seed
         self._shuffle = shuffle
         self._sampler = sampler
+        self._in_batches = in_batches
         self.num_samples = num_samples
         if sampler is not None:
-            self.num_samples = len(self(0))
+            self.num_samples = len(self(0)) if in_batches else len(sampler)
 
     def __call__(self, epoch: int) -> torch.Tensor | list[Any]:
         """Indices into the dataset, in the order of that epoch."""
         seed = mix(self._seed, epoch) >> 1
         if self._sampler is not None:
-            return self._draw(self._sampler, epoch, seed)
+            drawn = _draw(self._sampler, epoch, seed)
+            return [index for indices in drawn for index in indices] if self._in_batches else drawn
         if self._shuffle:
             return torch.randperm(self.num_samples, generator=torch.Generator().manual_seed(seed))
         return torch.arange(self.num_samples)
 
-    @staticmethod
-    def _draw(sampler: Any, epoch: int, seed: int) -> list[Any]:
-        if hasattr(sampler, "set_epoch"):
-            sampler.set_epoch(epoch)
-        inner = getattr(sampler, "sampler", None)
-        generators = [g for s in (sampler, inner) if isinstance(g := getattr(s, "generator", None), torch.Generator)]
-        states = [generator.get_state() for generator in generators]
-        with preserved():
-            seed_host(seed)
-            for generator in generators:
-                generator.manual_seed(seed)
-            drawn = list(sampler)
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
-        nested = bool(drawn) and isinstance(drawn[0], list | tuple)
-        return [index for indices in drawn for index in indices] if nested else drawn
+
+def _draw(sampler: Any, epoch: int, seed: int) -> list[Any]:
+    """All that a sampler yields in an epoch, with its generators and the global ones seeded, and put back."""
+    if hasattr(sampler, "set_epoch"):
+        sampler.set_epoch(epoch)
+    inner = getattr(sampler, "sampler", None)
+    generators = [g for s in (sampler, inner) if isinstance(g := getattr(s, "generator", None), torch.Generator)]
+    states = [generator.get_state() for generator in generators]
+    with preserved():
+        seed_host(seed)
+        for generator in generators:
+            generator.manual_seed(seed)
+        drawn = list(sampler)
+    for generator, state in zip(generators, states, strict=True):
+        generator.set_state(state)
+    return drawn

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import signal
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader, default_collate, get_worker_info
 
 from autoaccum import batches
 from autoaccum.data.base import Collate, Order, PlanAt, Reader
-from autoaccum.data.pieces import BATCHES, Item, Pieces, SampleReader, items_form, quietly
+from autoaccum.data.pieces import BATCHES, Item, NextPiece, Pieces, SampleReader, items_form, quietly
+from autoaccum.oom import is_out_of_memory
 from autoaccum.randomness import mix, preserved
 
 
-class _IgnoreInterrupt:
+class _StartWorker:
     """Starts a worker that leaves Ctrl-C to the main process, which ends the run after the window."""
 
     def __init__(self, then: Callable[[int], None] | None) -> None:
@@ -23,6 +25,9 @@ class _IgnoreInterrupt:
 
     def __call__(self, worker: int) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        info = get_worker_info()
+        if info is not None:  # a user's worker_init_fn expects to find the user's dataset there
+            object.__setattr__(info, "dataset", info.dataset.dataset)  # type: ignore[attr-defined]
         if self._then is not None:
             self._then(worker)
 
@@ -74,39 +79,37 @@ class DatasetSource:
             "budget_bytes": self._budget_bytes,
         }
         if self._num_workers:
-            loaded = self._load(epoch, keys, len(indices), plan_at)
-            return Pieces(
-                lambda wished: next(loaded),
-                form=BATCHES,
-                cuttable=self._collate is default_collate,
-                **shared,
-            )
+            next_batch = self._load(epoch, keys, reread, plan_at)
+            return Pieces(next_batch, form=BATCHES, cuttable=self._collate is default_collate, **shared)
 
         position = 0
 
-        def next_items(wished: int) -> list[Item]:
+        def next_items(wished: int) -> tuple[int, list[Item]]:
             nonlocal position
-            if position >= len(indices):
+            if not (wanted := keys(position, position + wished)):
                 raise StopIteration
             with preserved():
-                items = self._reader.__getitems__(keys(position, position + wished))
+                items = self._reader.__getitems__(wanted)
             position += len(items)
-            return items
+            return len(items), items
 
         return Pieces(next_items, form=items_form(quietly(self._reader)), **shared)
 
     def _load(
-        self, epoch: int, keys: Callable[[int, int], list[Any]], num_samples: int, plan_at: PlanAt
-    ) -> Iterator[Any]:
+        self, epoch: int, keys: Callable[[int, int], list[Any]], reread: Callable[[int, int], Any], plan_at: PlanAt
+    ) -> NextPiece:
         """Micro-batches collated by worker processes, ahead of time, cut as the plan stood when they were ordered."""
+        ordered: deque[tuple[int, int]] = deque()  # (first position, last + 1) of those under way
 
         def cuts() -> Iterator[list[Any]]:
             position = 0
-            while position < num_samples:
+            while True:
                 for size in plan_at(position):
-                    if wanted := keys(position, position + size):
-                        yield wanted
-                    position += size
+                    if not (wanted := keys(position, position + size)):
+                        return
+                    ordered.append((position, position + len(wanted)))
+                    position += len(wanted)
+                    yield wanted
 
         options = self._loader_options
         loader: DataLoader[Any] = DataLoader(
@@ -116,9 +119,31 @@ class DatasetSource:
             num_workers=self._num_workers,
             pin_memory=self._device.type != "cpu",
             generator=torch.Generator().manual_seed(mix(self._seed, epoch) >> 1),
-            **{**options, "worker_init_fn": _IgnoreInterrupt(options.get("worker_init_fn"))},
+            **{**options, "worker_init_fn": _StartWorker(options.get("worker_init_fn"))},
         )
-        return iter(loader)
+        iterator = iter(loader)
+        lost = False
+
+        def next_batch(wished: int) -> tuple[int, Any]:
+            nonlocal lost
+            if not lost:
+                try:
+                    batch = next(iterator)
+                except Exception as error:
+                    if not is_out_of_memory(error):
+                        raise
+                    lost = True
+                else:
+                    first, last = ordered.popleft()
+                    return last - first, batch
+            # A worker ran out of the host's memory, and its batch will not come again: it is read here.
+            first, last = ordered[0]
+            batch = reread(first, last)
+            lost = False
+            ordered.popleft()
+            return last - first, batch
+
+        return next_batch
 
     def example(self, num_samples: int) -> Any:
         """The first few samples, repeated and collated."""

@@ -17,25 +17,24 @@ from autoaccum.randomness import mix, preserved, seed_host
 
 Item = tuple[int, int, Any]
 """(epoch, position in the epoch, sample)"""
+NextPiece = Callable[[int], tuple[int, Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
     """What a piece of data is, and so how it is cut, joined and made into a batch."""
 
-    size: Callable[[Any], int]
     take: Callable[[Any, int, int], Any]
     join: Callable[[Sequence[Any]], Any]
     finish: Callable[[Any], Any]
 
 
-BATCHES = Form(size=batches.num_samples, take=batches.take, join=batches.concat, finish=lambda piece: piece)
+BATCHES = Form(take=batches.take, join=batches.concat, finish=lambda piece: piece)
 
 
 def items_form(collate: Callable[[list[Item]], Any]) -> Form:
     """Lists of samples, collated only when a micro-batch is made of them: so any collate_fn sees the final size."""
     return Form(
-        size=len,
         take=lambda piece, start, stop: piece[start:stop],
         join=lambda pieces: [item for piece in pieces for item in piece],
         finish=collate,
@@ -47,7 +46,7 @@ class Pieces:
 
     def __init__(
         self,
-        next_piece: Callable[[int], Any],
+        next_piece: NextPiece,
         *,
         form: Form,
         device: torch.device,
@@ -59,7 +58,8 @@ class Pieces:
         """Set up.
 
         Args:
-            next_piece: (samples wished for) -> the next piece, of any size; StopIteration after the last.
+            next_piece: (samples wished for) -> the next piece, of any size, with its size; StopIteration after the
+                last. When it fails, it can be asked again.
             form: what a piece is.
             device: where micro-batches go.
             num_samples: samples in the pass, when known.
@@ -80,26 +80,23 @@ class Pieces:
         self._position = 0
 
     def window(self, num_samples: int, whole: bool = False) -> Window | None:
-        """See ``Reader``."""
+        """See ``Reader``. A stream is read to the window's end, for nothing else tells how much there is."""
         start = self._position
         self._drop(bisect_right(self._kept, start, key=itemgetter(1)))
-        if self._num_samples is not None:
-            there = min(num_samples, self._num_samples - start)
-        else:
-            there = num_samples if self._cover(start + (num_samples if whole else 1), num_samples) else 0
+        total = self._num_samples
+        if total is None:
+            self._cover(start + num_samples, num_samples)
+            total = self._covered
+        there = min(num_samples, total - start)
         if there < (num_samples if whole else 1):
             return None
         self._position += there
         return _PieceWindow(self, start, there)
 
-    def batch(self, start: int, stop: int) -> tuple[int, Any]:
-        """The samples of positions ``start`` to ``stop``, or as many as there are: (how many, batch on the device)."""
+    def batch(self, start: int, stop: int) -> Any:
+        """The samples of positions ``start`` to ``stop``, on the device."""
         if not self._cover(stop, stop - start):
-            if self._num_samples is not None:
-                raise DataError(f"data: it promised {self._num_samples} samples and ended after {self._covered}.")
-            stop = min(stop, self._covered)
-        if start >= stop:
-            return 0, None
+            raise DataError(f"data: it promised {self._num_samples} samples and ended after {self._covered}.")
         held = self._kept[
             bisect_right(self._kept, start, key=itemgetter(1)) : bisect_left(self._kept, stop, key=itemgetter(0))
         ]
@@ -112,7 +109,7 @@ class Pieces:
             batch = self._reread(start, stop)
         while self._budget_bytes is not None and self._kept_bytes > self._budget_bytes and self._kept[0][1] <= stop:
             self._drop(1)
-        return stop - start, batches.to_device(batch, self._device, copy=True)
+        return batches.to_device(batch, self._device, copy=True)
 
     def _part(self, first: int, last: int, piece: Any, start: int, stop: int) -> Any:
         if start <= first and last <= stop:
@@ -123,10 +120,9 @@ class Pieces:
         """Read on until everything before ``stop`` has arrived; False when the data ends first."""
         while self._covered < stop:
             try:
-                piece = self._next_piece(wished)
+                size, piece = self._next_piece(wished)
             except StopIteration:
                 return False
-            size = self._form.size(piece)
             num_bytes = batches.num_bytes(piece) if self._budget_bytes is not None else 0
             self._kept.append((self._covered, self._covered + size, piece, num_bytes))
             self._kept_bytes += num_bytes
@@ -145,7 +141,7 @@ class _PieceWindow:
     start: int
     num_samples: int
 
-    def micro_batch(self, start: int, size: int) -> tuple[int, Any]:
+    def micro_batch(self, start: int, size: int) -> Any:
         return self.pieces.batch(self.start + start, self.start + start + size)
 
 
@@ -153,7 +149,7 @@ class SampleReader:
     """Reads and collates samples, each under a seed of its own, in this process or in a worker."""
 
     def __init__(self, dataset: Any, collate: Collate, seed: int) -> None:
-        self._dataset = dataset
+        self.dataset = dataset
         self._collate = collate
         self._seed = seed
 
@@ -162,7 +158,7 @@ class SampleReader:
         items = []
         for epoch, position, index in keys:
             seed_host(mix(self._seed, epoch, position))
-            items.append((epoch, position, self._dataset[index]))
+            items.append((epoch, position, self.dataset[index]))
         return items
 
     def __call__(self, items: list[Item]) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import islice
 from typing import Any
 
@@ -10,8 +10,9 @@ import torch
 
 from autoaccum import batches
 from autoaccum.data.base import Collate, PlanAt, Reader
-from autoaccum.data.pieces import BATCHES, Pieces, SampleReader, items_form, quietly
+from autoaccum.data.pieces import BATCHES, NextPiece, Pieces, SampleReader, items_form, quietly
 from autoaccum.errors import DataError, EmptyDatasetError
+from autoaccum.oom import is_out_of_memory
 from autoaccum.randomness import IsolatedRandomness, mix
 
 
@@ -29,26 +30,33 @@ class StreamSource:
 
     def read(self, epoch: int, plan_at: PlanAt) -> Reader:
         """One pass over what the stream yields; the stream draws from random states of its own."""
-        if hasattr(self._stream, "set_epoch"):
-            self._stream.set_epoch(epoch)
+        for part in ("dataset", "sampler"):
+            _set_epoch(getattr(self._stream, part, None), epoch)
+        _set_epoch(self._stream, epoch)
         return Pieces(self._reading(epoch), form=self._form, device=self._device)
 
-    def _reading(self, epoch: int) -> Callable[[int], Any]:
+    def _reading(self, epoch: int) -> NextPiece:
         isolated = IsolatedRandomness(mix(self._seed, epoch))
         with isolated():
             iterator = iter(self._stream)
         position = 0
 
-        def next_piece(wished: int) -> Any:
+        def next_piece(wished: int) -> tuple[int, Any]:
             nonlocal position
-            with isolated():
-                if not self._of_samples:
-                    return next(iterator)
-                items = [(epoch, position + i, sample) for i, sample in enumerate(islice(iterator, wished))]
+            try:
+                with isolated():
+                    if not self._of_samples:
+                        batch = next(iterator)
+                        return batches.num_samples(batch), batch
+                    items = [(epoch, position + i, sample) for i, sample in enumerate(islice(iterator, wished))]
+            except Exception as error:
+                if is_out_of_memory(error):  # an iterator that has failed yields no more: its samples would be lost
+                    raise DataError(f"data: iterating over it ran out of memory ({error}); it cannot go on.") from error
+                raise
             if not items:
                 raise StopIteration
             position += len(items)
-            return items
+            return len(items), items
 
         return next_piece
 
@@ -61,10 +69,14 @@ class StreamSource:
             )
         next_piece = self._reading(0)
         try:
-            piece = next_piece(1)
+            size, piece = next_piece(1)
         except StopIteration:
             raise EmptyDatasetError("data", "iterating over it yields nothing.") from None
-        size = self._form.size(piece)
         repeated = self._form.join([piece] * -(-num_samples // size))
         batch = self._form.finish(self._form.take(repeated, 0, num_samples))
         return batches.to_device(batch, self._device, copy=True)
+
+
+def _set_epoch(part: Any, epoch: int) -> None:
+    if hasattr(part, "set_epoch"):
+        part.set_epoch(epoch)

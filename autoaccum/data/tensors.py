@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from autoaccum import batches
@@ -15,19 +16,26 @@ class TensorSource:
     """A pytree of tensors with one row per sample."""
 
     def __init__(self, tensors: Any, *, order: Order, device: torch.device) -> None:
-        self._leaves, self._spec = batches.flatten(tensors)
+        leaves, self._spec = batches.flatten(tensors)
+        self._leaves = [torch.as_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves]
         # unflatten() costs as much as gathering a small batch; the usual tuple of tensors does without.
-        self._is_tuple = type(tensors) is tuple and len(self._leaves) == len(tensors)
+        self._is_plain = (
+            type(tensors) is tuple
+            and len(leaves) == len(tensors)
+            and all(isinstance(leaf, torch.Tensor) and leaf.ndim for leaf in self._leaves)
+        )
+        self._num_rows = batches.num_samples(tensors)
         self._order = order
         self._device = device
         self.num_samples: int | None = order.num_samples
 
     def gather(self, indices: torch.Tensor) -> Any:
         """The rows at those indices, copied to the device."""
-        rows = [leaf.index_select(0, indices.to(leaf.device)) for leaf in self._leaves]
-        if self._device.type != "cpu":
-            rows = [batches.to_device(row, self._device, copy=False) for row in rows]
-        return tuple(rows) if self._is_tuple else self._spec.unflatten(rows)
+        if self._is_plain:
+            rows = tuple([leaf.index_select(0, indices.to(leaf.device)) for leaf in self._leaves])
+        else:
+            rows = self._spec.unflatten([_rows(leaf, indices) for leaf in self._leaves])
+        return rows if self._device.type == "cpu" else batches.to_device(rows, self._device, copy=False)
 
     def read(self, epoch: int, plan_at: PlanAt) -> Reader:
         """One pass over the rows; gathering is quick enough to prefetch nothing."""
@@ -35,7 +43,15 @@ class TensorSource:
 
     def example(self, num_samples: int) -> Any:
         """The first rows, repeated."""
-        return self.gather(torch.arange(num_samples) % self._leaves[0].shape[0])
+        return self.gather(torch.arange(num_samples) % self._num_rows)
+
+
+def _rows(leaf: Any, indices: torch.Tensor) -> Any:
+    if not batches.has_rows(leaf):
+        return leaf
+    if isinstance(leaf, torch.Tensor):
+        return leaf.index_select(0, indices.to(leaf.device))
+    return type(leaf)([leaf[index] for index in indices.tolist()])
 
 
 @dataclass(slots=True)
@@ -60,6 +76,6 @@ class _TensorWindow:
     first: int
     num_samples: int
 
-    def micro_batch(self, start: int, size: int) -> tuple[int, Any]:
+    def micro_batch(self, start: int, size: int) -> Any:
         first = self.first + start
-        return size, self.source.gather(self.order[first : first + size])
+        return self.source.gather(self.order[first : first + size])

@@ -8,7 +8,17 @@ from typing import Any
 
 from tqdm import tqdm
 
-from autoaccum.events import Finished, Notice, Planned, Record, Replanned, Started, StepReport, Validated
+from autoaccum.events import (
+    Finished,
+    OutOfMemory,
+    Planned,
+    Record,
+    Replanned,
+    Started,
+    StepReport,
+    StepSkipped,
+    Validated,
+)
 from autoaccum.units import format_bytes
 
 
@@ -50,8 +60,10 @@ class ProgressBar:
             self._write(f"epoch {record.epoch}: validation loss {record.loss:.4f}")
         elif isinstance(record, Finished):
             self._finish(record)
-        elif not isinstance(record, Notice):  # a notice is a Python warning already
-            self._write(f"step {record.step}: {record}")
+        elif isinstance(record, StepSkipped):
+            self._write(f"step {record.step}: skipped, for {record.reason}")
+        elif isinstance(record, OutOfMemory) and record.phase == "validation":  # in training a re-plan says it
+            self._write(f"step {record.step}: out of memory in validation at a micro-batch of {record.micro_batch}")
 
     def _step(self, report: StepReport) -> None:
         self._first = self._first or report
@@ -66,9 +78,13 @@ class ProgressBar:
             )
             self._bar.update(report.effective_batch)
 
-    def _finish(self, finished: Finished) -> None:
+    def close(self) -> None:
+        """Leave the bar as it is, also when the run ends in an error."""
         if self._bar is not None:
             self._bar.close()
+
+    def _finish(self, finished: Finished) -> None:
+        self.close()
         if self._first is None or self._last is None:
             return
         seconds = time.perf_counter() - self._started

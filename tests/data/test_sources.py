@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -101,13 +102,11 @@ def read_window(window: Any, micro_batch: int) -> list[tuple[int, list[float]]]:
     pairs: list[tuple[int, list[float]]] = []
     position = 0
     while position < window.num_samples:
-        count, batch = window.micro_batch(position, min(micro_batch, window.num_samples - position))
-        if count == 0:
-            break
-        index, drawn = leaves(batch)
-        assert len(index) == len(drawn) == count
+        size = min(micro_batch, window.num_samples - position)
+        index, drawn = leaves(window.micro_batch(position, size))
+        assert len(index) == len(drawn) == size
         pairs += zip(index.tolist(), drawn.tolist(), strict=True)
-        position += count
+        position += size
     return pairs
 
 
@@ -133,7 +132,7 @@ def test_a_window_can_be_read_again_in_other_sizes(kind: str) -> None:
     windows = []
     while (window := reader.window(8)) is not None:
         first = read_window(window, 4)
-        position_only = window.micro_batch(0, 2)[1]
+        position_only = window.micro_batch(0, 2)
         assert leaves(position_only)[0].tolist() == [index for index, _ in first[:2]]
         assert read_window(window, 3) == first
         windows.append(first)
@@ -145,7 +144,7 @@ def test_editing_a_batch_does_not_reach_what_is_kept(kind: str) -> None:
     window = source_of(kind).read(0, lambda position: [8]).window(8)
     assert window is not None
     first = read_window(window, 8)
-    for leaf in leaves(window.micro_batch(0, 8)[1]):
+    for leaf in leaves(window.micro_batch(0, 8)):
         leaf.zero_()
     assert read_window(window, 8) == first
 
@@ -193,9 +192,9 @@ def test_collate_fn_sees_the_final_micro_batch() -> None:
         source = open_source(Numbers(), seed=0, shuffle=True, device=CPU, collate_fn=padding, num_workers=num_workers)
         window = source.read(0, lambda position: [4, 4]).window(8)
         assert window is not None
-        assert window.micro_batch(0, 4)[1][2].tolist() == [4] * 4
-        assert window.micro_batch(0, 3)[1][2].tolist() == [3] * 3
-        assert window.micro_batch(3, 5)[1][2].tolist() == [5] * 5
+        assert window.micro_batch(0, 4)[2].tolist() == [4] * 4
+        assert window.micro_batch(0, 3)[2].tolist() == [3] * 3
+        assert window.micro_batch(3, 5)[2].tolist() == [5] * 5
 
 
 def test_past_the_budget_samples_are_read_again() -> None:
@@ -244,10 +243,119 @@ def test_a_list_without_tensors_is_cut_with_the_batch() -> None:
     ]
     window = open_source(batches, seed=0, shuffle=True, device=CPU).read(0, lambda position: [6]).window(6)
     assert window is not None
-    _, batch = window.micro_batch(3, 2)
+    batch = window.micro_batch(3, 2)
     assert batch["names"] == ["d", "e"]
     assert batch["scale"] == 2
     assert batch["x"].tolist() == [3.0, 0.0]
+
+
+class Failing(Dataset[Any]):
+    """Runs out of memory once, in whichever process reads sample 5 first."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if index == 5 and not self.mark.exists():
+            self.mark.touch()
+            raise MemoryError
+        return torch.tensor(index), torch.rand(3, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_oom_while_reading_loses_nothing(num_workers: int, tmp_path: Path) -> None:
+    source = open_source(Failing(tmp_path / "mark"), seed=0, shuffle=False, device=CPU, num_workers=num_workers)
+    reader = source.read(0, lambda position: [4] * 2)
+    found = []
+    while (window := reader.window(8)) is not None:
+        try:
+            found += read_window(window, 4)
+        except MemoryError:
+            found += read_window(window, 4)
+    assert [index for index, _ in found] == list(range(N))
+
+
+def test_an_oom_inside_an_iterator_is_no_end_of_data() -> None:
+    def fails() -> Iterator[torch.Tensor]:
+        yield torch.zeros(4)
+        raise MemoryError
+
+    reader = open_source(fails(), seed=0, shuffle=False, device=CPU).read(0, lambda position: [4])
+    with pytest.raises(DataError, match="ran out of memory"):
+        reader.window(8)
+
+
+def test_a_sampler_may_yield_tuples() -> None:
+    class Pairs(Numbers):
+        def __getitem__(self, index: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            return super().__getitem__(index[0] * index[1])
+
+    loader = DataLoader(Pairs(), batch_size=4, sampler=[(3, 1), (4, 2)])  # type: ignore[arg-type]
+    source = open_source(loader, seed=0, shuffle=False, device=CPU)
+    assert source.num_samples == 2
+    assert [index for window in read(source, 0, 8, 3) for index, _ in window] == [3, 8]
+
+
+def test_a_sampler_may_never_end() -> None:
+    class Forever:
+        def __iter__(self) -> Iterator[int]:
+            while True:
+                yield from range(3)
+
+    loader = DataLoader(Numbers(), batch_size=4, sampler=Forever())  # type: ignore[arg-type]
+    source = open_source(loader, seed=0, shuffle=False, device=CPU)
+    assert source.num_samples is None
+    window = source.read(0, lambda position: [4]).window(8)
+    assert window is not None
+    assert [index for index, _ in read_window(window, 4)] == [0, 1, 2, 0, 1, 2, 0, 1]
+
+
+class Opened(Numbers):
+    """A dataset that each worker prepares for itself, as PyTorch's documentation shows."""
+
+    file: Any = None
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self.file is not None
+        return super().__getitem__(index)
+
+
+def open_file(worker: int) -> None:
+    info = torch.utils.data.get_worker_info()
+    assert info is not None
+    info.dataset.file = worker  # type: ignore[attr-defined]
+
+
+def test_worker_init_fn_sees_the_users_dataset() -> None:
+    loader = DataLoader(Opened(), batch_size=4, num_workers=1, worker_init_fn=open_file)
+    windows = read(open_source(loader, seed=0, shuffle=False, device=CPU), 0, 8, 8)
+    assert [len(window) for window in windows] == [8, 8, 7]
+
+
+def test_texts_stay_with_their_samples_when_workers_batches_are_cut() -> None:
+    class Named(Numbers):
+        def __getitem__(self, index: int) -> Any:
+            return torch.tensor(index), f"name {index}"
+
+    source = open_source(Named(), seed=0, shuffle=False, device=CPU, num_workers=1)
+    window = source.read(0, lambda position: [4] * 2).window(8)
+    assert window is not None
+    index, names = window.micro_batch(3, 3)
+    assert index.tolist() == [3, 4, 5]
+    assert list(names) == ["name 3", "name 4", "name 5"]
+
+
+def test_arrays_and_texts_beside_tensors() -> None:
+    data = {"x": np.arange(6.0), "name": [f"name {i}" for i in range(6)], "scale": 2, "zero": torch.tensor(0)}
+    window = open_source(data, seed=0, shuffle=False, device=CPU).read(0, lambda position: [6]).window(6)
+    assert window is not None
+    batch = window.micro_batch(2, 2)
+    assert batch["x"].tolist() == [2.0, 3.0]
+    assert batch["name"] == ["name 2", "name 3"]
+    assert (batch["scale"], batch["zero"].item()) == (2, 0)
 
 
 class TestRefuses:

@@ -149,7 +149,7 @@ def test_every_other_event_is_told_with_its_step_and_facts(shown: Any) -> None:
         StepSkipped(step=6, reason="the gradient overflowed"),
     )
     assert text[0].startswith("step 5: ")
-    assert all(fact in text[0] for fact in ("OutOfMemory", "validation", "64"))
+    assert all(fact in text[0] for fact in ("out of memory", "validation", "64"))
     assert text[1].startswith("step 6: ")
     assert "the gradient overflowed" in text[1]
 
