@@ -54,6 +54,7 @@ class Validator:
         self._target_bytes = target_bytes
         self._emit = emit
         self._history: list[Trial] = []
+        self._released_bytes = 0
 
     def run(self, step: int, epoch: int, training_micro_batch: int) -> None:
         """One pass, in micro-batches that grow up to training's, which fits without a backward if samples are alike."""
@@ -104,10 +105,11 @@ class Validator:
 
     def _try(self, window: Window, position: int, size: int) -> tuple[float, float] | None:
         """(mean loss, items) of a micro-batch; None when it ran out of memory. What it took goes into the history."""
-        known = bounds(self._history)[0]
-        if size > known:
+        is_trial = size > bounds(self._history)[0]
+        if is_trial or self._is_cluttered():
             self._memory.release()
-        if size > known or not self._memory.enforced:
+            self._released_bytes = self._memory.used()
+        if is_trial or not self._memory.enforced:
             self._memory.reset_peak()
         try:
             batch = window.micro_batch(position, size)
@@ -126,9 +128,14 @@ class Validator:
             self._memory.release()
             self._history.append(Trial(micro_batch=size, fits=False))
             return None
-        if size > known or not self._memory.enforced:
+        if is_trial or not self._memory.enforced:
             self._learn(size, self._memory.peak())
         return loss, num_items
+
+    def _is_cluttered(self) -> bool:
+        """Whether what the allocator still holds, where nothing enforces the limit, is a good part of what is free."""
+        free = self._target_bytes - self._released_bytes
+        return not self._memory.enforced and self._memory.used() - self._released_bytes > free / 4
 
     def _learn(self, size: int, peak_bytes: int) -> None:
         """One sample may use the headroom; nothing may pass the limit."""

@@ -28,7 +28,7 @@ CONTEXT = 128
 VALIDATION_CROPS = 512
 
 
-def read_text(max_chars: int = 4_000_000) -> str:
+def read_text(max_chars: int = 3_000_000) -> str:
     """The top-level modules of the standard library, one after the other."""
     modules = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     text = "".join(module.read_text(encoding="utf-8", errors="replace") for module in modules)
