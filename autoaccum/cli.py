@@ -248,9 +248,9 @@ def _plan_document(plan: planner.Plan) -> dict[str, Any]:
 
 
 def _plan_line(plan: planner.Plan) -> str:
-    """One line however many micro-batches there are: ``1 x 86 + 2 x 85 = 256 samples, ...``."""
+    """One line however many micro-batches there are: ``86 x 1 + 85 x 2 = 256 samples, ...``."""
     counts = sorted(Counter(plan.sizes).items(), reverse=True)
-    cut = " + ".join(f"{count} x {size}" for size, count in counts)
+    cut = " + ".join(f"{size} x {count}" for size, count in counts)
     steps, ranks = plan.accumulation_steps, len(plan.ranks)
     return (
         f"{cut} = {plan.effective_batch} samples: {steps} accumulation step{'' if steps == 1 else 's'} "

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,16 +33,36 @@ def loss_function(loss_fn: Callable[[Any, Any], Any] | None, training_step: Call
         return by_loss_fn
     if training_step is not None:
         return lambda model, batch: _checked(training_step(model, batch), "training_step")
-    return lambda model, batch: _checked(_model_loss(call(model, batch)), "the model")
+    return lambda model, batch: _checked(_model_loss(_call_on_batch(model, batch)), "the model")
 
 
 def call(model: Any, inputs: Any) -> Any:
     """The model's outputs for one micro-batch of inputs."""
+    positional, keywords = _arguments(inputs)
+    return model(*positional, **keywords)
+
+
+def _arguments(inputs: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
     if isinstance(inputs, Mapping):
-        return model(**inputs)
-    if isinstance(inputs, tuple | list):
-        return model(*inputs)
-    return model(inputs)
+        return (), inputs
+    return (inputs if isinstance(inputs, tuple | list) else (inputs,)), {}
+
+
+def _call_on_batch(model: Any, batch: Any) -> Any:
+    """``call``, with a word on the loss when the model cannot take a whole batch."""
+    try:
+        return call(model, batch)
+    except TypeError as error:
+        positional, keywords = _arguments(batch)
+        try:
+            inspect.signature(model.forward).bind(*positional, **keywords)
+        except TypeError:
+            raise DataError(
+                f"data: the model was called with all of a batch, {_describe(batch)}, because neither loss_fn nor "
+                f"training_step was given, and cannot take it ({error}). Pass loss_fn=(outputs, targets) -> loss, or a "
+                f"training_step."
+            ) from None
+        raise
 
 
 def _model_loss(outputs: Any) -> Any:

@@ -129,6 +129,9 @@ class Trainer:
             raise ConflictingArgumentsError(
                 "training_step", training_step, "loss_fn", "A training_step computes the whole loss: leave loss_fn out."
             )
+        if getattr(loss_fn, "reduction", "mean") == "sum":
+            cure = "A sum grows with the samples, and with it the gradient: reduce by 'mean', and scale lr instead."
+            raise ArgumentError("loss_fn", loss_fn, "a loss with reduction='mean'", cure)
         self._budget = Budget(epochs=epochs, steps=steps, samples=samples)
         self.effective_batch = effective_batch
         self._drop_last = drop_last
@@ -531,7 +534,8 @@ def _as_function(trainer: Callable[P, Trainer]) -> Callable[P, FitResult]:
         """
         return trainer(*args, **kwargs).fit()
 
-    fit.__signature__ = inspect.signature(trainer)  # type: ignore[attr-defined]
+    signature = inspect.signature(trainer).replace(return_annotation="FitResult")
+    fit.__signature__ = signature  # type: ignore[attr-defined]
     fit.__qualname__ = "fit"
     return fit
 

@@ -224,7 +224,7 @@ def test_without_json_fit_prints_on_standard_error_only(
     assert main(["fit", tiny(), "--effective-batch", "8", "--device", "cpu"]) == 0
     out, err = capsys.readouterr()
     assert out == ""
-    assert "budget: 3 steps, 24 samples" in err
+    assert "done: 3 steps, 24 samples" in err
 
 
 def test_probe_prints_its_trials_the_memory_model_and_the_plan(
@@ -251,7 +251,7 @@ def test_probe_prints_its_trials_the_memory_model_and_the_plan(
     assert any(line.startswith("memory model: ") and line.endswith(" per sample") for line in lines)
     assert "limit: 1.00 MiB" in lines
     assert f"largest micro-batch: {largest}" in lines
-    assert f"x {largest}" in lines[-1] or report["plan"]["sizes"][0] < largest
+    assert f"{largest} x" in lines[-1] or report["plan"]["sizes"][0] < largest
     assert lines[-1].startswith("plan: ")
 
 
@@ -260,12 +260,12 @@ def test_probe_prints_its_trials_the_memory_model_and_the_plan(
     [
         (
             "--effective-batch 256 --max-micro-batch 100",
-            "1 x 86 + 2 x 85 = 256 samples: 3 accumulation steps on 1 rank",
+            "86 x 1 + 85 x 2 = 256 samples: 3 accumulation steps on 1 rank",
         ),
-        ("--effective-batch 8 --max-micro-batch 8", "1 x 8 = 8 samples: 1 accumulation step on 1 rank"),
+        ("--effective-batch 8 --max-micro-batch 8", "8 x 1 = 8 samples: 1 accumulation step on 1 rank"),
         (
             "--effective-batch 256 --max-micro-batch 100 --world-size 4",
-            "4 x 64 = 256 samples: 1 accumulation step on each of 4 ranks",
+            "64 x 4 = 256 samples: 1 accumulation step on each of 4 ranks",
         ),
     ],
 )

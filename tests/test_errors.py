@@ -195,6 +195,12 @@ CASES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         errors.ArgumentError,
         "micro_batch=1: expected an int of at least 2.*BatchNorm",
     ),
+    "loss is a sum": ({"loss_fn": nn.CrossEntropyLoss(reduction="sum")}, errors.ArgumentError, "reduction='mean'"),
+    "loss_fn forgotten": (
+        {"loss_fn": None},
+        errors.DataError,
+        "neither loss_fn nor training_step was given.*Pass loss_fn",
+    ),
     "no plans": ({"micro_batch": []}, errors.ArgumentError, "micro_batch="),
     "seed too large": ({"seed": 2**70}, errors.ArgumentError, "seed="),
     "collate_fn beside a loader": (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
 from typing import Any
@@ -511,6 +512,12 @@ class TestEnd:
         assert [record for record in seen if not isinstance(record, StepReport)] == list(result.events)
         assert isinstance(seen[0], Started)
         assert isinstance(seen[-1], Finished)
+
+
+def test_fit_shows_the_trainers_signature() -> None:
+    fit_parameters = inspect.signature(autoaccum.fit).parameters
+    assert fit_parameters == inspect.signature(autoaccum.Trainer).parameters
+    assert inspect.signature(autoaccum.fit).return_annotation == "FitResult"
 
 
 def test_the_run_is_a_function_of_the_seed() -> None:

@@ -50,8 +50,8 @@ class ProgressBar:
             )
         elif isinstance(record, Planned):
             self._plan = record.sizes
-            predicted = "" if record.predicted_bytes is None else f", {format_bytes(record.predicted_bytes)} predicted"
-            self._write(f"plan: {cut_text(record.sizes)}{predicted} of {format_bytes(record.limit_bytes)}")
+            predicted = "" if record.predicted_bytes is None else f"{format_bytes(record.predicted_bytes)} predicted, "
+            self._write(f"plan: {cut_text(record.sizes)}; {predicted}limit {format_bytes(record.limit_bytes)}")
         elif isinstance(record, Replanned):
             self._plan = record.new
             self._write(f"step {record.step}: {record.reason}: {cut_text(record.old)} -> {cut_text(record.new)}")
@@ -92,7 +92,8 @@ class ProgressBar:
         validated = "" if self._validated is None else f"; validation {self._validated.loss:.4f}"
         replays = f"{self._replays} replay{'' if self._replays == 1 else 's'}"
         self._write(
-            f"{finished.reason}: {finished.step} steps, {samples} samples in {seconds:.1f} s "
+            f"{'done' if finished.reason == 'budget' else finished.reason}: {finished.step} "
+            f"step{'' if finished.step == 1 else 's'}, {samples} samples in {seconds:.1f} s "
             f"({samples / seconds:.0f} samples/s)\n"
             f"loss {self._first.loss:.4f} -> {self._last.loss:.4f}{validated}\n"
             f"micro-batches {cut_text(self._plan or self._last.micro_batches)}, {replays}, "
@@ -108,7 +109,7 @@ def cut_text(sizes: tuple[int, ...]) -> str:
     """Sizes as micro-batch x accumulation steps.
 
     >>> cut_text((64, 64, 64)), cut_text((86, 85, 85)), cut_text((1, 2, 4, 1))
-    ('64 x 3', '86..85 x 3', '4..1 x 4')
+    ('64 x 3', '85-86 x 3', '1-4 x 4')
     """
     largest, smallest = max(sizes), min(sizes)
-    return f"{largest}{'' if smallest == largest else f'..{smallest}'} x {len(sizes)}"
+    return f"{'' if smallest == largest else f'{smallest}-'}{largest} x {len(sizes)}"

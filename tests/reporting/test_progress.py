@@ -94,12 +94,12 @@ def test_the_bar_of_data_of_unknown_length_counts(shown: Any) -> None:
 
 
 def test_uneven_micro_batches_are_shown_as_a_range(shown: Any) -> None:
-    assert ", 3..2 x 3, " in shown(started(), WINDOWS[0], FINISHED)[0]
+    assert ", 2-3 x 3, " in shown(started(), WINDOWS[0], FINISHED)[0]
 
 
 def test_the_summary_tells_counts_losses_plan_replays_and_peak(shown: Any) -> None:
     first, second, third = shown(started(), *WINDOWS, FINISHED)[1:]
-    assert re.fullmatch(r"budget: 3 steps, 20 samples in \d+\.\d s \(\d+ samples/s\)", first)
+    assert re.fullmatch(r"done: 3 steps, 20 samples in \d+\.\d s \(\d+ samples/s\)", first)
     assert second == "loss 2.0000 -> 0.6667"
     assert third == "micro-batches 2 x 2, 2 replays, peak 5.00 MiB of 1.00 GiB"
 
@@ -109,7 +109,7 @@ def test_the_summary_tells_the_plan_rather_than_the_last_windows_cut(shown: Any)
     replanned = Replanned(step=2, old=(4, 4), new=(3, 3, 2), reason="out of memory")
     one = report(2, (2,), replays=1)
     assert "micro-batches 4 x 2, 1 replay, " in shown(started(), planned, one, FINISHED)[-1]
-    assert "micro-batches 3..2 x 3, 1 replay, " in shown(started(), planned, replanned, one, FINISHED)[-1]
+    assert "micro-batches 2-3 x 3, 1 replay, " in shown(started(), planned, replanned, one, FINISHED)[-1]
 
 
 def test_the_summary_tells_the_last_validation_and_the_reason(shown: Any) -> None:
@@ -136,9 +136,9 @@ def test_plans_and_replans_are_lines_of_their_own(shown: Any) -> None:
         Replanned(step=12, old=(86, 85, 85), new=(43, 43, 43, 43, 42, 42), reason="out of memory"),
     )
     assert text[:3] == [
-        "plan: 100..56 x 3, 1.50 GiB predicted of 2.00 GiB",
-        "plan: 8 x 1 of 1.00 GiB",
-        "step 12: out of memory: 86..85 x 3 -> 43..42 x 6",
+        "plan: 56-100 x 3; 1.50 GiB predicted, limit 2.00 GiB",
+        "plan: 8 x 1; limit 1.00 GiB",
+        "step 12: out of memory: 85-86 x 3 -> 42-43 x 6",
     ]
 
 
@@ -175,7 +175,7 @@ def test_a_file_is_written_to_rarely(is_terminal: bool, seconds: float, monkeypa
 
 @pytest.mark.parametrize(
     ("sizes", "text"),
-    [((64, 64, 64), "64 x 3"), ((86, 85, 85), "86..85 x 3"), ((1, 2, 4, 1), "4..1 x 4"), ((7,), "7 x 1")],
+    [((64, 64, 64), "64 x 3"), ((86, 85, 85), "85-86 x 3"), ((1, 2, 4, 1), "1-4 x 4"), ((7,), "7 x 1")],
 )
 def test_cut_text(sizes: tuple[int, ...], text: str) -> None:
     assert cut_text(sizes) == text
@@ -200,9 +200,9 @@ def test_of_a_run(progress: bool, capsys: pytest.CaptureFixture[str]) -> None:
         assert captured.err == ""
         return
     text = lines(captured.err)
-    assert text[0].startswith("plan: 3..2 x 3 of ")
+    assert text[0].startswith("plan: 2-3 x 3; ")
     assert text[1].startswith("epoch 0: validation loss ")
     assert "| 20/20 [" in text[2]
-    assert text[3].startswith("budget: 3 steps, 20 samples in ")
+    assert text[3].startswith("done: 3 steps, 20 samples in ")
     assert text[4].startswith(f"loss {result.history[0].loss:.4f} -> {result.history[-1].loss:.4f}; validation ")
-    assert text[5].startswith("micro-batches 3..2 x 3, 0 replays, peak ")
+    assert text[5].startswith("micro-batches 2-3 x 3, 0 replays, peak ")
