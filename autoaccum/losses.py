@@ -8,7 +8,14 @@ from typing import Any
 
 import torch
 
-from autoaccum.errors import DataError, LossWithoutGradError, NonScalarLossError
+from autoaccum.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    ConflictingArgumentsError,
+    DataError,
+    LossWithoutGradError,
+    NonScalarLossError,
+)
 
 LossOf = Callable[[Any, Any], torch.Tensor]
 """(model, batch) -> scalar loss, the mean over the batch's items"""
@@ -19,7 +26,22 @@ def loss_function(loss_fn: Callable[[Any, Any], Any] | None, training_step: Call
 
     A model is called with a mapping's values as keywords, a tuple's or list's as positional arguments, and anything
     else as its one argument.
+
+    Raises:
+        ConflictingArgumentsError: both functions are given.
+        ArgumentTypeError: one is no function.
+        ArgumentError: ``loss_fn`` says that it sums.
     """
+    for name, function in (("loss_fn", loss_fn), ("training_step", training_step)):
+        if function is not None and not callable(function):
+            raise ArgumentTypeError(name, function, "a function")
+    if loss_fn is not None and training_step is not None:
+        raise ConflictingArgumentsError(
+            "training_step", training_step, "loss_fn", "A training_step computes the whole loss: leave loss_fn out."
+        )
+    if getattr(loss_fn, "reduction", "mean") == "sum":
+        cure = "A sum grows with the samples, and with it the gradient: reduce by 'mean', and scale lr instead."
+        raise ArgumentError("loss_fn", loss_fn, "a loss with reduction='mean'", cure)
     if loss_fn is not None:
 
         def by_loss_fn(model: Any, batch: Any) -> torch.Tensor:

@@ -71,9 +71,3 @@ def cut(num_samples: int, max_micro_batch: int, min_micro_batch: int = 1) -> tup
     in micro-batches of 2 and none of 1 are (3, 2).
     """
     return near_equal(num_samples, max(1, min(-(-num_samples // max_micro_batch), num_samples // min_micro_batch)))
-
-
-def window_sizes(num_samples: int, effective_batch: int, *, drop_last: bool = False) -> tuple[int, int]:
-    """How one pass over the data falls into windows: (full windows, samples of the short last one or 0)."""
-    full, short = divmod(num_samples, effective_batch)
-    return full, 0 if drop_last else short

@@ -17,7 +17,7 @@ from autoaccum.costs import MemoryModel, TimeModel, Trial, fit_memory_model, fit
 from autoaccum.coupling import smallest_micro_batch
 from autoaccum.data import Source, open_source
 from autoaccum.devices import find_device
-from autoaccum.errors import ConflictingArgumentsError, LimitBelowModelError, NothingFitsError
+from autoaccum.errors import LimitBelowModelError, NothingFitsError
 from autoaccum.losses import LossOf, loss_function
 from autoaccum.memory import Memory, memory_of
 from autoaccum.oom import is_out_of_memory
@@ -97,8 +97,7 @@ def probe(
     >>> report.max_micro_batch, report.plan.sizes
     (8, (8,))
     """
-    if loss_fn is not None and training_step is not None:
-        raise ConflictingArgumentsError("training_step", training_step, "loss_fn", "Leave loss_fn out.")
+    loss_of = loss_function(loss_fn, training_step)
     for name, value in (("effective_batch", effective_batch), ("max_micro_batch", max_micro_batch)):
         if value is not None:
             arguments.positive_int(name, value)
@@ -134,7 +133,6 @@ def probe(
         if ran_out or memory.used() > limit:
             raise LimitBelowModelError(needed_bytes=max(memory.used(), limit + 1), limit_bytes=limit)
         context = autocast(precision, on)
-        loss_of = loss_function(loss_fn, training_step)
         smallest = smallest_micro_batch(modules)
         while size := next_trial(
             history,

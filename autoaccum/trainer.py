@@ -24,7 +24,6 @@ from autoaccum.errors import (
     ArgumentError,
     ArgumentTypeError,
     AutoaccumWarning,
-    ConflictingArgumentsError,
     EmptyDatasetError,
     LimitBelowModelError,
     NonFiniteLossError,
@@ -125,20 +124,13 @@ class Trainer:
             arguments.number_between("lr", lr, 0)
         if max_micro_batch is not None:
             arguments.positive_int("max_micro_batch", max_micro_batch)
-        if loss_fn is not None and training_step is not None:
-            raise ConflictingArgumentsError(
-                "training_step", training_step, "loss_fn", "A training_step computes the whole loss: leave loss_fn out."
-            )
-        if getattr(loss_fn, "reduction", "mean") == "sum":
-            cure = "A sum grows with the samples, and with it the gradient: reduce by 'mean', and scale lr instead."
-            raise ArgumentError("loss_fn", loss_fn, "a loss with reduction='mean'", cure)
+        if num_items is not None and not callable(num_items):
+            raise ArgumentTypeError("num_items", num_items, "a function")
+        loss_of = loss_function(loss_fn, training_step)
         self._budget = Budget(epochs=epochs, steps=steps, samples=samples)
         self.effective_batch = effective_batch
         self._drop_last = drop_last
         self._plans = arguments.recorded_plans(micro_batch)
-        for name, function in (("loss_fn", loss_fn), ("training_step", training_step), ("num_items", num_items)):
-            if function is not None and not callable(function):
-                raise ArgumentTypeError(name, function, "a function")
         callbacks = arguments.functions("callbacks", callbacks)
         modules = [m for m in (model, loss_fn, training_step) if isinstance(m, nn.Module)]
         parameters = trainable_parameters(model, modules)
@@ -206,8 +198,8 @@ class Trainer:
             largest=min(fixed, max_micro_batch or fixed),
             smallest=smallest,
         )
+        watch = self.limit_bytes < total_bytes or not self.memory.enforced
         step_model: Any = torch.compile(model) if compile else model
-        loss_of = loss_function(loss_fn, training_step)
         context = autocast(precision, self.device)
         self._runner = WindowRunner(
             model=step_model,
@@ -220,7 +212,7 @@ class Trainer:
             scaler=torch.amp.GradScaler(self.device.type) if precision == "fp16" else None,
             device=self.device,
             memory=self.memory,
-            watch=self.limit_bytes < total_bytes or not self.memory.enforced,
+            watch=watch,
             tuner=self.tuner,
             emit=self._emit,
         )
@@ -249,6 +241,7 @@ class Trainer:
                 memory=self.memory,
                 limit_bytes=self.limit_bytes,
                 target_bytes=self.tuner.target_bytes,
+                watch=watch,
                 emit=self._emit,
             )
 

@@ -39,9 +39,11 @@ class Validator:
         memory: Memory,
         limit_bytes: int,
         target_bytes: int,
+        watch: bool,
         emit: Callable[[Event], None],
     ) -> None:
-        """Set up: ``modules`` are put into eval mode; no size is kept whose peak passes ``target_bytes``."""
+        """Set up: ``modules`` are put into eval mode; no size is kept whose peak passes ``target_bytes``, which with
+        ``watch`` nobody but us enforces."""
         self._model = model
         self._modules = list({id(m): m for root in modules for m in root.modules()}.values())
         self._source = source
@@ -52,6 +54,7 @@ class Validator:
         self._memory = memory
         self._limit_bytes = limit_bytes
         self._target_bytes = target_bytes
+        self._watch = watch
         self._emit = emit
         self._history: list[Trial] = []
         self._released_bytes = 0
@@ -109,7 +112,7 @@ class Validator:
         if is_trial or self._is_cluttered():
             self._memory.release()
             self._released_bytes = self._memory.used()
-        if is_trial or not self._memory.enforced:
+        if is_trial or self._watch:
             self._memory.reset_peak()
         try:
             batch = window.micro_batch(position, size)
@@ -128,14 +131,14 @@ class Validator:
             self._memory.release()
             self._history.append(Trial(micro_batch=size, fits=False))
             return None
-        if is_trial or not self._memory.enforced:
+        if is_trial or self._watch:
             self._learn(size, self._memory.peak())
         return loss, num_items
 
     def _is_cluttered(self) -> bool:
         """Whether what the allocator still holds, where nothing enforces the limit, is a good part of what is free."""
         free = self._target_bytes - self._released_bytes
-        return not self._memory.enforced and self._memory.used() - self._released_bytes > free / 4
+        return self._watch and self._memory.used() - self._released_bytes > free / 4
 
     def _learn(self, size: int, peak_bytes: int) -> None:
         """One sample may use the headroom; nothing may pass the limit."""

@@ -16,6 +16,12 @@ def mlp(dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3)).to(dtype)
 
 
+def wide(width: int = 1000) -> nn.Module:
+    """Activations, ``width`` floats a sample and layer, that fill a small device."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Linear(width, 3))
+
+
 def noisy(seed: int = 0) -> nn.Module:
     """Everything that a replay has to put back: dropout's random states and BatchNorm's buffers."""
     torch.manual_seed(seed)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 
-from autoaccum.errors import DataError, LossError, LossWithoutGradError, NonScalarLossError
+from autoaccum.errors import ConflictingArgumentsError, DataError, LossError, LossWithoutGradError, NonScalarLossError
 from autoaccum.losses import call, loss_function
 
 
@@ -87,11 +87,9 @@ class TestForms:
         assert seen[0] is model
         assert seen[1] is batch
 
-    def test_loss_fn_comes_before_training_step(self) -> None:
-        def never(model: Any, batch: Any) -> torch.Tensor:
-            raise AssertionError
-
-        assert loss_function(lambda outputs, targets: outputs, never)(Recorder(), (1, 2)).item() == 6.0
+    def test_not_both(self) -> None:
+        with pytest.raises(ConflictingArgumentsError, match="at most one of training_step and loss_fn"):
+            loss_function(lambda outputs, targets: outputs, lambda model, batch: model(batch))
 
     def test_the_models_own_loss(self) -> None:
         loss = nn.Parameter(torch.tensor(7.0)) * 1

@@ -16,12 +16,7 @@ from torch.nn.functional import cross_entropy
 import autoaccum
 from autoaccum import errors
 from autoaccum.testing import simulated_memory
-from tests.models import classes, noisy
-
-
-def wide(width: int = 1000) -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Linear(width, 3))
+from tests.models import classes, noisy, wide
 
 
 def probe(model: nn.Module, data: Any = None, **options: Any) -> autoaccum.ProbeReport:
@@ -129,6 +124,8 @@ class TestAnswer:
             ({"headroom": -0.1}, errors.ArgumentError),
             ({"precision": "fp8"}, errors.ArgumentError),
             ({"training_step": print}, errors.ConflictingArgumentsError),
+            ({"loss_fn": "ce"}, errors.ArgumentTypeError),
+            ({"loss_fn": nn.CrossEntropyLoss(reduction="sum")}, errors.ArgumentError),
             ({"device": "gpu"}, errors.UnknownDeviceError),
         ],
     )

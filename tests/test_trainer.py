@@ -29,7 +29,7 @@ from autoaccum.events import (
     Validated,
 )
 from autoaccum.testing import oom_at, simulated_memory
-from tests.models import classes, mlp, noisy, same, state_of
+from tests.models import classes, mlp, noisy, same, state_of, wide
 
 pytestmark = pytest.mark.filterwarnings("ignore:The model holds 1 BatchNorm")
 
@@ -265,22 +265,9 @@ class TestPrecision:
 
     def test_fp16_replays_exactly_while_unscaling(self) -> None:
         """An OOM after the gradients were unscaled must not leave the scaler believing that they still are."""
-        plain = autoaccum.Trainer(
-            noisy(),
-            classes(20),
-            effective_batch=8,
-            micro_batch=8,
-            loss_fn=cross_entropy,
-            device="cpu",
-            progress=False,
-            precision="fp16",
-            clip_norm=0.1,
-        )
-        with oom_at(None) as counter:
-            plain.fit()
-        replayed = 0
-        for operation in range(1, counter.operations + 1, 7):
-            trainer = autoaccum.Trainer(
+
+        def half() -> autoaccum.Trainer:
+            return autoaccum.Trainer(
                 noisy(),
                 classes(20),
                 effective_batch=8,
@@ -291,6 +278,12 @@ class TestPrecision:
                 precision="fp16",
                 clip_norm=0.1,
             )
+
+        with oom_at(None) as counter:
+            half().fit()
+        replayed = 0
+        for operation in range(1, counter.operations + 1, 7):
+            trainer = half()
             try:
                 with oom_at(operation):
                     result = trainer.fit()
@@ -323,24 +316,17 @@ class TestPlans:
         assert "1 BatchNorm layer" in notices[0].cause
 
     def test_finds_the_limit_without_losing_a_sample(self) -> None:
-        model = nn.Sequential(nn.Linear(8, 2000), nn.ReLU(), nn.Linear(2000, 3))
-        seen: list[int] = []
-
-        def step(model: nn.Module, batch: Any) -> torch.Tensor:
-            return cross_entropy(model(batch[0]), batch[1])
-
         with simulated_memory("3MiB") as memory:
-            result = fit(model, data=classes(2000), training_step=step, effective_batch=500)
-            largest = max(result.plan.sizes)
+            result = fit(wide(2000), data=classes(2000), effective_batch=500)
             assert memory.peak <= memory.limit
+        largest = max(result.plan.sizes)
         assert sizes(result) == [500] * 4
         assert sum(isinstance(event, Planned) for event in result.events) == 1
         assert largest in {size for report in result.history for size in report.micro_batches}
         assert largest > 40
-        del seen
 
     def test_an_oom_is_replayed_smaller_and_told(self) -> None:
-        model = nn.Sequential(nn.Linear(8, 2000), nn.ReLU(), nn.Linear(2000, 3))
+        model = wide(2000)
         with simulated_memory("3MiB"):
             result = fit(model, data=classes(1000), effective_batch=500, micro_batch=500)
         ooms = [event for event in result.events if isinstance(event, OutOfMemory)]
@@ -357,7 +343,7 @@ class TestPlans:
         ]
 
     def test_memory_that_shrinks_in_the_midst_of_a_run(self) -> None:
-        model = nn.Sequential(nn.Linear(8, 2000), nn.ReLU(), nn.Linear(2000, 3))
+        model = wide(2000)
         with simulated_memory("16MiB") as memory:
 
             def shrink(record: Any) -> None:
@@ -385,7 +371,7 @@ class TestPlans:
             assert max(size for report in result.history for size in report.micro_batches) == 5
 
     def test_nothing_fits(self) -> None:
-        model = nn.Sequential(nn.Linear(8, 100_000), nn.ReLU(), nn.Linear(100_000, 3))
+        model = wide(100_000)
         needed = sum(p.nbytes for p in model.parameters()) * 4
         with simulated_memory(needed + 500_000), pytest.raises(NothingFitsError, match="a micro-batch of 1") as caught:
             fit(model)

@@ -41,6 +41,7 @@ def validator(model: nn.Module, data: Any, **options: Any) -> tuple[Validator, l
         "memory": memory_of(CPU),
         "limit_bytes": 2**60,
         "target_bytes": 2**60,
+        "watch": True,
         "emit": events.append,
     }
     source = open_source(data, seed=0, shuffle=False, device=CPU)
@@ -217,6 +218,25 @@ class TestMemory:
         assert isinstance(events[-1], Validated)
         assert events[-1].num_samples == 60
         assert 1 < events[-1].micro_batch < 10
+
+    def test_a_size_that_passed_the_limit_is_given_up(self) -> None:
+        """It had been fine until the samples became larger."""
+
+        class Grows(Watching):
+            def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+                if len(self.seen) >= 20 and len(inputs) > 2:
+                    torch.zeros(3 << 20)  # 12 MiB
+                return super().forward(inputs)
+
+        model = Grows()
+        with simulated_memory("1GiB"):
+            options = {"memory": memory_of(CPU), "limit_bytes": 8 * 2**20, "target_bytes": 7 * 2**20}
+            run, events = validator(model, classes(60), **options)
+            run.run(1, 0, 4)
+        assert model.sizes[:4] == [1, 2, 4, 4]
+        assert max(model.sizes[-8:]) == 2
+        assert len(model.seen) == 60
+        assert [type(event) for event in events] == [Validated]
 
     def test_a_loss_that_is_a_module_is_evaluated_too(self) -> None:
         modes = []
