@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from autoaccum.events import Notice
+from autoaccum.reductions import only_parameters
 
 
 def count_batch_norms(modules: Sequence[nn.Module]) -> int:
@@ -35,3 +38,66 @@ def batch_norm_notices(modules: Sequence[nn.Module]) -> list[Notice]:
         "micro-batch",
     )
     return [notice] if layers else []
+
+
+DEPTH = 60
+"""Operations back from the loss among which a comparison of samples is looked for: it is one of the last."""
+
+
+def couples_samples(loss: torch.Tensor, num_samples: int) -> bool:
+    """Whether a loss compares the samples of a micro-batch with each other, as contrastive losses do.
+
+    That is a product (samples, features) x (features, samples) of two tensors neither of which is made of parameters
+    alone, or a distance between all pairs. To be asked before the backward.
+    """
+    seen: set[Any] = set()
+    queue = [loss.grad_fn]
+    while queue and len(seen) < DEPTH:
+        node: Any = queue.pop(0)
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if _compares(node, num_samples):
+            return True
+        queue.extend(child for child, _ in node.next_functions)
+    return False
+
+
+def _compares(node: Any, num_samples: int) -> bool:
+    name = node.name()
+    if name == "MmBackward0":
+        if any(_is_weight(factor) for factor in (node._saved_self, node._saved_mat2)):
+            return False
+        rows, columns = node._saved_self_sym_sizes[0], node._saved_mat2_sym_sizes[1]
+    elif name == "BmmBackward0":  # einsum's way of multiplying two matrices
+        first, second = node._saved_self, node._saved_mat2
+        if first is None or second is None or len(first) != 1:
+            return False
+        rows, columns = first.shape[1], second.shape[2]
+    elif name == "CdistBackward0":
+        rows, columns = node._saved_x1.shape[-2], node._saved_x2.shape[-2]
+    else:
+        return False
+    # Two views of each sample, or several negatives for each, make multiples.
+    if rows % num_samples or columns % num_samples or max(rows, columns) > 4 * num_samples:
+        return False
+    factors = [child for child, _ in node.next_functions[:2]]
+    if None in factors:  # one side needs no gradient, as a frozen encoder's outputs
+        return bool(rows == columns)
+    return not any(only_parameters(factor) for factor in factors)
+
+
+def _is_weight(factor: torch.Tensor | None) -> bool:
+    """Whether it is a parameter, or a view of one such as its transpose."""
+    return factor is not None and isinstance(factor if factor._base is None else factor._base, nn.Parameter)
+
+
+def coupling_notice() -> Notice:
+    """What to say when windows are cut whose loss compares samples with each other."""
+    return Notice(
+        cause="The loss compares the samples of a batch with each other, as contrastive losses do",
+        consequence="Each sample meets those of its micro-batch only, instead of all in the window: fewer negatives, "
+        "another loss",
+        cure="Give windows the memory to be one micro-batch, or compare with samples that do not come from the batch, "
+        "such as a queue of past ones",
+    )

@@ -30,3 +30,8 @@ def find_device(device: str | torch.device | None) -> torch.device:
         raise UnknownDeviceError(device, available)
     torch.accelerator.set_device_index(found.index)
     return found
+
+
+def is_slow_to_read(device: torch.device) -> bool:
+    """Whether reading a number waits until everything that was asked of the device is done."""
+    return device.type != "cpu"

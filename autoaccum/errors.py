@@ -164,8 +164,8 @@ class NonFiniteLossError(LossError):
         self.loss = loss
         super().__init__(
             f"the loss of the first window is {loss}; no step was taken and the model is as it was. Check the inputs "
-            f"for NaN, the targets for values out of range, and the loss for log(0) or a division by 0; "
-            f"torch.autograd.set_detect_anomaly(True) names the operation."
+            f"for NaN, the targets for values out of range, and the loss for log(0) or a division by 0, as of a mean "
+            f"over nothing; torch.autograd.set_detect_anomaly(True) names the operation."
         )
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from autoaccum.errors import (
-    ArgumentError,
     ArgumentTypeError,
     ConflictingArgumentsError,
     DataError,
@@ -18,7 +17,7 @@ from autoaccum.errors import (
 )
 
 LossOf = Callable[[Any, Any], torch.Tensor]
-"""(model, batch) -> scalar loss, the mean over the batch's items"""
+"""(model, batch) -> scalar loss, a mean or a sum over the batch"""
 
 
 def loss_function(loss_fn: Callable[[Any, Any], Any] | None, training_step: Callable[[Any, Any], Any] | None) -> LossOf:
@@ -30,7 +29,6 @@ def loss_function(loss_fn: Callable[[Any, Any], Any] | None, training_step: Call
     Raises:
         ConflictingArgumentsError: both functions are given.
         ArgumentTypeError: one is no function.
-        ArgumentError: ``loss_fn`` says that it sums.
     """
     for name, function in (("loss_fn", loss_fn), ("training_step", training_step)):
         if function is not None and not callable(function):
@@ -39,9 +37,6 @@ def loss_function(loss_fn: Callable[[Any, Any], Any] | None, training_step: Call
         raise ConflictingArgumentsError(
             "training_step", training_step, "loss_fn", "A training_step computes the whole loss: leave loss_fn out."
         )
-    if getattr(loss_fn, "reduction", "mean") == "sum":
-        cure = "A sum grows with the samples, and with it the gradient: reduce by 'mean', and scale lr instead."
-        raise ArgumentError("loss_fn", loss_fn, "a loss with reduction='mean'", cure)
     if loss_fn is not None:
 
         def by_loss_fn(model: Any, batch: Any) -> torch.Tensor:

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from autoaccum import arguments, randomness
 from autoaccum.budget import Budget
-from autoaccum.coupling import batch_norm_notices, smallest_micro_batch
+from autoaccum.coupling import smallest_micro_batch
 from autoaccum.data import Window, open_source
 from autoaccum.devices import find_device
 from autoaccum.errors import (
@@ -45,7 +45,7 @@ from autoaccum.memory import memory_of
 from autoaccum.oom import is_out_of_memory
 from autoaccum.optimizers import OptimizerLike, allocate_state, make_optimizer, take_step, trainable_parameters
 from autoaccum.planner import Plan
-from autoaccum.precision import Precision, autocast, half_precision_notices
+from autoaccum.precision import Precision, autocast
 from autoaccum.reporting import ProgressBar
 from autoaccum.search import Tuner
 from autoaccum.validation import Validator
@@ -183,7 +183,6 @@ class Trainer:
             failed = False
         self._require_room(parameters, ran_out=failed)
 
-        self._notices = [*batch_norm_notices(modules), *half_precision_notices(parameters)]
         smallest = smallest_micro_batch(modules)
         for name, value in (("micro_batch", micro_batch), ("max_micro_batch", max_micro_batch)):
             if isinstance(value, int) and value < smallest <= self._full_window:
@@ -215,6 +214,7 @@ class Trainer:
             watch=watch,
             tuner=self.tuner,
             emit=self._emit,
+            announce=self._announce,
         )
         self._validator = None
         if hasattr(validation_data, "__next__"):
@@ -235,6 +235,7 @@ class Trainer:
                 modules,
                 source,
                 loss_of=loss_of,
+                of_outputs=loss_fn is not None,
                 num_items=num_items,
                 autocast=context,
                 device=self.device,
@@ -328,8 +329,6 @@ class Trainer:
         if self.step == 0 and gradient.items and not math.isfinite(loss := gradient.loss.item()):
             self._runner.roll_back()
             raise NonFiniteLossError(loss)
-        if len(gradient.sizes) > 1:
-            self._announce_what_is_not_exact()
         self.step += 1
         self.samples_seen += sum(gradient.sizes)
         lr = float(self.optimizer.param_groups[0]["lr"])
@@ -391,12 +390,6 @@ class Trainer:
         model = self.tuner.memory_model
         predicted = None if model is None else model.predict(sizes[0])
         self._emit(Planned(step=self.step, sizes=sizes, predicted_bytes=predicted, limit_bytes=self.limit_bytes))
-
-    def _announce_what_is_not_exact(self) -> None:
-        """Once, when a window has been cut for the first time."""
-        notices, self._notices = self._notices, []
-        for notice in notices:
-            self._announce(notice)
 
     def _announce(self, notice: Notice) -> None:
         self._emit(notice)

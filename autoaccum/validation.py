@@ -10,15 +10,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoaccum import randomness
+from autoaccum import batches, randomness
 from autoaccum.costs import Trial
 from autoaccum.data import Source, Window
-from autoaccum.errors import EmptyDatasetError, NothingFitsError
+from autoaccum.errors import EmptyDatasetError, LossWithoutGradError, NothingFitsError
 from autoaccum.events import Event, OutOfMemory, Validated
 from autoaccum.losses import LossOf
 from autoaccum.memory import Memory
 from autoaccum.oom import is_out_of_memory
 from autoaccum.precision import Autocast
+from autoaccum.reductions import graph_alone, read
 from autoaccum.search import bounds, next_trial
 from autoaccum.weighting import CountItems, count_items
 
@@ -33,6 +34,7 @@ class Validator:
         source: Source,
         *,
         loss_of: LossOf,
+        of_outputs: bool,
         num_items: CountItems | None,
         autocast: Autocast,
         device: torch.device,
@@ -43,8 +45,9 @@ class Validator:
         emit: Callable[[Event], None],
     ) -> None:
         """Set up: ``modules`` are put into eval mode; no size is kept whose peak passes ``target_bytes``, which with
-        ``watch`` nobody but us enforces."""
+        ``watch`` nobody but us enforces. The loss is ``of_outputs`` when the model is only called for them."""
         self._model = model
+        self._of_outputs = of_outputs
         self._modules = list({id(m): m for root in modules for m in root.modules()}.values())
         self._source = source
         self._loss_of = loss_of
@@ -56,6 +59,7 @@ class Validator:
         self._target_bytes = target_bytes
         self._watch = watch
         self._emit = emit
+        self._reads_loss = True
         self._history: list[Trial] = []
         self._released_bytes = 0
 
@@ -68,6 +72,7 @@ class Validator:
             module.training = False
         loss_sum = items = 0.0
         num_samples = largest = 0
+        is_sum = False
         try:
             reader = self._source.read(0, lambda position: (self._size(training_micro_batch),))
             while (window := reader.window(self._size(training_micro_batch))) is not None:
@@ -79,7 +84,7 @@ class Validator:
                         if size == 1:
                             raise self._nothing_fits(None)
                         continue
-                    loss, num_items = outcome
+                    loss, num_items, is_sum = outcome
                     loss_sum += loss * num_items
                     items += num_items
                     position += size
@@ -95,7 +100,7 @@ class Validator:
             Validated(
                 step=step,
                 epoch=epoch,
-                loss=loss_sum / items if items else float("nan"),
+                loss=loss_sum / (1 if is_sum else items) if items else float("nan"),
                 num_samples=num_samples,
                 micro_batch=largest,
                 seconds=time.perf_counter() - started,
@@ -106,8 +111,8 @@ class Validator:
         trial = next_trial(self._history, limit_bytes=self._target_bytes, ceiling=ceiling)
         return min(ceiling, trial or bounds(self._history)[0] or 1)
 
-    def _try(self, window: Window, position: int, size: int) -> tuple[float, float] | None:
-        """(mean loss, items) of a micro-batch; None when it ran out of memory. What it took goes into the history."""
+    def _try(self, window: Window, position: int, size: int) -> tuple[float, float, bool] | None:
+        """(loss, weight, whether it is a sum); None when memory ran out. What it took goes into the history."""
         is_trial = size > bounds(self._history)[0]
         if is_trial or self._is_cluttered():
             self._memory.release()
@@ -115,11 +120,7 @@ class Validator:
         if is_trial or self._watch:
             self._memory.reset_peak()
         try:
-            batch = window.micro_batch(position, size)
-            loss, num_items = 0.0, count_items(self._num_items, batch, size)
-            if num_items:
-                with torch.no_grad(), self._autocast():
-                    loss = self._loss_of(self._model, batch).item()
+            outcome = self._loss(window.micro_batch(position, size), size)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -133,7 +134,32 @@ class Validator:
             return None
         if is_trial or self._watch:
             self._learn(size, self._memory.peak())
-        return loss, num_items
+        return outcome
+
+    def _loss(self, batch: Any, size: int) -> tuple[float, float, bool]:
+        counted = 0.0 if self._num_items is None else float(count_items(self._num_items, batch))
+        if self._num_items is not None and not counted:
+            return 0.0, 0.0, False
+        if self._num_items is None and self._reads_loss:
+            try:
+                with graph_alone(), self._autocast():
+                    loss = self._loss_of(self._outputs if self._of_outputs else self._model, batch)
+            except LossWithoutGradError:  # a metric, in eval mode: nothing tells what it is a mean over
+                self._reads_loss = False
+            else:
+                reduction = read(loss, size)
+                items = float(reduction.items)
+                if reduction.kind == "sum":
+                    return loss.item(), 1.0, True
+                return (loss.item() if items else 0.0), items, False
+        with torch.no_grad(), self._autocast():
+            return self._loss_of(self._model, batch).item(), counted or size, False
+
+    def _outputs(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's, without its graph: the loss makes one of its own, which is all that is read."""
+        with torch.no_grad():
+            leaves, spec = batches.flatten(self._model(*args, **kwargs))
+        return spec.unflatten([_with_grad(leaf) for leaf in leaves])
 
     def _is_cluttered(self) -> bool:
         """Whether what the allocator still holds, where nothing enforces the limit, is a good part of what is free."""
@@ -152,3 +178,9 @@ class Validator:
 
     def _nothing_fits(self, peak_bytes: int | None) -> NothingFitsError:
         return NothingFitsError(phase="validation", micro_batch=1, peak_bytes=peak_bytes, limit_bytes=self._limit_bytes)
+
+
+def _with_grad(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
+        return leaf.detach().requires_grad_()
+    return leaf

@@ -6,38 +6,124 @@ its own, L_j = (1/n_j) sum_{i in j} l_i, so L = sum_j (n_j / N) L_j, and by line
 N is known only when the whole window has been seen. So each micro-batch is weighted with n_j / G, G being a constant
 guess of N, and the accumulated gradient is multiplied once by G / N at the end. With the number of samples as items
 the guess is right and there is nothing to multiply; else it keeps magnitudes where float16 can hold them.
+
+The weights n_j / N sum to one, so a term that does not depend on the batch, such as a penalty on the parameters, is
+counted once. A loss that is a sum, L = sum_j L_j, needs no weights; there a term of that kind is scaled by its node.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from autoaccum.errors import ArgumentError, ArgumentTypeError
+from autoaccum.events import Notice
+from autoaccum.reductions import Count, Reduction
 
 CountItems = Callable[[Any], Any]
 """(micro-batch) -> number of items that the loss averages over: an int, a float or a tensor of one element."""
 
 
-def count_items(num_items: CountItems | None, batch: Any, num_samples: int) -> float:
-    """Items of a micro-batch: its samples, unless the user counts otherwise.
+def count_items(num_items: CountItems, batch: Any) -> Count:
+    """Items of a micro-batch as the user counts them.
 
     Raises:
-        ArgumentError: the user's count is negative, or not a number.
+        ArgumentError: the count is negative, or not a number.
     """
-    if num_items is None:
-        return num_samples
     counted = num_items(batch)
-    accepted = "a function (micro-batch) -> a count of at least 0"
+    if isinstance(counted, torch.Tensor) and counted.numel() == 1 and counted.device.type != "cpu":
+        return counted.detach().reshape(())
     try:
-        items = float(counted)
-    except (TypeError, ValueError, RuntimeError):
-        raise ArgumentTypeError("num_items", counted, accepted) from None
+        return _checked(float(counted))
+    except (TypeError, ValueError, RuntimeError) as error:
+        if isinstance(error, ArgumentError):
+            raise
+        raise ArgumentTypeError("num_items", counted, _ACCEPTED) from None
+
+
+_ACCEPTED = "a function (micro-batch) -> a count of at least 0"
+
+
+def _checked(items: float) -> float:
     if not 0 <= items < float("inf"):
-        raise ArgumentError("num_items", items, accepted)
+        raise ArgumentError("num_items", items, _ACCEPTED)
     return items
+
+
+class Tally:
+    """The items of a window: weights while its micro-batches run, their total at its end."""
+
+    def __init__(self, num_samples: int, *, deferred: bool) -> None:
+        """For a window of ``num_samples``; counts are read at once, or all at its end when ``deferred``."""
+        self._num_samples = num_samples
+        self._deferred = deferred
+        self._counts: list[Count] = []
+        self._guess = 0.0
+        self._is_sum = False
+
+    def weight(self, num_samples: int, reduction: Reduction, dtype: torch.dtype = torch.float32) -> Count:
+        """What the loss of the next micro-batch counts, as a ``dtype`` if it is a tensor; 0 when it has no items."""
+        items = reduction.items
+        if isinstance(items, torch.Tensor) and not (self._deferred and self._guess):
+            items = _checked(items.item())
+        if not self._counts:
+            self._is_sum = reduction.kind == "sum"
+        self._counts.append(items)
+        if self._is_sum:
+            return 1.0
+        if isinstance(items, torch.Tensor):
+            return items.to(dtype) / self._guess
+        self._guess = self._guess or items / num_samples * self._num_samples
+        return items / self._guess if items else 0.0
+
+    def read(self) -> list[float]:
+        """The counts, those that were deferred too."""
+        waiting = [count for count in self._counts if isinstance(count, torch.Tensor)]
+        values = iter(torch.stack(waiting).tolist() if waiting else ())
+        self._counts = [_checked(next(values)) if isinstance(count, torch.Tensor) else count for count in self._counts]
+        return [float(count) for count in self._counts]
+
+    def correction(self) -> float:
+        """What the accumulated gradient has to be multiplied with."""
+        return 1.0 if self._is_sum else self._guess / sum(self.read())
+
+
+@contextmanager
+def counted_once(reduction: Reduction, share: float) -> Iterator[None]:
+    """Within it, a backward counts terms that depend on parameters alone with this share: all of them make one."""
+    handles = [node.register_prehook(lambda grads: tuple(_times(g, share) for g in grads)) for node in reduction.once]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _times(gradient: torch.Tensor | None, factor: float) -> torch.Tensor | None:
+    return None if gradient is None else gradient * factor
+
+
+def doubt_notice(reason: str) -> Notice:
+    """What to say when it does not show how micro-batches add up to their window."""
+    return Notice(
+        cause=f"How the loss averages over a micro-batch cannot be told: {reason}",
+        consequence="Micro-batches may be weighted wrongly, so that the gradient depends on how windows are cut",
+        cure="Pass num_items=(micro-batch) -> how many items its loss is a mean over, or let the loss end in one mean, "
+        "or one sum, over samples",
+    )
+
+
+def penalty_notice() -> Notice:
+    """What to say of terms that depend on parameters alone, beside a sum over samples."""
+    return Notice(
+        cause="The loss is a sum over samples and terms that depend on the parameters alone",
+        consequence="The gradient counts those once a window, but the loss that is reported counts them once a "
+        "micro-batch",
+        cure="Let the loss be a mean, whose report is exact too, or look at its data term alone",
+    )
 
 
 @torch.no_grad()

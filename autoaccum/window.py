@@ -8,22 +8,34 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from autoaccum.coupling import batch_norm_notices, couples_samples, coupling_notice
 from autoaccum.data import Window
-from autoaccum.events import Event, OutOfMemory, Replanned
+from autoaccum.devices import is_slow_to_read
+from autoaccum.events import Event, Notice, OutOfMemory, Replanned
 from autoaccum.losses import LossOf
 from autoaccum.memory import Memory
 from autoaccum.oom import is_out_of_memory
 from autoaccum.planner import cut
+from autoaccum.precision import half_precision_notices
+from autoaccum.reductions import Reduction, doubt, read
 from autoaccum.search import Tuner
 from autoaccum.snapshot import Snapshot
-from autoaccum.weighting import CountItems, count_items, scale_gradients
+from autoaccum.weighting import (
+    CountItems,
+    Tally,
+    count_items,
+    counted_once,
+    doubt_notice,
+    penalty_notice,
+    scale_gradients,
+)
 
 READING_INTERVAL = 0.02
 """Seconds between readings of the memory's peak: one costs as much as several micro-batches of a tiny model."""
@@ -41,6 +53,8 @@ class Gradient:
     """2-norm before clipping; on the device."""
     items: float
     """What the loss is a mean over."""
+    doubts: tuple[Notice, ...] = ()
+    """Why it may not be the gradient of the whole window."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,6 +62,13 @@ class _Failure:
     """An attempt that ran out of memory, in numbers alone: an exception would pin the tensors that must be freed."""
 
     micro_batch: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Emptiness:
+    """An attempt with a micro-batch that turned out to have no items only after its backward: it may have given NaN."""
+
+    sizes: tuple[int, ...]
 
 
 class WindowRunner:
@@ -69,6 +90,7 @@ class WindowRunner:
         watch: bool,
         tuner: Tuner,
         emit: Callable[[Event], None],
+        announce: Callable[[Notice], None],
     ) -> None:
         """Set up.
 
@@ -77,7 +99,7 @@ class WindowRunner:
             modules: whose buffers a forward may change, and whose parameters it gives gradients to.
             optimizer: whose parameters' gradients make up the window's.
             loss_of: (model, micro-batch) -> mean loss.
-            num_items: see ``weighting.count_items``.
+            num_items: (micro-batch) -> what its loss is a mean over; None: it is read off the loss.
             autocast: makes the context of each forward.
             clip_norm: the 2-norm to clip the window's gradient to; None: it is not even measured.
             scaler: for float16; None without it.
@@ -86,6 +108,7 @@ class WindowRunner:
             watch: whether the limit is kept by nobody but us, so that passing it raises no error.
             tuner: says the sizes.
             emit: takes the events.
+            announce: takes what cannot be exact, once.
         """
         self._model = model
         self._optimizer = optimizer
@@ -99,7 +122,15 @@ class WindowRunner:
         self._watch = watch
         self._tuner = tuner
         self._emit = emit
+        self._announce = announce
+        self._announced: set[str] = set()
         self._parameters = [p for module in modules for p in module.parameters()]
+        self._notices = [
+            *batch_norm_notices(modules),
+            *half_precision_notices([p for p in self._parameters if p.requires_grad]),
+        ]
+        self._examining = True  # until a window has been cut, what may couple its samples is looked for
+        self._deferred = is_slow_to_read(device)
         self._snapshot = Snapshot(modules, device)
         self._snapshot.take()  # so that its memory is there before the first window
         self._seeds: dict[tuple[float, torch.dtype], torch.Tensor] = {}
@@ -137,11 +168,18 @@ class WindowRunner:
         replays = 0
         # The recovery is out here because an exception that is being handled pins, through its traceback, the frames
         # of the failed forward, and with them the very tensors that have to go (pytorch/pytorch#18853).
-        while isinstance(outcome := self._attempt(window, sizes), _Failure):
-            replays += 1
+        while not isinstance(outcome := self._attempt(window, sizes), Gradient):
             self.roll_back()
-            sizes = [(size, False) for size in self._shrink(outcome.micro_batch, window.num_samples, step)]
+            if isinstance(outcome, _Emptiness):
+                self._deferred = False
+                new = outcome.sizes
+            else:
+                replays += 1
+                new = self._shrink(outcome.micro_batch, window.num_samples, step)
+            sizes = [(size, False) for size in new]
         self._tuner.committed(max(outcome.sizes))
+        if len(outcome.sizes) > 1:
+            self._say_what_is_not_exact(outcome)
         if measured:
             self._peak_bytes = max(self._peak_so_far, self._memory.peak())
             self._next_reading = time.perf_counter() + READING_INTERVAL
@@ -150,57 +188,103 @@ class WindowRunner:
                 self._keep_limit(outcome.sizes, step)
         return outcome, max(self._peak_bytes, between_bytes), replays
 
-    def _attempt(self, window: Window, sizes: Iterable[tuple[int, bool]]) -> Gradient | _Failure:
+    def _attempt(self, window: Window, sizes: Iterable[tuple[int, bool]]) -> Gradient | _Failure | _Emptiness:
         done: list[int] = []
+        reductions: list[Reduction] = []
+        tally = Tally(window.num_samples, deferred=self._deferred)
         position = size = 0
-        guess = items = 0.0
         loss_sum = None
+        coupled = False
         try:
             for size, is_trial in sizes:
                 started = self._begin_trial() if is_trial else 0.0
                 if self._tight and not is_trial:
                     self._make_room(size)
                 batch = window.micro_batch(position, size)
-                num_items = count_items(self._num_items, batch, size)
-                guess = guess or num_items / size * window.num_samples
-                if num_items:
+                reduction = None if self._num_items is None else Reduction("mean", count_items(self._num_items, batch))
+                if reduction is None or isinstance(reduction.items, torch.Tensor) or reduction.items:
                     with self._autocast():
                         loss = self._loss_of(self._model, batch)
-                    weight = num_items / guess
-                    if loss_sum is None:
-                        wide = torch.promote_types(loss.dtype, torch.float32)
-                        loss_sum = torch.zeros((), dtype=wide, device=loss.device)
-                    loss_sum.add_(loss.detach(), alpha=weight)
-                    if self.scaler is not None:
-                        loss = self.scaler.scale(loss)
-                    torch.autograd.backward(loss, self._seed(weight, loss))
+                    reduction = reduction or read(loss, size)
+                    coupled = coupled or (self._examining and size > 1 and couples_samples(loss, size))
+                    weight = tally.weight(size, reduction, torch.promote_types(loss.dtype, torch.float32))
+                    if isinstance(weight, torch.Tensor) or weight:
+                        loss_sum = self._add(loss_sum, loss, weight)
+                        self._backward(loss, weight, reduction, size / window.num_samples)
                     del loss
+                else:
+                    tally.weight(size, reduction)
                 del batch  # its memory is the next one's
                 if is_trial:
                     self._end_trial(size, started)
-                items += num_items
+                reductions.append(reduction)
                 position += size
                 done.append(size)
             size = max(done)
-            return self._finish(tuple(done), loss_sum, guess, items)
+            counts = tally.read()
+            if loss_sum is None or not sum(counts):
+                return Gradient(sizes=tuple(done), loss=torch.tensor(float("nan")), grad_norm=None, items=0)
+            if self._deferred and not all(counts):
+                return _Emptiness(sizes=tuple(done))
+            return self._finish(tuple(done), loss_sum, tally, self._doubts(done, reductions, coupled))
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             failure = _Failure(micro_batch=size)
         return failure
 
-    def _finish(self, sizes: tuple[int, ...], loss_sum: torch.Tensor | None, guess: float, items: float) -> Gradient:
+    def _add(self, loss_sum: torch.Tensor | None, loss: torch.Tensor, weight: float | torch.Tensor) -> torch.Tensor:
         if loss_sum is None:
-            return Gradient(sizes=sizes, loss=torch.tensor(float("nan")), grad_norm=None, items=0)
-        if guess != items:
-            scale_gradients(self._trained(), guess / items)
-            loss_sum *= guess / items
+            wide = torch.promote_types(loss.dtype, torch.float32)
+            loss_sum = torch.zeros((), dtype=wide, device=loss.device)
+        if isinstance(weight, torch.Tensor):
+            return loss_sum.addcmul_(loss.detach().to(loss_sum.dtype), weight.to(loss_sum.dtype))
+        return loss_sum.add_(loss.detach(), alpha=weight)
+
+    def _backward(self, loss: torch.Tensor, weight: float | torch.Tensor, reduction: Reduction, share: float) -> None:
+        if self.scaler is not None:
+            loss = self.scaler.scale(loss)
+        seed = weight.to(loss) if isinstance(weight, torch.Tensor) else self._seed(weight, loss)
+        with counted_once(reduction, share) if reduction.once else nullcontext():
+            torch.autograd.backward(loss, seed)
+
+    def _finish(
+        self, sizes: tuple[int, ...], loss_sum: torch.Tensor, tally: Tally, doubts: tuple[Notice, ...]
+    ) -> Gradient:
+        correction = tally.correction()
+        if correction != 1:
+            scale_gradients(self._trained(), correction)
+            loss_sum *= correction
         if self.scaler is not None:
             self.scaler.unscale_(self._optimizer)
         grad_norm = None
         if self._clip_norm is not None:
             grad_norm = nn.utils.clip_grad_norm_(self._trained(), self._clip_norm)
-        return Gradient(sizes=sizes, loss=loss_sum, grad_norm=grad_norm, items=items)
+        return Gradient(sizes=sizes, loss=loss_sum, grad_norm=grad_norm, items=sum(tally.read()), doubts=doubts)
+
+    def _doubts(self, sizes: list[int], reductions: list[Reduction], coupled: bool) -> tuple[Notice, ...]:
+        if len(sizes) == 1:
+            return ()
+        reason = doubt(sizes, reductions) if any(reduction.terms for reduction in reductions) else None
+        once = any(reduction.once for reduction in reductions)
+        return tuple(
+            make
+            for applies, make in (
+                (coupled, coupling_notice()),
+                (reason, doubt_notice(reason or "")),
+                (once, penalty_notice()),
+            )
+            if applies
+        )
+
+    def _say_what_is_not_exact(self, gradient: Gradient) -> None:
+        """Once, when a window has been cut for the first time."""
+        self._examining = False
+        notices, self._notices = [*self._notices, *gradient.doubts], []
+        for notice in notices:
+            if notice.consequence not in self._announced:
+                self._announced.add(notice.consequence)
+                self._announce(notice)
 
     def _seed(self, weight: float, loss: torch.Tensor) -> torch.Tensor:
         """What backward starts from: the same as multiplying the loss, without an operation and its backward."""

@@ -195,7 +195,6 @@ CASES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         errors.ArgumentError,
         "micro_batch=1: expected an int of at least 2.*BatchNorm",
     ),
-    "loss is a sum": ({"loss_fn": nn.CrossEntropyLoss(reduction="sum")}, errors.ArgumentError, "reduction='mean'"),
     "loss_fn forgotten": (
         {"loss_fn": None},
         errors.DataError,

@@ -20,8 +20,8 @@ LAYERS: dict[str, str] = {
     "adapters": "sweeps integrations testing",
     "state": "trainer accumulator",
     "mechanism": "window probing validation data checkpoint",
-    "parts": "memory reporting batches coupling devices distributed losses oom optimizers precision randomness snapshot "
-    "weighting",
+    "parts": "memory reporting batches coupling devices distributed losses oom optimizers precision randomness reductions "
+    "snapshot weighting",
     "policy": "planner search costs schedules budget",
     "standard library": "__init__ _version errors events units arguments interrupts",
 }

@@ -24,7 +24,7 @@ from autoaccum.memory import memory_of
 from autoaccum.precision import autocast
 from autoaccum.testing import simulated_memory
 from autoaccum.validation import Validator
-from tests.models import classes, mlp, noisy, same, state_of
+from tests.models import classes, mlp, noisy, same, state_of, wide
 
 CPU = torch.device("cpu")
 IGNORED = -100
@@ -35,6 +35,7 @@ def validator(model: nn.Module, data: Any, **options: Any) -> tuple[Validator, l
     events: list[Event] = []
     arguments: dict[str, Any] = {
         "loss_of": loss_function(cross_entropy, None),
+        "of_outputs": "loss_of" not in options,
         "num_items": None,
         "autocast": nullcontext,
         "device": CPU,
@@ -106,13 +107,50 @@ class TestLoss:
         assert report.loss == pytest.approx(expected, rel=1e-12)
         assert report.num_samples == 22
 
-    def test_weighs_by_items_not_by_samples(self) -> None:
-        """Without the count the same micro-batches give another number, so the test above can fail."""
+    @pytest.mark.parametrize("of_outputs", [True, False])
+    def test_items_are_read_off_the_loss(self, of_outputs: bool) -> None:
         model, data = mlp(torch.float64), with_ignored(22)
-        keep = torch.arange(22) >= 8  # leave out micro-batches without an item, whose mean is NaN
-        data = data[0][keep], data[1][keep]
-        plain, counted = (validated(model, data, 4, num_items=how).loss for how in (None, count))
-        assert plain != pytest.approx(counted, rel=1e-3)
+        expected = cross_entropy(model(data[0]), data[1]).item()
+        assert validated(model, data, 4, of_outputs=of_outputs).loss == pytest.approx(expected, rel=1e-12)
+        by_samples = validated(model, data, 4, num_items=lambda batch: len(batch[0]) * (count(batch) > 0)).loss
+        assert by_samples != pytest.approx(expected, rel=1e-3)
+
+    @pytest.mark.parametrize("of_outputs", [True, False])
+    def test_of_a_sum_is_the_sum(self, of_outputs: bool) -> None:
+        model, data = mlp(torch.float64), classes(11, torch.float64)
+        summed = loss_function(nn.CrossEntropyLoss(reduction="sum"), None)
+        expected = cross_entropy(model(data[0]), data[1], reduction="sum").item()
+        found = validated(model, data, 4, loss_of=summed, of_outputs=of_outputs).loss
+        assert found == pytest.approx(expected, rel=1e-12)
+
+    def test_a_metric_without_a_gradient_is_averaged_over_samples(self) -> None:
+        model, (inputs, targets) = mlp(torch.float64), classes(11, torch.float64)
+        accuracy = loss_function(None, lambda model, batch: (model(batch[0]).argmax(1) == batch[1]).double().mean())
+        expected = (model(inputs).argmax(1) == targets).double().mean().item()
+        found = validated(model, (inputs, targets), 4, loss_of=accuracy, of_outputs=False).loss
+        assert found == pytest.approx(expected, rel=1e-12)
+
+    def test_keeps_no_activations_although_it_reads_the_graph(self) -> None:
+        """Of a model that is called for its loss, the peak is that without gradients."""
+        model, data = wide(5000), classes(64)
+
+        def step(model: Any, batch: Any) -> torch.Tensor:
+            return cross_entropy(model(batch[0]).relu().exp().log(), batch[1])
+
+        peaks = []
+        for num_items in (None, lambda batch: len(batch[0])):
+            with simulated_memory("1GiB") as memory:
+                run, _ = validator(
+                    model,
+                    data,
+                    loss_of=loss_function(None, step),
+                    of_outputs=False,
+                    num_items=num_items,
+                    memory=memory_of(CPU),
+                )
+                run.run(1, 0, 64)
+            peaks.append(memory.peak)
+        assert peaks[0] == pytest.approx(peaks[1], rel=0.01)
 
     def test_of_no_item_at_all_is_nan(self) -> None:
         inputs, targets = classes(6)

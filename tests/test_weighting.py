@@ -14,34 +14,30 @@ from autoaccum.weighting import count_items, scale_gradients
 BATCH = {"labels": torch.tensor([[1, -100], [2, 3]])}
 
 
-def test_items_are_samples_unless_they_are_counted() -> None:
-    assert count_items(None, BATCH, 2) == 2
-
-
 @pytest.mark.parametrize(
     "make", [int, float, lambda count: count, lambda count: count.double(), lambda c: c.reshape(1)]
 )
 def test_items_as_the_user_counts_them(make: Any) -> None:
-    found = count_items(lambda batch: make((batch["labels"] != -100).sum()), BATCH, 2)
+    found = count_items(lambda batch: make((batch["labels"] != -100).sum()), BATCH)
     assert found == 3.0
     assert type(found) is float
 
 
 @pytest.mark.parametrize("value", [0, 0.0, False, torch.tensor(0)])
 def test_no_item_at_all_is_a_count(value: Any) -> None:
-    assert count_items(lambda batch: value, BATCH, 2) == 0.0
+    assert count_items(lambda batch: value, BATCH) == 0.0
 
 
 @pytest.mark.parametrize("value", [-1, -0.5, float("nan"), float("inf"), torch.tensor(-2)])
 def test_what_is_no_count(value: Any) -> None:
     with pytest.raises(ArgumentError, match=r"^num_items=-?[\w.]+: expected a function .* a count of at least 0\.$"):
-        count_items(lambda batch: value, BATCH, 2)
+        count_items(lambda batch: value, BATCH)
 
 
 @pytest.mark.parametrize("value", [None, "many", torch.ones(3)])
 def test_what_is_no_number(value: Any) -> None:
     with pytest.raises(ArgumentError, match="num_items="):
-        count_items(lambda batch: value, BATCH, 2)
+        count_items(lambda batch: value, BATCH)
 
 
 def test_gradients_are_multiplied_in_place() -> None:

@@ -1,0 +1,279 @@
+"""How a loss went from its items to one number, read off its autograd graph.
+
+What a mean was divided by is known exactly where the loss was computed, and autograd keeps it: cross entropy saves the
+total weight of the targets that it did not ignore, a mean the shape of what it averaged, a division its divisor. So
+labels that a model shifts, class weights and masks need no rule of their own, wherever the loss is computed. (PyTorch
+documents what nodes save: "Saved tensors" in its notes on autograd mechanics.)
+
+The gradient is linear in the loss, so it is enough to walk down from the root through what is linear: additions,
+constant factors, changes of type and shape. Each term then ends in a mean, in a sum, or in something unknown.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
+from operator import mul
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+Count = float | torch.Tensor
+"""A number, or a 0-dim tensor that is not read yet, because reading would wait for the device."""
+Kind = Literal["mean", "sum", "unknown"]
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """One summand of a loss."""
+
+    kind: Kind
+    items: Count = 0.0
+    """What a mean was divided by."""
+    shape: tuple[int, ...] = ()
+    """Of the tensor that was reduced; empty where the items are known without it."""
+    sure: bool = True
+    """False for a mean whose divisor may be a constant, as far as one micro-batch shows."""
+    operation: str = ""
+    """The one that is unknown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """How the loss of one micro-batch was reduced."""
+
+    kind: Kind
+    items: Count
+    """What a mean was divided by; samples if it is none."""
+    terms: tuple[Term, ...] = ()
+    """Those that depend on the batch; empty for one mean that leaves nothing to doubt."""
+    once: tuple[Any, ...] = ()
+    """The nodes of terms beside a sum that depend on parameters alone, such as a weight penalty."""
+
+
+def read(loss: torch.Tensor, num_samples: int) -> Reduction:
+    """How the loss of a micro-batch of ``num_samples`` was reduced; to be asked before its backward."""
+    root: Any = loss.grad_fn
+    if root is None:
+        return Reduction("unknown", num_samples, (Term("unknown", operation="no operation at all"),))
+    if root.name() == "NllLossBackward0" and root._saved_reduction == _MEAN:  # the most frequent by far
+        return Reduction("mean", _value(root._saved_total_weight))
+    found = _terms(root, num_samples)
+    constant = [len(found) > 1 and only_parameters(node) for node, _ in found]
+    if all(constant):  # a loss without a model, such as ((parameter - targets) ** 2).mean() + ...
+        constant = [False] * len(found)
+    terms = tuple(term for (_, term), penalty in zip(found, constant, strict=True) if not penalty)
+    once = tuple(node for (node, _), penalty in zip(found, constant, strict=True) if penalty)
+    kinds = {term.kind for term in terms}
+    if kinds == {"mean"}:
+        return Reduction("mean", terms[0].items, terms)
+    if kinds == {"sum"}:
+        return Reduction("sum", num_samples, terms, once)
+    return Reduction("unknown", num_samples, terms)
+
+
+@contextmanager
+def graph_alone() -> Iterator[None]:
+    """Record the graph without what a backward would need: a loss can be read in the memory that no_grad takes."""
+
+    def shape_of(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if tensor.ndim == 0 else tensor.to("meta")
+
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(shape_of, lambda tensor: tensor):
+        yield
+
+
+_MEAN, _SUM = 1, 2  # at::Reduction
+_ADDITIONS = {"Add", "Sub"}
+_RESHAPED = {"Alias", "Clone", "Neg", "Squeeze", "ToCopy", "UnsafeView", "Unsqueeze", "View"}
+
+
+def _terms(root: Any, num_samples: int) -> list[tuple[Any, Term]]:
+    """The summands under a node, each with its node. A loop, because a sum over a list makes a deep graph."""
+    found: list[tuple[Any, Term]] = []
+    stack = [root]
+    while stack:
+        node = stack.pop()
+        operation, inputs = _operation(node), _inputs(node)
+        if operation in _ADDITIONS:
+            stack.extend(reversed(inputs))
+        elif operation in _RESHAPED and inputs:
+            stack.append(inputs[0])
+        elif operation in ("Mul", "Div"):
+            found.extend(_scaled(node, operation, num_samples))
+        else:
+            found.extend(_reduced(node, operation, num_samples))
+    return found
+
+
+def _scaled(node: Any, operation: str, num_samples: int) -> list[tuple[Any, Term]]:
+    """The terms of a product or quotient of scalars."""
+    inputs = _inputs(node)
+    if len(inputs) == 2:  # one of the two may be learnt, as in exp(-s) * loss + s: a constant within a window
+        learnt = [only_parameters(child) for child in inputs]
+        if learnt == [True, True]:
+            return [(node, _unknown(node))]
+        if learnt == [False, True] or (learnt == [True, False] and operation == "Mul"):
+            return _at(node, _terms(inputs[learnt.index(False)], num_samples))
+        return [(node, _unknown(node))]
+    if operation == "Mul":
+        return _at(node, _terms(inputs[0], num_samples))
+    if node.next_functions[0][0] is None:
+        return [(node, _unknown(node))]
+    other = node._saved_other
+    divisor = _value(other) if isinstance(other, torch.Tensor) else float(other)
+    return [(at, _divided(term, divisor, num_samples)) for at, term in _at(node, _terms(inputs[0], num_samples))]
+
+
+def _at(node: Any, terms: list[tuple[Any, Term]]) -> list[tuple[Any, Term]]:
+    """A single term is known by the outermost node that is only about it."""
+    return [(node, terms[0][1])] if len(terms) == 1 else terms
+
+
+def _divided(term: Term, divisor: Count, num_samples: int) -> Term:
+    """A sum divided by a count is a mean, and a mean by whatever it may be still a mean of as many items.
+
+    A number is a count if the summed tensor's shape says so. Else it may be the count of a mask, or a constant: only
+    other micro-batches can tell (``sure``).
+    """
+    if term.kind != "sum":
+        return term
+    sure = isinstance(divisor, float) and divisor in {num_samples, *accumulate(term.shape, mul)}
+    return Term("mean", divisor, term.shape, sure)
+
+
+def _reduced(node: Any, operation: str, num_samples: int) -> list[tuple[Any, Term]]:
+    """The terms of a node that makes a scalar of a tensor."""
+    if operation in ("Mean", "Sum"):
+        sizes = node._saved_self_sym_sizes
+        inner = _inputs(node)[0]
+        if not sizes:
+            return _at(node, _terms(inner, num_samples))
+        while _operation(inner) in _RESHAPED:
+            inner = _inputs(inner)[0]
+        if _operation(inner) in ("Stack", "Cat") and len(_inputs(inner)) == math.prod(sizes) != num_samples:
+            return [found for child in _inputs(inner) for found in _terms(child, num_samples)]
+        if _operation(inner) in ("Mean", "Sum") and 0 in _dimensions(inner):  # here the samples had been reduced before
+            operation, sizes = _operation(inner), inner._saved_self_sym_sizes
+            dimensions = _dimensions(inner)
+        else:
+            dimensions = _dimensions(node)
+        is_batch = sizes[0] % num_samples == 0
+        if operation == "Mean":
+            return [(node, Term("mean", float(math.prod(sizes[d] for d in dimensions)), sizes, is_batch))]
+        return [(node, Term("sum", shape=sizes) if is_batch else _unknown(node))]
+    reduction = getattr(node, "_saved_reduction", None)
+    if reduction not in (_MEAN, _SUM):
+        return [(node, _unknown(node))]
+    shape = tuple(node._saved_self.shape)
+    weight = getattr(node, "_saved_total_weight", None)
+    if weight is not None:  # (items, classes) or (samples, classes, height, width)
+        shape = (shape[0], *shape[2:])
+    if reduction == _SUM:
+        return [(node, Term("sum", shape=shape))]
+    return [(node, Term("mean", float(math.prod(shape)), shape) if weight is None else Term("mean", _value(weight)))]
+
+
+def _value(count: torch.Tensor) -> Count:
+    """Read where that waits for nothing."""
+    return float(count) if count.device.type == "cpu" else count.reshape(())
+
+
+def _dimensions(node: Any) -> list[int]:
+    """The dimensions that a sum or a mean reduces; nodes save them as unsigned numbers."""
+    sizes = node._saved_self_sym_sizes
+    dimensions = getattr(node, "_saved_dim", None) or range(len(sizes))
+    return [(d - 2**64 if d >= 2**63 else d) % len(sizes) for d in dimensions]
+
+
+def _unknown(node: Any) -> Term:
+    return Term("unknown", operation=_operation(node))
+
+
+@cache
+def _short(name: str) -> str:
+    return re.sub(r"Backward\d*$", "", name)
+
+
+def _operation(node: Any) -> str:
+    """The name without its ending: Add for AddBackward0."""
+    return _short(node.name()) if node is not None else ""
+
+
+def _inputs(node: Any) -> list[Any]:
+    """The nodes that made the inputs; a constant has none."""
+    return [child for child, _ in node.next_functions if child is not None]
+
+
+_OF_PENALTIES = _RESHAPED | _ADDITIONS | {"Abs", "Amax", "Cat", "Clamp", "ClampMin", "Diagonal", "Div", "Exp", "Expand"}
+_OF_PENALTIES |= {"LinalgVectorNorm", "Log", "Maximum", "Max", "Mean", "Mm", "Mul", "Norm", "Permute", "Pow", "Select"}
+_OF_PENALTIES |= {"Sgn", "Slice", "Softplus", "Sqrt", "Stack", "Sum", "T", "Trace", "Transpose", "ViewAsReal"}
+
+
+def only_parameters(root: Any) -> bool:
+    """Whether what a node computes comes from parameters alone, by the operations that penalties are made of.
+
+    No node says "data", but those that multiply with data save them.
+    """
+    seen: set[Any] = set()
+    stack = [root]
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node.name() == "torch::autograd::AccumulateGrad":
+            if not isinstance(node.variable, nn.Parameter):
+                return False
+        elif _operation(node) not in _OF_PENALTIES or any(_is_data(value) for value in _saved(node)):
+            return False
+        stack.extend(_inputs(node))
+    return True
+
+
+def _saved(node: Any) -> list[Any]:
+    return [getattr(node, name, None) for name in ("_saved_self", "_saved_other", "_saved_mat2")]
+
+
+def _is_data(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.ndim > 0 and not value.requires_grad
+
+
+def doubt(sizes: Sequence[int], reductions: Sequence[Reduction]) -> str | None:
+    """Why the micro-batches of a window may not add up to its loss; None if they do, as far as can be seen.
+
+    Args:
+        sizes: samples of each micro-batch.
+        reductions: how each one's loss was reduced, with items that have been read.
+    """
+    for reduction in reductions:
+        if reduction.kind == "unknown":
+            names = " and ".join(sorted({term.operation or f"a {term.kind}" for term in reduction.terms}))
+            return f"it is made by {names}, which is no mean and no sum over samples"
+    if len({reduction.kind for reduction in reductions}) > 1:
+        return "it looks like a mean in some micro-batches and like a sum in others"
+    if len({len(reduction.terms) for reduction in reductions}) > 1:
+        return "its terms are not the same ones in each micro-batch"
+    for terms in zip(*(reduction.terms for reduction in reductions), strict=True):
+        if reductions[0].kind == "sum":
+            counts = [term.shape[0] for term in terms]
+        else:
+            counts = [float(term.items) for term in terms]
+        if terms[0].shape and len(counts) > 1 and len(set(counts)) == 1:
+            if len(set(sizes)) > 1:
+                return f"it reduces {counts[0]:g} numbers in every micro-batch, however many samples there are"
+            if not terms[0].sure and not any(term.sure for term in reductions[0].terms):
+                return f"it divides by {counts[0]:g} in every micro-batch, which may or may not be its count"
+        if reductions[0].kind == "mean":
+            first = [float(reduction.terms[0].items) for reduction in reductions]
+            if not all(
+                math.isclose(a * first[0], b * counts[0], rel_tol=1e-4) for a, b in zip(counts, first, strict=True)
+            ):
+                return "it adds means over different numbers of items"
+    return None
