@@ -16,12 +16,13 @@ import autoaccum
 
 def write_table(
     name: str, text: str, header: Sequence[str], rows: Sequence[Sequence[object]], *, threads: int | None = None
-) -> None:
-    """Print the table, and write it as Markdown."""
+) -> str:
+    """Print the table, and write it as Markdown; returns the page without its title."""
     lines = [f"| {' | '.join(map(str, row))} |" for row in (header, ["---"] * len(header), *rows)]
-    page = "\n".join([f"# {name}", "", text, "", *lines, "", f"Measured on {_machine(threads)}.", ""])
-    print(page)
-    (Path(__file__).parent / "results" / f"{name}.md").write_text(page)
+    page = "\n".join([text, "", *lines, "", f"Measured on {_machine(threads)}.", ""])
+    print(f"# {name}\n\n{page}")
+    (Path(__file__).parent / "results" / f"{name}.md").write_text(f"# {name}\n\n{page}")
+    return page
 
 
 def _machine(threads: int | None) -> str:
