@@ -69,6 +69,11 @@ def test_quick_start_begins_with_two_commands_of_one_line() -> None:
     assert second == 'python -m pip install -c constraints.txt -e ".[test]" && python -m pytest'
 
 
+def test_the_table_of_exactness_is_the_one_that_was_measured() -> None:
+    _, measured = (ROOT / "benchmarks" / "results" / "exactness.md").read_text().split("\n\n", 1)
+    assert measured in (ROOT / "docs" / "exactness.md").read_text()
+
+
 def test_tests_mirror_the_package() -> None:
     """Every module has a test file of its name in the same place."""
     package = ROOT / "autoaccum"
