@@ -136,12 +136,12 @@ def sum_over_targets(flatten: Callable[[torch.Tensor], torch.Tensor] = lambda ou
 
 @case("mean over samples")
 def mean_over_samples() -> Work:
-    return Work(model=mlp(), data=classes(), loss_fn=cross_entropy)
+    return Work(model=mlp(), data=classes(), loss_fn=cross_entropy, sum_and_count=sum_over_targets())
 
 
 @case("mean over samples, 29 of them: the last micro-batch has one")
 def last_micro_batch_of_one() -> Work:
-    return Work(model=mlp(), data=classes(29), loss_fn=cross_entropy)
+    return Work(model=mlp(), data=classes(29), loss_fn=cross_entropy, sum_and_count=sum_over_targets())
 
 
 @case("sum over samples")
@@ -434,7 +434,12 @@ def sequence_classification() -> Work:
         "input_ids": torch.randint(0, VOCABULARY, (SAMPLES, TIME)),
         "labels": torch.randint(0, CLASSES, (SAMPLES,)),
     }
-    return Work(model=BertForSequenceClassification(bert_config()).to(torch.get_default_dtype()), data=data)
+    model = BertForSequenceClassification(bert_config()).to(torch.get_default_dtype())
+
+    def summed(model: nn.Module, batch: Batch) -> torch.Tensor:
+        return cross_entropy(model(input_ids=batch["input_ids"])["logits"], batch["labels"], reduction="sum")
+
+    return Work(model=model, data=data, sum_and_count=(summed, sum_over_targets()[1]))
 
 
 # Clipping, and parameters of every kind
@@ -465,7 +470,7 @@ class Several(nn.Module):
 
 @case("frozen and unused parameters")
 def frozen_and_unused() -> Work:
-    return Work(model=Several(), data=some_ignored(), loss_fn=cross_entropy)
+    return Work(model=Several(), data=some_ignored(), loss_fn=cross_entropy, sum_and_count=sum_over_targets())
 
 
 @case("tied parameters")
@@ -480,7 +485,12 @@ def sparse() -> Work:
     embedding = nn.EmbeddingBag(VOCABULARY, 16, mode="mean", sparse=True)
     targets = some_ignored()[1]
     model = nn.Sequential(embedding, nn.Tanh(), nn.Linear(16, CLASSES))
-    return Work(model=model, data=(torch.randint(0, VOCABULARY, (SAMPLES, TIME)), targets), loss_fn=cross_entropy)
+    return Work(
+        model=model,
+        data=(torch.randint(0, VOCABULARY, (SAMPLES, TIME)), targets),
+        loss_fn=cross_entropy,
+        sum_and_count=sum_over_targets(),
+    )
 
 
 class Complex(nn.Module):
@@ -497,14 +507,16 @@ class Complex(nn.Module):
 
 @case("complex parameters")
 def complex_parameters() -> Work:
-    return Work(model=Complex(), data=some_ignored(), loss_fn=cross_entropy)
+    return Work(model=Complex(), data=some_ignored(), loss_fn=cross_entropy, sum_and_count=sum_over_targets())
 
 
 @case("parameter groups")
 def groups() -> Work:
     model = mlp()
     chosen = [{"params": model[2].parameters(), "weight_decay": 0.1}, {"params": model[0].parameters()}]
-    return Work(model=model, data=some_ignored(), loss_fn=cross_entropy, groups=chosen)
+    return Work(
+        model=model, data=some_ignored(), loss_fn=cross_entropy, sum_and_count=sum_over_targets(), groups=chosen
+    )
 
 
 # Autocast: beside the big batch under the same autocast, in which both round to 16 bits
