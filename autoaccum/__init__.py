@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from autoaccum._version import __version__
 
 if TYPE_CHECKING:
+    from autoaccum.accumulator import Accumulator as Accumulator
     from autoaccum.errors import AutoaccumError as AutoaccumError
     from autoaccum.errors import AutoaccumWarning as AutoaccumWarning
     from autoaccum.errors import StopTraining as StopTraining
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from autoaccum.trainer import fit as fit
 
 _HOMES = {
+    "Accumulator": "accumulator",
     "AutoaccumError": "errors",
     "AutoaccumWarning": "errors",
     "FitResult": "trainer",

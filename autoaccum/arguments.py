@@ -55,6 +55,17 @@ def one_of(argument: str, value: object, choices: tuple[str, ...]) -> str:
     return str(value)
 
 
+def of_windows(num_items: object, max_micro_batch: object, headroom: object, clip_norm: object) -> None:
+    """The arguments that say how windows are run."""
+    if num_items is not None and not callable(num_items):
+        raise ArgumentTypeError("num_items", num_items, "a function")
+    if max_micro_batch is not None:
+        positive_int("max_micro_batch", max_micro_batch)
+    number_between("headroom", headroom, 0, 1)
+    if clip_norm is not None:
+        positive_number("clip_norm", clip_norm)
+
+
 def memory_limit_bytes(value: int | float | str | None, available_bytes: int) -> int:
     """The limit in bytes: ``None`` for all that is available, bytes as int or text, a float for that share of it.
 

@@ -8,8 +8,13 @@ a library under it, is known to raise for memory and for nothing else.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
+
+from autoaccum.errors import LimitBelowModelError
+from autoaccum.memory import Memory
 
 # Only texts of untyped errors are needed: the caching allocators of CUDA, ROCm and XPU raise torch.OutOfMemoryError.
 _TEXTS = re.compile(
@@ -70,3 +75,24 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     # torch.AcceleratorError is a RuntimeError too.
     return isinstance(error, RuntimeError) and _TEXTS.search(str(error)) is not None
+
+
+@contextmanager
+def room_for_model(memory: Memory, limit_bytes: int, parameters: Sequence[torch.Tensor] = ()) -> Iterator[None]:
+    """Within it, models are moved and states are made; afterwards they must be there, with room for these gradients.
+
+    Raises:
+        LimitBelowModelError: they are not, or the limit is passed.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        ran_out = True
+    else:
+        ran_out = False
+    memory.release()
+    needed = memory.used() + sum(p.nbytes for p in parameters)
+    if ran_out or needed > limit_bytes:
+        raise LimitBelowModelError(needed_bytes=max(needed, limit_bytes + 1), limit_bytes=limit_bytes)

@@ -69,24 +69,36 @@ def make_optimizer(
     made: Any = (
         optimizer if isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer) else optimizer(parameters)
     )
-    if not isinstance(made, torch.optim.Optimizer):
-        raise ArgumentTypeError("optimizer", made, "a torch.optim.Optimizer, or a function (params) -> Optimizer")
-    if "closure" in _required_arguments(made.step):
+    check_optimizer(made, parameters)
+    if needs_closure(made):
         raise ArgumentTypeError(
             "optimizer",
             type(made).__name__,
             "an optimizer whose step needs no closure",
-            "Take one that steps once on the gradient of the window: AdamW, SGD, Adafactor, ...",
+            "Take one that steps once on the gradient of the window (AdamW, SGD, Adafactor, ...), or step this one in "
+            "a loop of your own, with autoaccum.Accumulator.",
         )
+    return made  # type: ignore[no-any-return]
+
+
+def check_optimizer(optimizer: object, parameters: Sequence[nn.Parameter]) -> None:
+    """Refuse what is no optimizer, or one that would train nothing.
+
+    Raises:
+        ArgumentTypeError: it is no optimizer.
+        ForeignOptimizerError: it holds none of the parameters.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ArgumentTypeError("optimizer", optimizer, "a torch.optim.Optimizer, or a function (params) -> Optimizer")
     wanted = {id(p) for p in parameters}
-    if not any(id(p) in wanted for group in made.param_groups for p in group["params"]):
-        raise ForeignOptimizerError(made)
-    return made
+    if not any(id(p) in wanted for group in optimizer.param_groups for p in group["params"]):
+        raise ForeignOptimizerError(optimizer)
 
 
-def _required_arguments(function: Callable[..., Any]) -> list[str]:
-    parameters = inspect.signature(function).parameters.values()
-    return [p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its step evaluates the loss itself, as that of LBFGS does."""
+    parameters = inspect.signature(optimizer.step).parameters.values()
+    return any(p.name == "closure" and p.default is p.empty for p in parameters)
 
 
 @torch.no_grad()
@@ -120,14 +132,22 @@ def allocate_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def take_step(
-    optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None, step: int, memory: Memory, limit_bytes: int
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler | None,
+    step: int,
+    memory: Memory,
+    limit_bytes: int,
+    closure: Callable[[], Any] | None = None,
 ) -> str | None:
-    """One step on gradients that are unscaled already; returns why it was left out, if it was.
+    """One step on gradients that are unscaled already, or on a closure's; returns why it was left out, if it was.
 
     Raises:
         OptimizerOutOfMemoryError: memory ran out, perhaps half-way through the parameters.
     """
     try:
+        if closure is not None:
+            optimizer.step(closure)
+            return None
         if scaler is None:
             optimizer.step()
             return None

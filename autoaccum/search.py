@@ -101,6 +101,11 @@ class Tuner:
         """Fitted to the trials so far."""
         return fit_memory_model(self.history)
 
+    def set_smallest(self, smallest: int) -> None:
+        """The model has got other layers, or another mode: see ``coupling.smallest_micro_batch``."""
+        self.smallest = smallest
+        self.largest = max(self.largest, smallest)
+
     def plan(self, num_samples: int) -> tuple[int, ...]:
         """How to cut a window, without trials."""
         return cut(num_samples, self.largest, self.smallest)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -17,40 +16,34 @@ from torch.utils.data import DataLoader
 
 from autoaccum import arguments, randomness
 from autoaccum.budget import Budget
-from autoaccum.coupling import smallest_micro_batch
 from autoaccum.data import Window, open_source
 from autoaccum.devices import find_device
+from autoaccum.engine import Engine
 from autoaccum.errors import (
     ArgumentError,
     ArgumentTypeError,
-    AutoaccumWarning,
     EmptyDatasetError,
-    LimitBelowModelError,
-    NonFiniteLossError,
     StopTraining,
 )
 from autoaccum.events import (
     Event,
     Finished,
     Notice,
-    Planned,
     Record,
     Started,
     StepReport,
-    StepSkipped,
 )
 from autoaccum.interrupts import interrupt_calls
 from autoaccum.losses import loss_function
 from autoaccum.memory import memory_of
-from autoaccum.oom import is_out_of_memory
-from autoaccum.optimizers import OptimizerLike, allocate_state, make_optimizer, take_step, trainable_parameters
+from autoaccum.oom import room_for_model
+from autoaccum.optimizers import OptimizerLike, allocate_state, make_optimizer, trainable_parameters
 from autoaccum.planner import Plan
-from autoaccum.precision import Precision, autocast
+from autoaccum.precision import Precision
 from autoaccum.reporting import ProgressBar
-from autoaccum.search import Tuner
 from autoaccum.validation import Validator
 from autoaccum.weighting import CountItems
-from autoaccum.window import Gradient, WindowRunner
+from autoaccum.window import Gradient
 
 Callback = Callable[[Record], None]
 
@@ -115,17 +108,11 @@ class Trainer:
     ) -> None:
         """See ``fit``, which takes the same arguments."""
         arguments.positive_int("effective_batch", effective_batch, "Pass the samples you want per optimizer step.")
-        arguments.number_between("headroom", headroom, 0, 1)
+        arguments.of_windows(num_items, max_micro_batch, headroom, clip_norm)
         arguments.non_negative_int("num_workers", num_workers)
         arguments.non_negative_int("seed", seed)
-        if clip_norm is not None:
-            arguments.positive_number("clip_norm", clip_norm)
         if lr is not None:
             arguments.number_between("lr", lr, 0)
-        if max_micro_batch is not None:
-            arguments.positive_int("max_micro_batch", max_micro_batch)
-        if num_items is not None and not callable(num_items):
-            raise ArgumentTypeError("num_items", num_items, "a function")
         loss_of = loss_function(loss_fn, training_step)
         self._budget = Budget(epochs=epochs, steps=steps, samples=samples)
         self.effective_batch = effective_batch
@@ -169,53 +156,34 @@ class Trainer:
         self.model = model
         if not model.training:  # a model in training mode may hold layers that were frozen in eval mode on purpose
             model.train()
-        try:
+        with room_for_model(self.memory, self.limit_bytes, parameters):
             for module in modules:
                 module.to(self.device)
             self.optimizer = make_optimizer(optimizer, lr, parameters)
             self._scheduler = self._make_scheduler(lr_scheduler)
             allocate_state(self.optimizer)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            failed = True
-        else:
-            failed = False
-        self._require_room(parameters, ran_out=failed)
 
-        smallest = smallest_micro_batch(modules)
-        for name, value in (("micro_batch", micro_batch), ("max_micro_batch", max_micro_batch)):
-            if isinstance(value, int) and value < smallest <= self._full_window:
-                cure = "The model holds BatchNorm in training mode, which has no statistics of one sample."
-                raise ArgumentError(name, value, f"an int of at least {smallest}", cure)
-        fixed = micro_batch if isinstance(micro_batch, int) else max((max(plan) for plan in self._plans), default=0)
-        self.tuner = Tuner(
-            ceiling=min(self._full_window, max_micro_batch or self._full_window),
-            limit_bytes=self.limit_bytes,
-            headroom=headroom,
-            search=micro_batch == "auto",
-            largest=min(fixed, max_micro_batch or fixed),
-            smallest=smallest,
-        )
-        watch = self.limit_bytes < total_bytes or not self.memory.enforced
+        fixed = micro_batch if isinstance(micro_batch, int) else max((max(plan) for plan in self._plans), default=None)
         step_model: Any = torch.compile(model) if compile else model
-        context = autocast(precision, self.device)
-        self._runner = WindowRunner(
-            model=step_model,
-            modules=modules,
-            optimizer=self.optimizer,
+        self._engine = Engine(
+            step_model,
+            modules,
+            self.optimizer,
             loss_of=loss_of,
             num_items=num_items,
-            autocast=context,
-            clip_norm=clip_norm,
-            scaler=torch.amp.GradScaler(self.device.type) if precision == "fp16" else None,
-            device=self.device,
+            micro_batch=fixed,
+            max_micro_batch=max_micro_batch,
+            full_window=self._full_window,
             memory=self.memory,
-            watch=watch,
-            tuner=self.tuner,
+            total_bytes=total_bytes,
+            limit_bytes=self.limit_bytes,
+            headroom=headroom,
+            precision=precision,
+            clip_norm=clip_norm,
+            device=self.device,
             emit=self._emit,
-            announce=self._announce,
         )
+        self._tuner = self._engine.tuner
         self._validator = None
         if hasattr(validation_data, "__next__"):
             cure = "It is read after each epoch, and an iterator yields its items only once: pass a Dataset or a list."
@@ -237,23 +205,27 @@ class Trainer:
                 loss_of=loss_of,
                 of_outputs=loss_fn is not None,
                 num_items=num_items,
-                autocast=context,
+                autocast=self._engine.autocast,
                 device=self.device,
                 memory=self.memory,
                 limit_bytes=self.limit_bytes,
-                target_bytes=self.tuner.target_bytes,
-                watch=watch,
+                target_bytes=self._tuner.target_bytes,
+                watch=self._engine.watch,
                 emit=self._emit,
             )
 
         self.history: list[StepReport] = []
         self.events: list[Event] = []
-        self.step = 0
         self.samples_seen = 0
         self._bar = ProgressBar() if progress else None
         self._callbacks: list[Callback] = [*([self._bar] if self._bar else []), *callbacks]
         self._stop_reason: str | None = None
         self._mark = 0.0
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps taken."""
+        return self._engine.step
 
     @torch.enable_grad()
     def fit(self) -> FitResult:
@@ -278,7 +250,7 @@ class Trainer:
                         "data", f"epoch {epoch} has no window (an iterator yields its items only once)."
                     )
                 if self._validator is not None and self._stop_reason in (None, "budget"):
-                    self._validator.run(self.step, epoch, self.tuner.largest)
+                    self._validator.run(self.step, epoch, self._tuner.largest)
                     self._mark = time.perf_counter()
                 epoch += 1
                 if epoch == self._budget.max_epochs:
@@ -287,7 +259,7 @@ class Trainer:
         return FitResult(
             history=tuple(self.history),
             events=tuple(self.events),
-            plan=Plan(ranks=(self.tuner.plan(self._full_window),)),
+            plan=Plan(ranks=(self._tuner.plan(self._full_window),)),
             num_steps=self.step,
             num_samples=self.samples_seen,
             model=self.model,
@@ -306,15 +278,15 @@ class Trainer:
             )
         )
         if self._full_window < self.effective_batch:
-            self._announce(
+            self._engine.announce(
                 Notice(
                     cause=f"effective_batch={self.effective_batch} is more than the data's {self._full_window} samples",
                     consequence=f"Every epoch is one window of {self._full_window} samples",
                     cure=f"Pass effective_batch={self._full_window} to say so, or more data",
                 )
             )
-        if not self.tuner.searching:
-            self._announce_plan()
+        if not self._tuner.searching:
+            self._engine.announce_plan(self._full_window)
 
     def _train(self, window: Window, epoch: int) -> None:
         """One window: its gradient, the optimizer's step, the report."""
@@ -323,19 +295,11 @@ class Trainer:
             raise ArgumentError(
                 "micro_batch", plan, f"sizes that sum to {window.num_samples} in window {self.step + 1}"
             )
-        if plan is not None and max(plan) > self.tuner.largest:
-            plan = None  # a size of it has run out of memory in this run
-        gradient, peak_bytes, replays = self._runner.run(window, self.step + 1, plan)
-        if self.step == 0 and gradient.items and not math.isfinite(loss := gradient.loss.item()):
-            self._runner.roll_back()
-            raise NonFiniteLossError(loss)
-        self.step += 1
+        gradient, peak_bytes, replays = self._engine.run(window, plan)
         self.samples_seen += sum(gradient.sizes)
         lr = float(self.optimizer.param_groups[0]["lr"])
         self._step(gradient)
-        if self.tuner.searching and self.tuner.trial_for(self._full_window) is None:
-            self.tuner.searching = False
-            self._announce_plan()
+        self._engine.settle(self._full_window)
         now = time.perf_counter()
         report = StepReport(
             step=self.step,
@@ -357,15 +321,10 @@ class Trainer:
 
     def _step(self, gradient: Gradient) -> None:
         """The optimizer's and the scheduler's; the optimizer's is left out where there is nothing to step on."""
-        if gradient.items:
-            skipped = take_step(self.optimizer, self._runner.scaler, self.step, self.memory, self.limit_bytes)
-        else:
-            skipped = "no micro-batch of the window has an item to learn from"
-        if skipped is not None:
-            self._emit(StepSkipped(step=self.step, reason=skipped))
+        stepped = self._engine.apply(gradient)
         if self._scheduler is not None:
             with warnings.catch_warnings():
-                if skipped is not None:  # the schedule counts windows; PyTorch would take it for a mistake
+                if not stepped:  # the schedule counts windows; PyTorch would take it for a mistake
                     warnings.simplefilter("ignore", UserWarning)
                 self._scheduler.step()
 
@@ -383,17 +342,7 @@ class Trainer:
     def _sizes_at(self, position: int) -> tuple[int, ...]:
         """How a window that begins there would be cut as things stand: what workers collate ahead of time."""
         left = self.effective_batch if self._source.num_samples is None else self._source.num_samples - position
-        return self.tuner.plan(min(self.effective_batch, left))
-
-    def _announce_plan(self) -> None:
-        sizes = self.tuner.plan(self._full_window)
-        model = self.tuner.memory_model
-        predicted = None if model is None else model.predict(sizes[0])
-        self._emit(Planned(step=self.step, sizes=sizes, predicted_bytes=predicted, limit_bytes=self.limit_bytes))
-
-    def _announce(self, notice: Notice) -> None:
-        self._emit(notice)
-        warnings.warn(str(notice), AutoaccumWarning, stacklevel=4)
+        return self._tuner.plan(min(self.effective_batch, left))
 
     def _emit(self, record: Record) -> None:
         if isinstance(record, StepReport):
@@ -436,13 +385,6 @@ class Trainer:
                 "For example lambda optimizer, num_steps: CosineAnnealingLR(optimizer, num_steps).",
             )
         return made
-
-    def _require_room(self, parameters: list[nn.Parameter], *, ran_out: bool) -> None:
-        """Refuse a limit that model, gradients and optimizer state alone would pass."""
-        self.memory.release()
-        needed = self.memory.used() + sum(p.nbytes for p in parameters)
-        if ran_out or needed > self.limit_bytes:
-            raise LimitBelowModelError(needed_bytes=max(needed, self.limit_bytes + 1), limit_bytes=self.limit_bytes)
 
 
 P = ParamSpec("P")

@@ -19,7 +19,7 @@ LAYERS: dict[str, str] = {
     "command line": "cli __main__ recipes",
     "adapters": "sweeps integrations testing",
     "state": "trainer accumulator",
-    "mechanism": "window probing validation data checkpoint",
+    "mechanism": "engine window probing validation data checkpoint",
     "parts": "memory reporting batches coupling devices distributed losses oom optimizers precision randomness reductions "
     "snapshot weighting",
     "policy": "planner search costs schedules budget",

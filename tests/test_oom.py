@@ -7,7 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from autoaccum.oom import is_out_of_memory
+from autoaccum.errors import LimitBelowModelError
+from autoaccum.memory import memory_of
+from autoaccum.oom import is_out_of_memory, room_for_model
+from autoaccum.testing import simulated_memory
 
 OUT_OF_MEMORY = [
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.15 GiB of which 1 GiB is free.",
@@ -107,7 +110,10 @@ def test_real_errors_of_a_wrong_shape_and_a_wrong_type_are_not_taken_for_one() -
 
 CHILD = """
 import re, resource, torch
-from autoaccum.oom import is_out_of_memory
+from autoaccum.errors import LimitBelowModelError
+from autoaccum.memory import memory_of
+from autoaccum.oom import is_out_of_memory, room_for_model
+from autoaccum.testing import simulated_memory
 
 torch.set_num_threads(1)
 data = int(re.search(r"VmData:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
@@ -134,3 +140,27 @@ def test_the_cpu_allocator_s_real_failure_is_recognised() -> None:
     from_torch, from_python = child.stdout.splitlines()
     assert from_torch.startswith("RuntimeError True [enforce fail at alloc_cpu.cpp")
     assert from_python.startswith("MemoryError True")
+
+
+class TestRoomForModel:
+    def test_running_out_within_it_is_a_limit_below_the_model(self) -> None:
+        with (
+            pytest.raises(LimitBelowModelError) as caught,
+            room_for_model(memory_of(torch.device("cpu")), 5 << 30),
+        ):
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        assert caught.value.limit_bytes == 5 << 30
+        assert caught.value.needed_bytes > 5 << 30
+
+    def test_gradients_that_are_not_there_yet_must_fit_too(self) -> None:
+        with simulated_memory("1GiB"):
+            memory = memory_of(torch.device("cpu"))
+            parameters = [torch.zeros(1000)]
+            with room_for_model(memory, 8000, parameters):
+                parameters[0].add_(1)
+            with pytest.raises(LimitBelowModelError), room_for_model(memory, 7999, parameters):
+                pass
+
+    def test_other_errors_pass(self) -> None:
+        with pytest.raises(KeyError), room_for_model(memory_of(torch.device("cpu")), 1):
+            raise KeyError

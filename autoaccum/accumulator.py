@@ -1,0 +1,198 @@
+"""``Accumulator``: the windows of ``fit`` for a training loop of one's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from autoaccum import arguments, batches
+from autoaccum.coupling import smallest_micro_batch
+from autoaccum.engine import Engine
+from autoaccum.errors import ArgumentError, ConflictingArgumentsError
+from autoaccum.events import Event
+from autoaccum.losses import loss_function
+from autoaccum.memory import memory_of
+from autoaccum.oom import room_for_model
+from autoaccum.optimizers import allocate_state, check_optimizer, needs_closure, trainable_parameters
+from autoaccum.precision import Precision
+from autoaccum.weighting import CountItems
+from autoaccum.window import Gradient
+
+
+class Accumulator:
+    """Steps an optimizer on batches that need not fit into memory: each is cut into micro-batches that do.
+
+    ::
+
+        accumulator = autoaccum.Accumulator(model, optimizer, loss_fn=loss_fn)
+        for batch in loader:                    # a batch is all that one optimizer step is to see
+            loss = accumulator.step(batch)
+            scheduler.step()
+
+    A batch is a window of ``fit``, with the same promises: the gradient is that of the loss over the whole batch,
+    whatever it was cut into, and when memory runs out the batch is run again in smaller pieces, from the buffers and
+    random states that it began with. The data, schedules, validation and checkpoints stay yours, as does the mode of
+    the model. Batches may be of any size, and on the host.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
+        training_step: Callable[[Any, Any], torch.Tensor] | None = None,
+        num_items: CountItems | None = None,
+        micro_batch: int | Literal["auto"] = "auto",
+        max_micro_batch: int | None = None,
+        memory_limit: int | float | str | None = None,
+        headroom: float = 0.05,
+        precision: Precision = "fp32",
+        clip_norm: float | None = None,
+        callbacks: Iterable[Callable[[Event], None]] = (),
+    ) -> None:
+        """Set up; the model is on its device already. The optimizer's lazily made state is allocated.
+
+        Args:
+            model: the module to train; compiled or not.
+            optimizer: over its parameters. One whose ``step`` needs a closure, such as LBFGS, is given one.
+            loss_fn: (outputs, targets) -> loss, for batches that are (inputs, targets).
+            training_step: (model, batch) -> loss, for any batch. With neither, the model returns its loss.
+            num_items: (micro-batch) -> how many items its loss is a mean over, where that cannot be read off the loss.
+            micro_batch: "auto", or the samples of one forward and backward.
+            max_micro_batch: the most samples to try at once.
+            memory_limit: device memory this process may use, as bytes, "8GiB", or a share such as 0.5.
+            headroom: fraction of the limit that plans leave free.
+            precision: fp32 (as the model is), bf16 or fp16 (both by autocast).
+            clip_norm: clip each batch's gradient to this 2-norm.
+            callbacks: functions (event) -> None, called with every event: a plan, a re-plan, memory that ran out.
+
+        Raises:
+            ArgumentError: an argument cannot be used; it names the argument, the value and the cure.
+            LimitBelowModelError: the limit is below what is needed before the first sample.
+        """
+        arguments.of_windows(num_items, max_micro_batch, headroom, clip_norm)
+        if micro_batch != "auto":
+            arguments.positive_int("micro_batch", micro_batch, "Leave it out to have it found.")
+        loss_of = loss_function(loss_fn, training_step)
+        self._callbacks = arguments.functions("callbacks", callbacks)
+        self._modules = [m for m in (model, loss_fn, training_step) if isinstance(m, nn.Module)]
+        parameters = trainable_parameters(model, self._modules)
+        check_optimizer(optimizer, parameters)
+        self._closes = needs_closure(optimizer)
+        if self._closes and precision == "fp16":
+            cure = "It looks at the loss between its own updates, which no gradient scaler can follow: take 'bf16'."
+            raise ConflictingArgumentsError("precision", precision, f"optimizer={type(optimizer).__name__}", cure)
+        devices = {p.device for p in parameters}
+        if len(devices) > 1:
+            raise ArgumentError("model", type(model).__name__, "a model on one device", f"It is on {devices}.")
+        self._device = devices.pop()
+        memory = memory_of(self._device)
+        total_bytes = memory.limit()
+        limit_bytes = arguments.memory_limit_bytes(memory_limit, total_bytes)
+        with room_for_model(memory, limit_bytes, parameters):
+            allocate_state(optimizer)
+        self.events: list[Event] = []
+        """Everything that happened, in order."""
+        self.micro_batches: tuple[int, ...] = ()
+        """How the last batch was cut."""
+        self.grad_norm: torch.Tensor | None = None
+        """2-norm of the last batch's gradient before clipping; None without ``clip_norm``."""
+        self._is_scaled = precision == "fp16"
+        self._searches = micro_batch == "auto"
+        self._largest_batch = 0
+        self._was_training: bool | None = None
+        self._model = model
+        self._engine = Engine(
+            model,
+            self._modules,
+            optimizer,
+            loss_of=loss_of,
+            num_items=num_items,
+            micro_batch=micro_batch if isinstance(micro_batch, int) else None,
+            max_micro_batch=max_micro_batch,
+            full_window=None,
+            memory=memory,
+            total_bytes=total_bytes,
+            limit_bytes=limit_bytes,
+            headroom=headroom,
+            precision=precision,
+            clip_norm=clip_norm,
+            device=self._device,
+            emit=self._emit,
+        )
+
+    def step(self, batch: Any) -> torch.Tensor:
+        """One step of the optimizer on the gradient of a batch, which is dropped when the next one begins.
+
+        Args:
+            batch: any pytree whose tensors have one row per sample.
+
+        Returns:
+            the loss over the batch, before the step: a 0-dim tensor on the device, without a gradient.
+
+        Raises:
+            NothingFitsError: not even one sample fits.
+            OptimizerOutOfMemoryError: memory ran out in the optimizer's step, which is not repeated.
+            DataError: the batch cannot be cut.
+            LossError: the loss cannot be trained on; no step was taken.
+        """
+        window = _Batch(batch, batches.num_samples(batch), self._device)
+        if not self._closes:
+            gradient = self._run(window)
+            self._engine.apply(gradient)
+            return gradient.loss
+        losses: list[torch.Tensor] = []
+
+        def closure() -> torch.Tensor:
+            losses.append(self._run(window).loss)
+            return losses[-1]
+
+        self._engine.apply_closure(closure)
+        return losses[0]
+
+    def backward(self, batch: Any) -> torch.Tensor:
+        """The gradient of a batch, left in ``.grad`` for a step of one's own; clipped, and nothing before it remains.
+
+        Returns and raises what ``step`` does. With it, a closure is ``lambda: accumulator.backward(batch)``.
+        """
+        if self._is_scaled:
+            cure = "Only step() can leave out a step on a gradient that overflowed; or take precision='bf16'."
+            raise ConflictingArgumentsError("precision", "fp16", "backward()", cure)
+        gradient = self._run(_Batch(batch, batches.num_samples(batch), self._device))
+        self._engine.step += 1
+        return gradient.loss
+
+    @torch.enable_grad()
+    def _run(self, window: _Batch) -> Gradient:
+        if self._model.training is not self._was_training:
+            self._was_training = self._model.training
+            self._engine.tuner.set_smallest(smallest_micro_batch(self._modules))
+        if window.num_samples > self._largest_batch:  # no smaller one could tell what is best for it
+            self._largest_batch = window.num_samples
+            self._engine.tuner.searching = self._searches
+        gradient, _, _ = self._engine.run(window)
+        self.micro_batches, self.grad_norm = gradient.sizes, gradient.grad_norm
+        self._engine.settle(self._largest_batch)
+        return gradient
+
+    def _emit(self, event: Event) -> None:
+        self.events.append(event)
+        for callback in self._callbacks:
+            callback(event)
+
+
+@dataclass(slots=True)
+class _Batch:
+    """A window in one's hand."""
+
+    batch: Any
+    num_samples: int
+    device: torch.device
+
+    def micro_batch(self, start: int, size: int) -> Any:
+        return batches.to_device(batches.take(self.batch, start, start + size), self.device, copy=True)

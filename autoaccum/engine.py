@@ -1,0 +1,164 @@
+"""What ``fit`` and ``Accumulator`` share: a window's gradient in whatever memory there is, then the optimizer's step.
+
+Where windows come from, and what is done between them, is the caller's.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoaccum.coupling import smallest_micro_batch
+from autoaccum.data import Window
+from autoaccum.errors import ArgumentError, AutoaccumWarning, NonFiniteLossError
+from autoaccum.events import Event, Notice, Planned, StepSkipped
+from autoaccum.losses import LossOf
+from autoaccum.memory import Memory
+from autoaccum.optimizers import take_step
+from autoaccum.precision import Precision, autocast
+from autoaccum.search import Tuner
+from autoaccum.weighting import CountItems
+from autoaccum.window import Gradient, WindowRunner
+
+
+class Engine:
+    """Runs windows and steps the optimizer; what it is not allowed to decide it emits or announces."""
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        modules: Sequence[nn.Module],
+        optimizer: torch.optim.Optimizer,
+        *,
+        loss_of: LossOf,
+        num_items: CountItems | None,
+        micro_batch: int | None,
+        max_micro_batch: int | None,
+        full_window: int | None,
+        memory: Memory,
+        total_bytes: int,
+        limit_bytes: int,
+        headroom: float,
+        precision: Precision,
+        clip_norm: float | None,
+        device: torch.device,
+        emit: Callable[[Event], None],
+    ) -> None:
+        """Set up; everything is on the device, and the optimizer's state is allocated.
+
+        Args:
+            model: what ``loss_of`` is called with.
+            modules: the model, and the loss if it is one too.
+            optimizer: over their parameters.
+            loss_of: (model, micro-batch) -> loss.
+            num_items: (micro-batch) -> what its loss is a mean over.
+            micro_batch: its samples; None to find them.
+            max_micro_batch: the most samples to try at once.
+            full_window: samples of the largest window, where that is known.
+            memory: of the device.
+            total_bytes: what the device gives to this process.
+            limit_bytes: what of that may be used.
+            headroom: fraction of the limit that plans leave free.
+            precision: of forwards.
+            clip_norm: 2-norm to clip each window's gradient to.
+            device: where to compute.
+            emit: takes the events.
+
+        Raises:
+            ArgumentError: BatchNorm, and micro-batches of one sample.
+        """
+        smallest = smallest_micro_batch(modules)
+        for name, value in (("micro_batch", micro_batch), ("max_micro_batch", max_micro_batch)):
+            if value is not None and value < smallest <= (full_window or smallest):
+                cure = "The model holds BatchNorm in training mode, which has no statistics of one sample."
+                raise ArgumentError(name, value, f"an int of at least {smallest}", cure)
+        ceilings = [samples for samples in (full_window, max_micro_batch) if samples is not None]
+        self.tuner = Tuner(
+            ceiling=min(ceilings, default=2**30),
+            limit_bytes=limit_bytes,
+            headroom=headroom,
+            search=micro_batch is None,
+            largest=min(micro_batch or 0, max_micro_batch or micro_batch or 0),
+            smallest=smallest,
+        )
+        self.optimizer = optimizer
+        self.memory = memory
+        self.limit_bytes = limit_bytes
+        self.watch = limit_bytes < total_bytes or not memory.enforced
+        self.autocast = autocast(precision, device)
+        self.step = 0
+        """Windows that were run and stepped on."""
+        self._emit = emit
+        self._checked = False
+        self._runner = WindowRunner(
+            model=model,
+            modules=modules,
+            optimizer=optimizer,
+            loss_of=loss_of,
+            num_items=num_items,
+            autocast=self.autocast,
+            clip_norm=clip_norm,
+            scaler=torch.amp.GradScaler(device.type) if precision == "fp16" else None,
+            device=device,
+            memory=memory,
+            watch=self.watch,
+            tuner=self.tuner,
+            emit=emit,
+            announce=self.announce,
+        )
+
+    def run(self, window: Window, plan: Sequence[int] | None = None) -> tuple[Gradient, int, int]:
+        """The gradient of the next window: see ``WindowRunner.run``.
+
+        Raises:
+            NonFiniteLossError: the loss of the very first window is NaN or infinite; nothing is left of it.
+            NothingFitsError: one sample does not fit.
+        """
+        if plan is not None and max(plan) > self.tuner.largest:
+            plan = None  # a size of it has run out of memory in this run
+        gradient, peak_bytes, replays = self._runner.run(window, self.step + 1, plan)
+        if not self._checked and gradient.items:
+            self._checked = True
+            if not math.isfinite(loss := gradient.loss.item()):
+                self._runner.roll_back()
+                raise NonFiniteLossError(loss)
+        return gradient, peak_bytes, replays
+
+    def apply(self, gradient: Gradient) -> bool:
+        """One step of the optimizer; False when it was left out, for there was nothing to step on."""
+        self.step += 1
+        if gradient.items:
+            skipped = take_step(self.optimizer, self._runner.scaler, self.step, self.memory, self.limit_bytes)
+        else:
+            skipped = "no micro-batch of the window has an item to learn from"
+        if skipped is not None:
+            self._emit(StepSkipped(step=self.step, reason=skipped))
+        return skipped is None
+
+    def apply_closure(self, closure: Callable[[], torch.Tensor]) -> None:
+        """One step of an optimizer that asks for gradients itself."""
+        take_step(self.optimizer, None, self.step + 1, self.memory, self.limit_bytes, closure)
+        self.step += 1
+
+    def settle(self, full_window: int) -> None:
+        """End the search when no other size makes a better plan for such windows."""
+        if self.tuner.searching and self.tuner.trial_for(full_window) is None:
+            self.tuner.searching = False
+            self.announce_plan(full_window)
+
+    def announce_plan(self, full_window: int) -> None:
+        """Say how such windows are cut."""
+        sizes = self.tuner.plan(full_window)
+        model = self.tuner.memory_model
+        predicted = None if model is None else model.predict(sizes[0])
+        self._emit(Planned(step=self.step, sizes=sizes, predicted_bytes=predicted, limit_bytes=self.limit_bytes))
+
+    def announce(self, notice: Notice) -> None:
+        """As an event and as a warning."""
+        self._emit(notice)
+        warnings.warn(str(notice), AutoaccumWarning, stacklevel=4)
