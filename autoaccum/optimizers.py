@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import UninitializedParameter
 
+from autoaccum.attributes import Attributes
 from autoaccum.errors import (
     ArgumentTypeError,
     ConflictingArgumentsError,
@@ -27,20 +27,13 @@ def trainable_parameters(model: object, modules: Sequence[nn.Module]) -> list[nn
     """The parameters that require a gradient, of the model and of a loss that is a module too.
 
     Raises:
-        ArgumentTypeError: the model is no module, or is not built yet.
+        ArgumentTypeError: the model is no module.
         NoTrainableParametersError: there are none.
     """
     if not isinstance(model, nn.Module):
         raise ArgumentTypeError("model", model, "a torch.nn.Module")
     found = {id(p): p for module in modules for p in module.parameters() if p.requires_grad}
     parameters = list(found.values())
-    if any(isinstance(p, UninitializedParameter) for p in parameters):
-        raise ArgumentTypeError(
-            "model",
-            type(model).__name__,
-            "a model whose lazy layers know their shapes",
-            "Call it once on a batch: model(inputs).",
-        )
     if not parameters:
         raise NoTrainableParametersError(model)
     return parameters
@@ -101,34 +94,60 @@ def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     return any(p.name == "closure" and p.default is p.empty for p in parameters)
 
 
-@torch.no_grad()
-def allocate_state(optimizer: torch.optim.Optimizer) -> None:
+def allocate_state(optimizer: torch.optim.Optimizer, modules: Sequence[nn.Module] = ()) -> None:
     """Allocate now what PyTorch's optimizers allocate in their first step, so that it is in every measured peak.
 
-    Their own ``_init_group`` does it: the part of a step that makes the missing state and reads the present one, before
-    any arithmetic. It wants gradients, so parameters without one have zeros for the moment. SGD clones its first
-    gradient instead; a buffer of zeros gives the same next value, 0 * momentum + gradient, unless it is dampened.
+    All of it or, when memory runs out, none: a state that is half there would fail the next step.
 
-    Nothing is done to an optimizer that is not PyTorch's own, for nobody knows what its methods do.
+    Nothing is done to an optimizer that is not PyTorch's own, for nobody knows what its methods do; and nothing for
+    parameters of ``modules`` whose gradients are sparse, but for SparseAdam's: their state is made of the gradient.
     """
-    is_pytorchs = f"{type(optimizer).__module__}.".startswith("torch.optim.")
-    if not is_pytorchs or not hasattr(optimizer, "_init_group"):
+    if not f"{type(optimizer).__module__}.".startswith("torch.optim."):
         return
-    init_group = optimizer._init_group
-    num_lists = len(inspect.signature(init_group).parameters) - 1
+    before = Attributes([optimizer])
+    try:
+        _allocate(optimizer, {id(p) for p in sparsely_trained(modules)})
+    except BaseException:
+        before.restore()
+        raise
+
+
+@torch.no_grad()
+def _allocate(optimizer: torch.optim.Optimizer, sparse: set[int]) -> None:
+    """By the optimizer's own ``_init_group`` where there is one.
+
+    It is the part of a step that makes the missing state and reads the present one, before any arithmetic. It wants
+    gradients, so parameters without one have zeros for the moment. SGD clones its first gradient instead; a buffer of
+    zeros gives the same next value, 0 * momentum + gradient, unless it is dampened, or the gradient sparse and its
+    clone small. SparseAdam has no such part.
+    """
     for group in optimizer.param_groups:
-        without = [p for p in group["params"] if p.requires_grad and p.grad is None]
-        try:
-            for p in without:
-                p.grad = torch.zeros_like(p)
-            init_group(group, *([] for _ in range(num_lists)))
-        finally:
-            for p in without:
-                p.grad = None
+        trained = [p for p in group["params"] if p.requires_grad]
+        if hasattr(optimizer, "_init_group"):
+            init_group = optimizer._init_group
+            without = [p for p in trained if p.grad is None and id(p) not in sparse]
+            try:
+                for p in without:
+                    p.grad = torch.zeros_like(p)
+                init_group(group, *([] for _ in range(len(inspect.signature(init_group).parameters) - 1)))
+            finally:
+                for p in without:
+                    p.grad = None
         if type(optimizer) is torch.optim.SGD and group["momentum"] and not group["dampening"]:
-            for p in group["params"]:
-                if p.requires_grad and optimizer.state[p].get("momentum_buffer") is None:
+            for p in trained:
+                if id(p) not in sparse and optimizer.state[p].get("momentum_buffer") is None:
                     optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        if type(optimizer) is torch.optim.SparseAdam:
+            for p in trained:
+                if not optimizer.state[p]:
+                    moments = {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
+                    optimizer.state[p] = {"step": 0, **moments}
+
+
+def sparsely_trained(modules: Sequence[nn.Module]) -> list[torch.Tensor]:
+    """The parameters whose gradients are sparse, as far as modules say so."""
+    layers = (layer for module in modules for layer in module.modules())
+    return [m.weight for m in layers if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse]
 
 
 def take_step(

@@ -11,17 +11,20 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from autoaccum import arguments
+from autoaccum.attributes import Attributes
 from autoaccum.costs import MemoryModel, TimeModel, Trial, fit_memory_model, fit_time_model
 from autoaccum.coupling import smallest_micro_batch
 from autoaccum.data import Source, open_source
 from autoaccum.devices import find_device
 from autoaccum.errors import LimitBelowModelError, NothingFitsError
+from autoaccum.lazy import build_lazy_layers
 from autoaccum.losses import LossOf, loss_function
 from autoaccum.memory import Memory, memory_of
 from autoaccum.oom import is_out_of_memory
-from autoaccum.optimizers import OptimizerLike, allocate_state, make_optimizer, trainable_parameters
+from autoaccum.optimizers import OptimizerLike, allocate_state, make_optimizer, sparsely_trained, trainable_parameters
 from autoaccum.planner import Plan, plan
 from autoaccum.precision import Autocast, Precision, autocast
 from autoaccum.search import bounds, next_trial
@@ -111,6 +114,8 @@ def probe(
     enforced = memory.enforced and limit == available
     source = open_source(data, seed=0, shuffle=False, device=on, collate_fn=collate_fn)
     ceiling = min(n for n in (max_micro_batch, effective_batch, source.num_samples, 2**20) if n is not None)
+    context = autocast(precision, on)
+    sparse = sparsely_trained(modules)
 
     history: list[Trial] = []
     with _no_trace(modules, optimizer, on):
@@ -119,10 +124,11 @@ def probe(
                 module.to(on)
             if not model.training:
                 model.train()
+            build_lazy_layers(model, modules, source, loss_of, context, on)
             state_of = make_optimizer(optimizer, None, parameters)
-            for parameter in parameters:  # as in every micro-batch of a window but the first
-                parameter.grad = torch.zeros_like(parameter)
-            allocate_state(state_of)
+            for p in parameters:  # as in every micro-batch of a window but the first
+                p.grad = torch.zeros_like(p)
+            allocate_state(state_of, modules)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -132,7 +138,6 @@ def probe(
         memory.release()
         if ran_out or memory.used() > limit:
             raise LimitBelowModelError(needed_bytes=max(memory.used(), limit + 1), limit_bytes=limit)
-        context = autocast(precision, on)
         smallest = smallest_micro_batch(modules)
         while size := next_trial(
             history,
@@ -142,6 +147,8 @@ def probe(
             growth=GROWTH if enforced else 2,
         ):
             allowed = limit if size <= smallest else int(limit * (1 - headroom))
+            for weight in sparse:  # a gradient of zeros would make the sparse one dense
+                weight.grad = None
             history.append(_try(size, model, source, loss_of, context, memory, on, allowed))
         largest = bounds(history)[0]
         if largest == 0:
@@ -197,14 +204,14 @@ def _no_trace(modules: Sequence[nn.Module], optimizer: object, device: torch.dev
     everything = {id(m): m for module in modules for m in module.modules()}.values()
     parameters = [p for module in everything for p in module.parameters(recurse=False)]
     trained = [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]
+    tensors = [*parameters, *(b for module in everything for b in module.buffers(recurse=False))]
+    unbuilt = [(t, type(t), t.data) for t in tensors if is_lazy(t)]
     elsewhere = [(p, p.data) for p in parameters if p.device != device]  # will be moved to the device, and back
     gradients = [(p, p.grad) for p in (*parameters, *trained)]
     for p, _ in gradients:
         p.grad = None
-    training = [(module, module.training) for module in everything]
-    state = None
-    if isinstance(optimizer, torch.optim.Optimizer):
-        state = {parameter: dict(entries) for parameter, entries in optimizer.state.items()}
+    owners = [*everything, *([optimizer] if isinstance(optimizer, torch.optim.Optimizer) else [])]
+    attributes = Attributes(owners)
     try:
         yield
     finally:
@@ -212,11 +219,10 @@ def _no_trace(modules: Sequence[nn.Module], optimizer: object, device: torch.dev
             p.grad = None
         for p, value in elsewhere:
             p.data = value
+        for tensor, kind, value in unbuilt:
+            tensor.data = value
+            tensor.__class__ = kind
         for p, gradient in gradients:
             p.grad = gradient
+        attributes.restore()
         snapshot.restore()
-        for module, mode in training:
-            module.training = mode
-        if isinstance(optimizer, torch.optim.Optimizer) and state is not None:
-            optimizer.state.clear()
-            optimizer.state.update(state)

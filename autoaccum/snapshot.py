@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from autoaccum import randomness
 
@@ -39,8 +40,9 @@ class Snapshot:
         stale = []
         for _, buffers in self._buffers:
             for buffer in buffers.values():
-                # What is expanded shares its elements, so PyTorch lets nothing write through it.
-                if buffer is None or id(buffer) in self._copies or _is_expanded(buffer):
+                # What a lazy layer has not built yet has no value. What is expanded shares its elements, so PyTorch
+                # lets nothing write through it.
+                if buffer is None or id(buffer) in self._copies or is_lazy(buffer) or _is_expanded(buffer):
                     continue
                 known = before.get(id(buffer))
                 if known is not None and known[1].shape == buffer.shape:

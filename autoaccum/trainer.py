@@ -34,12 +34,13 @@ from autoaccum.events import (
     StepReport,
 )
 from autoaccum.interrupts import interrupt_calls
+from autoaccum.lazy import build_lazy_layers
 from autoaccum.losses import loss_function
 from autoaccum.memory import memory_of
 from autoaccum.oom import room_for_model
 from autoaccum.optimizers import OptimizerLike, allocate_state, make_optimizer, trainable_parameters
 from autoaccum.planner import Plan
-from autoaccum.precision import Precision
+from autoaccum.precision import Precision, autocast
 from autoaccum.reporting import ProgressBar
 from autoaccum.validation import Validator
 from autoaccum.weighting import CountItems
@@ -159,9 +160,10 @@ class Trainer:
         with room_for_model(self.memory, self.limit_bytes, parameters):
             for module in modules:
                 module.to(self.device)
+            build_lazy_layers(model, modules, self._source, loss_of, autocast(precision, self.device), self.device)
             self.optimizer = make_optimizer(optimizer, lr, parameters)
             self._scheduler = self._make_scheduler(lr_scheduler)
-            allocate_state(self.optimizer)
+            allocate_state(self.optimizer, modules)
 
         fixed = micro_batch if isinstance(micro_batch, int) else max((max(plan) for plan in self._plans), default=None)
         step_model: Any = torch.compile(model) if compile else model

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from autoaccum.errors import ArgumentError, ArgumentTypeError
 from autoaccum.events import Notice
@@ -132,3 +133,15 @@ def scale_gradients(parameters: Sequence[torch.Tensor], factor: float) -> None:
     gradients = [p.grad for p in parameters if p.grad is not None]
     if gradients:
         torch._foreach_mul_(gradients, factor)
+
+
+@torch.no_grad()
+def clip_gradients(parameters: Sequence[torch.Tensor], max_norm: float) -> torch.Tensor:
+    """``torch.nn.utils.clip_grad_norm_``, which alone knows no norm of sparse gradients; the norm before clipping."""
+    for p in parameters:
+        if p.grad is not None and p.grad.is_sparse:
+            p.grad = p.grad.coalesce()  # an entry that several samples add to must not count several times
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    norm = get_total_norm([g._values() if g.is_sparse else g for g in gradients])
+    clip_grads_with_norm_(parameters, max_norm, norm)
+    return norm

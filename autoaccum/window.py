@@ -30,6 +30,7 @@ from autoaccum.snapshot import Snapshot
 from autoaccum.weighting import (
     CountItems,
     Tally,
+    clip_gradients,
     count_items,
     counted_once,
     doubt_notice,
@@ -259,7 +260,7 @@ class WindowRunner:
             self.scaler.unscale_(self._optimizer)
         grad_norm = None
         if self._clip_norm is not None:
-            grad_norm = nn.utils.clip_grad_norm_(self._trained(), self._clip_norm)
+            grad_norm = clip_gradients(self._trained(), self._clip_norm)
         return Gradient(sizes=sizes, loss=loss_sum, grad_norm=grad_norm, items=sum(tally.read()), doubts=doubts)
 
     def _doubts(self, sizes: list[int], reductions: list[Reduction], coupled: bool) -> tuple[Notice, ...]:

@@ -189,7 +189,16 @@ CASES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         errors.ArgumentTypeError,
         "lr_scheduler=None",
     ),
-    "lazy layers": ({"model": nn.LazyLinear(3)}, errors.ArgumentTypeError, "Call it once on a batch"),
+    "lazy layers in a model that fails": (
+        {"model": nn.Sequential(nn.LazyLinear(3), nn.Linear(7, 3))},
+        errors.ArgumentError,
+        "model='Sequential'.*Call it once on a batch, model.inputs., before: a forward .* failed .RuntimeError: mat1",
+    ),
+    "lazy layers and an iterator": (
+        {"model": nn.LazyLinear(3), "data": iter([classes(8)])},
+        errors.ArgumentError,
+        "Call it once on a batch.*: there is no example batch .*read only once",
+    ),
     "BatchNorm in ones": (
         {"model": nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 3)), "micro_batch": 1},
         errors.ArgumentError,

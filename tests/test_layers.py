@@ -19,9 +19,9 @@ LAYERS: dict[str, str] = {
     "command line": "cli __main__ recipes",
     "adapters": "sweeps integrations testing",
     "state": "trainer accumulator",
-    "mechanism": "engine window probing validation data checkpoint",
-    "parts": "memory reporting batches coupling devices distributed losses oom optimizers precision randomness reductions "
-    "snapshot weighting",
+    "mechanism": "engine window probing lazy validation data checkpoint",
+    "parts": "memory reporting attributes batches coupling devices distributed losses oom optimizers precision "
+    "randomness reductions snapshot weighting",
     "policy": "planner search costs schedules budget",
     "standard library": "__init__ _version errors events units arguments interrupts",
 }

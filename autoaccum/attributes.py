@@ -1,0 +1,41 @@
+"""What objects keep about themselves in Python, remembered and put back: counters, caches, hooks, their very class."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterable
+from typing import Any
+
+_CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)
+"""Of these types exactly: a subclass may mean something else by ``clear`` and ``update``."""
+
+
+class Attributes:
+    """Classes and attributes of objects, with what the containers among these hold, as they were when it was made.
+
+    Containers are put back in place, for others hold them: the handle of a hook has a weak reference to the dict that
+    the hook is in. Tensors are remembered, their values are not.
+    """
+
+    def __init__(self, objects: Iterable[Any]) -> None:
+        self._classes = [(owner, type(owner)) for owner in objects]
+        self._contents: dict[int, tuple[Any, Any]] = {}
+        found: list[Any] = [vars(owner) for owner, _ in self._classes]
+        while found:
+            container = found.pop()
+            if type(container) not in _CONTAINERS or id(container) in self._contents:
+                continue
+            self._contents[id(container)] = (container, container.copy())
+            found.extend(container.values() if isinstance(container, dict) else container)
+
+    def restore(self) -> None:
+        """Put them back; it may be done again."""
+        for owner, kind in self._classes:
+            if type(owner) is not kind:
+                owner.__class__ = kind
+        for container, contents in self._contents.values():
+            container.clear()
+            if isinstance(container, list | deque):
+                container.extend(contents)
+            else:
+                container.update(contents)
