@@ -127,7 +127,8 @@ def probe(
             build_lazy_layers(model, modules, source, loss_of, context, on)
             state_of = make_optimizer(optimizer, None, parameters)
             for p in parameters:  # as in every micro-batch of a window but the first
-                p.grad = torch.zeros_like(p)
+                if not any(p is weight for weight in sparse):  # zeros would make its gradient dense
+                    p.grad = torch.zeros_like(p)
             allocate_state(state_of, modules)
         except Exception as error:
             if not is_out_of_memory(error):
@@ -147,7 +148,7 @@ def probe(
             growth=GROWTH if enforced else 2,
         ):
             allowed = limit if size <= smallest else int(limit * (1 - headroom))
-            for weight in sparse:  # a gradient of zeros would make the sparse one dense
+            for weight in sparse:  # as long as all the trials before it, by now
                 weight.grad = None
             history.append(_try(size, model, source, loss_of, context, memory, on, allowed))
         largest = bounds(history)[0]
