@@ -40,7 +40,7 @@ def build_lazy_layers(
         return
     layers = list({id(m): m for root in modules for m in root.modules()}.values())
     lazy: list[nn.Module] = [m for m in layers if isinstance(m, LazyModuleMixin) and hasattr(m, "_initialize_hook")]
-    traces = [_Trace([m for m in layers if m not in lazy], device)]
+    traces = [_Trace(layers, device)]  # of lazy layers those come after it that are taken when they have been built
 
     def built_now(layer: nn.Module, inputs: Any) -> None:
         """After its own hook has built it, and before its first forward leaves a trace."""
