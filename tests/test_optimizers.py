@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
 
 from autoaccum.errors import (
@@ -20,6 +22,8 @@ from autoaccum.errors import (
 from autoaccum.memory import memory_of
 from autoaccum.optimizers import allocate_state, make_optimizer, take_step, trainable_parameters
 from autoaccum.testing import oom_at, simulated_memory
+from autoaccum.trainer import Trainer
+from tests.models import classes, mlp
 
 CONFIGURATIONS: dict[str, list[dict[str, Any]]] = {
     "ASGD": [{}, {"foreach": True}, {"foreach": False}, {"weight_decay": 0.1, "t0": 1.0}],
@@ -55,9 +59,9 @@ CASES = [
 ALLOCATING = [
     pytest.param(*case.values, id=case.id)
     for case in CASES
-    if case.values[0] not in ("LBFGS", "SparseAdam") and "dampening" not in case.values[1]
+    if case.values[0] != "LBFGS" and "dampening" not in case.values[1]
 ]
-"""All but those that make their state in the step itself."""
+"""All but those that make their state of the gradient."""
 every_case = pytest.mark.parametrize(("name", "options"), CASES)
 
 
@@ -245,17 +249,128 @@ class TestAllocateState:
         assert len(optimizer.state) == 0
         assert [p.grad for p in trained] == [None] * 3
 
-    def test_a_failure_leaves_no_gradients(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize(("name", "options"), ALLOCATING)
+    @pytest.mark.parametrize("begun", [False, True])
+    def test_an_oom_at_any_operation_leaves_no_trace(self, name: str, options: dict[str, Any], begun: bool) -> None:
+        """Half of a state would fail the next step, with a KeyError."""
+
+        def start() -> tuple[list[nn.Parameter], Optimizer]:
+            trained = parameters()
+            optimizer = make(name, options, trained)
+            if begun:  # as when parameters were added since
+                step(optimizer, trained[:1], seed=5)
+            return trained, optimizer
+
+        if begun and options.get("momentum") and options.get("fused"):
+            return  # PyTorch's fused SGD takes no step where some have a buffer and others have none
+        _, optimizer = start()
+        with oom_at(None) as counter:
+            allocate_state(optimizer)
+        results = []
+        for operation in range(1, counter.operations + 1):
+            trained, optimizer = start()
+            before = exactly(optimizer.state_dict())
+            entries = {p: (state, dict(state)) for p, state in optimizer.state.items()}
+            attributes = dict(vars(optimizer))
+            with oom_at(operation), pytest.raises(torch.OutOfMemoryError):
+                allocate_state(optimizer)
+            assert exactly(optimizer.state_dict()) == before
+            assert vars(optimizer) == attributes
+            for p, (state, held) in entries.items():
+                assert optimizer.state[p] is state
+                assert all(state[key] is value for key, value in held.items())
+            assert [p.grad for p in trained] == [None] * 3
+            step(optimizer, trained, seed=6)
+            results.append((exactly(trained), exactly(optimizer.state_dict())))
+        trained, optimizer = start()
+        step(optimizer, trained, seed=6)
+        assert counter.operations
+        assert results == [(exactly(trained), exactly(optimizer.state_dict()))] * counter.operations
+
+    def test_an_interrupt_leaves_no_trace_either(self, monkeypatch: pytest.MonkeyPatch) -> None:
         trained = parameters()
         optimizer = torch.optim.Adam(trained)
 
         def fail(group: Any, *lists: Any) -> None:
-            raise torch.OutOfMemoryError("out of memory")
+            optimizer.state[trained[0]]["step"] = 1
+            raise KeyboardInterrupt
 
         monkeypatch.setattr(optimizer, "_init_group", fail)
-        with pytest.raises(torch.OutOfMemoryError):
+        with pytest.raises(KeyboardInterrupt):
             allocate_state(optimizer)
         assert [p.grad for p in trained] == [None] * 3
+        assert len(optimizer.state) == 0
+
+    @pytest.mark.parametrize("layer", [nn.Embedding, nn.EmbeddingBag])
+    def test_no_dense_buffer_for_a_sparse_gradient(self, layer: Any) -> None:
+        model = nn.ModuleList([layer(4, 2, sparse=True), layer(4, 2)])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        allocate_state(optimizer, [model])
+        assert set(optimizer.state) == {model[1].weight}
+
+
+class Foreign(Optimizer):
+    """One that PyTorch does not know, and that remembers which of its methods were called from outside of its step."""
+
+    def __init__(self, trained: Any) -> None:
+        self.calls: list[str] = []
+        self.depth = 1
+        super().__init__(trained, {"lr": 0.1})
+        self.depth = 0
+
+    def __getattribute__(self, name: str) -> Any:
+        value = super().__getattribute__(name)
+        if not callable(value) or name.startswith("__"):
+            return value
+
+        @functools.wraps(value)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not self.depth:
+                self.calls.append(name)
+            self.depth += 1
+            try:
+                return value(*args, **kwargs)
+            finally:
+                self.depth -= 1
+
+        return call
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p -= group["lr"] * p.grad
+
+
+class TestForeign:
+    """An optimizer of others sees one ``step`` a window, and no other call."""
+
+    @pytest.mark.parametrize("precision", ["fp32", "fp16"])
+    @pytest.mark.parametrize("fails_at", [None, 20])
+    @pytest.mark.parametrize("is_function", [False, True])
+    def test_one_step_a_window(self, precision: Any, fails_at: int | None, is_function: bool) -> None:
+        model = mlp()
+        optimizer = Foreign(model.parameters())
+        trainer = Trainer(
+            model,
+            classes(20),
+            effective_batch=8,
+            micro_batch=3,
+            loss_fn=cross_entropy,
+            optimizer=(lambda given: optimizer) if is_function else optimizer,
+            clip_norm=0.5,
+            precision=precision,
+            epochs=2,
+            validation_data=classes(5),
+            device="cpu",
+            progress=False,
+        )
+        assert optimizer.calls == []
+        with oom_at(fails_at):
+            result = trainer.fit()
+        assert sum(report.replays for report in result.history) == (fails_at is not None)
+        assert optimizer.calls == ["step"] * 6
+        assert result.num_steps == 6
 
 
 class TestMakeOptimizer:
