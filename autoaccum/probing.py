@@ -69,9 +69,9 @@ def probe(
 ) -> ProbeReport:
     """Find the largest micro-batch that fits, by forwards and backwards that leave no trace.
 
-    Parameters, buffers, gradients, optimizer state, random states, training mode and data are afterwards what they
-    were, to the bit. The memory of gradients and of the optimizer's state is counted, whether they are there yet or
-    not.
+    Parameters, buffers, gradients, optimizer state, random states, training mode, what modules keep in attributes of
+    their own, and data are afterwards what they were, to the bit; lazy layers are unbuilt again. The memory of
+    gradients and of the optimizer's state is counted, whether they are there yet or not.
 
     Args:
         model: the module to train.

@@ -303,7 +303,8 @@ class TestSparse:
         table = nn.Embedding(100_000, 2, sparse=True)
         model = nn.Sequential(table, nn.Flatten(), nn.Linear(2, 3))
         data = torch.arange(64)[:, None], torch.zeros(64, dtype=torch.long)
-        lengths = []
+        lengths, before_trials = [], []
+        table.register_forward_pre_hook(lambda layer, _: before_trials.append(layer.weight.grad))
         table.weight.register_post_accumulate_grad_hook(lambda weight: lengths.append(weight.grad._nnz()))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         before = everything(nn.Module(), optimizer)
@@ -313,6 +314,7 @@ class TestSparse:
             )
             assert memory.peak < 1.1 * table.weight.nbytes
         assert report.max_micro_batch == 64
+        assert before_trials == [None] * len(report.trials), "or they would add up, unlike dense ones"
         assert lengths == [trial.micro_batch for trial in report.trials]
         assert everything(nn.Module(), optimizer)[0][1:] == before[0][1:]
         assert table.weight.grad is None
