@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from autoaccum import arguments, batches
 from autoaccum.coupling import smallest_micro_batch
@@ -87,6 +88,9 @@ class Accumulator:
         if self._closes and precision == "fp16":
             cure = "It looks at the loss between its own updates, which no gradient scaler can follow: take 'bf16'."
             raise ConflictingArgumentsError("precision", precision, f"optimizer={type(optimizer).__name__}", cure)
+        if any(map(is_lazy, parameters)):
+            cure = "Call it once on a batch: model(inputs)."
+            raise ArgumentError("model", type(model).__name__, "a model whose lazy layers know their shapes", cure)
         devices = {p.device for p in parameters}
         if len(devices) > 1:
             raise ArgumentError("model", type(model).__name__, "a model on one device", f"It is on {devices}.")
@@ -95,7 +99,7 @@ class Accumulator:
         total_bytes = memory.limit()
         limit_bytes = arguments.memory_limit_bytes(memory_limit, total_bytes)
         with room_for_model(memory, limit_bytes, parameters):
-            allocate_state(optimizer)
+            allocate_state(optimizer, self._modules)
         self.events: list[Event] = []
         """Everything that happened, in order."""
         self.micro_batches: tuple[int, ...] = ()

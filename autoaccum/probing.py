@@ -19,11 +19,11 @@ from autoaccum.costs import MemoryModel, TimeModel, Trial, fit_memory_model, fit
 from autoaccum.coupling import smallest_micro_batch
 from autoaccum.data import Source, open_source
 from autoaccum.devices import find_device
-from autoaccum.errors import LimitBelowModelError, NothingFitsError
+from autoaccum.errors import NothingFitsError
 from autoaccum.lazy import build_lazy_layers
 from autoaccum.losses import LossOf, loss_function
 from autoaccum.memory import Memory, memory_of
-from autoaccum.oom import is_out_of_memory
+from autoaccum.oom import is_out_of_memory, room_for_model
 from autoaccum.optimizers import OptimizerLike, allocate_state, make_optimizer, sparsely_trained, trainable_parameters
 from autoaccum.planner import Plan, plan
 from autoaccum.precision import Autocast, Precision, autocast
@@ -119,7 +119,7 @@ def probe(
 
     history: list[Trial] = []
     with _no_trace(modules, optimizer, on):
-        try:
+        with room_for_model(memory, limit):
             for module in modules:
                 module.to(on)
             if not model.training:
@@ -130,15 +130,6 @@ def probe(
                 if not any(p is weight for weight in sparse):  # zeros would make its gradient dense
                     p.grad = torch.zeros_like(p)
             allocate_state(state_of, modules)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            ran_out = True
-        else:
-            ran_out = False
-        memory.release()
-        if ran_out or memory.used() > limit:
-            raise LimitBelowModelError(needed_bytes=max(memory.used(), limit + 1), limit_bytes=limit)
         smallest = smallest_micro_batch(modules)
         while size := next_trial(
             history,

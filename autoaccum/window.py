@@ -125,11 +125,8 @@ class WindowRunner:
         self._emit = emit
         self._announce = announce
         self._announced: set[str] = set()
+        self._modules = modules
         self._parameters = [p for module in modules for p in module.parameters()]
-        self._notices = [
-            *batch_norm_notices(modules),
-            *half_precision_notices([p for p in self._parameters if p.requires_grad]),
-        ]
         self._examining = True  # until a window has been cut, what may couple its samples is looked for
         self._deferred = is_slow_to_read(device)
         self._snapshot = Snapshot(modules, device)
@@ -279,9 +276,12 @@ class WindowRunner:
         )
 
     def _say_what_is_not_exact(self, gradient: Gradient) -> None:
-        """Once, when a window has been cut for the first time."""
-        self._examining = False
-        notices, self._notices = [*self._notices, *gradient.doubts], []
+        """Each thing once, when a window has been cut."""
+        notices = list(gradient.doubts)
+        if self._examining:
+            self._examining = False
+            trained = [p for p in self._parameters if p.requires_grad]
+            notices = [*batch_norm_notices(self._modules), *half_precision_notices(trained), *notices]
         for notice in notices:
             if notice.consequence not in self._announced:
                 self._announced.add(notice.consequence)
