@@ -55,6 +55,8 @@ def loss_function(loss_fn: Callable[[Any, Any], Any] | None, training_step: Call
 
 def call(model: Any, inputs: Any) -> Any:
     """The model's outputs for one micro-batch of inputs."""
+    if isinstance(inputs, torch.Tensor):  # by far the most frequent, and there are micro-batches of 100 µs
+        return model(inputs)
     positional, keywords = _arguments(inputs)
     return model(*positional, **keywords)
 
@@ -94,11 +96,13 @@ def _model_loss(outputs: Any) -> Any:
 
 
 def _checked(loss: Any, source: str) -> torch.Tensor:
+    if isinstance(loss, torch.Tensor) and loss.requires_grad and not loss.ndim:
+        return loss
     if not isinstance(loss, torch.Tensor):
         raise NonScalarLossError(source, _describe(loss))
     if loss.ndim:
         raise NonScalarLossError(source, f"a tensor of shape {tuple(loss.shape)}")
-    if not loss.requires_grad and torch.is_grad_enabled():
+    if torch.is_grad_enabled():
         raise LossWithoutGradError(source)
     return loss
 

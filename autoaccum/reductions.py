@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from itertools import accumulate
 from operator import mul
 from typing import Any, Literal
@@ -63,7 +63,8 @@ def read(loss: torch.Tensor, num_samples: int) -> Reduction:
     if root is None:
         return Reduction("unknown", num_samples, (Term("unknown", operation="no operation at all"),))
     if root.name() == "NllLossBackward0" and root._saved_reduction == _MEAN:  # the most frequent by far
-        return Reduction("mean", _value(root._saved_total_weight))
+        weight = root._saved_total_weight
+        return _plain_mean(weight.item()) if weight.is_cpu else Reduction("mean", weight.reshape(()))
     found = _terms(root, num_samples)
     constant = [len(found) > 1 and only_parameters(node) for node, _ in found]
     if all(constant):  # a loss without a model, such as ((parameter - targets) ** 2).mean() + ...
@@ -87,6 +88,12 @@ def graph_alone() -> Iterator[None]:
 
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(shape_of, lambda tensor: tensor):
         yield
+
+
+@lru_cache(maxsize=1024)
+def _plain_mean(items: float) -> Reduction:
+    """One for each count: they recur, and making one costs as much as reading the loss."""
+    return Reduction("mean", items)
 
 
 _MEAN, _SUM = 1, 2  # at::Reduction
@@ -182,7 +189,7 @@ def _reduced(node: Any, operation: str, num_samples: int) -> list[tuple[Any, Ter
 
 def _value(count: torch.Tensor) -> Count:
     """Read where that waits for nothing."""
-    return float(count) if count.device.type == "cpu" else count.reshape(())
+    return float(count) if count.is_cpu else count.reshape(())
 
 
 def _dimensions(node: Any) -> list[int]:

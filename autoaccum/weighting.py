@@ -45,6 +45,11 @@ def count_items(num_items: CountItems, batch: Any) -> Count:
         raise ArgumentTypeError("num_items", counted, _ACCEPTED) from None
 
 
+def by_user(num_items: CountItems, batch: Any) -> Reduction:
+    """A mean over what the user counts."""
+    return Reduction("mean", count_items(num_items, batch))
+
+
 _ACCEPTED = "a function (micro-batch) -> a count of at least 0"
 
 
@@ -55,7 +60,7 @@ def _checked(items: float) -> float:
 
 
 class Tally:
-    """The items of a window: weights while its micro-batches run, their total at its end."""
+    """The items of a window: weights while its micro-batches run, shares in the whole at its end."""
 
     def __init__(self, num_samples: int, *, deferred: bool) -> None:
         """For a window of ``num_samples``; counts are read at once, or all at its end when ``deferred``."""
@@ -65,31 +70,50 @@ class Tally:
         self._guess = 0.0
         self._is_sum = False
 
-    def weight(self, num_samples: int, reduction: Reduction, dtype: torch.dtype = torch.float32) -> Count:
-        """What the loss of the next micro-batch counts, as a ``dtype`` if it is a tensor; 0 when it has no items."""
+    def weight(self, num_samples: int, reduction: Reduction, dtype: torch.dtype = torch.float32) -> Count | None:
+        """What the loss of the next micro-batch, of that ``dtype``, counts; None when it has no items."""
         items = reduction.items
-        if isinstance(items, torch.Tensor) and not (self._deferred and self._guess):
+        if self._guess:
+            if isinstance(items, torch.Tensor) and not self._deferred:
+                items = _checked(items.item())
+            self._counts.append(items)
+            if isinstance(items, torch.Tensor):
+                return items.to(torch.promote_types(dtype, torch.float32)) / self._guess
+            return items / self._guess if items else None
+        if isinstance(items, torch.Tensor):
             items = _checked(items.item())
         if not self._counts:
             self._is_sum = reduction.kind == "sum"
         self._counts.append(items)
         if self._is_sum:
             return 1.0
-        if isinstance(items, torch.Tensor):
-            return items.to(dtype) / self._guess
-        self._guess = self._guess or items / num_samples * self._num_samples
-        return items / self._guess if items else 0.0
+        self._guess = items / num_samples * self._num_samples
+        return items / self._guess if items else None
 
     def read(self) -> list[float]:
         """The counts, those that were deferred too."""
         waiting = [count for count in self._counts if isinstance(count, torch.Tensor)]
-        values = iter(torch.stack(waiting).tolist() if waiting else ())
-        self._counts = [_checked(next(values)) if isinstance(count, torch.Tensor) else count for count in self._counts]
-        return [float(count) for count in self._counts]
+        if waiting:
+            values = map(_checked, torch.stack(waiting).tolist())
+            self._counts = [next(values) if isinstance(count, torch.Tensor) else count for count in self._counts]
+        return self._counts  # type: ignore[return-value]
 
     def correction(self) -> float:
         """What the accumulated gradient has to be multiplied with."""
         return 1.0 if self._is_sum else self._guess / sum(self.read())
+
+    def mean(self, losses: list[torch.Tensor]) -> torch.Tensor:
+        """The window's loss, of those of the micro-batches that had items."""
+        stacked = torch.stack(losses)
+        wide = torch.promote_types(stacked.dtype, torch.float32)
+        if self._is_sum:
+            return stacked.sum(dtype=wide)
+        counts = [count for count in self.read() if count]
+        if min(counts) == max(counts):
+            return stacked.mean(dtype=wide)
+        total = sum(counts)
+        shares = torch.tensor([count / total for count in counts], dtype=wide, device=stacked.device)
+        return stacked.to(wide) @ shares
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,14 +24,14 @@ from autoaccum.memory import Memory
 from autoaccum.oom import is_out_of_memory
 from autoaccum.planner import cut
 from autoaccum.precision import half_precision_notices
-from autoaccum.reductions import Reduction, doubt, read
+from autoaccum.reductions import Count, Reduction, doubt, read
 from autoaccum.search import Tuner
 from autoaccum.snapshot import Snapshot
 from autoaccum.weighting import (
     CountItems,
     Tally,
+    by_user,
     clip_gradients,
-    count_items,
     counted_once,
     doubt_notice,
     penalty_notice,
@@ -188,10 +188,10 @@ class WindowRunner:
 
     def _attempt(self, window: Window, sizes: Iterable[tuple[int, bool]]) -> Gradient | _Failure | _Emptiness:
         done: list[int] = []
+        losses: list[torch.Tensor] = []
         reductions: list[Reduction] = []
         tally = Tally(window.num_samples, deferred=self._deferred)
         position = size = 0
-        loss_sum = None
         coupled = False
         try:
             for size, is_trial in sizes:
@@ -199,15 +199,17 @@ class WindowRunner:
                 if self._tight and not is_trial:
                     self._make_room(size)
                 batch = window.micro_batch(position, size)
-                reduction = None if self._num_items is None else Reduction("mean", count_items(self._num_items, batch))
+                reduction = None if self._num_items is None else by_user(self._num_items, batch)
                 if reduction is None or isinstance(reduction.items, torch.Tensor) or reduction.items:
                     with self._autocast():
                         loss = self._loss_of(self._model, batch)
-                    reduction = reduction or read(loss, size)
-                    coupled = coupled or (self._examining and size > 1 and couples_samples(loss, size))
-                    weight = tally.weight(size, reduction, torch.promote_types(loss.dtype, torch.float32))
-                    if isinstance(weight, torch.Tensor) or weight:
-                        loss_sum = self._add(loss_sum, loss, weight)
+                    if reduction is None:
+                        reduction = read(loss, size)
+                    if self._examining and size > 1:
+                        coupled = coupled or couples_samples(loss, size)
+                    weight = tally.weight(size, reduction, loss.dtype)
+                    if weight is not None:
+                        losses.append(loss.detach())
                         self._backward(loss, weight, reduction, size / window.num_samples)
                     del loss
                 else:
@@ -219,61 +221,55 @@ class WindowRunner:
                 position += size
                 done.append(size)
             size = max(done)
-            counts = tally.read()
-            if loss_sum is None or not sum(counts):
-                return Gradient(sizes=tuple(done), loss=torch.tensor(float("nan")), grad_norm=None, items=0)
-            if self._deferred and not all(counts):
-                return _Emptiness(sizes=tuple(done))
-            return self._finish(tuple(done), loss_sum, tally, self._doubts(done, reductions, coupled))
+            return self._finish(tuple(done), losses, reductions, tally, coupled)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             failure = _Failure(micro_batch=size)
         return failure
 
-    def _add(self, loss_sum: torch.Tensor | None, loss: torch.Tensor, weight: float | torch.Tensor) -> torch.Tensor:
-        if loss_sum is None:
-            wide = torch.promote_types(loss.dtype, torch.float32)
-            loss_sum = torch.zeros((), dtype=wide, device=loss.device)
-        if isinstance(weight, torch.Tensor):
-            return loss_sum.addcmul_(loss.detach().to(loss_sum.dtype), weight.to(loss_sum.dtype))
-        return loss_sum.add_(loss.detach(), alpha=weight)
-
-    def _backward(self, loss: torch.Tensor, weight: float | torch.Tensor, reduction: Reduction, share: float) -> None:
+    def _backward(self, loss: torch.Tensor, weight: Count, reduction: Reduction, share: float) -> None:
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
-        seed = weight.to(loss) if isinstance(weight, torch.Tensor) else self._seed(weight, loss)
-        with counted_once(reduction, share) if reduction.once else nullcontext():
+        seed = self._seed(weight, loss)
+        if not reduction.once:
+            torch.autograd.backward(loss, seed)
+            return
+        with counted_once(reduction, share):
             torch.autograd.backward(loss, seed)
 
     def _finish(
-        self, sizes: tuple[int, ...], loss_sum: torch.Tensor, tally: Tally, doubts: tuple[Notice, ...]
-    ) -> Gradient:
+        self,
+        sizes: tuple[int, ...],
+        losses: list[torch.Tensor],
+        reductions: list[Reduction],
+        tally: Tally,
+        coupled: bool,
+    ) -> Gradient | _Emptiness:
+        counts = tally.read()
+        if not any(counts):
+            return Gradient(sizes=sizes, loss=torch.tensor(float("nan")), grad_norm=None, items=0)
+        if len(losses) > len(counts) - counts.count(0):
+            return _Emptiness(sizes=sizes)
         correction = tally.correction()
         if correction != 1:
             scale_gradients(self._trained(), correction)
-            loss_sum *= correction
         if self.scaler is not None:
             self.scaler.unscale_(self._optimizer)
         grad_norm = None
         if self._clip_norm is not None:
             grad_norm = clip_gradients(self._trained(), self._clip_norm)
-        return Gradient(sizes=sizes, loss=loss_sum, grad_norm=grad_norm, items=sum(tally.read()), doubts=doubts)
+        doubts = self._doubts(sizes, reductions, coupled) if len(sizes) > 1 else ()
+        return Gradient(sizes=sizes, loss=tally.mean(losses), grad_norm=grad_norm, items=sum(counts), doubts=doubts)
 
-    def _doubts(self, sizes: list[int], reductions: list[Reduction], coupled: bool) -> tuple[Notice, ...]:
-        if len(sizes) == 1:
-            return ()
-        reason = doubt(sizes, reductions) if any(reduction.terms for reduction in reductions) else None
-        once = any(reduction.once for reduction in reductions)
-        return tuple(
-            make
-            for applies, make in (
-                (coupled, coupling_notice()),
-                (reason, doubt_notice(reason or "")),
-                (once, penalty_notice()),
-            )
-            if applies
-        )
+    def _doubts(self, sizes: Sequence[int], reductions: list[Reduction], coupled: bool) -> tuple[Notice, ...]:
+        notices = [coupling_notice()] if coupled else []
+        if any(reduction.terms for reduction in reductions):
+            if reason := doubt(sizes, reductions):
+                notices.append(doubt_notice(reason))
+            if any(reduction.once for reduction in reductions):
+                notices.append(penalty_notice())
+        return tuple(notices)
 
     def _say_what_is_not_exact(self, gradient: Gradient) -> None:
         """Each thing once, when a window has been cut."""
@@ -287,8 +283,10 @@ class WindowRunner:
                 self._announced.add(notice.consequence)
                 self._announce(notice)
 
-    def _seed(self, weight: float, loss: torch.Tensor) -> torch.Tensor:
+    def _seed(self, weight: Count, loss: torch.Tensor) -> torch.Tensor:
         """What backward starts from: the same as multiplying the loss, without an operation and its backward."""
+        if isinstance(weight, torch.Tensor):
+            return weight.to(loss.dtype)
         key = (weight, loss.dtype)
         if key not in self._seeds or self._seeds[key]._version:  # a backward of a user's own may have written to it
             if len(self._seeds) > 1000:  # weights of counted items hardly ever recur

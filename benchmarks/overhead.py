@@ -1,16 +1,21 @@
 """What ``autoaccum.fit`` costs beside the same loop written by hand: µs a micro-batch, and the ratio of the times.
 
     python benchmarks/overhead.py
+    python benchmarks/overhead.py --before ../an/older/checkout
 
 Both train the same model on the same windows, cut into the same micro-batches, with the same optimizer, and read the
 loss once per window, as a loop does that shows it. They alternate in one process; a figure is the median over the
-rounds. Their last losses must agree, or nothing is written.
+rounds. Their last losses must agree, or nothing is written. With ``--before`` an older version of the package takes
+turns too: it and the present one then run in a process of their own each.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -90,22 +95,63 @@ def by_fit(make: Callable[[], Any], windows: int, progress: bool = False) -> tup
     return stamps[-1] - stamps[0], result.history[-1].loss
 
 
+MODELS: dict[str, tuple[Callable[[], Any], int]] = {"tiny MLP": (tiny_mlp, 200), "small GPT": (small_gpt, 3)}
+
+
+class InProcess:
+    """``by_fit`` with the package of a checkout, in a process that stays."""
+
+    def __init__(self, checkout: Path, threads: int) -> None:
+        environment = {**os.environ, "PYTHONPATH": str(checkout)}
+        command = [sys.executable, __file__, "--serve", "--threads", str(threads)]
+        self._child = subprocess.Popen(
+            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+        )
+
+    def __call__(self, name: str, windows: int) -> tuple[float, float]:
+        assert self._child.stdin is not None
+        assert self._child.stdout is not None
+        print(json.dumps([name, windows]), file=self._child.stdin)
+        seconds, loss = json.loads(self._child.stdout.readline())
+        return seconds, loss
+
+
+def serve() -> None:
+    for line in sys.stdin:
+        name, windows = json.loads(line)
+        print(json.dumps(by_fit(MODELS[name][0], windows)), flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--before", type=Path, help="a checkout of an older version, to take turns with")
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    if options.serve:
+        serve()
+        return
+    contestants: dict[str, Callable[[str, int], tuple[float, float]]] = {
+        "fit": lambda name, windows: by_fit(MODELS[name][0], windows),
+        "fit, progress bar": lambda name, windows: by_fit(MODELS[name][0], windows, progress=True),
+    }
+    if options.before is not None:
+        contestants["fit before, own process"] = InProcess(options.before.resolve(), options.threads)
+        contestants["fit now, own process"] = InProcess(Path(autoaccum.__file__).parents[1], options.threads)
     rows = []
-    for name, make, windows in (("tiny MLP", tiny_mlp, 200), ("small GPT", small_gpt, 3)):
-        by_hand(make, 2), by_fit(make, 2)  # import and warm up whatever is lazy
-        times: dict[str, list[float]] = {"hand": [], "fit": [], "fit, progress bar": []}
-        ratios: dict[str, list[float]] = {"fit": [], "fit, progress bar": []}
+    for name, (make, windows) in MODELS.items():
+        by_hand(make, 2)  # import and warm up whatever is lazy
+        for run in contestants.values():
+            run(name, 2)
+        times: dict[str, list[float]] = {"hand": [], **{label: [] for label in contestants}}
+        ratios: dict[str, list[float]] = {label: [] for label in contestants}
         for _ in range(options.rounds):
             hand, expected = by_hand(make, windows)
             times["hand"].append(hand)
-            for label in ratios:
-                seconds, loss = by_fit(make, windows, progress="bar" in label)
+            for label, run in contestants.items():
+                seconds, loss = run(name, windows)
                 if abs(loss - expected) > 1e-5 * abs(expected):
                     raise SystemExit(f"{name}: the loss is {loss}, by hand {expected}: not the same training")
                 times[label].append(seconds)
