@@ -22,6 +22,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from autoaccum.errors import ArgumentError, ArgumentTypeError
 from autoaccum.events import Notice
+from autoaccum.oom import is_out_of_memory
 from autoaccum.reductions import Count, Reduction
 
 CountItems = Callable[[Any], Any]
@@ -40,7 +41,7 @@ def count_items(num_items: CountItems, batch: Any) -> Count:
     try:
         return _checked(float(counted))
     except (TypeError, ValueError, RuntimeError) as error:
-        if isinstance(error, ArgumentError):
+        if isinstance(error, ArgumentError) or is_out_of_memory(error):  # reading a tensor may be where memory runs out
             raise
         raise ArgumentTypeError("num_items", counted, _ACCEPTED) from None
 

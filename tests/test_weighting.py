@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from autoaccum.errors import ArgumentError
+from autoaccum.testing import oom_at
 from autoaccum.weighting import clip_gradients, count_items, scale_gradients
 
 BATCH = {"labels": torch.tensor([[1, -100], [2, 3]])}
@@ -38,6 +39,13 @@ def test_what_is_no_count(value: Any) -> None:
 def test_what_is_no_number(value: Any) -> None:
     with pytest.raises(ArgumentError, match="num_items="):
         count_items(lambda batch: value, BATCH)
+
+
+def test_an_oom_while_it_is_read_is_no_matter_of_the_argument() -> None:
+    """torch.OutOfMemoryError is a RuntimeError, as what a tensor of many elements raises is."""
+    counted = torch.tensor(3)
+    with oom_at(1), pytest.raises(torch.OutOfMemoryError):
+        count_items(lambda batch: counted, BATCH)
 
 
 def test_gradients_are_multiplied_in_place() -> None:
