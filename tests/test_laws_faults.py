@@ -17,11 +17,11 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.optim.lr_scheduler import LinearLR
 
 import autoaccum
-from autoaccum.errors import OptimizerOutOfMemoryError
-from autoaccum.events import OutOfMemory, Record, StepReport
+from autoaccum.errors import LimitBelowModelError, OptimizerOutOfMemoryError
+from autoaccum.events import OutOfMemory, Planned, Record, Started, StepReport
 from autoaccum.testing import oom_at
 from autoaccum.trainer import FitResult
-from tests.models import same, state_of
+from tests.models import classes, mlp, same, state_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:The model holds [12] BatchNorm")
 
@@ -102,6 +102,10 @@ def text() -> dict[str, torch.Tensor]:
     labels[drawn(3, 7, 6) < -0.7] = -100
     labels[4, 2:] = -100
     return {"input_ids": ids, "labels": labels}
+
+
+def decay(optimizer: torch.optim.Optimizer, num_steps: int) -> LinearLR:
+    return LinearLR(optimizer, 1.0, 0.1, num_steps)
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -228,7 +232,7 @@ class TestEveryOperation:
                 deepcopy(options.pop("model")()),
                 options.pop("data"),
                 lr=0.01,
-                lr_scheduler=lambda optimizer, num_steps: LinearLR(optimizer, 1.0, 0.1, num_steps),
+                lr_scheduler=decay,
                 clip_norm=0.5,
                 device="cpu",
                 progress=False,
@@ -248,3 +252,158 @@ class TestEveryOperation:
         assert sweep.outside <= OUTSIDE
         assert sweep.operations - sweep.replayed - sweep.in_step < 20
         assert {len(plan) for plan, _ in sweep.plans} >= {2, CASES[name]["effective_batch"] // 2}
+
+
+class SomebodyElses(torch.optim.AdamW):
+    """Not PyTorch's own, so that its state is made in its first step: nobody knows what its methods do."""
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "AdamW, foreach": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, foreach=True),
+    "AdamW, one by one": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, foreach=False),
+    "AdamW, fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, fused=True),
+    "SGD with momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "SGD with momentum, dampened": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, dampening=0.5),
+    "Adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=0.1),
+    "somebody else's": lambda parameters: SomebodyElses(parameters, lr=0.01),
+}
+LAZY = {"SGD with momentum, dampened", "somebody else's"}
+"""Those whose state is made in their first step, whatever we do."""
+every_optimizer = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+all_but_lazy = pytest.mark.parametrize(
+    "make", [pytest.param(make, id=name) for name, make in OPTIMIZERS.items() if name not in LAZY]
+)
+TWELVE = classes(12)
+
+
+def stepping(model: nn.Module, optimizer: Any, **options: Any) -> autoaccum.Trainer:
+    """Three windows of two micro-batches."""
+    return autoaccum.Trainer(
+        model,
+        TWELVE,
+        effective_batch=4,
+        loss_fn=cross_entropy,
+        optimizer=optimizer,
+        device="cpu",
+        progress=False,
+        **{"micro_batch": 2, "lr_scheduler": decay, **options},
+    )
+
+
+class FaultyStep:
+    """A run in whose ``at``-th step of the optimizer one operation raises; with None they are only counted."""
+
+    def __init__(self, make: Callable[[Any], torch.optim.Optimizer], at: int, operation: int | None) -> None:
+        self.counter = oom_at(operation)
+        self.happened: list[str] = []
+        self._at = at
+        self._fault = ExitStack()
+        model = mlp()
+        optimizer = make(model.parameters())
+        model.register_forward_pre_hook(lambda *_: self.happened.append("forward"))
+        optimizer.register_step_pre_hook(self._before)
+        optimizer.register_step_post_hook(lambda *_: self._fault.close())
+
+        def callback(record: Record) -> None:
+            if not isinstance(record, Started | Planned):
+                self.happened.append(type(record).__name__)
+
+        def schedule(optimizer: torch.optim.Optimizer, num_steps: int) -> LinearLR:
+            self.schedule = decay(optimizer, num_steps)
+            return self.schedule
+
+        self.trainer = stepping(model, optimizer, callbacks=[callback], lr_scheduler=schedule)
+
+    def _before(self, *_: object) -> None:
+        self.happened.append("step")
+        if self.happened.count("step") == self._at:
+            self._fault.enter_context(self.counter)
+
+    def fit(self) -> FitResult:
+        with self._fault:
+            return self.trainer.fit()
+
+
+class TestOptimizer:
+    """Its step cannot be rolled back, so an OOM in it ends the run; everywhere else it is replayed, or refused."""
+
+    @every_optimizer
+    @pytest.mark.parametrize("at", [1, 2])
+    def test_an_oom_in_a_step_ends_the_run(self, make: Any, at: int) -> None:
+        """At every operation of the first step, which may have state to make, and of a later one."""
+        clean = FaultyStep(make, at, None)
+        expected = state_of(clean.fit())
+        window = ["forward", "forward", "step", "StepReport"]
+        assert clean.happened == [*window * 3, "Finished"]
+        assert clean.counter.operations > 0
+        print(f"{clean.counter.operations} operations in step {at}")
+        for operation in range(1, clean.counter.operations + 1):
+            run = FaultyStep(make, at, operation)
+            with pytest.raises(OptimizerOutOfMemoryError) as caught:
+                run.fit()
+            assert caught.value.step == at
+            assert run.happened == (window * at)[:-1], f"the run went on after operation {operation}"
+            assert len(run.trainer.history) == at - 1
+            assert run.schedule.last_epoch == at - 1
+        beyond = FaultyStep(make, at, clean.counter.operations + 1)
+        assert same(state_of(beyond.fit()), expected), "so the sweep was of the whole step"
+
+    def test_state_that_is_made_in_the_first_step_is_there_after_a_replay(self) -> None:
+        """A window before it, or after it, is replayed like any other."""
+        sweep = Sweep(
+            lambda micro_batch, callbacks=(): stepping(
+                mlp(), OPTIMIZERS["somebody else's"], micro_batch=micro_batch, callbacks=callbacks
+            ),
+            windows=[4, 4, 4],
+        )
+        sweep.run(3)
+        print(f"{sweep.replayed} faults injected and replayed, {sweep.in_step} in the optimizer")
+        assert sweep.replayed > 100
+        assert sweep.in_step > 3 * 4
+        assert sweep.outside <= OUTSIDE
+
+    @all_but_lazy
+    def test_an_oom_while_its_state_is_allocated_can_be_mended(self, make: Any) -> None:
+        """The same optimizer, and model, train as new ones do."""
+        model = mlp()
+        with oom_at(None) as counter:
+            new = stepping(model, make(model.parameters()))
+        expected = state_of(new.fit())
+        assert counter.operations > 0
+        print(f"{counter.operations} operations while the Trainer is made")
+        for operation in range(1, counter.operations + 1):
+            model = mlp()
+            optimizer = make(model.parameters())
+            with oom_at(operation), pytest.raises(LimitBelowModelError):
+                stepping(model, optimizer)
+            assert len(optimizer.state) == 0
+            assert [p.grad for p in model.parameters()] == [None] * 4
+            assert same(state_of(stepping(model, optimizer).fit()), expected), f"operation {operation} left a mark"
+
+    @all_but_lazy
+    def test_an_oom_while_the_rest_of_its_state_is_allocated_keeps_what_is_there(self, make: Any) -> None:
+        """An optimizer that has trained a part of the model has the state of that part."""
+
+        def entries(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
+            return {p: {key: id(entry) for key, entry in state.items()} for p, state in optimizer.state.items()}
+
+        def half_trained() -> tuple[nn.Module, torch.optim.Optimizer]:
+            model = mlp()
+            model[2].requires_grad_(False)
+            optimizer = make(model.parameters())
+            stepping(model, optimizer).fit()
+            model.requires_grad_(True)
+            return model, optimizer
+
+        with oom_at(None) as counter:
+            model, optimizer = half_trained()
+            counter.operations = 0
+            stepping(model, optimizer)
+        model, optimizer = half_trained()
+        before = entries(optimizer)
+        assert len(before) == 2
+        assert counter.operations > 0
+        for operation in range(1, counter.operations + 1):
+            with oom_at(operation), pytest.raises(LimitBelowModelError):
+                stepping(model, optimizer)
+            assert entries(optimizer) == before
