@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.optim.lr_scheduler import LinearLR
@@ -19,7 +21,8 @@ from torch.optim.lr_scheduler import LinearLR
 import autoaccum
 from autoaccum.errors import LimitBelowModelError, OptimizerOutOfMemoryError
 from autoaccum.events import OutOfMemory, Planned, Record, Started, StepReport
-from autoaccum.testing import oom_at
+from autoaccum.memory.simulated import MemorySimulation
+from autoaccum.testing import oom_at, simulated_memory
 from autoaccum.trainer import FitResult
 from tests.models import classes, mlp, same, state_of
 
@@ -407,3 +410,118 @@ class TestOptimizer:
             with oom_at(operation), pytest.raises(LimitBelowModelError):
                 stepping(model, optimizer)
             assert entries(optimizer) == before
+
+
+class Counts(nn.Module):
+    """Its gradient counts samples: the loss is a mean of one parameter a sample, so each adds 1/N to its own.
+
+    It makes activations too, so that memory depends on the micro-batch.
+    """
+
+    def __init__(self, num_samples: int) -> None:
+        super().__init__()
+        self.counts = nn.Parameter(torch.zeros(num_samples, dtype=torch.float64))
+        self.register_buffer("hidden", torch.linspace(-1, 1, 64, dtype=torch.float64))
+
+
+class MovingLimit:
+    """Moves a simulated memory's limit, now and then: between windows, and anywhere in them."""
+
+    def __init__(self, device: MemorySimulation, moves: list[int | None]) -> None:
+        self.device = device
+        self._moves = iter(moves)
+
+    def __call__(self, *_: object) -> None:
+        if (limit := next(self._moves, None)) is not None:
+            self.device.limit = limit
+
+    def training_step(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        self()
+        counted = model.counts[batch]
+        hidden = torch.tanh(counted[:, None] + model.hidden)
+        hidden.register_hook(self)  # in the backward pass
+        self()
+        return counted.mean() + 0 * hidden.square().mean()
+
+
+class Numbers(torch.utils.data.Dataset):
+    def __init__(self, num_samples: int) -> None:
+        self._num_samples = num_samples
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+DATA: dict[str, Callable[[int], Any]] = {
+    "tensors": torch.arange,
+    "dataset": Numbers,
+    "batches": lambda num_samples: list(torch.arange(num_samples).split(3)),
+}
+
+
+def count_samples(
+    kind: str, num_samples: int, moves: list[int | None], limit: int, **options: Any
+) -> tuple[FitResult, torch.Tensor, int]:
+    """(result, what the parameters should be if each epoch has each sample once, peak of the memory)"""
+    with simulated_memory(limit) as device:
+        limits = MovingLimit(device, moves)
+        result = autoaccum.fit(
+            Counts(num_samples),
+            DATA[kind](num_samples),
+            training_step=limits.training_step,
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1.0),
+            callbacks=[limits],
+            shuffle=False,
+            device="cpu",
+            progress=False,
+            **options,
+        )
+        expected = torch.zeros(num_samples, dtype=torch.float64)
+        for _ in range(options["epochs"]):
+            for window in expected.split(options["effective_batch"]):
+                window -= 1 / len(window)
+        peak = max(device.peak, *(report.peak_bytes for report in result.history))
+        return result, expected, peak
+
+
+@cache
+def least_limit(kind: str, num_samples: int, effective_batch: int) -> int:
+    """The memory in which a run of micro-batches of one sample just fits."""
+    options = {"epochs": 2, "effective_batch": effective_batch, "micro_batch": 1}
+    return count_samples(kind, num_samples, [], 2**30, **options)[2]
+
+
+class TestMovingLimit:
+    """Whatever the memory's limit does, each epoch trains on each sample once."""
+
+    def test_no_sample_is_lost_or_repeated(self) -> None:
+        replays: list[int] = []
+
+        @given(data=st.data())
+        @settings(max_examples=200, deadline=None)
+        def check(data: st.DataObject) -> None:
+            kind = data.draw(st.sampled_from(sorted(DATA)), "kind")
+            num_samples = data.draw(st.integers(5, 30), "num_samples")
+            effective_batch = data.draw(st.integers(2, min(16, num_samples)), "effective_batch")
+            epochs = data.draw(st.integers(1, 2), "epochs")
+            micro_batch = data.draw(st.sampled_from(["auto", 5, 16]), "micro_batch")
+            least = least_limit(kind, num_samples, effective_batch)
+            limits = st.integers(0, 16).map(lambda samples: least + samples * 1024 + 256)  # a few scalars are kept
+            limit = data.draw(limits, "limit")
+            moves = data.draw(st.lists(st.none() | limits, min_size=10, max_size=40), "moves")
+            result, expected, _ = count_samples(
+                kind, num_samples, moves, limit, epochs=epochs, effective_batch=effective_batch, micro_batch=micro_batch
+            )
+            assert (result.model.counts - expected).abs().max() < 1e-12
+            assert result.num_samples == epochs * num_samples
+            replays.append(sum(report.replays for report in result.history))
+
+        least_limit("tensors", 5, 2)  # what a first run imports is to be frozen too
+        with frozen():
+            check()
+        print(f"{len(replays)} histories, {sum(replays)} replays, in {sum(map(bool, replays))} of them")
+        assert len(replays) >= 200
+        assert sum(map(bool, replays)) > 50
