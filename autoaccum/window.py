@@ -18,6 +18,7 @@ from torch import nn
 from autoaccum.coupling import batch_norm_notices, couples_samples, coupling_notice
 from autoaccum.data import Window
 from autoaccum.devices import is_slow_to_read
+from autoaccum.errors import NothingFitsError
 from autoaccum.events import Event, Notice, OutOfMemory, Replanned
 from autoaccum.losses import LossOf
 from autoaccum.memory import Memory
@@ -151,7 +152,7 @@ class WindowRunner:
             the gradient, the most device memory in use since it was last read in bytes, the number of replays.
 
         Raises:
-            NothingFitsError: one sample does not fit.
+            NothingFitsError: one sample does not fit; the window has left no mark.
         """
         measured = self._tuner.searching or time.perf_counter() >= self._next_reading
         between_bytes = 0
@@ -222,6 +223,9 @@ class WindowRunner:
                 done.append(size)
             size = max(done)
             return self._finish(tuple(done), losses, reductions, tally, coupled)
+        except NothingFitsError:  # a trial's measured peak says so, and nothing has failed
+            self.roll_back()
+            raise
         except Exception as error:
             if not is_out_of_memory(error):
                 raise

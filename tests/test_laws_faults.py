@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.optim.lr_scheduler import LinearLR
 
 import autoaccum
-from autoaccum.errors import LimitBelowModelError, OptimizerOutOfMemoryError
+from autoaccum.errors import LimitBelowModelError, NothingFitsError, OptimizerOutOfMemoryError
 from autoaccum.events import OutOfMemory, Planned, Record, Started, StepReport
 from autoaccum.memory.simulated import MemorySimulation
 from autoaccum.testing import oom_at, simulated_memory
@@ -149,7 +149,7 @@ def frozen() -> Iterator[None]:
         gc.unfreeze()
 
 
-def seen(result: FitResult) -> list[Any]:
+def seen(result: FitResult | autoaccum.Trainer) -> list[Any]:
     """All that callbacks saw of the windows, but for times, memory and replays."""
     return [
         (report.step, report.epoch, report.num_samples, report.micro_batches, report.loss, report.lr, report.grad_norm)
@@ -525,3 +525,104 @@ class TestMovingLimit:
         print(f"{len(replays)} histories, {sum(replays)} replays, in {sum(map(bool, replays))} of them")
         assert len(replays) >= 200
         assert sum(map(bool, replays)) > 50
+
+
+class Remembers(nn.Module):
+    """Dropout, and a buffer that every forward moves; micro-batches of one sample are as good as any."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 3))
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.mean.lerp_(inputs.mean(dim=0), 0.1)
+        return self.net(inputs - self.mean)  # type: ignore[no-any-return]
+
+
+class Step:
+    """A training step; some of its calls run out of memory at their end, when random states and buffers have moved."""
+
+    def __init__(self, *failing: int) -> None:
+        self.batches: list[torch.Tensor] = []
+        """The inputs of each call."""
+        self._failing = failing
+
+    def __call__(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        self.batches.append(batch[0].clone())
+        loss = cross_entropy(model(batch[0]), batch[1])
+        if len(self.batches) in self._failing:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return loss
+
+
+def remembering(step: Callable[[Any, Any], torch.Tensor], data: Any = TWELVE, **options: Any) -> autoaccum.Trainer:
+    """Windows of 8 and 4 samples."""
+    return autoaccum.Trainer(
+        Remembers(),
+        data,
+        training_step=step,
+        device="cpu",
+        progress=False,
+        **{"effective_batch": 8, "micro_batch": 4, "clip_norm": 0.5, **options},
+    )
+
+
+class TestWhereItHappens:
+    @pytest.mark.parametrize(
+        ("micro_batch", "failing", "plans", "replays"),
+        [
+            pytest.param(4, [2], ((2, 2, 2, 2), (2, 2)), [1, 0], id="in the first window"),
+            pytest.param(4, [3], ((4, 4), (2, 2)), [0, 1], id="in the last window, which is short"),
+            pytest.param(8, [1, 3], ((2, 2, 2, 2), (2, 2)), [2, 0], id="twice in one window"),
+            pytest.param(8, [1, 4], ((4, 4), (2, 2)), [1, 1], id="in both"),
+            pytest.param(8, [1, 2, 5], ((1,) * 8, (1,) * 4), [3, 0], id="down to one sample"),
+        ],
+    )
+    def test_the_window_is_replayed(
+        self, micro_batch: int, failing: list[int], plans: Plans, replays: list[int]
+    ) -> None:
+        replayed = remembering(Step(*failing), micro_batch=micro_batch).fit()
+        assert tuple(report.micro_batches for report in replayed.history) == plans
+        assert [report.replays for report in replayed.history] == replays
+        assert [report.num_samples for report in replayed.history] == [8, 12]
+        clean = remembering(Step(), micro_batch=plans).fit()
+        assert seen(replayed) == seen(clean)
+        assert same(state_of(replayed), state_of(clean))
+
+    def test_with_one_sample_there_is_no_smaller_plan(self) -> None:
+        """What is there then, the window that did not fit left out, is good to go on from."""
+        with simulated_memory("64MiB"):
+            trainer = remembering(Step(*range(3, 100)))
+            with pytest.raises(NothingFitsError, match="training: a micro-batch of 1") as caught:
+                trainer.fit()
+        error = caught.value
+        assert (error.phase, error.micro_batch, error.peak_bytes, error.limit_bytes) == ("training", 1, None, 64 << 20)
+        clean = remembering(Step(), steps=1).fit()
+        assert seen(trainer) == seen(clean)
+        assert same(state_of(trainer), state_of(clean))
+        assert all(p.grad is None for p in trainer.model.parameters())
+
+    def test_one_sample_that_passes_a_limit_that_nobody_enforces(self) -> None:
+        """Here no operation fails: that one sample is too many is measured in the first window's first trial."""
+
+        def hungry(model: nn.Module, batch: Any) -> torch.Tensor:
+            workspace = torch.zeros(1 << 20)
+            return Step()(model, batch) + 0 * workspace.sum()
+
+        with simulated_memory("64MiB"):
+            trainer = remembering(hungry, memory_limit="1MiB", micro_batch="auto")
+            torch.manual_seed(5)
+            before = torch.default_generator.get_state()
+            with pytest.raises(NothingFitsError) as caught:
+                trainer.fit()
+        error = caught.value
+        assert (error.phase, error.micro_batch, error.limit_bytes) == ("training", 1, 1 << 20)
+        assert error.peak_bytes is not None
+        assert 4 << 20 < error.peak_bytes < 5 << 20
+        assert torch.equal(torch.default_generator.get_state(), before)
+        assert torch.equal(trainer.model.mean, torch.zeros(8))
+        assert all(p.grad is None for p in trainer.model.parameters())
+        assert same([*trainer.model.parameters()], [*Remembers().parameters()])
