@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -20,11 +22,11 @@ from torch.optim.lr_scheduler import LinearLR
 
 import autoaccum
 from autoaccum.errors import LimitBelowModelError, NothingFitsError, OptimizerOutOfMemoryError
-from autoaccum.events import OutOfMemory, Planned, Record, Started, StepReport
+from autoaccum.events import OutOfMemory, Planned, Record, Replanned, Started, StepReport, Validated
 from autoaccum.memory.simulated import MemorySimulation
 from autoaccum.testing import oom_at, simulated_memory
 from autoaccum.trainer import FitResult
-from tests.models import classes, mlp, same, state_of
+from tests.models import classes, mlp, noisy, same, state_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:The model holds [12] BatchNorm")
 
@@ -626,3 +628,144 @@ class TestWhereItHappens:
         assert torch.equal(trainer.model.mean, torch.zeros(8))
         assert all(p.grad is None for p in trainer.model.parameters())
         assert same([*trainer.model.parameters()], [*Remembers().parameters()])
+
+    def test_a_schedule_steps_once_a_window(self) -> None:
+        schedules: list[LinearLR] = []
+        steps: list[int] = []
+
+        def schedule(optimizer: torch.optim.Optimizer, num_steps: int) -> LinearLR:
+            schedules.append(decay(optimizer, num_steps))
+            optimizer.register_step_post_hook(lambda *_: steps.append(schedules[0].last_epoch))
+            return schedules[0]
+
+        replayed = remembering(Step(1, 3, 9), micro_batch=8, epochs=2, lr_scheduler=schedule).fit()
+        assert [report.replays for report in replayed.history] == [2, 1, 0, 0]
+        assert steps == [0, 1, 2, 3]
+        assert schedules[0].last_epoch == 4
+        rates = [1e-3 * (1 - 0.9 * step / 4) for step in range(4)]
+        assert [report.lr for report in replayed.history] == pytest.approx(rates)
+
+
+class TestValidation:
+    def test_an_oom_leaves_no_mark_on_training_nor_on_the_result(self) -> None:
+        """At every operation of the first of two validations."""
+        held_out = classes(7, torch.float64, seed=5)
+
+        def make(callback: Callable[[Record], None] = lambda record: None) -> autoaccum.Trainer:
+            return autoaccum.Trainer(
+                noisy().double(),
+                classes(11, torch.float64),
+                effective_batch=6,
+                micro_batch=3,
+                loss_fn=cross_entropy,
+                epochs=2,
+                validation_data=held_out,
+                callbacks=[callback],
+                device="cpu",
+                progress=False,
+            )
+
+        def validated(result: FitResult) -> list[Validated]:
+            return [event for event in result.events if isinstance(event, Validated)]
+
+        spans: list[int] = []
+
+        def callback(record: Record) -> None:
+            if isinstance(record, Validated) or (isinstance(record, StepReport) and record.step == 2):
+                spans.append(counter.operations)
+
+        trainer = make(callback)
+        with oom_at(None) as counter:
+            clean = trainer.fit()
+        expected = validated(clean)
+        replayed, nothing_fits = 0, 0
+        refused, outside = set(), set()
+        with frozen():
+            for operation in range(spans[0] + 1, spans[1] + 1):
+                trainer = make()
+                try:
+                    with oom_at(operation):
+                        result = trainer.fit()
+                except NothingFitsError as error:
+                    refused.add((error.phase, error.micro_batch, trainer.step))
+                    nothing_fits += 1
+                    continue
+                except torch.OutOfMemoryError as error:
+                    outside.add(str(error).split()[-1])
+                    continue
+                (event,) = [event for event in result.events if isinstance(event, OutOfMemory)]
+                assert (event.phase, event.step) == ("validation", 2)
+                assert seen(result) == seen(clean)
+                assert same(state_of(result), state_of(clean)), f"operation {operation} left a mark"
+                assert result.plan == clean.plan
+                assert not any(isinstance(event, Replanned) for event in result.events)
+                found = validated(result)
+                assert [record.loss for record in found] == pytest.approx([e.loss for e in expected], rel=1e-12)
+                assert [record.num_samples for record in found] == [7, 7]
+                replayed += 1
+        print(f"{replayed} faults injected into validation, {nothing_fits} with one sample, outside: {outside}")
+        assert replayed > 20
+        assert nothing_fits > 5
+        assert refused == {("validation", 1, 2)}
+        assert outside <= {"aten.arange.default."}
+
+
+class Augmented(torch.utils.data.Dataset[Any]):
+    """Samples that are drawn, from each of the generators that datasets draw from, every time that they are read."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        noise = torch.randn(8) + random.random() + float(np.random.rand())
+        return index + 0.1 * noise, index % 3
+
+
+class Stream:
+    """An iterable that goes on where it was left, and counts what it gave."""
+
+    def __init__(self, num_batches: int) -> None:
+        self._num_batches = num_batches
+        self.yielded = 0
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        while self.yielded < self._num_batches:
+            self.yielded += 1
+            yield self.yielded + 0.1 * torch.randn(3, 8), torch.randint(0, 3, (3,))
+
+
+class TestData:
+    """A replay has the samples of the attempt that failed, to the bit, and the next window those that follow."""
+
+    @pytest.mark.parametrize("shuffle", [False, True])
+    def test_random_augmentation_in_a_data_loader(self, shuffle: bool) -> None:
+        def loader() -> Any:
+            return torch.utils.data.DataLoader(Augmented(), batch_size=5, shuffle=shuffle, num_workers=0)
+
+        replayed_step, clean_step = Step(1, 4), Step()
+        replayed = remembering(replayed_step, loader(), micro_batch=8, epochs=2).fit()
+        plans = tuple(report.micro_batches for report in replayed.history)
+        assert plans == ((4, 4), (2, 2), (2, 2, 2, 2), (2, 2))
+        clean = remembering(clean_step, loader(), micro_batch=plans, epochs=2).fit()
+        assert same(state_of(replayed), state_of(clean))
+        read = torch.cat(clean_step.batches)
+        first_attempt, second_attempt = replayed_step.batches[0], replayed_step.batches[3]
+        assert torch.equal(first_attempt, read[:8])
+        assert torch.equal(second_attempt, read[8:12])
+        assert torch.equal(torch.cat(replayed_step.batches[1:3] + replayed_step.batches[4:]), read)
+        epochs = [rows[rows.mean(dim=1).argsort()] for rows in read.split(12)]
+        assert (epochs[0] != epochs[1]).all(), "each epoch draws anew"
+
+    def test_a_stateful_iterable(self) -> None:
+        """What it gave for a window that fails is not asked of it again."""
+        streams = Stream(7), Stream(7)
+        replayed_step, clean_step = Step(1, 3, 9), Step()
+        replayed = remembering(replayed_step, streams[0], micro_batch=8).fit()
+        plans = tuple(report.micro_batches for report in replayed.history)
+        assert [sum(plan) for plan in plans] == [8, 8, 5]
+        assert [report.replays for report in replayed.history] == [2, 1, 0]
+        clean = remembering(clean_step, streams[1], micro_batch=plans).fit()
+        assert same(state_of(replayed), state_of(clean))
+        assert (streams[0].yielded, replayed.num_samples) == (7, 21)
+        committed = torch.cat(clean_step.batches)
+        assert committed.mean(dim=1).round().tolist() == [float(batch) for batch in range(1, 8) for _ in range(3)]
