@@ -23,7 +23,7 @@ class StepReport:
     micro_batches: tuple[int, ...]
     """The sizes that committed, in order; they sum to ``effective_batch``."""
     loss: float
-    """Mean over the window's items."""
+    """Mean over the window's items; their sum where the loss is one."""
     lr: float
     """Learning rate of the first parameter group in this step."""
     grad_norm: float | None
@@ -90,7 +90,7 @@ class Validated:
     step: int
     epoch: int
     loss: float
-    """Mean over the validation data's items."""
+    """Mean over the validation data's items; their sum where the loss is one."""
     num_samples: int
     micro_batch: int
     """Largest micro-batch of the pass; independent of training's."""

@@ -77,8 +77,8 @@ def probe(
         model: the module to train.
         data: as for ``fit``; its first samples are repeated to make batches of any size.
         effective_batch: samples per optimizer step: no larger micro-batch is tried, and a plan is made.
-        loss_fn: (outputs, targets) -> mean loss, for batches that are (inputs, targets).
-        training_step: (model, batch) -> mean loss, for any batch. With neither, the model returns its loss.
+        loss_fn: (outputs, targets) -> loss, for batches that are (inputs, targets).
+        training_step: (model, batch) -> loss, for any batch. With neither, the model returns its loss.
         optimizer: an Optimizer or a function (parameters) -> Optimizer; AdamW when left out. Its state must fit too.
         max_micro_batch: the most samples to try at once.
         memory_limit: device memory this process may use, as bytes, "8GiB", or a share such as 0.5.

@@ -416,10 +416,10 @@ def _as_function(trainer: Callable[P, Trainer]) -> Callable[P, FitResult]:
                 not), a tuple or dict of tensors with one row per sample, or any iterable of batches. A batch is any
                 pytree whose tensors have one row per sample.
             effective_batch: samples per optimizer step.
-            loss_fn: (outputs, targets) -> mean loss, for batches that are (inputs, targets).
-            training_step: (model, batch) -> mean loss, for any batch. With neither, the model returns its loss, as
+            loss_fn: (outputs, targets) -> loss, a mean or a sum, for batches that are (inputs, targets).
+            training_step: (model, batch) -> loss, for any batch. With neither, the model returns its loss, as
                 ``.loss`` or ``["loss"]``.
-            num_items: (micro-batch) -> how many items the mean was taken over, when they are not the samples.
+            num_items: (micro-batch) -> how many items its loss is a mean over, where that cannot be read off the loss.
             optimizer: an Optimizer or a function (parameters) -> Optimizer; AdamW when left out.
             lr: learning rate of the AdamW that is made when optimizer is left out; 1e-3 when left out too.
             lr_scheduler: function (optimizer, num_steps) -> LRScheduler; stepped once per window.
