@@ -40,6 +40,8 @@ class Term:
     """Of the tensor that was reduced; empty where the items are known without it."""
     sure: bool = True
     """False for a mean whose divisor may be a constant, as far as one micro-batch shows."""
+    is_counted: bool = False
+    """Whether its divisor is the count of something, such as a mask."""
     operation: str = ""
     """The one that is unknown."""
 
@@ -76,7 +78,8 @@ def read(loss: torch.Tensor, num_samples: int) -> Reduction:
         return Reduction("mean", terms[0].items, terms)
     if kinds == {"sum"}:
         return Reduction("sum", num_samples, terms, once)
-    return Reduction("unknown", num_samples, terms)
+    means = [term.items for term in terms if term.kind == "mean"]  # most likely what is to be learnt from
+    return Reduction("unknown", means[0] if means else num_samples, terms)
 
 
 @contextmanager
@@ -97,7 +100,7 @@ def _plain_mean(items: float) -> Reduction:
 
 
 _MEAN, _SUM = 1, 2  # at::Reduction
-_ADDITIONS = {"Add", "Sub"}
+_ADDITIONS = {"Add", "Rsub", "Sub"}
 _RESHAPED = {"Alias", "Clone", "Neg", "Squeeze", "ToCopy", "UnsafeView", "Unsqueeze", "View"}
 
 
@@ -129,13 +132,15 @@ def _scaled(node: Any, operation: str, num_samples: int) -> list[tuple[Any, Term
         if learnt == [False, True] or (learnt == [True, False] and operation == "Mul"):
             return _at(node, _terms(inputs[learnt.index(False)], num_samples))
         return [(node, _unknown(node))]
-    if operation == "Mul":
-        return _at(node, _terms(inputs[0], num_samples))
-    if node.next_functions[0][0] is None:
+    factor = node._saved_self if node.next_functions[0][0] is None else node._saved_other
+    other = _value(factor) if isinstance(factor, torch.Tensor) else float(factor)
+    terms = _at(node, _terms(inputs[0], num_samples))
+    if operation == "Div" and node.next_functions[0][0] is None:
         return [(node, _unknown(node))]
-    other = node._saved_other
-    divisor = _value(other) if isinstance(other, torch.Tensor) else float(other)
-    return [(at, _divided(term, divisor, num_samples)) for at, term in _at(node, _terms(inputs[0], num_samples))]
+    if operation == "Div":
+        is_counted = isinstance(factor, torch.Tensor) and not _is_number(factor)
+        return [(at, _divided(term, other, num_samples, is_counted)) for at, term in terms]
+    return [(at, _multiplied(term, other, num_samples)) for at, term in terms]
 
 
 def _at(node: Any, terms: list[tuple[Any, Term]]) -> list[tuple[Any, Term]]:
@@ -143,7 +148,7 @@ def _at(node: Any, terms: list[tuple[Any, Term]]) -> list[tuple[Any, Term]]:
     return [(node, terms[0][1])] if len(terms) == 1 else terms
 
 
-def _divided(term: Term, divisor: Count, num_samples: int) -> Term:
+def _divided(term: Term, divisor: Count, num_samples: int, is_counted: bool) -> Term:
     """A sum divided by a count is a mean, and a mean by whatever it may be still a mean of as many items.
 
     A number is a count if the summed tensor's shape says so. Else it may be the count of a mask, or a constant: only
@@ -152,7 +157,22 @@ def _divided(term: Term, divisor: Count, num_samples: int) -> Term:
     if term.kind != "sum":
         return term
     sure = isinstance(divisor, float) and divisor in {num_samples, *accumulate(term.shape, mul)}
-    return Term("mean", divisor, term.shape, sure)
+    return Term("mean", divisor, term.shape, sure, is_counted or not sure)
+
+
+def _is_number(tensor: torch.Tensor) -> bool:
+    """Whether it was a Python number: these give way in type promotion, where a tensor would not."""
+    small = torch.tensor(0, dtype=torch.float16 if tensor.is_floating_point() else torch.int8)
+    return torch.result_type(small, tensor) == small.dtype
+
+
+def _multiplied(term: Term, factor: Count, num_samples: int) -> Term:
+    """A sum stays one, unless the factor is one over a count of its numbers; a half is more likely a constant."""
+    if term.kind == "sum" and isinstance(factor, float) and 0 < factor < 0.5:
+        count = round(1 / factor)
+        if math.isclose(count * factor, 1) and count in {num_samples, *accumulate(term.shape, mul)}:
+            return Term("mean", float(count), term.shape, sure=False)
+    return term
 
 
 def _reduced(node: Any, operation: str, num_samples: int) -> list[tuple[Any, Term]]:
@@ -171,10 +191,10 @@ def _reduced(node: Any, operation: str, num_samples: int) -> list[tuple[Any, Ter
             dimensions = _dimensions(inner)
         else:
             dimensions = _dimensions(node)
-        is_batch = sizes[0] % num_samples == 0
+        is_batch = any(extent % num_samples == 0 for extent in sizes)
         if operation == "Mean":
             return [(node, Term("mean", float(math.prod(sizes[d] for d in dimensions)), sizes, is_batch))]
-        return [(node, Term("sum", shape=sizes) if is_batch else _unknown(node))]
+        return [(node, Term("sum", shape=sizes) if is_batch and not _is_weighted_mean(inner) else _unknown(node))]
     reduction = getattr(node, "_saved_reduction", None)
     if reduction not in (_MEAN, _SUM):
         return [(node, _unknown(node))]
@@ -185,6 +205,17 @@ def _reduced(node: Any, operation: str, num_samples: int) -> list[tuple[Any, Ter
     if reduction == _SUM:
         return [(node, Term("sum", shape=shape))]
     return [(node, Term("mean", float(math.prod(shape)), shape) if weight is None else Term("mean", _value(weight)))]
+
+
+def _is_weighted_mean(node: Any) -> bool:
+    """Whether what is summed was multiplied with weights that sum to one: a mean over this micro-batch alone."""
+    if _operation(node) != "Mul":
+        return False
+    factors = (getattr(node, "_saved_self", None), getattr(node, "_saved_other", None))
+    weights = [w for w in factors if isinstance(w, torch.Tensor) and w.ndim]
+    return any(
+        not w.requires_grad and w.is_floating_point() and math.isclose(w.sum(), 1, rel_tol=1e-3) for w in weights
+    )
 
 
 def _value(count: torch.Tensor) -> Count:
@@ -219,8 +250,22 @@ def _inputs(node: Any) -> list[Any]:
 
 
 _OF_PENALTIES = _RESHAPED | _ADDITIONS | {"Abs", "Amax", "Cat", "Clamp", "ClampMin", "Diagonal", "Div", "Exp", "Expand"}
-_OF_PENALTIES |= {"LinalgVectorNorm", "Log", "Maximum", "Max", "Mean", "Mm", "Mul", "Norm", "Permute", "Pow", "Select"}
-_OF_PENALTIES |= {"Sgn", "Slice", "Softplus", "Sqrt", "Stack", "Sum", "T", "Trace", "Transpose", "ViewAsReal"}
+_OF_PENALTIES |= {"HuberLoss", "LinalgVectorNorm", "Log", "Maximum", "Max", "Mean", "Mm", "MseLoss", "Mul", "Norm"}
+_OF_PENALTIES |= {
+    "Permute",
+    "Pow",
+    "Select",
+    "Sgn",
+    "SmoothL1Loss",
+    "Slice",
+    "Softplus",
+    "Sqrt",
+    "Stack",
+    "Sum",
+    "T",
+    "Trace",
+}
+_OF_PENALTIES |= {"Transpose", "ViewAsReal"}
 
 
 def only_parameters(root: Any) -> bool:
@@ -252,6 +297,14 @@ def _is_data(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.ndim > 0 and not value.requires_grad
 
 
+def stands_for_none(reduction: Reduction, items: float, loss: torch.Tensor) -> bool:
+    """Whether a count of 1 is one of 0 that was kept from it, as by ``mask.sum().clamp(min=1)``: its loss is 0 then.
+
+    And so is its gradient: only the total has to be mended.
+    """
+    return items == 1 and bool(reduction.terms) and reduction.terms[0].is_counted and not loss.item()
+
+
 def doubt(sizes: Sequence[int], reductions: Sequence[Reduction]) -> str | None:
     """Why the micro-batches of a window may not add up to its loss; None if they do, as far as can be seen.
 
@@ -269,7 +322,7 @@ def doubt(sizes: Sequence[int], reductions: Sequence[Reduction]) -> str | None:
         return "its terms are not the same ones in each micro-batch"
     for terms in zip(*(reduction.terms for reduction in reductions), strict=True):
         if reductions[0].kind == "sum":
-            counts = [term.shape[0] for term in terms]
+            counts = [float(math.prod(term.shape)) for term in terms]
         else:
             counts = [float(term.items) for term in terms]
         if terms[0].shape and len(counts) > 1 and len(set(counts)) == 1:

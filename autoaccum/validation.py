@@ -19,7 +19,7 @@ from autoaccum.losses import LossOf
 from autoaccum.memory import Memory
 from autoaccum.oom import is_out_of_memory
 from autoaccum.precision import Autocast
-from autoaccum.reductions import graph_alone, read
+from autoaccum.reductions import graph_alone, read, stands_for_none
 from autoaccum.search import bounds, next_trial
 from autoaccum.weighting import CountItems, count_items
 
@@ -149,6 +149,8 @@ class Validator:
             else:
                 reduction = read(loss, size)
                 items = float(reduction.items)
+                if stands_for_none(reduction, items, loss):
+                    items = 0.0
                 if reduction.kind == "sum":
                     return loss.item(), 1.0, True
                 return (loss.item() if items else 0.0), items, False

@@ -99,6 +99,10 @@ class Tally:
             self._counts = [next(values) if isinstance(count, torch.Tensor) else count for count in self._counts]
         return self._counts  # type: ignore[return-value]
 
+    def leave_out(self, index: int) -> None:
+        """That micro-batch had no items after all, and a gradient of 0."""
+        self._counts[index] = 0.0
+
     def correction(self) -> float:
         """What the accumulated gradient has to be multiplied with."""
         return 1.0 if self._is_sum else self._guess / sum(self.read())

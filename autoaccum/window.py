@@ -25,7 +25,7 @@ from autoaccum.memory import Memory
 from autoaccum.oom import is_out_of_memory
 from autoaccum.planner import cut
 from autoaccum.precision import half_precision_notices
-from autoaccum.reductions import Count, Reduction, doubt, read
+from autoaccum.reductions import Count, Reduction, doubt, read, stands_for_none
 from autoaccum.search import Tuner
 from autoaccum.snapshot import Snapshot
 from autoaccum.weighting import (
@@ -189,7 +189,7 @@ class WindowRunner:
 
     def _attempt(self, window: Window, sizes: Iterable[tuple[int, bool]]) -> Gradient | _Failure | _Emptiness:
         done: list[int] = []
-        losses: list[torch.Tensor] = []
+        losses: list[torch.Tensor | None] = []
         reductions: list[Reduction] = []
         tally = Tally(window.num_samples, deferred=self._deferred)
         position = size = 0
@@ -201,6 +201,7 @@ class WindowRunner:
                     self._make_room(size)
                 batch = window.micro_batch(position, size)
                 reduction = None if self._num_items is None else by_user(self._num_items, batch)
+                weight = None
                 if reduction is None or isinstance(reduction.items, torch.Tensor) or reduction.items:
                     with self._autocast():
                         loss = self._loss_of(self._model, batch)
@@ -209,12 +210,13 @@ class WindowRunner:
                     if self._examining and size > 1:
                         coupled = coupled or couples_samples(loss, size)
                     weight = tally.weight(size, reduction, loss.dtype)
+                    losses.append(None if weight is None else loss.detach())
                     if weight is not None:
-                        losses.append(loss.detach())
                         self._backward(loss, weight, reduction, size / window.num_samples)
                     del loss
                 else:
                     tally.weight(size, reduction)
+                    losses.append(None)
                 del batch  # its memory is the next one's
                 if is_trial:
                     self._end_trial(size, started)
@@ -245,15 +247,20 @@ class WindowRunner:
     def _finish(
         self,
         sizes: tuple[int, ...],
-        losses: list[torch.Tensor],
+        losses: list[torch.Tensor | None],
         reductions: list[Reduction],
         tally: Tally,
         coupled: bool,
     ) -> Gradient | _Emptiness:
         counts = tally.read()
+        for index, loss in enumerate(losses):
+            if loss is not None and stands_for_none(reductions[index], counts[index], loss):
+                tally.leave_out(index)
+                losses[index] = None
         if not any(counts):
             return Gradient(sizes=sizes, loss=torch.tensor(float("nan")), grad_norm=None, items=0)
-        if len(losses) > len(counts) - counts.count(0):
+        there = [loss for loss in losses if loss is not None]
+        if len(there) > len(counts) - counts.count(0):
             return _Emptiness(sizes=sizes)
         correction = tally.correction()
         if correction != 1:
@@ -264,7 +271,7 @@ class WindowRunner:
         if self._clip_norm is not None:
             grad_norm = clip_gradients(self._trained(), self._clip_norm)
         doubts = self._doubts(sizes, reductions, coupled) if len(sizes) > 1 else ()
-        return Gradient(sizes=sizes, loss=tally.mean(losses), grad_norm=grad_norm, items=sum(counts), doubts=doubts)
+        return Gradient(sizes=sizes, loss=tally.mean(there), grad_norm=grad_norm, items=sum(counts), doubts=doubts)
 
     def _doubts(self, sizes: Sequence[int], reductions: list[Reduction], coupled: bool) -> tuple[Notice, ...]:
         notices = [coupling_notice()] if coupled else []

@@ -99,6 +99,12 @@ def masked_mean(model: Any, batch: Any) -> torch.Tensor:
     return (each * mask).sum() / mask.sum()
 
 
+def clamped_mean(model: Any, batch: Any) -> torch.Tensor:
+    each = F.cross_entropy(model(batch[0]).transpose(1, 2), batch[1], reduction="none")
+    mask = batch[1] != -100
+    return (each * mask).sum() / mask.sum().clamp(min=1)
+
+
 def picked_mean(model: Any, batch: Any) -> torch.Tensor:
     each = F.cross_entropy(model(batch[0]).transpose(1, 2), batch[1], reduction="none")
     return each[batch[1] != -100].mean()
@@ -145,7 +151,16 @@ MEANS: dict[str, Loss] = {
     "sum divided by samples": lambda model, batch: model(batch[0]).pow(2).sum() / len(batch[0]),
     "sum divided by numbers": lambda model, batch: model(batch[0]).pow(2).sum() / batch[1].numel() / CLASSES,
     "masked mean by hand": masked_mean,
+    "masked mean by hand, at least one": clamped_mean,
     "mean of what was picked": picked_mean,
+    "one minus a mean": lambda model, batch: 2 - 2 * F.cosine_similarity(model(batch[0])[:, 0], WEIGHTS, dim=1).mean(),
+    "penalty first, towards a value": lambda model, batch: (
+        F.mse_loss(model.net[0].weight, torch.ones(8, 4, dtype=torch.double)) + tokens(F.cross_entropy)(model, batch)
+    ),
+    "distillation": lambda model, batch: (
+        0.3 * rows(lambda o, t: F.cross_entropy(o, t.clamp(0)))(model, batch)
+        + 0.7 * 4 * F.kl_div(model(batch[0])[:, 0].log_softmax(1), _unit(batch[1])[:, 0], reduction="batchmean")
+    ),
     "mean of a mean, in another type": lambda model, batch: tokens(F.cross_entropy)(model, batch).float().mean() * 2,
     "penalty": lambda model, batch: tokens(F.cross_entropy)(model, batch) + penalty(model),
     "penalty as a mean": lambda model, batch: tokens(F.cross_entropy)(model, batch) + model.net[0].weight.abs().mean(),
@@ -165,6 +180,7 @@ SUMS: dict[str, Loss] = {
     ),
     "squared error": numbers(nn.MSELoss(reduction="sum")),
     "sum": lambda model, batch: model(batch[0]).pow(2).sum(),
+    "time first": lambda model, batch: model(batch[0]).transpose(0, 1).pow(2).sum(),
     "half a sum": lambda model, batch: 0.5 * model(batch[0]).pow(2).sum(),
     "sum of means over features": lambda model, batch: model(batch[0]).pow(2).mean((1, 2)).sum(),
     "VAE": vae,
@@ -205,6 +221,16 @@ def test_a_penalty_beside_a_sum_is_counted_once(micro_batch: Any) -> None:
     assert len(notices) == (micro_batch != 11)
 
 
+@pytest.mark.parametrize("micro_batch", [11, 4, 5])
+def test_a_sum_times_one_over_the_samples_is_a_mean(micro_batch: int) -> None:
+    def step(model: Any, batch: Any) -> torch.Tensor:
+        return model(batch[0]).pow(2).sum() * (1 / len(batch[0]))  # type: ignore[no-any-return]
+
+    gradient, loss, notices = errors(step, data(), micro_batch)
+    assert max(gradient, loss) < 1e-12
+    assert notices == []
+
+
 def test_weights_by_samples_would_be_wrong() -> None:
     """So the tests above can fail."""
     gradient, _, _ = errors(MEANS["per token"], data(), 3, num_items=lambda batch: len(batch[0]))
@@ -238,6 +264,10 @@ UNCERTAIN: dict[str, Loss] = {
     ),
     "statistics of the batch": lambda model, batch: model(batch[0]).flatten(1).var(0, correction=0).sum(),
     "correlations": lambda model, batch: (model(batch[0]).flatten(1).T @ model(batch[0]).flatten(1)).pow(2).sum(),
+    "weights that sum to one": lambda model, batch: (
+        model(batch[0]).pow(2).mean((1, 2)) * torch.arange(1.0, len(batch[0]) + 1).softmax(0)
+    ).sum(),
+    "dice": lambda model, batch: 1 - 2 * model(batch[0]).sigmoid().prod(-1).sum() / model(batch[0]).sigmoid().sum(),
     "heads": lambda model, batch: torch.stack([model(batch[0])[..., i].pow(2).sum() for i in range(3)]).mean(),
 }  # fmt: skip
 
