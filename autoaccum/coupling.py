@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from autoaccum.events import Notice
-from autoaccum.reductions import only_parameters
+from autoaccum.reductions import is_linear_operation, only_parameters, operation_of, signed
 
 
 def count_batch_norms(modules: Sequence[nn.Module]) -> int:
@@ -34,57 +35,120 @@ def batch_norm_notices(modules: Sequence[nn.Module]) -> list[Notice]:
         cause=f"The model holds {layers} BatchNorm layer{'s' if layers > 1 else ''} in training mode",
         consequence="Each normalises by the statistics of a micro-batch instead of the window, so that the gradient "
         "depends on how windows are cut",
-        cure="Use GroupNorm or LayerNorm, put the BatchNorm layers in eval mode, or give windows the memory to be one "
-        "micro-batch",
+        cure="Use GroupNorm or LayerNorm, put the BatchNorm layers in eval mode, or pass micro_batch= the whole window "
+        "if it fits",
     )
     return [notice] if layers else []
 
 
-DEPTH = 60
-"""Operations back from the loss among which a comparison of samples is looked for: it is one of the last."""
+DEPTH = 200
+"""Operations back from the loss among which those across samples are looked for."""
+
+Crossing = tuple[str, float, float, bool]
+"""An operation across samples: its name, the extents of what it makes as multiples of the samples, and whether one size
+of micro-batches is enough to tell: a dimension may be as long as a micro-batch by chance, but not as long as two."""
 
 
-def couples_samples(loss: torch.Tensor, num_samples: int) -> bool:
-    """Whether a loss compares the samples of a micro-batch with each other, as contrastive losses do.
+def crossings(loss: torch.Tensor, num_samples: int) -> set[Crossing]:
+    """The operations by which a loss lets samples of a micro-batch meet, as far as its graph shows.
 
-    That is a product (samples, features) x (features, samples) of two tensors neither of which is made of parameters
-    alone, or a distance between all pairs. To be asked before the backward.
+    Products and distances of all with all, and what reduces, normalises or moves along the samples anywhere but in the
+    sums and means that make the loss. To be asked before the backward.
     """
+    found: set[Crossing] = set()
     seen: set[Any] = set()
-    queue = [loss.grad_fn]
+    queue: list[tuple[Any, bool]] = [(loss.grad_fn, True)]
     while queue and len(seen) < DEPTH:
-        node: Any = queue.pop(0)
+        node, is_linear = queue.pop(0)
         if node is None or node in seen:
             continue
         seen.add(node)
-        if _compares(node, num_samples):
-            return True
-        queue.extend(child for child, _ in node.next_functions)
-    return False
+        with suppress(RuntimeError):  # what it saved is gone: the backward will say so
+            found |= _crossing(node, num_samples, is_linear)
+        is_linear = is_linear and is_linear_operation(node)
+        queue.extend((child, is_linear) for child, _ in node.next_functions)
+    return found
 
 
-def _compares(node: Any, num_samples: int) -> bool:
-    name = node.name()
-    if name == "MmBackward0":
+def couples_samples(seen: Sequence[tuple[int, set[Crossing]]]) -> bool:
+    """Whether operations across samples were found in all micro-batches alike; each comes with its size."""
+    several = [(size, found) for size, found in seen if size > 1]  # one sample meets nobody
+    if not several:
+        return False
+    common = set.intersection(*(found for _, found in several))
+    return any(is_certain or len({size for size, _ in several}) > 1 for *_, is_certain in common)
+
+
+def _crossing(node: Any, num_samples: int, is_linear: bool) -> set[Crossing]:
+    operation = operation_of(node)
+    if operation in ("Mm", "Bmm", "Cdist", "Pdist"):
+        return _all_with_all(node, operation, num_samples)
+    if operation in ("Flip", "Roll"):  # the shape is not saved: taken for samples, which are the first dimension
+        return {(operation, 1.0, 0.0, True)} if 0 in node._saved_dims else set()
+    shape = _shape(node)
+    if not shape:
+        return set()
+    if (
+        is_linear and len(shape) > 1 and shape[0] == shape[1] == num_samples
+    ):  # (n, 1) beside (n,), as broadcasting has it
+        return {(operation, 1.0, 1.0, False)}
+    if operation not in _ALONG or (is_linear and operation in ("Mean", "Sum")):
+        return set()
+    dimensions = getattr(node, "_saved_dim", None)
+    if isinstance(dimensions, int):
+        dimensions = (dimensions,)
+    along = range(len(shape)) if dimensions is None else [signed(d) % len(shape) for d in dimensions]
+    return {(operation, 1.0, 0.0, True)} if shape[0] == num_samples and 0 in along else set()
+
+
+_ALONG = {
+    "Amax",
+    "Amin",
+    "Cumsum",
+    "Flip",
+    "LinalgVectorNorm",
+    "LogSoftmax",
+    "Logsumexp",
+    "Max",
+    "Mean",
+    "Median",
+    "Min",
+}
+_ALONG |= {"Norm", "Prod", "Softmax", "Sort", "Std", "StdMean", "Sum", "Topk", "Var", "VarMean"}
+
+
+def _shape(node: Any) -> tuple[int, ...]:
+    """Of a node's input, or of its output where only that was saved and is as large."""
+    sizes = getattr(node, "_saved_self_sym_sizes", None)
+    if sizes is not None:
+        return tuple(sizes)
+    for name in ("_saved_self", "_saved_result", "_saved_output"):
+        if isinstance(saved := getattr(node, name, None), torch.Tensor):
+            return tuple(saved.shape)
+    return ()
+
+
+def _all_with_all(node: Any, operation: str, num_samples: int) -> set[Crossing]:
+    if operation == "Mm":
         if any(_is_weight(factor) for factor in (node._saved_self, node._saved_mat2)):
-            return False
+            return set()
         rows, columns = node._saved_self_sym_sizes[0], node._saved_mat2_sym_sizes[1]
-    elif name == "BmmBackward0":  # einsum's way of multiplying two matrices
+    elif operation == "Bmm":  # einsum's way of multiplying two matrices
         first, second = node._saved_self, node._saved_mat2
         if first is None or second is None or len(first) != 1:
-            return False
+            return set()
         rows, columns = first.shape[1], second.shape[2]
-    elif name == "CdistBackward0":
+    elif operation == "Cdist":
         rows, columns = node._saved_x1.shape[-2], node._saved_x2.shape[-2]
     else:
-        return False
+        rows = columns = len(node._saved_self)
     # Two views of each sample, or several negatives for each, make multiples.
     if rows % num_samples or columns % num_samples or max(rows, columns) > 4 * num_samples:
-        return False
-    factors = [child for child, _ in node.next_functions[:2]]
-    if None in factors:  # one side needs no gradient, as a frozen encoder's outputs
-        return bool(rows == columns)
-    return not any(only_parameters(factor) for factor in factors)
+        return set()
+    if any(child is not None and only_parameters(child) for child, _ in node.next_functions[:2]):
+        return set()
+    # One side may need no gradient, as a frozen encoder's outputs.
+    return {(operation, rows / num_samples, columns / num_samples, bool(rows == columns))}
 
 
 def _is_weight(factor: torch.Tensor | None) -> bool:
@@ -95,9 +159,8 @@ def _is_weight(factor: torch.Tensor | None) -> bool:
 def coupling_notice() -> Notice:
     """What to say when windows are cut whose loss compares samples with each other."""
     return Notice(
-        cause="The loss compares the samples of a batch with each other, as contrastive losses do",
-        consequence="Each sample meets those of its micro-batch only, instead of all in the window: fewer negatives, "
-        "another loss",
-        cure="Give windows the memory to be one micro-batch, or compare with samples that do not come from the batch, "
-        "such as a queue of past ones",
+        cause="The loss lets the samples of a batch meet, as contrastive losses and statistics over a batch do",
+        consequence="Each sample meets those of its micro-batch only, instead of all in the window: another loss",
+        cure="Pass micro_batch= the whole window if it fits, lower effective_batch if it does not, or let samples meet "
+        "what does not come from the batch, such as a queue of past ones or running statistics",
     )

@@ -110,7 +110,7 @@ def _terms(root: Any, num_samples: int) -> list[tuple[Any, Term]]:
     stack = [root]
     while stack:
         node = stack.pop()
-        operation, inputs = _operation(node), _inputs(node)
+        operation, inputs = operation_of(node), _inputs(node)
         if operation in _ADDITIONS:
             stack.extend(reversed(inputs))
         elif operation in _RESHAPED and inputs:
@@ -182,12 +182,14 @@ def _reduced(node: Any, operation: str, num_samples: int) -> list[tuple[Any, Ter
         inner = _inputs(node)[0]
         if not sizes:
             return _at(node, _terms(inner, num_samples))
-        while _operation(inner) in _RESHAPED:
+        while operation_of(inner) in _RESHAPED:
             inner = _inputs(inner)[0]
-        if _operation(inner) in ("Stack", "Cat") and len(_inputs(inner)) == math.prod(sizes) != num_samples:
+        if operation_of(inner) in ("Stack", "Cat") and len(_inputs(inner)) == math.prod(sizes) != num_samples:
             return [found for child in _inputs(inner) for found in _terms(child, num_samples)]
-        if _operation(inner) in ("Mean", "Sum") and 0 in _dimensions(inner):  # here the samples had been reduced before
-            operation, sizes = _operation(inner), inner._saved_self_sym_sizes
+        if operation_of(inner) in ("Mean", "Sum") and 0 in _dimensions(
+            inner
+        ):  # here the samples had been reduced before
+            operation, sizes = operation_of(inner), inner._saved_self_sym_sizes
             dimensions = _dimensions(inner)
         else:
             dimensions = _dimensions(node)
@@ -209,7 +211,7 @@ def _reduced(node: Any, operation: str, num_samples: int) -> list[tuple[Any, Ter
 
 def _is_weighted_mean(node: Any) -> bool:
     """Whether what is summed was multiplied with weights that sum to one: a mean over this micro-batch alone."""
-    if _operation(node) != "Mul":
+    if operation_of(node) != "Mul":
         return False
     factors = (getattr(node, "_saved_self", None), getattr(node, "_saved_other", None))
     weights = [w for w in factors if isinstance(w, torch.Tensor) and w.ndim]
@@ -227,11 +229,24 @@ def _dimensions(node: Any) -> list[int]:
     """The dimensions that a sum or a mean reduces; nodes save them as unsigned numbers."""
     sizes = node._saved_self_sym_sizes
     dimensions = getattr(node, "_saved_dim", None) or range(len(sizes))
-    return [(d - 2**64 if d >= 2**63 else d) % len(sizes) for d in dimensions]
+    return [signed(d) % len(sizes) for d in dimensions]
+
+
+def signed(number: int) -> int:
+    """A number that a node saved, which it does without a sign."""
+    return number - 2**64 if number >= 2**63 else number
+
+
+def is_linear_operation(node: Any) -> bool:
+    """Whether a node does no more than add up, scale and reshape what comes from its inputs."""
+    operation = operation_of(node)
+    if operation in ("Mul", "Div"):
+        return len(_inputs(node)) == 1 and node.next_functions[0][0] is not None
+    return operation in _ADDITIONS | _RESHAPED | {"Cat", "Expand", "Mean", "Select", "Stack", "Sum", "Unbind"}
 
 
 def _unknown(node: Any) -> Term:
-    return Term("unknown", operation=_operation(node))
+    return Term("unknown", operation=operation_of(node))
 
 
 @cache
@@ -239,7 +254,7 @@ def _short(name: str) -> str:
     return re.sub(r"Backward\d*$", "", name)
 
 
-def _operation(node: Any) -> str:
+def operation_of(node: Any) -> str:
     """The name without its ending: Add for AddBackward0."""
     return _short(node.name()) if node is not None else ""
 
@@ -283,7 +298,7 @@ def only_parameters(root: Any) -> bool:
         if node.name() == "torch::autograd::AccumulateGrad":
             if not isinstance(node.variable, nn.Parameter):
                 return False
-        elif _operation(node) not in _OF_PENALTIES or any(_is_data(value) for value in _saved(node)):
+        elif operation_of(node) not in _OF_PENALTIES or any(_is_data(value) for value in _saved(node)):
             return False
         stack.extend(_inputs(node))
     return True
@@ -305,21 +320,23 @@ def stands_for_none(reduction: Reduction, items: float, loss: torch.Tensor) -> b
     return items == 1 and bool(reduction.terms) and reduction.terms[0].is_counted and not loss.item()
 
 
-def doubt(sizes: Sequence[int], reductions: Sequence[Reduction]) -> str | None:
-    """Why the micro-batches of a window may not add up to its loss; None if they do, as far as can be seen.
+def doubt(sizes: Sequence[int], reductions: Sequence[Reduction]) -> tuple[str, str] | None:
+    """(why the micro-batches of a window may not add up to its loss, what to do); None if they do, as far as is seen.
 
     Args:
         sizes: samples of each micro-batch.
-        reductions: how each one's loss was reduced, with items that have been read.
+        reductions: how each one's loss was reduced.
     """
     for reduction in reductions:
         if reduction.kind == "unknown":
-            names = " and ".join(sorted({term.operation or f"a {term.kind}" for term in reduction.terms}))
-            return f"it is made by {names}, which is no mean and no sum over samples"
+            unknown = sorted({term.operation for term in reduction.terms if term.kind == "unknown"})
+            if not unknown:
+                return "it adds a sum to a mean", "Make both of them means, or both sums"
+            return f"its graph ends in {' and '.join(map(_in_words, unknown))}, which says nothing of it", _COUNT
     if len({reduction.kind for reduction in reductions}) > 1:
-        return "it looks like a mean in some micro-batches and like a sum in others"
+        return "it looks like a mean in some micro-batches and like a sum in others", _COUNT
     if len({len(reduction.terms) for reduction in reductions}) > 1:
-        return "its terms are not the same ones in each micro-batch"
+        return "its terms are not the same ones in each micro-batch", _COUNT
     for terms in zip(*(reduction.terms for reduction in reductions), strict=True):
         if reductions[0].kind == "sum":
             counts = [float(math.prod(term.shape)) for term in terms]
@@ -327,13 +344,34 @@ def doubt(sizes: Sequence[int], reductions: Sequence[Reduction]) -> str | None:
             counts = [float(term.items) for term in terms]
         if terms[0].shape and len(counts) > 1 and len(set(counts)) == 1:
             if len(set(sizes)) > 1:
-                return f"it reduces {counts[0]:g} numbers in every micro-batch, however many samples there are"
+                reason = f"it reduces {counts[0]:g} numbers in every micro-batch, however many samples there are"
+                return reason, "Let it end in a mean or a sum over samples"
             if not terms[0].sure and not any(term.sure for term in reductions[0].terms):
-                return f"it divides by {counts[0]:g} in every micro-batch, which may or may not be its count"
-        if reductions[0].kind == "mean":
-            first = [float(reduction.terms[0].items) for reduction in reductions]
-            if not all(
-                math.isclose(a * first[0], b * counts[0], rel_tol=1e-4) for a, b in zip(counts, first, strict=True)
-            ):
-                return "it adds means over different numbers of items"
+                reason = f"it divides by {counts[0]:g} in every micro-batch, which may or may not be a count of its own"
+                return reason, (
+                    "Divide by the number of samples of the batch that the loss is given (not the window's), or by "
+                    "nothing: the plain sum"
+                )
+        if reductions[0].kind == "mean" and not proportional(
+            counts, [float(reduction.terms[0].items) for reduction in reductions]
+        ):
+            return "it adds means over different numbers of items", (
+                "Divide both by the same count, or pass num_items= for the one that matters more"
+            )
     return None
+
+
+_COUNT = (
+    "Pass num_items=(micro-batch) -> how many items its loss is a mean over, or let the loss end in one mean, or one "
+    "sum, over samples"
+)
+
+
+def _in_words(operation: str) -> str:
+    return {"CompiledFunction": "code that torch.compile made", "Rsub": "a subtraction"}.get(operation, operation)
+
+
+def proportional(first: Sequence[float], second: Sequence[float]) -> bool:
+    """Whether two lists of counts say the same but for a factor."""
+    total, other = sum(first), sum(second)
+    return all(math.isclose(a * other, b * total, rel_tol=1e-4) for a, b in zip(first, second, strict=True))

@@ -23,7 +23,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from autoaccum.errors import ArgumentError, ArgumentTypeError
 from autoaccum.events import Notice
 from autoaccum.oom import is_out_of_memory
-from autoaccum.reductions import Count, Reduction
+from autoaccum.reductions import Count, Reduction, doubt, proportional
 
 CountItems = Callable[[Any], Any]
 """(micro-batch) -> number of items that the loss averages over: an int, a float or a tensor of one element."""
@@ -136,13 +136,30 @@ def _times(gradient: torch.Tensor | None, factor: float) -> torch.Tensor | None:
     return None if gradient is None else gradient * factor
 
 
-def doubt_notice(reason: str) -> Notice:
+def doubt_notice(reason: str, cure: str) -> Notice:
     """What to say when it does not show how micro-batches add up to their window."""
     return Notice(
         cause=f"How the loss averages over a micro-batch cannot be told: {reason}",
         consequence="Micro-batches may be weighted wrongly, so that the gradient depends on how windows are cut",
-        cure="Pass num_items=(micro-batch) -> how many items its loss is a mean over, or let the loss end in one mean, "
-        "or one sum, over samples",
+        cure=cure,
+    )
+
+
+def contradiction(claimed: Sequence[float], sizes: Sequence[int], reductions: Sequence[Reduction]) -> Notice | None:
+    """What to say when the user's ``num_items`` is not what the loss shows; None when it is, or nothing shows."""
+    if doubt(sizes, reductions) is not None:
+        return None
+    counts = [float(reduction.items) for reduction in reductions]
+    is_mean = reductions[0].kind == "mean"
+    if is_mean and proportional(claimed, counts):
+        return None
+    listed = [", ".join(f"{count:g}" for count in numbers[:4]) for numbers in (claimed, counts)]
+    return Notice(
+        cause=f"num_items says {listed[0]} for the first micro-batches, but their loss is "
+        + (f"a mean over {listed[1]}" if is_mean else "a sum"),
+        consequence="The gradient is weighted by num_items, and so depends on how windows are cut",
+        cure="Leave num_items out: what the loss is a mean over was read off it; labels that a model shifts are "
+        "counted as shifted",
     )
 
 

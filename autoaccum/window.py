@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoaccum.coupling import batch_norm_notices, couples_samples, coupling_notice
+from autoaccum.coupling import Crossing, batch_norm_notices, couples_samples, coupling_notice, crossings
 from autoaccum.data import Window
 from autoaccum.devices import is_slow_to_read
 from autoaccum.errors import NothingFitsError
@@ -33,6 +33,7 @@ from autoaccum.weighting import (
     Tally,
     by_user,
     clip_gradients,
+    contradiction,
     counted_once,
     doubt_notice,
     penalty_notice,
@@ -191,9 +192,10 @@ class WindowRunner:
         done: list[int] = []
         losses: list[torch.Tensor | None] = []
         reductions: list[Reduction] = []
+        shown: list[Reduction] = []
         tally = Tally(window.num_samples, deferred=self._deferred)
         position = size = 0
-        coupled = False
+        met: list[tuple[int, set[Crossing]]] = []
         try:
             for size, is_trial in sizes:
                 started = self._begin_trial() if is_trial else 0.0
@@ -207,8 +209,9 @@ class WindowRunner:
                         loss = self._loss_of(self._model, batch)
                     if reduction is None:
                         reduction = read(loss, size)
-                    if self._examining and size > 1:
-                        coupled = coupled or couples_samples(loss, size)
+                    if self._examining:
+                        met.append((size, crossings(loss, size)))
+                        shown.append(read(loss, size))
                     weight = tally.weight(size, reduction, loss.dtype)
                     losses.append(None if weight is None else loss.detach())
                     if weight is not None:
@@ -224,7 +227,7 @@ class WindowRunner:
                 position += size
                 done.append(size)
             size = max(done)
-            return self._finish(tuple(done), losses, reductions, tally, coupled)
+            return self._finish(tuple(done), losses, reductions, shown, tally, met)
         except NothingFitsError:  # a trial's measured peak says so, and nothing has failed
             self.roll_back()
             raise
@@ -249,8 +252,9 @@ class WindowRunner:
         sizes: tuple[int, ...],
         losses: list[torch.Tensor | None],
         reductions: list[Reduction],
+        shown: list[Reduction],
         tally: Tally,
-        coupled: bool,
+        met: list[tuple[int, set[Crossing]]],
     ) -> Gradient | _Emptiness:
         counts = tally.read()
         for index, loss in enumerate(losses):
@@ -270,14 +274,27 @@ class WindowRunner:
         grad_norm = None
         if self._clip_norm is not None:
             grad_norm = clip_gradients(self._trained(), self._clip_norm)
-        doubts = self._doubts(sizes, reductions, coupled) if len(sizes) > 1 else ()
+        doubts = self._doubts(sizes, reductions, shown, met) if len(sizes) > 1 else ()
         return Gradient(sizes=sizes, loss=tally.mean(there), grad_norm=grad_norm, items=sum(counts), doubts=doubts)
 
-    def _doubts(self, sizes: Sequence[int], reductions: list[Reduction], coupled: bool) -> tuple[Notice, ...]:
-        notices = [coupling_notice()] if coupled else []
+    def _doubts(
+        self,
+        sizes: Sequence[int],
+        reductions: list[Reduction],
+        shown: list[Reduction],
+        met: list[tuple[int, set[Crossing]]],
+    ) -> tuple[Notice, ...]:
+        """Why a window that was cut may not have the gradient of the whole."""
+        if couples_samples(met):  # no count makes it exact
+            return (coupling_notice(),)
+        if self._num_items is not None:
+            claimed = [float(reduction.items) for reduction in reductions]
+            notice = contradiction(claimed, sizes, shown) if len(shown) == len(sizes) else None
+            return (notice,) if notice is not None else ()
+        notices = []
         if any(reduction.terms for reduction in reductions):
-            if reason := doubt(sizes, reductions):
-                notices.append(doubt_notice(reason))
+            if (found := doubt(sizes, reductions)) is not None:
+                notices.append(doubt_notice(*found))
             if any(reduction.once for reduction in reductions):
                 notices.append(penalty_notice())
         return tuple(notices)

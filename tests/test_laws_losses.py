@@ -231,6 +231,23 @@ def test_a_sum_times_one_over_the_samples_is_a_mean(micro_batch: int) -> None:
     assert notices == []
 
 
+WRONG_COUNTS: dict[str, Any] = {
+    "samples": lambda batch: len(batch[0]),
+    "what the batch is a tuple of": len,
+    "one": lambda batch: 1,
+    "all tokens": lambda batch: batch[1].numel(),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_COUNTS)
+def test_a_count_that_the_loss_contradicts_is_announced(name: str) -> None:
+    gradient, _, notices = errors(MEANS["per token"], data(), 3, num_items=WRONG_COUNTS[name])
+    assert gradient > 1e-3
+    assert [notice.cause[:14] for notice in notices] == ["num_items says"]
+    assert errors(MEANS["per token"], data(), 3, num_items=lambda batch: 2 * (batch[1] != -100).sum())[2] == []
+    assert len(errors(SUMS["sum"], data(), 3, num_items=lambda batch: len(batch[0]))[2]) == 1
+
+
 def test_weights_by_samples_would_be_wrong() -> None:
     """So the tests above can fail."""
     gradient, _, _ = errors(MEANS["per token"], data(), 3, num_items=lambda batch: len(batch[0]))
@@ -279,7 +296,8 @@ def test_what_cannot_be_told_is_announced(name: str, micro_batch: Any) -> None:
     inputs, targets = data()
     targets[:, 0] = 1  # a mean over nothing is NaN
     gradient, _, notices = errors(UNCERTAIN[name], (inputs, targets), micro_batch)
-    assert [notice.consequence[:30] for notice in notices] == ["Micro-batches may be weighted "] or gradient < 1e-12
+    said = [notice.consequence[:30] for notice in notices]
+    assert said in (["Micro-batches may be weighted "], ["Each sample meets those of its"]) or gradient < 1e-12
 
 
 class TestComparisons:
@@ -308,11 +326,60 @@ class TestComparisons:
         first = self.features(model, batch)
         return F.cross_entropy(-torch.cdist(first, first.roll(1, 1)), torch.arange(len(first)))
 
+    def softmax_over_samples(self, model: Any, batch: Any) -> torch.Tensor:
+        return -(model(batch[0]).mean((1, 2)).log_softmax(0) * batch[0].mean((1, 2))).sum()
+
+    def standardised(self, model: Any, batch: Any) -> torch.Tensor:
+        outputs = model(batch[0])
+        return F.cross_entropy(((outputs - outputs.mean(0)) / (1 + outputs.std(0)))[:, 0], batch[1][:, 0].clamp(0))
+
+    def all_distances(self, model: Any, batch: Any) -> torch.Tensor:
+        return MEANS["per token"](model, batch) + torch.pdist(model(batch[0]).flatten(1)).mean()
+
+    def ranking(self, model: Any, batch: Any) -> torch.Tensor:
+        scores = model(batch[0]).mean((1, 2))
+        return (1 - scores + scores.roll(1, 0)).relu().mean()
+
+    def broadcast(self, model: Any, batch: Any) -> torch.Tensor:
+        return F.mse_loss(model(batch[0])[:, 0, :1], batch[0][:, 0, 0])
+
+    @pytest.mark.filterwarnings("ignore:Using a target size", "ignore:std")
+    @pytest.mark.parametrize("name", ["softmax_over_samples", "standardised", "all_distances", "ranking", "broadcast"])
+    def test_statistics_of_a_batch_are_announced_too(self, name: str) -> None:
+        _, _, notices = errors(getattr(self, name), data(), [(5, 4, 2)])
+        assert [notice.cause[:35] for notice in notices] == ["The loss lets the samples of a batch"[:35]]
+
+    def test_classes_that_are_texts_are_no_comparison(self) -> None:
+        """Their number is a multiple of the micro-batches, but of no two sizes alike."""
+
+        class WithTexts(PerToken):
+            def __init__(self) -> None:
+                super().__init__()
+                self.texts = nn.Linear(6, TIME * CLASSES).double()
+
+        def step(model: Any, batch: Any) -> torch.Tensor:
+            texts = model.texts(torch.eye(6, dtype=torch.double)[:4])
+            return F.cross_entropy(model(batch[0]).flatten(1) @ texts.T, batch[1][:, 0].clamp(0, 3))
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", AutoaccumWarning)
+            for micro_batch in ("auto", [(4, 2, 2, 2, 1)], [(3, 3, 3, 2)]):
+                autoaccum.fit(
+                    WithTexts(),
+                    data(),
+                    effective_batch=SAMPLES,
+                    micro_batch=micro_batch,  # type: ignore[arg-type]
+                    training_step=step,
+                    shuffle=False,
+                    device="cpu",
+                    progress=False,
+                )
+
     @pytest.mark.parametrize("name", ["clip", "two_views", "frozen_side", "distances"])
     @pytest.mark.parametrize("micro_batch", [4, 2, "auto"])
     def test_are_announced_once(self, name: str, micro_batch: Any) -> None:
         _, _, notices = errors(getattr(self, name), data(), micro_batch, epochs=2, max_micro_batch=4)
-        assert [notice.cause[:39] for notice in notices] == ["The loss compares the samples of a batch"[:39]]
+        assert [notice.cause[:35] for notice in notices] == ["The loss lets the samples of a batch"[:35]]
 
     def test_are_not_announced_when_windows_are_whole(self) -> None:
         gradient, _, notices = errors(self.clip, data(), 11)
