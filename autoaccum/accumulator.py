@@ -12,8 +12,9 @@ from torch.nn.parameter import is_lazy
 
 from autoaccum import arguments, batches
 from autoaccum.coupling import smallest_micro_batch
+from autoaccum.devices import find_device
 from autoaccum.engine import Engine
-from autoaccum.errors import ArgumentError, ConflictingArgumentsError
+from autoaccum.errors import ArgumentError, ConflictingArgumentsError, EmptyDatasetError
 from autoaccum.events import Event
 from autoaccum.losses import loss_function
 from autoaccum.memory import memory_of
@@ -93,8 +94,9 @@ class Accumulator:
             raise ArgumentError("model", type(model).__name__, "a model whose lazy layers know their shapes", cure)
         devices = {p.device for p in parameters}
         if len(devices) > 1:
-            raise ArgumentError("model", type(model).__name__, "a model on one device", f"It is on {devices}.")
-        self._device = devices.pop()
+            found = " and ".join(sorted(map(str, devices)))
+            raise ArgumentError("model", type(model).__name__, "a model on one device", f"It is on {found}.")
+        self._device = find_device(devices.pop())
         memory = memory_of(self._device)
         total_bytes = memory.limit()
         limit_bytes = arguments.memory_limit_bytes(memory_limit, total_bytes)
@@ -145,7 +147,7 @@ class Accumulator:
             DataError: the batch cannot be cut.
             LossError: the loss cannot be trained on; no step was taken.
         """
-        window = _Batch(batch, batches.num_samples(batch), self._device)
+        window = self._window(batch)
         if not self._closes:
             gradient = self._run(window)
             self._engine.apply(gradient)
@@ -167,9 +169,15 @@ class Accumulator:
         if self._is_scaled:
             cure = "Only step() can leave out a step on a gradient that overflowed; or take precision='bf16'."
             raise ConflictingArgumentsError("precision", "fp16", "backward()", cure)
-        gradient = self._run(_Batch(batch, batches.num_samples(batch), self._device))
+        gradient = self._run(self._window(batch))
         self._engine.step += 1
         return gradient.loss
+
+    def _window(self, batch: Any) -> _Batch:
+        num_samples = batches.num_samples(batch, "batch")
+        if num_samples == 0:
+            raise EmptyDatasetError("batch", "its tensors have no rows.")
+        return _Batch(batch, num_samples, self._device)
 
     @torch.enable_grad()
     def _run(self, window: _Batch) -> Gradient:

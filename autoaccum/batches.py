@@ -70,7 +70,7 @@ def _map_rows(function: Callable[[Any], Any], batch: Any) -> Any:
     return spec.unflatten([function(leaf) if has_rows(leaf) else leaf for leaf in leaves])
 
 
-def num_samples(batch: Any) -> int:
+def num_samples(batch: Any, argument: str = "data") -> int:
     """Samples in a batch: what all its rows agree on.
 
     Raises:
@@ -80,11 +80,11 @@ def num_samples(batch: Any) -> int:
     sizes = {where: len(leaf) for where, leaf in _located(batch).items() if has_rows(leaf)}
     if not sizes:
         raise DataError(
-            f"data: a batch of type {type(batch).__name__} holds no tensor with a dim 0, so it has no samples. Let the "
-            f"data yield tensors, or pass a collate_fn that makes them."
+            f"{argument}: a batch of type {type(batch).__name__} holds no tensor with a dim 0, so it has no samples. "
+            f"Let the data yield tensors, or a collate_fn make them."
         )
     if len(set(sizes.values())) > 1:
-        raise RaggedBatchError(sizes)
+        raise RaggedBatchError(sizes, argument)
     return next(iter(sizes.values()))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from autoaccum.events import Notice
+from autoaccum.oom import is_out_of_memory
 from autoaccum.reductions import is_linear_operation, only_parameters, operation_of, signed
 
 
@@ -63,8 +63,12 @@ def crossings(loss: torch.Tensor, num_samples: int) -> set[Crossing]:
         if node is None or node in seen:
             continue
         seen.add(node)
-        with suppress(RuntimeError):  # what it saved is gone: the backward will say so
+        try:
             found |= _crossing(node, num_samples, is_linear)
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
+            continue  # what it saved is gone or was written to: the backward will say so
         is_linear = is_linear and is_linear_operation(node)
         queue.extend((child, is_linear) for child, _ in node.next_functions)
     return found

@@ -6,6 +6,7 @@ Where windows come from, and what is done between them, is the caller's.
 from __future__ import annotations
 
 import math
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -95,6 +96,7 @@ class Engine:
         """Windows that were run and stepped on."""
         self._emit = emit
         self._checked = False
+        self._announced: set[str] = set()
         self._runner = WindowRunner(
             model=model,
             modules=modules,
@@ -132,6 +134,14 @@ class Engine:
     def apply(self, gradient: Gradient) -> bool:
         """One step of the optimizer; False when it was left out, for there was nothing to step on."""
         self.step += 1
+        if not gradient.items:
+            self._announce_once(
+                Notice(
+                    cause=f"Nothing in window {self.step} counts: every target is ignored, or num_items is 0",
+                    consequence="Such windows take no step, and their loss is nan",
+                    cure="Look at the targets if there should be some",
+                )
+            )
         if gradient.items:
             skipped = take_step(self.optimizer, self._runner.scaler, self.step, self.memory, self.limit_bytes)
         else:
@@ -158,7 +168,26 @@ class Engine:
         predicted = None if model is None else model.predict(sizes[0])
         self._emit(Planned(step=self.step, sizes=sizes, predicted_bytes=predicted, limit_bytes=self.limit_bytes))
 
+    def announce_if_not_finite(self, loss: float) -> None:
+        """Once, of a loss after the first window, which was stepped on."""
+        if not math.isfinite(loss):
+            self._announce_once(
+                Notice(
+                    cause=f"The loss of window {self.step} is {loss}",
+                    consequence="The step was taken, and the parameters may not be finite any more",
+                    cure="Lower lr, pass clip_norm, or look for log(0) or a division by 0 in the loss",
+                )
+            )
+
+    def _announce_once(self, notice: Notice) -> None:
+        if notice.consequence not in self._announced:
+            self._announced.add(notice.consequence)
+            self.announce(notice)
+
     def announce(self, notice: Notice) -> None:
-        """As an event and as a warning."""
+        """As an event, and as a warning that points at the user's line."""
         self._emit(notice)
-        warnings.warn(str(notice), AutoaccumWarning, stacklevel=4)
+        level, frame = 1, sys._getframe()
+        while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("autoaccum", "torch"):
+            level, frame = level + 1, frame.f_back
+        warnings.warn(str(notice), AutoaccumWarning, stacklevel=level)

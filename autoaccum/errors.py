@@ -15,6 +15,7 @@
     ├── LossError (ValueError)                a loss that cannot be trained on
     │   ├── NonScalarLossError                ... .shape
     │   ├── LossWithoutGradError              ... detached from the model
+    │   ├── LossSideEffectError               ... computing it changes gradients
     │   └── NonFiniteLossError                ... NaN or inf in the first window: .loss
     ├── MemoryLimitError                      memory that no plan can get round: .micro_batch .peak_bytes .limit_bytes
     │   ├── NothingFitsError                  ... one sample is too many
@@ -124,12 +125,12 @@ class EmptyDatasetError(DataError):
 class RaggedBatchError(DataError):
     """A batch whose tensors disagree on dim 0, so that it has no number of samples."""
 
-    def __init__(self, sizes: dict[str, int]) -> None:
+    def __init__(self, sizes: dict[str, int], argument: str = "data") -> None:
         self.sizes = sizes
         listed = ", ".join(f"{name or 'batch'}: {size}" for name, size in sizes.items())
         super().__init__(
-            f"data: the tensors of one batch disagree on dim 0, the samples ({listed}). Give every tensor one row a "
-            f"sample, or keep what is shared by all samples out of the batch (in the model, or in a closure)."
+            f"{argument}: the tensors of one batch disagree on dim 0, the samples ({listed}). Give every tensor one "
+            f"row a sample, or keep what is shared by all samples out of the batch (in the model, or in a closure)."
         )
 
 
@@ -140,10 +141,9 @@ class LossError(AutoaccumError, ValueError):
 class NonScalarLossError(LossError):
     """A loss with more than one element, or one that is not a tensor at all."""
 
-    def __init__(self, source: str, found: str) -> None:
+    def __init__(self, source: str, found: str, cure: str = "Reduce it, for example with .mean().") -> None:
         super().__init__(
-            f"{source} returned {found}: expected one scalar tensor, the mean over the micro-batch. Reduce it, for "
-            f"example with .mean()."
+            f"{source} returned {found}: expected one scalar tensor, a mean or sum over the micro-batch. {cure}"
         )
 
 
@@ -154,6 +154,16 @@ class LossWithoutGradError(LossError):
         super().__init__(
             f"{source} returned a loss without a gradient: it does not depend on any trainable parameter. Look for "
             f".detach(), .item(), torch.no_grad() or an argmax on the way from the model to the loss."
+        )
+
+
+class LossSideEffectError(LossError):
+    """Computing the loss changed the gradients that are being collected."""
+
+    def __init__(self, source: str) -> None:
+        super().__init__(
+            f"{source} changed the .grad of parameters: it must only compute and return the loss. Leave backward(), "
+            f"zero_grad() and step() out of it, which are called for you."
         )
 
 
@@ -187,7 +197,7 @@ class NothingFitsError(MemoryLimitError):
     def __init__(self, *, phase: str, micro_batch: int, peak_bytes: int | None, limit_bytes: int | None) -> None:
         self.phase = phase
         reached = "" if peak_bytes is None else f", {format_bytes(peak_bytes)} in use"
-        allowed = "" if limit_bytes is None else f" of {format_bytes(limit_bytes)} allowed"
+        allowed = "" if limit_bytes is None else f" (limit {format_bytes(limit_bytes)})"
         super().__init__(
             f"{phase}: a micro-batch of {micro_batch}, the smallest there is, does not fit{reached}{allowed}. Raise "
             f"memory_limit or free the device for this process, make the samples smaller, use precision='bf16', wrap "

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from autoaccum.errors import (
     ArgumentTypeError,
@@ -31,6 +32,9 @@ def loss_function(loss_fn: Callable[[Any, Any], Any] | None, training_step: Call
         ArgumentTypeError: one is no function.
     """
     for name, function in (("loss_fn", loss_fn), ("training_step", training_step)):
+        if isinstance(function, type) and issubclass(function, nn.Module):
+            cure = f"It is the class: make one, {function.__name__}()."
+            raise ArgumentTypeError(name, function.__name__, "a function", cure)
         if function is not None and not callable(function):
             raise ArgumentTypeError(name, function, "a function")
     if loss_fn is not None and training_step is not None:
@@ -90,14 +94,21 @@ def _model_loss(outputs: Any) -> Any:
         return loss
     if isinstance(outputs, torch.Tensor) and outputs.ndim == 0:
         return outputs
+    found = f"{_describe(outputs)} without a .loss or ['loss'] (neither loss_fn nor training_step was given)"
+    if hasattr(outputs, "loss") or (isinstance(outputs, Mapping) and "loss" in outputs):
+        raise NonScalarLossError("the model", found, "Its loss is None: do the batches hold labels?")
     raise NonScalarLossError(
-        "the model", f"{_describe(outputs)} without a .loss or ['loss'] (neither loss_fn nor training_step was given)"
+        "the model",
+        found,
+        "Pass loss_fn or training_step; Hugging Face models compute a loss when the batch has labels.",
     )
 
 
 def _checked(loss: Any, source: str) -> torch.Tensor:
     if isinstance(loss, torch.Tensor) and loss.requires_grad and not loss.ndim:
         return loss
+    if loss is None:
+        raise NonScalarLossError(source, "nothing", "End it with a return of the loss.")
     if not isinstance(loss, torch.Tensor):
         raise NonScalarLossError(source, _describe(loss))
     if loss.ndim:

@@ -31,7 +31,7 @@ def trainable_parameters(model: object, modules: Sequence[nn.Module]) -> list[nn
         NoTrainableParametersError: there are none.
     """
     if not isinstance(model, nn.Module):
-        raise ArgumentTypeError("model", model, "a torch.nn.Module")
+        raise ArgumentTypeError("model", type(model).__name__, "a torch.nn.Module", "It comes first, the data second.")
     found = {id(p): p for module in modules for p in module.parameters() if p.requires_grad}
     parameters = list(found.values())
     if not parameters:
@@ -62,7 +62,7 @@ def make_optimizer(
     made: Any = (
         optimizer if isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer) else optimizer(parameters)
     )
-    check_optimizer(made, parameters)
+    check_optimizer(made, parameters, "a torch.optim.Optimizer, or a function (params) -> Optimizer")
     if needs_closure(made):
         raise ArgumentTypeError(
             "optimizer",
@@ -74,7 +74,9 @@ def make_optimizer(
     return made  # type: ignore[no-any-return]
 
 
-def check_optimizer(optimizer: object, parameters: Sequence[nn.Parameter]) -> None:
+def check_optimizer(
+    optimizer: object, parameters: Sequence[nn.Parameter], accepted: str = "an optimizer: AdamW(model.parameters())"
+) -> None:
     """Refuse what is no optimizer, or one that would train nothing.
 
     Raises:
@@ -82,7 +84,7 @@ def check_optimizer(optimizer: object, parameters: Sequence[nn.Parameter]) -> No
         ForeignOptimizerError: it holds none of the parameters.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ArgumentTypeError("optimizer", optimizer, "a torch.optim.Optimizer, or a function (params) -> Optimizer")
+        raise ArgumentTypeError("optimizer", optimizer, accepted)
     wanted = {id(p) for p in parameters}
     if not any(id(p) in wanted for group in optimizer.param_groups for p in group["params"]):
         raise ForeignOptimizerError(optimizer)

@@ -66,7 +66,7 @@ def read(loss: torch.Tensor, num_samples: int) -> Reduction:
         return Reduction("unknown", num_samples, (Term("unknown", operation="no operation at all"),))
     if root.name() == "NllLossBackward0" and root._saved_reduction == _MEAN:  # the most frequent by far
         weight = root._saved_total_weight
-        return _plain_mean(weight.item()) if weight.is_cpu else Reduction("mean", weight.reshape(()))
+        return _plain_mean(weight.tolist()) if weight.is_cpu else Reduction("mean", weight.reshape(()))
     found = _terms(root, num_samples)
     constant = [len(found) > 1 and only_parameters(node) for node, _ in found]
     if all(constant):  # a loss without a model, such as ((parameter - targets) ** 2).mean() + ...
@@ -221,8 +221,8 @@ def _is_weighted_mean(node: Any) -> bool:
 
 
 def _value(count: torch.Tensor) -> Count:
-    """Read where that waits for nothing."""
-    return float(count) if count.is_cpu else count.reshape(())
+    """Read where that waits for nothing. ``tolist`` is no operation, which a dispatch mode would see and fail on."""
+    return float(count.tolist()) if count.is_cpu else count.reshape(())
 
 
 def _dimensions(node: Any) -> list[int]:

@@ -317,6 +317,8 @@ class Trainer:
             replays=replays,
         )
         self._mark = now
+        if gradient.items:
+            self._engine.announce_if_not_finite(report.loss)
         self._emit(report)
         if self._budget.spent(self.step, self.samples_seen):
             self._end("budget")
@@ -462,6 +464,7 @@ def _as_function(trainer: Callable[P, Trainer]) -> Callable[P, FitResult]:
         >>> [report.micro_batches for report in result.history]
         [(2, 2), (2, 2), (2,)]
         """
+        signature.bind(*args, **kwargs)  # so that a TypeError speaks of fit
         return trainer(*args, **kwargs).fit()
 
     signature = inspect.signature(trainer).replace(return_annotation="FitResult")

@@ -43,7 +43,8 @@ def count_items(num_items: CountItems, batch: Any) -> Count:
     except (TypeError, ValueError, RuntimeError) as error:
         if isinstance(error, ArgumentError) or is_out_of_memory(error):  # reading a tensor may be where memory runs out
             raise
-        raise ArgumentTypeError("num_items", counted, _ACCEPTED) from None
+        accepted = "a count for each micro-batch, such as (labels != -100).sum()"
+        raise ArgumentTypeError("num_items(micro-batch)", counted, accepted) from None
 
 
 def by_user(num_items: CountItems, batch: Any) -> Reduction:
@@ -51,12 +52,9 @@ def by_user(num_items: CountItems, batch: Any) -> Reduction:
     return Reduction("mean", count_items(num_items, batch))
 
 
-_ACCEPTED = "a function (micro-batch) -> a count of at least 0"
-
-
 def _checked(items: float) -> float:
     if not 0 <= items < float("inf"):
-        raise ArgumentError("num_items", items, _ACCEPTED)
+        raise ArgumentError("num_items(micro-batch)", items, "a count of at least 0")
     return items
 
 

@@ -18,7 +18,7 @@ from torch import nn
 from autoaccum.coupling import Crossing, batch_norm_notices, couples_samples, coupling_notice, crossings
 from autoaccum.data import Window
 from autoaccum.devices import is_slow_to_read
-from autoaccum.errors import NothingFitsError
+from autoaccum.errors import LossSideEffectError, NothingFitsError
 from autoaccum.events import Event, Notice, OutOfMemory, Replanned
 from autoaccum.losses import LossOf
 from autoaccum.memory import Memory
@@ -205,8 +205,11 @@ class WindowRunner:
                 reduction = None if self._num_items is None else by_user(self._num_items, batch)
                 weight = None
                 if reduction is None or isinstance(reduction.items, torch.Tensor) or reduction.items:
+                    gradients = self._gradients() if self._examining else None
                     with self._autocast():
                         loss = self._loss_of(self._model, batch)
+                    if gradients is not None and gradients != self._gradients():
+                        raise LossSideEffectError("training_step or the model")
                     if reduction is None:
                         reduction = read(loss, size)
                     if self._examining:
@@ -236,6 +239,10 @@ class WindowRunner:
                 raise
             failure = _Failure(micro_batch=size)
         return failure
+
+    def _gradients(self) -> list[tuple[int, int]]:
+        """What tells whether they were changed."""
+        return [(id(p.grad), p.grad._version) for p in self._parameters if p.grad is not None]
 
     def _backward(self, loss: torch.Tensor, weight: Count, reduction: Reduction, share: float) -> None:
         if self.scaler is not None:

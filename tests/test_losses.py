@@ -124,7 +124,7 @@ class TestRefuses:
             (torch.zeros(4, requires_grad=True), r"a tensor of shape \(4,\)"),
             (torch.zeros(1, requires_grad=True), r"a tensor of shape \(1,\)"),
             (1.5, "a value of type float"),
-            (None, "a value of type NoneType"),
+            (None, "nothing"),
             ((torch.zeros(()), torch.zeros(3)), "a tuple of 2"),
         ],
     )
