@@ -11,10 +11,10 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from autoaccum import arguments, batches
-from autoaccum.coupling import smallest_micro_batch
+from autoaccum.coupling import batch_norms, smallest_micro_batch
 from autoaccum.devices import find_device
 from autoaccum.engine import Engine
-from autoaccum.errors import ArgumentError, ConflictingArgumentsError, EmptyDatasetError
+from autoaccum.errors import ArgumentError, ArgumentTypeError, ConflictingArgumentsError, EmptyDatasetError
 from autoaccum.events import Event
 from autoaccum.losses import loss_function
 from autoaccum.memory import memory_of
@@ -111,8 +111,8 @@ class Accumulator:
         self._is_scaled = precision == "fp16"
         self._searches = micro_batch == "auto"
         self._largest_batch = 0
-        self._was_training: bool | None = None
-        self._model = model
+        self._batch_norms = batch_norms(self._modules)
+        self._modes = [layer.training for layer in self._batch_norms]
         self._engine = Engine(
             model,
             self._modules,
@@ -159,6 +159,8 @@ class Accumulator:
             return losses[-1]
 
         self._engine.apply_closure(closure)
+        if not losses:
+            raise ArgumentTypeError("optimizer", type(self._engine.optimizer).__name__, "one that calls its closure")
         return losses[0]
 
     def backward(self, batch: Any) -> torch.Tensor:
@@ -181,8 +183,9 @@ class Accumulator:
 
     @torch.enable_grad()
     def _run(self, window: _Batch) -> Gradient:
-        if self._model.training is not self._was_training:
-            self._was_training = self._model.training
+        modes = [layer.training for layer in self._batch_norms]
+        if modes != self._modes:
+            self._modes = modes
             self._engine.tuner.set_smallest(smallest_micro_batch(self._modules))
         if window.num_samples > self._largest_batch:  # no smaller one could tell what is best for it
             self._largest_batch = window.num_samples

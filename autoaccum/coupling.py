@@ -14,13 +14,17 @@ from autoaccum.oom import is_out_of_memory
 from autoaccum.reductions import is_linear_operation, only_parameters, operation_of, signed
 
 
+def batch_norms(modules: Sequence[nn.Module]) -> list[_BatchNorm]:
+    """Every BatchNorm layer, once."""
+    return [m for m in dict.fromkeys(m for root in modules for m in root.modules()) if isinstance(m, _BatchNorm)]
+
+
 def count_batch_norms(modules: Sequence[nn.Module]) -> int:
     """BatchNorm layers that normalise a sample by the statistics of those beside it.
 
     They do so in training mode, and without running statistics in eval mode too.
     """
-    layers = {module for root in modules for module in root.modules() if isinstance(module, _BatchNorm)}
-    return sum(layer.training or not layer.track_running_stats for layer in layers)
+    return sum(layer.training or not layer.track_running_stats for layer in batch_norms(modules))
 
 
 def smallest_micro_batch(modules: Sequence[nn.Module]) -> int:
@@ -44,9 +48,10 @@ def batch_norm_notices(modules: Sequence[nn.Module]) -> list[Notice]:
 DEPTH = 200
 """Operations back from the loss among which those across samples are looked for."""
 
-Crossing = tuple[str, float, float, bool]
-"""An operation across samples: its name, the extents of what it makes as multiples of the samples, and whether one size
-of micro-batches is enough to tell: a dimension may be as long as a micro-batch by chance, but not as long as two."""
+Crossing = tuple[str, float, float, bool, int]
+"""An operation across samples: its name, the extents of what it makes as multiples of the samples, whether one size of
+micro-batches is enough to tell (a dimension may be as long as a micro-batch by chance, but not as long as two), and its
+place in the graph."""
 
 
 def crossings(loss: torch.Tensor, num_samples: int) -> set[Crossing]:
@@ -64,7 +69,7 @@ def crossings(loss: torch.Tensor, num_samples: int) -> set[Crossing]:
             continue
         seen.add(node)
         try:
-            found |= _crossing(node, num_samples, is_linear)
+            found |= {(*crossing, len(seen)) for crossing in _crossing(node, num_samples, is_linear)}
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise
@@ -75,50 +80,51 @@ def crossings(loss: torch.Tensor, num_samples: int) -> set[Crossing]:
 
 
 def couples_samples(seen: Sequence[tuple[int, set[Crossing]]]) -> bool:
-    """Whether operations across samples were found in all micro-batches alike; each comes with its size."""
-    several = [(size, found) for size, found in seen if size > 1]  # one sample meets nobody
+    """Whether operations across samples were found in all micro-batches alike; each comes with its size.
+
+    One sample meets nobody: micro-batches of one are asked only when there are no larger ones.
+    """
+    several = [(size, found) for size, found in seen if size > 1] or list(seen)
     if not several:
         return False
     common = set.intersection(*(found for _, found in several))
-    return any(is_certain or len({size for size, _ in several}) > 1 for *_, is_certain in common)
+    return any(is_certain or len({size for size, _ in several}) > 1 for *_, is_certain, _ in common)
 
 
-def _crossing(node: Any, num_samples: int, is_linear: bool) -> set[Crossing]:
+def _crossing(node: Any, num_samples: int, is_linear: bool) -> set[tuple[str, float, float, bool]]:
     operation = operation_of(node)
-    if operation in ("Mm", "Bmm", "Cdist", "Pdist"):
+    if operation in ("Addmm", "Bmm", "Cdist", "EuclideanDist", "Mm", "Pdist"):
         return _all_with_all(node, operation, num_samples)
+    if num_samples == 1:
+        return set()
     if operation in ("Flip", "Roll"):  # the shape is not saved: taken for samples, which are the first dimension
         return {(operation, 1.0, 0.0, True)} if 0 in node._saved_dims else set()
     shape = _shape(node)
-    if not shape:
-        return set()
-    if (
-        is_linear and len(shape) > 1 and shape[0] == shape[1] == num_samples
-    ):  # (n, 1) beside (n,), as broadcasting has it
-        return {(operation, 1.0, 1.0, False)}
-    if operation not in _ALONG or (is_linear and operation in ("Mean", "Sum")):
-        return set()
+    found: set[tuple[str, float, float, bool]] = set()
+    if len(shape) > 1 and shape[0] == shape[1] == num_samples:  # all beside all, as broadcasting has it
+        found.add((f"{operation} of pairs", 1.0, 1.0, False))
+    if not shape or operation not in _ALONG or (is_linear and operation in ("Mean", "Sum")):
+        return found
     dimensions = getattr(node, "_saved_dim", None)
     if isinstance(dimensions, int):
         dimensions = (dimensions,)
     along = range(len(shape)) if dimensions is None else [signed(d) % len(shape) for d in dimensions]
-    return {(operation, 1.0, 0.0, True)} if shape[0] == num_samples and 0 in along else set()
+    if shape[0] == num_samples and 0 in along:
+        found.add((operation, 1.0, 0.0, True))
+    return found
 
 
-_ALONG = {
-    "Amax",
-    "Amin",
-    "Cumsum",
-    "Flip",
-    "LinalgVectorNorm",
-    "LogSoftmax",
-    "Logsumexp",
-    "Max",
-    "Mean",
-    "Median",
-    "Min",
-}
-_ALONG |= {"Norm", "Prod", "Softmax", "Sort", "Std", "StdMean", "Sum", "Topk", "Var", "VarMean"}
+_ALONG = {"Amax", "Amin", "Cumsum", "LinalgVectorNorm", "LogSoftmax", "Logcumsumexp", "Logsumexp", "Max", "Mean"}
+_ALONG |= {"Median", "Min", "Norm", "Prod", "Softmax", "Sort", "Std", "StdMean", "Sum", "Topk", "Var", "VarMean"}
+
+
+def _saved(node: Any, name: str) -> torch.Tensor | None:
+    """A tensor that a node saved; None where a hook would have to bring it back, as checkpointing does by computing."""
+    raw = getattr(node, f"_raw_saved_{name}", None)
+    if raw is None or raw.unpack_hook is not None:
+        return None
+    saved = getattr(node, f"_saved_{name}")
+    return saved if isinstance(saved, torch.Tensor) else None
 
 
 def _shape(node: Any) -> tuple[int, ...]:
@@ -126,33 +132,45 @@ def _shape(node: Any) -> tuple[int, ...]:
     sizes = getattr(node, "_saved_self_sym_sizes", None)
     if sizes is not None:
         return tuple(sizes)
-    for name in ("_saved_self", "_saved_result", "_saved_output"):
-        if isinstance(saved := getattr(node, name, None), torch.Tensor):
+    for name in ("self", "result", "output"):
+        if (saved := _saved(node, name)) is not None:
             return tuple(saved.shape)
     return ()
 
 
-def _all_with_all(node: Any, operation: str, num_samples: int) -> set[Crossing]:
-    if operation == "Mm":
-        if any(_is_weight(factor) for factor in (node._saved_self, node._saved_mat2)):
+def _all_with_all(node: Any, operation: str, num_samples: int) -> set[tuple[str, float, float, bool]]:
+    """Products of two tensors neither of which is a weight, and distances."""
+    inner = 0
+    factors = node.next_functions[:2]
+    if operation in ("Addmm", "Mm"):
+        first = "mat1" if operation == "Addmm" else "self"
+        if any(_is_weight(_saved(node, name)) for name in (first, "mat2")):
             return set()
-        rows, columns = node._saved_self_sym_sizes[0], node._saved_mat2_sym_sizes[1]
+        rows, inner = getattr(node, f"_saved_{first}_sym_sizes")
+        columns = node._saved_mat2_sym_sizes[1]
+        factors = node.next_functions[-2:]
     elif operation == "Bmm":  # einsum's way of multiplying two matrices
-        first, second = node._saved_self, node._saved_mat2
-        if first is None or second is None or len(first) != 1:
+        left, right = _saved(node, "self"), _saved(node, "mat2")
+        if left is None or right is None or len(left) != 1:
             return set()
-        rows, columns = first.shape[1], second.shape[2]
-    elif operation == "Cdist":
-        rows, columns = node._saved_x1.shape[-2], node._saved_x2.shape[-2]
+        rows, inner, columns = *left.shape[1:], right.shape[2]
+    elif operation == "Pdist":
+        saved = _saved(node, "self")
+        rows = columns = 0 if saved is None else len(saved)
     else:
-        rows = columns = len(node._saved_self)
-    # Two views of each sample, or several negatives for each, make multiples.
-    if rows % num_samples or columns % num_samples or max(rows, columns) > 4 * num_samples:
+        left, right = _saved(node, "x1"), _saved(node, "x2")
+        if left is None or right is None:
+            return set()
+        rows, columns = left.shape[-2], right.shape[-2]
+    if any(child is not None and only_parameters(child) for child, _ in factors):
         return set()
-    if any(child is not None and only_parameters(child) for child, _ in node.next_functions[:2]):
-        return set()
-    # One side may need no gradient, as a frozen encoder's outputs.
-    return {(operation, rows / num_samples, columns / num_samples, bool(rows == columns))}
+    found = set()
+    if inner == num_samples > 1:  # a correlation of features, over the samples
+        found.add((operation, 0.0, 1.0, True))
+    # Two views of each sample, or several negatives for each, make multiples. One side may need no gradient.
+    if rows and not rows % num_samples and not columns % num_samples and (num_samples > 1 or rows == columns == 1):
+        found.add((operation, rows / num_samples, columns / num_samples, bool(rows == columns)))
+    return found
 
 
 def _is_weight(factor: torch.Tensor | None) -> bool:

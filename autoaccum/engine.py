@@ -129,19 +129,19 @@ class Engine:
             if not math.isfinite(loss := gradient.loss.item()):
                 self._runner.roll_back()
                 raise NonFiniteLossError(loss)
+        if not gradient.items:
+            self._announce_once(
+                Notice(
+                    cause=f"Nothing in window {self.step + 1} counts: every target is ignored, or num_items is 0",
+                    consequence="Such windows take no step, and their loss is nan",
+                    cure="Look at the targets if there should be some",
+                )
+            )
         return gradient, peak_bytes, replays
 
     def apply(self, gradient: Gradient) -> bool:
         """One step of the optimizer; False when it was left out, for there was nothing to step on."""
         self.step += 1
-        if not gradient.items:
-            self._announce_once(
-                Notice(
-                    cause=f"Nothing in window {self.step} counts: every target is ignored, or num_items is 0",
-                    consequence="Such windows take no step, and their loss is nan",
-                    cure="Look at the targets if there should be some",
-                )
-            )
         if gradient.items:
             skipped = take_step(self.optimizer, self._runner.scaler, self.step, self.memory, self.limit_bytes)
         else:

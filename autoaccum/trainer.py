@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -299,8 +300,8 @@ class Trainer:
             )
         gradient, peak_bytes, replays = self._engine.run(window, plan)
         self.samples_seen += sum(gradient.sizes)
-        lr = float(self.optimizer.param_groups[0]["lr"])
-        self._step(gradient)
+        lr = float(self.optimizer.param_groups[0].get("lr", math.nan))
+        stepped = self._step(gradient)
         self._engine.settle(self._full_window)
         now = time.perf_counter()
         report = StepReport(
@@ -317,13 +318,13 @@ class Trainer:
             replays=replays,
         )
         self._mark = now
-        if gradient.items:
+        if stepped:
             self._engine.announce_if_not_finite(report.loss)
         self._emit(report)
         if self._budget.spent(self.step, self.samples_seen):
             self._end("budget")
 
-    def _step(self, gradient: Gradient) -> None:
+    def _step(self, gradient: Gradient) -> bool:
         """The optimizer's and the scheduler's; the optimizer's is left out where there is nothing to step on."""
         stepped = self._engine.apply(gradient)
         if self._scheduler is not None:
@@ -331,6 +332,7 @@ class Trainer:
                 if not stepped:  # the schedule counts windows; PyTorch would take it for a mistake
                     warnings.simplefilter("ignore", UserWarning)
                 self._scheduler.step()
+        return stepped
 
     def _next_window(self) -> int:
         """Samples that the next window may have."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,13 +14,13 @@ from torch import nn
 from autoaccum import batches, randomness
 from autoaccum.costs import Trial
 from autoaccum.data import Source, Window
-from autoaccum.errors import EmptyDatasetError, LossWithoutGradError, NothingFitsError
+from autoaccum.errors import EmptyDatasetError, NothingFitsError
 from autoaccum.events import Event, OutOfMemory, Validated
 from autoaccum.losses import LossOf
 from autoaccum.memory import Memory
 from autoaccum.oom import is_out_of_memory
 from autoaccum.precision import Autocast
-from autoaccum.reductions import graph_alone, read, stands_for_none
+from autoaccum.reductions import Reduction, conclude, graph_alone, read, stands_for_none, without_graph
 from autoaccum.search import bounds, next_trial
 from autoaccum.weighting import CountItems, count_items
 
@@ -70,9 +71,8 @@ class Validator:
         states = randomness.get_state(self._device)
         for module in self._modules:
             module.training = False
-        loss_sum = items = 0.0
+        losses: list[tuple[int, float, Reduction]] = []
         num_samples = largest = 0
-        is_sum = False
         try:
             reader = self._source.read(0, lambda position: (self._size(training_micro_batch),))
             while (window := reader.window(self._size(training_micro_batch))) is not None:
@@ -84,9 +84,7 @@ class Validator:
                         if size == 1:
                             raise self._nothing_fits(None)
                         continue
-                    loss, num_items, is_sum = outcome
-                    loss_sum += loss * num_items
-                    items += num_items
+                    losses.append((size, *outcome))
                     position += size
                     largest = max(largest, size)
                 num_samples += position
@@ -100,7 +98,7 @@ class Validator:
             Validated(
                 step=step,
                 epoch=epoch,
-                loss=loss_sum / (1 if is_sum else items) if items else float("nan"),
+                loss=_joined(losses),
                 num_samples=num_samples,
                 micro_batch=largest,
                 seconds=time.perf_counter() - started,
@@ -111,8 +109,8 @@ class Validator:
         trial = next_trial(self._history, limit_bytes=self._target_bytes, ceiling=ceiling)
         return min(ceiling, trial or bounds(self._history)[0] or 1)
 
-    def _try(self, window: Window, position: int, size: int) -> tuple[float, float, bool] | None:
-        """(loss, weight, whether it is a sum); None when memory ran out. What it took goes into the history."""
+    def _try(self, window: Window, position: int, size: int) -> tuple[float, Reduction] | None:
+        """The loss; None when memory ran out. What it took goes into the history."""
         is_trial = size > bounds(self._history)[0]
         if is_trial or self._is_cluttered():
             self._memory.release()
@@ -136,26 +134,28 @@ class Validator:
             self._learn(size, self._memory.peak())
         return outcome
 
-    def _loss(self, batch: Any, size: int) -> tuple[float, float, bool]:
-        counted = 0.0 if self._num_items is None else float(count_items(self._num_items, batch))
-        if self._num_items is not None and not counted:
-            return 0.0, 0.0, False
-        if self._num_items is None and self._reads_loss:
+    def _loss(self, batch: Any, size: int) -> tuple[float, Reduction]:
+        if self._num_items is not None:
+            counted = float(count_items(self._num_items, batch))
+            if not counted:
+                return 0.0, Reduction(0.0)
+        elif self._reads_loss:
             try:
                 with graph_alone(), self._autocast():
                     loss = self._loss_of(self._outputs if self._of_outputs else self._model, batch)
-            except LossWithoutGradError:  # a metric, in eval mode: nothing tells what it is a mean over
+                reduction = without_graph(read(loss, size))
+                if stands_for_none(reduction, float(reduction.items), loss, size):
+                    reduction = replace(reduction, items=0.0)
+                return loss.item() if reduction.items else 0.0, reduction
+            except Exception as error:
+                if is_out_of_memory(error):
+                    raise
+                # A metric without a gradient, or code that cannot be run with one: by samples then, and if the error
+                # was another, it comes up again.
                 self._reads_loss = False
-            else:
-                reduction = read(loss, size)
-                items = float(reduction.items)
-                if stands_for_none(reduction, items, loss):
-                    items = 0.0
-                if reduction.kind == "sum":
-                    return loss.item(), 1.0, True
-                return (loss.item() if items else 0.0), items, False
         with torch.no_grad(), self._autocast():
-            return self._loss_of(self._model, batch).item(), counted or size, False
+            loss = self._loss_of(self._model, batch)
+        return loss.item(), Reduction(size if self._num_items is None else counted)
 
     def _outputs(self, *args: Any, **kwargs: Any) -> Any:
         """The model's, without its graph: the loss makes one of its own, which is all that is read."""
@@ -180,6 +180,19 @@ class Validator:
 
     def _nothing_fits(self, peak_bytes: int | None) -> NothingFitsError:
         return NothingFitsError(phase="validation", micro_batch=1, peak_bytes=peak_bytes, limit_bytes=self._limit_bytes)
+
+
+def _joined(losses: list[tuple[int, float, Reduction]]) -> float:
+    """The loss over everything, of the losses of micro-batches."""
+    there = [(size, loss, reduction) for size, loss, reduction in losses if float(reduction.items)]
+    if not there:
+        return float("nan")
+    counts = [float(reduction.items) for _, _, reduction in there]
+    found = conclude([size for size, _, _ in there], [reduction for _, _, reduction in there])
+    is_sum = found.is_sum if len(there) > 1 else False
+    return sum(loss * count for (_, loss, _), count in zip(there, counts, strict=True)) / (
+        counts[0] if is_sum else sum(counts)
+    )
 
 
 def _with_grad(leaf: Any) -> Any:

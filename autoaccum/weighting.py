@@ -7,12 +7,16 @@ N is known only when the whole window has been seen. So each micro-batch is weig
 guess of N, and the accumulated gradient is multiplied once by G / N at the end. With the number of samples as items
 the guess is right and there is nothing to multiply; else it keeps magnitudes where float16 can hold them.
 
+A loss that is a sum, divided by no count but perhaps by a constant d, has n_j = d in every micro-batch and N = d too.
+
 The weights n_j / N sum to one, so a term that does not depend on the batch, such as a penalty on the parameters, is
-counted once. A loss that is a sum, L = sum_j L_j, needs no weights; there a term of that kind is scaled by its node.
+counted once. Beside a sum they are all one, and there such a term is scaled where it enters the loss.
 """
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -23,7 +27,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from autoaccum.errors import ArgumentError, ArgumentTypeError
 from autoaccum.events import Notice
 from autoaccum.oom import is_out_of_memory
-from autoaccum.reductions import Count, Reduction, doubt, proportional
+from autoaccum.reductions import Count, Reduction, conclude, proportional
 
 CountItems = Callable[[Any], Any]
 """(micro-batch) -> number of items that the loss averages over: an int, a float or a tensor of one element."""
@@ -49,7 +53,7 @@ def count_items(num_items: CountItems, batch: Any) -> Count:
 
 def by_user(num_items: CountItems, batch: Any) -> Reduction:
     """A mean over what the user counts."""
-    return Reduction("mean", count_items(num_items, batch))
+    return Reduction(count_items(num_items, batch))
 
 
 def _checked(items: float) -> float:
@@ -67,33 +71,32 @@ class Tally:
         self._deferred = deferred
         self._counts: list[Count] = []
         self._guess = 0.0
-        self._is_sum = False
 
-    def weight(self, num_samples: int, reduction: Reduction, dtype: torch.dtype = torch.float32) -> Count | None:
+    def weight(self, num_samples: int, items: Count, dtype: torch.dtype = torch.float32) -> Count | None:
         """What the loss of the next micro-batch, of that ``dtype``, counts; None when it has no items."""
-        items = reduction.items
-        if self._guess:
-            if isinstance(items, torch.Tensor) and not self._deferred:
-                items = _checked(items.item())
-            self._counts.append(items)
-            if isinstance(items, torch.Tensor):
-                return items.to(torch.promote_types(dtype, torch.float32)) / self._guess
-            return items / self._guess if items else None
-        if isinstance(items, torch.Tensor):
-            items = _checked(items.item())
-        if not self._counts:
-            self._is_sum = reduction.kind == "sum"
+        if isinstance(items, torch.Tensor) and not (self._deferred and self._guess):
+            items = items.item()
         self._counts.append(items)
-        if self._is_sum:
-            return 1.0
-        self._guess = items / num_samples * self._num_samples
-        return items / self._guess if items else None
+        if isinstance(items, torch.Tensor):
+            return items.to(torch.promote_types(dtype, torch.float32)) / self._guess
+        if not items or items != items:  # 0, or 0 / 0
+            self._counts[-1] = 0.0
+            return None
+        if not self._guess:
+            # Not from next to nothing, as a divisor kept from 0 is: all later weights would be immense.
+            per_sample = items / num_samples if abs(items) > 1e-3 * num_samples else 1.0
+            self._guess = per_sample * self._num_samples
+            if (
+                dtype.itemsize == 2
+            ):  # the weight is rounded to the loss's type: a power of two leaves small counts exact
+                self._guess = math.copysign(2.0 ** round(math.log2(abs(self._guess))), self._guess)
+        return items / self._guess
 
     def read(self) -> list[float]:
         """The counts, those that were deferred too."""
         waiting = [count for count in self._counts if isinstance(count, torch.Tensor)]
         if waiting:
-            values = map(_checked, torch.stack(waiting).tolist())
+            values = iter(torch.stack(waiting).tolist())
             self._counts = [next(values) if isinstance(count, torch.Tensor) else count for count in self._counts]
         return self._counts  # type: ignore[return-value]
 
@@ -101,28 +104,37 @@ class Tally:
         """That micro-batch had no items after all, and a gradient of 0."""
         self._counts[index] = 0.0
 
-    def correction(self) -> float:
-        """What the accumulated gradient has to be multiplied with."""
-        return 1.0 if self._is_sum else self._guess / sum(self.read())
+    def total(self, is_sum: bool) -> float:
+        """What the window's sum is divided by: all of its items, or what each micro-batch's sum was."""
+        counts = [count for count in self.read() if count]
+        return counts[0] if is_sum else sum(counts)
 
-    def mean(self, losses: list[torch.Tensor]) -> torch.Tensor:
-        """The window's loss, of those of the micro-batches that had items."""
+    def correction(self, is_sum: bool) -> float:
+        """What the accumulated gradient has to be multiplied with."""
+        return self._guess / self.total(is_sum)
+
+    def loss(self, losses: list[torch.Tensor], is_sum: bool) -> torch.Tensor:
+        """The window's, of those of the micro-batches that had items."""
         stacked = torch.stack(losses)
         wide = torch.promote_types(stacked.dtype, torch.float32)
-        if self._is_sum:
-            return stacked.sum(dtype=wide)
         counts = [count for count in self.read() if count]
         if min(counts) == max(counts):
-            return stacked.mean(dtype=wide)
-        total = sum(counts)
+            return stacked.sum(dtype=wide) if is_sum else stacked.mean(dtype=wide)
+        total = self.total(is_sum)
         shares = torch.tensor([count / total for count in counts], dtype=wide, device=stacked.device)
         return stacked.to(wide) @ shares
 
 
 @contextmanager
 def counted_once(reduction: Reduction, share: float) -> Iterator[None]:
-    """Within it, a backward counts terms that depend on parameters alone with this share: all of them make one."""
-    handles = [node.register_prehook(lambda grads: tuple(_times(g, share) for g in grads)) for node in reduction.once]
+    """Within it, a backward counts terms that depend on parameters alone with this share: all of them make one.
+
+    By hooks on the additions through which they enter the loss, not on the terms, which may share nodes with others.
+    """
+    inputs: dict[Any, list[int]] = defaultdict(list)
+    for node, index in reduction.edges:
+        inputs[node].append(index)
+    handles = [node.register_hook(_scaling(indices, share)) for node, indices in inputs.items()]
     try:
         yield
     finally:
@@ -130,8 +142,11 @@ def counted_once(reduction: Reduction, share: float) -> Iterator[None]:
             handle.remove()
 
 
-def _times(gradient: torch.Tensor | None, factor: float) -> torch.Tensor | None:
-    return None if gradient is None else gradient * factor
+def _scaling(indices: list[int], share: float) -> Callable[[Any, Any], Any]:
+    def hook(to_inputs: tuple[torch.Tensor | None, ...], _: object) -> tuple[torch.Tensor | None, ...]:
+        return tuple(g * share if index in indices and g is not None else g for index, g in enumerate(to_inputs))
+
+    return hook
 
 
 def doubt_notice(reason: str, cure: str) -> Notice:
@@ -145,16 +160,16 @@ def doubt_notice(reason: str, cure: str) -> Notice:
 
 def contradiction(claimed: Sequence[float], sizes: Sequence[int], reductions: Sequence[Reduction]) -> Notice | None:
     """What to say when the user's ``num_items`` is not what the loss shows; None when it is, or nothing shows."""
-    if doubt(sizes, reductions) is not None:
+    found = conclude(sizes, reductions)
+    if found.doubt is not None:
         return None
     counts = [float(reduction.items) for reduction in reductions]
-    is_mean = reductions[0].kind == "mean"
-    if is_mean and proportional(claimed, counts):
+    if not found.is_sum and proportional(claimed, counts):
         return None
     listed = [", ".join(f"{count:g}" for count in numbers[:4]) for numbers in (claimed, counts)]
     return Notice(
         cause=f"num_items says {listed[0]} for the first micro-batches, but their loss is "
-        + (f"a mean over {listed[1]}" if is_mean else "a sum"),
+        + ("a sum" if found.is_sum else f"a mean over {listed[1]}"),
         consequence="The gradient is weighted by num_items, and so depends on how windows are cut",
         cure="Leave num_items out: what the loss is a mean over was read off it; labels that a model shifts are "
         "counted as shifted",

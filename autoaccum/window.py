@@ -25,7 +25,7 @@ from autoaccum.memory import Memory
 from autoaccum.oom import is_out_of_memory
 from autoaccum.planner import cut
 from autoaccum.precision import half_precision_notices
-from autoaccum.reductions import Count, Reduction, doubt, read, stands_for_none
+from autoaccum.reductions import Conclusion, Count, Reduction, conclude, read, stands_for_none, without_graph
 from autoaccum.search import Tuner
 from autoaccum.snapshot import Snapshot
 from autoaccum.weighting import (
@@ -68,8 +68,11 @@ class _Failure:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Emptiness:
-    """An attempt with a micro-batch that turned out to have no items only after its backward: it may have given NaN."""
+class _Again:
+    """An attempt that went well, but whose end showed what should have been known at its beginning.
+
+    A micro-batch had no items, and its backward may have given NaN; or terms beside a sum were taken for beside a mean.
+    """
 
     sizes: tuple[int, ...]
 
@@ -129,6 +132,7 @@ class WindowRunner:
         self._announced: set[str] = set()
         self._modules = modules
         self._parameters = [p for module in modules for p in module.parameters()]
+        self._has_sums: bool | None = None
         self._examining = True  # until a window has been cut, what may couple its samples is looked for
         self._deferred = is_slow_to_read(device)
         self._snapshot = Snapshot(modules, device)
@@ -170,8 +174,7 @@ class WindowRunner:
         # of the failed forward, and with them the very tensors that have to go (pytorch/pytorch#18853).
         while not isinstance(outcome := self._attempt(window, sizes), Gradient):
             self.roll_back()
-            if isinstance(outcome, _Emptiness):
-                self._deferred = False
+            if isinstance(outcome, _Again):
                 new = outcome.sizes
             else:
                 replays += 1
@@ -188,7 +191,7 @@ class WindowRunner:
                 self._keep_limit(outcome.sizes, step)
         return outcome, max(self._peak_bytes, between_bytes), replays
 
-    def _attempt(self, window: Window, sizes: Iterable[tuple[int, bool]]) -> Gradient | _Failure | _Emptiness:
+    def _attempt(self, window: Window, sizes: Iterable[tuple[int, bool]]) -> Gradient | _Failure | _Again:
         done: list[int] = []
         losses: list[torch.Tensor | None] = []
         reductions: list[Reduction] = []
@@ -205,28 +208,29 @@ class WindowRunner:
                 reduction = None if self._num_items is None else by_user(self._num_items, batch)
                 weight = None
                 if reduction is None or isinstance(reduction.items, torch.Tensor) or reduction.items:
-                    gradients = self._gradients() if self._examining else None
+                    examines = self._examining and size < window.num_samples
+                    gradients = self._gradients() if examines else None
                     with self._autocast():
                         loss = self._loss_of(self._model, batch)
                     if gradients is not None and gradients != self._gradients():
                         raise LossSideEffectError("training_step or the model")
                     if reduction is None:
                         reduction = read(loss, size)
-                    if self._examining:
+                    if examines:
                         met.append((size, crossings(loss, size)))
-                        shown.append(read(loss, size))
-                    weight = tally.weight(size, reduction, loss.dtype)
+                        shown.append(without_graph(read(loss, size)))
+                    weight = tally.weight(size, reduction.items, loss.dtype)
                     losses.append(None if weight is None else loss.detach())
                     if weight is not None:
                         self._backward(loss, weight, reduction, size / window.num_samples)
                     del loss
                 else:
-                    tally.weight(size, reduction)
+                    tally.weight(size, reduction.items)
                     losses.append(None)
                 del batch  # its memory is the next one's
                 if is_trial:
                     self._end_trial(size, started)
-                reductions.append(reduction)
+                reductions.append(without_graph(reduction))
                 position += size
                 done.append(size)
             size = max(done)
@@ -248,7 +252,7 @@ class WindowRunner:
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
         seed = self._seed(weight, loss)
-        if not reduction.once:
+        if not (reduction.edges and self._is_sum(reduction)):
             torch.autograd.backward(loss, seed)
             return
         with counted_once(reduction, share):
@@ -262,18 +266,28 @@ class WindowRunner:
         shown: list[Reduction],
         tally: Tally,
         met: list[tuple[int, set[Crossing]]],
-    ) -> Gradient | _Emptiness:
+    ) -> Gradient | _Again:
         counts = tally.read()
+        is_doubtful = False
         for index, loss in enumerate(losses):
-            if loss is not None and stands_for_none(reductions[index], counts[index], loss):
-                tally.leave_out(index)
-                losses[index] = None
+            if loss is not None:
+                is_none = stands_for_none(reductions[index], counts[index], loss, sizes[index])
+                is_doubtful = is_doubtful or is_none is None
+                if is_none:
+                    tally.leave_out(index)
+                    losses[index] = None
         if not any(counts):
             return Gradient(sizes=sizes, loss=torch.tensor(float("nan")), grad_norm=None, items=0)
         there = [loss for loss in losses if loss is not None]
         if len(there) > len(counts) - counts.count(0):
-            return _Emptiness(sizes=sizes)
-        correction = tally.correction()
+            self._deferred = False
+            return _Again(sizes=sizes)
+        found = conclude(sizes, reductions, is_doubtful) if len(sizes) > 1 else Conclusion(is_sum=False)
+        has_constants = len(sizes) > 1 and bool(reductions[0].constants)
+        if has_constants and any(self._is_sum(reduction) is not found.is_sum for reduction in reductions):
+            self._has_sums = found.is_sum
+            return _Again(sizes=sizes)
+        correction = tally.correction(found.is_sum)
         if correction != 1:
             scale_gradients(self._trained(), correction)
         if self.scaler is not None:
@@ -281,13 +295,23 @@ class WindowRunner:
         grad_norm = None
         if self._clip_norm is not None:
             grad_norm = clip_gradients(self._trained(), self._clip_norm)
-        doubts = self._doubts(sizes, reductions, shown, met) if len(sizes) > 1 else ()
-        return Gradient(sizes=sizes, loss=tally.mean(there), grad_norm=grad_norm, items=sum(counts), doubts=doubts)
+        return Gradient(
+            sizes=sizes,
+            loss=tally.loss(there, found.is_sum),
+            grad_norm=grad_norm,
+            items=sum(counts),
+            doubts=self._doubts(sizes, reductions, found, shown, met) if len(sizes) > 1 else (),
+        )
+
+    def _is_sum(self, reduction: Reduction) -> bool:
+        """Whether a loss with terms of parameters alone is a sum: by itself, until a window has shown what it is."""
+        return reduction.is_sum if self._has_sums is None else self._has_sums
 
     def _doubts(
         self,
         sizes: Sequence[int],
         reductions: list[Reduction],
+        found: Conclusion,
         shown: list[Reduction],
         met: list[tuple[int, set[Crossing]]],
     ) -> tuple[Notice, ...]:
@@ -298,12 +322,9 @@ class WindowRunner:
             claimed = [float(reduction.items) for reduction in reductions]
             notice = contradiction(claimed, sizes, shown) if len(shown) == len(sizes) else None
             return (notice,) if notice is not None else ()
-        notices = []
-        if any(reduction.terms for reduction in reductions):
-            if (found := doubt(sizes, reductions)) is not None:
-                notices.append(doubt_notice(*found))
-            if any(reduction.once for reduction in reductions):
-                notices.append(penalty_notice())
+        notices = [] if found.doubt is None else [doubt_notice(*found.doubt)]
+        if found.is_sum and reductions[0].constants:
+            notices.append(penalty_notice())
         return tuple(notices)
 
     def _say_what_is_not_exact(self, gradient: Gradient) -> None:
@@ -359,12 +380,13 @@ class WindowRunner:
 
     def drop_gradients(self) -> None:
         """Gradients of a window begin at None: a parameter that takes no part must not look like one with zeros."""
-        for parameter in (*self._parameters, *self._trained()):
+        for parameter in self._trained():
             parameter.grad = None
 
     def _trained(self) -> list[torch.Tensor]:
-        """What the optimizer holds now: parameters may be added to it while training."""
-        return [p for group in self._optimizer.param_groups for p in group["params"]]
+        """What gets gradients: the modules' parameters, and what the optimizer holds now; some may be added to it."""
+        held = [p for group in self._optimizer.param_groups for p in group["params"]]
+        return list({id(p): p for p in (*self._parameters, *held)}.values())
 
     def roll_back(self) -> None:
         """As if the window had never run: gradients, buffers, random states, scaler."""

@@ -253,14 +253,23 @@ class TestWhatIsSaid:
         for _ in range(3):
             accumulator.step(classes(5))
         assert min(sizes) >= 2
+        model[1].eval()  # frozen alone, while the model trains on
+        sizes.clear()
+        accumulator.step(classes(5))
+        model[1].train()
+        accumulator.step(classes(5))
+        assert sizes[-1] >= 2
 
     def test_a_batch_without_items_takes_no_step(self) -> None:
         model, (inputs, targets) = mlp(), classes(6)
         optimizer = torch.optim.AdamW(model.parameters())
         accumulator = Accumulator(model, optimizer, loss_fn=cross_entropy, micro_batch=2)
         before = [p.clone() for p in model.parameters()]
-        accumulator.step((inputs, targets.fill_(-100)))
-        assert [type(event) for event in accumulator.events] == [StepSkipped]
+        with pytest.warns(autoaccum.AutoaccumWarning, match="Nothing in window 1 counts"):
+            accumulator.step((inputs, targets.fill_(-100)))
+        accumulator.step((inputs, targets))
+        assert accumulator.backward((inputs, targets)).isnan()
+        assert [type(event) for event in accumulator.events] == [Notice, StepSkipped, StepSkipped]
         assert same(before, list(model.parameters()))
 
     def test_float16_overflow_skips_the_whole_step_once(self) -> None:

@@ -211,6 +211,7 @@ def test_json_of_fit_is_one_document_with_everything_in_it(
     assert "StepReport(step=1" in err
 
 
+@pytest.mark.filterwarnings("ignore:The loss of window 2 is")
 def test_json_has_null_for_a_loss_that_is_no_number(
     tiny: Callable[..., str], fit_json: Callable[..., dict[str, Any]]
 ) -> None:

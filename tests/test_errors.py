@@ -178,7 +178,11 @@ CASES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "callbacks is a function": ({"callbacks": print}, errors.ArgumentTypeError, "a list of functions"),
     "loss_fn in words": ({"loss_fn": "ce"}, errors.ArgumentTypeError, "loss_fn='ce'"),
     "num_items is a number": ({"num_items": 8}, errors.ArgumentTypeError, "num_items=8"),
-    "num_items counts nothing": ({"num_items": lambda batch: None}, errors.ArgumentTypeError, "num_items=None"),
+    "num_items counts nothing": (
+        {"num_items": lambda batch: None},
+        errors.ArgumentTypeError,
+        r"num_items\(micro-batch\)=None",
+    ),
     "scheduler with a metric": (
         {"lr_scheduler": lambda optimizer, num_steps: ReduceLROnPlateau(optimizer)},
         errors.ArgumentTypeError,
@@ -221,7 +225,7 @@ CASES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         errors.ConflictingArgumentsError,
         "num_workers",
     ),
-    "negative items": ({"num_items": lambda batch: -1}, errors.ArgumentError, "num_items=-1"),
+    "negative items": ({"num_items": lambda batch: -1}, errors.ArgumentError, r"num_items\(micro-batch\)=-1"),
 }
 
 

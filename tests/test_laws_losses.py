@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import autoaccum
+from autoaccum import reductions
 from autoaccum.errors import AutoaccumWarning
 from autoaccum.events import Notice, StepSkipped
 from tests.models import relative_error
@@ -90,7 +91,7 @@ def numbers(loss: Loss) -> Loss:
 
 
 def _unit(targets: torch.Tensor) -> torch.Tensor:
-    return (targets.clamp(0).double() / CLASSES).unsqueeze(-1).expand(-1, -1, CLASSES)
+    return ((targets.clamp(0).double() + 0.5) / (CLASSES + 1)).unsqueeze(-1).expand(-1, -1, CLASSES)
 
 
 def masked_mean(model: Any, batch: Any) -> torch.Tensor:
@@ -427,16 +428,17 @@ class TestNothingToLearnFrom:
             defer(monkeypatch)
         inputs, targets = data()
         targets[4:8] = -100
-        result = autoaccum.fit(
-            PerToken(),
-            (inputs, targets),
-            effective_batch=4,
-            micro_batch=2,
-            training_step=MEANS["per token"],
-            shuffle=False,
-            device="cpu",
-            progress=False,
-        )
+        with pytest.warns(AutoaccumWarning, match="Nothing in window 2 counts"):
+            result = autoaccum.fit(
+                PerToken(),
+                (inputs, targets),
+                effective_batch=4,
+                micro_batch=2,
+                training_step=MEANS["per token"],
+                shuffle=False,
+                device="cpu",
+                progress=False,
+            )
         skipped = [event for event in result.events if isinstance(event, StepSkipped)]
         assert [event.step for event in skipped] == [2]
         assert int(result.optimizer.state[result.model.net[0].weight]["step"]) == 2
@@ -445,12 +447,15 @@ class TestNothingToLearnFrom:
 
 def defer(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on an accelerator: counts stay tensors, and are read when the window is over."""
-    monkeypatch.setattr("autoaccum.reductions._value", lambda count: count.reshape(()))
+    monkeypatch.setattr(
+        "autoaccum.reductions._value",
+        lambda count: float(count.tolist()) if reductions._is_number(count) else count.reshape(()).double(),
+    )
     monkeypatch.setattr("autoaccum.window.is_slow_to_read", lambda device: True)
 
 
 @PLANS
-@pytest.mark.parametrize("name", [name for name in MEANS if "divided" not in name and "KL" not in name])
+@pytest.mark.parametrize("name", MEANS)
 def test_counts_read_late_are_the_same(name: str, micro_batch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     defer(monkeypatch)
     inputs, targets = data()
