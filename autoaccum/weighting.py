@@ -74,11 +74,12 @@ class Tally:
 
     def weight(self, num_samples: int, items: Count, dtype: torch.dtype = torch.float32) -> Count | None:
         """What the loss of the next micro-batch, of that ``dtype``, counts; None when it has no items."""
-        if isinstance(items, torch.Tensor) and not (self._deferred and self._guess):
+        if isinstance(items, torch.Tensor):
+            if self._deferred and self._guess:
+                self._counts.append(items)
+                return items.to(torch.promote_types(dtype, torch.float32)) / self._guess
             items = items.item()
         self._counts.append(items)
-        if isinstance(items, torch.Tensor):
-            return items.to(torch.promote_types(dtype, torch.float32)) / self._guess
         if not items or items != items:  # 0, or 0 / 0
             self._counts[-1] = 0.0
             return None

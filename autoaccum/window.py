@@ -208,17 +208,17 @@ class WindowRunner:
                 reduction = None if self._num_items is None else by_user(self._num_items, batch)
                 weight = None
                 if reduction is None or isinstance(reduction.items, torch.Tensor) or reduction.items:
-                    examines = self._examining and size < window.num_samples
-                    gradients = self._gradients() if examines else None
+                    gradients = self._gradients() if self._examining else None
                     with self._autocast():
                         loss = self._loss_of(self._model, batch)
-                    if gradients is not None and gradients != self._gradients():
-                        raise LossSideEffectError("training_step or the model")
                     if reduction is None:
                         reduction = read(loss, size)
-                    if examines:
-                        met.append((size, crossings(loss, size)))
-                        shown.append(without_graph(read(loss, size)))
+                    if self._examining:
+                        if gradients != self._gradients():
+                            raise LossSideEffectError("training_step or the model")
+                        if size < window.num_samples:
+                            met.append((size, crossings(loss, size)))
+                            shown.append(without_graph(read(loss, size)))
                     weight = tally.weight(size, reduction.items, loss.dtype)
                     losses.append(None if weight is None else loss.detach())
                     if weight is not None:
@@ -230,7 +230,7 @@ class WindowRunner:
                 del batch  # its memory is the next one's
                 if is_trial:
                     self._end_trial(size, started)
-                reductions.append(without_graph(reduction))
+                reductions.append(without_graph(reduction) if reduction.edges else reduction)
                 position += size
                 done.append(size)
             size = max(done)
@@ -270,7 +270,7 @@ class WindowRunner:
         counts = tally.read()
         is_doubtful = False
         for index, loss in enumerate(losses):
-            if loss is not None:
+            if loss is not None and counts[index] == 1:
                 is_none = stands_for_none(reductions[index], counts[index], loss, sizes[index])
                 is_doubtful = is_doubtful or is_none is None
                 if is_none:

@@ -174,3 +174,42 @@ class TestMix:
         for counts in turned:
             assert mean(counts) == pytest.approx(trials / 2, rel=0.02)
             assert all(0.42 * trials < count < 0.58 * trials for count in counts)
+
+
+class TestNumpysStateIsReadOnlyWhenItHasChanged:
+    @pytest.mark.parametrize(
+        "draw",
+        [
+            lambda: np.random.rand(),
+            lambda: np.random.rand(700),
+            lambda: np.random.randn(),
+            lambda: np.random.seed(3),
+            lambda: np.random.shuffle(np.arange(5)),
+            lambda: np.random.set_state(np.random.RandomState(9).get_state()),
+        ],
+    )
+    def test_whatever_is_drawn_is_put_back(self, draw: Any) -> None:
+        for _ in range(3):
+            state = get_state()
+            draw()
+            drawn = np.random.randn(3)
+            set_state(state)
+            draw()
+            assert np.array_equal(np.random.randn(3), drawn)
+
+    def test_the_second_of_two_normal_numbers_counts(self) -> None:
+        """Drawing it does not move the generator."""
+        np.random.seed(0)
+        np.random.randn()
+        get_state()
+        second = np.random.randn()
+        after = get_state()
+        third = np.random.randn()
+        set_state(after)
+        assert np.random.randn() == third != second
+
+    def test_it_is_not_read_again_for_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        np.random.seed(0)
+        first = get_state()[2]
+        monkeypatch.setattr(np.random, "get_state", None)
+        assert get_state()[2] is first
