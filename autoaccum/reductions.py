@@ -233,11 +233,13 @@ class _Walk:
                 constant = _constant(inner, index)
                 if operation == "Div" and index == 1:
                     break
-                if constant is None:  # a constant for each number
-                    weights = inner._saved_other if index == 0 else inner._saved_self
+                weights = inner._saved_other if index == 0 else inner._saved_self
+                of_each = isinstance(weights, torch.Tensor) and weights.ndim > 0 and math.prod(shapes[-1]) == 1
+                if constant is None or of_each:  # a constant for each number, be it a single one
                     weighted = weights if operation == "Mul" else None
-                    if operation == "Mul":
-                        is_suspect = _is_normalised(weights)
+                    is_suspect = is_suspect or (operation == "Mul" and _is_normalised(weights))
+                    if of_each and self._num_samples == 1 and weights.item() == 1:
+                        by = max(by, _ONE)  # a weight of one, or one that was divided by itself
                 else:
                     value, is_number = constant
                     if isinstance(value, float) and value == 0:
@@ -272,7 +274,7 @@ class _Walk:
             factor=factor,
             is_counted=is_items or by_tensors,
             is_multiplied=by == _BY["Mul"],
-            is_one=by == _ONE,
+            is_one=by == _ONE or (by_tensors and not is_items and isinstance(factor, float) and factor == 1),
         )
         self._found.append((edge, factor, term))
 
@@ -476,7 +478,7 @@ def stands_for_none(reduction: Reduction, items: float, loss: torch.Tensor, num_
     term = reduction.terms[0]
     if not (term.is_counted or term.is_one) or loss.tolist():
         return False
-    return None if num_samples == 1 and term.is_one else True
+    return None if num_samples == 1 and not term.is_counted else True
 
 
 def without_graph(reduction: Reduction) -> Reduction:
@@ -524,10 +526,9 @@ def conclude(sizes: Sequence[int], reductions: Sequence[Reduction], is_doubtful:
     if not is_sum and not all(proportional(counts, divisors[0]) for counts in divisors[1:]):
         cure = "Divide both by the same count, or pass num_items= for the one that matters more"
         return Conclusion(is_sum, ("it adds means over different numbers of items", cure))
-    if is_doubtful and not is_sum:
-        return Conclusion(
-            is_sum, ("it divides by 1 where it is 0, which may be one sample or none that counts", _COUNT)
-        )
+    kept = len(columns) > 1 and any(term.is_one and term.is_counted for terms in columns for term in terms)
+    if (is_doubtful or kept) and not is_sum:
+        return Conclusion(is_sum, ("it divides by 1, which may be the count of one or, kept from 0, of none", _COUNT))
     return Conclusion(is_sum, _doubt_of_constants(sizes, reductions, is_sum))
 
 

@@ -49,6 +49,8 @@ MISREAD: dict[str, Loss] = {
     "constant over n, and penalty": of_samples(lambda o, per, k, n, m: (12 / n) * per.sum() + penalty(m)),
     "each over n": of_samples(lambda o, per, k, n, m: (per / n).sum()),
     "each over the mask": of_samples(lambda o, per, k, n, m: (per * k / k.sum().clamp(1)).sum()),
+    "weights": weighted(lambda per, w: (per * w).mean()),
+    "weights, summed": weighted(lambda per, w: (w * per).sum()),
     "weights over their sum": weighted(lambda per, w: (per * w / w.sum()).sum()),
     "weights that sum to one": weighted(lambda per, w: (per * (w / w.sum())).sum()),
     "weights made to sum to one": weighted(lambda per, w: (per * w.softmax(0)).sum()),
@@ -119,6 +121,7 @@ def test_it_is_exact_or_announced(name: str, micro_batch: Any) -> None:
 
 
 PLAIN = {
+    "weights", "weights, summed", "weights over their sum",
     "one minus a mean", "mean times a number", "each over the mask", "time first, flat", "picked", "quantiles",
     "time first, sum then mean", "masked sum times a reciprocal", "a scalar, summed", "weights of tasks",
     "means of means", "sum of means of means", "picked over their number",
