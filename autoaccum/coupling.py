@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from autoaccum.events import Notice
+from autoaccum.graphs import is_linear_operation, only_parameters, operation_of, signed
 from autoaccum.oom import is_out_of_memory
-from autoaccum.reductions import is_linear_operation, only_parameters, operation_of, signed
 
 
 def batch_norms(modules: Sequence[nn.Module]) -> list[_BatchNorm]:

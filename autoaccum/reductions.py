@@ -3,31 +3,29 @@
 What a mean was divided by is known exactly where the loss was computed, and autograd keeps it: cross entropy saves the
 total weight of the targets that it did not ignore, a mean the shape of what it averaged, a division its divisor. So
 labels that a model shifts, class weights and masks need no rule of their own, wherever the loss is computed. (PyTorch
-documents what nodes save: "Saved tensors" in its notes on autograd mechanics.)
+documents what nodes save.)
 
 The gradient is linear in the loss, so it is enough to walk down from the root through what is linear: additions,
 constant factors, changes of type and shape, sums and means. Each term of the loss is then a sum over the micro-batch,
 s_j / d_j, with a divisor d_j that holds everything it was divided by: a count, a constant factor, or both.
 
 Micro-batches weighted with d_j add up to the sum over the window, whatever d_j means. That matters only for what this
-sum is divided by in the end (``conclude``): by sum_j d_j if d_j is a count, as in a mean; by d, the same in all of
+sum is divided by in the end (conclusions.py): by sum_j d_j if d_j is a count, as in a mean; by d, the same in all of
 them, if it is a constant, as in a sum.
 """
 
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import lru_cache
 from itertools import accumulate
 from operator import mul
 from typing import Any, Literal
 
 import torch
-from torch import nn
+
+from autoaccum.graphs import ADDITIONS, RESHAPED, inputs_of, only_parameters, operation_of, signed
 
 Count = float | torch.Tensor
 """A number, or a 0-dim tensor that is not read yet, because reading would wait for the device."""
@@ -104,32 +102,7 @@ def _plain_mean(items: float) -> Reduction:
     return Reduction(items)
 
 
-@contextmanager
-def graph_alone() -> Iterator[None]:
-    """Record the graph without what a backward would need: a loss can be read in the memory that no_grad takes."""
-
-    def shape_of(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if tensor.numel() == 1 else tensor.to("meta")
-
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(shape_of, lambda tensor: tensor):
-        yield
-
-
 _MEAN, _SUM = 1, 2  # at::Reduction
-_ADDITIONS = {"Add", "Rsub", "Sub"}
-_RESHAPED = {
-    "Alias",
-    "Clone",
-    "Neg",
-    "Permute",
-    "Squeeze",
-    "T",
-    "ToCopy",
-    "Transpose",
-    "UnsafeView",
-    "Unsqueeze",
-    "View",
-}
 _LONGEST = 20_000
 """Steps of a walk: a graph of more is not a loss that a person wrote."""
 
@@ -159,14 +132,14 @@ class _Walk:
             if steps > _LONGEST:
                 return [(None, 1.0, Term("unknown", operation="a very long graph"))]
             operation = operation_of(node)
-            if operation in _ADDITIONS:
+            if operation in ADDITIONS:
                 self._add(node, factor, by)
-            elif operation in _RESHAPED or (operation == "Select" and node._saved_self_sym_sizes == (1,)):
-                self._stack.append((_inputs(node)[0], edge, factor, by))
+            elif operation in RESHAPED or (operation == "Select" and node._saved_self_sym_sizes == (1,)):
+                self._stack.append((inputs_of(node)[0], edge, factor, by))
             elif operation in ("Mul", "Div"):
                 self._scale(node, operation, edge, factor, by)
             elif operation in ("Mean", "Sum") and not node._saved_self_sym_sizes:  # of what is a scalar already
-                self._stack.append((_inputs(node)[0], edge, factor, by))
+                self._stack.append((inputs_of(node)[0], edge, factor, by))
             else:
                 self._reduce(node, edge, factor, by)
         return self._found
@@ -228,7 +201,7 @@ class _Walk:
                     divisor = divisor * (math.prod(shape) if weight is None else _value(weight))
                     is_items = weight is not None
                 break
-            elif operation in ("Mul", "Div") and len(_inputs(inner)) == 1 and inner is not node:
+            elif operation in ("Mul", "Div") and len(inputs_of(inner)) == 1 and inner is not node:
                 index = 0 if inner.next_functions[0][0] is not None else 1
                 constant = _constant(inner, index)
                 if operation == "Div" and index == 1:
@@ -246,9 +219,9 @@ class _Walk:
                         break
                     factor = _divide(factor, value) if operation == "Div" else factor * value
                     by = max(by, _made_by(operation, value, is_number))
-            elif operation not in _RESHAPED:
+            elif operation not in RESHAPED:
                 break
-            children = _inputs(inner)
+            children = inputs_of(inner)
             if operation_of(children[0]) in ("Stack", "Cat") and len(shapes) == 1 and len(shapes[0]) == 1:
                 parts = children[0].next_functions
                 if len(parts) == shapes[0][0] != self._num_samples:  # a list of losses, not one of samples
@@ -390,220 +363,10 @@ def _dimensions(node: Any, count: int) -> list[int]:
     return [signed(d) % count for d in dimensions]
 
 
-def signed(number: int) -> int:
-    """A number that a node saved, which it does without a sign."""
-    return number - 2**64 if number >= 2**63 else number
-
-
 def _unknown(node: Any) -> Term:
     return Term("unknown", operation=operation_of(node))
-
-
-@cache
-def _short(name: str) -> str:
-    return re.sub(r"Backward\d*$", "", name)
-
-
-def operation_of(node: Any) -> str:
-    """The name without its ending: Add for AddBackward0. A Function of the user's may bear any name."""
-    if isinstance(node, torch.autograd.function.BackwardCFunction):
-        return f"the autograd.Function {_short(type(node).__name__)}"
-    return _short(node.name()) if node is not None else ""
-
-
-def _inputs(node: Any) -> list[Any]:
-    """The nodes that made the inputs; a constant has none."""
-    return [child for child, _ in node.next_functions if child is not None]
-
-
-def is_linear_operation(node: Any) -> bool:
-    """Whether a node does no more than add up, scale and reshape what comes from its inputs."""
-    operation = operation_of(node)
-    if operation in ("Mul", "Div"):
-        return len(_inputs(node)) == 1 and node.next_functions[0][0] is not None
-    return operation in _ADDITIONS | _RESHAPED | {"Cat", "Expand", "Mean", "Select", "Stack", "Sum", "Unbind"}
-
-
-_OF_PENALTIES = (
-    _RESHAPED | _ADDITIONS | {"Abs", "Amax", "Cat", "Clamp", "ClampMin", "Diagonal", "Div", "Exp", "HuberLoss"}
-)
-_OF_PENALTIES |= {"LinalgVectorNorm", "Log", "Maximum", "Max", "Mean", "Mm", "MseLoss", "Mul", "Norm", "Pow", "Relu"}
-_OF_PENALTIES |= {"Select", "Sgn", "Sigmoid", "Slice", "SmoothL1Loss", "Softplus", "Sqrt", "Stack", "Sum", "Tanh"}
-_OF_PENALTIES |= {"Trace", "ViewAsReal"}
-
-
-def only_parameters(root: Any) -> bool:
-    """Whether what a node computes comes from parameters alone, by the operations that penalties are made of.
-
-    No node says "data", but those that multiply with data save them. Constants of a parameter's own shape are none, as
-    the values that it is drawn to.
-    """
-    seen: set[Any] = set()
-    shapes: set[tuple[int, ...]] = set()
-    constants: set[tuple[int, ...]] = set()
-    stack = [root]
-    while stack:
-        node = stack.pop()
-        if node in seen or node is None:
-            continue
-        seen.add(node)
-        if node.name() == "torch::autograd::AccumulateGrad":
-            if not isinstance(node.variable, nn.Parameter):
-                return False
-            shapes.add(tuple(node.variable.shape))
-        elif operation_of(node) not in _OF_PENALTIES:
-            return False
-        else:
-            constants.update(tuple(value.shape) for value in _saved(node) if _is_constant(value))
-        stack.extend(_inputs(node))
-    return constants <= shapes
-
-
-def _saved(node: Any) -> list[Any]:
-    names = ("_saved_self", "_saved_other", "_saved_mat2", "_saved_target")
-    return [getattr(node, name, None) for name in names]
-
-
-def _is_constant(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.ndim > 0 and not value.requires_grad
-
-
-def stands_for_none(reduction: Reduction, items: float, loss: torch.Tensor, num_samples: int) -> bool | None:
-    """Whether a count of 1 is one of 0 that was kept from it, as by ``mask.sum().clamp(min=1)``: its loss is 0 then.
-
-    And so is its gradient: only the total has to be mended. None when it may be the one sample itself.
-    """
-    if items != 1 or not reduction.terms:
-        return False
-    term = reduction.terms[0]
-    if not (term.is_counted or term.is_one) or loss.tolist():
-        return False
-    return None if num_samples == 1 and not term.is_counted else True
 
 
 def without_graph(reduction: Reduction) -> Reduction:
     """The same, holding no node."""
     return replace(reduction, edges=()) if reduction.edges else reduction
-
-
-@dataclass(frozen=True, slots=True)
-class Conclusion:
-    """What the micro-batches of a window, seen together, are."""
-
-    is_sum: bool
-    """Whether their sum is divided by what each was, rather than by the total of it."""
-    doubt: tuple[str, str] | None = None
-    """(why they may not add up to the loss of the window, what to do)"""
-
-
-def conclude(sizes: Sequence[int], reductions: Sequence[Reduction], is_doubtful: bool = False) -> Conclusion:
-    """What the losses of a window's micro-batches add up to.
-
-    Args:
-        sizes: samples of each.
-        reductions: how each one's loss was reduced.
-        is_doubtful: whether a count may be of one or of none: see ``stands_for_none``.
-    """
-    if not any(reduction.terms for reduction in reductions):
-        return Conclusion(is_sum=False)
-    for reduction in reductions:
-        unknown = sorted({_in_words(term.operation) for term in reduction.terms if term.kind == "unknown"})
-        if unknown:
-            return Conclusion(False, (f"its graph leads to {' and '.join(unknown)}, which says nothing of it", _COUNT))
-    if len({len(reduction.terms) for reduction in reductions}) > 1:
-        return Conclusion(False, ("its terms are not the same ones in each micro-batch", _COUNT))
-    columns = list(zip(*(reduction.terms for reduction in reductions), strict=True))
-    divisors = [[_finite(term.divisor) for term in terms] for terms in columns]
-    kinds = []
-    for terms, counts in zip(columns, divisors, strict=True):
-        kind, doubt = _kind_of(sizes, terms, counts)
-        kinds.append(kind)
-        if doubt is not None:
-            return Conclusion(kinds[0] == "sum", doubt)
-    if len(set(kinds)) > 1:
-        return Conclusion(kinds[0] == "sum", ("it adds a sum to a mean", "Make both of them means, or both sums"))
-    is_sum = kinds[0] == "sum"
-    if not is_sum and not all(proportional(counts, divisors[0]) for counts in divisors[1:]):
-        cure = "Divide both by the same count, or pass num_items= for the one that matters more"
-        return Conclusion(is_sum, ("it adds means over different numbers of items", cure))
-    kept = len(columns) > 1 and any(term.is_one and term.is_counted for terms in columns for term in terms)
-    if (is_doubtful or kept) and not is_sum:
-        return Conclusion(is_sum, ("it divides by 1, which may be the count of one or, kept from 0, of none", _COUNT))
-    return Conclusion(is_sum, _doubt_of_constants(sizes, reductions, is_sum))
-
-
-def _finite(divisor: Count) -> float:
-    """0 for what was divided by a mean over nothing."""
-    value = float(divisor)
-    return value if math.isfinite(value) else 0.0
-
-
-def _kind_of(
-    sizes: Sequence[int], terms: Sequence[Term], counts: Sequence[float]
-) -> tuple[Kind, tuple[str, str] | None]:
-    """What a term is, seen over a window, and what speaks against it."""
-    there = [(size, count) for size, count in zip(sizes, counts, strict=True) if count]
-    votes = {term.kind for term in terms}
-    counted = all(term.is_counted for term in terms)
-    if len({round(math.log(abs(count)), 6) for _, count in there}) <= 1:
-        if len({size for size, _ in there}) > 1:
-            return ("mean" if counted and votes == {"mean"} else "sum"), None
-        if votes <= {"mean"} or votes <= {"sum"}:
-            return terms[0].kind, None
-        if votes <= {"sum", "unclear"} and len({term.numbers for term in terms}) > 1:  # what was picked by a mask
-            return "sum", None
-        divided = f"{there[0][1]:g}" if there else "nothing"
-        return ("mean" if "mean" in votes else "sum"), (
-            f"it divides by {divided} in every micro-batch, which may be a constant or a count of its own",
-            "Divide by the number of samples of the batch that the loss is given (not the window's), or by nothing: "
-            "the plain sum",
-        )
-    known = [(term, float(term.factor), count) for term, count in zip(terms, counts, strict=True) if count]
-    by_division = all(
-        term.is_counted and not term.is_multiplied and math.isclose(count * factor, 1, rel_tol=1e-4)
-        for term, factor, count in known
-    )
-    by_count = all(
-        math.isclose(count, round(count), rel_tol=1e-4, abs_tol=1e-4) and count <= term.numbers * 1.0001
-        for term, _, count in known
-    )
-    same_factor = len({factor for _, factor, _ in known}) == 1
-    plausible = same_factor or by_division or by_count or proportional(counts, sizes)
-    if plausible:
-        return "mean", None
-    return "mean", (
-        "it is multiplied by another factor in each micro-batch",
-        "Leave the factor out, or pass num_items=",
-    )
-
-
-def _doubt_of_constants(sizes: Sequence[int], reductions: Sequence[Reduction], is_sum: bool) -> tuple[str, str] | None:
-    """What speaks against counting terms of parameters alone once a window."""
-    if len({len(reduction.constants) for reduction in reductions}) > 1:
-        return "its terms are not the same ones in each micro-batch", _COUNT
-    for factors in zip(*(map(float, reduction.constants) for reduction in reductions), strict=True):
-        grows = is_sum and any(
-            size > 1 and factor and factor % size == 0 for size, factor in zip(sizes, factors, strict=True)
-        )
-        if len({round(factor, 12) for factor in factors}) > 1 or grows:
-            return (
-                "a term that depends on the parameters alone is multiplied or divided by a count of samples",
-                "Add such terms as they are: they are counted once a window",
-            )
-    return None
-
-
-_COUNT = (
-    "Pass num_items=(micro-batch) -> how many items its loss is a mean over, or let the loss end in one mean, or one "
-    "sum, over samples"
-)
-
-
-def _in_words(operation: str) -> str:
-    return "code that torch.compile made" if "CompiledFunction" in operation else operation
-
-
-def proportional(first: Sequence[float], second: Sequence[float]) -> bool:
-    """Whether two lists of counts say the same but for a factor."""
-    total, other = sum(first), sum(second)
-    return all(math.isclose(a * other, b * total, rel_tol=1e-4) for a, b in zip(first, second, strict=True))

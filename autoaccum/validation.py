@@ -12,15 +12,17 @@ import torch
 from torch import nn
 
 from autoaccum import batches, randomness
+from autoaccum.conclusions import conclude, stands_for_none
 from autoaccum.costs import Trial
 from autoaccum.data import Source, Window
 from autoaccum.errors import EmptyDatasetError, NothingFitsError
 from autoaccum.events import Event, OutOfMemory, Validated
+from autoaccum.graphs import graph_alone
 from autoaccum.losses import LossOf
 from autoaccum.memory import Memory
 from autoaccum.oom import is_out_of_memory
 from autoaccum.precision import Autocast
-from autoaccum.reductions import Reduction, conclude, graph_alone, read, stands_for_none, without_graph
+from autoaccum.reductions import Reduction, read, without_graph
 from autoaccum.search import bounds, next_trial
 from autoaccum.weighting import CountItems, count_items
 

@@ -24,10 +24,11 @@ from typing import Any
 import torch
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from autoaccum.conclusions import conclude, proportional
 from autoaccum.errors import ArgumentError, ArgumentTypeError
 from autoaccum.events import Notice
 from autoaccum.oom import is_out_of_memory
-from autoaccum.reductions import Count, Reduction, conclude, proportional
+from autoaccum.reductions import Count, Reduction
 
 CountItems = Callable[[Any], Any]
 """(micro-batch) -> number of items that the loss averages over: an int, a float or a tensor of one element."""

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoaccum.conclusions import Conclusion, conclude, stands_for_none
 from autoaccum.coupling import Crossing, batch_norm_notices, couples_samples, coupling_notice, crossings
 from autoaccum.data import Window
 from autoaccum.devices import is_slow_to_read
@@ -25,7 +26,7 @@ from autoaccum.memory import Memory
 from autoaccum.oom import is_out_of_memory
 from autoaccum.planner import cut
 from autoaccum.precision import half_precision_notices
-from autoaccum.reductions import Conclusion, Count, Reduction, conclude, read, stands_for_none, without_graph
+from autoaccum.reductions import Count, Reduction, read, without_graph
 from autoaccum.search import Tuner
 from autoaccum.snapshot import Snapshot
 from autoaccum.weighting import (

@@ -1,0 +1,147 @@
+"""What the micro-batches of a window, seen together, add up to: a mean, a sum, or something that cannot be told."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from autoaccum.reductions import Count, Kind, Reduction, Term
+
+
+@dataclass(frozen=True, slots=True)
+class Conclusion:
+    """What the micro-batches of a window, seen together, are."""
+
+    is_sum: bool
+    """Whether their sum is divided by what each was, rather than by the total of it."""
+    doubt: tuple[str, str] | None = None
+    """(why they may not add up to the loss of the window, what to do)"""
+
+
+def conclude(sizes: Sequence[int], reductions: Sequence[Reduction], is_doubtful: bool = False) -> Conclusion:
+    """What the losses of a window's micro-batches add up to.
+
+    Args:
+        sizes: samples of each.
+        reductions: how each one's loss was reduced.
+        is_doubtful: whether a count may be of one or of none: see ``stands_for_none``.
+    """
+    if not any(reduction.terms for reduction in reductions):
+        return Conclusion(is_sum=False)
+    for reduction in reductions:
+        unknown = sorted({_in_words(term.operation) for term in reduction.terms if term.kind == "unknown"})
+        if unknown:
+            return Conclusion(False, (f"its graph leads to {' and '.join(unknown)}, which says nothing of it", _COUNT))
+    if len({len(reduction.terms) for reduction in reductions}) > 1:
+        return Conclusion(False, ("its terms are not the same ones in each micro-batch", _COUNT))
+    columns = list(zip(*(reduction.terms for reduction in reductions), strict=True))
+    divisors = [[_finite(term.divisor) for term in terms] for terms in columns]
+    kinds = []
+    for terms, counts in zip(columns, divisors, strict=True):
+        kind, doubt = _kind_of(sizes, terms, counts)
+        kinds.append(kind)
+        if doubt is not None:
+            return Conclusion(kinds[0] == "sum", doubt)
+    if len(set(kinds)) > 1:
+        return Conclusion(kinds[0] == "sum", ("it adds a sum to a mean", "Make both of them means, or both sums"))
+    is_sum = kinds[0] == "sum"
+    if not is_sum and not all(proportional(counts, divisors[0]) for counts in divisors[1:]):
+        cure = "Divide both by the same count, or pass num_items= for the one that matters more"
+        return Conclusion(is_sum, ("it adds means over different numbers of items", cure))
+    kept = len(columns) > 1 and any(term.is_one and term.is_counted for terms in columns for term in terms)
+    if (is_doubtful or kept) and not is_sum:
+        return Conclusion(is_sum, ("it divides by 1, which may be the count of one or, kept from 0, of none", _COUNT))
+    return Conclusion(is_sum, _doubt_of_constants(sizes, reductions, is_sum))
+
+
+def _finite(divisor: Count) -> float:
+    """0 for what was divided by a mean over nothing."""
+    value = float(divisor)
+    return value if math.isfinite(value) else 0.0
+
+
+def _kind_of(
+    sizes: Sequence[int], terms: Sequence[Term], counts: Sequence[float]
+) -> tuple[Kind, tuple[str, str] | None]:
+    """What a term is, seen over a window, and what speaks against it."""
+    there = [(size, count) for size, count in zip(sizes, counts, strict=True) if count]
+    votes = {term.kind for term in terms}
+    counted = all(term.is_counted for term in terms)
+    if len({round(math.log(abs(count)), 6) for _, count in there}) <= 1:
+        if len({size for size, _ in there}) > 1:
+            return ("mean" if counted and votes == {"mean"} else "sum"), None
+        if votes <= {"mean"} or votes <= {"sum"}:
+            return terms[0].kind, None
+        if votes <= {"sum", "unclear"} and len({term.numbers for term in terms}) > 1:  # what was picked by a mask
+            return "sum", None
+        divided = f"{there[0][1]:g}" if there else "nothing"
+        return ("mean" if "mean" in votes else "sum"), (
+            f"it divides by {divided} in every micro-batch, which may be a constant or a count of its own",
+            "Divide by the number of samples of the batch that the loss is given (not the window's), or by nothing: "
+            "the plain sum",
+        )
+    known = [(term, float(term.factor), count) for term, count in zip(terms, counts, strict=True) if count]
+    by_division = all(
+        term.is_counted and not term.is_multiplied and math.isclose(count * factor, 1, rel_tol=1e-4)
+        for term, factor, count in known
+    )
+    by_count = all(
+        math.isclose(count, round(count), rel_tol=1e-4, abs_tol=1e-4) and count <= term.numbers * 1.0001
+        for term, _, count in known
+    )
+    same_factor = len({factor for _, factor, _ in known}) == 1
+    plausible = same_factor or by_division or by_count or proportional(counts, sizes)
+    if plausible:
+        return "mean", None
+    return "mean", (
+        "it is multiplied by another factor in each micro-batch",
+        "Leave the factor out, or pass num_items=",
+    )
+
+
+def _doubt_of_constants(sizes: Sequence[int], reductions: Sequence[Reduction], is_sum: bool) -> tuple[str, str] | None:
+    """What speaks against counting terms of parameters alone once a window."""
+    if len({len(reduction.constants) for reduction in reductions}) > 1:
+        return "its terms are not the same ones in each micro-batch", _COUNT
+    for factors in zip(*(map(float, reduction.constants) for reduction in reductions), strict=True):
+        grows = is_sum and any(
+            size > 1 and factor and factor % size == 0 for size, factor in zip(sizes, factors, strict=True)
+        )
+        if len({round(factor, 12) for factor in factors}) > 1 or grows:
+            return (
+                "a term that depends on the parameters alone is multiplied or divided by a count of samples",
+                "Add such terms as they are: they are counted once a window",
+            )
+    return None
+
+
+_COUNT = (
+    "Pass num_items=(micro-batch) -> how many items its loss is a mean over, or let the loss end in one mean, or one "
+    "sum, over samples"
+)
+
+
+def _in_words(operation: str) -> str:
+    return "code that torch.compile made" if "CompiledFunction" in operation else operation
+
+
+def proportional(first: Sequence[float], second: Sequence[float]) -> bool:
+    """Whether two lists of counts say the same but for a factor."""
+    total, other = sum(first), sum(second)
+    return all(math.isclose(a * other, b * total, rel_tol=1e-4) for a, b in zip(first, second, strict=True))
+
+
+def stands_for_none(reduction: Reduction, items: float, loss: torch.Tensor, num_samples: int) -> bool | None:
+    """Whether a count of 1 is one of 0 that was kept from it, as by ``mask.sum().clamp(min=1)``: its loss is 0 then.
+
+    And so is its gradient: only the total has to be mended. None when it may be the one sample itself.
+    """
+    if items != 1 or not reduction.terms:
+        return False
+    term = reduction.terms[0]
+    if not (term.is_counted or term.is_one) or loss.tolist():
+        return False
+    return None if num_samples == 1 and not term.is_counted else True
