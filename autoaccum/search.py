@@ -157,8 +157,8 @@ class Tuner:
         self.history.append(Trial(micro_batch=micro_batch, fits=fits, peak_bytes=peak_bytes, seconds=seconds))
         self._use_what_fits(micro_batch)
 
-    def out_of_memory(self, micro_batch: int, num_samples: int) -> tuple[int, ...]:
-        """A micro-batch ran out of memory: a plan of smaller ones for its window, and for those to come.
+    def out_of_memory(self, micro_batch: int, num_samples: int, peak_bytes: int | None = None) -> tuple[int, ...]:
+        """A micro-batch ran out of memory, ``peak_bytes`` being reached: smaller ones for its window, and from now on.
 
         Raises:
             NothingFitsError: there is none.
@@ -167,7 +167,7 @@ class Tuner:
         self._use_what_fits(micro_batch)
         plan = self.plan(num_samples)
         if plan[0] >= micro_batch:
-            raise self._nothing_fits(micro_batch, None)
+            raise self._nothing_fits(micro_batch, peak_bytes)
         return plan
 
     def committed(self, micro_batch: int) -> None:

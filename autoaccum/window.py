@@ -66,6 +66,7 @@ class _Failure:
     """An attempt that ran out of memory, in numbers alone: an exception would pin the tensors that must be freed."""
 
     micro_batch: int
+    peak_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -179,7 +180,7 @@ class WindowRunner:
                 new = outcome.sizes
             else:
                 replays += 1
-                new = self._shrink(outcome.micro_batch, window.num_samples, step)
+                new = self._shrink(outcome, window.num_samples, step)
             sizes = [(size, False) for size in new]
         self._tuner.committed(max(outcome.sizes))
         if len(outcome.sizes) > 1:
@@ -242,7 +243,7 @@ class WindowRunner:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            failure = _Failure(micro_batch=size)
+            failure = _Failure(micro_batch=size, peak_bytes=self._memory.peak())
         return failure
 
     def _gradients(self) -> list[tuple[int, int]]:
@@ -402,9 +403,10 @@ class WindowRunner:
         gc.collect()  # a failed forward may have left reference cycles that hold tensors
         self._release()
 
-    def _shrink(self, failed: int, num_samples: int, step: int) -> tuple[int, ...]:
+    def _shrink(self, failure: _Failure, num_samples: int, step: int) -> tuple[int, ...]:
+        failed = failure.micro_batch
         self._emit(OutOfMemory(step=step, phase="training", micro_batch=failed))
-        new = self._tuner.out_of_memory(failed, num_samples)
+        new = self._tuner.out_of_memory(failed, num_samples, failure.peak_bytes)
         self._emit(Replanned(step=step, old=cut(num_samples, failed), new=new, reason="out of memory"))
         return new
 
