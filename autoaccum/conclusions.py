@@ -37,6 +37,8 @@ def conclude(sizes: Sequence[int], reductions: Sequence[Reduction], is_doubtful:
             return Conclusion(False, (f"its graph leads to {' and '.join(unknown)}, which says nothing of it", _COUNT))
     if len({len(reduction.terms) for reduction in reductions}) > 1:
         return Conclusion(False, ("its terms are not the same ones in each micro-batch", _COUNT))
+    if all(1 < size == len(reduction.terms) for size, reduction in zip(sizes, reductions, strict=True)):
+        return Conclusion(False, ("it has as many terms as there are samples", _COUNT))
     columns = list(zip(*(reduction.terms for reduction in reductions), strict=True))
     divisors = [[_finite(term.divisor) for term in terms] for terms in columns]
     kinds = []
@@ -51,7 +53,8 @@ def conclude(sizes: Sequence[int], reductions: Sequence[Reduction], is_doubtful:
     if not is_sum and not all(proportional(counts, divisors[0]) for counts in divisors[1:]):
         cure = "Divide both by the same count, or pass num_items= for the one that matters more"
         return Conclusion(is_sum, ("it adds means over different numbers of items", cure))
-    kept = len(columns) > 1 and any(term.is_one and term.is_counted for terms in columns for term in terms)
+    is_alone = len(columns) == 1 and not any(reduction.constants for reduction in reductions)
+    kept = not is_alone and any(term.is_one and term.is_counted for terms in columns for term in terms)
     if (is_doubtful or kept) and not is_sum:
         return Conclusion(is_sum, ("it divides by 1, which may be the count of one or, kept from 0, of none", _COUNT))
     return Conclusion(is_sum, _doubt_of_constants(sizes, reductions, is_sum))
@@ -67,22 +70,11 @@ def _kind_of(
     sizes: Sequence[int], terms: Sequence[Term], counts: Sequence[float]
 ) -> tuple[Kind, tuple[str, str] | None]:
     """What a term is, seen over a window, and what speaks against it."""
-    there = [(size, count) for size, count in zip(sizes, counts, strict=True) if count]
-    votes = {term.kind for term in terms}
-    counted = all(term.is_counted for term in terms)
-    if len({round(math.log(abs(count)), 6) for _, count in there}) <= 1:
-        if len({size for size, _ in there}) > 1:
-            return ("mean" if counted and votes == {"mean"} else "sum"), None
-        if votes <= {"mean"} or votes <= {"sum"}:
-            return terms[0].kind, None
-        if votes <= {"sum", "unclear"} and len({term.numbers for term in terms}) > 1:  # what was picked by a mask
-            return "sum", None
-        divided = f"{there[0][1]:g}" if there else "nothing"
-        return ("mean" if "mean" in votes else "sum"), (
-            f"it divides by {divided} in every micro-batch, which may be a constant or a count of its own",
-            "Divide by the number of samples of the batch that the loss is given (not the window's), or by nothing: "
-            "the plain sum",
-        )
+    there = [(size, count, term) for size, count, term in zip(sizes, counts, terms, strict=True) if count]
+    if not there:
+        return terms[0].kind, None
+    if len({round(math.log(abs(count)), 6) for _, count, _ in there}) <= 1:
+        return _kind_of_constant(there)
     known = [(term, float(term.factor), count) for term, count in zip(terms, counts, strict=True) if count]
     by_division = all(
         term.is_counted and not term.is_multiplied and math.isclose(count * factor, 1, rel_tol=1e-4)
@@ -99,6 +91,30 @@ def _kind_of(
     return "mean", (
         "it is multiplied by another factor in each micro-batch",
         "Leave the factor out, or pass num_items=",
+    )
+
+
+def _kind_of_constant(there: Sequence[tuple[int, float, Term]]) -> tuple[Kind, tuple[str, str] | None]:
+    """What a term is whose divisor is the same in all micro-batches: each comes with its size and the divisor."""
+    terms = [term for _, _, term in there]
+    numbers = {term.numbers for term in terms}
+    guess = terms[0].kind
+    if all(term.is_items for term in terms) and all(term.is_sure for term in terms):
+        return "mean", None  # counts of targets that happen to be equal
+    if len({size for size, _, _ in there}) > 1:
+        if len(numbers) == 1:
+            reason = f"it reduces {numbers.pop()} numbers in every micro-batch, however many samples there are"
+            return guess, (reason, "Let it end in a mean or a sum over samples")
+        if not any(term.is_counted for term in terms):
+            return "sum", None
+    elif all(term.is_sure and term.kind == guess for term in terms):
+        return guess, None
+    elif len(numbers) > 1 and not any(term.is_counted for term in terms) and guess == "sum":
+        return "sum", None  # what was picked by a mask
+    return guess, (
+        f"it divides by {there[0][1]:g} in every micro-batch, which may be a constant or a count of its own",
+        "Divide by the number of samples of the batch that the loss is given (not the window's), or by nothing: "
+        "the plain sum",
     )
 
 
@@ -134,14 +150,12 @@ def proportional(first: Sequence[float], second: Sequence[float]) -> bool:
     return all(math.isclose(a * other, b * total, rel_tol=1e-4) for a, b in zip(first, second, strict=True))
 
 
-def stands_for_none(reduction: Reduction, items: float, loss: torch.Tensor, num_samples: int) -> bool | None:
-    """Whether a count of 1 is one of 0 that was kept from it, as by ``mask.sum().clamp(min=1)``: its loss is 0 then.
+def stands_for_none(reduction: Reduction, loss: torch.Tensor, num_samples: int) -> tuple[bool, bool]:
+    """(whether a count of 1 is taken for one of 0, whether that is in doubt).
 
-    And so is its gradient: only the total has to be mended. None when it may be the one sample itself.
+    A mask's count is kept from 0 by ``clamp(min=1)``; its loss is 0 then, and so is its gradient: only the total has to
+    be mended. But so may be the loss of one sample, by a hinge.
     """
-    if items != 1 or not reduction.terms:
-        return False
-    term = reduction.terms[0]
-    if not (term.is_counted or term.is_one) or loss.tolist():
-        return False
-    return None if num_samples == 1 and not term.is_counted else True
+    if not reduction.terms or not reduction.terms[0].is_one or loss.tolist():
+        return False, False
+    return reduction.terms[0].is_counted or num_samples > 1, num_samples == 1

@@ -52,7 +52,10 @@ def is_linear_operation(node: Any) -> bool:
     """Whether a node does no more than add up, scale and reshape what comes from its inputs."""
     operation = operation_of(node)
     if operation in ("Mul", "Div"):
-        return len(inputs_of(node)) == 1 and node.next_functions[0][0] is not None
+        first, second = (*(child for child, _ in node.next_functions), None)[:2]
+        if first is not None and second is not None:  # one of them may be learnt, a constant within a window
+            return only_parameters(second) or (operation == "Mul" and only_parameters(first))
+        return operation == "Mul" or first is not None
     return operation in ADDITIONS | RESHAPED | {"Cat", "Expand", "Mean", "Select", "Stack", "Sum", "Unbind"}
 
 

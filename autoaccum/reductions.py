@@ -29,7 +29,7 @@ from autoaccum.graphs import ADDITIONS, RESHAPED, inputs_of, only_parameters, op
 
 Count = float | torch.Tensor
 """A number, or a 0-dim tensor that is not read yet, because reading would wait for the device."""
-Kind = Literal["mean", "sum", "unclear", "unknown"]
+Kind = Literal["mean", "sum", "unknown"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,8 @@ class Term:
 
     kind: Kind
     """What it looks like in this micro-batch alone."""
+    is_sure: bool = True
+    """Whether nothing speaks against that."""
     divisor: Count = 1.0
     """All that the sum was divided by."""
     numbers: int = 0
@@ -48,8 +50,10 @@ class Term:
     """Whether tensors computed the divisor, such as the count of a mask: it is no constant of the program then."""
     is_multiplied: bool = False
     """Whether they did so by a factor, which may be anything, rather than a divisor, which is a count or a weight."""
+    is_items: bool = False
+    """Whether the divisor is that of a loss which counts its targets itself."""
     is_one: bool = False
-    """Whether a factor of 1 was written down: a count that happens to be 1, or was kept from 0."""
+    """Whether something was divided by 1: a count that happens to be 1, or was kept from 0."""
     operation: str = ""
     """The one that is unknown."""
 
@@ -82,6 +86,8 @@ def read(loss: torch.Tensor, num_samples: int) -> Reduction:
         weight = root._saved_total_weight
         return _plain_mean(weight.tolist()) if weight.is_cpu else Reduction(weight.reshape(()))
     found = _Walk(num_samples).terms(root)
+    if not found:  # 0 * outputs.sum(), as is written where there is nothing to learn from
+        return Reduction(0.0)
     of_parameters = [edge is not None and only_parameters(edge[0].next_functions[edge[1]][0]) for edge, _, _ in found]
     if all(of_parameters):  # a loss without a model, such as ((parameter - targets) ** 2).mean() + ...
         of_parameters = [False] * len(found)
@@ -106,9 +112,25 @@ _MEAN, _SUM = 1, 2  # at::Reduction
 _LONGEST = 20_000
 """Steps of a walk: a graph of more is not a loss that a person wrote."""
 
-_By = int
-_NUMBERS, _ONE, _BY = 0, 1, {"Div": 2, "Mul": 3}
-"""What a factor is made of: numbers of the program, and a 1 among them; divisors that tensors computed, or factors."""
+
+@dataclass(frozen=True, slots=True)
+class _Factor:
+    """The constants between the root and a term."""
+
+    value: Count = 1.0
+    numbers: tuple[float, ...] = ()
+    """Those that the program wrote down, as what they divide by: half of something is divided by 2."""
+    tensors: Literal["", "Div", "Mul"] = ""
+    """How those came in that tensors computed: by division, or also by multiplication."""
+
+    def times(self, operation: str, value: Count, is_number: bool) -> _Factor:
+        """With another constant, by that operation."""
+        product = _divide(self.value, value) if operation == "Div" else self.value * value
+        if not is_number:
+            return replace(self, value=product, tensors="Mul" if "Mul" in (operation, self.tensors) else "Div")
+        number = float(value)
+        return replace(self, value=product, numbers=(*self.numbers, number if operation == "Div" else 1 / number))
+
 
 Edge = tuple[Any, int] | None
 """(node, which of its inputs); None for the root."""
@@ -120,57 +142,57 @@ class _Walk:
     def __init__(self, num_samples: int) -> None:
         self._num_samples = num_samples
         self._found: list[tuple[Edge, Count, Term]] = []
-        self._stack: list[tuple[Any, Edge, Count, _By]] = []
+        self._stack: list[tuple[Any, Edge, _Factor]] = []
 
     def terms(self, root: Any) -> list[tuple[Edge, Count, Term]]:
         """Each term with where it enters the loss and the factor it has there. A loop: sums over lists are deep."""
-        self._stack.append((root, None, 1.0, _NUMBERS))
+        self._stack.append((root, None, _Factor()))
         steps = 0
         while self._stack:
-            node, edge, factor, by = self._stack.pop()
+            node, edge, factor = self._stack.pop()
             steps += 1
             if steps > _LONGEST:
                 return [(None, 1.0, Term("unknown", operation="a very long graph"))]
             operation = operation_of(node)
             if operation in ADDITIONS:
-                self._add(node, factor, by)
+                self._add(node, factor)
             elif operation in RESHAPED or (operation == "Select" and node._saved_self_sym_sizes == (1,)):
-                self._stack.append((inputs_of(node)[0], edge, factor, by))
+                self._stack.append((inputs_of(node)[0], edge, factor))
             elif operation in ("Mul", "Div"):
-                self._scale(node, operation, edge, factor, by)
+                self._scale(node, operation, edge, factor)
             elif operation in ("Mean", "Sum") and not node._saved_self_sym_sizes:  # of what is a scalar already
-                self._stack.append((inputs_of(node)[0], edge, factor, by))
+                self._stack.append((inputs_of(node)[0], edge, factor))
             else:
-                self._reduce(node, edge, factor, by)
+                self._reduce(node, edge, factor)
         return self._found
 
-    def _add(self, node: Any, factor: Count, by: _By) -> None:
+    def _add(self, node: Any, factor: _Factor) -> None:
         alpha = getattr(node, "_saved_alpha", 1)
         for index, (child, _) in reversed(list(enumerate(node.next_functions))):
             if child is not None:
-                self._stack.append((child, (node, index), factor * alpha if index else factor, by))
+                scaled = factor if index == 0 or alpha == 1 else factor.times("Mul", float(alpha), True)
+                self._stack.append((child, (node, index), scaled))
 
-    def _scale(self, node: Any, operation: str, edge: Edge, factor: Count, by: _By) -> None:
+    def _scale(self, node: Any, operation: str, edge: Edge, factor: _Factor) -> None:
         indices = [index for index, (child, _) in enumerate(node.next_functions) if child is not None]
         if len(indices) == 2:  # one of the two may be learnt, as in exp(-s) * loss + s: a constant within a window
             learnt = [only_parameters(child) for child, _ in node.next_functions]
             if learnt == [False, True] or (learnt == [True, False] and operation == "Mul"):
-                self._stack.append((node.next_functions[learnt.index(False)][0], edge, factor, by))
+                self._stack.append((node.next_functions[learnt.index(False)][0], edge, factor))
             else:
-                self._found.append((edge, factor, _unknown(node)))
+                self._found.append((edge, factor.value, _unknown(node)))
             return
         constant = _constant(node, indices[0])
         if (operation == "Div" and indices[0] == 1) or constant is None:
-            self._found.append((edge, factor, _unknown(node)))
+            self._found.append((edge, factor.value, _unknown(node)))
             return
         value, is_number = constant
         if isinstance(value, float) and value == 0 and operation == "Mul":
             return  # as in loss + 0.0 * outputs.sum()
         child = node.next_functions[indices[0]][0]
-        factor = _divide(factor, value) if operation == "Div" else factor * value
-        self._stack.append((child, edge, factor, max(by, _made_by(operation, value, is_number))))
+        self._stack.append((child, edge, factor.times(operation, value, is_number)))
 
-    def _reduce(self, node: Any, edge: Edge, factor: Count, by: _By) -> None:
+    def _reduce(self, node: Any, edge: Edge, factor: _Factor) -> None:
         """A node that makes a scalar of a tensor, with the linear operations right under it."""
         averaged: list[int] = []
         summed: list[int] = []
@@ -210,91 +232,105 @@ class _Walk:
                 of_each = isinstance(weights, torch.Tensor) and weights.ndim > 0 and math.prod(shapes[-1]) == 1
                 if constant is None or of_each:  # a constant for each number, be it a single one
                     weighted = weights if operation == "Mul" else None
-                    is_suspect = is_suspect or (operation == "Mul" and _is_normalised(weights))
-                    if of_each and self._num_samples == 1 and weights.item() == 1:
-                        by = max(by, _ONE)  # a weight of one, or one that was divided by itself
+                    if operation == "Mul" and self._num_samples > 1:
+                        is_suspect = is_suspect or _is_normalised(weights)
+                    elif of_each and weights.item() == 1:  # a weight of one, or one that was divided by itself
+                        factor = factor.times("Div", 1.0, True)
                 else:
                     value, is_number = constant
                     if isinstance(value, float) and value == 0:
                         break
-                    factor = _divide(factor, value) if operation == "Div" else factor * value
-                    by = max(by, _made_by(operation, value, is_number))
+                    factor = factor.times(operation, value, is_number)
             elif operation not in RESHAPED:
                 break
             children = inputs_of(inner)
             if operation_of(children[0]) in ("Stack", "Cat") and len(shapes) == 1 and len(shapes[0]) == 1:
                 parts = children[0].next_functions
-                if len(parts) == shapes[0][0] != self._num_samples:  # a list of losses, not one of samples
-                    self._split(children[0], _divide(factor, divisor), weighted, by)
+                if len(parts) == shapes[0][0]:
+                    if len(parts) == self._num_samples > 1:  # of losses, or of samples
+                        self._found.append(
+                            (edge, factor.value, Term("unknown", operation="a list as long as the batch"))
+                        )
+                        return
+                    self._split(children[0], replace(factor, value=_divide(factor.value, divisor)), weighted)
                     return
             inner = children[0]
             operation = operation_of(inner)
         if not shapes:
-            self._found.append((edge, factor, _unknown(node)))
+            self._found.append((edge, factor.value, _unknown(node)))
             return
         if is_suspect:
-            self._found.append((edge, factor, Term("unknown", operation="weights that sum to one")))
+            self._found.append((edge, factor.value, Term("unknown", operation="weights that sum to one")))
             return
-        by_tensors = by >= _BY["Div"]
-        kind = self._kind(averaged, summed, shapes, factor, by_tensors, is_items)
-        if self._num_samples == 1 and (by == _ONE or (by == _BY["Mul"] and factor == 1)):
-            kind = "unclear"
-        numbers = math.prod(shapes[-1])
+        kind, is_sure = self._kind(averaged, summed, shapes, factor, is_items)
+        value = factor.value
         term = Term(
             kind=kind,
-            divisor=_divide(divisor, factor),
-            numbers=numbers,
-            factor=factor,
-            is_counted=is_items or by_tensors,
-            is_multiplied=by == _BY["Mul"],
-            is_one=by == _ONE or (by_tensors and not is_items and isinstance(factor, float) and factor == 1),
+            is_sure=is_sure,
+            divisor=_divide(divisor, value),
+            numbers=math.prod(shapes[-1]),
+            factor=value,
+            is_counted=is_items or bool(factor.tensors),
+            is_multiplied=factor.tensors == "Mul",
+            is_items=is_items,
+            is_one=1.0 in factor.numbers or (bool(factor.tensors) and isinstance(value, float) and value == 1),
         )
-        self._found.append((edge, factor, term))
+        self._found.append((edge, value, term))
 
-    def _split(self, node: Any, factor: Count, weights: torch.Tensor | None, by: _By) -> None:
+    def _split(self, node: Any, factor: _Factor, weights: torch.Tensor | None) -> None:
         """The scalars of a list, perhaps each with a weight of its own."""
         for index, (part, _) in enumerate(node.next_functions):
             if part is None:
                 continue
             share = factor
             if weights is not None and weights.numel() == len(node.next_functions):
-                share = share * _value(weights.flatten()[index])
-            self._stack.append((part, (node, index), share, by))
+                share = replace(factor, value=factor.value * _value(weights.flatten()[index]))
+            self._stack.append((part, (node, index), share))
 
     def _kind(
         self,
         averaged: list[int],
         summed: list[int],
         shapes: list[tuple[int, ...]],
-        factor: Count,
-        is_counted: bool,
+        factor: _Factor,
         is_items: bool,
-    ) -> Kind:
-        """Whether samples were averaged or summed, by the extents of what was reduced.
+    ) -> tuple[Kind, bool]:
+        """(whether samples were averaged or summed, whether that is sure), of this micro-batch alone.
 
-        An extent that equals the samples is theirs, rather than one that is a multiple, as of samples and times flat.
+        By the extents of what was reduced: one that equals the samples is theirs, rather than one that is a multiple,
+        as of samples and times flat. And by the numbers that the program divided by: a count of the samples makes a
+        mean of a sum, a multiple of one may.
         """
-        counts = {n for shape in shapes for n in accumulate(shape, mul)} | {self._num_samples}
-        by_number = isinstance(factor, float) and not is_counted and factor > 0
-        if is_items or averaged:
-            if by_number and self._num_samples > 1 and (factor in counts or 1 / factor in counts) and factor != 1:
-                return "unclear"  # a mean that is multiplied, or divided once more, by a count
-            if is_items:
-                return "mean"
-            n = self._num_samples
-            ours, theirs = n in averaged, n in summed
-            if ours != theirs:
-                return "mean" if ours else "sum"
-            if n == 1:  # everything is a multiple
-                return "unclear"
-            ours, theirs = (any(e % n == 0 for e in extents) for extents in (averaged, summed))
-            return "unclear" if theirs or not ours else "mean"
-        if is_counted:
-            return "mean"
-        if by_number and factor < 0.5 and any(math.isclose(factor * count, 1) for count in counts):
-            return "mean"
         n = self._num_samples
-        return "sum" if n in summed or (n > 1 and any(extent % n == 0 for extent in summed)) else "unclear"
+        kind: Kind
+        if is_items or (n in averaged and n not in summed):
+            kind, is_sure = "mean", True
+        elif averaged and n not in summed and n > 1:
+            kind, is_sure = "mean", any(e % n == 0 for e in averaged) and not any(e % n == 0 for e in summed)
+        elif averaged and n in averaged:
+            kind, is_sure = "mean", False
+        elif factor.tensors:
+            kind, is_sure = "mean", n > 1  # one sample's count is as often a constant
+        else:
+            kind, is_sure = "sum", n in summed or (n > 1 and any(extent % n == 0 for extent in summed))
+        counts = {count for shape in shapes for count in accumulate(shape, mul)} | {n}
+        for number in factor.numbers:
+            if n == 1:
+                is_sure = is_sure and (kind == "mean" or bool(factor.tensors)) and number != 1
+            elif _is_multiple(number, n):
+                if kind == "sum" and number > 2:
+                    kind, is_sure = "mean", is_sure and any(math.isclose(number, count) for count in counts)
+                else:
+                    is_sure = False
+            elif _is_multiple(1 / number, n):
+                is_sure = False
+        return kind, is_sure
+
+
+def _is_multiple(number: float, count: int) -> bool:
+    """Of either sign."""
+    ratio = abs(number) / count
+    return ratio >= 1 - 1e-9 and math.isclose(ratio, round(ratio), rel_tol=1e-9)
 
 
 def _divide(first: Count, second: Count) -> Count:
@@ -325,12 +361,6 @@ def _is_number(tensor: torch.Tensor) -> bool:
         return False
     small = torch.tensor(0, dtype=torch.float16 if tensor.is_floating_point() else torch.int8)
     return torch.result_type(small, tensor) == small.dtype
-
-
-def _made_by(operation: str, value: Count, is_number: bool) -> _By:
-    if not is_number:
-        return _BY[operation]
-    return _ONE if value == 1 else _NUMBERS
 
 
 def _is_normalised(weights: torch.Tensor) -> bool:

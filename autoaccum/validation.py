@@ -146,7 +146,7 @@ class Validator:
                 with graph_alone(), self._autocast():
                     loss = self._loss_of(self._outputs if self._of_outputs else self._model, batch)
                 reduction = without_graph(read(loss, size))
-                if stands_for_none(reduction, float(reduction.items), loss, size):
+                if stands_for_none(reduction, loss, size)[0]:
                     reduction = replace(reduction, items=0.0)
                 return loss.item() if reduction.items else 0.0, reduction
             except Exception as error:

@@ -272,9 +272,9 @@ class WindowRunner:
         counts = tally.read()
         is_doubtful = False
         for index, loss in enumerate(losses):
-            if loss is not None and counts[index] == 1:
-                is_none = stands_for_none(reductions[index], counts[index], loss, sizes[index])
-                is_doubtful = is_doubtful or is_none is None
+            if loss is not None and reductions[index].terms:
+                is_none, may_be_one = stands_for_none(reductions[index], loss, sizes[index])
+                is_doubtful = is_doubtful or may_be_one
                 if is_none:
                     tally.leave_out(index)
                     losses[index] = None

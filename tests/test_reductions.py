@@ -32,12 +32,15 @@ READ: dict[str, tuple[Callable[[], torch.Tensor], str, float]] = {
     "times one over them": (lambda: OUTPUTS.pow(2).sum() * (1 / 24), "mean", 24),
     "a sum": (lambda: F.cross_entropy(OUTPUTS, TARGETS, reduction="sum"), "sum", 1),
     "half a sum of means": (lambda: OUTPUTS.mean(1).sum() * 0.5, "sum", 8),
-    "a mean times the samples": (lambda: OUTPUTS.mean() * 6, "unclear", 4),
-    "a sum over no samples": (lambda: OUTPUTS.T.reshape(8, 3)[:5].sum(), "unclear", 1),
+    "a mean times the samples": (lambda: OUTPUTS.mean() * 6, "mean", 4),
+    "a sum over no samples": (lambda: OUTPUTS.T.reshape(8, 3)[:5].sum(), "sum", 1),
     "a root": (lambda: OUTPUTS.pow(2).mean().sqrt(), "unknown", 6),
     "one over a sum": (lambda: 1 / OUTPUTS.pow(2).sum(), "unknown", 6),
     "a product of two": (lambda: OUTPUTS.exp().mean() * OUTPUTS.exp().sum(), "unknown", 6),
 }
+
+
+UNSURE = ("a mean times the samples", "a sum over no samples")
 
 
 @pytest.mark.parametrize("name", READ)
@@ -47,6 +50,7 @@ def test_read(name: str) -> None:
     assert {term.kind for term in found.terms} <= {kind}
     assert found.terms or kind == "mean"
     assert found.items == pytest.approx(items)
+    assert all(term.is_sure for term in found.terms) is (name not in UNSURE)
 
 
 def test_terms_of_parameters_are_named_by_where_they_enter() -> None:
