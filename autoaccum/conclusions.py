@@ -126,7 +126,8 @@ def _doubt_of_constants(sizes: Sequence[int], reductions: Sequence[Reduction], i
         grows = is_sum and any(
             size > 1 and factor and factor % size == 0 for size, factor in zip(sizes, factors, strict=True)
         )
-        if len({round(factor, 12) for factor in factors}) > 1 or grows:
+        is_shared_out = any(reduction.is_shared_out for reduction in reductions)
+        if len({round(factor, 12) for factor in factors}) > 1 or grows or is_shared_out:
             return (
                 "a term that depends on the parameters alone is multiplied or divided by a count of samples",
                 "Add such terms as they are: they are counted once a window",

@@ -16,7 +16,7 @@ from torch import nn
 
 from autoaccum.coupling import smallest_micro_batch
 from autoaccum.data import Window
-from autoaccum.errors import ArgumentError, AutoaccumWarning, NonFiniteLossError
+from autoaccum.errors import ArgumentError, AutoaccumWarning
 from autoaccum.events import Event, Notice, Planned, StepSkipped
 from autoaccum.losses import LossOf
 from autoaccum.memory import Memory
@@ -95,7 +95,6 @@ class Engine:
         self.step = 0
         """Windows that were run and stepped on."""
         self._emit = emit
-        self._checked = False
         self._announced: set[str] = set()
         self._runner = WindowRunner(
             model=model,
@@ -124,11 +123,6 @@ class Engine:
         if plan is not None and max(plan) > self.tuner.largest:
             plan = None  # a size of it has run out of memory in this run
         gradient, peak_bytes, replays = self._runner.run(window, self.step + 1, plan)
-        if not self._checked and gradient.items:
-            self._checked = True
-            if not math.isfinite(loss := gradient.loss.item()):
-                self._runner.roll_back()
-                raise NonFiniteLossError(loss)
         if not gradient.items:
             self._announce_once(
                 Notice(

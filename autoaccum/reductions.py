@@ -68,6 +68,8 @@ class Reduction:
     """Those that depend on the batch; empty for one mean that leaves nothing to doubt."""
     constants: tuple[Count, ...] = ()
     """The factors of terms that depend on parameters alone, such as a weight penalty."""
+    is_shared_out: bool = False
+    """Whether one of those was divided by the number of samples, which no constant of a window is."""
     edges: tuple[tuple[Any, int], ...] = ()
     """Where those enter the loss: (node, which of its inputs)."""
 
@@ -97,7 +99,8 @@ def read(loss: torch.Tensor, num_samples: int) -> Reduction:
     return Reduction(
         items=known[0] if known else num_samples,
         terms=terms,
-        constants=tuple(factor for _, factor in constants),
+        constants=tuple(factor.value for _, factor in constants),
+        is_shared_out=any(abs(number) == num_samples > 1 for _, factor in constants for number in factor.divisors),
         edges=tuple(edge for edge, _ in constants if edge is not None),
     )
 
@@ -118,8 +121,10 @@ class _Factor:
     """The constants between the root and a term."""
 
     value: Count = 1.0
-    numbers: tuple[float, ...] = ()
-    """Those that the program wrote down, as what they divide by: half of something is divided by 2."""
+    divisors: tuple[float, ...] = ()
+    """Numbers that the program wrote down to divide by."""
+    multipliers: tuple[float, ...] = ()
+    """Numbers that it wrote down to multiply with."""
     tensors: Literal["", "Div", "Mul"] = ""
     """How those came in that tensors computed: by division, or also by multiplication."""
 
@@ -128,8 +133,9 @@ class _Factor:
         product = _divide(self.value, value) if operation == "Div" else self.value * value
         if not is_number:
             return replace(self, value=product, tensors="Mul" if "Mul" in (operation, self.tensors) else "Div")
-        number = float(value)
-        return replace(self, value=product, numbers=(*self.numbers, number if operation == "Div" else 1 / number))
+        if operation == "Div":
+            return replace(self, value=product, divisors=(*self.divisors, float(value)))
+        return replace(self, value=product, multipliers=(*self.multipliers, float(value)))
 
 
 Edge = tuple[Any, int] | None
@@ -141,10 +147,10 @@ class _Walk:
 
     def __init__(self, num_samples: int) -> None:
         self._num_samples = num_samples
-        self._found: list[tuple[Edge, Count, Term]] = []
+        self._found: list[tuple[Edge, _Factor, Term]] = []
         self._stack: list[tuple[Any, Edge, _Factor]] = []
 
-    def terms(self, root: Any) -> list[tuple[Edge, Count, Term]]:
+    def terms(self, root: Any) -> list[tuple[Edge, _Factor, Term]]:
         """Each term with where it enters the loss and the factor it has there. A loop: sums over lists are deep."""
         self._stack.append((root, None, _Factor()))
         steps = 0
@@ -152,7 +158,7 @@ class _Walk:
             node, edge, factor = self._stack.pop()
             steps += 1
             if steps > _LONGEST:
-                return [(None, 1.0, Term("unknown", operation="a very long graph"))]
+                return [(None, _Factor(), Term("unknown", operation="a very long graph"))]
             operation = operation_of(node)
             if operation in ADDITIONS:
                 self._add(node, factor)
@@ -180,11 +186,11 @@ class _Walk:
             if learnt == [False, True] or (learnt == [True, False] and operation == "Mul"):
                 self._stack.append((node.next_functions[learnt.index(False)][0], edge, factor))
             else:
-                self._found.append((edge, factor.value, _unknown(node)))
+                self._found.append((edge, factor, _unknown(node)))
             return
         constant = _constant(node, indices[0])
         if (operation == "Div" and indices[0] == 1) or constant is None:
-            self._found.append((edge, factor.value, _unknown(node)))
+            self._found.append((edge, factor, _unknown(node)))
             return
         value, is_number = constant
         if isinstance(value, float) and value == 0 and operation == "Mul":
@@ -248,22 +254,23 @@ class _Walk:
                 parts = children[0].next_functions
                 if len(parts) == shapes[0][0]:
                     if len(parts) == self._num_samples > 1:  # of losses, or of samples
-                        self._found.append(
-                            (edge, factor.value, Term("unknown", operation="a list as long as the batch"))
-                        )
+                        unknown = Term("unknown", operation="a list as long as the batch")
+                        self._found.append((edge, factor, unknown))
                         return
                     self._split(children[0], replace(factor, value=_divide(factor.value, divisor)), weighted)
                     return
             inner = children[0]
             operation = operation_of(inner)
         if not shapes:
-            self._found.append((edge, factor.value, _unknown(node)))
+            self._found.append((edge, factor, _unknown(node)))
             return
         if is_suspect:
-            self._found.append((edge, factor.value, Term("unknown", operation="weights that sum to one")))
+            self._found.append((edge, factor, Term("unknown", operation="weights that sum to one")))
             return
         kind, is_sure = self._kind(averaged, summed, shapes, factor, is_items)
         value = factor.value
+        is_one = 1.0 in (*factor.divisors, *factor.multipliers)
+        is_one = is_one or (bool(factor.tensors) and isinstance(value, float) and value == 1)
         term = Term(
             kind=kind,
             is_sure=is_sure,
@@ -273,9 +280,10 @@ class _Walk:
             is_counted=is_items or bool(factor.tensors),
             is_multiplied=factor.tensors == "Mul",
             is_items=is_items,
-            is_one=1.0 in factor.numbers or (bool(factor.tensors) and isinstance(value, float) and value == 1),
+            is_one=1.0 in (*factor.divisors, *factor.multipliers)
+            or (bool(factor.tensors) and isinstance(value, float) and value == 1),
         )
-        self._found.append((edge, value, term))
+        self._found.append((edge, factor, term))
 
     def _split(self, node: Any, factor: _Factor, weights: torch.Tensor | None) -> None:
         """The scalars of a list, perhaps each with a weight of its own."""
@@ -310,27 +318,40 @@ class _Walk:
         elif averaged and n in averaged:
             kind, is_sure = "mean", False
         elif factor.tensors:
-            kind, is_sure = "mean", n > 1  # one sample's count is as often a constant
+            kind, is_sure = "mean", n > 1 and self._may_count(factor.value, shapes)
         else:
             kind, is_sure = "sum", n in summed or (n > 1 and any(extent % n == 0 for extent in summed))
         counts = {count for shape in shapes for count in accumulate(shape, mul)} | {n}
-        for number in factor.numbers:
+        for number in (*factor.divisors, *(1 / number for number in factor.multipliers)):
+            is_count = any(math.isclose(abs(number), count) for count in counts)
             if n == 1:
-                is_sure = is_sure and (kind == "mean" or bool(factor.tensors)) and number != 1
-            elif _is_multiple(number, n):
-                if kind == "sum" and number > 2:
-                    kind, is_sure = "mean", is_sure and any(math.isclose(number, count) for count in counts)
-                else:
-                    is_sure = False
-            elif _is_multiple(1 / number, n):
-                is_sure = False
+                is_sure = is_sure and number != 1 and (kind == "mean" or bool(factor.tensors))
+            elif kind == "sum" and abs(number) > 2 and is_count:
+                kind = "mean"
+            elif is_count or any(math.isclose(abs(1 / number), count) for count in counts - {1}):
+                is_sure = False  # a half, or a mean that is multiplied or once more divided by a count
+            elif kind == "sum" and number in factor.divisors and _is_multiple(number, n):
+                kind, is_sure = ("mean" if abs(number) <= 4 * n else "sum"), False
+        if (
+            n > 1
+            and kind == "sum"
+            and any(_is_multiple(1 / number, n) and 1 / number <= 4 * n for number in factor.multipliers)
+        ):
+            is_sure = False  # one over twice the samples, perhaps
         return kind, is_sure
+
+    def _may_count(self, factor: Count, shapes: list[tuple[int, ...]]) -> bool:
+        """Whether a divisor that tensors computed is as many for each sample: else it is a count only if it varies."""
+        divisor = _divide(1.0, factor)
+        if isinstance(divisor, torch.Tensor):
+            return True
+        return _is_multiple(divisor, self._num_samples) and divisor <= math.prod(shapes[-1])
 
 
 def _is_multiple(number: float, count: int) -> bool:
     """Of either sign."""
     ratio = abs(number) / count
-    return ratio >= 1 - 1e-9 and math.isclose(ratio, round(ratio), rel_tol=1e-9)
+    return math.isfinite(ratio) and ratio >= 1 - 1e-9 and math.isclose(ratio, round(ratio), rel_tol=1e-9)
 
 
 def _divide(first: Count, second: Count) -> Count:

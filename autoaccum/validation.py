@@ -15,8 +15,8 @@ from autoaccum import batches, randomness
 from autoaccum.conclusions import conclude, stands_for_none
 from autoaccum.costs import Trial
 from autoaccum.data import Source, Window
-from autoaccum.errors import EmptyDatasetError, NothingFitsError
-from autoaccum.events import Event, OutOfMemory, Validated
+from autoaccum.errors import EmptyDatasetError, LossWithoutGradError, NothingFitsError
+from autoaccum.events import Event, Notice, OutOfMemory, Validated
 from autoaccum.graphs import graph_alone
 from autoaccum.losses import LossOf
 from autoaccum.memory import Memory
@@ -50,7 +50,6 @@ class Validator:
         """Set up: ``modules`` are put into eval mode; no size is kept whose peak passes ``target_bytes``, which with
         ``watch`` nobody but us enforces. The loss is ``of_outputs`` when the model is only called for them."""
         self._model = model
-        self._of_outputs = of_outputs
         self._modules = list({id(m): m for root in modules for m in root.modules()}.values())
         self._source = source
         self._loss_of = loss_of
@@ -62,7 +61,8 @@ class Validator:
         self._target_bytes = target_bytes
         self._watch = watch
         self._emit = emit
-        self._reads_loss = True
+        # What can be read off a graph costs the memory of one, which is least where the model makes none.
+        self._ways = [*(["the loss's graph"] if of_outputs else []), "the graph alone", "all of the graph"]
         self._history: list[Trial] = []
         self._released_bytes = 0
 
@@ -141,23 +141,31 @@ class Validator:
             counted = float(count_items(self._num_items, batch))
             if not counted:
                 return 0.0, Reduction(0.0)
-        elif self._reads_loss:
-            try:
-                with graph_alone(), self._autocast():
-                    loss = self._loss_of(self._outputs if self._of_outputs else self._model, batch)
-                reduction = without_graph(read(loss, size))
-                if stands_for_none(reduction, loss, size)[0]:
-                    reduction = replace(reduction, items=0.0)
-                return loss.item() if reduction.items else 0.0, reduction
-            except Exception as error:
-                if is_out_of_memory(error):
-                    raise
-                # A metric without a gradient, or code that cannot be run with one: by samples then, and if the error
-                # was another, it comes up again.
-                self._reads_loss = False
+        else:
+            while self._ways:
+                try:
+                    return self._read(batch, size, self._ways[0])
+                except Exception as error:
+                    if is_out_of_memory(error):
+                        raise
+                    # Code that writes to its outputs, or asks for gradients itself, cannot be run like this; and if
+                    # the error was another, it comes up again.
+                    del self._ways[0]
+                    if not self._ways and not isinstance(error, LossWithoutGradError):
+                        self._emit(_BY_SAMPLES)
         with torch.no_grad(), self._autocast():
             loss = self._loss_of(self._model, batch)
         return loss.item(), Reduction(size if self._num_items is None else counted)
+
+    def _read(self, batch: Any, size: int, way: str) -> tuple[float, Reduction]:
+        """A loss of which a graph is kept, and so what it is a mean over."""
+        with torch.enable_grad() if way == "all of the graph" else graph_alone(), self._autocast():
+            is_apart = way == "the loss's graph"
+            loss = self._loss_of(self._outputs if is_apart else self._model, batch)
+        reduction = without_graph(read(loss, size))
+        if stands_for_none(reduction, loss, size)[0]:
+            reduction = replace(reduction, items=0.0)
+        return loss.item() if reduction.items else 0.0, reduction
 
     def _outputs(self, *args: Any, **kwargs: Any) -> Any:
         """The model's, without its graph: the loss makes one of its own, which is all that is read."""
@@ -182,6 +190,13 @@ class Validator:
 
     def _nothing_fits(self, peak_bytes: int | None) -> NothingFitsError:
         return NothingFitsError(phase="validation", micro_batch=1, peak_bytes=peak_bytes, limit_bytes=self._limit_bytes)
+
+
+_BY_SAMPLES = Notice(
+    cause="What the validation loss is a mean over could not be read: the model or the loss cannot be run with a graph",
+    consequence="It is averaged over samples, and so may depend on the micro-batch of validation",
+    cure="Pass num_items=(micro-batch) -> how many items its loss is a mean over",
+)
 
 
 def _joined(losses: list[tuple[int, float, Reduction]]) -> float:

@@ -6,6 +6,7 @@ The accumulation step is ``WindowRunner._attempt``.
 from __future__ import annotations
 
 import gc
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -19,7 +20,7 @@ from autoaccum.conclusions import Conclusion, conclude, stands_for_none
 from autoaccum.coupling import Crossing, batch_norm_notices, couples_samples, coupling_notice, crossings
 from autoaccum.data import Window
 from autoaccum.devices import is_slow_to_read
-from autoaccum.errors import LossSideEffectError, NothingFitsError
+from autoaccum.errors import LossSideEffectError, NonFiniteLossError, NothingFitsError
 from autoaccum.events import Event, Notice, OutOfMemory, Replanned
 from autoaccum.losses import LossOf
 from autoaccum.memory import Memory
@@ -134,6 +135,7 @@ class WindowRunner:
         self._announced: set[str] = set()
         self._modules = modules
         self._parameters = [p for module in modules for p in module.parameters()]
+        self._checked = False  # whether a first window had a finite loss
         self._has_sums: bool | None = None
         self._examining = True  # until a window has been cut, what may couple its samples is looked for
         self._deferred = is_slow_to_read(device)
@@ -237,7 +239,7 @@ class WindowRunner:
                 done.append(size)
             size = max(done)
             return self._finish(tuple(done), losses, reductions, shown, tally, met)
-        except NothingFitsError:  # a trial's measured peak says so, and nothing has failed
+        except (NothingFitsError, NonFiniteLossError):  # said by numbers: a trial's peak, the loss; nothing has failed
             self.roll_back()
             raise
         except Exception as error:
@@ -271,16 +273,16 @@ class WindowRunner:
     ) -> Gradient | _Again:
         counts = tally.read()
         is_doubtful = False
-        for index, loss in enumerate(losses):
-            if loss is not None and reductions[index].terms:
-                is_none, may_be_one = stands_for_none(reductions[index], loss, sizes[index])
+        for index, micro_loss in enumerate(losses):
+            if micro_loss is not None and reductions[index].terms:
+                is_none, may_be_one = stands_for_none(reductions[index], micro_loss, sizes[index])
                 is_doubtful = is_doubtful or may_be_one
                 if is_none:
                     tally.leave_out(index)
                     losses[index] = None
         if not any(counts):
             return Gradient(sizes=sizes, loss=torch.tensor(float("nan")), grad_norm=None, items=0)
-        there = [loss for loss in losses if loss is not None]
+        there = [micro_loss for micro_loss in losses if micro_loss is not None]
         if len(there) > len(counts) - counts.count(0):
             self._deferred = False
             return _Again(sizes=sizes)
@@ -297,9 +299,14 @@ class WindowRunner:
         grad_norm = None
         if self._clip_norm is not None:
             grad_norm = clip_gradients(self._trained(), self._clip_norm)
+        loss = tally.loss(there, found.is_sum)
+        if not self._checked:
+            if not math.isfinite(value := loss.item()):
+                raise NonFiniteLossError(value)
+            self._checked = True
         return Gradient(
             sizes=sizes,
-            loss=tally.loss(there, found.is_sum),
+            loss=loss,
             grad_norm=grad_norm,
             items=sum(counts),
             doubts=self._doubts(sizes, reductions, found, shown, met) if len(sizes) > 1 else (),

@@ -61,7 +61,7 @@ def errors(step: Loss, data: Any, micro_batch: Any, **options: Any) -> tuple[flo
         result = autoaccum.fit(
             PerToken(),
             data,
-            effective_batch=SAMPLES,
+            effective_batch=len(data[0]),
             micro_batch=micro_batch,
             training_step=step,
             optimizer=lambda p: torch.optim.SGD(p, lr=0.0),

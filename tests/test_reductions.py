@@ -40,7 +40,7 @@ READ: dict[str, tuple[Callable[[], torch.Tensor], str, float]] = {
 }
 
 
-UNSURE = ("a mean times the samples", "a sum over no samples")
+UNSURE = ("a mean times the samples", "a sum over no samples", "a mask", "a mask inside")
 
 
 @pytest.mark.parametrize("name", READ)

@@ -18,7 +18,7 @@ import autoaccum
 from autoaccum import randomness
 from autoaccum.data import open_source
 from autoaccum.errors import NothingFitsError
-from autoaccum.events import Event, OutOfMemory, Validated
+from autoaccum.events import Event, Notice, OutOfMemory, Validated
 from autoaccum.losses import loss_function
 from autoaccum.memory import memory_of
 from autoaccum.precision import autocast
@@ -129,6 +129,42 @@ class TestLoss:
         expected = (model(inputs).argmax(1) == targets).double().mean().item()
         found = validated(model, (inputs, targets), 4, loss_of=accuracy, of_outputs=False).loss
         assert found == pytest.approx(expected, rel=1e-12)
+
+    def test_a_loss_that_writes_to_its_outputs_is_read_all_the_same(self) -> None:
+        model, data = mlp(torch.float64), with_ignored(22)
+
+        def in_place(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            return cross_entropy(outputs.clamp_(-0.1, 0.1), targets)
+
+        expected = in_place(model(data[0]), data[1]).item()
+        found = validated(model, data, 4, loss_of=loss_function(in_place, None), of_outputs=True).loss
+        assert found == pytest.approx(expected, rel=1e-12)
+
+    def test_a_loss_that_asks_for_gradients_itself_is_read_all_the_same(self) -> None:
+        model, (inputs, targets) = mlp(torch.float64), classes(11, torch.float64)
+
+        def forces(model: Any, batch: Any) -> torch.Tensor:
+            x = batch[0].requires_grad_()
+            (force,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+            return force.square().mean()
+
+        expected = forces(model, (inputs.clone(), targets)).item()
+        found = validated(model, (inputs, targets), 4, loss_of=loss_function(None, forces), of_outputs=False).loss
+        assert found == pytest.approx(expected, rel=1e-12)
+
+    def test_what_cannot_be_run_with_a_graph_is_averaged_over_samples_and_said(self) -> None:
+        model, (inputs, targets) = mlp(torch.float64), classes(11, torch.float64)
+
+        def by_numpy(model: Any, batch: Any) -> torch.Tensor:
+            return torch.from_numpy(
+                (model(batch[0]).argmax(1).numpy() == batch[1].numpy()).astype("float64")
+            ).mean() + (0 * model(batch[0]).sum() if np.isfinite(model(batch[0]).numpy()).all() else 0)
+
+        run, events = validator(model, (inputs, targets), loss_of=loss_function(None, by_numpy), of_outputs=False)
+        run.run(1, 0, 4)
+        assert [type(event) for event in events] == [Notice, Validated]
+        expected = (model(inputs).argmax(1) == targets).double().mean().item()
+        assert events[-1].loss == pytest.approx(expected, rel=1e-12)  # type: ignore[union-attr]
 
     def test_keeps_no_activations_although_it_reads_the_graph(self) -> None:
         """Of a model that is called for its loss, the peak is that without gradients."""
