@@ -81,7 +81,7 @@ class Tally:
                 return items.to(torch.promote_types(dtype, torch.float32)) / self._guess
             items = items.item()
         self._counts.append(items)
-        if not items or items != items:  # 0, or 0 / 0
+        if not items or not math.isfinite(items):  # 0, or 0 / 0
             self._counts[-1] = 0.0
             return None
         if not self._guess:
@@ -98,7 +98,8 @@ class Tally:
         """The counts, those that were deferred too."""
         waiting = [count for count in self._counts if isinstance(count, torch.Tensor)]
         if waiting:
-            values = iter(torch.stack(waiting).tolist())
+            read = torch.stack(waiting).tolist()
+            values = iter(value if math.isfinite(value) else 0.0 for value in read)  # 0 / 0 counts nothing
             self._counts = [next(values) if isinstance(count, torch.Tensor) else count for count in self._counts]
         return self._counts  # type: ignore[return-value]
 

@@ -210,17 +210,18 @@ class WindowRunner:
                     self._make_room(size)
                 batch = window.micro_batch(position, size)
                 reduction = None if self._num_items is None else by_user(self._num_items, batch)
-                weight = None
                 if reduction is None or isinstance(reduction.items, torch.Tensor) or reduction.items:
-                    gradients = self._gradients() if self._examining else None
+                    is_part = size < window.num_samples
+                    examines = self._examining and (is_part or not self._checked)
+                    gradients = self._gradients() if examines else None
                     with self._autocast():
                         loss = self._loss_of(self._model, batch)
                     if reduction is None:
                         reduction = read(loss, size)
-                    if self._examining:
+                    if examines:
                         if gradients != self._gradients():
                             raise LossSideEffectError("training_step or the model")
-                        if size < window.num_samples:
+                        if is_part:
                             met.append((size, crossings(loss, size)))
                             shown.append(without_graph(read(loss, size)))
                     weight = tally.weight(size, reduction.items, loss.dtype)

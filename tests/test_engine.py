@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 
 from autoaccum.accumulator import _Batch
 from autoaccum.engine import Engine
-from autoaccum.errors import AutoaccumWarning, NonFiniteLossError, NothingFitsError
+from autoaccum.errors import AutoaccumWarning, LossSideEffectError, NonFiniteLossError, NothingFitsError
 from autoaccum.events import Event, Notice, Planned, StepSkipped
 from autoaccum.losses import loss_function
 from autoaccum.memory import memory_of
@@ -113,3 +113,33 @@ def test_one_sample_that_does_not_fit_is_named() -> None:
     with pytest.raises(NothingFitsError, match="a micro-batch of 1") as caught:
         engine([], loss_of=loss_function(None, step)).run(window())
     assert (caught.value.micro_batch, caught.value.limit_bytes) == (1, 2**60)
+
+
+@pytest.mark.parametrize("what", ["backward", "zero_grad"])
+def test_a_training_step_that_does_more_than_return_the_loss_is_refused(what: str) -> None:
+    def step(model: Any, batch: Any) -> torch.Tensor:
+        loss = cross_entropy(model(batch[0]), batch[1])
+        if what == "backward":
+            loss.backward(retain_graph=True)
+        else:
+            model.zero_grad()
+        return loss
+
+    with pytest.raises(LossSideEffectError, match=r"Leave backward\(\), zero_grad\(\) and step\(\) out of it"):
+        engine([], loss_of=loss_function(None, step)).run(window())
+
+
+def test_a_loss_that_is_not_finite_later_is_said_once() -> None:
+    events: list[Event] = []
+    made = engine(events)
+    with pytest.warns(AutoaccumWarning, match="The loss of window 0 is nan"):
+        made.announce_if_not_finite(float("nan"))
+    made.announce_if_not_finite(float("inf"))
+    made.announce_if_not_finite(1.0)
+    assert len(events) == 1
+
+
+def test_a_warning_points_at_the_users_line() -> None:
+    with pytest.warns(AutoaccumWarning) as caught:
+        engine([]).announce(Notice(cause="This", consequence="That", cure="So"))
+    assert caught[0].filename == __file__
