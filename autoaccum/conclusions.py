@@ -37,7 +37,7 @@ def conclude(sizes: Sequence[int], reductions: Sequence[Reduction], is_doubtful:
             return Conclusion(False, (f"its graph leads to {' and '.join(unknown)}, which says nothing of it", _COUNT))
     if len({len(reduction.terms) for reduction in reductions}) > 1:
         return Conclusion(False, ("its terms are not the same ones in each micro-batch", _COUNT))
-    if all(1 < size == len(reduction.terms) for size, reduction in zip(sizes, reductions, strict=True)):
+    if all(map(_is_one_for_each, sizes, reductions)):
         return Conclusion(False, ("it has as many terms as there are samples", _COUNT))
     columns = list(zip(*(reduction.terms for reduction in reductions), strict=True))
     divisors = [[_finite(term.divisor) for term in terms] for terms in columns]
@@ -58,6 +58,11 @@ def conclude(sizes: Sequence[int], reductions: Sequence[Reduction], is_doubtful:
     if (is_doubtful or kept) and not is_sum:
         return Conclusion(is_sum, ("it divides by 1, which may be the count of one or, kept from 0, of none", _COUNT))
     return Conclusion(is_sum, _doubt_of_constants(sizes, reductions, is_sum))
+
+
+def _is_one_for_each(size: int, reduction: Reduction) -> bool:
+    """Whether there is a term for each sample, none of which reduces what is as long as the batch."""
+    return 1 < size == len(reduction.terms) and all(term.numbers % size for term in reduction.terms)
 
 
 def _finite(divisor: Count) -> float:

@@ -100,7 +100,7 @@ def read(loss: torch.Tensor, num_samples: int) -> Reduction:
         items=known[0] if known else num_samples,
         terms=terms,
         constants=tuple(factor.value for _, factor in constants),
-        is_shared_out=any(abs(number) == num_samples > 1 for _, factor in constants for number in factor.divisors),
+        is_shared_out=any(abs(number) == num_samples > 2 for _, factor in constants for number in factor.divisors),
         edges=tuple(edge for edge, _ in constants if edge is not None),
     )
 
@@ -133,6 +133,8 @@ class _Factor:
         product = _divide(self.value, value) if operation == "Div" else self.value * value
         if not is_number:
             return replace(self, value=product, tensors="Mul" if "Mul" in (operation, self.tensors) else "Div")
+        if value == 0:  # the loss is not finite, and shall be seen to be so
+            return self
         if operation == "Div":
             return replace(self, value=product, divisors=(*self.divisors, float(value)))
         return replace(self, value=product, multipliers=(*self.multipliers, float(value)))
@@ -238,7 +240,7 @@ class _Walk:
                 of_each = isinstance(weights, torch.Tensor) and weights.ndim > 0 and math.prod(shapes[-1]) == 1
                 if constant is None or of_each:  # a constant for each number, be it a single one
                     weighted = weights if operation == "Mul" else None
-                    if operation == "Mul" and self._num_samples > 1:
+                    if operation == "Mul" and self._num_samples > 1 and len(weights) == self._num_samples:
                         is_suspect = is_suspect or _is_normalised(weights)
                     elif of_each and weights.item() == 1:  # a weight of one, or one that was divided by itself
                         factor = factor.times("Div", 1.0, True)
@@ -318,18 +320,22 @@ class _Walk:
         elif averaged and n in averaged:
             kind, is_sure = "mean", False
         elif factor.tensors:
-            kind, is_sure = "mean", n > 1 and self._may_count(factor.value, shapes)
+            kind, is_sure = "mean", n > 1 and self._may_count(factor, shapes)
         else:
             kind, is_sure = "sum", n in summed or (n > 1 and any(extent % n == 0 for extent in summed))
         counts = {count for shape in shapes for count in accumulate(shape, mul)} | {n}
         for number in (*factor.divisors, *(1 / number for number in factor.multipliers)):
             is_count = any(math.isclose(abs(number), count) for count in counts)
-            if n == 1:
-                is_sure = is_sure and number != 1 and (kind == "mean" or bool(factor.tensors))
-            elif kind == "sum" and abs(number) > 2 and is_count:
+            if n == 1 or abs(number) in (2, 0.5):  # as often a constant as a count
+                is_sure = (
+                    is_sure and number != 1 and (kind == "mean" or bool(factor.tensors) or not (n == 1 or is_count))
+                )
+                if kind == "sum" and is_count and number in factor.divisors:
+                    kind = "mean"
+            elif kind == "sum" and is_count:
                 kind = "mean"
             elif is_count or any(math.isclose(abs(1 / number), count) for count in counts - {1}):
-                is_sure = False  # a half, or a mean that is multiplied or once more divided by a count
+                is_sure = False  # a mean that is multiplied, or once more divided, by a count
             elif kind == "sum" and number in factor.divisors and _is_multiple(number, n):
                 kind, is_sure = ("mean" if abs(number) <= 4 * n else "sum"), False
         if (
@@ -340,12 +346,12 @@ class _Walk:
             is_sure = False  # one over twice the samples, perhaps
         return kind, is_sure
 
-    def _may_count(self, factor: Count, shapes: list[tuple[int, ...]]) -> bool:
+    def _may_count(self, factor: _Factor, shapes: list[tuple[int, ...]]) -> bool:
         """Whether a divisor that tensors computed is as many for each sample: else it is a count only if it varies."""
-        divisor = _divide(1.0, factor)
-        if isinstance(divisor, torch.Tensor):
+        of_tensors = _divide(math.prod(factor.multipliers) / math.prod(factor.divisors), factor.value)
+        if isinstance(of_tensors, torch.Tensor):
             return True
-        return _is_multiple(divisor, self._num_samples) and divisor <= math.prod(shapes[-1])
+        return _is_multiple(of_tensors, self._num_samples) and of_tensors <= math.prod(shapes[-1])
 
 
 def _is_multiple(number: float, count: int) -> bool:

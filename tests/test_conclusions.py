@@ -29,7 +29,7 @@ def total(numbers: int, constants: tuple[float, ...] = ()) -> Reduction:
         ([4, 3], [mean(12, counted=False), mean(12, counted=False)], False, "reduces 112 numbers"),
         ([4, 3], [Reduction(2.0, (Term("sum", divisor=2.0, numbers=n),)) for n in (4, 3)], True, None),
         ([4, 4], [Reduction(2.0, (Term("sum", divisor=2.0, numbers=n),)) for n in (4, 4)], True, None),
-        ([2, 2], [Reduction(n, (Term("mean", divisor=n, numbers=2),) * 2) for n in (1.0, 1.0)], False, "as many terms"),
+        ([2, 2], [Reduction(n, (Term("mean", divisor=n, numbers=1),) * 2) for n in (1.0, 1.0)], False, "as many terms"),
         ([4, 3], [mean(7, 14), mean(5, 10)], False, None),
         ([4, 3], [mean(7, 4), mean(5, 3)], False, "different numbers of items"),
         ([4, 3], [mean(0, 4), mean(5, 3)], False, "different numbers of items"),

@@ -154,6 +154,7 @@ def test_it_is_exact_or_announced(name: str, micro_batch: Any) -> None:
 
 SAME_AS_COUNTS = {
     "over a constant tensor": (2, 3, 4, 6), "times a constant tensor": (2, 4), "samples of another window": (4,),
+    "mean times n": (2,), "mean over n": (2,), "mean times n and two": (2,),
     "learnt weights of a list": (2,), "expanded": (3,), "filled in": (2, 4),
 }  # fmt: skip
 """In micro-batches of equal sizes a constant, or an extent, may be just what a count would be."""
@@ -212,6 +213,49 @@ def test_samples_that_meet_are_announced(name: str, micro_batch: Any) -> None:
     gradient, _, notices = errors(COUPLED[name], data(), micro_batch)
     assert gradient > 1e-6
     assert [notice.consequence[:17] for notice in notices] == ["Each sample meets"]
+
+
+def _kd(o: torch.Tensor, per: torch.Tensor, k: torch.Tensor, n: int, m: Any) -> torch.Tensor:
+    teacher = WEIGHTS.softmax(0).expand(n, 5)
+    return 0.5 * per.mean() + 0.5 * 4 * F.kl_div((o / 2).log_softmax(1), teacher, reduction="batchmean")
+
+
+COMMON: dict[str, Loss] = {
+    "scaled": of_samples(lambda o, per, k, n, m: 100 * per.mean() / 7),
+    "scaled sum": of_samples(lambda o, per, k, n, m: 0.01 * (o - 1).pow(2).sum()),
+    "with a penalty": of_samples(lambda o, per, k, n, m: per.mean() + 0.01 * penalty(m) + penalty(m) / 2),
+    "two halves": of_samples(lambda o, per, k, n, m: (per.mean() + F.mse_loss(o, o.detach() + 1)) / 2),
+    "distillation": of_samples(_kd),
+    "uncertainty": of_samples(
+        lambda o, per, k, n, m: torch.exp(-m.scale) * per.mean() + m.scale + 0.5 * o.pow(2).mean() * torch.exp(m.scale)
+    ),
+    "evidence": of_samples(lambda o, per, k, n, m: per.mean() - 0.5 * torch.mean(1 + o - o.pow(2) - o.exp())),
+    "evidence over samples": of_samples(
+        lambda o, per, k, n, m: (per.sum() - 0.5 * torch.sum(1 + o - o.pow(2) - o.exp())) / n
+    ),
+    "label smoothing": of_samples(
+        lambda o, per, k, n, m: F.cross_entropy(o, torch.zeros(n).long(), label_smoothing=0.1)
+    ),
+    "soft targets": of_samples(lambda o, per, k, n, m: F.cross_entropy(o, WEIGHTS.softmax(0).expand(n, 5))),
+    "soft targets by hand": of_samples(lambda o, per, k, n, m: -(WEIGHTS.softmax(0) * o.log_softmax(1)).sum(1).mean()),
+    "focal": of_samples(lambda o, per, k, n, m: ((1 - (-per).exp()) ** 2 * per).mean()),
+    "auxiliary head": of_samples(lambda o, per, k, n, m: per.mean() + 0.4 * (2 * per).mean()),
+    "entropy bonus": of_samples(
+        lambda o, per, k, n, m: per.mean() + 0.01 * (o.softmax(1) * o.log_softmax(1)).sum(1).mean()
+    ),
+    "Gaussian": of_samples(lambda o, per, k, n, m: F.gaussian_nll_loss(o, o.detach() + 1, torch.ones_like(o))),
+    "margin": of_samples(lambda o, per, k, n, m: F.multi_margin_loss(o, torch.zeros(n).long())),
+}
+
+
+@pytest.mark.parametrize("micro_batch", [3, 4, 6, [(5, 4, 3)], "auto"], ids=str)
+@pytest.mark.parametrize("name", COMMON)
+def test_common_losses_are_exact_and_not_announced(name: str, micro_batch: Any) -> None:
+    inputs, targets = data()
+    twelve = torch.cat([inputs, inputs[:1] + 1]), torch.cat([targets, targets[:1]])
+    gradient, loss, notices = errors(COMMON[name], twelve, micro_batch)
+    assert max(gradient, loss) < 1e-9
+    assert notices == []
 
 
 def test_pairs_are_announced_in_micro_batches_of_one_too() -> None:
