@@ -240,7 +240,8 @@ class _Walk:
                 of_each = isinstance(weights, torch.Tensor) and weights.ndim > 0 and math.prod(shapes[-1]) == 1
                 if constant is None or of_each:  # a constant for each number, be it a single one
                     weighted = weights if operation == "Mul" else None
-                    if operation == "Mul" and self._num_samples > 1 and len(weights) == self._num_samples:
+                    is_of_samples = len(weights) == self._num_samples > 1 and weights.ndim == len(shapes[-1])
+                    if operation == "Mul" and is_of_samples:
                         is_suspect = is_suspect or _is_normalised(weights)
                     elif of_each and weights.item() == 1:  # a weight of one, or one that was divided by itself
                         factor = factor.times("Div", 1.0, True)
