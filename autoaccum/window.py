@@ -200,7 +200,8 @@ class WindowRunner:
         losses: list[torch.Tensor | None] = []
         reductions: list[Reduction] = []
         shown: list[Reduction] = []
-        tally = Tally(window.num_samples, deferred=self._deferred)
+        num_samples, examining, num_items = window.num_samples, self._examining, self._num_items
+        tally = Tally(num_samples, deferred=self._deferred)
         position = size = 0
         met: list[tuple[int, set[Crossing]]] = []
         try:
@@ -209,10 +210,9 @@ class WindowRunner:
                 if self._tight and not is_trial:
                     self._make_room(size)
                 batch = window.micro_batch(position, size)
-                reduction = None if self._num_items is None else by_user(self._num_items, batch)
+                reduction = None if num_items is None else by_user(num_items, batch)
                 if reduction is None or isinstance(reduction.items, torch.Tensor) or reduction.items:
-                    is_part = size < window.num_samples
-                    examines = self._examining and (is_part or not self._checked)
+                    examines = examining and (size < num_samples or not self._checked)
                     gradients = self._gradients() if examines else None
                     with self._autocast():
                         loss = self._loss_of(self._model, batch)
@@ -221,13 +221,13 @@ class WindowRunner:
                     if examines:
                         if gradients != self._gradients():
                             raise LossSideEffectError("training_step or the model")
-                        if is_part:
+                        if size < num_samples:
                             met.append((size, crossings(loss, size)))
                             shown.append(without_graph(read(loss, size)))
                     weight = tally.weight(size, reduction.items, loss.dtype)
                     losses.append(None if weight is None else loss.detach())
                     if weight is not None:
-                        self._backward(loss, weight, reduction, size / window.num_samples)
+                        self._backward(loss, weight, reduction, size / num_samples)
                     del loss
                 else:
                     tally.weight(size, reduction.items)
