@@ -309,8 +309,7 @@ class _Walk:
         """(whether samples were averaged or summed, whether that is sure), of this micro-batch alone.
 
         By the extents of what was reduced: one that equals the samples is theirs, rather than one that is a multiple,
-        as of samples and times flat. And by the numbers that the program divided by: a count of the samples makes a
-        mean of a sum, a multiple of one may.
+        as of samples and times flat.
         """
         n = self._num_samples
         kind: Kind
@@ -325,6 +324,11 @@ class _Walk:
         else:
             kind, is_sure = "sum", n in summed or (n > 1 and any(extent % n == 0 for extent in summed))
         counts = {count for shape in shapes for count in accumulate(shape, mul)} | {n}
+        return self._with_numbers(kind, is_sure, factor, counts)
+
+    def _with_numbers(self, kind: Kind, is_sure: bool, factor: _Factor, counts: set[int]) -> tuple[Kind, bool]:
+        """The same, by what the program divided by: a count makes a mean of a sum, a multiple of the samples may."""
+        n = self._num_samples
         for number in (*factor.divisors, *(1 / number for number in factor.multipliers)):
             is_count = any(math.isclose(abs(number), count) for count in counts)
             if n == 1 or abs(number) in (2, 0.5):  # as often a constant as a count

@@ -107,7 +107,7 @@ class WindowRunner:
             model: what ``loss_of`` is called with.
             modules: whose buffers a forward may change, and whose parameters it gives gradients to.
             optimizer: whose parameters' gradients make up the window's.
-            loss_of: (model, micro-batch) -> mean loss.
+            loss_of: (model, micro-batch) -> loss, a mean or a sum.
             num_items: (micro-batch) -> what its loss is a mean over; None: it is read off the loss.
             autocast: makes the context of each forward.
             clip_norm: the 2-norm to clip the window's gradient to; None: it is not even measured.

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import autoaccum
 from tests.test_laws_losses import CLASSES, WEIGHTS, PerToken, data, errors, penalty
 
 Loss = Callable[[Any, Any], torch.Tensor]
@@ -297,8 +298,6 @@ def test_checkpointed_layers_are_not_computed_again_to_be_read() -> None:
 
             return torch.utils.checkpoint.checkpoint(run, inputs, use_reentrant=False)  # type: ignore[no-any-return]
 
-    import autoaccum
-
     autoaccum.fit(
         Checkpointed(),
         data(),
@@ -320,8 +319,6 @@ def test_another_modules_gradients_are_corrected_too() -> None:
         return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
 
     step(big, (inputs, targets)).backward()
-    import autoaccum
-
     first = torch.optim.SGD(model.net[0].parameters(), lr=0.1)
     accumulator = autoaccum.Accumulator(model, first, training_step=step, micro_batch=3)
     accumulator.backward((inputs, targets))
@@ -334,8 +331,6 @@ def test_weights_do_not_round_to_the_losss_sixteen_bits() -> None:
     torch.manual_seed(0)
     inputs = torch.randn(700, 8)
     model = nn.Linear(8, 4)
-    import autoaccum
-
     found = []
     for micro_batch in (700, 3):
         autoaccum.fit(
