@@ -1,4 +1,4 @@
-"""What a micro-batch of b samples costs in bytes, fitted to trials.
+"""What a micro-batch of b samples costs in bytes and in seconds, fitted to trials.
 
 A trial's peak is nearly linear in b: parameters, gradients and optimizer state do not depend on it, activations are
 proportional to it. What is not linear are the allocator's steps, constant in size and so smaller in proportion for
@@ -8,8 +8,11 @@ larger b: that is why larger trials weigh more.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from statistics import median
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,14 +50,26 @@ class MemoryModel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimeModel:
-    """seconds(b) = fixed_seconds + seconds_per_sample * b."""
+    """seconds(b) of one forward and backward: straight lines between the sizes that were timed.
 
-    fixed_seconds: float
-    seconds_per_sample: float
+    Time is no line in b. A device takes as long for few samples as for one until it is busy, and then rises in steps,
+    where sizes fill its units: a line through all of it would prefer the largest size always, and be wrong.
+    """
+
+    points: tuple[tuple[int, float], ...]
+    """(samples, seconds), both rising."""
 
     def predict(self, micro_batch: int) -> float:
-        """Seconds of a forward and backward at that many samples."""
-        return self.fixed_seconds + self.seconds_per_sample * micro_batch
+        """Seconds at that many samples; beyond the largest that was timed, at its pace."""
+        points = self.points
+        index = bisect_left(points, (micro_batch, 0.0))
+        if index == len(points):
+            size, seconds = points[-1]
+            return seconds * micro_batch / size
+        if index == 0:
+            return points[0][1]
+        (below, fast), (above, slow) = points[index - 1], points[index]
+        return fast + (slow - fast) * (micro_batch - below) / (above - below)
 
 
 def fit_memory_model(trials: Iterable[Trial]) -> MemoryModel | None:
@@ -64,9 +79,21 @@ def fit_memory_model(trials: Iterable[Trial]) -> MemoryModel | None:
 
 
 def fit_time_model(trials: Iterable[Trial]) -> TimeModel | None:
-    """The time model of the trials that were timed, or None with fewer than two different sizes."""
-    line = _fit_line([(t.micro_batch, t.seconds) for t in trials if t.seconds is not None])
-    return line and TimeModel(fixed_seconds=line[0], seconds_per_sample=line[1])
+    """The time model of the trials that were timed, or None when none was.
+
+    What disturbs a timing makes it longer, the first run of a size above all, when kernels are chosen and loaded. So a
+    size's time is the median of its trials, and none is slower than a larger one.
+    """
+    timed: dict[int, list[float]] = defaultdict(list)
+    for trial in trials:
+        if trial.seconds is not None:
+            timed[trial.micro_batch].append(trial.seconds)
+    points: list[tuple[int, float]] = []
+    least = math.inf
+    for size in sorted(timed, reverse=True):
+        least = min(least, median(timed[size]))
+        points.append((size, least))
+    return TimeModel(points=tuple(reversed(points))) if points else None
 
 
 def _fit_line(points: list[tuple[int, float]]) -> tuple[float, float] | None:

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -71,3 +72,38 @@ def cut(num_samples: int, max_micro_batch: int, min_micro_batch: int = 1) -> tup
     in micro-batches of 2 and none of 1 are (3, 2).
     """
     return near_equal(num_samples, max(1, min(-(-num_samples // max_micro_batch), num_samples // min_micro_batch)))
+
+
+AS_CHEAP = 0.01
+"""Plans whose times differ by less than this are taken for equally fast."""
+
+
+def cheapest(
+    num_samples: int, max_micro_batch: int, seconds: Callable[[int], float], min_micro_batch: int = 1
+) -> tuple[int, ...]:
+    """The near-equal cut of a window that takes least time, of those with micro-batches of an allowed size.
+
+    Of cuts that are as cheap one into equal sizes is preferred, for it needs no second size to be compiled or to
+    fragment the allocator's memory, and then the one with the fewest micro-batches.
+
+    Args:
+        num_samples: of the window.
+        max_micro_batch: the largest size that fits.
+        seconds: (micro-batch) -> its time.
+        min_micro_batch: the smallest size, unless the window is smaller.
+
+    >>> steps = lambda size: -(-size // 32)  # a device that takes samples by 32
+    >>> cheapest(256, 100, steps)
+    (64, 64, 64, 64)
+    """
+    fewest = len(cut(num_samples, max_micro_batch, min_micro_batch))
+    most = max(fewest, num_samples // max(min_micro_batch, 1))
+    times = {count: _time(num_samples, count, seconds) for count in range(fewest, most + 1)}
+    bound = min(times.values()) * (1 + AS_CHEAP)
+    as_cheap = [count for count, time in times.items() if time <= bound]
+    return near_equal(num_samples, min(as_cheap, key=lambda count: (num_samples % count > 0, count)))
+
+
+def _time(num_samples: int, count: int, seconds: Callable[[int], float]) -> float:
+    size, larger = divmod(num_samples, count)
+    return larger * (seconds(size + 1) if larger else 0.0) + (count - larger) * seconds(size)

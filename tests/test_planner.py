@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from autoaccum.errors import ArgumentError, ArgumentTypeError
-from autoaccum.planner import cut, plan
+from autoaccum.planner import AS_CHEAP, cheapest, cut, plan
 
 SIZES = st.integers(1, 10_000)
 
@@ -69,3 +70,41 @@ def test_refuses_what_is_no_int(value: object) -> None:
 def test_imports_no_torch() -> None:
     code = "import sys, autoaccum; autoaccum.plan(256, 100); import autoaccum.search; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+class TestCheapest:
+    @given(
+        num_samples=st.integers(1, 200),
+        max_micro_batch=st.integers(1, 220),
+        smallest=st.integers(1, 3),
+        rises=st.lists(st.floats(0, 1), min_size=220, max_size=220),
+        first=st.floats(1e-3, 10),
+    )
+    def test_no_near_equal_cut_is_faster(
+        self, num_samples: int, max_micro_batch: int, smallest: int, rises: list[float], first: float
+    ) -> None:
+        times = [first + sum(rises[:size]) for size in range(220)]
+        max_micro_batch = max(max_micro_batch, 2 * smallest - 1)
+        found = cheapest(num_samples, max_micro_batch, times.__getitem__, smallest)
+        assert sum(found) == num_samples
+        assert max(found) - min(found) <= 1
+        assert max(found) <= max_micro_batch
+        assert min(found) >= min(smallest, num_samples)
+        for largest in range(1, max_micro_batch + 1):
+            other = cut(num_samples, largest, smallest)
+            if max(other) <= max_micro_batch:
+                assert sum(map(times.__getitem__, found)) <= (1 + AS_CHEAP) * sum(map(times.__getitem__, other)) + 1e-9
+
+    @pytest.mark.parametrize(
+        ("seconds", "expected"),
+        [
+            (lambda size: 1.0, (86, 85, 85)),  # a device that is never busy: the fewest
+            (lambda size: 1.0 * size, (64, 64, 64, 64)),  # all the same: equal sizes, and of these the fewest
+            (lambda size: 5.0 + size, (86, 85, 85)),
+            (lambda size: -(-size // 32), (64, 64, 64, 64)),
+            (lambda size: -(-size // 48), (86, 85, 85)),
+            (lambda size: size**1.2, (1,) * 256),  # caches that overflow
+        ],
+    )
+    def test_by_what_a_device_is_like(self, seconds: Callable[[int], float], expected: tuple[int, ...]) -> None:
+        assert cheapest(256, 100, seconds) == expected
