@@ -99,7 +99,8 @@ class Accumulator:
         self._device = find_device(devices.pop())
         memory = memory_of(self._device)
         total_bytes = memory.limit()
-        limit_bytes = arguments.memory_limit_bytes(memory_limit, total_bytes)
+        limit_now = arguments.moving_limit(memory_limit, memory.limit)
+        limit_bytes = limit_now()
         with room_for_model(memory, limit_bytes, parameters):
             allocate_state(optimizer, self._modules)
         self.events: list[Event] = []
@@ -124,6 +125,7 @@ class Accumulator:
             full_window=None,
             memory=memory,
             total_bytes=total_bytes,
+            limit_now=limit_now,
             limit_bytes=limit_bytes,
             headroom=headroom,
             precision=precision,
@@ -208,6 +210,7 @@ class _Batch:
     batch: Any
     num_samples: int
     device: torch.device
+    lengths: None = None
 
     def micro_batch(self, start: int, size: int) -> Any:
         return batches.to_device(batches.take(self.batch, start, start + size), self.device, copy=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from autoaccum.errors import ArgumentError, ArgumentTypeError
@@ -89,6 +89,16 @@ def memory_limit_bytes(value: int | float | str | None, available_bytes: int) ->
     if limit < 1:
         raise ArgumentError("memory_limit", value, accepted)
     return min(limit, available_bytes)
+
+
+def moving_limit(value: Any, available_bytes: Callable[[], int]) -> Callable[[], int]:
+    """() -> the limit in bytes as it is now; a share is one of what was available at first."""
+    if value is None:
+        return available_bytes
+    if callable(value):
+        return lambda: memory_limit_bytes(value(), available_bytes())
+    limit = memory_limit_bytes(value, available_bytes())
+    return lambda: min(limit, available_bytes())
 
 
 def recorded_plans(micro_batch: object) -> list[tuple[int, ...]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,15 +15,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoaccum.costs import prediction_error
 from autoaccum.coupling import smallest_micro_batch
 from autoaccum.data import Window
 from autoaccum.errors import ArgumentError, AutoaccumWarning
-from autoaccum.events import Event, Notice, Planned, StepSkipped
+from autoaccum.events import Event, Notice, Planned, Replanned, StepSkipped
 from autoaccum.losses import LossOf
 from autoaccum.memory import Memory
 from autoaccum.optimizers import take_step
 from autoaccum.precision import Precision, autocast
-from autoaccum.search import Tuner
+from autoaccum.tuner import Tuner
 from autoaccum.weighting import CountItems
 from autoaccum.window import Gradient, WindowRunner
 
@@ -43,6 +45,7 @@ class Engine:
         full_window: int | None,
         memory: Memory,
         total_bytes: int,
+        limit_now: Callable[[], int],
         limit_bytes: int,
         headroom: float,
         precision: Precision,
@@ -63,7 +66,8 @@ class Engine:
             full_window: samples of the largest window, where that is known.
             memory: of the device.
             total_bytes: what the device gives to this process.
-            limit_bytes: what of that may be used.
+            limit_now: () -> what of that may be used, as it is now.
+            limit_bytes: the same, as it was.
             headroom: fraction of the limit that plans leave free.
             precision: of forwards.
             clip_norm: 2-norm to clip each window's gradient to.
@@ -86,11 +90,16 @@ class Engine:
             search=micro_batch is None,
             largest=min(micro_batch or 0, max_micro_batch or micro_batch or 0),
             smallest=smallest,
+            coarse=smallest > 1 or hasattr(model, "_orig_mod"),  # as compiled models have
         )
         self.optimizer = optimizer
         self.memory = memory
         self.limit_bytes = limit_bytes
         self.watch = limit_bytes < total_bytes or not memory.enforced
+        self._limit_now = limit_now
+        self._next_look = 0.0
+        self._plan: tuple[int, ...] = ()  # the last one that was announced
+        self._growing_from: tuple[int, ...] | None = None
         self.autocast = autocast(precision, device)
         self.step = 0
         """Windows that were run and stepped on."""
@@ -122,6 +131,8 @@ class Engine:
         """
         if plan is not None and max(plan) > self.tuner.largest:
             plan = None  # a size of it has run out of memory in this run
+        if time.perf_counter() >= self._next_look:
+            self._look(window)
         gradient, peak_bytes, replays = self._runner.run(window, self.step + 1, plan)
         if not gradient.items:
             self._announce_once(
@@ -149,18 +160,46 @@ class Engine:
         take_step(self.optimizer, None, self.step + 1, self.memory, self.limit_bytes, closure)
         self.step += 1
 
-    def settle(self, full_window: int) -> None:
-        """End the search when no other size makes a better plan for such windows."""
-        if self.tuner.searching and self.tuner.trial_for(full_window) is None:
-            self.tuner.searching = False
-            self.announce_plan(full_window)
+    def _look(self, window: Window) -> None:
+        """At the memory, before a window, for one that is short of it costs more than a look."""
+        tuner, num_samples, lengths = self.tuner, window.num_samples, window.lengths
+        searching, old = tuner.searching, tuner.plan(num_samples, lengths)
+        self.limit_bytes = self._limit_now()
+        reason = tuner.look(self.limit_bytes, self.memory.strained())
+        if reason is not None:
+            self._runner.release()  # for whoever needs it
+            new = tuner.plan(num_samples, lengths)
+            self._emit(Replanned(step=self.step + 1, old=old, new=new, reason=reason))
+        elif tuner.searching and not searching:
+            self._growing_from = old
+        self._next_look = time.perf_counter() + self.memory.reading_seconds
 
-    def announce_plan(self, full_window: int) -> None:
-        """Say how such windows are cut."""
-        sizes = self.tuner.plan(full_window)
-        model = self.tuner.memory_model
-        predicted = None if model is None else model.predict(sizes[0])
-        self._emit(Planned(step=self.step, sizes=sizes, predicted_bytes=predicted, limit_bytes=self.limit_bytes))
+    def settle(self, num_samples: int, lengths: Sequence[int] | None = None) -> None:
+        """After a full window: end the search, and the timing of plans, when nothing is left to be found out."""
+        if self.tuner.settle(num_samples, lengths):
+            if self._growing_from is None:
+                self.announce_plan(num_samples, lengths)
+            elif (new := self.tuner.plan(num_samples, lengths)) != self._growing_from:
+                self._emit(Replanned(step=self.step, old=self._growing_from, new=new, reason="memory came back"))
+        if not self.tuner.searching:
+            self._growing_from = None
+
+    def announce_plan(self, num_samples: int, lengths: Sequence[int] | None = None) -> None:
+        """Say how such windows are cut, unless that was said before."""
+        sizes = self.tuner.plan(num_samples, lengths)
+        if sizes == self._plan:
+            return
+        self._plan = sizes
+        self._emit(
+            Planned(
+                step=self.step,
+                sizes=sizes,
+                reason=self.tuner.reason(),
+                predicted_bytes=self.tuner.predicted_bytes(max(self.tuner.loads(sizes, lengths))),
+                prediction_error=prediction_error(self.tuner.history),
+                limit_bytes=self.limit_bytes,
+            )
+        )
 
     def announce_if_not_finite(self, loss: float) -> None:
         """Once, of a loss after the first window, which was stepped on."""

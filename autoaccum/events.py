@@ -57,8 +57,12 @@ class Planned:
 
     step: int
     sizes: tuple[int, ...]
+    reason: str
+    """Why no micro-batch is larger."""
     predicted_bytes: int | None
     """The memory model's peak for the largest size; None when there is no model."""
+    prediction_error: float | None
+    """How far the model's last prediction was from what was measured then, as a fraction of that."""
     limit_bytes: int
 
 

@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -98,7 +98,13 @@ def cheapest(
     """
     fewest = len(cut(num_samples, max_micro_batch, min_micro_batch))
     most = max(fewest, num_samples // max(min_micro_batch, 1))
-    times = {count: _time(num_samples, count, seconds) for count in range(fewest, most + 1)}
+    counts, count = {fewest, most}, fewest
+    while count < most:
+        # Time is a straight line in the count while the sizes are the same two: its ends are enough.
+        size = -(-num_samples // count) - 1
+        counts |= {num_samples // size, -(-num_samples // size)}
+        count = -(-num_samples // size)
+    times = {count: _time(num_samples, count, seconds) for count in counts if fewest <= count <= most}
     bound = min(times.values()) * (1 + AS_CHEAP)
     as_cheap = [count for count, time in times.items() if time <= bound]
     return near_equal(num_samples, min(as_cheap, key=lambda count: (num_samples % count > 0, count)))
@@ -107,3 +113,41 @@ def cheapest(
 def _time(num_samples: int, count: int, seconds: Callable[[int], float]) -> float:
     size, larger = divmod(num_samples, count)
     return larger * (seconds(size + 1) if larger else 0.0) + (count - larger) * seconds(size)
+
+
+def cut_by_weight(weights: Sequence[int], max_weight: int, min_micro_batch: int = 1) -> tuple[int, ...]:
+    """Sizes of the fewest micro-batches in which samples, padded to the heaviest beside them, weigh at most that much.
+
+    They are made as equal in weight as their number allows. One with ``min_micro_batch`` samples may weigh more, for
+    nothing smaller is possible.
+
+    Args:
+        weights: of each sample, the heaviest first: neighbours are padded least.
+        max_weight: of a micro-batch: its samples times the weight of its first.
+        min_micro_batch: the smallest size, unless there are fewer samples.
+
+    >>> cut_by_weight([100, 60, 50, 20, 20, 10, 10, 10], max_weight=120)
+    (1, 2, 5)
+    """
+    fewest = _fill(weights, max_weight, min_micro_batch)
+    low, high = max_weight // 2, max_weight  # the least weight with which as few are enough lies above the one
+    while high - low > max(1, max_weight // 64):
+        middle = (low + high) // 2
+        sizes = _fill(weights, middle, min_micro_batch)
+        if len(sizes) > len(fewest):
+            low = middle
+        else:
+            fewest, high = sizes, middle
+    return fewest
+
+
+def _fill(weights: Sequence[int], max_weight: int, min_micro_batch: int) -> tuple[int, ...]:
+    sizes: list[int] = []
+    position = 0
+    while left := len(weights) - position:
+        size = min(left, max(max_weight // weights[position], min_micro_batch, 1))
+        if 0 < left - size < min_micro_batch:  # too few would be left for one more
+            size = left if left < 2 * min_micro_batch else left - min_micro_batch
+        sizes.append(size)
+        position += size
+    return tuple(sizes)

@@ -127,7 +127,8 @@ class Trainer:
         self.device = find_device(device)
         self.memory = memory_of(self.device)
         total_bytes = self.memory.limit()
-        self.limit_bytes = arguments.memory_limit_bytes(memory_limit, total_bytes)
+        limit_now = arguments.moving_limit(memory_limit, self.memory.limit)
+        self.limit_bytes = limit_now()
         host = memory_of(torch.device("cpu"))
         host_bytes = min(host.limit(), self.limit_bytes) if self.device.type == "cpu" else host.limit()
         # Kept for replays before samples are read again; on a CPU it is taken from what micro-batches have.
@@ -179,6 +180,7 @@ class Trainer:
             full_window=self._full_window,
             memory=self.memory,
             total_bytes=total_bytes,
+            limit_now=limit_now,
             limit_bytes=self.limit_bytes,
             headroom=headroom,
             precision=precision,
@@ -302,7 +304,8 @@ class Trainer:
         self.samples_seen += sum(gradient.sizes)
         lr = float(self.optimizer.param_groups[0].get("lr", math.nan))
         stepped = self._step(gradient)
-        self._engine.settle(self._full_window)
+        if window.lengths is None or window.num_samples == self._full_window:
+            self._engine.settle(self._full_window, window.lengths)
         now = time.perf_counter()
         report = StepReport(
             step=self.step,

@@ -28,8 +28,8 @@ from autoaccum.oom import is_out_of_memory
 from autoaccum.planner import cut
 from autoaccum.precision import half_precision_notices
 from autoaccum.reductions import Count, Reduction, read, without_graph
-from autoaccum.search import Tuner
 from autoaccum.snapshot import Snapshot
+from autoaccum.tuner import Tuner
 from autoaccum.weighting import (
     CountItems,
     Tally,
@@ -41,10 +41,6 @@ from autoaccum.weighting import (
     penalty_notice,
     scale_gradients,
 )
-
-READING_INTERVAL = 0.02
-"""Seconds between readings of the memory's peak: one costs as much as several micro-batches of a tiny model."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gradient:
@@ -67,6 +63,7 @@ class _Failure:
     """An attempt that ran out of memory, in numbers alone: an exception would pin the tensors that must be freed."""
 
     micro_batch: int
+    length: int
     peak_bytes: int
 
 
@@ -172,8 +169,10 @@ class WindowRunner:
         self._snapshot.take()
         self.drop_gradients()
         sizes: Iterable[tuple[int, bool]]
-        sizes = self._tuner.sizes(window.num_samples) if plan is None else [(size, False) for size in plan]
+        lengths = window.lengths
+        sizes = self._tuner.sizes(window.num_samples, lengths) if plan is None else [(size, False) for size in plan]
         replays = 0
+        started = self._now() if self._tuner.is_timing else 0.0
         # The recovery is out here because an exception that is being handled pins, through its traceback, the frames
         # of the failed forward, and with them the very tensors that have to go (pytorch/pytorch#18853).
         while not isinstance(outcome := self._attempt(window, sizes), Gradient):
@@ -182,17 +181,19 @@ class WindowRunner:
                 new = outcome.sizes
             else:
                 replays += 1
-                new = self._shrink(outcome, window.num_samples, step)
+                new = self._shrink(outcome, window, step)
             sizes = [(size, False) for size in new]
-        self._tuner.committed(max(outcome.sizes))
+        if started and not replays:
+            self._tuner.timed(self._now() - started, window.num_samples, lengths)
+        self._tuner.committed(outcome.sizes, lengths)
         if len(outcome.sizes) > 1:
             self._say_what_is_not_exact(outcome)
         if measured:
             self._peak_bytes = max(self._peak_so_far, self._memory.peak())
-            self._next_reading = time.perf_counter() + READING_INTERVAL
+            self._next_reading = time.perf_counter() + self._memory.reading_seconds
             self._tight = self._watch and (self._tuner.searching or self._peak_bytes > self._tuner.target_bytes / 2)
             if self._watch and not self._tuner.searching:
-                self._keep_limit(outcome.sizes, step)
+                self._keep_limit(outcome.sizes, lengths, step)
         return outcome, max(self._peak_bytes, between_bytes), replays
 
     def _attempt(self, window: Window, sizes: Iterable[tuple[int, bool]]) -> Gradient | _Failure | _Again:
@@ -202,13 +203,17 @@ class WindowRunner:
         shown: list[Reduction] = []
         num_samples, examining, num_items = window.num_samples, self._examining, self._num_items
         tally = Tally(num_samples, deferred=self._deferred)
+        lengths = window.lengths
         position = size = 0
+        length = 1
         met: list[tuple[int, set[Crossing]]] = []
         try:
             for size, is_trial in sizes:
+                if lengths is not None:
+                    length = lengths[position]
                 started = self._begin_trial() if is_trial else 0.0
                 if self._tight and not is_trial:
-                    self._make_room(size)
+                    self._make_room(size, length)
                 batch = window.micro_batch(position, size)
                 reduction = None if num_items is None else by_user(num_items, batch)
                 if reduction is None or isinstance(reduction.items, torch.Tensor) or reduction.items:
@@ -234,7 +239,7 @@ class WindowRunner:
                     losses.append(None)
                 del batch  # its memory is the next one's
                 if is_trial:
-                    self._end_trial(size, started)
+                    self._end_trial(size, started, length)
                 reductions.append(without_graph(reduction) if reduction.edges else reduction)
                 position += size
                 done.append(size)
@@ -246,7 +251,7 @@ class WindowRunner:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            failure = _Failure(micro_batch=size, peak_bytes=self._memory.peak())
+            failure = _Failure(micro_batch=size, length=length, peak_bytes=self._memory.peak())
         return failure
 
     def _gradients(self) -> list[tuple[int, int]]:
@@ -360,7 +365,7 @@ class WindowRunner:
             self._seeds[key] = torch.full_like(loss, weight, requires_grad=False)
         return self._seeds[key]
 
-    def _make_room(self, size: int) -> None:
+    def _make_room(self, size: int, length: int) -> None:
         """Before a micro-batch, where nobody but us keeps the limit: give back what the allocator still holds.
 
         A trial starts from released memory, so its peak is kept only by starting from there too; between micro-batches
@@ -368,25 +373,30 @@ class WindowRunner:
         the peak would pass the target.
         """
         model = self._tuner.memory_model
-        predicted = self._peak_bytes if model is None else model.predict(size)
+        predicted = self._peak_bytes if model is None else model.predict(size, length)
         if self._memory.used() - self._released_bytes + predicted > self._tuner.target_bytes:
-            self._release()
+            self.release()
 
-    def _release(self) -> None:
+    def release(self) -> None:
+        """Give back what only the allocator still holds."""
         self._memory.release()
         self._released_bytes = self._memory.used()
 
     def _begin_trial(self) -> float:
         self._peak_so_far = max(self._peak_so_far, self._memory.peak())
-        self._release()
+        self.release()
         self._memory.reset_peak()
-        return time.perf_counter()
+        return self._now()
 
-    def _end_trial(self, size: int, started: float) -> None:
+    def _end_trial(self, size: int, started: float, length: int) -> None:
+        seconds = self._now() - started
+        self._tuner.observe(size, self._memory.peak(), seconds, length)
+
+    def _now(self) -> float:
+        """Seconds, everything that was launched on the device being done."""
         if self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)
-        seconds = time.perf_counter() - started
-        self._tuner.observe(size, self._memory.peak(), seconds)
+        return time.perf_counter()
 
     def drop_gradients(self) -> None:
         """Gradients of a window begin at None: a parameter that takes no part must not look like one with zeros."""
@@ -409,24 +419,31 @@ class WindowRunner:
             fresh.load_state_dict(self.scaler.state_dict())
             self.scaler = fresh
         gc.collect()  # a failed forward may have left reference cycles that hold tensors
-        self._release()
+        self.release()
 
-    def _shrink(self, failure: _Failure, num_samples: int, step: int) -> tuple[int, ...]:
+    def _shrink(self, failure: _Failure, window: Window, step: int) -> tuple[int, ...]:
         failed = failure.micro_batch
         self._emit(OutOfMemory(step=step, phase="training", micro_batch=failed))
-        new = self._tuner.out_of_memory(failed, num_samples, failure.peak_bytes)
-        self._emit(Replanned(step=step, old=cut(num_samples, failed), new=new, reason="out of memory"))
+        lengths = window.lengths
+        old = cut(window.num_samples, failed) if lengths is None else self._tuner.plan(window.num_samples, lengths)
+        new = self._tuner.out_of_memory(
+            failed, window.num_samples, lengths, length=failure.length, peak_bytes=failure.peak_bytes
+        )
+        self._emit(Replanned(step=step, old=old, new=new, reason="out of memory"))
         return new
 
-    def _keep_limit(self, sizes: tuple[int, ...], step: int) -> None:
+    def _keep_limit(self, sizes: tuple[int, ...], lengths: Sequence[int] | None, step: int) -> None:
         """Give memory back when a window passed its target; if the next one does so again, cut windows smaller."""
         passed, self._passed_limit = self._passed_limit, self._peak_bytes > self._tuner.target_bytes
         if not self._passed_limit:
             return
-        self._release()
-        # A size beyond the tuner's largest is there because none may be below the smallest.
-        if passed and self._tuner.smallest < max(sizes) <= self._tuner.largest:
-            self._tuner.observe(max(sizes), self._peak_bytes)
-            new = self._tuner.plan(sum(sizes))
+        self.release()
+        loads = self._tuner.loads(sizes, lengths)
+        index = loads.index(max(loads))
+        # A load beyond the tuner's largest is there because no micro-batch may have fewer samples than the smallest.
+        if passed and self._tuner.smallest < sizes[index] and loads[index] <= self._tuner.largest:
+            length = 1 if lengths is None else lengths[sum(sizes[:index])]
+            self._tuner.passed_limit(sizes[index], self._peak_bytes, length)
+            new = self._tuner.plan(sum(sizes), lengths)
             self._emit(Replanned(step=step, old=sizes, new=new, reason="over the memory limit"))
             self._passed_limit = False

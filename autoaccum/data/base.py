@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +20,10 @@ class Window(Protocol):
     @property
     def num_samples(self) -> int:
         """Samples; for a stream of unknown length the most there can be."""
+
+    @property
+    def lengths(self) -> Sequence[int] | None:
+        """How long each sample is, longest first, in the order that they are served; None where they are alike."""
 
     def micro_batch(self, start: int, size: int) -> Any:
         """The ``size`` samples from position ``start`` of the window, on the device, the caller's to edit."""

@@ -140,6 +140,7 @@ class _PieceWindow:
     pieces: Pieces
     start: int
     num_samples: int
+    lengths: None = None
 
     def micro_batch(self, start: int, size: int) -> Any:
         return self.pieces.batch(self.start + start, self.start + start + size)

@@ -75,6 +75,7 @@ class _TensorWindow:
     order: torch.Tensor
     first: int
     num_samples: int
+    lengths: None = None
 
     def micro_batch(self, start: int, size: int) -> Any:
         first = self.first + start

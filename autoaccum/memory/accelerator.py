@@ -15,6 +15,7 @@ class AcceleratorMemory:
     """Memory of one device of ``torch.accelerator``."""
 
     enforced = True
+    reading_seconds = 0.02
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -31,6 +32,9 @@ class AcceleratorMemory:
         if hasattr(module, "get_per_process_memory_fraction"):
             limit = min(limit, int(module.get_per_process_memory_fraction(self._device) * total))
         return limit
+
+    def strained(self) -> str | None:
+        return None
 
     def used(self) -> int:
         """Bytes that the allocator holds now."""
@@ -55,6 +59,7 @@ class MpsMemory:
     """Memory of an Apple GPU, which shares the host's; its allocator joined ``torch.accelerator`` only in 2.13."""
 
     enforced = True
+    reading_seconds = 0.02
 
     def __init__(self) -> None:
         self._peak = 0
@@ -62,6 +67,9 @@ class MpsMemory:
     def limit(self) -> int:
         """Metal's recommended working set, or what the host still has for it if that is less."""
         return min(torch.mps.recommended_max_memory(), self.used() + psutil.virtual_memory().available)
+
+    def strained(self) -> str | None:
+        return None
 
     def used(self) -> int:
         """Bytes that Metal holds for this process, the allocator's cache included."""

@@ -11,6 +11,9 @@ class Memory(Protocol):
     enforced: bool
     """Whether an allocation past the limit fails. Else nothing stops it but the kernel, which kills."""
 
+    reading_seconds: float
+    """How long to wait between readings during training: one may cost as much as micro-batches of a tiny model."""
+
     def limit(self) -> int:
         """The most that this process may use now: what it uses plus what is free to it."""
 

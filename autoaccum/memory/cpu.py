@@ -29,6 +29,7 @@ class CpuMemory:
     """
 
     enforced = False
+    reading_seconds = 0.02
 
     def __init__(self, proc: str | Path = "/proc", cgroup: str | Path = "/sys/fs/cgroup") -> None:
         self._process = Path(proc) / "self"
@@ -42,6 +43,9 @@ class CpuMemory:
         """Resident bytes, plus what the tightest of the system's constraints still leaves free."""
         free = [psutil.virtual_memory().available, *self._free_in_cgroups(), *self._free_under_rlimits()]
         return self.used() + max(0, min(free))
+
+    def strained(self) -> str | None:
+        return None
 
     def used(self) -> int:
         """Resident bytes."""

@@ -134,6 +134,7 @@ class SimulatedMemory:
     """The simulated memory, as a device's."""
 
     enforced = True
+    reading_seconds = 0.0
 
     def __init__(self, simulation: MemorySimulation) -> None:
         self._simulation = simulation
@@ -141,6 +142,9 @@ class SimulatedMemory:
     def limit(self) -> int:
         """The simulation's limit: nothing else uses its memory."""
         return self._simulation.limit
+
+    def strained(self) -> str | None:
+        return None
 
     def used(self) -> int:
         """Bytes of the live storages seen so far."""

@@ -1,0 +1,59 @@
+"""When to give way to a limit that moves, and when to believe that memory has come back.
+
+Giving way costs little and waiting may cost an out-of-memory error, so that is done at once; but only when the limit
+has eaten up all of the headroom. Growing again is tried on real windows, and a size that fails costs a replay: so that
+waits for a calm, which has to be twice as long after each time that it was tried in vain. So however the limit moves,
+there are few changes of plan in a hundred windows, and ever fewer.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+PATIENCE = 8
+"""Looks at the memory without a change of plan before growth is tried."""
+MOST_PATIENCE = 2**12
+
+
+class Pressure:
+    """What looks at the memory have shown since the last change of plan."""
+
+    def __init__(self) -> None:
+        self.patience = PATIENCE
+        self._looks = 0
+        self._limits: deque[int] = deque(maxlen=PATIENCE)
+        self._grew = False  # at the last change
+        self._strained = False
+
+    def look(self, limit_bytes: int, is_strained: bool) -> bool:
+        """Before a window; whether memory is so strained, twice running, that smaller micro-batches are called for.
+
+        Once may be the allocator's way of getting used to a new plan.
+        """
+        self._looks += 1
+        self._limits.append(limit_bytes)
+        twice = is_strained and self._strained
+        self._strained = is_strained
+        return twice
+
+    def lowest_limit(self) -> int | None:
+        """Bytes that there were at least at each of the last looks, once all has been calm for long enough."""
+        return min(self._limits) if self._looks >= self.patience else None
+
+    def shrank(self) -> None:
+        """A plan was given up for a smaller one."""
+        if self._grew:
+            in_vain = self._looks < 8 * self.patience
+            self.patience = min(2 * self.patience, MOST_PATIENCE) if in_vain else max(self.patience // 2, PATIENCE)
+        self._grew = False
+        self._changed()
+
+    def grew(self) -> None:
+        """Larger sizes are tried from now on."""
+        self._grew = True
+        self._changed()
+
+    def _changed(self) -> None:
+        self._looks = 0
+        self._limits = deque(maxlen=self.patience)
+        self._strained = False

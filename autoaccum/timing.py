@@ -1,0 +1,120 @@
+"""Which of the plans that fit is the fastest, told from whole windows.
+
+Trials come too early to tell: the first run of a size loads its kernels and touches fresh memory. They say which plans
+may be the fastest; each of these is given a few windows, which had to be run anyway, and the fastest is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from statistics import median
+
+from autoaccum.costs import TimeModel, Trial, fit_time_model
+from autoaccum.search import PLATEAU
+
+ROUNDS = 3
+"""Windows that a plan is timed for, while it may be the fastest."""
+PROMISING = 1.15
+"""A plan is not timed when trials say that it takes longer than another by this factor."""
+CLOSE = 1.05
+"""A plan is not timed again when it took longer than another by this factor."""
+GAIN = 0.99
+"""A plan of smaller micro-batches has to take less than this share of the time."""
+MOST = 6
+"""Plans that are timed."""
+
+
+class Timing:
+    """Says which largest micro-batch, the cap, to cut the next windows with, until it knows which is the fastest."""
+
+    def __init__(
+        self,
+        largest: int,
+        *,
+        cut: Callable[[int], Sequence[int]],
+        trials: Sequence[Trial],
+        choose: Callable[[TimeModel], int] | None = None,
+    ) -> None:
+        """Set up.
+
+        Args:
+            largest: the cap of the largest micro-batches that fit.
+            cut: (cap) -> the micro-batches of a window.
+            trials: what is known of their times.
+            choose: (time model) -> the best cap by it.
+        """
+        self.seconds: dict[int, list[float]] = {}
+        """Of windows, by their caps."""
+        self._cut = cut
+        self._trials = [t for t in trials if t.seconds]
+        self._choose = choose
+        self._candidates = [max(cut(largest))]
+        self._candidates += self._promising()
+        self._last: int | None = None
+
+    def cap(self) -> int | None:
+        """For the next window; None when the fastest is known."""
+        if len(self._candidates) == 1:
+            return None
+        for cap in self._candidates:
+            if cap not in self.seconds:
+                return cap
+        best = self._cost(self.fastest())
+        for cap, seconds in self.seconds.items():
+            if len(seconds) < ROUNDS and self._cost(cap) <= CLOSE * best:
+                return cap
+        return None
+
+    def observe(self, cap: int, seconds: float) -> None:
+        """A window that was cut with that cap took so long; the first one with a cap only makes ready for the next."""
+        last, self._last = self._last, cap
+        if cap not in self.seconds and last != cap:
+            return
+        self.seconds.setdefault(cap, []).append(seconds)
+        if len(self._candidates) < MOST and all(candidate in self.seconds for candidate in self._candidates):
+            self._candidates += self._promising()
+
+    def fastest(self) -> int:
+        """The cap of the fastest windows, larger ones being preferred."""
+        if not self.seconds:
+            return self._candidates[0]
+        best = min(map(self._cost, self.seconds))
+        return max(cap for cap in self.seconds if self._cost(cap) * GAIN <= best)
+
+    def rises(self) -> bool:
+        """Whether the largest micro-batches are clearly the fastest, so that yet larger ones may be faster still."""
+        costs = [self._cost(cap) for cap in sorted(self.seconds, reverse=True)]
+        return len(costs) > 1 and PLATEAU * costs[0] < min(costs[1:])
+
+    def model(self) -> TimeModel | None:
+        """Seconds by the size of a micro-batch: from windows, and for other sizes from trials at the windows' pace."""
+        cold = fit_time_model(self._trials)
+        pace = 1.0
+        if cold is not None and self.seconds:
+            pace = median(self._cost(cap) / self._predicted(cold, cap) for cap in self.seconds)
+        points = {t.micro_batch: (t.seconds or 0) * pace for t in self._trials}
+        points |= {cap: self._cost(cap) / len(self._cut(cap)) for cap in self.seconds}
+        return fit_time_model(Trial(micro_batch=size, fits=True, seconds=time) for size, time in points.items())
+
+    def _promising(self) -> list[int]:
+        """Caps that may be faster than those so far."""
+        model = self.model()
+        if model is None:
+            return []
+        costs = {cap: self._cost(cap) if cap in self.seconds else self._predicted(model, cap) for cap in self._candidates}
+        best, least = min(costs.values()), min(costs)
+        found = []
+        if self._choose is not None:
+            cap = self._choose(model)
+            if self._predicted(model, cap) < GAIN * best:
+                found.append(cap)
+        half = max(self._cut(max(1, least // 2)))
+        if costs[least] <= CLOSE * best and self._predicted(model, half) <= PROMISING * best:
+            found.append(half)
+        return [cap for cap in dict.fromkeys(found) if cap not in costs]
+
+    def _predicted(self, model: TimeModel, cap: int) -> float:
+        return sum(map(model.predict, self._cut(cap)))
+
+    def _cost(self, cap: int) -> float:
+        return median(self.seconds[cap])

@@ -1,0 +1,450 @@
+"""How each window is cut: while the search goes on, while plans are timed, and as memory comes and goes.
+
+Every size that it hands out is useful work. It sees numbers alone, so that it can be tested by the million.
+
+Sizes are samples where samples are alike. Where they differ in length, what is looked for is the largest *load* of a
+micro-batch: the sum of what its samples count for when they are padded (``costs.weigher``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from autoaccum.costs import MemoryModel, TimeModel, Trial, fit_memory_model, fit_time_model, weigher
+from autoaccum.errors import NothingFitsError
+from autoaccum.planner import cheapest, cut, cut_by_weight
+from autoaccum.pressure import Pressure
+from autoaccum.search import bounds, has_plateaued, next_trial
+from autoaccum.timing import Timing
+from autoaccum.units import format_bytes
+
+COARSE_FIRST = 16
+COARSE_GROWTH = 4
+"""Where every size costs a compilation, or the statistics of a batch."""
+WORTHWHILE = 1.1
+"""Plans grow again for loads larger by this factor, and give way to strain by it."""
+SURELY_MORE = 1.05
+"""What did not fit is tried again under a limit larger by this factor."""
+
+NO_FASTER = "larger micro-batches are no faster"
+
+Lengths = Sequence[int] | None
+"""Of a window's samples, the longest first; None where they are alike."""
+
+
+class Tuner:
+    """Decides the sizes; ``history`` holds what was learnt."""
+
+    def __init__(
+        self,
+        *,
+        ceiling: int,
+        limit_bytes: int,
+        headroom: float,
+        search: bool,
+        largest: int = 0,
+        smallest: int = 1,
+        coarse: bool = False,
+    ) -> None:
+        """Set up.
+
+        Args:
+            ceiling: the most samples in a micro-batch of any use.
+            limit_bytes: what this process may use.
+            headroom: the fraction of it that plans leave free.
+            search: whether to find out how large a micro-batch may be.
+            largest: what may be used untried: a user's own micro-batch.
+            smallest: no micro-batch has fewer samples, unless its window does.
+            coarse: whether to try few sizes, and large ones.
+        """
+        self.history: list[Trial] = []
+        self.searching = search
+        self.smallest = smallest
+        self.largest = largest or smallest
+        """The largest load to use now."""
+        self._learns = search
+        self._ceiling = ceiling
+        self._headroom = headroom
+        self._coarse = coarse
+        self._heed(limit_bytes)
+        self._loads: list[Trial] = []  # the history, in loads
+        self._weight: Callable[[int], int] = weigher(())
+        self._prior: MemoryModel | None = None
+        self._known = 0  # the largest load that fitted in an earlier run
+        self._window: tuple[int, Lengths] = (0, None)  # the last full one
+        self._cap: int | None = None  # the load of the fastest plan, or of the one that is being timed
+        self._timing: Timing | None = None
+        self._time_model: TimeModel | None = None
+        self._doubts_plateau = False
+        self._pressure = Pressure()
+        self._best = 0  # the largest load that ever ran well
+        self._refused: tuple[int, int] | None = None  # (load, limit that it was too much for)
+        self._enough: int | None = None  # the load beyond which nothing is faster
+        self._goal: int | None = None  # the load to reach when growing again
+
+    @property
+    def memory_model(self) -> MemoryModel | None:
+        """Fitted to the trials so far."""
+        return fit_memory_model(self.history)
+
+    @property
+    def is_timing(self) -> bool:
+        """Whether windows are to be timed."""
+        return self._timing is not None
+
+    def predicted_bytes(self, load: int) -> int | None:
+        """The memory model's peak at that load."""
+        model = fit_memory_model(self._loads)
+        return None if model is None else model.predict(load)
+
+    def loads(self, sizes: Sequence[int], lengths: Lengths = None) -> list[int]:
+        """Of the micro-batches of a window."""
+        if lengths is None or not self._learns:
+            return list(sizes)
+        loads, position = [], 0
+        for size in sizes:
+            loads.append(size * self._weight(lengths[position]))
+            position += size
+        return loads
+
+    def set_smallest(self, smallest: int) -> None:
+        """The model has got other layers, or another mode: see ``coupling.smallest_micro_batch``."""
+        self.smallest = smallest
+        self.largest = max(self.largest, smallest)
+
+    def recall(self, past: Sequence[Trial]) -> None:
+        """Begin from what an earlier run has ``learnt``."""
+        loads = _in_loads(past, weigher(past))
+        self._prior = fit_memory_model(loads)
+        self._known = bounds(loads)[0]
+        self._time_model = fit_time_model(loads)
+
+    def learnt(self) -> tuple[Trial, ...]:
+        """What a later run may begin from: its trials, as long as windows of them took."""
+        model = self._time_model
+        if model is None:
+            return tuple(self.history)
+        pairs = zip(self.history, self._loads, strict=True)
+        timed = [replace(trial, seconds=model.predict(load.micro_batch)) for trial, load in pairs]
+        if all(trial.length == 1 for trial in timed):
+            known = {trial.micro_batch for trial in timed}
+            timed += [Trial(micro_batch=n, fits=True, seconds=s) for n, s in model.points if n not in known]
+        return tuple(timed)
+
+    # How windows are cut.
+
+    def plan(self, num_samples: int, lengths: Lengths = None) -> tuple[int, ...]:
+        """How to cut a window, without trials."""
+        return self._cut(num_samples, lengths, self._load())
+
+    def _load(self) -> int:
+        """Of the micro-batches that plans are made of."""
+        return self.largest if self._cap is None else min(self._cap, self.largest)
+
+    def _cut(self, num_samples: int, lengths: Lengths, load: int) -> tuple[int, ...]:
+        if lengths is None or not self._learns:
+            return cut(num_samples, load, self.smallest)
+        return cut_by_weight([self._weight(length) for length in lengths], load, self.smallest)
+
+    def sizes(self, num_samples: int, lengths: Lengths = None) -> Iterator[tuple[int, bool]]:
+        """Sizes for a window, each with whether it is a trial, chosen one by one as the outcomes come in.
+
+        A trial is measured with the window's gradients in memory, as most micro-batches run: so it is never a
+        window's first micro-batch, unless it is its only one.
+        """
+        if num_samples > self._window[0]:
+            self._window = (num_samples, lengths)
+        position = largest = 0
+        left = lengths
+        while self.searching and (remaining := num_samples - position):
+            trial = self.trial_for(num_samples, left)
+            if trial is None or (trial != remaining and trial > remaining - self.smallest):
+                break
+            is_first = position == 0 and trial < num_samples
+            size = self.plan(num_samples, lengths)[0] if is_first and not self._coarse else trial
+            yield size, not is_first
+            largest = max(largest, *self.loads((size,), left))
+            position += size
+            left = None if lengths is None else lengths[position:]
+        if position < num_samples:
+            rest = self._cut(num_samples - position, left, max(self._load(), largest))
+            yield from ((size, False) for size in rest)
+
+    def trial_for(self, num_samples: int, lengths: Lengths = None) -> int | None:
+        """The next size worth a trial for such windows, if any; where lengths differ, of the first samples.
+
+        Only sizes that make a better plan are worth an out-of-memory error: a window of 256 takes three micro-batches
+        with 86 samples in each and with 127.
+        """
+        each = 1 if lengths is None or not self._learns else self._weight(lengths[0])
+        fits, _ = bounds(self._loads)
+        if fits and self._goal is None and self._is_enough(fits):
+            return None
+        load = next_trial(
+            self._loads,
+            limit_bytes=self.target_bytes,
+            ceiling=min(min(self._ceiling, num_samples) * each, self._goal or 2**62),
+            smallest=self.smallest * each,
+            first=self._first(num_samples, each),
+            growth=self._growth(fits),
+            prior=self._prior,
+        )
+        if load is None or fits == 0:
+            return load and load // each
+        size = cut(num_samples, load, self.smallest)[0] if lengths is None else load // each
+        return size if size * each > fits else None
+
+    def _is_enough(self, load: int) -> bool:
+        """Whether larger ones are known to be no faster."""
+        if self._known > load and self._time_model is not None and self._prior is not None:
+            return self._fastest(self._time_model, self._known) <= load
+        return not self._doubts_plateau and has_plateaued(self._loads)
+
+    def _first(self, num_samples: int, each: int) -> int | None:
+        """The load to begin with, if not the smallest."""
+        if self._known and self._prior is not None:
+            known = self._known if self._time_model is None else self._fastest(self._time_model, self._known)
+            return int(min(known, self._prior.largest_within(self.target_bytes)))
+        return min(COARSE_FIRST, num_samples // 2) * each if self._coarse else None
+
+    def _growth(self, fits: int) -> int:
+        """How many times as large as the largest success a trial may be."""
+        model = fit_memory_model(self._loads)
+        if not self._coarse or model is None:
+            return COARSE_GROWTH if self._coarse else 2
+        # A model is trusted further where it would do no harm if samples cost twice as much.
+        return COARSE_GROWTH if 2 * model.predict(COARSE_GROWTH * fits) <= self.target_bytes else 2
+
+    # What became of it.
+
+    def observe(self, micro_batch: int, peak_bytes: int, seconds: float | None = None, length: int = 1) -> None:
+        """A trial ran, and this is what it took. The smallest may use the headroom; nothing may pass the limit.
+
+        Raises:
+            NothingFitsError: the smallest passed the limit.
+        """
+        fits = self._is_within(micro_batch, peak_bytes)
+        if micro_batch <= self.smallest and not fits:
+            raise self._nothing_fits(micro_batch, peak_bytes)
+        length = length if self._learns else 1
+        model = self.memory_model
+        predicted = None if model is None else model.predict(micro_batch, length)
+        self._record(
+            Trial(
+                micro_batch=micro_batch,
+                fits=fits,
+                peak_bytes=peak_bytes,
+                predicted_bytes=predicted,
+                seconds=seconds,
+                length=length,
+            )
+        )
+
+    def out_of_memory(
+        self,
+        micro_batch: int,
+        num_samples: int,
+        lengths: Lengths = None,
+        *,
+        length: int = 1,
+        peak_bytes: int | None = None,
+    ) -> tuple[int, ...]:
+        """A micro-batch ran out of memory, ``peak_bytes`` being reached: smaller ones for its window, and from now on.
+
+        Raises:
+            NothingFitsError: there is none.
+        """
+        self._record(Trial(micro_batch=micro_batch, fits=False, length=length if self._learns else 1))
+        plan = self.plan(num_samples, lengths)
+        if micro_batch <= self.smallest or (lengths is None and plan[0] >= micro_batch):
+            raise self._nothing_fits(micro_batch, peak_bytes)
+        return plan
+
+    def passed_limit(self, micro_batch: int, peak_bytes: int, length: int = 1) -> None:
+        """Windows of such micro-batches pass the limit, although their trial did not."""
+        self.observe(micro_batch, peak_bytes, length=length)
+        self._refused = (self._loads[-1].micro_batch, self.limit_bytes)
+
+    def committed(self, sizes: Sequence[int], lengths: Lengths = None) -> None:
+        """A window went well; news only if no trial has said so of its largest micro-batch, or has said otherwise."""
+        fits, fails = bounds(self._loads)
+        loads = self.loads(sizes, lengths)
+        load = max(loads)
+        self._best = max(self._best, load)
+        if load > fits and (fails is None or load < fails):
+            index = loads.index(load)
+            length = 1 if lengths is None or not self._learns else lengths[sum(sizes[:index])]
+            largest = max(self.largest, load)
+            self._record(Trial(micro_batch=sizes[index], fits=True, length=length))
+            self.largest = largest
+
+    def timed(self, seconds: float, num_samples: int, lengths: Lengths = None) -> None:
+        """A window took so long; of use if it was one of those that plans are made for."""
+        full, full_lengths = self._window
+        if self._timing is None or self._cap is None or num_samples != full:
+            return
+        if lengths is not None and full_lengths is not None and self._learns:
+            seconds *= sum(map(self._weight, full_lengths)) / sum(map(self._weight, lengths))
+        self._timing.observe(self._cap, seconds)
+
+    def settle(self, num_samples: int, lengths: Lengths = None) -> bool:
+        """After a full window; whether it has become clear how to cut those that follow."""
+        self._window = (num_samples, lengths)
+        if self.searching:
+            if self.trial_for(num_samples, lengths) is not None:
+                return False
+            self.searching = False
+            self._goal = None
+            self._choose()
+        elif self._timing is None:
+            return False
+        if self._timing is not None:
+            self._cap = self._timing.cap()
+            if self._cap is not None:
+                return False
+            timing, self._timing = self._timing, None
+            self._cap, self._time_model = timing.fastest(), timing.model()
+            if timing.rises() and not self._doubts_plateau and has_plateaued(self._loads):
+                self._doubts_plateau = True  # windows say otherwise
+                self.searching = self.trial_for(num_samples, lengths) is not None
+        if not self.searching and self.reason() == NO_FASTER:
+            self._enough = self._load()
+        return not self.searching
+
+    def reason(self) -> str:
+        """Why plans have no larger micro-batches."""
+        num_samples, lengths = self._window
+        if len(self.plan(num_samples, lengths)) == 1:
+            return "the whole window fits"
+        more = len(self._window_loads(self._load())) > len(self._window_loads(self.largest))
+        return NO_FASTER if more or self._is_enough(self.largest) else "larger micro-batches do not fit"
+
+    # As memory comes and goes.
+
+    def look(self, limit_bytes: int, strain: str | None) -> str | None:
+        """Before a window: why it is cut smaller than the last one, if it is. Growing again begins here too.
+
+        Args:
+            limit_bytes: what this process may use now.
+            strain: what shows that memory is short, although the limit does not.
+        """
+        self._heed(limit_bytes)
+        is_strained = self._pressure.look(limit_bytes, strain is not None)
+        if not self._learns:
+            return None
+        load = max(self._window_loads(self._load()))
+        if load > self._smallest_load():
+            model = fit_memory_model(self._loads)
+            if model is not None and model.predict(load) > limit_bytes:
+                self._shrink(min(load - 1, int(model.largest_within(self.target_bytes))))
+                return f"the limit fell to {format_bytes(limit_bytes)}"
+            if is_strained:
+                self._shrink(int(load / WORTHWHILE))
+                return strain
+        if not self.searching and self._timing is None:
+            self._grow()
+        return None
+
+    def _shrink(self, load: int) -> None:
+        self.largest = max(load, self._smallest_load())
+        pairs = zip(self.history, self._loads, strict=True)
+        self.history = [
+            trial if trial.peak_bytes is None else replace(trial, fits=self._is_within(trial.micro_batch, trial.peak_bytes))
+            for trial, seen in pairs
+            if trial.peak_bytes is not None or not trial.fits or seen.micro_batch <= self.largest
+        ]
+        self._loads = _in_loads(self.history, self._weight)
+        self._pressure.shrank()
+        self._choose()
+
+    def _grow(self) -> None:
+        """Search again, once memory has been back for long enough, from what is in use now."""
+        limit_bytes = self._pressure.lowest_limit()
+        model = fit_memory_model(self._loads)
+        if limit_bytes is None or model is None:
+            return
+        goal = min(model.largest_within(self._target(limit_bytes)), self._enough or 2**62)
+        if self._refused is not None and limit_bytes < SURELY_MORE * self._refused[1]:
+            goal = min(goal, self._refused[0] - 1)
+        goal, load = int(min(goal, 2**62)), self._load()
+        if goal < WORTHWHILE * load or len(self._window_loads(goal)) >= len(self._window_loads(load)):
+            return
+        self.history = [t for t, seen in zip(self.history, self._loads, strict=True) if seen.micro_batch <= self.largest]
+        self._loads = _in_loads(self.history, self._weight)
+        self._goal, self._cap, self.searching = goal, None, True
+        self._pressure.grew()
+
+    def _choose(self) -> None:
+        """The fastest of the plans that fit, where times are known; else windows are to be timed."""
+        self._timing = self._cap = None
+        if self.searching or not self._learns or not self._window[0]:
+            return
+        if self._time_model is not None and self.largest <= 2 * self._time_model.points[-1][0]:
+            self._cap = self._fastest(self._time_model, self.largest)
+            return
+        alike = self._window[1] is None
+        self._timing = Timing(
+            self.largest,
+            cut=self._window_loads,
+            trials=self._loads,
+            choose=(lambda model: self._fastest(model, self.largest)) if alike else None,
+        )
+
+    def _fastest(self, model: TimeModel, largest: int) -> int:
+        """The load of the plan that takes least time, none of its micro-batches being larger."""
+        num_samples, lengths = self._window
+        if lengths is None:
+            return cheapest(num_samples, largest, model.predict, self.smallest)[0]
+        loads = [max(largest >> halvings, 1) for halvings in range(6)]
+        return min(loads, key=lambda load: sum(map(model.predict, self._window_loads(load))))
+
+    # Small change.
+
+    def _window_loads(self, load: int) -> list[int]:
+        """Of the micro-batches of a full window, none being larger."""
+        num_samples, lengths = self._window
+        return self.loads(self._cut(num_samples, lengths, load), lengths) if num_samples else [load]
+
+    def _smallest_load(self) -> int:
+        lengths = self._window[1] if self._learns else None
+        return self.smallest * (1 if lengths is None else self._weight(lengths[0]))
+
+    def _heed(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.target_bytes = self._target(limit_bytes)
+
+    def _target(self, limit_bytes: int) -> int:
+        return int(limit_bytes * (1 - self._headroom))
+
+    def _is_within(self, micro_batch: int, peak_bytes: int) -> bool:
+        return peak_bytes <= (self.limit_bytes if micro_batch <= self.smallest else self.target_bytes)
+
+    def _record(self, trial: Trial) -> None:
+        before = self.largest
+        self.history.append(trial)
+        if self.searching and self._goal is None:  # afterwards plans are made of the loads as they are
+            self._weight = weigher(self.history)
+        self._loads = _in_loads(self.history, self._weight)
+        load = self._loads[-1].micro_batch
+        self.largest = bounds(self._loads)[0] or max(self._smallest_load(), min(before, load) // 2)
+        if trial.fits:
+            self._best = max(self._best, load)
+            return
+        if load > self._best:
+            self._refused = (load, self.limit_bytes)
+        if self._goal is not None:  # one miss is enough
+            self._goal, self.searching = None, False
+            self._pressure.shrank()
+        elif self.largest < before:
+            self._pressure.shrank()
+        self._choose()
+
+    def _nothing_fits(self, micro_batch: int, peak_bytes: int | None) -> NothingFitsError:
+        return NothingFitsError(
+            phase="training", micro_batch=micro_batch, peak_bytes=peak_bytes, limit_bytes=self.limit_bytes
+        )
+
+
+def _in_loads(trials: Sequence[Trial], weight: Callable[[int], int]) -> list[Trial]:
+    return [replace(trial, micro_batch=trial.micro_batch * weight(trial.length), length=1) for trial in trials]
