@@ -33,9 +33,6 @@ class AcceleratorMemory:
             limit = min(limit, int(module.get_per_process_memory_fraction(self._device) * total))
         return limit
 
-    def strained(self) -> str | None:
-        return None
-
     def used(self) -> int:
         """Bytes that the allocator holds now."""
         return torch.accelerator.memory_reserved(self._device)
@@ -67,9 +64,6 @@ class MpsMemory:
     def limit(self) -> int:
         """Metal's recommended working set, or what the host still has for it if that is less."""
         return min(torch.mps.recommended_max_memory(), self.used() + psutil.virtual_memory().available)
-
-    def strained(self) -> str | None:
-        return None
 
     def used(self) -> int:
         """Bytes that Metal holds for this process, the allocator's cache included."""

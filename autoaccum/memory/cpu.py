@@ -44,9 +44,6 @@ class CpuMemory:
         free = [psutil.virtual_memory().available, *self._free_in_cgroups(), *self._free_under_rlimits()]
         return self.used() + max(0, min(free))
 
-    def strained(self) -> str | None:
-        return None
-
     def used(self) -> int:
         """Resident bytes."""
         status = self._status()

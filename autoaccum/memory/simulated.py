@@ -143,9 +143,6 @@ class SimulatedMemory:
         """The simulation's limit: nothing else uses its memory."""
         return self._simulation.limit
 
-    def strained(self) -> str | None:
-        return None
-
     def used(self) -> int:
         """Bytes of the live storages seen so far."""
         return self._simulation.used
