@@ -51,7 +51,7 @@ class Accumulator:
         num_items: CountItems | None = None,
         micro_batch: int | Literal["auto"] = "auto",
         max_micro_batch: int | None = None,
-        memory_limit: int | float | str | None = None,
+        memory_limit: arguments.MemoryLimit = None,
         headroom: float = 0.05,
         precision: Precision = "fp32",
         clip_norm: float | None = None,
@@ -67,7 +67,8 @@ class Accumulator:
             num_items: (micro-batch) -> how many items its loss is a mean over, where that cannot be read off the loss.
             micro_batch: "auto", or the samples of one forward and backward.
             max_micro_batch: the most samples to try at once.
-            memory_limit: device memory this process may use, as bytes, "8GiB", or a share such as 0.5.
+            memory_limit: device memory this process may use, as bytes, "8GiB", a share such as 0.5, or a function
+                () -> one of these.
             headroom: fraction of the limit that plans leave free.
             precision: fp32 (as the model is), bf16 or fp16 (both by autocast).
             clip_norm: clip each batch's gradient to this 2-norm.

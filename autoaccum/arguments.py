@@ -10,6 +10,9 @@ from typing import Any
 from autoaccum.errors import ArgumentError, ArgumentTypeError
 from autoaccum.units import parse_bytes
 
+MemoryLimit = int | float | str | Callable[[], int | float | str] | None
+"""Bytes, a text, a share of what there is, a function that returns one of these, or ``None`` for all there is."""
+
 
 def positive_int(argument: str, value: object, cure: str = "") -> int:
     """An int of at least 1; a bool is a mistake, and a float is one even when it is whole."""
@@ -66,28 +69,36 @@ def of_windows(num_items: object, max_micro_batch: object, headroom: object, cli
         positive_number("clip_norm", clip_norm)
 
 
-def memory_limit_bytes(value: int | float | str | None, available_bytes: int) -> int:
+def memory_limit_bytes(value: MemoryLimit, available_bytes: int) -> int:
     """The limit in bytes: ``None`` for all that is available, bytes as int or text, a float for that share of it.
 
-    A share may arrive as a text from the command line: ``"0.5"`` is half, ``"1"`` is one byte.
+    A share may arrive as a text from the command line: ``"0.5"`` is half, ``"1"`` is one byte. A function is called.
     """
-    accepted = "bytes as an int, a text such as '8GiB', or a share of the memory such as 0.5"
     if value is None:
         return available_bytes
+    if callable(value):
+        return _limit_bytes(value(), available_bytes, "", "The function passed as memory_limit returned it.")
+    return _limit_bytes(value, available_bytes, ", or a function that returns one of these", "")
+
+
+def _limit_bytes(value: object, available_bytes: int, or_else: str, cure: str) -> int:
+    accepted = f"bytes as an int, a text such as '8GiB', or a share of the memory such as 0.5{or_else}"
     if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise ArgumentTypeError("memory_limit", value, accepted)
+        raise ArgumentTypeError("memory_limit", value, accepted, cure)
     if isinstance(value, str) and value.strip().replace(".", "", 1).isdigit() and "." in value:
         value = float(value)
     if isinstance(value, float):
         if not 0 < value <= 1:
-            raise ArgumentError("memory_limit", value, accepted, "A float is a share above 0 and up to 1.")
+            raise ArgumentError(
+                "memory_limit", value, accepted, f"A float is a share above 0 and up to 1. {cure}".strip()
+            )
         return int(value * available_bytes)
     try:
         limit = parse_bytes(value)
     except ValueError:
-        raise ArgumentError("memory_limit", value, accepted) from None
+        raise ArgumentError("memory_limit", value, accepted, cure) from None
     if limit < 1:
-        raise ArgumentError("memory_limit", value, accepted)
+        raise ArgumentError("memory_limit", value, accepted, cure)
     return min(limit, available_bytes)
 
 

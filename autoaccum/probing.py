@@ -61,7 +61,7 @@ def probe(
     training_step: Callable[[Any, Any], torch.Tensor] | None = None,
     optimizer: OptimizerLike | None = None,
     max_micro_batch: int | None = None,
-    memory_limit: int | float | str | None = None,
+    memory_limit: arguments.MemoryLimit = None,
     headroom: float = 0.05,
     precision: Precision = "fp32",
     device: str | torch.device | None = None,
@@ -81,7 +81,8 @@ def probe(
         training_step: (model, batch) -> loss, for any batch. With neither, the model returns its loss.
         optimizer: an Optimizer or a function (parameters) -> Optimizer; AdamW when left out. Its state must fit too.
         max_micro_batch: the most samples to try at once.
-        memory_limit: device memory this process may use, as bytes, "8GiB", or a share such as 0.5.
+        memory_limit: device memory this process may use, as bytes, "8GiB", a share such as 0.5, or a function
+            () -> one of these.
         headroom: fraction of the limit to leave free.
         precision: fp32 (as the model is), bf16 or fp16 (both by autocast).
         device: where to train, such as cpu or cuda:1; an accelerator where there is one.

@@ -93,7 +93,7 @@ class Trainer:
         samples: int | None = None,
         micro_batch: int | Literal["auto"] | Sequence[Sequence[int]] = "auto",
         max_micro_batch: int | None = None,
-        memory_limit: int | float | str | None = None,
+        memory_limit: arguments.MemoryLimit = None,
         headroom: float = 0.05,
         precision: Precision = "fp32",
         clip_norm: float | None = None,
@@ -436,7 +436,8 @@ def _as_function(trainer: Callable[P, Trainer]) -> Callable[P, FitResult]:
             micro_batch: "auto", the samples of one forward and backward, or the plans of a recorded run
                 ([report.micro_batches for report in history]) to repeat it bit for bit.
             max_micro_batch: the most samples to try at once.
-            memory_limit: device memory this process may use, as bytes, "8GiB", or a share such as 0.5.
+            memory_limit: device memory this process may use, as bytes, "8GiB", a share such as 0.5, or a function
+                () -> one of these.
             headroom: fraction of the limit that plans leave free.
             precision: fp32 (as the model is), bf16 or fp16 (both by autocast).
             clip_norm: clip each window's gradient to this 2-norm.

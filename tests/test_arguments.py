@@ -123,6 +123,26 @@ class TestMemoryLimit:
         with pytest.raises(ArgumentError, match="A float is a share above 0 and up to 1"):
             memory_limit_bytes(2.0, 8 * GIB)
 
+    @pytest.mark.parametrize(("returned", "expected"), [(GIB, GIB), ("1GiB", GIB), (0.5, 4 * GIB), ("1TiB", 8 * GIB)])
+    def test_a_function_is_called_for_any_of_these(self, returned: Any, expected: int) -> None:
+        assert memory_limit_bytes(lambda: returned, 8 * GIB) == expected
+
+    def test_a_function_is_called_each_time(self) -> None:
+        limits = iter([GIB, 0.25])
+        assert [memory_limit_bytes(lambda: next(limits), available) for available in (8 * GIB, 16)] == [GIB, 4]
+
+    @pytest.mark.parametrize("returned", [0, 1.5, "half", -1])
+    def test_refuses_values_that_a_function_returned_and_says_so(self, returned: Any) -> None:
+        with pytest.raises(ArgumentError) as caught:
+            memory_limit_bytes(lambda: returned, 8 * GIB)
+        assert str(caught.value).startswith(f"memory_limit={returned!r}: expected bytes as an int, a text")
+        assert str(caught.value).endswith("The function passed as memory_limit returned it.")
+
+    @pytest.mark.parametrize("returned", [None, True, int])
+    def test_refuses_types_that_a_function_returned_and_says_so(self, returned: Any) -> None:
+        with pytest.raises(ArgumentTypeError, match="memory_limit=.*such as 0.5. The function passed as memory_limit"):
+            memory_limit_bytes(lambda: returned, 8 * GIB)
+
 
 class TestRecordedPlans:
     def test_none_where_the_micro_batch_is_a_number_or_to_be_found(self) -> None:
