@@ -44,8 +44,8 @@ def simulated_memory(limit_bytes: int | str) -> MemorySimulation:
 
     It counts every storage that an operation of this thread takes or returns, once, for as long as it lives, and raises
     ``torch.OutOfMemoryError`` when they would not fit. Tensors made before it count from their first use inside it.
-    ``.limit`` may be changed at any time; ``.used``, ``.peak`` and ``.reset_peak()`` tell how it went. Of nested
-    contexts the innermost wins.
+    ``.limit`` may be changed at any time; ``.used``, ``.peak`` and ``.reset_peak()`` tell how it went. Raise
+    ``.retries`` to pretend that the allocator had to try again. Of nested contexts the innermost wins.
 
     >>> import torch
     >>> with simulated_memory("64MiB") as device:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import psutil
 import torch
 
+from autoaccum.memory.base import Retries
+
 
 class AcceleratorMemory:
     """Memory of one device of ``torch.accelerator``."""
@@ -19,6 +21,7 @@ class AcceleratorMemory:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._retries = Retries()
 
     def limit(self) -> int:
         """Reserved plus free bytes, or the fraction set for this process if that is less.
@@ -50,6 +53,12 @@ class AcceleratorMemory:
     def release(self) -> None:
         """Collect reference cycles, then return the allocator's cache to the device."""
         torch.accelerator.empty_cache()
+
+    def strained(self) -> str | None:
+        """That the allocator emptied its cache to find memory: the device is all but full, or fragmented."""
+        # Both are missing before the first allocation. An allocation that fails in the end was retried once, too.
+        stats = torch.accelerator.memory_stats(self._device)
+        return self._retries.reason(stats.get("num_alloc_retries", 0) - stats.get("num_ooms", 0))
 
 
 class MpsMemory:
@@ -85,3 +94,7 @@ class MpsMemory:
     def release(self) -> None:
         """Collect reference cycles, then return the allocator's cache to Metal."""
         torch.mps.empty_cache()
+
+    def strained(self) -> str | None:
+        """Never: Metal does not tell."""
+        return None

@@ -28,3 +28,22 @@ class Memory(Protocol):
 
     def release(self) -> None:
         """Give memory that only the allocator still holds back to the device. For searches, not for every window."""
+
+    def strained(self) -> str | None:
+        """Why memory is short although nothing failed, since the last call; None when it is not, and the first time.
+
+        Cheap enough for every window.
+        """
+
+
+class Retries:
+    """An allocator's counter of the times it had to free its cache and try again, read now and then."""
+
+    def __init__(self) -> None:
+        self._last: int | None = None
+
+    def reason(self, count: int) -> str | None:
+        """Why memory is short, when the counter has risen since the last call; None at the first."""
+        last, self._last = self._last, count
+        risen = 0 if last is None else count - last
+        return f"the allocator had to retry {risen} time{'' if risen == 1 else 's'}" if risen > 0 else None

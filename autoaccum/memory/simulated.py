@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
+from autoaccum.memory.base import Retries
 from autoaccum.units import format_bytes
 
 
@@ -30,6 +31,7 @@ class MemorySimulation(TorchDispatchMode):
         limit: bytes there are; may be changed at any time.
         used: bytes of the live storages seen so far.
         peak: the most that ``used`` was since ``reset_peak``.
+        retries: times that the allocator had to try again; always 0 unless you raise it, as if memory had got short.
     """
 
     def __init__(self, limit: int) -> None:
@@ -37,6 +39,7 @@ class MemorySimulation(TorchDispatchMode):
         self.limit = limit
         self.used = 0
         self.peak = 0
+        self.retries = 0
         # By id: PyTorch keeps the Python object of a storage, and so its id, for as long as the storage lives.
         self._counted: dict[int, int] = {}
 
@@ -138,6 +141,7 @@ class SimulatedMemory:
 
     def __init__(self, simulation: MemorySimulation) -> None:
         self._simulation = simulation
+        self._retries = Retries()
 
     def limit(self) -> int:
         """The simulation's limit: nothing else uses its memory."""
@@ -157,6 +161,10 @@ class SimulatedMemory:
 
     def release(self) -> None:
         """Nothing: there is no cache."""
+
+    def strained(self) -> str | None:
+        """That the simulation's ``retries`` have risen."""
+        return self._retries.reason(self._simulation.retries)
 
 
 _active: list[MemorySimulation] = []

@@ -23,6 +23,7 @@ class FakeAccelerator:
         self.allocated = self.cached = self.others = self.peak = 0
         self.fraction = 1.0
         self.initialized = True
+        self.counters = {"num_ooms": 0, "num_alloc_retries": 0}
         for name in (
             "get_memory_info",
             "memory_reserved",
@@ -51,7 +52,7 @@ class FakeAccelerator:
         return self.peak
 
     def memory_stats(self, device: torch.device) -> OrderedDict[str, int]:
-        return OrderedDict({"num_ooms": 0}) if self.initialized else OrderedDict()
+        return OrderedDict(self.counters) if self.initialized else OrderedDict()
 
     def reset_peak_memory_stats(self, device: torch.device) -> None:
         if not self.initialized:
@@ -104,6 +105,55 @@ class TestArithmetic:
         AcceleratorMemory(CUDA).reset_peak()
 
 
+class TestStrain:
+    def test_none_while_the_allocator_did_not_retry(self, fake: FakeAccelerator) -> None:
+        memory = AcceleratorMemory(CUDA)
+        assert [memory.strained(), memory.strained()] == [None, None]
+
+    def test_each_retry_is_told_once(self, fake: FakeAccelerator) -> None:
+        memory = AcceleratorMemory(CUDA)
+        fake.counters["num_alloc_retries"] = 7
+        assert memory.strained() is None, "from before the first call"
+        fake.counters["num_alloc_retries"] = 9
+        assert memory.strained() == "the allocator had to retry 2 times"
+        assert memory.strained() is None
+        fake.counters["num_alloc_retries"] = 10
+        assert memory.strained() == "the allocator had to retry 1 time"
+
+    def test_the_retry_before_an_error_is_none(self, fake: FakeAccelerator) -> None:
+        memory = AcceleratorMemory(CUDA)
+        memory.strained()
+        fake.counters = {"num_ooms": 1, "num_alloc_retries": 1}
+        assert memory.strained() is None
+        fake.counters = {"num_ooms": 2, "num_alloc_retries": 3}
+        assert memory.strained() == "the allocator had to retry 1 time"
+
+    def test_resetting_and_releasing_do_not_hide_one(self, fake: FakeAccelerator) -> None:
+        memory = AcceleratorMemory(CUDA)
+        memory.strained()
+        fake.counters["num_alloc_retries"] = 1
+        memory.reset_peak()
+        memory.release()
+        assert memory.strained() == "the allocator had to retry 1 time"
+
+    def test_counters_that_someone_reset_start_again(self, fake: FakeAccelerator) -> None:
+        memory = AcceleratorMemory(CUDA)
+        fake.counters["num_alloc_retries"] = 5
+        memory.strained()
+        fake.counters["num_alloc_retries"] = 0
+        assert memory.strained() is None
+        fake.counters["num_alloc_retries"] = 2
+        assert memory.strained() == "the allocator had to retry 2 times"
+
+    def test_before_the_first_allocation_there_is_nothing_to_tell(self, fake: FakeAccelerator) -> None:
+        fake.initialized = False
+        memory = AcceleratorMemory(CUDA)
+        assert [memory.strained(), memory.strained()] == [None, None]
+        fake.initialized = True
+        fake.counters["num_alloc_retries"] = 1
+        assert memory.strained() == "the allocator had to retry 1 time"
+
+
 class TestMps:
     @pytest.fixture
     def held(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
@@ -128,6 +178,10 @@ class TestMps:
         assert memory.peak() == 500 * MIB
         memory.reset_peak()
         assert memory.peak() == 200 * MIB
+
+    def test_it_knows_of_no_strain(self) -> None:
+        memory = MpsMemory()
+        assert [memory.strained(), memory.strained()] == [None, None]
 
 
 HOLDER = """
@@ -211,3 +265,21 @@ class TestOnADevice:
         finally:
             module.set_per_process_memory_fraction(1.0, device)
         assert abs(memory.limit() - before) < 64 * MIB
+
+    def test_a_cache_that_is_in_the_way_is_strain_and_an_error_is_not(
+        self, memory: AcceleratorMemory, device: torch.device
+    ) -> None:
+        module = torch.get_device_module(device)
+        total = torch.accelerator.get_memory_info(device)[1]
+        memory.strained()
+        try:
+            module.set_per_process_memory_fraction((memory.used() + 512 * MIB) / total, device)
+            torch.ones(300 * MIB, dtype=torch.uint8, device=device)
+            assert memory.strained() is None
+            torch.ones(400 * MIB, dtype=torch.uint8, device=device)  # only without the 300
+            assert memory.strained() == "the allocator had to retry 1 time"
+            with pytest.raises(torch.OutOfMemoryError):
+                torch.ones(600 * MIB, dtype=torch.uint8, device=device)
+            assert memory.strained() is None
+        finally:
+            module.set_per_process_memory_fraction(1.0, device)

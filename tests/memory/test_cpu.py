@@ -10,6 +10,7 @@ import psutil
 import pytest
 import torch
 
+from autoaccum.memory import pressure
 from autoaccum.memory.cpu import CpuMemory
 
 MIB = 2**20
@@ -68,6 +69,32 @@ def test_used_and_peak_are_the_resident_set_and_its_high_water_mark(host: Host) 
 
 def test_without_any_limit_the_machine_s_available_memory_is_free(host: Host) -> None:
     assert host.memory.limit() == 1100 * MIB
+
+
+def test_the_kernel_s_own_estimate_of_what_is_available_comes_first(host: Host) -> None:
+    (host.proc / "meminfo").write_text(f"MemTotal:  {2000 * 1024} kB\nMemAvailable:   {700 * 1024} kB\n")
+    assert host.free() == 700
+
+
+def test_every_figure_is_read_again(host: Host) -> None:
+    host.set_groups("0::/job")
+    host.write("job", memory__max="max", memory__current=120 * MIB)
+    assert host.free() == 1000
+    host.write("job", memory__max=300 * MIB)
+    assert host.free() == 180
+    host.write("job", memory__current=150 * MIB, memory__stat=f"inactive_file {20 * MIB}")
+    assert host.free() == 170
+    host.set_status(VmRSS=130)
+    assert host.memory.limit() == 300 * MIB
+
+
+def test_a_process_that_is_moved_has_the_limits_of_its_new_group(host: Host) -> None:
+    host.write("before", memory__max=300 * MIB, memory__current=120 * MIB)
+    host.write("after", memory__max=200 * MIB, memory__current=120 * MIB)
+    host.set_groups("0::/before")
+    assert host.free() == 180
+    host.set_groups("0::/after")
+    assert host.free() == 80
 
 
 class TestCgroupVersion2:
@@ -167,6 +194,17 @@ def test_the_limit_is_never_below_what_is_used(host: Host) -> None:
     assert host.memory.limit() == 100 * MIB
 
 
+def test_strain_is_told_as_the_host_s(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(pressure, "monotonic", lambda: now)
+    host.set_groups("0::/job")
+    host.write("job", memory__max="max", memory__pressure="some avg10=0.00 avg60=0.00 avg300=0.00 total=0")
+    assert host.memory.strained() is None
+    now, waited = 2.0, 500_000
+    host.write("job", memory__pressure=f"some avg10=0.00 avg60=0.00 avg300=0.00 total={waited}")
+    assert host.memory.strained() == "processes of this control group waited for memory 25% of the time"
+
+
 class TestPeak:
     def test_reset_asks_the_kernel(self, host: Host) -> None:
         host.memory.reset_peak()
@@ -215,6 +253,7 @@ def test_without_procfs_psutil_answers(tmp_path: Path) -> None:
     memory.reset_peak()
     assert memory.peak() - rss < 50 * MIB
     assert memory.limit() > rss
+    assert memory.strained() is None
 
 
 class TestRelease:
@@ -234,6 +273,7 @@ class TestRelease:
 
 CHILD = """
 import re, resource
+from autoaccum.memory import pressure
 from autoaccum.memory.cpu import CpuMemory
 
 data = int(re.search(r"VmData:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024

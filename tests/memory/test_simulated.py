@@ -260,6 +260,16 @@ class TestSimulatedMemory:
             assert memory.limit() == 32 * KIB
             assert kept.sum() == KIB
 
+    def test_raising_the_retries_is_strain(self) -> None:
+        with MemorySimulation(KIB) as device:
+            memory = memory_of(CPU)
+            assert [memory.strained(), memory.strained()] == [None, None]
+            device.retries += 2
+            assert memory.strained() == "the allocator had to retry 2 times"
+            assert memory.strained() is None
+            device.retries += 1
+            assert memory.strained() == "the allocator had to retry 1 time"
+
     def test_memory_of_takes_the_backend_of_the_device(self) -> None:
         assert isinstance(memory_of(CPU), CpuMemory)
         with MemorySimulation(KIB):
