@@ -29,6 +29,7 @@ def engine(events: list[Event], **options: Any) -> Engine:
         "full_window": 8,
         "memory": memory_of(CPU),
         "total_bytes": 2**60,
+        "limit_now": lambda: 2**60,
         "limit_bytes": 2**60,
         "headroom": 0.05,
         "precision": "fp32",

@@ -63,7 +63,7 @@ except autoaccum.AutoaccumError as error:
     return int(outcome.stdout)
 
 
-@pytest.mark.parametrize(("extra_mib", "smallest", "largest"), [(42, 1, 7), (130, 12, 64), (500, 80, 256)])
+@pytest.mark.parametrize(("extra_mib", "smallest", "largest"), [(42, 1, 7), (130, 12, 64), (500, 8, 256)])
 def test_resident_set_stays_below_the_limit(needed_bytes: int, extra_mib: int, smallest: int, largest: int) -> None:
     limit_bytes = needed_bytes + extra_mib * MIB
     outcome, peak_bytes = fit(limit_bytes, 600)

@@ -50,8 +50,11 @@ class ProgressBar:
             )
         elif isinstance(record, Planned):
             self._plan = record.sizes
-            predicted = "" if record.predicted_bytes is None else f"{format_bytes(record.predicted_bytes)} predicted, "
-            self._write(f"plan: {cut_text(record.sizes)}; {predicted}limit {format_bytes(record.limit_bytes)}")
+            predicted = "" if record.predicted_bytes is None else f"{format_bytes(record.predicted_bytes)} predicted"
+            if record.prediction_error is not None:
+                predicted += f" ({record.prediction_error:.1%} off last time)"
+            memory = ", ".join(filter(None, (predicted, f"limit {format_bytes(record.limit_bytes)}")))
+            self._write(f"plan: {cut_text(record.sizes)}, for {record.reason}; {memory}")
         elif isinstance(record, Replanned):
             self._plan = record.new
             self._write(f"step {record.step}: {record.reason}: {cut_text(record.old)} -> {cut_text(record.new)}")

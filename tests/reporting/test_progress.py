@@ -105,7 +105,9 @@ def test_the_summary_tells_counts_losses_plan_replays_and_peak(shown: Any) -> No
 
 
 def test_the_summary_tells_the_plan_rather_than_the_last_windows_cut(shown: Any) -> None:
-    planned = Planned(step=0, sizes=(4, 4), predicted_bytes=None, limit_bytes=GIB)
+    planned = Planned(
+        step=0, sizes=(4, 4), reason="r", predicted_bytes=None, prediction_error=None, limit_bytes=GIB
+    )
     replanned = Replanned(step=2, old=(4, 4), new=(3, 3, 2), reason="out of memory")
     one = report(2, (2,), replays=1)
     assert "micro-batches 4 x 2, 1 replay, " in shown(started(), planned, one, FINISHED)[-1]
@@ -131,13 +133,27 @@ def test_a_run_without_a_window_has_no_summary(shown: Any) -> None:
 def test_plans_and_replans_are_lines_of_their_own(shown: Any) -> None:
     text = shown(
         started(),
-        Planned(step=0, sizes=(100, 100, 56), predicted_bytes=3 * 2**29, limit_bytes=2 * GIB),
-        Planned(step=0, sizes=(8,), predicted_bytes=None, limit_bytes=GIB),
+        Planned(
+            step=0,
+            sizes=(100, 100, 56),
+            reason="larger micro-batches do not fit",
+            predicted_bytes=3 * 2**29,
+            prediction_error=0.0123,
+            limit_bytes=2 * GIB,
+        ),
+        Planned(
+            step=0,
+            sizes=(8,),
+            reason="the whole window fits",
+            predicted_bytes=None,
+            prediction_error=None,
+            limit_bytes=GIB,
+        ),
         Replanned(step=12, old=(86, 85, 85), new=(43, 43, 43, 43, 42, 42), reason="out of memory"),
     )
     assert text[:3] == [
-        "plan: 56-100 x 3; 1.50 GiB predicted, limit 2.00 GiB",
-        "plan: 8 x 1; limit 1.00 GiB",
+        "plan: 56-100 x 3, for larger micro-batches do not fit; 1.50 GiB predicted (1.2% off last time), limit 2.00 GiB",
+        "plan: 8 x 1, for the whole window fits; limit 1.00 GiB",
         "step 12: out of memory: 85-86 x 3 -> 42-43 x 6",
     ]
 
