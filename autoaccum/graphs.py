@@ -86,7 +86,7 @@ def only_parameters(root: Any) -> bool:
             if not isinstance(node.variable, nn.Parameter):
                 return False
             shapes.add(tuple(node.variable.shape))
-        elif operation_of(node) not in _OF_PENALTIES:
+        elif operation_of(node) not in _OF_PENALTIES or any(_is_computed_again(node, name) for name in _CONSTANTS):
             return False
         else:
             constants.update(tuple(value.shape) for value in _saved(node) if _is_constant(value))
@@ -94,9 +94,20 @@ def only_parameters(root: Any) -> bool:
     return constants <= shapes
 
 
+_CONSTANTS = ("_saved_self", "_saved_other", "_saved_mat2", "_saved_target")
+
+
 def _saved(node: Any) -> list[Any]:
-    names = ("_saved_self", "_saved_other", "_saved_mat2", "_saved_target")
-    return [getattr(node, name, None) for name in names]
+    return [getattr(node, name, None) for name in _CONSTANTS]
+
+
+def _is_computed_again(node: Any, name: str) -> bool:
+    """Whether asking for it would run a checkpointed block again, and hold all that the block had not kept.
+
+    Other hooks keep the tensor itself, or one on the CPU and where it came from.
+    """
+    raw = getattr(node, f"_raw{name}", None)
+    return raw is not None and raw.unpack_hook is not None and not isinstance(raw.data, torch.Tensor | tuple)
 
 
 def _is_constant(value: Any) -> bool:

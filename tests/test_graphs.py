@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from autoaccum.graphs import is_linear_operation, only_parameters, operation_of, signed
 
@@ -31,6 +32,19 @@ PARAMETER = nn.Parameter(torch.ones(3, 2))
 )
 def test_only_parameters(make: Callable[[], torch.Tensor], expected: bool) -> None:
     assert only_parameters(make().grad_fn) is expected
+
+
+def test_a_checkpointed_block_is_not_computed_again_to_be_asked() -> None:
+    calls = []
+
+    def block(weight: torch.Tensor) -> torch.Tensor:
+        calls.append(weight)
+        return (weight * weight).abs()
+
+    assert only_parameters(checkpoint(block, PARAMETER, use_reentrant=False).grad_fn) is False
+    assert len(calls) == 1
+    with torch.autograd.graph.save_on_cpu():
+        assert only_parameters(block(PARAMETER).grad_fn) is True
 
 
 def test_operations_bear_the_names_of_their_nodes() -> None:
