@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoaccum.advice import Refused, advise
 from autoaccum.costs import prediction_error
 from autoaccum.coupling import smallest_micro_batch
 from autoaccum.data import Window
-from autoaccum.errors import ArgumentError, AutoaccumWarning
+from autoaccum.errors import ArgumentError, AutoaccumWarning, NothingFitsError
 from autoaccum.events import Event, Notice, Planned, Replanned, StepSkipped
 from autoaccum.losses import LossOf
 from autoaccum.memory import Memory
@@ -105,6 +106,11 @@ class Engine:
         """Windows that were run and stepped on."""
         self._emit = emit
         self._announced: set[str] = set()
+        self._model = model
+        self._modules = modules
+        self._loss_of = loss_of
+        self._precision = precision
+        self._device = device
         self._runner = WindowRunner(
             model=model,
             modules=modules,
@@ -127,13 +133,19 @@ class Engine:
 
         Raises:
             NonFiniteLossError: the loss of the very first window is NaN or infinite; nothing is left of it.
-            NothingFitsError: one sample does not fit.
+            NothingFitsError: one sample does not fit; it says what would make it fit.
         """
         if plan is not None and max(plan) > self.tuner.largest:
             plan = None  # a size of it has run out of memory in this run
         if time.perf_counter() >= self._next_look:
             self._look(window)
-        gradient, peak_bytes, replays = self._runner.run(window, self.step + 1, plan)
+        try:
+            gradient, peak_bytes, replays = self._runner.run(window, self.step + 1, plan)
+            refused = None
+        except NothingFitsError as error:
+            refused = error.with_traceback(None)  # whose frames hold what was computed of the window
+        if refused is not None:
+            raise self._advised(refused, window)
         if not gradient.items:
             self._announce_once(
                 Notice(
@@ -143,6 +155,24 @@ class Engine:
                 )
             )
         return gradient, peak_bytes, replays
+
+    def _advised(self, refused: NothingFitsError, window: Window) -> NothingFitsError:
+        samples = refused.micro_batch or 1
+        advice = advise(
+            Refused(
+                model=self._model,
+                modules=self._modules,
+                optimizer=self.optimizer,
+                loss_of=self._loss_of,
+                batch=lambda: window.micro_batch(0, samples),
+                precision=self._precision,
+                device=self._device,
+                memory=self.memory,
+                limit_bytes=self.limit_bytes,
+                peak_bytes=refused.peak_bytes,
+            )
+        )
+        return refused.advised(advice)
 
     def apply(self, gradient: Gradient) -> bool:
         """One step of the optimizer; False when it was left out, for there was nothing to step on."""

@@ -38,6 +38,7 @@ optimizer step.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from autoaccum.units import format_bytes
 
@@ -191,20 +192,68 @@ class MemoryLimitError(AutoaccumError):
         super().__init__(message)
 
 
-class NothingFitsError(MemoryLimitError):
-    """Not even the smallest micro-batch fits."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Advice:
+    """Something that makes the smallest micro-batch need less memory, by estimate."""
 
-    def __init__(self, *, phase: str, micro_batch: int, peak_bytes: int | None, limit_bytes: int | None) -> None:
+    name: str
+    """activation checkpointing, save_on_cpu, bf16, SGD, Adafactor, all together"""
+    saves_bytes: int
+    """How much less."""
+    needed_bytes: int | None
+    """The peak with it; None when the micro-batch could not be measured."""
+    fits: bool
+    """Whether that is within the limit; False when it is not known."""
+    how: str
+    """What to write, and where."""
+
+    def __str__(self) -> str:
+        if self.needed_bytes is None:
+            verdict = "whether that is enough is not known"
+        else:
+            verdict = f"{format_bytes(self.needed_bytes)} needed: {'fits' if self.fits else 'not enough'}"
+        return f"{self.name}: saves {format_bytes(self.saves_bytes)}, {verdict} ({self.how})"
+
+
+class NothingFitsError(MemoryLimitError):
+    """Not even the smallest micro-batch fits; ``advice`` says what would make it fit, as far as that is known."""
+
+    def __init__(
+        self,
+        *,
+        phase: str,
+        micro_batch: int,
+        peak_bytes: int | None,
+        limit_bytes: int | None,
+        advice: tuple[Advice, ...] = (),
+    ) -> None:
         self.phase = phase
+        self.advice = advice
         reached = "" if peak_bytes is None else f", {format_bytes(peak_bytes)} in use"
         allowed = "" if limit_bytes is None else f" (limit {format_bytes(limit_bytes)})"
+        cure = "Raise memory_limit or free the device for this process, make the samples smaller, "
+        if advice:
+            cure += "\n  ".join(["or choose, by estimate:", *map(str, advice)])
+        else:
+            cure += (
+                "use precision='bf16', wrap blocks in torch.utils.checkpoint, or take an optimizer that keeps less "
+                "state."
+            )
         super().__init__(
-            f"{phase}: a micro-batch of {micro_batch}, the smallest there is, does not fit{reached}{allowed}. Raise "
-            f"memory_limit or free the device for this process, make the samples smaller, use precision='bf16', wrap "
-            f"blocks in torch.utils.checkpoint, or take an optimizer that keeps less state.",
+            f"{phase}: a micro-batch of {micro_batch}, the smallest there is, does not fit{reached}{allowed}. {cure}",
             micro_batch=micro_batch,
             peak_bytes=peak_bytes,
             limit_bytes=limit_bytes,
+        )
+
+    def advised(self, advice: tuple[Advice, ...]) -> NothingFitsError:
+        """The same, with advice."""
+        return NothingFitsError(
+            phase=self.phase,
+            micro_batch=self.micro_batch or 1,
+            peak_bytes=self.peak_bytes,
+            limit_bytes=self.limit_bytes,
+            advice=advice,
         )
 
 

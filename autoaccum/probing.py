@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from autoaccum import arguments
+from autoaccum.advice import Refused, advise
 from autoaccum.attributes import Attributes
 from autoaccum.costs import MemoryModel, TimeModel, Trial, fit_memory_model, fit_time_model
 from autoaccum.coupling import smallest_micro_batch
@@ -145,8 +146,25 @@ def probe(
             history.append(_try(size, model, source, loss_of, context, memory, on, allowed))
         largest = bounds(history)[0]
         if largest == 0:
+            peak_bytes = history[-1].peak_bytes
+            refused = Refused(
+                model=model,
+                modules=modules,
+                optimizer=state_of,
+                loss_of=loss_of,
+                batch=lambda: source.example(smallest),
+                precision=precision,
+                device=on,
+                memory=memory,
+                limit_bytes=limit,
+                peak_bytes=peak_bytes,
+            )
             raise NothingFitsError(
-                phase="probe", micro_batch=smallest, peak_bytes=history[-1].peak_bytes, limit_bytes=limit
+                phase="probe",
+                micro_batch=smallest,
+                peak_bytes=peak_bytes,
+                limit_bytes=limit,
+                advice=advise(refused),
             )
     return ProbeReport(
         max_micro_batch=largest,

@@ -293,12 +293,34 @@ def test_the_tree_in_the_docstring_is_the_tree() -> None:
             assert classes_[parent] in classes_[name].__mro__
 
 
+ADVICE = (
+    errors.Advice(name="bf16", saves_bytes=2048, needed_bytes=3072, fits=True, how="precision='bf16'"),
+    errors.Advice(name="SGD", saves_bytes=1024, needed_bytes=4096, fits=False, how="optimizer=..."),
+    errors.Advice(name="Adafactor", saves_bytes=1000, needed_bytes=None, fits=False, how="optimizer=..."),
+)
+
+
+def test_advice_stands_in_the_message_a_line_each() -> None:
+    plain = errors.NothingFitsError(phase="training", micro_batch=2, peak_bytes=5120, limit_bytes=3072)
+    assert "\n" not in str(plain)
+    assert plain.advice == ()
+    error = plain.advised(ADVICE)
+    assert (error.phase, error.micro_batch, error.peak_bytes, error.limit_bytes) == ("training", 2, 5120, 3072)
+    first, *lines = str(error).splitlines()
+    assert first.startswith("training: a micro-batch of 2, the smallest there is, does not fit, 5.00 KiB in use")
+    assert lines == [
+        "  bf16: saves 2.00 KiB, 3.00 KiB needed: fits (precision='bf16')",
+        "  SGD: saves 1.00 KiB, 4.00 KiB needed: not enough (optimizer=...)",
+        "  Adafactor: saves 1000 B, whether that is enough is not known (optimizer=...)",
+    ]
+
+
 def test_errors_can_be_pickled() -> None:
     """Else a pool of processes waits for them for ever."""
     for error in (
         errors.ArgumentError("effective_batch", 0, "an int"),
         errors.RaggedBatchError({"x": 3, "y": 4}),
-        errors.NothingFitsError(phase="training", micro_batch=1, peak_bytes=5, limit_bytes=4),
+        errors.NothingFitsError(phase="training", micro_batch=1, peak_bytes=5, limit_bytes=4, advice=ADVICE),
     ):
         again = pickle.loads(pickle.dumps(error))
         assert type(again) is type(error)

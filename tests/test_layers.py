@@ -20,8 +20,8 @@ LAYERS: dict[str, str] = {
     "adapters": "sweeps integrations testing",
     "state": "trainer accumulator",
     "mechanism": "engine window probing lazy validation data checkpoint",
-    "parts": "memory reporting attributes batches coupling devices distributed losses oom optimizers precision "
-    "graphs randomness reductions conclusions snapshot weighting",
+    "parts": "advice memory reporting attributes batches coupling devices distributed losses oom optimizers precision "
+    "tape graphs randomness reductions conclusions snapshot weighting",
     "policy": "planner tuner search timing pressure costs schedules budget",
     "standard library": "__init__ _version errors events units arguments interrupts",
 }
