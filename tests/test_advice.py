@@ -161,6 +161,21 @@ def test_a_limit_that_nobody_enforces() -> None:
     assert by_name(error)["activation checkpointing"].needed_bytes == pytest.approx(then, rel=0.05)
 
 
+def test_memory_that_no_cure_makes_smaller_is_in_all_of_them() -> None:
+    """A workspace, which is not saved, and so not on the tape."""
+    workspace = 16 << 20
+
+    def step(model: nn.Module, batch: Any) -> torch.Tensor:
+        return F.mse_loss(model(batch[0]), batch[1]) + 0 * torch.zeros(workspace // 4).sum()
+
+    options = {"micro_batch": "auto", "loss_fn": None, "training_step": step}
+    error = refused(UNLIMITED, memory_limit=workspace, **options)
+    assert error.peak_bytes is not None
+    assert [a.needed_bytes for a in error.advice] == [error.peak_bytes - a.saves_bytes for a in error.advice]
+    assert len(error.advice) > 3
+    assert not any(a.fits for a in error.advice)
+
+
 def test_probe_and_accumulator_say_the_same() -> None:
     between = (peak() + peak("activation checkpointing")) // 2
     fitted = by_name(refused(between))

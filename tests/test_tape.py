@@ -28,7 +28,7 @@ def tape(model: nn.Module, batch: torch.Tensor) -> tuple[Entry, ...]:
 
 
 def saved_bytes(entries: tuple[Entry, ...]) -> int:
-    return sum({e.storage: e.held_bytes for e in entries if not e.input_of}.values())
+    return sum(size for _, size in {(e.storage, e.held_bytes) for e in entries if not e.input_of})
 
 
 @pytest.mark.parametrize("depth", [1, 2, 20])
@@ -52,6 +52,15 @@ def test_nothing_is_held() -> None:
     model, batch = chain(5), torch.randn(ROWS, WIDTH)
     record(forward, [model], batch, CPU)
     assert all(reference.expired() for reference in alive)
+
+
+def test_gradients_that_a_backward_works_on() -> None:
+    batch = torch.randn(ROWS, WIDTH, requires_grad=True)
+    entries = record(lambda: batch.tanh().tanh(), [], batch, CPU)
+    assert most_held(entries) == 2 * ONE + 2 * ONE, "both outputs, the gradient of the last and of what it is made of"
+    layer = nn.Linear(WIDTH, 3)
+    entries = record(lambda: layer(batch), [layer], batch, CPU)
+    assert most_held(entries) == 4 * 3 * WIDTH + ONE + 4 * 3 * ROWS, "of weight, input and output"
 
 
 def test_checkpointed_blocks_keep_their_inputs_and_one_its_inside() -> None:
