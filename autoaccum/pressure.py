@@ -13,6 +13,8 @@ from collections import deque
 PATIENCE = 8
 """Looks at the memory without a change of plan before growth is tried."""
 MOST_PATIENCE = 2**12
+AGAIN = 100
+"""Looks within which memory has to be strained a second time."""
 
 
 class Pressure:
@@ -23,18 +25,19 @@ class Pressure:
         self._looks = 0
         self._limits: deque[int] = deque(maxlen=PATIENCE)
         self._grew = False  # at the last change
-        self._strained = False
+        self._strained: int | None = None  # the look that last found strain
 
     def look(self, limit_bytes: int, is_strained: bool) -> bool:
-        """Before a window; whether memory is so strained, twice running, that smaller micro-batches are called for.
+        """Before a window; whether memory is so strained that smaller micro-batches are called for.
 
-        Once may be the allocator's way of getting used to a new plan.
+        Once may be the allocator's way of getting used to a new plan: it takes twice within a hundred looks.
         """
         self._looks += 1
         self._limits.append(limit_bytes)
-        twice = is_strained and self._strained
-        self._strained = is_strained
-        return twice
+        if not is_strained:
+            return False
+        last, self._strained = self._strained, self._looks
+        return last is not None and self._looks - last <= AGAIN
 
     def lowest_limit(self) -> int | None:
         """Bytes that there were at least at each of the last looks, once all has been calm for long enough."""
@@ -56,4 +59,4 @@ class Pressure:
     def _changed(self) -> None:
         self._looks = 0
         self._limits = deque(maxlen=self.patience)
-        self._strained = False
+        self._strained = None

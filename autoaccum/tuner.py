@@ -314,6 +314,8 @@ class Tuner:
 
     def reason(self) -> str:
         """Why plans have no larger micro-batches."""
+        if not self._learns:
+            return "micro_batch was passed"
         num_samples, lengths = self._window
         if len(self.plan(num_samples, lengths)) == 1:
             return "the whole window fits"

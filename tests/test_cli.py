@@ -241,7 +241,7 @@ def test_probe_prints_its_trials_the_memory_model_and_the_plan(
         "max_micro_batch", "trials", "memory_model", "time_model", "limit_bytes", "plan"
     }  # fmt: skip
     assert report["limit_bytes"] == 2**20
-    assert report["memory_model"].keys() == {"fixed_bytes", "bytes_per_sample"}
+    assert report["memory_model"].keys() == {"fixed_bytes", "bytes_per_sample", "bytes_per_square"}
     largest = report["max_micro_batch"]
     assert 1 <= largest < 24
     assert {trial["fits"] for trial in report["trials"]} == {True, False}
