@@ -12,6 +12,10 @@ map-style Dataset + workers    the micro-batches that the workers collated, cut 
 iterable of samples            the samples
 iterable of batches            the batches, cut and joined
 =============================  ========================================================================
+
+Where a user's collate_fn makes larger batches of longer samples, a window is read whole, also by workers, and serves
+its samples longest first: a micro-batch is then one of neighbours, which need little padding. What it serves is still
+a function of (seed, epoch) alone.
 """
 
 from __future__ import annotations

@@ -12,6 +12,10 @@ from autoaccum.randomness import mix, preserved, seed_host
 Collate = Callable[[list[Any]], Any]
 PlanAt = Callable[[int], Iterable[int]]
 """(position) -> micro-batch sizes to prefetch for the window that begins there"""
+Item = tuple[int, int, Any]
+"""(epoch, position in the epoch, sample)"""
+NextPiece = Callable[[int], tuple[int, Any]]
+"""(samples wished for) -> (samples that came, the piece that holds them)"""
 
 
 class Window(Protocol):
@@ -23,7 +27,10 @@ class Window(Protocol):
 
     @property
     def lengths(self) -> Sequence[int] | None:
-        """How long each sample is, longest first, in the order that they are served; None where they are alike."""
+        """How long each sample is, longest first, in the order that ``micro_batch`` serves them.
+
+        None when samples are alike in length, their length cannot be told, or grouping them by it is of no use.
+        """
 
     def micro_batch(self, start: int, size: int) -> Any:
         """The ``size`` samples from position ``start`` of the window, on the device, the caller's to edit."""
@@ -49,7 +56,10 @@ class Source(Protocol):
         """One pass over the data, in the order of that epoch."""
 
     def example(self, num_samples: int) -> Any:
-        """A batch of that many samples (repeated where there are not enough) that leaves the data as it was."""
+        """A batch of that many samples (repeated where there are not enough) that leaves the data as it was.
+
+        Where a collate_fn takes samples of different lengths, the longest of the first few is repeated.
+        """
 
 
 class Order:

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import signal
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, default_collate, get_worker_info
 
 from autoaccum import batches
-from autoaccum.data.base import Collate, Order, PlanAt, Reader
-from autoaccum.data.pieces import BATCHES, Item, NextPiece, Pieces, SampleReader, items_form, quietly
+from autoaccum.data.base import Collate, Item, NextPiece, Order, PlanAt, Reader
+from autoaccum.data.grouped import GroupedSamples
+from autoaccum.data.lengths import PEEK, Padding, again, in_turn, lengths_of, longest
+from autoaccum.data.packing import pack, unpack
+from autoaccum.data.pieces import BATCHES, Pieces, SampleReader, items_form, quietly
 from autoaccum.oom import is_out_of_memory
+from autoaccum.planner import near_equal
 from autoaccum.randomness import mix, preserved
+
+Key = tuple[int, int, Any]
+"""(epoch, position in the epoch, index into the dataset)"""
 
 
 class _StartWorker:
@@ -56,98 +64,153 @@ class DatasetSource:
         self._num_workers = num_workers
         self._loader_options = dict(loader_options or {})
         self._budget_bytes = budget_bytes
+        self._padding: Padding | None = None  # None too where samples are not grouped
+        self._peeked = collate is default_collate  # which needs samples of one shape
         self.num_samples: int | None = order.num_samples
 
     def read(self, epoch: int, plan_at: PlanAt) -> Reader:
         """One pass over the samples."""
         indices = self._order(epoch)
 
-        def keys(start: int, stop: int) -> list[tuple[int, int, Any]]:
-            chosen = indices[start:stop]
-            if isinstance(chosen, torch.Tensor):  # datasets take ints
-                chosen = chosen.tolist()
-            return [(epoch, position, index) for position, index in enumerate(chosen, start)]
+        def keys(positions: Sequence[int]) -> list[Key]:
+            there = [position for position in positions if position < len(indices)]
+            if isinstance(indices, torch.Tensor):  # datasets take ints
+                chosen = indices[there].tolist()
+            else:
+                chosen = [indices[position] for position in there]
+            return [(epoch, position, index) for position, index in zip(there, chosen, strict=True)]
 
-        def reread(start: int, stop: int) -> Any:
+        def items_at(positions: Sequence[int]) -> list[Item]:
             with preserved():
-                return self._reader(self._reader.__getitems__(keys(start, stop)))
-
-        shared: dict[str, Any] = {
-            "device": self._device,
-            "num_samples": len(indices),
-            "reread": reread,
-            "budget_bytes": self._budget_bytes,
-        }
-        if self._num_workers:
-            next_batch = self._load(epoch, keys, reread, plan_at)
-            return Pieces(next_batch, form=BATCHES, cuttable=self._collate is default_collate, **shared)
+                return self._reader.__getitems__(keys(positions))
 
         position = 0
 
         def next_items(wished: int) -> tuple[int, list[Item]]:
             nonlocal position
-            if not (wanted := keys(position, position + wished)):
+            if not (items := items_at(range(position, position + wished))):
                 raise StopIteration
-            with preserved():
-                items = self._reader.__getitems__(wanted)
             position += len(items)
             return len(items), items
 
-        return Pieces(next_items, form=items_form(quietly(self._reader)), **shared)
+        collate = quietly(self._reader)
+        shared: dict[str, Any] = {
+            "device": self._device,
+            "num_samples": len(indices),
+            "budget_bytes": self._budget_bytes,
+        }
+        if padding := self._grouping():
+            chunks_at = partial(_chunks, plan_at, self._num_workers)
+            read_on = self._load(epoch, keys, chunks_at, items_at, None) if self._num_workers else next_items
+            return GroupedSamples(read_on, collate=collate, padding=padding, reread=items_at, **shared)
+        shared["reread"] = lambda start, stop: collate(items_at(range(start, stop)))
+        if self._num_workers:
+            next_batch = self._load(epoch, keys, plan_at, lambda at: collate(items_at(at)), self._reader)
+            return Pieces(next_batch, form=BATCHES, cuttable=self._collate is default_collate, **shared)
+        return Pieces(next_items, form=items_form(collate), **shared)
 
     def _load(
-        self, epoch: int, keys: Callable[[int, int], list[Any]], reread: Callable[[int, int], Any], plan_at: PlanAt
+        self,
+        epoch: int,
+        keys: Callable[[Sequence[int]], list[Key]],
+        plan_at: PlanAt,
+        reread: Callable[[Sequence[int]], Any],
+        collate: Callable[[list[Item]], Any] | None,
     ) -> NextPiece:
-        """Micro-batches collated by worker processes, ahead of time, cut as the plan stood when they were ordered."""
-        ordered: deque[tuple[int, int]] = deque()  # (first position, last + 1) of those under way
+        """What worker processes read ahead of time, cut as the plan stood when it was ordered.
 
-        def cuts() -> Iterator[list[Any]]:
+        They collate it to micro-batches; without ``collate`` it comes as items.
+        """
+        ordered: deque[range] = deque()  # the positions of those under way
+
+        def cuts() -> Iterator[list[Key]]:
             position = 0
             while True:
                 for size in plan_at(position):
-                    if not (wanted := keys(position, position + size)):
+                    if not (wanted := keys(range(position, position + size))):
                         return
-                    ordered.append((position, position + len(wanted)))
+                    ordered.append(range(position, position + len(wanted)))
                     position += len(wanted)
                     yield wanted
 
-        options = self._loader_options
-        loader: DataLoader[Any] = DataLoader(
-            self._reader,  # type: ignore[arg-type]
-            batch_sampler=cuts(),
-            collate_fn=self._reader,
-            num_workers=self._num_workers,
-            pin_memory=self._device.type != "cpu",
-            generator=torch.Generator().manual_seed(mix(self._seed, epoch) >> 1),
-            **{**options, "worker_init_fn": _StartWorker(options.get("worker_init_fn"))},
-        )
-        iterator = iter(loader)
+        iterator = iter(self._loader(cuts(), collate or pack, self._num_workers, epoch))
         lost = False
 
-        def next_batch(wished: int) -> tuple[int, Any]:
+        def next_piece(wished: int) -> tuple[int, Any]:
             nonlocal lost
             if not lost:
                 try:
-                    batch = next(iterator)
+                    piece = next(iterator)
+                    if collate is None:
+                        piece = unpack(piece)
                 except Exception as error:
                     if not is_out_of_memory(error):
                         raise
                     lost = True
                 else:
-                    first, last = ordered.popleft()
-                    return last - first, batch
-            # A worker ran out of the host's memory, and its batch will not come again: it is read here.
-            first, last = ordered[0]
-            batch = reread(first, last)
+                    return len(ordered.popleft()), piece
+            # Memory ran out in a worker, or for what it sent, which will not come again: it is read here.
+            piece = reread(ordered[0])
             lost = False
-            ordered.popleft()
-            return last - first, batch
+            return len(ordered.popleft()), piece
 
-        return next_batch
+        return next_piece
+
+    def _loader(
+        self, cuts: Iterable[list[Key]], collate: Callable[[list[Item]], Any], num_workers: int, epoch: int
+    ) -> DataLoader[Any]:
+        options = self._loader_options
+        return DataLoader(
+            self._reader,  # type: ignore[arg-type]
+            batch_sampler=cuts,
+            collate_fn=collate,
+            num_workers=num_workers,
+            pin_memory=self._device.type != "cpu",
+            generator=torch.Generator().manual_seed(mix(self._seed, epoch) >> 1),
+            **{**options, "worker_init_fn": _StartWorker(options.get("worker_init_fn"))},
+        )
+
+    def _grouping(self) -> Padding | None:
+        """What to group samples by length by; None where that gains nothing, as a few of the dataset tell.
+
+        They are the same few in every epoch, so that what is found does not depend on where a run begins.
+        """
+        if not self._peeked:
+            self._peeked = True
+            try:
+                gains = again(self._peek)
+            except Exception:  # it will come up again in training, if it does not lie in how a few are read here
+                gains = False
+            self._padding = Padding(quietly(self._reader), follows=True) if gains else None
+        return self._padding
+
+    def _peek(self) -> bool:
+        count = min(self._size, PEEK)
+        spread = [(0, i, i * self._size // count) for i in range(count)]
+        if self._num_workers:  # a dataset may open, at its first read, files that cannot be shared with workers
+            (gains,) = self._loader([spread], partial(_gains, self._reader), 1, epoch=0)
+            return bool(gains)
+        with preserved():
+            return _gains(self._reader, self._reader.__getitems__(spread))
 
     def example(self, num_samples: int) -> Any:
-        """The first few samples, repeated and collated."""
+        """The first few samples, repeated and collated: with a collate_fn, the longest of them where they differ."""
+        may_differ = self._collate is not default_collate
         with preserved():
-            items = self._reader.__getitems__([(0, i, i) for i in range(min(num_samples, self._size, 32))])
-            batch = self._reader([items[i % len(items)] for i in range(num_samples)])
+            count = min(self._size, PEEK if may_differ else min(num_samples, PEEK))
+            items = self._reader.__getitems__([(0, i, i) for i in range(count)])
+            batch = self._reader(longest(items, num_samples) if may_differ else in_turn(items, num_samples))
         return batches.to_device(batch, self._device, copy=True)
+
+
+def _gains(collate: Callable[[list[Item]], Any], items: list[Item]) -> bool:
+    """Whether there are longer samples among them, and they make larger batches."""
+    lengths = lengths_of(items)
+    low, high = min(lengths), max(lengths)
+    return low < high and Padding(collate).follows(items[lengths.index(low)], items[lengths.index(high)])
+
+
+def _chunks(plan_at: PlanAt, num_workers: int, position: int) -> Iterable[int]:
+    """Samples to read at a time for the window that begins there: a share for each worker, and not too many."""
+    window = sum(plan_at(position))
+    return near_equal(window, max(1, min(window, max(num_workers, -(-window // PEEK)))))

@@ -11,13 +11,9 @@ from typing import Any
 import torch
 
 from autoaccum import batches
-from autoaccum.data.base import Collate, Window
+from autoaccum.data.base import Collate, Item, NextPiece, Window
 from autoaccum.errors import DataError
 from autoaccum.randomness import mix, preserved, seed_host
-
-Item = tuple[int, int, Any]
-"""(epoch, position in the epoch, sample)"""
-NextPiece = Callable[[int], tuple[int, Any]]
 
 
 @dataclass(frozen=True, slots=True)

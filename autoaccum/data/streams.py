@@ -7,10 +7,13 @@ from itertools import islice
 from typing import Any
 
 import torch
+from torch.utils.data import default_collate
 
 from autoaccum import batches
-from autoaccum.data.base import Collate, PlanAt, Reader
-from autoaccum.data.pieces import BATCHES, NextPiece, Pieces, SampleReader, items_form, quietly
+from autoaccum.data.base import Collate, NextPiece, PlanAt, Reader
+from autoaccum.data.grouped import GroupedSamples
+from autoaccum.data.lengths import PEEK, Padding, longest
+from autoaccum.data.pieces import BATCHES, Pieces, SampleReader, items_form, quietly
 from autoaccum.errors import DataError, EmptyDatasetError
 from autoaccum.oom import is_out_of_memory
 from autoaccum.randomness import IsolatedRandomness, mix
@@ -25,14 +28,22 @@ class StreamSource:
         self._stream = stream
         self._seed = seed
         self._device = device
-        self._form = BATCHES if collate is None else items_form(quietly(SampleReader(None, collate, seed)))
         self._of_samples = collate is not None
+        self._form = BATCHES
+        self._collate = None  # of samples that may differ in length, as default_collate's may not
+        if collate is not None:
+            recipe = quietly(SampleReader(None, collate, seed))
+            self._form = items_form(recipe)
+            self._collate = None if collate is default_collate else recipe
 
     def read(self, epoch: int, plan_at: PlanAt) -> Reader:
         """One pass over what the stream yields; the stream draws from random states of its own."""
         for part in ("dataset", "sampler"):
             _set_epoch(getattr(self._stream, part, None), epoch)
         _set_epoch(self._stream, epoch)
+        if self._collate is not None:
+            padding = Padding(self._collate)  # of this pass, so that it does not depend on where a run begins
+            return GroupedSamples(self._reading(epoch), collate=self._collate, padding=padding, device=self._device)
         return Pieces(self._reading(epoch), form=self._form, device=self._device)
 
     def _reading(self, epoch: int) -> NextPiece:
@@ -61,7 +72,7 @@ class StreamSource:
         return next_piece
 
     def example(self, num_samples: int) -> Any:
-        """The first batch or samples of a pass of its own, repeated."""
+        """The first batch or sample of a pass of its own, repeated; with a collate_fn the longest of the first few."""
         if hasattr(self._stream, "__next__"):
             raise DataError(
                 "data: an iterator can be read only once, and looking at it would take samples from training. Pass "
@@ -69,11 +80,14 @@ class StreamSource:
             )
         next_piece = self._reading(0)
         try:
-            size, piece = next_piece(1)
+            size, piece = next_piece(1 if self._collate is None else PEEK)
         except StopIteration:
             raise EmptyDatasetError("data", "iterating over it yields nothing.") from None
-        repeated = self._form.join([piece] * -(-num_samples // size))
-        batch = self._form.finish(self._form.take(repeated, 0, num_samples))
+        if self._collate is None:
+            enough = self._form.join([piece] * -(-num_samples // size))
+            batch = self._form.finish(self._form.take(enough, 0, num_samples))
+        else:
+            batch = self._collate(longest(piece, num_samples))
         return batches.to_device(batch, self._device, copy=True)
 
 

@@ -1,0 +1,132 @@
+"""Samples of different lengths as data: a window serves them longest first, so that neighbours need little padding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from autoaccum import batches
+from autoaccum.data.base import Item, NextPiece, Window
+from autoaccum.data.lengths import PEEK, Padding, again, lengths_of
+
+
+class GroupedSamples:
+    """One pass over samples, a whole window of which is read before the first is served.
+
+    The order is a function of the window's samples alone, so that it is the same whatever the plan, or when replayed.
+    """
+
+    def __init__(
+        self,
+        next_items: NextPiece,
+        *,
+        collate: Callable[[list[Item]], Any],
+        padding: Padding,
+        device: torch.device,
+        num_samples: int | None = None,
+        reread: Callable[[Sequence[int]], list[Item]] | None = None,
+        budget_bytes: int | None = None,
+    ) -> None:
+        """Set up.
+
+        Args:
+            next_items: (samples wished for) -> the next items, and how many they are; StopIteration after the last.
+            collate: makes a batch of items, leaving the random states as they were.
+            padding: what it makes of samples of different lengths.
+            device: where micro-batches go.
+            num_samples: samples in the pass, when known.
+            reread: (positions in the pass) -> their items, read anew; None where that is impossible.
+            budget_bytes: most to keep of a window; items past it are read again when asked for. None: keep all.
+        """
+        self._next_items = next_items
+        self._collate = collate
+        self._padding = padding
+        self._device = device
+        self._num_samples = num_samples
+        self._reread = reread
+        self._budget_bytes = budget_bytes if reread is not None else None
+        self._position = 0
+        self._ahead: list[Item] = []  # what came with the last window's items
+        self._kept: list[Item | None] = []
+
+    def window(self, num_samples: int, whole: bool = False) -> Window | None:
+        """See ``Reader``."""
+        self._kept.clear()  # the window before may still be in somebody's hand
+        if self._num_samples is not None:
+            there = min(num_samples, self._num_samples - self._position)
+            if there < (num_samples if whole else 1):
+                return None
+        kept, lengths = self._read(num_samples)
+        if len(kept) < (num_samples if whole else 1):
+            return None
+        positions = range(self._position, self._position + len(kept))
+        self._position += len(kept)
+        by_length = sorted(range(len(kept)), key=lengths.__getitem__, reverse=True)  # ties stay in order
+        window = _GroupedWindow(
+            items=[kept[index] for index in by_length],
+            positions=[positions[index] for index in by_length],
+            collate=self._collate,
+            reread=self._reread,
+            device=self._device,
+        )
+        lengths.sort(reverse=True)
+        if lengths[0] > lengths[-1]:
+            if self._padding.follows(window.item(len(kept) - 1), window.item(0)):
+                capped = self._padding.capped(lengths, window.item)
+                window.lengths = capped if capped[0] > capped[-1] else None
+            else:
+                window.items, window.positions = kept, list(positions)
+        self._kept = window.items
+        return window
+
+    def _read(self, num_samples: int) -> tuple[list[Item | None], list[int]]:
+        """The next items, None in place of those past the budget, and their lengths."""
+        kept: list[Item | None] = []
+        lengths: list[int] = []
+        kept_bytes = 0
+        while (missing := num_samples - len(kept)) > 0:
+            if not self._ahead:
+                try:
+                    _, self._ahead = again(partial(self._next_items, min(missing, PEEK)))
+                except StopIteration:
+                    break
+            items, self._ahead = self._ahead[:missing], self._ahead[missing:]
+            lengths += lengths_of(items)
+            if self._budget_bytes is not None:
+                kept_bytes += batches.num_bytes(items)
+            is_too_much = self._budget_bytes is not None and kept_bytes > self._budget_bytes
+            kept += [None] * len(items) if is_too_much else items
+        return kept, lengths
+
+
+@dataclass(slots=True)
+class _GroupedWindow:
+    items: list[Item | None]
+    positions: list[int]
+    collate: Callable[[list[Item]], Any]
+    reread: Callable[[Sequence[int]], list[Item]] | None
+    device: torch.device
+    lengths: tuple[int, ...] | None = None
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.positions)
+
+    def item(self, index: int) -> Item:
+        return again(partial(self._held, index, index + 1))[0]
+
+    def micro_batch(self, start: int, size: int) -> Any:
+        return batches.to_device(self.collate(self._held(start, start + size)), self.device, copy=True)
+
+    def _held(self, start: int, stop: int) -> list[Item]:
+        held = self.items[start:stop]
+        dropped = [position for item, position in zip(held, self.positions[start:stop], strict=True) if item is None]
+        if not dropped:
+            return held  # type: ignore[return-value]
+        assert self.reread is not None  # only what can be reread is dropped
+        read = iter(self.reread(dropped))
+        return [next(read) if item is None else item for item in held]
