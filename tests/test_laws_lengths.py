@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import autoaccum
+from autoaccum.errors import OptimizerOutOfMemoryError
 from autoaccum.events import Validated
 from autoaccum.testing import oom_at
 from tests.models import relative_error, same, state_of
@@ -106,10 +108,14 @@ class Recorder(torch.optim.SGD):
 
 
 def fit(step: str, data: Any, micro_batch: Any, **options: Any) -> autoaccum.FitResult:
+    return trainer(step, data, micro_batch, **options).fit()
+
+
+def trainer(step: str, data: Any, micro_batch: Any, **options: Any) -> autoaccum.Trainer:
     arguments: dict[str, Any] = {"effective_batch": 9, "optimizer": Recorder, "shuffle": False, **options}
     if not isinstance(data, DataLoader):
         arguments["collate_fn"] = pad
-    return autoaccum.fit(
+    return autoaccum.Trainer(
         Tagger(), data, training_step=STEPS[step], micro_batch=micro_batch, device="cpu", progress=False, **arguments
     )
 
@@ -171,25 +177,33 @@ def test_micro_batches_hold_little_padding() -> None:
 def test_an_oom_leaves_no_mark() -> None:
     """Wherever in a window, or ahead of it, memory runs out: the run is that of the smaller plan from that window on."""
 
-    def run(micro_batch: Any) -> autoaccum.FitResult:
-        return fit("token_mean", Texts(), micro_batch, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), shuffle=True)
+    def prepared(micro_batch: Any) -> autoaccum.Trainer:
+        return trainer("token_mean", Texts(), micro_batch, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), shuffle=True)
 
+    gc.freeze()  # each recovery collects garbage: it need not look at torch's hundreds of thousands of objects
     clean: dict[Any, Any] = {}
+    running = prepared(5)
     with oom_at(None) as counter:
-        run(5)
+        running.fit()
     replays = 0
-    for operation in range(5, counter.operations, 7):
+    outside: set[str] = set()
+    for operation in range(1, counter.operations + 1, 13):
+        running = prepared(5)
         try:
             with oom_at(operation):
-                result = run(5)
-        except (torch.OutOfMemoryError, autoaccum.AutoaccumError):  # in the optimizer, or outside of all windows
+                result = running.fit()
+        except OptimizerOutOfMemoryError:
+            continue
+        except torch.OutOfMemoryError as error:
+            outside.add(str(error).split()[-1])
             continue
         replays += sum(report.replays for report in result.history)
         plans = tuple(report.micro_batches for report in result.history)
         if plans not in clean:
-            clean[plans] = state_of(run(list(plans)))
+            clean[plans] = state_of(prepared(list(plans)).fit())
         assert same(state_of(result), clean[plans]), f"operation {operation} left a mark"
-    assert replays > 30
+    assert replays > 25
+    assert outside <= {"aten.randperm.generator."}, "an order on the host; nothing of what a window is read ahead by"
 
 
 @pytest.mark.parametrize("micro_batch", [1, 4, 9])
