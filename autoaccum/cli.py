@@ -1,7 +1,8 @@
 """The command line: parse, call, print.
 
 ``fit``, ``probe`` and ``plan`` have no option of their own besides ``--json``: the others are the parameters of the
-functions they call, as far as these can be written on a command line, and so cannot fall behind them.
+functions they call, as far as these can be written on a command line, and so cannot fall behind them. ``cache`` shows
+and clears what is kept of past runs.
 
 Exit codes: 0 done; 2 usage; 3 not even one sample fits; 130 interrupted by Ctrl-C; 1 anything else.
 """
@@ -28,6 +29,7 @@ from cyclopts import App, CycloptsError, Parameter, Token
 from autoaccum import __version__, planner
 from autoaccum.errors import ArgumentError, AutoaccumError, AutoaccumWarning, MemoryLimitError, RecipeError
 from autoaccum.events import Finished
+from autoaccum.past import Past
 from autoaccum.recipes import FORMS, RecipeRaised, opened
 from autoaccum.units import format_bytes
 
@@ -87,6 +89,15 @@ def _app() -> App:
         help=f"Find the largest micro-batch that fits, without training.\n\n{override}",
     )
     app.command(_command(_plan, planner.plan), name="plan", help="Cut a window into micro-batches: arithmetic alone.")
+    # What a default does is shown by the help of its App.
+    cache = App(
+        name="cache",
+        help="Show what earlier runs found out about micro-batches, from which later ones begin.\n\n"
+        "It is kept in the user's cache directory, or where the environment variable AUTOACCUM_CACHE_DIR says.",
+    )
+    cache.default(_cache)
+    cache.command(_clear_cache, name="clear")
+    app.command(cache)
     return app
 
 
@@ -140,6 +151,36 @@ def _plan(*, json: Json = False, **options: Any) -> None:
         _print_json(_plan_document(plan))
     else:
         print(_plan_line(plan))
+
+
+def _cache(*, json: Json = False) -> None:
+    past = Past()
+    entries, num_bytes = past.entries(), past.num_bytes()
+    if json:
+        models = [dataclasses.asdict(entry) for entry in entries]
+        _print_json({"directory": str(past.where), "num_entries": len(models), "bytes": num_bytes, "entries": models})
+        return
+    for entry in entries:
+        print(f"{entry.saved}  {entry.model} on {entry.device}: {_counted(entry.num_trials, 'size')}")
+    print(f"{past.where}: {_counted(len(entries), 'entry', 'entries')}, {format_bytes(num_bytes)}")
+
+
+def _clear_cache(*, json: Json = False) -> int:
+    """Remove all of it, and nothing else that is in the same directory."""
+    past = Past()
+    try:
+        removed = past.clear()
+    except OSError as error:
+        return _fail(error, 1)
+    if json:
+        _print_json({"directory": str(past.where), "removed_files": removed})
+    else:
+        print(f"{past.where}: removed {_counted(removed, 'file')}")
+    return 0
+
+
+def _counted(number: int, noun: str, plural: str = "") -> str:
+    return f"{number} {noun if number == 1 else plural or f'{noun}s'}"
 
 
 def _command(

@@ -98,4 +98,4 @@ def has_plateaued(history: Sequence[Trial]) -> bool:
     largest = max(rates, default=0)
     before = [rate for size, rate in rates.items() if 4 * size <= largest]
     since = [rate for size, rate in rates.items() if 4 * size > largest]
-    return len(before) > 1 and len(since) > 1 and max(since) < PLATEAU * max(before)
+    return len(before) > 1 and max(since) < PLATEAU * max(before)

@@ -8,6 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, ParamSpec
 
 import torch
@@ -38,11 +39,13 @@ from autoaccum.interrupts import interrupt_calls
 from autoaccum.lazy import build_lazy_layers
 from autoaccum.losses import loss_function
 from autoaccum.memory import memory_of
-from autoaccum.oom import room_for_model
+from autoaccum.oom import is_out_of_memory, room_for_model
 from autoaccum.optimizers import OptimizerLike, allocate_state, make_optimizer, trainable_parameters
+from autoaccum.past import Past
 from autoaccum.planner import Plan
 from autoaccum.precision import Precision, autocast
 from autoaccum.reporting import ProgressBar
+from autoaccum.signature import describe, key
 from autoaccum.validation import Validator
 from autoaccum.weighting import CountItems
 from autoaccum.window import Gradient
@@ -105,6 +108,7 @@ class Trainer:
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_workers: int = 0,
         validation_data: Any = None,
+        cache: bool = True,
         callbacks: Iterable[Callback] = (),
         progress: bool = True,
     ) -> None:
@@ -189,6 +193,17 @@ class Trainer:
             emit=self._emit,
         )
         self._tuner = self._engine.tuner
+        self._past = Past() if cache and self._tuner.searching else None
+        self._past_key: str | None = None
+        self._key_of = partial(
+            key,
+            modules,
+            self.optimizer,
+            precision=precision,
+            device=self.device,
+            compiled=compile,
+            functions=(loss_fn, training_step),
+        )
         self._validator = None
         if hasattr(validation_data, "__next__"):
             cure = "It is read after each epoch, and an iterator yields its items only once: pass a Dataset or a list."
@@ -238,6 +253,7 @@ class Trainer:
         try:
             return self._fit()
         finally:
+            self._keep()
             if self._bar is not None:
                 self._bar.close()
 
@@ -295,6 +311,8 @@ class Trainer:
 
     def _train(self, window: Window, epoch: int) -> None:
         """One window: its gradient, the optimizer's step, the report."""
+        if self.step == 0:
+            self._recall(window)
         plan = self._recorded_plan()
         if plan is not None and sum(plan) != window.num_samples:
             raise ArgumentError(
@@ -326,6 +344,36 @@ class Trainer:
         self._emit(report)
         if self._budget.spent(self.step, self.samples_seen):
             self._end("budget")
+
+    def _recall(self, window: Window) -> None:
+        """Begin from what earlier runs found.
+
+        The shapes are those of the first window, for data need not bear to be read beside the pass that trains.
+        """
+        if self._past is None:
+            return
+        try:
+            example = window.micro_batch(0, min(self._tuner.smallest, window.num_samples))
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            return
+        try:
+            self._past_key = self._key_of(batch=example)
+        except Exception:  # code of others is asked what it is, and no answer of it may end the run
+            return
+        self._tuner.recall(self._past.load(self._past_key))
+
+    def _keep(self) -> None:
+        """For later runs, what was measured: that a size failed says something about this run's limit alone."""
+        measured = [trial for trial in self._tuner.history if trial.peak_bytes is not None]
+        if self._past is not None and self._past_key is not None and measured:
+            self._past.save(
+                self._past_key,
+                [*self._tuner.past, *measured],
+                model=type(self.model).__name__,
+                device=describe(self.device),
+            )
 
     def _step(self, gradient: Gradient) -> bool:
         """The optimizer's and the scheduler's; the optimizer's is left out where there is nothing to step on."""
@@ -449,6 +497,8 @@ def _as_function(trainer: Callable[P, Trainer]) -> Callable[P, FitResult]:
             collate_fn: makes a batch of a list of samples.
             num_workers: processes that read the data ahead of time.
             validation_data: like data; its loss is reported at the end of each epoch.
+            cache: begin from what earlier runs of the same model, data shapes and device found, and keep what this one
+                finds.
             callbacks: functions (record) -> None, called with every StepReport and event; StopTraining ends the run.
             progress: show a progress bar and a summary on standard error.
 

@@ -283,8 +283,11 @@ def test_plan_json(capsys: pytest.CaptureFixture[str]) -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("argv", ["plan --effective-batch 256 --max-micro-batch 100 --json", "plan --help", "--help"])
-def test_plan_and_help_import_no_torch(argv: str) -> None:
+@pytest.mark.parametrize(
+    "argv",
+    ["plan --effective-batch 256 --max-micro-batch 100 --json", "plan --help", "--help", "cache --json", "cache clear"],
+)
+def test_plan_help_and_cache_import_no_torch(argv: str) -> None:
     code = (
         "import sys; from autoaccum.cli import main; code = main(sys.argv[1:]);"
         "sys.exit(code or 10 * ('torch' in sys.modules))"
@@ -328,10 +331,58 @@ def test_a_warning_of_others_says_where_it_comes_from(
     assert f"{recipe}:2: FutureWarning: old habit" in capsys.readouterr().err
 
 
+# Memory of past runs.
+
+
+def test_cache_shows_what_runs_left_and_clear_empties_it(
+    tiny: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = os.environ["AUTOACCUM_CACHE_DIR"]
+    searching = ["fit", tiny("'effective_batch': 8,"), "--micro-batch", "auto", *QUIET]
+    assert main([*searching, "--no-cache"]) == 0
+    assert main(["cache"]) == 0
+    assert capsys.readouterr().out == f"{where}: 0 entries, 0 B\n"
+    assert main(searching) == 0
+    assert main(["cache", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    (file,) = Path(where).iterdir()
+    assert shown.keys() == {"directory", "num_entries", "bytes", "entries"}
+    assert (shown["directory"], shown["num_entries"], shown["bytes"]) == (where, 1, file.stat().st_size)
+    assert shown["entries"][0]["model"] == "Linear"
+    assert main(["cache"]) == 0
+    entry, total = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"20\d\d-\d\d-\d\dT[\d:]{8}\+00:00  Linear on cpu \S+: [1-9] sizes?", entry)
+    assert total.startswith(f"{where}: 1 entry, ")
+    assert main(["cache", "clear", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"directory": where, "removed_files": 1}
+    assert list(Path(where).iterdir()) == []
+    assert main(["cache", "clear"]) == 0
+    assert capsys.readouterr().out == f"{where}: removed 0 files\n"
+
+
+def test_a_cache_that_cannot_be_cleared_exits_with_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    where = Path(os.environ["AUTOACCUM_CACHE_DIR"])
+    where.mkdir()
+    (where / f"trials-{'0' * 32}.json").write_text("")
+    monkeypatch.setattr(Path, "unlink", refuse)
+    assert main(["cache", "clear"]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: [Errno 13] Permission denied: ")
+    assert err.count("\n") == 1
+
+
 # Exit codes.
 
 
-@pytest.mark.parametrize("argv", [["fit"], ["train"], ["plan", "--effective-batch", "3"], ["plan", "4"]])
+@pytest.mark.parametrize(
+    "argv", [["fit"], ["train"], ["plan", "--effective-batch", "3"], ["plan", "4"], ["cache", "clean"]]
+)
 def test_usage_errors_exit_with_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(argv) == 2
     out, err = capsys.readouterr()

@@ -21,7 +21,7 @@ LAYERS: dict[str, str] = {
     "state": "trainer accumulator",
     "mechanism": "engine window probing lazy validation data checkpoint",
     "parts": "advice memory reporting attributes batches coupling devices distributed losses oom optimizers precision "
-    "tape graphs randomness reductions conclusions snapshot weighting",
+    "past signature tape graphs randomness reductions conclusions snapshot weighting",
     "policy": "planner tuner search timing pressure costs schedules budget",
     "standard library": "__init__ _version errors events units arguments interrupts",
 }

@@ -16,6 +16,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 import autoaccum
+from autoaccum.costs import Trial
 from autoaccum.errors import AutoaccumWarning, NothingFitsError
 from autoaccum.events import (
     Finished,
@@ -28,6 +29,7 @@ from autoaccum.events import (
     StepSkipped,
     Validated,
 )
+from autoaccum.past import Past
 from autoaccum.testing import oom_at, simulated_memory
 from tests.models import classes, mlp, noisy, same, state_of, wide
 
@@ -413,6 +415,96 @@ class TestPlans:
         for small, large in ((64, 256), (256, 1024)):
             predicted = model.predict(large) - model.predict(small)
             assert peaks[large] - peaks[small] == pytest.approx(predicted, rel=0.02)
+
+
+class TestPast:
+    """Runs begin from the trials of earlier ones with the same key."""
+
+    @staticmethod
+    def trainer(**options: Any) -> autoaccum.Trainer:
+        arguments: dict[str, Any] = {"data": classes(64), "model": mlp(), "effective_batch": 16, **options}
+        return autoaccum.Trainer(**arguments, loss_fn=cross_entropy, device="cpu", progress=False)
+
+    @pytest.mark.parametrize("data", ["tensors", "batches", "iterator"])
+    def test_a_second_run_recalls_what_the_first_measured(self, data: str) -> None:
+        made = {"tensors": lambda: classes(64), "batches": lambda: [classes(32)] * 2}
+        made["iterator"] = lambda: iter(made["batches"]())
+        first, second, other = (
+            self.trainer(data=made[data](), model=model, seed=seed)
+            for model, seed in ((mlp(), 0), (mlp(seed=5), 3), (wide(), 0))
+        )
+        result = first.fit()
+        assert result.num_samples == 64, "looking at the shapes took no sample"
+        assert first._tuner.past == ()
+        second.fit()
+        measured = [trial for trial in first._tuner.history if trial.peak_bytes is not None]
+        assert measured
+        assert second._tuner.past == tuple(measured)
+        other.fit()
+        assert other._tuner.past == ()
+
+    @pytest.mark.parametrize("options", [{"cache": False}, {"micro_batch": 4}])
+    def test_without_it_or_without_a_search_nothing_is_kept_or_recalled(self, options: dict[str, Any]) -> None:
+        self.trainer(**options).fit()
+        assert Past().entries() == []
+        self.trainer().fit()
+        assert len(Past().entries()) == 1
+        again = self.trainer(**options)
+        again.fit()
+        assert again._tuner.past == ()
+
+    def test_what_was_measured_before_an_error_is_kept(self) -> None:
+        def fail(record: Any) -> None:
+            if isinstance(record, StepReport):
+                raise RuntimeError("mine")
+
+        with pytest.raises(RuntimeError, match="mine"):
+            self.trainer(callbacks=[fail]).fit()
+        (entry,) = Past().entries()
+        assert (entry.model, entry.device.split()[0]) == ("Sequential", "cpu")
+
+    def test_only_what_was_measured_is_kept(self) -> None:
+        """A failure is a word about the limit, which the next run need not have."""
+        with simulated_memory("3MiB"):
+            trainer = self.trainer(model=wide(2000), data=classes(1000), effective_batch=500)
+            assert not any(record.replays for record in trainer.fit().history)
+            trainer._tuner.history.append(Trial(micro_batch=499, fits=False))
+            trainer._keep()
+            again = self.trainer(model=wide(2000), data=classes(1000), effective_batch=500)
+            again.fit()
+        assert len(again._tuner.past) > 2
+        assert 499 not in [trial.micro_batch for trial in again._tuner.past]
+
+    def test_a_model_that_cannot_say_what_it_is_trains_without(self) -> None:
+        class Mute(nn.Linear):
+            def extra_repr(self) -> str:
+                raise RuntimeError("mute")
+
+        model = Mute(8, 3)
+        assert self.trainer(model=model).fit().num_steps == 4
+        assert Past().entries() == []
+
+    def test_looking_at_the_shapes_changes_no_number(self) -> None:
+        with_past, without = (fit(noisy(), cache=cache, effective_batch=4, epochs=2) for cache in (True, False))
+        assert [r.micro_batches for r in with_past.history] == [r.micro_batches for r in without.history]
+        assert same(state_of(with_past), state_of(without))
+
+    def test_memory_that_runs_out_while_looking_is_no_error(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        trainer = self.trainer()
+        window_type = type(trainer._source.read(0, trainer._sizes_at).window(16))
+        read, failed = window_type.micro_batch, []  # type: ignore[union-attr]
+
+        def fail_once(window: Any, start: int, size: int) -> Any:
+            if not failed:
+                failed.append(size)
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return read(window, start, size)
+
+        monkeypatch.setattr(window_type, "micro_batch", fail_once)
+        result = trainer.fit()
+        assert (result.num_steps, [report.replays for report in result.history]) == (4, [0] * 4)
+        assert failed == [1]
+        assert Past().entries() == []
 
 
 class TestValidation:
