@@ -67,17 +67,19 @@ def describe(device: torch.device) -> str:
     >>> describe(torch.device("cpu")).split()[0]
     'cpu'
     """
-    name = platform.machine() if device.type == "cpu" else _properties(device).name
-    return f"{device.type} {name}"
+    properties = _properties(device)
+    return f"{device.type} {platform.machine() if properties is None else properties.name}"
 
 
 def _size(device: torch.device) -> int:
-    """Bytes of an accelerator; of a CPU, whose memory is seldom all one's own, the threads."""
-    return torch.get_num_threads() if device.type == "cpu" else int(_properties(device).total_memory)
+    """Bytes of an accelerator; of the host, whose memory is seldom all one's own, the threads."""
+    properties = _properties(device)
+    return torch.get_num_threads() if properties is None else int(properties.total_memory)
 
 
 def _properties(device: torch.device) -> Any:
-    return torch.get_device_module(device).get_device_properties(device)
+    """None for the host, and for Apple's GPU, which is a part of it."""
+    return None if device.type in ("cpu", "mps") else torch.get_device_module(device).get_device_properties(device)
 
 
 def _module(root: nn.Module) -> list[Any]:

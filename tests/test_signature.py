@@ -28,16 +28,28 @@ ROOT = Path(__file__).parent.parent
 class Block(nn.Module):
     """With what models keep in attributes: a switch, a function, a config."""
 
-    def __init__(self, *, checkpointing: bool = False, act: Any = relu, attention: str = "sdpa", rate: float = 0.1):
+    def __init__(
+        self,
+        *,
+        checkpointing: bool = False,
+        act: Any = relu,
+        attention: str = "sdpa",
+        windows: tuple[int, int] = (4, 4),
+        rate: float = 0.1,
+    ) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
         self.gradient_checkpointing = checkpointing
         self.act = act
-        self.config = SimpleNamespace(attention=attention, rate=rate, layers={*"abcdefgh"}, me=self)
+        self.config = SimpleNamespace(attention=attention, windows=windows, rate=rate, layers={*"abcdefgh"}, me=self)
 
 
 def net(width: int = 8, activation: type[nn.Module] = nn.ReLU, p: float = 0.1) -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, width), activation(), nn.Dropout(p), nn.BatchNorm1d(width), Block())
+
+
+class Others(torch.optim.AdamW):
+    """Not PyTorch's."""
 
 
 def adamw(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
@@ -77,7 +89,7 @@ SAME = {
     "size of a rate": lambda: key_of(net(), optimizer=partial(adamw, weight_decay=0.5)),
     "rate in a config": lambda: key_of(nn.Sequential(*list(net())[:-1], Block(rate=0.2))),
     "number of samples": lambda: key_of(batch=rows(17, 4)),
-    "hooks": lambda: key_of(changed(net(), lambda m: m.register_forward_hook(lambda *_: None).remove())),
+    "hooks": lambda: key_of(changed(net(), lambda m: m.register_forward_hook(lambda *_: None))),
     "code of the loss": lambda: key_of(loss=partial(cross_entropy, label_smoothing=0.1)),
     "scheduler": lambda: key_of(optimizer=with_schedule),
 }
@@ -93,7 +105,8 @@ DIFFERENT: dict[str, Callable[[], str]] = {
     "width": lambda: key_of(net(width=9)),
     "activation": lambda: key_of(net(activation=nn.GELU)),
     "one layer more": lambda: key_of(net().append(nn.Identity())),
-    "configuration of a layer": lambda: key_of(net(p=0.0)),
+    "what a layer says of itself": lambda: key_of(net(p=0.2)),
+    "no rate": lambda: key_of(net(p=0.0)),
     "dtype": lambda: key_of(net().double()),
     "frozen": lambda: key_of(changed(net(), lambda m: m[0].requires_grad_(False))),
     "mode": lambda: key_of(changed(net(), lambda m: m[3].eval())),
@@ -101,8 +114,10 @@ DIFFERENT: dict[str, Callable[[], str]] = {
     "checkpointing": lambda: key_of(nn.Sequential(*list(net())[:-1], Block(checkpointing=True))),
     "function in an attribute": lambda: key_of(nn.Sequential(*list(net())[:-1], Block(act=gelu))),
     "switch in a config": lambda: key_of(nn.Sequential(*list(net())[:-1], Block(attention="eager"))),
+    "tuple in a config": lambda: key_of(nn.Sequential(*list(net())[:-1], Block(windows=(4, 8)))),
     "no rate in a config": lambda: key_of(nn.Sequential(*list(net())[:-1], Block(rate=0.0))),
     "optimizer": lambda: key_of(optimizer=lambda m: torch.optim.Adagrad(m.parameters())),
+    "optimizer with the same options": lambda: key_of(optimizer=lambda m: Others(m.parameters())),
     "foreach": lambda: key_of(optimizer=partial(adamw, foreach=True)),
     "fused": lambda: key_of(optimizer=partial(adamw, fused=True)),
     "amsgrad": lambda: key_of(optimizer=partial(adamw, amsgrad=True)),
