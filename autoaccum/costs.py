@@ -159,7 +159,7 @@ def fit_time_model(trials: Iterable[Trial]) -> TimeModel | None:
     return TimeModel(points=tuple(reversed(points))) if points else None
 
 
-def _fit_line(points: list[tuple[int, float]]) -> tuple[float, float] | None:
+def _fit_line(points: Sequence[tuple[int, float]]) -> tuple[float, float] | None:
     """Least squares of y on x with weights x: (intercept, slope), the slope not negative.
 
     Textbook weighted least squares: with weighted means mx and my, slope = sum w (x-mx)(y-my) / sum w (x-mx)^2.
@@ -175,7 +175,7 @@ def _fit_line(points: list[tuple[int, float]]) -> tuple[float, float] | None:
     return mean_y - slope * mean_x, slope
 
 
-def _fit_plane(rows: list[tuple[float, float, float]]) -> tuple[float, float, float] | None:
+def _fit_plane(rows: Sequence[tuple[float, float, float]]) -> tuple[float, float, float] | None:
     """Least squares of y on x and z with weights x, rows being (x, z, y): (intercept, slope, slope of z).
 
     The normal equations of the centred variables, by Cramer's rule; None unless both slopes are positive.

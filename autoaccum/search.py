@@ -7,6 +7,7 @@ sizes of each window, and the tuner tries what ``next_trial`` says on samples th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from autoaccum.costs import MemoryModel, Trial, fit_memory_model
 
@@ -63,7 +64,7 @@ def next_trial(
     step = max(1, int(TOLERANCE * fits))
     if fails is not None and fails - fits <= step:
         return None
-    model = fit_memory_model(history) or _anchored(prior, history)
+    model = memory_model(history, prior)
     if model is None:
         return min(fits * (2 if first is None else growth), ceiling) if fails is None else (fits + fails) // 2
     largest = min(fits * growth, ceiling, ceiling if fails is None else fails - 1)
@@ -75,13 +76,15 @@ def next_trial(
     return int(min(predicted, largest))
 
 
-def _anchored(prior: MemoryModel | None, history: Sequence[Trial]) -> MemoryModel | None:
-    """The line through the newest trial with the slope of an earlier run, whose fixed part may have been another."""
-    for trial in reversed(history if prior is not None else ()):
-        if trial.peak_bytes is not None and prior is not None:
-            fixed_bytes = trial.peak_bytes - prior.bytes_per_sample * trial.micro_batch
-            return MemoryModel(fixed_bytes=fixed_bytes, bytes_per_sample=prior.bytes_per_sample)
-    return None
+def memory_model(history: Sequence[Trial], prior: MemoryModel | None = None) -> MemoryModel | None:
+    """Fitted to the trials, or until they suffice that of an earlier run, moved to where the newest of them lies."""
+    model = fit_memory_model(history)
+    if model is not None or prior is None:
+        return model
+    for trial in reversed(history):
+        if trial.peak_bytes is not None:
+            return replace(prior, fixed_bytes=trial.peak_bytes - prior.bytes_per_sample * trial.micro_batch)
+    return prior
 
 
 PLATEAU = 1.03

@@ -32,6 +32,7 @@ def key(
     batch: Any,
     device: torch.device,
     compiled: bool,
+    ragged: bool = False,
     functions: Iterable[Callable[..., Any] | None] = (),
 ) -> str:
     """A digest of 32 hexadecimal digits, the same in every process.
@@ -45,6 +46,7 @@ def key(
         batch: any pytree; of its rows only the shape of one sample counts.
         device: where to compute.
         compiled: whether the model runs through torch.compile.
+        ragged: whether samples differ in length, so that their shapes do not count.
         functions: what computes the loss; of one that is no module the name counts.
     """
     facts = {
@@ -55,7 +57,7 @@ def key(
         "optimizer": _optimizer(optimizer),
         "precision": precision,
         "compiled": compiled,
-        "batch": _batch(batch),
+        "batch": _batch(batch, ragged),
         "device": [describe(device), _size(device), type(memory_of(device)).__name__],
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
@@ -109,14 +111,14 @@ def _optimizer(optimizer: torch.optim.Optimizer) -> list[Any]:
     return [_name(type(optimizer)), groups]
 
 
-def _batch(batch: Any) -> list[Any]:
+def _batch(batch: Any, ragged: bool) -> list[Any]:
     leaves, structure = batches.flatten(batch)
-    return [_ADDRESS.sub("", str(structure)), [_leaf(leaf) for leaf in leaves]]
+    return [_ADDRESS.sub("", str(structure)), [_leaf(leaf, ragged) for leaf in leaves]]
 
 
-def _leaf(leaf: Any) -> list[Any]:
+def _leaf(leaf: Any, ragged: bool) -> list[Any]:
     if isinstance(leaf, torch.Tensor | np.ndarray):
-        return [_name(type(leaf)), list(leaf.shape[1:]), str(leaf.dtype)]
+        return [_name(type(leaf)), leaf.ndim if ragged else list(leaf.shape[1:]), str(leaf.dtype)]
     return [_name(type(leaf))]
 
 

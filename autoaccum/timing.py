@@ -101,7 +101,9 @@ class Timing:
         model = self.model()
         if model is None:
             return []
-        costs = {cap: self._cost(cap) if cap in self.seconds else self._predicted(model, cap) for cap in self._candidates}
+        costs = {
+            cap: self._cost(cap) if cap in self.seconds else self._predicted(model, cap) for cap in self._candidates
+        }
         best, least = min(costs.values()), min(costs)
         found = []
         if self._choose is not None:

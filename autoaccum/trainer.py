@@ -359,14 +359,16 @@ class Trainer:
                 raise
             return
         try:
-            self._past_key = self._key_of(batch=example)
+            self._past_key = self._key_of(batch=example, ragged=window.lengths is not None)
         except Exception:  # code of others is asked what it is, and no answer of it may end the run
             return
-        self._tuner.recall(self._past.load(self._past_key))
+        del example
+        gradient_bytes = sum(p.nbytes for group in self.optimizer.param_groups for p in group["params"])
+        self._tuner.recall(self._past.load(self._past_key), self.memory.used() + gradient_bytes)
 
     def _keep(self) -> None:
         """For later runs, what was measured: that a size failed says something about this run's limit alone."""
-        measured = [trial for trial in self._tuner.history if trial.peak_bytes is not None]
+        measured = [trial for trial in self._tuner.learnt() if trial.peak_bytes is not None]
         if self._past is not None and self._past_key is not None and measured:
             self._past.save(
                 self._past_key,

@@ -15,7 +15,7 @@ from autoaccum.costs import MemoryModel, TimeModel, Trial, fit_memory_model, fit
 from autoaccum.errors import NothingFitsError
 from autoaccum.planner import cheapest, cut, cut_by_weight
 from autoaccum.pressure import Pressure
-from autoaccum.search import bounds, has_plateaued, next_trial
+from autoaccum.search import bounds, has_plateaued, memory_model, next_trial
 from autoaccum.timing import Timing
 from autoaccum.units import format_bytes
 
@@ -26,6 +26,9 @@ WORTHWHILE = 1.1
 """Plans grow again for loads larger by this factor, and give way to strain by it."""
 SURELY_MORE = 1.05
 """What did not fit is tried again under a limit larger by this factor."""
+
+KNOWN = 1.25
+"""Times are foretold for loads up to the largest that was timed, times this."""
 
 NO_FASTER = "larger micro-batches are no faster"
 
@@ -59,6 +62,8 @@ class Tuner:
             coarse: whether to try few sizes, and large ones.
         """
         self.history: list[Trial] = []
+        self.past: tuple[Trial, ...] = ()
+        """What an earlier run has learnt."""
         self.searching = search
         self.smallest = smallest
         self.largest = largest or smallest
@@ -95,7 +100,7 @@ class Tuner:
 
     def predicted_bytes(self, load: int) -> int | None:
         """The memory model's peak at that load."""
-        model = fit_memory_model(self._loads)
+        model = memory_model(self._loads, self._prior)
         return None if model is None else model.predict(load)
 
     def loads(self, sizes: Sequence[int], lengths: Lengths = None) -> list[int]:
@@ -113,24 +118,30 @@ class Tuner:
         self.smallest = smallest
         self.largest = max(self.largest, smallest)
 
-    def recall(self, past: Sequence[Trial]) -> None:
-        """Begin from what an earlier run has ``learnt``."""
-        loads = _in_loads(past, weigher(past))
-        self._prior = fit_memory_model(loads)
-        self._known = bounds(loads)[0]
-        self._time_model = fit_time_model(loads)
+    def recall(self, past: Sequence[Trial], held_bytes: int) -> None:
+        """Begin from what an earlier run has ``learnt``.
+
+        Args:
+            past: its trials. Whether they fitted was a matter of that run's limit.
+            held_bytes: what is in use now before the first sample, which that run may have had less of.
+        """
+        self.past = tuple(past)
+        loads = _in_loads(self.past, weigher(self.past))
+        if (model := fit_memory_model(loads)) is not None:
+            self._prior = replace(model, fixed_bytes=max(model.fixed_bytes, held_bytes))
+            self._known = max(t.micro_batch for t in loads if t.peak_bytes is not None)
+            self._time_model = fit_time_model(loads)
 
     def learnt(self) -> tuple[Trial, ...]:
-        """What a later run may begin from: its trials, as long as windows of them took."""
+        """What a later run may begin from: the trials, with the seconds that windows of them took."""
         model = self._time_model
-        if model is None:
+        if model is None or any(trial.length > 1 for trial in self.history):
             return tuple(self.history)
-        pairs = zip(self.history, self._loads, strict=True)
-        timed = [replace(trial, seconds=model.predict(load.micro_batch)) for trial, load in pairs]
-        if all(trial.length == 1 for trial in timed):
-            known = {trial.micro_batch for trial in timed}
-            timed += [Trial(micro_batch=n, fits=True, seconds=s) for n, s in model.points if n not in known]
-        return tuple(timed)
+        timed = {
+            size: Trial(micro_batch=size, fits=True, peak_bytes=self.predicted_bytes(size)) for size, _ in model.points
+        }
+        trials = timed | {trial.micro_batch: trial for trial in self.history}
+        return tuple(replace(trial, seconds=model.predict(size)) for size, trial in trials.items())
 
     # How windows are cut.
 
@@ -210,7 +221,7 @@ class Tuner:
 
     def _growth(self, fits: int) -> int:
         """How many times as large as the largest success a trial may be."""
-        model = fit_memory_model(self._loads)
+        model = memory_model(self._loads, self._prior)
         if not self._coarse or model is None:
             return COARSE_GROWTH if self._coarse else 2
         # A model is trusted further where it would do no harm if samples cost twice as much.
@@ -228,8 +239,7 @@ class Tuner:
         if micro_batch <= self.smallest and not fits:
             raise self._nothing_fits(micro_batch, peak_bytes)
         length = length if self._learns else 1
-        model = self.memory_model
-        predicted = None if model is None else model.predict(micro_batch, length)
+        predicted = self.predicted_bytes(micro_batch * self._weight(length))
         self._record(
             Trial(
                 micro_batch=micro_batch,
@@ -337,7 +347,7 @@ class Tuner:
             return None
         load = max(self._window_loads(self._load()))
         if load > self._smallest_load():
-            model = fit_memory_model(self._loads)
+            model = memory_model(self._loads, self._prior)
             if model is not None and model.predict(load) > limit_bytes:
                 self._shrink(min(load - 1, int(model.largest_within(self.target_bytes))))
                 return f"the limit fell to {format_bytes(limit_bytes)}"
@@ -352,7 +362,9 @@ class Tuner:
         self.largest = max(load, self._smallest_load())
         pairs = zip(self.history, self._loads, strict=True)
         self.history = [
-            trial if trial.peak_bytes is None else replace(trial, fits=self._is_within(trial.micro_batch, trial.peak_bytes))
+            trial
+            if trial.peak_bytes is None
+            else replace(trial, fits=self._is_within(trial.micro_batch, trial.peak_bytes))
             for trial, seen in pairs
             if trial.peak_bytes is not None or not trial.fits or seen.micro_batch <= self.largest
         ]
@@ -363,7 +375,7 @@ class Tuner:
     def _grow(self) -> None:
         """Search again, once memory has been back for long enough, from what is in use now."""
         limit_bytes = self._pressure.lowest_limit()
-        model = fit_memory_model(self._loads)
+        model = memory_model(self._loads, self._prior)
         if limit_bytes is None or model is None:
             return
         goal = min(model.largest_within(self._target(limit_bytes)), self._enough or 2**62)
@@ -372,7 +384,9 @@ class Tuner:
         goal, load = int(min(goal, 2**62)), self._load()
         if goal < WORTHWHILE * load or len(self._window_loads(goal)) >= len(self._window_loads(load)):
             return
-        self.history = [t for t, seen in zip(self.history, self._loads, strict=True) if seen.micro_batch <= self.largest]
+        self.history = [
+            t for t, seen in zip(self.history, self._loads, strict=True) if seen.micro_batch <= self.largest
+        ]
         self._loads = _in_loads(self.history, self._weight)
         self._goal, self._cap, self.searching = goal, None, True
         self._pressure.grew()
@@ -382,7 +396,7 @@ class Tuner:
         self._timing = self._cap = None
         if self.searching or not self._learns or not self._window[0]:
             return
-        if self._time_model is not None and self.largest <= 2 * self._time_model.points[-1][0]:
+        if self._time_model is not None and self.largest <= KNOWN * self._time_model.points[-1][0]:
             self._cap = self._fastest(self._time_model, self.largest)
             return
         alike = self._window[1] is None

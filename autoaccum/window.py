@@ -42,6 +42,7 @@ from autoaccum.weighting import (
     scale_gradients,
 )
 
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gradient:
     """A window whose gradient is in ``.grad``, complete, unscaled and clipped: ready for the optimizer."""

@@ -12,7 +12,6 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import autoaccum
-from autoaccum import window
 from autoaccum.testing import oom_at, simulated_memory
 from tests.models import classes, mlp, noisy
 

@@ -105,9 +105,7 @@ def test_the_summary_tells_counts_losses_plan_replays_and_peak(shown: Any) -> No
 
 
 def test_the_summary_tells_the_plan_rather_than_the_last_windows_cut(shown: Any) -> None:
-    planned = Planned(
-        step=0, sizes=(4, 4), reason="r", predicted_bytes=None, prediction_error=None, limit_bytes=GIB
-    )
+    planned = Planned(step=0, sizes=(4, 4), reason="r", predicted_bytes=None, prediction_error=None, limit_bytes=GIB)
     replanned = Replanned(step=2, old=(4, 4), new=(3, 3, 2), reason="out of memory")
     one = report(2, (2,), replays=1)
     assert "micro-batches 4 x 2, 1 replay, " in shown(started(), planned, one, FINISHED)[-1]
