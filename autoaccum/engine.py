@@ -122,6 +122,7 @@ class Engine:
             scaler=torch.amp.GradScaler(device.type) if precision == "fp16" else None,
             device=device,
             memory=memory,
+            limit_now=limit_now,
             watch=self.watch,
             tuner=self.tuner,
             emit=emit,

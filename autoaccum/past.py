@@ -27,7 +27,7 @@ MAX_FILES = 1000
 MAX_TRIALS = 32
 _OURS = re.compile(r"trials-[0-9a-f]{32}(\.json|\.\w+\.tmp)")
 """The directory may be one that the user named and keeps other files in."""
-_OUTCOME = ("fits", "peak_bytes", "seconds")
+_OUTCOME = ("fits", "peak_bytes", "predicted_bytes", "seconds")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -78,6 +78,7 @@ class Tuner:
         self._prior: MemoryModel | None = None
         self._known = 0  # the largest load that fitted in an earlier run
         self._window: tuple[int, Lengths] = (0, None)  # the last full one
+        self._is_ragged = False
         self._cap: int | None = None  # the load of the fastest plan, or of the one that is being timed
         self._timing: Timing | None = None
         self._time_model: TimeModel | None = None
@@ -164,6 +165,8 @@ class Tuner:
         A trial is measured with the window's gradients in memory, as most micro-batches run: so it is never a
         window's first micro-batch, unless it is its only one.
         """
+        if (lengths is None) is self._is_ragged and self._learns:
+            self._start_over(is_ragged=lengths is not None)
         if num_samples > self._window[0]:
             self._window = (num_samples, lengths)
         position = largest = 0
@@ -259,13 +262,20 @@ class Tuner:
         *,
         length: int = 1,
         peak_bytes: int | None = None,
+        limit_bytes: int | None = None,
     ) -> tuple[int, ...]:
         """A micro-batch ran out of memory, ``peak_bytes`` being reached: smaller ones for its window, and from now on.
+
+        ``limit_bytes`` is the limit now, which may be lower than when it was planned.
 
         Raises:
             NothingFitsError: there is none.
         """
+        self._heed(limit_bytes or self.limit_bytes)
         self._record(Trial(micro_batch=micro_batch, fits=False, length=length if self._learns else 1))
+        model = memory_model(self._loads, self._prior)
+        if model is not None and model.predict(self.largest) > self.limit_bytes:
+            self._shrink(int(model.largest_within(self.target_bytes)))
         plan = self.plan(num_samples, lengths)
         if micro_batch <= self.smallest or (lengths is None and plan[0] >= micro_batch):
             raise self._nothing_fits(micro_batch, peak_bytes)
@@ -435,6 +445,16 @@ class Tuner:
 
     def _is_within(self, micro_batch: int, peak_bytes: int) -> bool:
         return peak_bytes <= (self.limit_bytes if micro_batch <= self.smallest else self.target_bytes)
+
+    def _start_over(self, *, is_ragged: bool) -> None:
+        """Sizes are in other units from now on: a stream has begun, or ceased, to tell how long its samples are."""
+        if self.history:
+            self.history, self._loads, self._window = [], [], (0, None)
+            self._time_model = self._cap = self._timing = self._goal = self._refused = self._enough = self._prior = None
+            self._best = self._known = 0
+            self._weight = weigher(())
+            self.largest, self.searching = self.smallest, True
+        self._is_ragged = is_ragged
 
     def _record(self, trial: Trial) -> None:
         before = self.largest

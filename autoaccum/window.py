@@ -94,6 +94,7 @@ class WindowRunner:
         scaler: torch.amp.GradScaler | None,
         device: torch.device,
         memory: Memory,
+        limit_now: Callable[[], int],
         watch: bool,
         tuner: Tuner,
         emit: Callable[[Event], None],
@@ -112,6 +113,7 @@ class WindowRunner:
             scaler: for float16; None without it.
             device: where to compute.
             memory: of that device.
+            limit_now: () -> bytes that may be used.
             watch: whether the limit is kept by nobody but us, so that passing it raises no error.
             tuner: says the sizes.
             emit: takes the events.
@@ -126,6 +128,7 @@ class WindowRunner:
         self.scaler = scaler
         self._device = device
         self._memory = memory
+        self._limit_now = limit_now
         self._watch = watch
         self._tuner = tuner
         self._emit = emit
@@ -428,7 +431,12 @@ class WindowRunner:
         lengths = window.lengths
         old = cut(window.num_samples, failed) if lengths is None else self._tuner.plan(window.num_samples, lengths)
         new = self._tuner.out_of_memory(
-            failed, window.num_samples, lengths, length=failure.length, peak_bytes=failure.peak_bytes
+            failed,
+            window.num_samples,
+            lengths,
+            length=failure.length,
+            peak_bytes=failure.peak_bytes,
+            limit_bytes=self._limit_now(),
         )
         self._emit(Replanned(step=step, old=old, new=new, reason="out of memory"))
         return new

@@ -92,19 +92,19 @@ def test_the_files_that_were_not_used_for_longest_are_dropped(store: Past, monke
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaterTrial:
     micro_batch: int
-    length: int = 0
+    depth: int = 0
     fits: bool
     peak_bytes: int | None = None
     seconds: float | None = None
 
 
 def test_trials_with_a_further_field_are_read_by_both_versions(store: Past, monkeypatch: pytest.MonkeyPatch) -> None:
-    later = tuple(LaterTrial(micro_batch=4, length=length, fits=True, peak_bytes=length) for length in (64, 128))
+    later = tuple(LaterTrial(micro_batch=4, depth=depth, fits=True, peak_bytes=depth) for depth in (64, 128))
     save(store, KEY)
     monkeypatch.setattr(past, "Trial", LaterTrial)
     assert store.load(KEY)[0] == LaterTrial(micro_batch=1, fits=True, peak_bytes=1000, seconds=0.1 + 0.2)  # type: ignore[comparison-overlap]
     save(store, OTHER, later)
-    assert store.load(OTHER) == later, "sizes of two lengths are two sizes"
+    assert store.load(OTHER) == later, "sizes of two depths are two sizes"
     monkeypatch.undo()
     assert [trial.peak_bytes for trial in store.load(OTHER)] == [64, 128]
 

@@ -74,12 +74,11 @@ class GroupedSamples:
             device=self._device,
         )
         lengths.sort(reverse=True)
-        if lengths[0] > lengths[-1]:
-            if self._padding.follows(window.item(len(kept) - 1), window.item(0)):
-                capped = self._padding.capped(lengths, window.item)
-                window.lengths = capped if capped[0] > capped[-1] else None
-            else:
-                window.items, window.positions = kept, list(positions)
+        if lengths[0] == lengths[-1] or self._padding.follows(window.item(len(kept) - 1), window.item(0)):
+            # Also where all of this window are alike: those of the next one need not be as long.
+            window.lengths = self._padding.capped(lengths, window.item)
+        else:
+            window.items, window.positions = kept, list(positions)
         self._kept = window.items
         return window
 

@@ -214,7 +214,7 @@ def test_of_a_run(progress: bool, capsys: pytest.CaptureFixture[str]) -> None:
         assert captured.err == ""
         return
     text = lines(captured.err)
-    assert text[0].startswith("plan: 2-3 x 3; ")
+    assert text[0].startswith("plan: 2-3 x 3, for micro_batch was passed; ")
     assert text[1].startswith("epoch 0: validation loss ")
     assert "| 20/20 [" in text[2]
     assert text[3].startswith("done: 3 steps, 20 samples in ")
