@@ -37,7 +37,7 @@ Curve = list[list[float]]
 
 
 class Tiled(nn.Module):
-    """Pads its batch to a multiple of ``tile`` samples, as bucketed compiled models do, and kernels within themselves."""
+    """Pads its batch to a multiple of ``tile`` samples, as compiled models are made to and kernels do by themselves."""
 
     def __init__(self, model: nn.Module, tile: int) -> None:
         super().__init__()
@@ -150,9 +150,9 @@ def main() -> None:
         "planner",
         f"Regret of the plan that training settles on, against the cheapest of all cuts: {len(EFFECTIVE_BATCHES)} "
         f"effective batches from {min(EFFECTIVE_BATCHES)} to {max(EFFECTIVE_BATCHES)}, memory for {len(LIMITS)} largest "
-        f"micro-batches from {min(LIMITS)} to {max(LIMITS)}, {SEEDS} draws of the readings. Noise: how far the upper "
-        "quartile of a size's readings is from its median. Fewest: the regret of always taking the fewest micro-batches "
-        "that fit.",
+        f"micro-batches from {min(LIMITS)} to {max(LIMITS)}, {SEEDS} draws of the readings. Noise: how far the "
+        "upper quartile of a size's readings is from its median. Fewest: the regret of always taking the fewest "
+        "micro-batches that fit.",
         ["curve", "seconds of 1 / 96", "noise", "mean", "95th percentile", "worst", "fewest: mean / worst", "windows"],
         rows,
         threads=arguments.threads,

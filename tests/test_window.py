@@ -82,7 +82,8 @@ def test_gradients_of_before_take_no_part() -> None:
     model = mlp()
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
-    options: dict[str, Any] = {"effective_batch": 8, "loss_fn": cross_entropy, "device": "cpu", "progress": False}
+    options: dict[str, Any] = {"effective_batch": 8, "loss_fn": cross_entropy, "device": "cpu", "cache": False}
+    options["progress"] = False
     dirty = autoaccum.fit(model, classes(8), **options, clip_norm=1.0)
     clean = autoaccum.fit(mlp(), classes(8), **options, clip_norm=1.0)
     assert dirty.history[0].grad_norm == clean.history[0].grad_norm
