@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from autoaccum import arguments, batches
 from autoaccum.coupling import batch_norms, smallest_micro_batch
+from autoaccum.data.lengths import BatchLengths
 from autoaccum.devices import find_device
 from autoaccum.engine import Engine
 from autoaccum.errors import ArgumentError, ArgumentTypeError, ConflictingArgumentsError, EmptyDatasetError
@@ -113,6 +114,7 @@ class Accumulator:
         self._is_scaled = precision == "fp16"
         self._searches = micro_batch == "auto"
         self._largest_batch = 0
+        self._length_of = BatchLengths()
         self._batch_norms = batch_norms(self._modules)
         self._modes = [layer.training for layer in self._batch_norms]
         self._engine = Engine(
@@ -182,7 +184,8 @@ class Accumulator:
         num_samples = batches.num_samples(batch, "batch")
         if num_samples == 0:
             raise EmptyDatasetError("batch", "its tensors have no rows.")
-        return _Batch(batch, num_samples, self._device)
+        length = self._length_of(batch)
+        return _Batch(batch, num_samples, self._device, None if length is None else (length,) * num_samples)
 
     @torch.enable_grad()
     def _run(self, window: _Batch) -> Gradient:
@@ -195,7 +198,8 @@ class Accumulator:
             self._engine.tuner.searching = self._searches
         gradient, _, _ = self._engine.run(window)
         self.micro_batches, self.grad_norm = gradient.sizes, gradient.grad_norm
-        self._engine.settle(self._largest_batch)
+        if window.lengths is None or window.num_samples == self._largest_batch:
+            self._engine.settle(self._largest_batch, window.lengths)
         return gradient
 
     def _emit(self, event: Event) -> None:
@@ -211,7 +215,7 @@ class _Batch:
     batch: Any
     num_samples: int
     device: torch.device
-    lengths: None = None
+    lengths: tuple[int, ...] | None = None
 
     def micro_batch(self, start: int, size: int) -> Any:
         return batches.to_device(batches.take(self.batch, start, start + size), self.device, copy=True)

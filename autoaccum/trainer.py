@@ -271,7 +271,8 @@ class Trainer:
                         "data", f"epoch {epoch} has no window (an iterator yields its items only once)."
                     )
                 if self._validator is not None and self._stop_reason in (None, "budget"):
-                    self._validator.run(self.step, epoch, self._tuner.largest)
+                    self._validator.heed(self._engine.limit_bytes, self._tuner.target_bytes)
+                    self._validator.run(self.step, epoch, self._tuner.micro_batch)
                     self._mark = time.perf_counter()
                 epoch += 1
                 if epoch == self._budget.max_epochs:
@@ -280,7 +281,7 @@ class Trainer:
         return FitResult(
             history=tuple(self.history),
             events=tuple(self.events),
-            plan=Plan(ranks=(self._tuner.plan(self._full_window),)),
+            plan=Plan(ranks=(self._tuner.plan(*self._tuner.window),)),
             num_steps=self.step,
             num_samples=self.samples_seen,
             model=self.model,

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from autoaccum.costs import MemoryModel, TimeModel, Trial, fit_memory_model, fit_time_model, weigher
+from autoaccum.costs import SPREAD, MemoryModel, TimeModel, Trial, fit_memory_model, fit_time_model, weigher
 from autoaccum.errors import NothingFitsError
 from autoaccum.planner import cheapest, cut, cut_by_weight
 from autoaccum.pressure import Pressure
@@ -77,7 +77,8 @@ class Tuner:
         self._weight: Callable[[int], int] = weigher(())
         self._prior: MemoryModel | None = None
         self._known = 0  # the largest load that fitted in an earlier run
-        self._window: tuple[int, Lengths] = (0, None)  # the last full one
+        self.window: tuple[int, Lengths] = (0, None)
+        """Samples of the last full window, and their lengths."""
         self._is_ragged = False
         self._cap: int | None = None  # the load of the fastest plan, or of the one that is being timed
         self._timing: Timing | None = None
@@ -113,6 +114,12 @@ class Tuner:
             loads.append(size * self._weight(lengths[position]))
             position += size
         return loads
+
+    @property
+    def micro_batch(self) -> int:
+        """The most samples in a micro-batch of the longest of the last window's samples."""
+        lengths = self.window[1] if self._learns else None
+        return self.largest if lengths is None else max(1, self.largest // self._weight(lengths[0]))
 
     def set_smallest(self, smallest: int) -> None:
         """The model has got other layers, or another mode: see ``coupling.smallest_micro_batch``."""
@@ -157,6 +164,8 @@ class Tuner:
     def _cut(self, num_samples: int, lengths: Lengths, load: int) -> tuple[int, ...]:
         if lengths is None or not self._learns:
             return cut(num_samples, load, self.smallest)
+        if lengths[0] == lengths[-1]:
+            return cut(num_samples, max(1, load // self._weight(lengths[0])), self.smallest)
         return cut_by_weight([self._weight(length) for length in lengths], load, self.smallest)
 
     def sizes(self, num_samples: int, lengths: Lengths = None) -> Iterator[tuple[int, bool]]:
@@ -167,8 +176,8 @@ class Tuner:
         """
         if (lengths is None) is self._is_ragged and self._learns:
             self._start_over(is_ragged=lengths is not None)
-        if num_samples > self._window[0]:
-            self._window = (num_samples, lengths)
+        if num_samples > self.window[0]:
+            self.window = (num_samples, lengths)
         position = largest = 0
         left = lengths
         while self.searching and (remaining := num_samples - position):
@@ -182,8 +191,13 @@ class Tuner:
             position += size
             left = None if lengths is None else lengths[position:]
         if position < num_samples:
-            rest = self._cut(num_samples - position, left, max(self._load(), largest))
-            yield from ((size, False) for size in rest)
+            for size in self._cut(num_samples - position, left, max(self._load(), largest)):
+                yield size, position > 0 and lengths is not None and self._is_new(lengths[position])
+                position += size
+
+    def _is_new(self, length: int) -> bool:
+        """Whether samples are so much longer than any that were tried that it is worth knowing what they cost."""
+        return self._learns and bool(self.history) and length >= SPREAD * max(t.length for t in self.history)
 
     def trial_for(self, num_samples: int, lengths: Lengths = None) -> int | None:
         """The next size worth a trial for such windows, if any; where lengths differ, of the first samples.
@@ -301,7 +315,7 @@ class Tuner:
 
     def timed(self, seconds: float, num_samples: int, lengths: Lengths = None) -> None:
         """A window took so long; of use if it was one of those that plans are made for."""
-        full, full_lengths = self._window
+        full, full_lengths = self.window
         if self._timing is None or self._cap is None or num_samples != full:
             return
         if lengths is not None and full_lengths is not None and self._learns:
@@ -310,7 +324,7 @@ class Tuner:
 
     def settle(self, num_samples: int, lengths: Lengths = None) -> bool:
         """After a full window; whether it has become clear how to cut those that follow."""
-        self._window = (num_samples, lengths)
+        self.window = (num_samples, lengths)
         if self.searching:
             if self.trial_for(num_samples, lengths) is not None:
                 return False
@@ -336,7 +350,7 @@ class Tuner:
         """Why plans have no larger micro-batches."""
         if not self._learns:
             return "micro_batch was passed"
-        num_samples, lengths = self._window
+        num_samples, lengths = self.window
         if len(self.plan(num_samples, lengths)) == 1:
             return "the whole window fits"
         more = len(self._window_loads(self._load())) > len(self._window_loads(self.largest))
@@ -404,12 +418,12 @@ class Tuner:
     def _choose(self) -> None:
         """The fastest of the plans that fit, where times are known; else windows are to be timed."""
         self._timing = self._cap = None
-        if self.searching or not self._learns or not self._window[0]:
+        if self.searching or not self._learns or not self.window[0]:
             return
         if self._time_model is not None and self.largest <= KNOWN * self._time_model.points[-1][0]:
             self._cap = self._fastest(self._time_model, self.largest)
             return
-        alike = self._window[1] is None
+        alike = self.window[1] is None
         self._timing = Timing(
             self.largest,
             cut=self._window_loads,
@@ -419,7 +433,7 @@ class Tuner:
 
     def _fastest(self, model: TimeModel, largest: int) -> int:
         """The load of the plan that takes least time, none of its micro-batches being larger."""
-        num_samples, lengths = self._window
+        num_samples, lengths = self.window
         if lengths is None:
             return cheapest(num_samples, largest, model.predict, self.smallest)[0]
         loads = [max(largest >> halvings, 1) for halvings in range(6)]
@@ -429,11 +443,11 @@ class Tuner:
 
     def _window_loads(self, load: int) -> list[int]:
         """Of the micro-batches of a full window, none being larger."""
-        num_samples, lengths = self._window
+        num_samples, lengths = self.window
         return self.loads(self._cut(num_samples, lengths, load), lengths) if num_samples else [load]
 
     def _smallest_load(self) -> int:
-        lengths = self._window[1] if self._learns else None
+        lengths = self.window[1] if self._learns else None
         return self.smallest * (1 if lengths is None else self._weight(lengths[0]))
 
     def _heed(self, limit_bytes: int) -> None:
@@ -449,16 +463,25 @@ class Tuner:
     def _start_over(self, *, is_ragged: bool) -> None:
         """Sizes are in other units from now on: a stream has begun, or ceased, to tell how long its samples are."""
         if self.history:
-            self.history, self._loads, self._window = [], [], (0, None)
-            self._time_model = self._cap = self._timing = self._goal = self._refused = self._enough = self._prior = None
-            self._best = self._known = 0
+            self.history, self._loads, self.window = [], [], (0, None)
+            self._prior, self._known = None, 0
             self._weight = weigher(())
-            self.largest, self.searching = self.smallest, True
+            self.largest = self.smallest
+            self._forget()
         self._is_ragged = is_ragged
+
+    def _forget(self) -> None:
+        """Search again: what was known of loads is in other units now."""
+        self._time_model = self._timing = self._cap = self._goal = self._refused = self._enough = None
+        self._best = 0
+        self.searching = True
 
     def _record(self, trial: Trial) -> None:
         before = self.largest
+        search_again = not self.searching and self._is_new(trial.length)
         self.history.append(trial)
+        if search_again:
+            self._forget()
         if self.searching and self._goal is None:  # afterwards plans are made of the loads as they are
             self._weight = weigher(self.history)
         self._loads = _in_loads(self.history, self._weight)

@@ -57,14 +57,18 @@ class Validator:
         self._autocast = autocast
         self._device = device
         self._memory = memory
-        self._limit_bytes = limit_bytes
-        self._target_bytes = target_bytes
+        self.heed(limit_bytes, target_bytes)
         self._watch = watch
         self._emit = emit
         # What can be read off a graph costs the memory of one, which is least where the model makes none.
         self._ways = [*(["the loss's graph"] if of_outputs else []), "the graph alone", "all of the graph"]
         self._history: list[Trial] = []
         self._released_bytes = 0
+
+    def heed(self, limit_bytes: int, target_bytes: int) -> None:
+        """The limit has moved."""
+        self._limit_bytes = limit_bytes
+        self._target_bytes = target_bytes
 
     def run(self, step: int, epoch: int, training_micro_batch: int) -> None:
         """One pass, in micro-batches that grow up to training's, which fits without a backward if samples are alike."""

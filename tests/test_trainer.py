@@ -37,7 +37,13 @@ pytestmark = pytest.mark.filterwarnings("ignore:The model holds 1 BatchNorm")
 
 
 def fit(model: nn.Module | None = None, data: Any = None, **options: Any) -> autoaccum.FitResult:
-    arguments: dict[str, Any] = {"loss_fn": cross_entropy, "effective_batch": 8, "device": "cpu", "progress": False, "cache": False}
+    arguments: dict[str, Any] = {
+        "loss_fn": cross_entropy,
+        "effective_batch": 8,
+        "device": "cpu",
+        "progress": False,
+        "cache": False,
+    }
     if "training_step" in options:
         del arguments["loss_fn"]
     return autoaccum.fit(model or mlp(), classes(20) if data is None else data, **{**arguments, **options})

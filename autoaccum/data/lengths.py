@@ -81,6 +81,23 @@ def again(function: Callable[[], T]) -> T:
     return function()
 
 
+class BatchLengths:
+    """Tells how long the samples of batches are that come padded: of interest once one is longer than another."""
+
+    def __init__(self) -> None:
+        self._first: int | None = None
+        self._vary = False
+
+    def __call__(self, batch: Any) -> int | None:
+        """The size of a sample's largest part; None while that was the same in all batches."""
+        rows = [leaf for leaf in batches.flatten(batch)[0] if isinstance(leaf, torch.Tensor) and batches.has_rows(leaf)]
+        length = max((leaf[0].numel() for leaf in rows), default=1)
+        if self._first is None:
+            self._first = length
+        self._vary = self._vary or length != self._first
+        return length if self._vary else None
+
+
 class Padding:
     """What a collate_fn makes of samples of different lengths, learned by collating a few of them alone.
 

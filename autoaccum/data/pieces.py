@@ -50,6 +50,7 @@ class Pieces:
         reread: Callable[[int, int], Any] | None = None,
         cuttable: bool = True,
         budget_bytes: int | None = None,
+        length_of_batch: Callable[[Any], int | None] | None = None,
     ) -> None:
         """Set up.
 
@@ -62,6 +63,7 @@ class Pieces:
             reread: (start, stop) -> the batch of those positions, read anew; None where that is impossible.
             cuttable: False when a piece is good only for a micro-batch of exactly its samples; else it is reread.
             budget_bytes: most to keep; past it the oldest are dropped, to be reread when asked for. None: keep all.
+            length_of_batch: how long the samples of a piece are that is a batch; None where pieces are alike.
         """
         self._next_piece = next_piece
         self._form = form
@@ -70,6 +72,7 @@ class Pieces:
         self._reread = reread
         self._cuttable = cuttable
         self._budget_bytes = budget_bytes if reread is not None else None
+        self._length_of_batch = length_of_batch
         self._kept: list[tuple[int, int, Any, int]] = []  # (first position, last + 1, piece, bytes), without gaps
         self._kept_bytes = 0
         self._covered = 0
@@ -87,7 +90,10 @@ class Pieces:
         if there < (num_samples if whole else 1):
             return None
         self._position += there
-        return _PieceWindow(self, start, there)
+        length = None
+        if self._length_of_batch is not None:  # batches that are joined are as long as each other
+            length = self._length_of_batch(self._kept[0][2])
+        return _PieceWindow(self, start, there, None if length is None else (length,) * there)
 
     def batch(self, start: int, stop: int) -> Any:
         """The samples of positions ``start`` to ``stop``, on the device."""
@@ -136,7 +142,7 @@ class _PieceWindow:
     pieces: Pieces
     start: int
     num_samples: int
-    lengths: None = None
+    lengths: tuple[int, ...] | None = None
 
     def micro_batch(self, start: int, size: int) -> Any:
         return self.pieces.batch(self.start + start, self.start + start + size)

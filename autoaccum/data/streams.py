@@ -12,7 +12,7 @@ from torch.utils.data import default_collate
 from autoaccum import batches
 from autoaccum.data.base import Collate, NextPiece, PlanAt, Reader
 from autoaccum.data.grouped import GroupedSamples
-from autoaccum.data.lengths import PEEK, Padding, longest
+from autoaccum.data.lengths import PEEK, BatchLengths, Padding, longest
 from autoaccum.data.pieces import BATCHES, Pieces, SampleReader, items_form, quietly
 from autoaccum.errors import DataError, EmptyDatasetError
 from autoaccum.oom import is_out_of_memory
@@ -28,6 +28,7 @@ class StreamSource:
         self._stream = stream
         self._seed = seed
         self._device = device
+        self._length_of_batch = BatchLengths()
         self._of_samples = collate is not None
         self._form = BATCHES
         self._collate = None  # of samples that may differ in length, as default_collate's may not
@@ -44,7 +45,8 @@ class StreamSource:
         if self._collate is not None:
             padding = Padding(self._collate)  # of this pass, so that it does not depend on where a run begins
             return GroupedSamples(self._reading(epoch), collate=self._collate, padding=padding, device=self._device)
-        return Pieces(self._reading(epoch), form=self._form, device=self._device)
+        length_of_batch = None if self._of_samples else self._length_of_batch
+        return Pieces(self._reading(epoch), form=self._form, device=self._device, length_of_batch=length_of_batch)
 
     def _reading(self, epoch: int) -> NextPiece:
         isolated = IsolatedRandomness(mix(self._seed, epoch))
