@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_
 from cyclopts import App, CycloptsError, Parameter, Token
 
 from autoaccum import __version__, planner
+from autoaccum.costs import prediction_error
 from autoaccum.errors import ArgumentError, AutoaccumError, AutoaccumWarning, MemoryLimitError, RecipeError
 from autoaccum.events import Finished
 from autoaccum.past import Past
@@ -300,15 +301,21 @@ def _plan_line(plan: planner.Plan) -> str:
 
 
 def _probe_lines(report: ProbeReport) -> Iterable[str]:
-    yield f"{'micro-batch':>11}  {'fits':<4}  {'peak':>10}  {'seconds':>8}  {'samples/s':>9}"
+    yield f"{'micro-batch':>11}  {'fits':<4}  {'peak':>10}  {'predicted':>10}  {'seconds':>8}  {'samples/s':>9}"
     for trial in report.trials:
-        peak = "-" if trial.peak_bytes is None else format_bytes(trial.peak_bytes)
+        peak, predicted = (
+            "-" if value is None else format_bytes(value) for value in (trial.peak_bytes, trial.predicted_bytes)
+        )
         seconds = "-" if trial.seconds is None else f"{trial.seconds:.4f}"
         rate = "-" if not trial.seconds else f"{trial.micro_batch / trial.seconds:.0f}"
-        yield f"{trial.micro_batch:>11}  {'yes' if trial.fits else 'no':<4}  {peak:>10}  {seconds:>8}  {rate:>9}"
+        fits = "yes" if trial.fits else "no"
+        yield f"{trial.micro_batch:>11}  {fits:<4}  {peak:>10}  {predicted:>10}  {seconds:>8}  {rate:>9}"
     yield ""
     if (model := report.memory_model) is not None:
-        yield f"memory model: {format_bytes(model.fixed_bytes)} + {format_bytes(model.bytes_per_sample)} per sample"
+        error = prediction_error(report.trials)
+        off = "" if error is None else f"; its last prediction was {error:.1%} off"
+        each = format_bytes(model.bytes_per_sample)
+        yield f"memory model: {format_bytes(model.fixed_bytes)} + {each} per sample{off}"
     yield f"limit: {format_bytes(report.limit_bytes)}"
     yield f"largest micro-batch: {report.max_micro_batch}"
     if report.plan is not None:

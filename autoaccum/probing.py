@@ -6,7 +6,7 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from autoaccum import arguments
 from autoaccum.advice import Refused, advise
 from autoaccum.attributes import Attributes
 from autoaccum.costs import MemoryModel, TimeModel, Trial, fit_memory_model, fit_time_model
-from autoaccum.coupling import smallest_micro_batch
+from autoaccum.coupling import is_coarse, smallest_micro_batch
 from autoaccum.data import Source, open_source
 from autoaccum.devices import find_device
 from autoaccum.errors import NothingFitsError
@@ -28,7 +28,7 @@ from autoaccum.oom import is_out_of_memory, room_for_model
 from autoaccum.optimizers import OptimizerLike, allocate_state, make_optimizer, sparsely_trained, trainable_parameters
 from autoaccum.planner import Plan, plan
 from autoaccum.precision import Autocast, Precision, autocast
-from autoaccum.search import bounds, next_trial
+from autoaccum.search import COARSE_FIRST, bounds, next_trial
 from autoaccum.snapshot import Snapshot
 
 GROWTH = 16
@@ -138,12 +138,15 @@ def probe(
             limit_bytes=int(limit * (1 - headroom)),
             ceiling=ceiling,
             smallest=smallest,
+            first=COARSE_FIRST if is_coarse(model, smallest) else None,
             growth=GROWTH if enforced else 2,
         ):
             allowed = limit if size <= smallest else int(limit * (1 - headroom))
             for weight in sparse:  # as long as all the trials before it, by now
                 weight.grad = None
-            history.append(_try(size, model, source, loss_of, context, memory, on, allowed))
+            trial = _try(size, model, source, loss_of, context, memory, on, allowed)
+            expected = fit_memory_model(history)
+            history.append(trial if expected is None else replace(trial, predicted_bytes=expected.predict(size)))
         largest = bounds(history)[0]
         if largest == 0:
             peak_bytes = history[-1].peak_bytes

@@ -87,6 +87,9 @@ def memory_model(history: Sequence[Trial], prior: MemoryModel | None = None) -> 
     return prior
 
 
+COARSE_FIRST, COARSE_GROWTH = 16, 4
+"""The size to begin with, and the factor to grow by, where few sizes should be tried."""
+
 PLATEAU = 1.03
 """Micro-batches four times as large that are faster by less than this factor are not worth their memory."""
 

@@ -15,13 +15,10 @@ from autoaccum.costs import SPREAD, MemoryModel, TimeModel, Trial, fit_memory_mo
 from autoaccum.errors import NothingFitsError
 from autoaccum.planner import cheapest, cut, cut_by_weight
 from autoaccum.pressure import Pressure
-from autoaccum.search import bounds, has_plateaued, memory_model, next_trial
+from autoaccum.search import COARSE_FIRST, COARSE_GROWTH, bounds, has_plateaued, memory_model, next_trial
 from autoaccum.timing import Timing
 from autoaccum.units import format_bytes
 
-COARSE_FIRST = 16
-COARSE_GROWTH = 4
-"""Where every size costs a compilation, or the statistics of a batch."""
 WORTHWHILE = 1.1
 """Plans grow again for loads larger by this factor, and give way to strain by it."""
 SURELY_MORE = 1.05
