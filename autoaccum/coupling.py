@@ -32,12 +32,9 @@ def smallest_micro_batch(modules: Sequence[nn.Module]) -> int:
     return 2 if count_batch_norms(modules) else 1
 
 
-def is_coarse(model: object, smallest: int) -> bool:
-    """Whether few sizes should be tried, and large ones.
-
-    BatchNorm takes statistics of a batch, which are poor of a small one; a compiled model is compiled for each size.
-    """
-    return smallest > 1 or hasattr(model, "_orig_mod")
+def is_compiled(model: object) -> bool:
+    """Whether every size of its micro-batches may be compiled for."""
+    return hasattr(model, "_orig_mod")
 
 
 def batch_norm_notices(modules: Sequence[nn.Module]) -> list[Notice]:

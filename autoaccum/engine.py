@@ -17,7 +17,7 @@ from torch import nn
 
 from autoaccum.advice import Refused, advise
 from autoaccum.costs import prediction_error
-from autoaccum.coupling import is_coarse, smallest_micro_batch
+from autoaccum.coupling import is_compiled, smallest_micro_batch
 from autoaccum.data import Window
 from autoaccum.errors import ArgumentError, AutoaccumWarning, NothingFitsError
 from autoaccum.events import Event, Notice, Planned, Replanned, StepSkipped
@@ -91,7 +91,7 @@ class Engine:
             search=micro_batch is None,
             largest=min(micro_batch or 0, max_micro_batch or micro_batch or 0),
             smallest=smallest,
-            coarse=is_coarse(model, smallest),
+            coarse=smallest > 1 or is_compiled(model),  # statistics of a few samples are poor
         )
         self.optimizer = optimizer
         self.memory = memory

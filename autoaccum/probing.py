@@ -17,7 +17,7 @@ from autoaccum import arguments
 from autoaccum.advice import Refused, advise
 from autoaccum.attributes import Attributes
 from autoaccum.costs import MemoryModel, TimeModel, Trial, fit_memory_model, fit_time_model
-from autoaccum.coupling import is_coarse, smallest_micro_batch
+from autoaccum.coupling import is_compiled, smallest_micro_batch
 from autoaccum.data import Source, open_source
 from autoaccum.devices import find_device
 from autoaccum.errors import NothingFitsError
@@ -138,7 +138,7 @@ def probe(
             limit_bytes=int(limit * (1 - headroom)),
             ceiling=ceiling,
             smallest=smallest,
-            first=COARSE_FIRST if is_coarse(model, smallest) else None,
+            first=COARSE_FIRST if is_compiled(model) else None,
             growth=GROWTH if enforced else 2,
         ):
             allowed = limit if size <= smallest else int(limit * (1 - headroom))

@@ -245,7 +245,7 @@ def test_probe_prints_its_trials_the_memory_model_and_the_plan(
     largest = report["max_micro_batch"]
     assert 1 <= largest < 24
     assert {trial["fits"] for trial in report["trials"]} == {True, False}
-    assert lines[0].split() == ["micro-batch", "fits", "peak", "seconds", "samples/s"]
+    assert lines[0].split() == ["micro-batch", "fits", "peak", "predicted", "seconds", "samples/s"]
     rows = [line.split() for line in lines[1 : lines.index("")]]
     assert [(int(row[0]), row[1] == "yes") for row in rows] == [(t["micro_batch"], t["fits"]) for t in report["trials"]]
     assert rows[0][3] in ("KiB", "MiB")

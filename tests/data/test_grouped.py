@@ -232,13 +232,13 @@ class Other(Texts):
         return torch.full((7 + index // 40,), index + 1), index, torch.rand(()).item()
 
 
-def test_windows_of_one_length_have_no_lengths() -> None:
+def test_windows_of_one_length_have_lengths_too() -> None:
     source = open_source(Other(), seed=0, shuffle=False, device=CPU, collate_fn=pad)
     reader = source.read(0, lambda position: [8] * 2)
     found = []
     while (window := reader.window(16)) is not None:
         found.append(window.lengths)
-    assert found == [None, None, (8,) * 5 + (7,) * 8]
+    assert found == [(7,) * 16, (7,) * 16, (8,) * 5 + (7,) * 8]
 
 
 @pytest.mark.parametrize(("budget_bytes", "first", "second"), [(None, 0, 0), (0, 16, 32), (100, 16, 32)])
@@ -333,13 +333,13 @@ class Rising(Texts):
         return torch.full((index + 1,), index + 1), index, 0.0
 
 
-def test_a_window_of_which_all_is_truncated_has_no_lengths() -> None:
+def test_where_all_is_truncated_all_are_as_long() -> None:
     source = open_source(Rising(), seed=0, shuffle=False, device=CPU, collate_fn=truncate_to_20)
     reader = source.read(0, lambda position: [4])
     found = []
     while (window := reader.window(16)) is not None:
         found.append(window.lengths)
-    assert found == [tuple(range(16, 0, -1)), (20,) * 13 + (19, 18, 17), None]
+    assert found == [tuple(range(16, 0, -1)), (20,) * 13 + (19, 18, 17), (20,) * 13]
 
 
 def pops(samples: list[Any]) -> dict[str, torch.Tensor]:
