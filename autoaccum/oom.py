@@ -48,6 +48,9 @@ _TEXTS = re.compile(
             # c10/core/impl/alloc_cpu.cpp: the first on POSIX, the second on Windows and Android.
             r"DefaultCPUAllocator: can't allocate memory: you tried to allocate",
             r"DefaultCPUAllocator: not enough memory: you tried to allocate",
+            # oneDNN keeps no more of a status than this (dnnl.hpp). What it does not support it refuses when the
+            # descriptor of a primitive is made; the primitive fails for want of memory, for its code or its scratchpad.
+            r"^could not create a (primitive|memory object)$",
             # operator new under an operation: torch/csrc/Exceptions.h turns a std::exception into a RuntimeError.
             r"\bstd::bad_alloc\b",
         )

@@ -68,6 +68,7 @@ class Tuner:
         self._learns = search
         self._ceiling = ceiling
         self._headroom = headroom
+        self._least_bytes = 0  # the peak of the smallest micro-batch
         self._coarse = coarse
         self._heed(limit_bytes)
         self._loads: list[Trial] = []  # the history, in loads
@@ -250,8 +251,11 @@ class Tuner:
             NothingFitsError: the smallest passed the limit.
         """
         fits = self._is_within(micro_batch, peak_bytes)
-        if micro_batch <= self.smallest and not fits:
-            raise self._nothing_fits(micro_batch, peak_bytes)
+        if micro_batch <= self.smallest:
+            if not fits:
+                raise self._nothing_fits(micro_batch, peak_bytes)
+            self._least_bytes = peak_bytes
+            self._heed(self.limit_bytes)
         length = length if self._learns else 1
         predicted = self.predicted_bytes(micro_batch * self._weight(length))
         self._record(
@@ -363,7 +367,8 @@ class Tuner:
             strain: what shows that memory is short, although the limit does not.
         """
         self._heed(limit_bytes)
-        is_strained = self._pressure.look(limit_bytes, strain is not None)
+        # Sizes that are new to an allocator make it try again as a matter of course.
+        is_strained = self._pressure.look(limit_bytes, strain is not None and not self.searching and not self._timing)
         if not self._learns:
             return None
         load = max(self._window_loads(self._load()))
@@ -452,7 +457,11 @@ class Tuner:
         self.target_bytes = self._target(limit_bytes)
 
     def _target(self, limit_bytes: int) -> int:
-        return int(limit_bytes * (1 - self._headroom))
+        target = int(limit_bytes * (1 - self._headroom))
+        if self._least_bytes <= target:
+            return target
+        # The least there can be is past it already: free stays the same fraction of what is left above that.
+        return int(self._least_bytes + (limit_bytes - self._least_bytes) * (1 - self._headroom))
 
     def _is_within(self, micro_batch: int, peak_bytes: int) -> bool:
         return peak_bytes <= (self.limit_bytes if micro_batch <= self.smallest else self.target_bytes)

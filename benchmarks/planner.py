@@ -148,11 +148,11 @@ def main() -> None:
         )
     write_table(
         "planner",
-        f"Regret of the plan that training settles on, against the cheapest of all cuts: {len(EFFECTIVE_BATCHES)} "
-        f"effective batches from {min(EFFECTIVE_BATCHES)} to {max(EFFECTIVE_BATCHES)}, memory for {len(LIMITS)} largest "
-        f"micro-batches from {min(LIMITS)} to {max(LIMITS)}, {SEEDS} draws of the readings. Noise: how far the "
-        "upper quartile of a size's readings is from its median. Fewest: the regret of always taking the fewest "
-        "micro-batches that fit.",
+        "Regret of the plan that training settles on against the cheapest of all cuts: "
+        f"{len(EFFECTIVE_BATCHES)} effective batches from {min(EFFECTIVE_BATCHES)} to {max(EFFECTIVE_BATCHES)}, memory "
+        f"for {len(LIMITS)} largest micro-batches, {min(LIMITS)} to {max(LIMITS)}, {SEEDS} draws of the readings. "
+        "Noise: how far the upper quartile of a size's readings is from its median. Fewest: the regret of taking "
+        "the fewest micro-batches that fit.",
         ["curve", "seconds of 1 / 96", "noise", "mean", "95th percentile", "worst", "fewest: mean / worst", "windows"],
         rows,
         threads=arguments.threads,

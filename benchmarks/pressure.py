@@ -179,10 +179,11 @@ def main() -> None:
     draw(runs)
     write_table(
         "pressure",
-        f"A window of {EFFECTIVE_BATCH} samples under {LIMIT // 2**20} MiB, of which half are gone from window {FALLS} "
-        f"to {RETURNS}, in {WINDOWS} windows. Lost: windows without all of their samples. Over: windows whose peak was "
-        "above the limit of the time, but for the one in whose midst it fell. Back: until the micro-batch is 90 % of what "
-        "it was, and how many windows would have been run in that time at full speed.\n\n![micro-batches](pressure.png)",
+        f"Windows of {EFFECTIVE_BATCH} samples under {LIMIT // 2**20} MiB, of which half are gone from window {FALLS} "
+        f"to {RETURNS}, {WINDOWS} in all. Lost: windows without all of their samples. Over: those whose peak was above "
+        "the limit of the time, but for the one in whose midst it fell. Back: until the micro-batch is 90 % of what it "
+        "was, and how many windows would have been run in that time at full speed."
+        "\n\n![micro-batches](pressure.png)",
         [
             "memory",
             "before",

@@ -102,7 +102,7 @@ def toy(samples: int = 8) -> Task:
 
 
 SETTINGS = {
-    "small GPT": Setting(make_task=small_gpt, samples=4096, epochs=2, effective_batch=1024, room=150),
+    "small GPT": Setting(make_task=small_gpt, samples=2048, epochs=2, effective_batch=256, room=100),
     "wide MLP": Setting(make_task=wide_mlp, samples=4096, epochs=96, effective_batch=4096, room=1800),
 }
 QUICK = {

@@ -41,6 +41,8 @@ OUT_OF_MEMORY = [
     "[enforce fail at alloc_cpu.cpp:121] data. DefaultCPUAllocator: not enough memory: you tried to allocate 858993459 "
     "bytes.",
     "std::bad_alloc",
+    "could not create a primitive",
+    "could not create a memory object",
 ]
 
 SOMETHING_ELSE = [
@@ -65,6 +67,8 @@ SOMETHING_ELSE = [
     "number: 18446744073709551612",
     "mat1 and mat2 shapes cannot be multiplied (4x3 and 4x3)",
     "the memory bank is empty",
+    "could not create a primitive descriptor for the matmul primitive. Run workload with environment variable "
+    "ONEDNN_VERBOSE=all to get additional diagnostic information.",
     "memory is full of wonders, and out of memory comes wisdom",
     "Invalid buffer size: expected a multiple of 4",
     "",

@@ -90,8 +90,9 @@ class BatchLengths:
 
     def __call__(self, batch: Any) -> int | None:
         """The size of a sample's largest part; None while that was the same in all batches."""
-        rows = [leaf for leaf in batches.flatten(batch)[0] if isinstance(leaf, torch.Tensor) and batches.has_rows(leaf)]
-        length = max((leaf[0].numel() for leaf in rows), default=1)
+        leaves = batches.flatten(batch)[0]
+        rows = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim]
+        length = max((leaf.numel() // max(1, leaf.shape[0]) for leaf in rows), default=1)
         if self._first is None:
             self._first = length
         self._vary = self._vary or length != self._first
