@@ -80,6 +80,7 @@ class Tuner:
         self._is_ragged = False
         self._cap: int | None = None  # the load of the fastest plan, or of the one that is being timed
         self._timing: Timing | None = None
+        self._timed_window: tuple[int, Lengths] = (0, None)  # what others are likened to
         self._time_model: TimeModel | None = None
         self._doubts_plateau = False
         self._pressure = Pressure()
@@ -141,7 +142,9 @@ class Tuner:
     def learnt(self) -> tuple[Trial, ...]:
         """What a later run may begin from: the trials, with the seconds that windows of them took."""
         model = self._time_model
-        if model is None or any(trial.length > 1 for trial in self.history):
+        if self._is_ragged:  # no window is like another: they are timed again
+            return tuple(replace(trial, seconds=None) for trial in self.history)
+        if model is None:
             return tuple(self.history)
         timed = {
             size: Trial(micro_batch=size, fits=True, peak_bytes=self.predicted_bytes(size)) for size, _ in model.points
@@ -316,12 +319,13 @@ class Tuner:
 
     def timed(self, seconds: float, num_samples: int, lengths: Lengths = None) -> None:
         """A window took so long; of use if it was one of those that plans are made for."""
-        full, full_lengths = self.window
-        if self._timing is None or self._cap is None or num_samples != full:
-            return
-        if lengths is not None and full_lengths is not None and self._learns:
-            seconds *= sum(map(self._weight, full_lengths)) / sum(map(self._weight, lengths))
-        self._timing.observe(self._cap, seconds)
+        if self._timing is not None and self._cap is not None and num_samples == self._timed_window[0]:
+            self._timing.observe(
+                self._cap, seconds * self._work(*self._timed_window) / self._work(num_samples, lengths)
+            )
+
+    def _work(self, num_samples: int, lengths: Lengths) -> int:
+        return num_samples if lengths is None else sum(map(self._weight, lengths))
 
     def settle(self, num_samples: int, lengths: Lengths = None) -> bool:
         """After a full window; whether it has become clear how to cut those that follow."""
@@ -385,7 +389,7 @@ class Tuner:
         return None
 
     def _shrink(self, load: int) -> None:
-        self.largest = max(load, self._smallest_load())
+        self.largest = max(load, self.smallest)
         pairs = zip(self.history, self._loads, strict=True)
         self.history = [
             trial
@@ -425,10 +429,11 @@ class Tuner:
         if self._time_model is not None and self.largest <= KNOWN * self._time_model.points[-1][0]:
             self._cap = self._fastest(self._time_model, self.largest)
             return
-        alike = self.window[1] is None
+        self._timed_window = num_samples, lengths = self.window
+        alike = lengths is None
         self._timing = Timing(
             self.largest,
-            cut=self._window_loads,
+            cut=lambda load: self.loads(self._cut(num_samples, lengths, load), lengths),
             trials=self._loads,
             choose=(lambda model: self._fastest(model, self.largest)) if alike else None,
         )
@@ -492,7 +497,7 @@ class Tuner:
             self._weight = weigher(self.history)
         self._loads = _in_loads(self.history, self._weight)
         load = self._loads[-1].micro_batch
-        self.largest = bounds(self._loads)[0] or max(self._smallest_load(), min(before, load) // 2)
+        self.largest = bounds(self._loads)[0] or max(self.smallest, min(before, load) // 2)
         if trial.fits:
             self._best = max(self._best, load)
             return
