@@ -349,13 +349,16 @@ def limit_bytes_of(setting: Setting, kind: str) -> int:
         by_hand(first_of(task, 2 * setting.room), 2, 2 * setting.room, setting.room)
     model_bytes = sum(p.nbytes for p in task.make_model().parameters())
     there = model_bytes + task.inputs.untyped_storage().nbytes()
-    return device.peak if kind == "simulated" else device.peak - there + 16 * MIB
+    return device.peak if kind == "simulated" else device.peak - there + 64 * MIB
 
 
 def best_by_hand(spec: dict[str, Any], setting: Setting, timeout: float) -> int:
-    """The micro-batch that was fastest for two windows, of all divisors of the effective batch; 0 when none fits."""
+    """The fastest micro-batch that a whole run survives, of all divisors of the effective batch; 0 when none does.
+
+    Each is tried for two windows, then the fastest run whole: what fits for two windows need not fit for many.
+    """
     times = {}
-    smallest = setting.room // 4 if spec["quick"] else 1
+    smallest = max(1, setting.room // 32)  # smaller ones are slow beyond doubt
     for micro_batch in (n for n in range(smallest, setting.effective_batch + 1) if setting.effective_batch % n == 0):
         result = in_a_process_of_its_own(
             {**spec, "contestant": HAND, "micro_batch": micro_batch, "short": True}, timeout
@@ -365,7 +368,11 @@ def best_by_hand(spec: dict[str, Any], setting: Setting, timeout: float) -> int:
             times[micro_batch] = result["seconds"]
         elif times:
             break  # nor does anything larger fit
-    return min(times, key=times.__getitem__, default=0)
+    for micro_batch in sorted(times, key=times.__getitem__):
+        result = in_a_process_of_its_own({**spec, "contestant": HAND, "micro_batch": micro_batch}, timeout)
+        if "seconds" in result:
+            return micro_batch
+    return 0
 
 
 def row_of(results: list[dict[str, Any]], hand: list[dict[str, Any]]) -> list[object]:
