@@ -9,6 +9,7 @@ In a simulated device memory, where an operation past the limit raises, and on t
 from __future__ import annotations
 
 import argparse
+import random
 import statistics
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -30,6 +31,7 @@ from autoaccum.testing import simulated_memory
 EFFECTIVE_BATCH = 2048
 FALLS, RETURNS, WINDOWS = 60, 120, 200
 LIMIT = 48 * 2**20
+JITTERED = 10_000
 WIDTH, RANK = 4096, 256
 
 
@@ -138,6 +140,35 @@ def run(name: str, memory: AbstractContextManager[Any], limit_now: list[int], mi
     return Run(name, list(result.history), list(result.events), limits)
 
 
+def jitter(windows: int, headroom: float) -> tuple[int, int, int]:
+    """Re-plans, out-of-memory errors and lost samples of a run whose limit is another one before each window."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 512), nn.ReLU(), nn.Linear(512, 4))
+    data = torch.randn(6400, 16), torch.randint(0, 4, (6400,))
+    draw_limit = random.Random(0)
+    limit = 800 * 2**10
+    with simulated_memory(limit) as device:
+
+        def move(record: object) -> None:
+            if isinstance(record, StepReport):
+                device.limit = int(limit * draw_limit.uniform(0.95, 1.05))
+
+        result = autoaccum.fit(
+            model,
+            data,
+            effective_batch=64,
+            steps=windows,
+            headroom=headroom,
+            loss_fn=cross_entropy,
+            device="cpu",
+            callbacks=[move],
+            progress=False,
+            cache=False,
+        )
+    replans, ooms = (sum(isinstance(e, kind) for e in result.events) for kind in (Replanned, OutOfMemory))
+    return replans, ooms, 64 * windows - result.num_samples
+
+
 def draw(runs: list[Run]) -> None:
     import matplotlib
 
@@ -177,12 +208,19 @@ def main() -> None:
     )
     runs.append(real)
     draw(runs)
+    jittered = "; ".join(
+        f"headroom {headroom}: {replans} re-plans, {ooms} out-of-memory errors, {lost} samples lost"
+        for headroom in (0.05, 0.0)
+        for replans, ooms, lost in [jitter(JITTERED, headroom)]
+    )
     write_table(
         "pressure",
         f"Windows of {EFFECTIVE_BATCH} samples under {LIMIT // 2**20} MiB, of which half are gone from window {FALLS} "
         f"to {RETURNS}, {WINDOWS} in all. Lost: windows without all of their samples. Over: those whose peak was above "
         "the limit of the time, but for the one in whose midst it fell. Back: until the micro-batch is 90 % of what it "
-        "was, and how many windows would have been run in that time at full speed."
+        "was, and how many windows would have been run in that time at full speed.\n\n"
+        f"{JITTERED:,} windows under a limit that is drawn anew before each, within 5 % of what it was at first: "
+        f"{jittered}."
         "\n\n![micro-batches](pressure.png)",
         [
             "memory",
