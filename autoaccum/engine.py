@@ -198,7 +198,7 @@ class Engine:
         self.limit_bytes = self._limit_now()
         reason = tuner.look(self.limit_bytes, self.memory.strained())
         if reason is not None:
-            self._runner.release()  # for whoever needs it
+            self._runner.gauge.release()  # for whoever needs it
             new = tuner.plan(num_samples, lengths)
             self._emit(Replanned(step=self.step + 1, old=old, new=new, reason=reason))
         elif tuner.searching and not searching:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import math
-import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from autoaccum.data import Window
 from autoaccum.devices import is_slow_to_read
 from autoaccum.errors import LossSideEffectError, NonFiniteLossError, NothingFitsError
 from autoaccum.events import Event, Notice, OutOfMemory, Replanned
+from autoaccum.gauge import Gauge, length_at
 from autoaccum.losses import LossOf
 from autoaccum.memory import Memory
 from autoaccum.oom import is_out_of_memory
@@ -129,7 +129,6 @@ class WindowRunner:
         self._device = device
         self._memory = memory
         self._limit_now = limit_now
-        self._watch = watch
         self._tuner = tuner
         self._emit = emit
         self._announce = announce
@@ -143,12 +142,7 @@ class WindowRunner:
         self._snapshot = Snapshot(modules, device)
         self._snapshot.take()  # so that its memory is there before the first window
         self._seeds: dict[tuple[float, torch.dtype], torch.Tensor] = {}
-        self._peak_bytes = 0  # of the last window that was measured
-        self._peak_so_far = 0
-        self._next_reading = 0.0
-        self._tight = watch
-        self._released_bytes = memory.used()
-        self._passed_limit = False
+        self.gauge = Gauge(memory, device, tuner, watch=watch)
 
     def run(self, window: Window, step: int, plan: Sequence[int] | None = None) -> tuple[Gradient, int, int]:
         """Forward and backward of a window, replayed in smaller sizes until it fits.
@@ -164,19 +158,14 @@ class WindowRunner:
         Raises:
             NothingFitsError: one sample does not fit; the window has left no mark.
         """
-        measured = self._tuner.searching or time.perf_counter() >= self._next_reading
-        between_bytes = 0
-        if measured:  # what came between, an optimizer's step or a validation, no plan of ours can make smaller
-            between_bytes = self._memory.peak()
-            self._memory.reset_peak()
-            self._peak_so_far = 0
+        self.gauge.begin_window()
         self._snapshot.take()
         self.drop_gradients()
         sizes: Iterable[tuple[int, bool]]
         lengths = window.lengths
         sizes = self._tuner.sizes(window.num_samples, lengths) if plan is None else [(size, False) for size in plan]
         replays = 0
-        started = self._now() if self._tuner.is_timing else 0.0
+        started = self.gauge.now() if self._tuner.is_timing else 0.0
         # The recovery is out here because an exception that is being handled pins, through its traceback, the frames
         # of the failed forward, and with them the very tensors that have to go (pytorch/pytorch#18853).
         while not isinstance(outcome := self._attempt(window, sizes), Gradient):
@@ -188,17 +177,14 @@ class WindowRunner:
                 new = self._shrink(outcome, window, step)
             sizes = [(size, False) for size in new]
         if started and not replays:
-            self._tuner.timed(self._now() - started, window.num_samples, lengths)
+            self._tuner.timed(self.gauge.now() - started, window.num_samples, lengths)
         self._tuner.committed(outcome.sizes, lengths)
         if len(outcome.sizes) > 1:
             self._say_what_is_not_exact(outcome)
-        if measured:
-            self._peak_bytes = max(self._peak_so_far, self._memory.peak())
-            self._next_reading = time.perf_counter() + self._memory.reading_seconds
-            self._tight = self._watch and (self._tuner.searching or self._peak_bytes > self._tuner.target_bytes / 2)
-            if self._watch and not self._tuner.searching:
-                self._keep_limit(outcome.sizes, lengths, step)
-        return outcome, max(self._peak_bytes, between_bytes), replays
+        smaller = self.gauge.end_window(outcome.sizes, lengths)
+        if smaller is not None:
+            self._emit(Replanned(step=step, old=outcome.sizes, new=smaller, reason="over the memory limit"))
+        return outcome, self.gauge.peak_bytes, replays
 
     def _attempt(self, window: Window, sizes: Iterable[tuple[int, bool]]) -> Gradient | _Failure | _Again:
         done: list[int] = []
@@ -208,16 +194,15 @@ class WindowRunner:
         num_samples, examining, num_items = window.num_samples, self._examining, self._num_items
         tally = Tally(num_samples, deferred=self._deferred)
         lengths = window.lengths
-        position = size = 0
-        length = 1
+        position, size, length = 0, 0, 1
         met: list[tuple[int, set[Crossing]]] = []
         try:
             for size, is_trial in sizes:
-                if lengths is not None:
-                    length = lengths[position]
-                started = self._begin_trial() if is_trial else 0.0
-                if self._tight and not is_trial:
-                    self._make_room(size, length)
+                length = length_at(lengths, position)
+                if is_trial:
+                    started = self.gauge.begin_trial()
+                else:
+                    self.gauge.make_room(size, length)
                 batch = window.micro_batch(position, size)
                 reduction = None if num_items is None else by_user(num_items, batch)
                 if reduction is None or isinstance(reduction.items, torch.Tensor) or reduction.items:
@@ -243,7 +228,7 @@ class WindowRunner:
                     losses.append(None)
                 del batch  # its memory is the next one's
                 if is_trial:
-                    self._end_trial(size, started, length)
+                    self.gauge.end_trial(size, length, started)
                 reductions.append(without_graph(reduction) if reduction.edges else reduction)
                 position += size
                 done.append(size)
@@ -369,39 +354,6 @@ class WindowRunner:
             self._seeds[key] = torch.full_like(loss, weight, requires_grad=False)
         return self._seeds[key]
 
-    def _make_room(self, size: int, length: int) -> None:
-        """Before a micro-batch, where nobody but us keeps the limit: give back what the allocator still holds.
-
-        A trial starts from released memory, so its peak is kept only by starting from there too; between micro-batches
-        a C library's heap keeps, and scatters, tens of MiB. But giving back and getting again costs time: only when
-        the peak would pass the target.
-        """
-        model = self._tuner.memory_model
-        predicted = self._peak_bytes if model is None else model.predict(size, length)
-        if self._memory.used() - self._released_bytes + predicted > self._tuner.target_bytes:
-            self.release()
-
-    def release(self) -> None:
-        """Give back what only the allocator still holds."""
-        self._memory.release()
-        self._released_bytes = self._memory.used()
-
-    def _begin_trial(self) -> float:
-        self._peak_so_far = max(self._peak_so_far, self._memory.peak())
-        self.release()
-        self._memory.reset_peak()
-        return self._now()
-
-    def _end_trial(self, size: int, started: float, length: int) -> None:
-        seconds = self._now() - started
-        self._tuner.observe(size, self._memory.peak(), seconds, length)
-
-    def _now(self) -> float:
-        """Seconds, everything that was launched on the device being done."""
-        if self._device.type != "cpu":
-            torch.accelerator.synchronize(self._device)
-        return time.perf_counter()
-
     def drop_gradients(self) -> None:
         """Gradients of a window begin at None: a parameter that takes no part must not look like one with zeros."""
         for parameter in self._trained():
@@ -423,7 +375,7 @@ class WindowRunner:
             fresh.load_state_dict(self.scaler.state_dict())
             self.scaler = fresh
         gc.collect()  # a failed forward may have left reference cycles that hold tensors
-        self.release()
+        self.gauge.release()
 
     def _shrink(self, failure: _Failure, window: Window, step: int) -> tuple[int, ...]:
         failed = failure.micro_batch
@@ -440,19 +392,3 @@ class WindowRunner:
         )
         self._emit(Replanned(step=step, old=old, new=new, reason="out of memory"))
         return new
-
-    def _keep_limit(self, sizes: tuple[int, ...], lengths: Sequence[int] | None, step: int) -> None:
-        """Give memory back when a window passed its target; if the next one does so again, cut windows smaller."""
-        passed, self._passed_limit = self._passed_limit, self._peak_bytes > self._tuner.target_bytes
-        if not self._passed_limit:
-            return
-        self.release()
-        loads = self._tuner.loads(sizes, lengths)
-        index = loads.index(max(loads))
-        # A load beyond the tuner's largest is there because no micro-batch may have fewer samples than the smallest.
-        if passed and self._tuner.smallest < sizes[index] and loads[index] <= self._tuner.largest:
-            length = 1 if lengths is None else lengths[sum(sizes[:index])]
-            self._tuner.passed_limit(sizes[index], self._peak_bytes, length)
-            new = self._tuner.plan(sum(sizes), lengths)
-            self._emit(Replanned(step=step, old=sizes, new=new, reason="over the memory limit"))
-            self._passed_limit = False

@@ -19,7 +19,7 @@ LAYERS: dict[str, str] = {
     "command line": "cli __main__ recipes",
     "adapters": "sweeps integrations testing",
     "state": "trainer accumulator",
-    "mechanism": "engine window probing lazy validation data checkpoint",
+    "mechanism": "engine window gauge probing lazy validation data checkpoint",
     "parts": "advice memory reporting attributes batches coupling devices distributed losses oom optimizers precision "
     "past signature tape graphs randomness reductions conclusions snapshot weighting",
     "policy": "planner tuner search timing pressure costs schedules budget",
