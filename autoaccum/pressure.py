@@ -3,7 +3,7 @@
 Giving way costs little and waiting may cost an out-of-memory error, so that is done at once; but only when the limit
 has eaten up all of the headroom. Growing again is tried on real windows, and a size that fails costs a replay: so that
 waits for a calm, which has to be twice as long after each time that it was tried in vain. So however the limit moves,
-there are few changes of plan in a hundred windows, and ever fewer.
+there are few changes of plan in a hundred windows; and where it never stays up for long, ever fewer.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from collections import deque
 PATIENCE = 8
 """Looks at the memory without a change of plan before growth is tried."""
 MOST_PATIENCE = 2**12
+LASTING = 64
+"""Growth that lasted for so many times the patience was not in vain."""
 AGAIN = 100
 """Looks within which memory has to be strained a second time."""
 
@@ -45,9 +47,8 @@ class Pressure:
 
     def shrank(self) -> None:
         """A plan was given up for a smaller one."""
-        if self._grew:
-            in_vain = self._looks < 8 * self.patience
-            self.patience = min(2 * self.patience, MOST_PATIENCE) if in_vain else max(self.patience // 2, PATIENCE)
+        if self._grew and self._looks < LASTING * self.patience:
+            self.patience = min(2 * self.patience, MOST_PATIENCE)
         self._grew = False
         self._changed()
 

@@ -31,7 +31,7 @@ from autoaccum.precision import Autocast, Precision, autocast
 from autoaccum.search import COARSE_FIRST, bounds, next_trial
 from autoaccum.snapshot import Snapshot
 
-GROWTH = 16
+GROWTH = 64
 """How far beyond its largest success a probe may go where the device itself refuses what is too much."""
 
 

@@ -14,6 +14,9 @@ from autoaccum.costs import MemoryModel, Trial, fit_memory_model
 TOLERANCE = 0.02
 """The search ends when no size this much larger than the largest that fitted is expected to fit."""
 
+TRUST = 4
+"""A memory model of n sizes is trusted for sizes up to this to the power of n times the largest success."""
+
 
 def bounds(history: Sequence[Trial]) -> tuple[int, int | None]:
     """(largest size that fits, smallest that does not) by the newest word on each: memory may have moved meanwhile.
@@ -67,6 +70,8 @@ def next_trial(
     model = memory_model(history, prior)
     if model is None:
         return min(fits * (2 if first is None else growth), ceiling) if fails is None else (fits + fails) // 2
+    sizes = {trial.micro_batch for trial in history if trial.peak_bytes is not None}
+    growth = min(growth, TRUST ** len(sizes))  # two small trials may show hardly more than the allocator's first step
     largest = min(fits * growth, ceiling, ceiling if fails is None else fails - 1)
     predicted = model.largest_within(limit_bytes)
     if predicted < fits + step:

@@ -7,6 +7,7 @@ may be the fastest; each of these is given a few windows, which had to be run an
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from statistics import median
 
 from autoaccum.costs import TimeModel, Trial, fit_time_model
@@ -20,8 +21,10 @@ CLOSE = 1.05
 """A plan is not timed again when it took longer than another by this factor."""
 GAIN = 0.99
 """A plan of smaller micro-batches has to take less than this share of the time."""
-MOST = 6
-"""Plans that are timed."""
+FINE = 1.02
+"""A plan between two others is not timed when it cannot be faster by this factor."""
+MOST = 10
+"""Plans that are timed, or one or two more."""
 
 
 class Timing:
@@ -34,6 +37,7 @@ class Timing:
         cut: Callable[[int], Sequence[int]],
         trials: Sequence[Trial],
         choose: Callable[[TimeModel], int] | None = None,
+        closely: bool = False,
     ) -> None:
         """Set up.
 
@@ -42,12 +46,14 @@ class Timing:
             cut: (cap) -> the micro-batches of a window.
             trials: what is known of their times.
             choose: (time model) -> the best cap by it.
+            closely: whether sizes between those that were timed are worth a try.
         """
         self.seconds: dict[int, list[float]] = {}
         """Of windows, by their caps."""
         self._cut = cut
         self._trials = [t for t in trials if t.seconds]
         self._choose = choose
+        self._closely = closely
         self._candidates = [max(cut(largest))]
         self._candidates += self._promising()
         self._last: int | None = None
@@ -113,7 +119,23 @@ class Timing:
         half = max(self._cut(max(1, least // 2)))
         if costs[least] <= CLOSE * best and self._predicted(model, half) <= PROMISING * best:
             found.append(half)
+        if self._closely:
+            found += self._between(model, best)
         return [cap for cap in dict.fromkeys(found) if cap not in costs]
+
+    def _between(self, model: TimeModel, best: float) -> list[int]:
+        """A cap between two sizes that were timed, if for all that is known it may be faster: times may rise in steps.
+
+        A device that takes samples by 48 takes as long for 48 as for 32, and for 64 twice as long.
+        """
+        largest, num_samples = self._candidates[0], sum(self._cut(self._candidates[0]))
+        points = [(size, seconds) for size, seconds in model.points if largest / 8 <= size <= largest]
+        for (below, seconds), (above, _) in reversed(list(pairwise(points))):
+            fewest, most = len(self._cut(above)), len(self._cut(below))
+            cap = -(-num_samples // ((fewest + most) // 2))
+            if below < cap < above and FINE * seconds * (fewest + 1) < best:
+                return [cap]
+        return []
 
     def _predicted(self, model: TimeModel, cap: int) -> float:
         return sum(map(model.predict, self._cut(cap)))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 from autoaccum.costs import SPREAD, MemoryModel, TimeModel, Trial, fit_memory_model, fit_time_model, weigher
 from autoaccum.errors import NothingFitsError
@@ -19,8 +20,8 @@ from autoaccum.search import COARSE_FIRST, COARSE_GROWTH, bounds, has_plateaued,
 from autoaccum.timing import Timing
 from autoaccum.units import format_bytes
 
-WORTHWHILE = 1.1
-"""Plans grow again for loads larger by this factor, and give way to strain by it."""
+WORTHWHILE = 1.2
+"""Plans give way to a limit that fell, or to strain, by this factor at least, and grow again for as much."""
 SURELY_MORE = 1.05
 """What did not fit is tried again under a limit larger by this factor."""
 
@@ -88,6 +89,7 @@ class Tuner:
         self._refused: tuple[int, int] | None = None  # (load, limit that it was too much for)
         self._enough: int | None = None  # the load beyond which nothing is faster
         self._goal: int | None = None  # the load to reach when growing again
+        self._grown_from = 0
 
     @property
     def memory_model(self) -> MemoryModel | None:
@@ -179,8 +181,7 @@ class Tuner:
             self._start_over(is_ragged=lengths is not None)
         if num_samples > self.window[0]:
             self.window = (num_samples, lengths)
-        position = largest = 0
-        left = lengths
+        position, left = 0, lengths
         while self.searching and (remaining := num_samples - position):
             trial = self.trial_for(num_samples, left)
             if trial is None or (trial != remaining and trial > remaining - self.smallest):
@@ -188,11 +189,10 @@ class Tuner:
             is_first = position == 0 and trial < num_samples
             size = self.plan(num_samples, lengths)[0] if is_first and not self._coarse else trial
             yield size, not is_first
-            largest = max(largest, *self.loads((size,), left))
             position += size
             left = None if lengths is None else lengths[position:]
         if position < num_samples:
-            for size in self._cut(num_samples - position, left, max(self._load(), largest)):
+            for size in self._cut(num_samples - position, left, self._load()):
                 yield size, position > 0 and lengths is not None and self._is_new(lengths[position])
                 position += size
 
@@ -219,10 +219,10 @@ class Tuner:
             growth=self._growth(fits),
             prior=self._prior,
         )
-        if load is None or fits == 0:
-            return load and load // each
-        size = cut(num_samples, load, self.smallest)[0] if lengths is None else load // each
-        return size if size * each > fits else None
+        if load is None:
+            return None
+        size = cut(num_samples, load, self.smallest)[0] if lengths is None and fits else load // each
+        return size if size * each > fits and size >= min(self.smallest, num_samples) else None
 
     def _is_enough(self, load: int) -> bool:
         """Whether larger ones are known to be no faster."""
@@ -295,7 +295,9 @@ class Tuner:
         if model is not None and model.predict(self.largest) > self.limit_bytes:
             self._shrink(int(model.largest_within(self.target_bytes)))
         plan = self.plan(num_samples, lengths)
-        if micro_batch <= self.smallest or (lengths is None and plan[0] >= micro_batch):
+        longest = lengths and [lengths[start] for start in accumulate(plan[:-1], initial=0)]
+        again = any(s >= micro_batch and (longest is None or longest[i] >= length) for i, s in enumerate(plan))
+        if micro_batch <= self.smallest or again:
             raise self._nothing_fits(micro_batch, peak_bytes)
         return plan
 
@@ -308,6 +310,8 @@ class Tuner:
         """A window went well; news only if no trial has said so of its largest micro-batch, or has said otherwise."""
         fits, fails = bounds(self._loads)
         loads = self.loads(sizes, lengths)
+        if lengths is not None:  # what could not be made smaller says nothing of what to choose
+            loads = [load if size > self.smallest else 0 for size, load in zip(sizes, loads, strict=True)]
         load = max(loads)
         self._best = max(self._best, load)
         if load > fits and (fails is None or load < fails):
@@ -334,6 +338,8 @@ class Tuner:
             if self.trial_for(num_samples, lengths) is not None:
                 return False
             self.searching = False
+            if self._goal is not None and self.largest <= self._grown_from:
+                self._pressure.shrank()  # there was nothing to be had
             self._goal = None
             self._choose()
         elif self._timing is None:
@@ -379,7 +385,7 @@ class Tuner:
         if load > self._smallest_load():
             model = memory_model(self._loads, self._prior)
             if model is not None and model.predict(load) > limit_bytes:
-                self._shrink(min(load - 1, int(model.largest_within(self.target_bytes))))
+                self._shrink(min(load - 1, int(load / WORTHWHILE), int(model.largest_within(self.target_bytes))))
                 return f"the limit fell to {format_bytes(limit_bytes)}"
             if is_strained:
                 self._shrink(int(load / WORTHWHILE))
@@ -412,13 +418,13 @@ class Tuner:
         if self._refused is not None and limit_bytes < SURELY_MORE * self._refused[1]:
             goal = min(goal, self._refused[0] - 1)
         goal, load = int(min(goal, 2**62)), self._load()
-        if goal < WORTHWHILE * load or len(self._window_loads(goal)) >= len(self._window_loads(load)):
+        if goal <= load or WORTHWHILE * len(self._window_loads(goal)) > len(self._window_loads(load)):
             return
         self.history = [
             t for t, seen in zip(self.history, self._loads, strict=True) if seen.micro_batch <= self.largest
         ]
         self._loads = _in_loads(self.history, self._weight)
-        self._goal, self._cap, self.searching = goal, None, True
+        self._goal, self._grown_from, self._cap, self.searching = goal, self.largest, None, True
         self._pressure.grew()
 
     def _choose(self) -> None:
@@ -436,6 +442,7 @@ class Tuner:
             cut=lambda load: self.loads(self._cut(num_samples, lengths, load), lengths),
             trials=self._loads,
             choose=(lambda model: self._fastest(model, self.largest)) if alike else None,
+            closely=alike and not self._coarse,
         )
 
     def _fastest(self, model: TimeModel, largest: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from itertools import pairwise
 
 import numpy as np
@@ -10,7 +11,15 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from autoaccum.costs import MemoryModel, TimeModel, Trial, fit_memory_model, fit_time_model
+from autoaccum.costs import (
+    MemoryModel,
+    TimeModel,
+    Trial,
+    fit_memory_model,
+    fit_time_model,
+    prediction_error,
+    weigher,
+)
 
 points = st.lists(st.tuples(st.integers(1, 5000), st.integers(0, 10**10)), min_size=2, max_size=8)
 
@@ -124,3 +133,93 @@ class TestTime:
     def test_no_size_is_faster_than_a_smaller_one(self, points: list[tuple[int, float]]) -> None:
         times = [timed(*points).predict(size) for size in range(1, 600)]
         assert all(b >= a * (1 - 1e-9) for a, b in pairwise(times))
+
+
+SQUARES = st.tuples(st.integers(10**6, 10**9), st.floats(100, 10**5), st.floats(1, 10**3))
+SHAPES = ((1, 100), (2, 90), (4, 60), (8, 50), (12, 30), (3, 200))
+"""(samples, length) of trials that tell lengths from their squares."""
+
+
+def of_lengths(fixed: float, per_length: float, per_square: float, noise: float = 0.0, seed: int = 0) -> list[Trial]:
+    rng = random.Random(seed)
+    return [
+        Trial(
+            micro_batch=size,
+            fits=True,
+            length=length,
+            peak_bytes=round(
+                (fixed + size * (per_length * length + per_square * length**2)) * (1 + noise * rng.uniform(-1, 1))
+            ),
+        )
+        for size, length in SHAPES
+    ]
+
+
+class TestLengths:
+    @given(SQUARES)
+    def test_both_terms_are_recovered(self, truth: tuple[float, float, float]) -> None:
+        fixed, per_length, per_square = truth
+        model = fit_memory_model(of_lengths(*truth))
+        assert model is not None
+        for size, length in ((1, 10), (5, 150), (40, 80)):
+            peak = fixed + size * (per_length * length + per_square * length**2)
+            assert model.predict(size, length) == pytest.approx(peak, rel=1e-4)
+
+    @given(st.integers(10**6, 10**9), st.floats(1, 10**4))
+    def test_one_term_alone_is(self, fixed: int, each: float) -> None:
+        linear = fit_memory_model(of_lengths(fixed, each * 100, 0))
+        square = fit_memory_model(of_lengths(fixed, 0, each))
+        assert linear is not None
+        assert square is not None
+        assert linear.predict(20, 150) == pytest.approx(fixed + 20 * 150 * each * 100, rel=1e-4)
+        assert square.predict(20, 150) == pytest.approx(fixed + 20 * 150**2 * each, rel=1e-4)
+
+    @given(SQUARES, st.integers(0, 10**6))
+    def test_noise_of_one_percent_stays_small_where_trials_were(
+        self, truth: tuple[float, float, float], seed: int
+    ) -> None:
+        fixed, per_length, per_square = truth
+        model = fit_memory_model(of_lengths(*truth, noise=0.01, seed=seed))
+        assert model is not None
+        for size, length in SHAPES:
+            peak = fixed + size * (per_length * length + per_square * length**2)
+            assert model.predict(size, length) == pytest.approx(peak, rel=0.03)
+
+    @given(
+        st.lists(st.tuples(st.integers(1, 500), st.integers(1, 2000), st.integers(0, 10**10)), max_size=8),
+        st.integers(1, 5000),
+    )
+    def test_no_length_counts_for_nothing_or_less(self, points: list[tuple[int, int, int]], length: int) -> None:
+        known = [Trial(micro_batch=size, fits=True, length=long, peak_bytes=peak) for size, long, peak in points]
+        model = fit_memory_model(known)
+        if model is not None:
+            assert model.bytes_per_sample >= 0
+            assert model.bytes_per_square >= 0
+        weight = weigher(known)
+        assert 1 <= weight(length) <= weight(length + 1)
+
+    @given(SQUARES)
+    def test_equal_weights_need_equal_memory(self, truth: tuple[float, float, float]) -> None:
+        _, per_length, per_square = truth
+        weight = weigher(of_lengths(*truth))
+        for length in (50, 100, 400):
+            ratio = (per_length * length + per_square * length**2) / (per_length * 200 + per_square * 200**2)
+            assert weight(length) / weight(200) == pytest.approx(ratio, rel=0.02)
+
+    def test_where_nothing_is_known_a_longer_sample_counts_by_its_square(self) -> None:
+        weight = weigher([Trial(micro_batch=2, fits=True, length=100, peak_bytes=7)])
+        assert [weight(length) for length in (50, 100, 200)] == [50, 100, 400]
+
+    def test_samples_within_a_limit_by_their_length(self) -> None:
+        model = MemoryModel(fixed_bytes=1000, bytes_per_sample=2, bytes_per_square=0.5)
+        assert model.of_sample(10) == 70
+        assert model.predict(3, 10) == 1210
+        assert [model.largest_within(limit, 10) for limit in (1209, 1210)] == [2, 3]
+
+
+def test_the_newest_prediction_is_the_one_that_is_judged() -> None:
+    old = Trial(micro_batch=4, fits=True, peak_bytes=100, predicted_bytes=150)
+    new = Trial(micro_batch=8, fits=True, peak_bytes=200, predicted_bytes=190)
+    assert prediction_error([old, new]) == pytest.approx(0.05)
+    assert prediction_error([old, Trial(micro_batch=8, fits=True, peak_bytes=200)]) == pytest.approx(0.5)
+    assert prediction_error([Trial(micro_batch=8, fits=False, predicted_bytes=190)]) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoaccum.errors import ArgumentError, ArgumentTypeError
-from autoaccum.planner import AS_CHEAP, cheapest, cut, plan
+from autoaccum.planner import AS_CHEAP, cheapest, cut, cut_by_weight, plan
 
 SIZES = st.integers(1, 10_000)
 
@@ -108,3 +109,53 @@ class TestCheapest:
     )
     def test_by_what_a_device_is_like(self, seconds: Callable[[int], float], expected: tuple[int, ...]) -> None:
         assert cheapest(256, 100, seconds) == expected
+
+
+def loads(weights: list[int], sizes: tuple[int, ...]) -> list[int]:
+    """Of micro-batches that are padded to their heaviest sample, the first."""
+    starts = itertools.accumulate(sizes[:-1], initial=0)
+    return [size * weights[start] for size, start in zip(sizes, starts, strict=True)]
+
+
+heaviest_first = st.lists(st.integers(1, 1000), min_size=1, max_size=60).map(lambda w: sorted(w, reverse=True))
+
+
+class TestCutByWeight:
+    @given(heaviest_first, st.integers(1, 20_000), st.integers(1, 4))
+    def test_sums_exactly_and_passes_the_cap_only_where_nothing_smaller_is_allowed(
+        self, weights: list[int], max_weight: int, smallest: int
+    ) -> None:
+        sizes = cut_by_weight(weights, max_weight, smallest)
+        assert sum(sizes) == len(weights)
+        assert min(sizes) >= min(smallest, len(weights))
+        for size, load in zip(sizes, loads(weights, sizes), strict=True):
+            assert load <= max_weight or size < 2 * smallest
+
+    @given(st.lists(st.integers(1, 20), min_size=1, max_size=9), st.integers(1, 60))
+    def test_no_cut_into_neighbours_has_fewer(self, weights: list[int], max_weight: int) -> None:
+        weights = sorted(weights, reverse=True)
+        sizes = cut_by_weight(weights, max_weight)
+        fewest = min(
+            len(cuts) + 1
+            for count in range(len(weights))
+            for cuts in itertools.combinations(range(1, len(weights)), count)
+            if all(
+                load <= max_weight or size == 1
+                for parts in [tuple(b - a for a, b in itertools.pairwise((0, *cuts, len(weights))))]
+                for size, load in zip(parts, loads(weights, parts), strict=True)
+            )
+        )
+        assert len(sizes) == fewest
+
+    @given(heaviest_first, st.integers(1000, 20_000))
+    def test_none_is_heavier_than_their_number_needs(self, weights: list[int], max_weight: int) -> None:
+        """The heaviest is within 1/32 of the least with which as few are enough."""
+        sizes = cut_by_weight(weights, max_weight)
+        cap = max(loads(weights, sizes))
+        smaller = int(cap * 31 / 32) - 2
+        if smaller >= max(weights[0], max_weight // 2 + max_weight // 32):
+            assert len(cut_by_weight(weights, smaller)) > len(sizes)
+
+    def test_equal_weights_are_cut_into_near_equal_sizes(self) -> None:
+        assert cut_by_weight([10] * 256, 1000) == (86, 86, 84)
+        assert cut_by_weight([7] * 5, 14, 2) == (2, 3)

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import math
+import random
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from autoaccum.costs import Trial
 from autoaccum.errors import NothingFitsError
+from autoaccum.pressure import PATIENCE
 from autoaccum.tuner import Tuner
+from tests.simulation import Device, Training
 
 FIXED, PER_SAMPLE = 1000, 7
 
@@ -16,8 +24,8 @@ def linear(size: int) -> int:
     return FIXED + PER_SAMPLE * size
 
 
-class Device:
-    """A device with a linear peak, and the loop that training is."""
+class Linear:
+    """A device with a linear peak, and the bare loop that training is."""
 
     def __init__(self, truth: int, headroom: float = 0.0) -> None:
         self.limit_bytes = FIXED + PER_SAMPLE * truth
@@ -54,7 +62,7 @@ class Device:
 )
 @settings(max_examples=300, deadline=None)
 def test_tuner_wastes_no_sample_and_settles_on_what_was_tried(truth: int, effective_batch: int, last: int) -> None:
-    device = Device(truth)
+    device = Linear(truth)
     tuner = device.tuner(effective_batch)
     tried: set[int] = set()
     for _ in range(40):
@@ -75,7 +83,7 @@ def test_tuner_wastes_no_sample_and_settles_on_what_was_tried(truth: int, effect
 
 @given(truth=st.integers(2, 200), num_samples=st.integers(1, 300))
 def test_smallest_is_kept(truth: int, num_samples: int) -> None:
-    device = Device(max(truth, 3))  # an odd window in twos has a three
+    device = Linear(max(truth, 3))  # an odd window in twos has a three
     tuner = device.tuner(num_samples, smallest=2)
     for _ in range(10):
         done = device.run(tuner, num_samples)
@@ -84,7 +92,7 @@ def test_smallest_is_kept(truth: int, num_samples: int) -> None:
 
 
 def test_headroom_is_left_free() -> None:
-    device = Device(1000, headroom=0.1)
+    device = Linear(1000, headroom=0.1)
     tuner = device.tuner(100_000)
     for _ in range(5):
         device.run(tuner, 100_000)
@@ -93,7 +101,7 @@ def test_headroom_is_left_free() -> None:
 
 
 def test_one_sample_too_many() -> None:
-    tuner = Device(1).tuner(8)
+    tuner = Linear(1).tuner(8)
     with pytest.raises(NothingFitsError, match="a micro-batch of 1") as caught:
         tuner.out_of_memory(1, 8)
     assert (caught.value.micro_batch, caught.value.limit_bytes) == (1, linear(1))
@@ -108,3 +116,362 @@ def test_next_plan_is_strictly_smaller() -> None:
     assert [plan[0] for plan in plans] == [32, 16, 8]
     tuner.committed([8])
     assert tuner.out_of_memory(4, 64)[0] == 2
+
+
+# Memory that moves.
+
+
+def moving(truth: int = 40, effective_batch: int = 256, **options: int) -> Training:
+    """A device of 1 MB, a tenth of which is the model, that holds so many samples; settled."""
+    device = Device(10**6, peak=lambda size, _: 10**5 + 9 * 10**5 * size / truth)
+    training = Training(device, effective_batch, **options)
+    training.until_settled()
+    training.run(20)
+    return training
+
+
+@given(truth=st.integers(20, 2000), effective_batch=st.integers(1, 3000), share=st.floats(0.16, 1.0))
+def test_a_limit_that_falls_is_met_before_it_is_passed(truth: int, effective_batch: int, share: float) -> None:
+    training = moving(truth, effective_batch)
+    training.ooms.clear()
+    training.device.limit_bytes = int(share * 10**6)
+    plan = training.run()
+    assert training.ooms == []
+    assert training.device.peak(max(plan), 1) <= training.device.limit_bytes
+    predicted = training.tuner.predicted_bytes(max(plan))
+    assert predicted is None or predicted <= training.device.limit_bytes
+
+
+@pytest.mark.parametrize(("truth", "effective_batch"), [(40, 256), (300, 5000), (1000, 900)])
+def test_a_limit_that_returns_is_used_again(truth: int, effective_batch: int) -> None:
+    training = moving(truth, effective_batch)
+    before = training.run()[0]
+    training.device.limit_bytes = 400_000
+    small = training.run()[0]
+    assert small < before
+    training.run(50)
+    assert training.run()[0] == small
+    training.device.limit_bytes = 10**6
+    training.trials.clear()
+    training.run(PATIENCE)
+    assert training.run(2)[0] == before
+    assert training.ooms == []
+    assert all(b <= 2 * a for a, b in pairwise([small, *training.trials]))
+    assert training.trials[-1] == before
+
+
+def test_a_limit_that_returns_for_a_moment_is_not() -> None:
+    training = moving()
+    training.device.limit_bytes = 400_000
+    small = training.run()[0]
+    for _ in range(50):
+        training.device.limit_bytes = 10**6
+        assert training.run(PATIENCE - 1)[0] == small
+        training.device.limit_bytes = 400_000
+        assert training.run()[0] == small
+
+
+def test_a_size_that_was_refused_waits_for_a_limit_that_is_surely_larger() -> None:
+    """Something that no look shows takes memory: the same size fails again, unless there is more."""
+    training = moving(headroom=0)
+    device, before = training.device, training.run()[0]
+    peak = device.peak
+    device.peak = lambda size, length: peak(size, length) + (10**5 if size > 32 else 0)
+    training.run()
+    assert len(training.ooms) == 1
+    after = training.run()[0]
+    assert after <= 32 < before
+    training.run(2000)
+    assert len(training.ooms) == 1
+    assert max(training.run()) <= 32
+    device.limit_bytes = 1_200_000
+    training.run(2 * training.tuner._pressure.patience)
+    assert max(training.run()) > 32
+
+
+def test_growth_that_ran_out_of_memory_is_tried_again_half_as_soon() -> None:
+    training = moving()
+    device = training.device
+    device.limit_bytes = 400_000
+    training.run(2)
+    assert training.tuner._pressure.patience == PATIENCE
+    peak = device.peak
+    device.peak = lambda size, length: peak(size, length) + (10**6 if size > 20 else 0)
+    device.limit_bytes = 10**6
+    training.run(PATIENCE + 1)
+    assert len(training.ooms) == 1
+    assert training.tuner._pressure.patience == 2 * PATIENCE
+    assert training.run()[0] <= 20
+
+
+def test_strain_once_changes_nothing_and_twice_one_plan() -> None:
+    training = moving()
+    before = training.run()
+    assert training.run(1, strain="the allocator frees its cache again and again") == before
+    training.run(50)
+    after = training.run(1, strain="again")
+    assert len(training.shrank) == 1
+    assert before[0] / 1.5 < after[0] < before[0]
+    assert training.run(PATIENCE - 2) == after
+
+
+def test_a_users_own_micro_batch_is_left_alone_but_for_errors() -> None:
+    training = Training(Device(1000 + 7 * 40), 100, searches=False, largest=30)
+    assert training.run() == (25,) * 4
+    training.device.limit_bytes = 1000 + 7 * 26
+    assert training.run(20) == (25,) * 4
+    training.device.limit_bytes = 1000 + 7 * 20
+    assert max(training.run()) <= 20
+    assert len(training.ooms) == 1
+    training.device.limit_bytes = 10**6
+    assert max(training.run(1000)) <= 20
+
+
+limits = st.lists(st.tuples(st.integers(1, 30), st.floats(0.3, 3)), min_size=1, max_size=10)
+
+
+@given(
+    limits=limits,
+    truth=st.integers(1, 300),
+    effective_batch=st.integers(1, 400),
+    fixed=st.floats(0, 0.9),
+    headroom=st.sampled_from([0.0, 0.05, 0.2]),
+    look_every=st.sampled_from([0, 1, 3]),
+    smallest=st.integers(1, 2),
+    coarse=st.booleans(),
+    kind=st.sampled_from(["linear", "steps", "square", "random"]),
+    others=st.lists(st.integers(1, 400), min_size=1, max_size=6),
+    strains=st.booleans(),
+)
+@settings(max_examples=200)
+def test_laws_whatever_peaks_limits_and_windows(
+    limits: list[tuple[int, float]],
+    truth: int,
+    effective_batch: int,
+    fixed: float,
+    headroom: float,
+    look_every: int,
+    smallest: int,
+    coarse: bool,
+    kind: str,
+    others: list[int],
+    strains: bool,
+) -> None:
+    """``Training`` asserts sums, smallest sizes, and that a replay is of smaller sizes and ends."""
+
+    def peak(size: int, length: int) -> float:
+        load = {
+            "linear": size,
+            "steps": -(-size // 8) * 8,
+            "square": size * size / truth,
+            "random": size * 7919 % (truth + 3),
+        }[kind]
+        return 10**6 * (fixed + (1 - fixed) * load / truth)
+
+    training = Training(
+        Device(10**6, peak=peak, seconds=lambda size: 1 + 0.05 * size),
+        effective_batch,
+        headroom=headroom,
+        look_every=look_every,
+        smallest=smallest,
+        coarse=coarse,
+    )
+    try:
+        for windows, share in limits:
+            training.device.limit_bytes = int(10**6 * share)
+            for count in range(windows):
+                is_odd = (training.windows + count) % 5 == 4
+                num_samples = min(effective_batch, others[count % len(others)]) if is_odd else effective_batch
+                training.window(num_samples, strain="it thrashes" if strains and count % 17 == 0 else None)
+                if training.is_settled:
+                    plan = training.tuner.plan(effective_batch)
+                    assert max(plan) <= max(size for size, _ in training.tried)
+    except NothingFitsError:
+        least = min(share for _, share in limits)
+        assert kind == "random" or max(peak(size, 1) for size in range(1, 2 * smallest)) > least * 10**6
+
+
+@given(
+    windows=st.lists(st.integers(1, 600), min_size=1, max_size=60),
+    truth=st.integers(1, 400),
+    smallest=st.integers(1, 3),
+    coarse=st.booleans(),
+)
+@settings(max_examples=150)
+def test_windows_of_any_size_as_batches_of_a_loop_are(
+    windows: list[int], truth: int, smallest: int, coarse: bool
+) -> None:
+    """``Accumulator`` searches again for a batch that is larger than any before, and settles for the largest."""
+    device = Device(1000 + 7 * max(truth, 2 * smallest - 1), seconds=lambda size: 1 + 0.05 * size)
+    training = Training(device, 1, ceiling=2**30, headroom=0, smallest=smallest, coarse=coarse)
+    for num_samples in windows:
+        if num_samples > training.num_samples:
+            training.num_samples = num_samples
+            training.tuner.searching = True
+        training.window(num_samples)
+    training.until_settled()
+    assert max(training.run()) <= max(truth, 2 * smallest - 1)
+
+
+# Samples that differ in length.
+
+
+def ragged(per_length: float, per_square: float, truth: int, seed: int) -> Training:
+    """200 windows of 64 samples of log-normal lengths, on a device that holds so many of them; one is much longer."""
+    rng = random.Random(seed)
+
+    def each(length: float) -> float:
+        return per_length * length + per_square * length**2
+
+    device = Device(
+        int(10**7 + each(90) * truth),
+        peak=lambda size, length: 10**7 + size * each(length),
+        seconds=lambda size: 1.0 + 0.01 * size,
+    )
+    most = max(length for length in range(1, 2000) if device.peak(1, length) <= 0.9 * device.limit_bytes)
+    training = Training(device, 64)
+    for window in range(200):
+        lengths = [max(1, min(int(90 * math.exp(rng.gauss(0, 0.5))), most // 2)) for _ in range(64)]
+        if window == 100:
+            lengths[0] = most  # longer than any before
+        training.window(64, sorted(lengths, reverse=True))
+    return training
+
+
+@pytest.mark.parametrize(("per_length", "per_square"), [(1e4, 0), (0, 100), (1e4, 100), (1e4, 10)])
+@pytest.mark.parametrize("truth", [10, 30, 100])
+def test_samples_that_differ_in_length_meet_almost_no_error(per_length: float, per_square: float, truth: int) -> None:
+    """Whatever part of their memory is quadratic: at most one error in the first window, hardly any after it."""
+    runs = [ragged(per_length, per_square, truth, seed) for seed in range(3)]
+    first = [run.ooms.count(0) for run in runs]
+    later = [len(run.ooms) - count for run, count in zip(runs, first, strict=True)]
+    assert max(first) <= 1
+    assert max(later) <= 2
+    assert sum(later) <= 3
+    assert all(100 not in run.ooms for run in runs), "a longer sample than any before"
+
+
+@given(
+    windows=st.lists(st.tuples(st.integers(1, 50), st.booleans()), min_size=1, max_size=25),
+    shares=st.lists(st.floats(0.3, 3), min_size=1, max_size=6),
+    truth=st.integers(1, 100),
+    smallest=st.integers(1, 3),
+    coarse=st.booleans(),
+    seed=st.integers(0, 10**6),
+    linear_part=st.floats(0, 1),
+)
+@example(windows=[(3, True)], shares=[1.0], truth=1, smallest=2, coarse=False, seed=0, linear_part=0.0)
+@settings(max_examples=150)
+def test_laws_of_ragged_windows_mixed_with_plain_ones(
+    windows: list[tuple[int, bool]],
+    shares: list[float],
+    truth: int,
+    smallest: int,
+    coarse: bool,
+    seed: int,
+    linear_part: float,
+) -> None:
+    rng = random.Random(seed)
+    device = Device(
+        10**6,
+        peak=lambda size, length: (
+            2e5 + 8e5 / truth / 100 * size * (linear_part * length + (1 - linear_part) * length**2 / 100)
+        ),
+        seconds=lambda size: 1 + 0.05 * size,
+    )
+    training = Training(device, 50, smallest=smallest, coarse=coarse)
+    for index, (num_samples, is_ragged) in enumerate(windows):
+        device.limit_bytes = int(10**6 * shares[index % len(shares)])
+        lengths = [max(1, int(55 * math.exp(rng.gauss(0, 0.7)))) for _ in range(num_samples)]
+        training.num_samples = num_samples
+        try:
+            training.window(num_samples, sorted(lengths, reverse=True) if is_ragged else None)
+        except NothingFitsError:
+            return
+
+
+def test_the_rest_of_a_window_is_cut_by_what_fits_now() -> None:
+    """What a sample counts for changes while a window is searched: it is no cap in other units that cuts the rest."""
+    assert ragged(1e4, 100, 10, 1).ooms.count(0) == 0
+
+
+# What an earlier run has learnt.
+
+
+def recalling(past: Sequence[Trial], share: float, seconds: Callable[[int], float] | None = None) -> Training:
+    device = Device(int(10**5 + 9 * 10**5 * share), peak=lambda size, _: 10**5 + 9 * 10**5 * size / 40, seconds=seconds)
+    training = Training(device, 256)
+    training.tuner.recall(past, 0)
+    return training
+
+
+@pytest.mark.parametrize("seconds", [None, lambda size: 1 + 0.1 * size, lambda size: 1 + 0.1 * max(size, 16)])
+class TestRecall:
+    @pytest.fixture
+    def learnt(self, seconds: Callable[[int], float] | None) -> list[Trial]:
+        first = recalling((), 1.0, seconds)
+        first.until_settled()
+        first.run(5)
+        assert first.run()[0] == 37
+        return [trial for trial in first.tuner.learnt() if trial.peak_bytes is not None]
+
+    def test_begins_at_the_settled_size_and_verifies_it(self, learnt: list[Trial], seconds: None) -> None:
+        second = recalling(learnt, 1.0, seconds)
+        assert second.until_settled() == 1
+        assert second.trials == [37]
+        assert second.run()[0] == 37
+
+    @pytest.mark.parametrize(("share", "expected"), [(0.5, 18), (0.25, 9)])
+    def test_fits_into_less(self, learnt: list[Trial], seconds: None, share: float, expected: int) -> None:
+        second = recalling(learnt, share, seconds)
+        assert second.until_settled() == 1
+        assert second.trials == [expected]
+        assert second.ooms == []
+
+    def test_grows_into_more(self, learnt: list[Trial], seconds: None) -> None:
+        second = recalling(learnt, 4.0, seconds)
+        second.run()
+        assert second.trials == [37, 64, 128]
+        second.until_settled()
+        assert second.run() == (128, 128)
+        assert second.ooms == []
+
+
+@given(
+    past=st.lists(
+        st.builds(
+            Trial,
+            micro_batch=st.integers(1, 5000),
+            fits=st.booleans(),
+            peak_bytes=st.integers(0, 10**7) | st.none(),
+            seconds=st.floats(1e-3, 10) | st.none(),
+            length=st.just(1) | st.integers(1, 100),
+        ),
+        max_size=6,
+    ),
+    held=st.integers(0, 10**6),
+    share=st.floats(0.1, 4),
+)
+@settings(max_examples=100)
+def test_a_past_that_was_another_models_breaks_no_law(past: list[Trial], held: int, share: float) -> None:
+    training = recalling((), share, lambda size: 1 + 0.1 * size)
+    training.tuner.recall(past, held)
+    training.until_settled(60)
+    plan = training.run()
+    assert max(plan) in {size for size, _ in training.tried}
+    assert len(training.ooms) <= 8
+
+
+# Where every size is dear.
+
+
+@pytest.mark.parametrize("truth", [20, 40, 100, 333, 1000, 10_000])
+@pytest.mark.parametrize("effective_batch", [64, 256, 1024])
+def test_coarse_search_begins_at_16_and_tries_few_sizes(truth: int, effective_batch: int) -> None:
+    device = Device(1000 + 7 * truth, seconds=lambda size: 5 + 0.1 * size)
+    training = Training(device, effective_batch, coarse=True, headroom=0)
+    training.until_settled()
+    training.run(3)
+    assert training.tried[0][0] == 16
+    assert len({size for size, _ in training.tried}) <= 7
+    assert len(training.ooms) <= (1 if truth > 30 else 4)  # from 16 to 64, and back by halves
