@@ -24,7 +24,7 @@ GAIN = 0.99
 FINE = 1.02
 """A plan between two others is not timed when it cannot be faster by this factor."""
 MOST = 10
-"""Plans that are timed, or one or two more."""
+"""Plans that are timed, or two more; each takes at most 1 + ROUNDS windows."""
 
 
 class Timing:

@@ -414,10 +414,11 @@ class Tuner:
         model = memory_model(self._loads, self._prior)
         if limit_bytes is None or model is None:
             return
+        load = self._load()
         goal = min(model.largest_within(self._target(limit_bytes)), self._enough or 2**62)
         if self._refused is not None and limit_bytes < SURELY_MORE * self._refused[1]:
-            goal = min(goal, self._refused[0] - 1)
-        goal, load = int(min(goal, 2**62)), self._load()
+            goal = min(goal, (load + self._refused[0]) // 2)
+        goal = int(min(goal, 2**62))
         if goal <= load or WORTHWHILE * len(self._window_loads(goal)) > len(self._window_loads(load)):
             return
         self.history = [

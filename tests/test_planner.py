@@ -159,3 +159,4 @@ class TestCutByWeight:
     def test_equal_weights_are_cut_into_near_equal_sizes(self) -> None:
         assert cut_by_weight([10] * 256, 1000) == (86, 86, 84)
         assert cut_by_weight([7] * 5, 14, 2) == (2, 3)
+        assert cut_by_weight([10] * 6, 40, 3) == (3, 3)  # 4 would leave too few
