@@ -23,6 +23,8 @@ GAIN = 0.99
 """A plan of smaller micro-batches has to take less than this share of the time."""
 FINE = 1.02
 """A plan between two others is not timed when it cannot be faster by this factor."""
+STRAIGHT = 0.03
+"""Two plans between others that take as long as was expected, but for this fraction, are enough of them."""
 MOST = 10
 """Plans that are timed, or two more; each takes at most 1 + ROUNDS windows."""
 
@@ -54,6 +56,7 @@ class Timing:
         self._trials = [t for t in trials if t.seconds]
         self._choose = choose
         self._closely = closely
+        self._expected: dict[int, float] = {}  # seconds of windows, by caps between two others
         self._candidates = [max(cut(largest))]
         self._candidates += self._promising()
         self._last: int | None = None
@@ -117,11 +120,19 @@ class Timing:
             if self._predicted(model, cap) < GAIN * best:
                 found.append(cap)
         half = max(self._cut(max(1, least // 2)))
-        if costs[least] <= CLOSE * best and self._predicted(model, half) <= PROMISING * best:
+        lately = self.fastest() <= 2 * least + 1  # twice halved without a gain is enough
+        if lately and costs[least] <= CLOSE * best and self._predicted(model, half) <= PROMISING * best:
             found.append(half)
-        if self._closely:
-            found += self._between(model, best)
-        return [cap for cap in dict.fromkeys(found) if cap not in costs]
+        found = [cap for cap in dict.fromkeys(found) if cap not in costs]
+        if not found and self._closely and not self._is_straight():
+            found = self._between(model, best)
+            self._expected |= {cap: self._predicted(model, cap) for cap in found}
+        return found
+
+    def _is_straight(self) -> bool:
+        """Whether sizes between two others took as long as the straight line says: there are no steps to be found."""
+        on_line = [cap for cap, seconds in self._expected.items() if abs(self._cost(cap) / seconds - 1) < STRAIGHT]
+        return len(on_line) > 1
 
     def _between(self, model: TimeModel, best: float) -> list[int]:
         """A cap between two sizes that were timed, if for all that is known it may be faster: times may rise in steps.

@@ -65,7 +65,7 @@ def test_nor_on_average_when_readings_are_ten_percent_off(curve: str) -> None:
         for truth in LARGEST[2:]
         for seed in range(2)
     ]
-    assert mean(lost) < 0.006
+    assert mean(lost) < 0.01
     assert max(lost) < 0.16
 
 
