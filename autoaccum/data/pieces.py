@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
@@ -168,7 +169,8 @@ class SampleReader:
         """One batch of them."""
         epoch, position, _ = items[0]
         seed_host(mix(self._seed, epoch, position, 1))
-        return self._collate([sample for _, _, sample in items])
+        # Samples are collated again when a window is replayed, and a collate_fn may take parts out of them.
+        return self._collate([copy(s) if isinstance(s, MutableMapping | list) else s for _, _, s in items])
 
 
 def quietly(recipe: Callable[[list[Item]], Any]) -> Callable[[list[Item]], Any]:

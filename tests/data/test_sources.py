@@ -197,6 +197,26 @@ def test_collate_fn_sees_the_final_micro_batch() -> None:
         assert window.micro_batch(3, 5)[2].tolist() == [5] * 5
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_replay_collates_whole_samples_also_where_collating_takes_parts_out(stream: bool) -> None:
+    class Dicts(Numbers):
+        def __getitem__(self, index: int) -> Any:
+            return {"value": float(index), "label": index}
+
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            return (Dicts()[index] for index in range(len(Dicts())))
+
+    def pops(samples: list[Any]) -> Any:
+        return torch.tensor([sample.pop("label") for sample in samples])
+
+    source = open_source(Stream() if stream else Dicts(), seed=0, shuffle=False, device=CPU, collate_fn=pops)
+    window = source.read(0, lambda position: [4]).window(8)
+    assert window is not None
+    for _ in range(2):
+        assert window.micro_batch(0, 8).tolist() == list(range(8))
+
+
 def test_past_the_budget_samples_are_read_again() -> None:
     class Counting(Numbers):
         reads = 0
