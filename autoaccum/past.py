@@ -6,7 +6,6 @@ Everything here is a help and never a condition: what cannot be read is unknown,
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import tempfile
@@ -182,7 +181,7 @@ def _is_sound(trial: dict[str, Any]) -> bool:
             # JSON has one type of number: 1.0 may come back as 1.
             if type(value) not in types and not (type(value) is int and float in types):
                 return False
-            if value is not None and not 0 <= value < math.inf:
+            if value is not None and not 0 <= value < 2**63:  # larger ones do not become floats
                 return False
     required = {field.name for field in fields(Trial) if field.default is MISSING}
-    return required <= trial.keys() and bool(trial["micro_batch"])
+    return required <= trial.keys() and bool(trial["micro_batch"]) and trial.get("length") != 0

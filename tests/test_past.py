@@ -140,6 +140,7 @@ def test_a_corrupt_file_is_unknown_and_replaced(content: bytes, store: Past) -> 
         {"micro_batch": 0}, {"micro_batch": -3}, {"micro_batch": "8"}, {"micro_batch": 2.5}, {"micro_batch": True},
         {"micro_batch": None}, {"fits": 1}, {"fits": None}, {"peak_bytes": -1}, {"peak_bytes": 1e9},
         {"seconds": float("nan")}, {"seconds": float("inf")}, {"seconds": "fast"}, {"seconds": False},
+        {"micro_batch": 10**400}, {"peak_bytes": 10**400}, {"seconds": 10**400}, {"length": 10**400}, {"length": 0},
     ],
 )  # fmt: skip
 def test_a_trial_that_cannot_have_been_makes_its_file_unknown(change: dict[str, Any], store: Past) -> None:
