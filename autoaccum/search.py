@@ -88,7 +88,9 @@ def memory_model(history: Sequence[Trial], prior: MemoryModel | None = None) -> 
         return model
     for trial in reversed(history):
         if trial.peak_bytes is not None:
-            return replace(prior, fixed_bytes=trial.peak_bytes - prior.bytes_per_sample * trial.micro_batch)
+            fixed_bytes = trial.peak_bytes - prior.bytes_per_sample * trial.micro_batch
+            # Samples that would take more than there was in use have become cheaper: a code that has changed.
+            return replace(prior, fixed_bytes=fixed_bytes) if fixed_bytes >= 0 else None
     return prior
 
 
@@ -97,16 +99,19 @@ COARSE_FIRST, COARSE_GROWTH = 16, 4
 
 PLATEAU = 1.03
 """Micro-batches four times as large that are faster by less than this factor are not worth their memory."""
+CATCHING_UP = 1.5
+"""Micro-batches whose last doubling made them faster by this factor may yet overtake small ones."""
 
 
 def has_plateaued(history: Sequence[Trial]) -> bool:
     """Whether trials stopped to gain samples per second as they grew.
 
     What disturbs a timing makes it longer, and the first of all most: so the best of the two last doublings stands
-    against the best before them.
+    against the best before them. What costs the same from some size on, such as waking other threads, makes the first
+    of these sizes slow and each doubling twice as fast: that is no plateau.
     """
     rates = {t.micro_batch: t.micro_batch / t.seconds for t in history if t.fits and t.seconds}
     largest = max(rates, default=0)
     before = [rate for size, rate in rates.items() if 4 * size <= largest]
     since = [rate for size, rate in rates.items() if 4 * size > largest]
-    return len(before) > 1 and max(since) < PLATEAU * max(before)
+    return len(before) > 1 and max(since) < PLATEAU * max(before) and rates[largest] < CATCHING_UP * min(since)

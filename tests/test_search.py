@@ -180,3 +180,19 @@ class TestPlateau:
         history = timed(lambda size: size, 3)
         assert not has_plateaued([*history, Trial(micro_batch=64, fits=False, seconds=64.0)])
         assert not has_plateaued([*history, Trial(micro_batch=64, fits=True)])
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        ([1, 2, 4, 8], True),  # a sample takes what it takes
+        ([1, 1, 1, 1], False),
+        ([1, 9, 4, 8], True),  # one was disturbed
+        ([0.3, 88, 88, 88], False),  # threads that take a share of a busy machine's time slice to wake
+    ],
+)
+def test_a_plateau_is_where_larger_ones_gain_no_more(seconds: list[float], expected: bool) -> None:
+    trials = [
+        Trial(micro_batch=size, fits=True, seconds=time) for size, time in zip((1, 2, 4, 8), seconds, strict=True)
+    ]
+    assert has_plateaued(trials) is expected
