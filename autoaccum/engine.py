@@ -198,6 +198,7 @@ class Engine:
         self.limit_bytes = self._limit_now()
         reason = tuner.look(self.limit_bytes, self.memory.strained())
         if reason is not None:
+            self._growing_from = None
             self._runner.gauge.release()  # for whoever needs it
             new = tuner.plan(num_samples, lengths)
             self._emit(Replanned(step=self.step + 1, old=old, new=new, reason=reason))
@@ -211,8 +212,8 @@ class Engine:
             if self._growing_from is None:
                 self.announce_plan(num_samples, lengths)
             elif (new := self.tuner.plan(num_samples, lengths)) != self._growing_from:
-                self._emit(Replanned(step=self.step, old=self._growing_from, new=new, reason="memory came back"))
-        if not self.tuner.searching:
+                self._emit(Replanned(step=self.step, old=self._growing_from, new=new, reason="there is room for more"))
+        if not (self.tuner.searching or self.tuner.is_timing):
             self._growing_from = None
 
     def announce_plan(self, num_samples: int, lengths: Sequence[int] | None = None) -> None:

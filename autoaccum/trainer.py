@@ -274,6 +274,9 @@ class Trainer:
                     self._validator.heed(self._engine.limit_bytes, self._tuner.target_bytes)
                     self._validator.run(self.step, epoch, self._tuner.micro_batch)
                     self._mark = time.perf_counter()
+                if self._source.num_samples is None:  # a stream may turn out to have less than one window
+                    largest = max(report.effective_batch for report in self.history[before:])
+                    self._full_window = min(self._full_window, largest)
                 epoch += 1
                 if epoch == self._budget.max_epochs:
                     self._end("budget")

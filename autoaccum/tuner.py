@@ -25,10 +25,14 @@ WORTHWHILE = 1.2
 SURELY_MORE = 1.05
 """What did not fit is tried again under a limit larger by this factor."""
 
+UNTIMED = 16
+"""Windows in a row that are not full, after which plans are timed no more: those to come will not be either."""
+
 KNOWN = 1.25
 """Times are foretold for loads up to the largest that was timed, times this."""
 
 NO_FASTER = "larger micro-batches are no faster"
+MORE_PADDING = "with larger micro-batches more would be padding"
 
 Lengths = Sequence[int] | None
 """Of a window's samples, the longest first; None where they are alike."""
@@ -82,6 +86,7 @@ class Tuner:
         self._cap: int | None = None  # the load of the fastest plan, or of the one that is being timed
         self._timing: Timing | None = None
         self._timed_window: tuple[int, Lengths] = (0, None)  # what others are likened to
+        self._untimed = 0  # windows in a row
         self._time_model: TimeModel | None = None
         self._doubts_plateau = False
         self._pressure = Pressure()
@@ -224,6 +229,15 @@ class Tuner:
         size = cut(num_samples, load, self.smallest)[0] if lengths is None and fits else load // each
         return size if size * each > fits and size >= min(self.smallest, num_samples) else None
 
+    def _may_try(self, num_samples: int, lengths: Lengths) -> bool:
+        """Whether such a window has room for a trial: behind its longest samples there may be too few as long."""
+        trial = self.trial_for(num_samples, lengths)
+        if trial is None or trial == num_samples or lengths is None or not self._learns or self._coarse:
+            return trial is not None
+        left = lengths[self.plan(num_samples, lengths)[0] :]
+        trial = self.trial_for(num_samples, left) if left else None
+        return trial is not None and (trial == len(left) or trial <= len(left) - self.smallest)
+
     def _is_enough(self, load: int) -> bool:
         """Whether larger ones are known to be no faster."""
         if self._known > load and self._time_model is not None and self._prior is not None:
@@ -240,8 +254,10 @@ class Tuner:
     def _growth(self, fits: int) -> int:
         """How many times as large as the largest success a trial may be."""
         model = memory_model(self._loads, self._prior)
-        if not self._coarse or model is None:
+        if model is None:
             return COARSE_GROWTH if self._coarse else 2
+        if not (self._coarse or self._is_ragged):  # a whole window may weigh more than its two halves
+            return 2
         # A model is trusted further where it would do no harm if samples cost twice as much.
         return COARSE_GROWTH if 2 * model.predict(COARSE_GROWTH * fits) <= self.target_bytes else 2
 
@@ -323,10 +339,12 @@ class Tuner:
 
     def timed(self, seconds: float, num_samples: int, lengths: Lengths = None) -> None:
         """A window took so long; of use if it was one of those that plans are made for."""
-        if self._timing is not None and self._cap is not None and num_samples == self._timed_window[0]:
-            self._timing.observe(
-                self._cap, seconds * self._work(*self._timed_window) / self._work(num_samples, lengths)
-            )
+        if self._timing is None or self._cap is None:
+            return
+        self._untimed = self._untimed + 1 if num_samples != self._timed_window[0] else 0
+        if not self._untimed:
+            seconds *= self._work(*self._timed_window) / self._work(num_samples, lengths)
+            self._timing.observe(self._cap, seconds)
 
     def _work(self, num_samples: int, lengths: Lengths) -> int:
         return num_samples if lengths is None else sum(map(self._weight, lengths))
@@ -335,7 +353,7 @@ class Tuner:
         """After a full window; whether it has become clear how to cut those that follow."""
         self.window = (num_samples, lengths)
         if self.searching:
-            if self.trial_for(num_samples, lengths) is not None:
+            if self._may_try(num_samples, lengths):
                 return False
             self.searching = False
             if self._goal is not None and self.largest <= self._grown_from:
@@ -346,7 +364,7 @@ class Tuner:
             return False
         if self._timing is not None:
             self._cap = self._timing.cap()
-            if self._cap is not None:
+            if self._cap is not None and self._untimed < UNTIMED:
                 return False
             timing, self._timing = self._timing, None
             self._cap, self._time_model = timing.fastest(), timing.model()
@@ -365,7 +383,11 @@ class Tuner:
         if len(self.plan(num_samples, lengths)) == 1:
             return "the whole window fits"
         more = len(self._window_loads(self._load())) > len(self._window_loads(self.largest))
-        return NO_FASTER if more or self._is_enough(self.largest) else "larger micro-batches do not fit"
+        if more or self._is_enough(self.largest):
+            return NO_FASTER
+        predicted = self.predicted_bytes(2 * self.largest)
+        may_fit = bounds(self._loads)[1] is None and (predicted is None or predicted <= self.target_bytes)
+        return MORE_PADDING if lengths is not None and may_fit else "larger micro-batches do not fit"
 
     # As memory comes and goes.
 
@@ -376,6 +398,7 @@ class Tuner:
             limit_bytes: what this process may use now.
             strain: what shows that memory is short, although the limit does not.
         """
+        before = self.limit_bytes
         self._heed(limit_bytes)
         # Sizes that are new to an allocator make it try again as a matter of course.
         is_strained = self._pressure.look(limit_bytes, strain is not None and not self.searching and not self._timing)
@@ -384,9 +407,11 @@ class Tuner:
         load = max(self._window_loads(self._load()))
         if load > self._smallest_load():
             model = memory_model(self._loads, self._prior)
-            if model is not None and model.predict(load) > limit_bytes:
+            if model is not None and (needed := model.predict(load)) > limit_bytes:
                 self._shrink(min(load - 1, int(load / WORTHWHILE), int(model.largest_within(self.target_bytes))))
-                return f"the limit fell to {format_bytes(limit_bytes)}"
+                if limit_bytes < before:
+                    return f"the limit fell to {format_bytes(limit_bytes)}"
+                return f"it would need {format_bytes(needed)} of {format_bytes(limit_bytes)}"
             if is_strained:
                 self._shrink(int(load / WORTHWHILE))
                 return strain
@@ -398,9 +423,7 @@ class Tuner:
         self.largest = max(load, self.smallest)
         pairs = zip(self.history, self._loads, strict=True)
         self.history = [
-            trial
-            if trial.peak_bytes is None
-            else replace(trial, fits=self._is_within(trial.micro_batch, trial.peak_bytes))
+            self._judged(trial)
             for trial, seen in pairs
             if trial.peak_bytes is not None or not trial.fits or seen.micro_batch <= self.largest
         ]
@@ -421,9 +444,8 @@ class Tuner:
         goal = int(min(goal, 2**62))
         if goal <= load or WORTHWHILE * len(self._window_loads(goal)) > len(self._window_loads(load)):
             return
-        self.history = [
-            t for t, seen in zip(self.history, self._loads, strict=True) if seen.micro_batch <= self.largest
-        ]
+        pairs = zip(self.history, self._loads, strict=True)
+        self.history = [self._judged(trial) for trial, seen in pairs if seen.micro_batch <= self.largest]
         self._loads = _in_loads(self.history, self._weight)
         self._goal, self._grown_from, self._cap, self.searching = goal, self.largest, None, True
         self._pressure.grew()
@@ -431,6 +453,7 @@ class Tuner:
     def _choose(self) -> None:
         """The fastest of the plans that fit, where times are known; else windows are to be timed."""
         self._timing = self._cap = None
+        self._untimed = 0
         if self.searching or not self._learns or not self.window[0]:
             return
         if self._time_model is not None and self.largest <= KNOWN * self._time_model.points[-1][0]:
@@ -478,6 +501,12 @@ class Tuner:
 
     def _is_within(self, micro_batch: int, peak_bytes: int) -> bool:
         return peak_bytes <= (self.limit_bytes if micro_batch <= self.smallest else self.target_bytes)
+
+    def _judged(self, trial: Trial) -> Trial:
+        """By the limit as it is now."""
+        if trial.peak_bytes is None:
+            return trial
+        return replace(trial, fits=self._is_within(trial.micro_batch, trial.peak_bytes))
 
     def _start_over(self, *, is_ragged: bool) -> None:
         """Sizes are in other units from now on: a stream has begun, or ceased, to tell how long its samples are."""

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from autoaccum.costs import Trial
 from autoaccum.errors import NothingFitsError
 from autoaccum.pressure import PATIENCE
-from autoaccum.tuner import Tuner
+from autoaccum.timing import Timing
+from autoaccum.tuner import UNTIMED, Tuner
 from tests.simulation import Device, Training
 
 FIXED, PER_SAMPLE = 1000, 7
@@ -489,3 +490,97 @@ def test_coarse_search_begins_at_16_and_tries_few_sizes(truth: int, effective_ba
     assert training.tried[0][0] == 16
     assert len({size for size, _ in training.tried}) <= 7
     assert len(training.ooms) <= (1 if truth > 30 else 4)  # from 16 to 64, and back by halves
+
+
+class Plain:
+    """A device of linear peaks, and the loop without its looks and clock."""
+
+    def __init__(self, truth: int) -> None:
+        self.limit_bytes = linear(truth)
+
+    def tuner(self, effective_batch: int) -> Tuner:
+        return Tuner(ceiling=effective_batch, limit_bytes=self.limit_bytes, headroom=0.0, search=True)
+
+    def run(self, tuner: Tuner, num_samples: int) -> None:
+        done = []
+        for size, is_trial in tuner.sizes(num_samples):
+            assert linear(size) <= self.limit_bytes
+            if is_trial:
+                tuner.observe(size, linear(size))
+            done.append(size)
+        tuner.committed(done)
+
+
+def lasting(tuner: Tuner, device: Plain, windows: int, num_samples: int, strain: str | None = None) -> list[str]:
+    """Windows with a look before each; the reasons given."""
+    reasons = []
+    for _ in range(windows):
+        reasons.append(tuner.look(device.limit_bytes, strain))
+        device.run(tuner, num_samples)
+        tuner.timed(1.0, num_samples)
+        tuner.settle(num_samples)
+    return [reason for reason in reasons if reason is not None]
+
+
+def test_it_grows_again_after_a_limit_below_the_smallest() -> None:
+    """What was judged by that limit is judged by today's."""
+    device = Plain(100)
+    tuner = device.tuner(64)
+    assert lasting(tuner, device, 20, 64) == []
+    assert tuner.plan(64) == (64,)
+    full, low = device.limit_bytes, FIXED
+    assert tuner.look(low, None) == "the limit fell to 1000 B"
+    assert tuner.plan(64) == (1,) * 64
+    device.limit_bytes = full
+    lasting(tuner, device, 30, 64)
+    assert tuner.plan(64) == (64,)
+
+
+def test_the_limit_is_not_said_to_fall_when_it_has_not() -> None:
+    tuner = Plain(100).tuner(64)
+    tuner.history = [Trial(micro_batch=size, fits=True, peak_bytes=linear(size)) for size in (1, 2)]
+    tuner._loads, tuner.largest, tuner.searching, tuner.window = tuner.history, 200, False, (200, None)
+    assert tuner.look(tuner.limit_bytes, None) == "it would need 2.34 KiB of 1.66 KiB"
+
+
+def test_plans_are_not_timed_for_ever_where_no_window_is_full() -> None:
+    device = Plain(20)
+    tuner = device.tuner(64)
+    while tuner.searching:
+        device.run(tuner, 64)
+        tuner.settle(64)
+    tuner._timing = Timing(20, cut=lambda cap: (cap,) * (64 // cap), trials=[], choose=None)
+    tuner._timing._candidates, tuner._cap = [20, 10], 20
+    for _ in range(UNTIMED):
+        assert tuner.is_timing
+        tuner.timed(1.0, 63)
+        tuner.settle(64)
+    assert not tuner.is_timing
+
+
+def test_a_past_in_which_samples_cost_more_than_there_is_in_use_is_not_believed() -> None:
+    device = Plain(100)
+    tuner = device.tuner(64)
+    tuner.recall([Trial(micro_batch=size, fits=True, peak_bytes=10**6 * size) for size in (1, 2)], FIXED)
+    lasting(tuner, device, 10, 64)
+    assert tuner.plan(64) == (64,)
+
+
+@pytest.mark.parametrize("num_samples", [2, 9, 23])
+@pytest.mark.parametrize("longest", [2, 30, 1000])
+def test_a_search_among_samples_of_different_lengths_ends(num_samples: int, longest: int) -> None:
+    """Also where no window has room for the next trial behind its longest samples."""
+    tuner = Tuner(ceiling=num_samples, limit_bytes=10**9, headroom=0.0, search=True)
+    lengths = sorted((1 + (longest - 1) * i**3 // (num_samples - 1) ** 3 for i in range(num_samples)), reverse=True)
+    for _ in range(20):
+        position, done = 0, []
+        for size, is_trial in tuner.sizes(num_samples, lengths):
+            if is_trial:
+                tuner.observe(size, linear(size * lengths[position]), 1.0 * size, lengths[position])
+            done.append(size)
+            position += size
+        assert sum(done) == num_samples
+        tuner.committed(done, lengths)
+        tuner.settle(num_samples, lengths)
+    assert not tuner.searching
+    assert tuner.reason() != "larger micro-batches do not fit"
