@@ -26,6 +26,7 @@ from autoaccum.memory import Memory
 from autoaccum.optimizers import take_step
 from autoaccum.precision import Precision, autocast
 from autoaccum.tuner import Tuner
+from autoaccum.units import format_bytes
 from autoaccum.weighting import CountItems
 from autoaccum.window import Gradient, WindowRunner
 
@@ -204,6 +205,15 @@ class Engine:
             self._emit(Replanned(step=self.step + 1, old=old, new=new, reason=reason))
         elif tuner.searching and not searching:
             self._growing_from = old
+        if tuner.least_bytes > self.limit_bytes:
+            self._announce_once(
+                Notice(
+                    cause=f"The limit is {format_bytes(self.limit_bytes)} now, and the smallest micro-batch needs "
+                    f"{format_bytes(tuner.least_bytes)}",
+                    consequence="Training goes on above the limit while the device lets it",
+                    cure="Allow more, or stop the run",
+                )
+            )
         self._next_look = time.perf_counter() + self.memory.reading_seconds
 
     def settle(self, num_samples: int, lengths: Sequence[int] | None = None) -> None:

@@ -32,6 +32,8 @@ class StepReport:
     """Wall time of the window: waiting for its data, its replays and the optimizer step included."""
     peak_bytes: int
     """Most device memory in use at once since it was last read, which is up to 50 times a second."""
+    limit_bytes: int
+    """Bytes this process might use then, the headroom included."""
     replays: int
     """How often the window was rolled back and run again."""
 

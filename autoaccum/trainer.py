@@ -340,6 +340,7 @@ class Trainer:
             grad_norm=None if gradient.grad_norm is None else gradient.grad_norm.item(),
             seconds=now - self._mark,
             peak_bytes=peak_bytes,
+            limit_bytes=self._engine.limit_bytes,
             replays=replays,
         )
         self._mark = now

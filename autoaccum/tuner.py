@@ -28,6 +28,8 @@ SURELY_MORE = 1.05
 UNTIMED = 16
 """Windows in a row that are not full, after which plans are timed no more: those to come will not be either."""
 
+FAR_OFF = 1.5
+"""Times of an earlier run are not believed when windows take as many times as long, or as short."""
 KNOWN = 1.25
 """Times are foretold for loads up to the largest that was timed, times this."""
 
@@ -73,7 +75,8 @@ class Tuner:
         self._learns = search
         self._ceiling = ceiling
         self._headroom = headroom
-        self._least_bytes = 0  # the peak of the smallest micro-batch
+        self.least_bytes = 0
+        """The peak of the smallest micro-batch, once it is known."""
         self._coarse = coarse
         self._heed(limit_bytes)
         self._loads: list[Trial] = []  # the history, in loads
@@ -87,6 +90,7 @@ class Tuner:
         self._timing: Timing | None = None
         self._timed_window: tuple[int, Lengths] = (0, None)  # what others are likened to
         self._untimed = 0  # windows in a row
+        self._checks = 0  # windows to time until recalled times are believed
         self._time_model: TimeModel | None = None
         self._doubts_plateau = False
         self._pressure = Pressure()
@@ -104,7 +108,7 @@ class Tuner:
     @property
     def is_timing(self) -> bool:
         """Whether windows are to be timed."""
-        return self._timing is not None
+        return self._timing is not None or self._checks > 0
 
     def predicted_bytes(self, load: int) -> int | None:
         """The memory model's peak at that load."""
@@ -145,6 +149,7 @@ class Tuner:
             self._prior = replace(model, fixed_bytes=max(model.fixed_bytes, held_bytes))
             self._known = max(t.micro_batch for t in loads if t.peak_bytes is not None)
             self._time_model = fit_time_model(loads)
+            self._checks = 2 if self._time_model is not None else 0
 
     def learnt(self) -> tuple[Trial, ...]:
         """What a later run may begin from: the trials, with the seconds that windows of them took."""
@@ -273,7 +278,7 @@ class Tuner:
         if micro_batch <= self.smallest:
             if not fits:
                 raise self._nothing_fits(micro_batch, peak_bytes)
-            self._least_bytes = peak_bytes
+            self.least_bytes = peak_bytes
             self._heed(self.limit_bytes)
         length = length if self._learns else 1
         predicted = self.predicted_bytes(micro_batch * self._weight(length))
@@ -339,12 +344,24 @@ class Tuner:
 
     def timed(self, seconds: float, num_samples: int, lengths: Lengths = None) -> None:
         """A window took so long; of use if it was one of those that plans are made for."""
+        if self._checks and not self.searching and num_samples == self.window[0]:
+            self._check(seconds, num_samples, lengths)
         if self._timing is None or self._cap is None:
             return
         self._untimed = self._untimed + 1 if num_samples != self._timed_window[0] else 0
         if not self._untimed:
             seconds *= self._work(*self._timed_window) / self._work(num_samples, lengths)
             self._timing.observe(self._cap, seconds)
+
+    def _check(self, seconds: float, num_samples: int, lengths: Lengths) -> None:
+        """The second window that is cut as an earlier run's times say: if they are far off, the search begins anew."""
+        self._checks -= 1
+        if self._checks == 0 and self._time_model is not None:
+            loads = self.loads(self.plan(num_samples, lengths), lengths)
+            expected = sum(map(self._time_model.predict, loads))
+            if not expected / FAR_OFF < seconds < expected * FAR_OFF:
+                self._known = 0
+                self._forget()
 
     def _work(self, num_samples: int, lengths: Lengths) -> int:
         return num_samples if lengths is None else sum(map(self._weight, lengths))
@@ -494,10 +511,10 @@ class Tuner:
 
     def _target(self, limit_bytes: int) -> int:
         target = int(limit_bytes * (1 - self._headroom))
-        if self._least_bytes <= target:
+        if self.least_bytes <= target:
             return target
         # The least there can be is past it already: free stays the same fraction of what is left above that.
-        return int(self._least_bytes + (limit_bytes - self._least_bytes) * (1 - self._headroom))
+        return int(self.least_bytes + (limit_bytes - self.least_bytes) * (1 - self._headroom))
 
     def _is_within(self, micro_batch: int, peak_bytes: int) -> bool:
         return peak_bytes <= (self.limit_bytes if micro_batch <= self.smallest else self.target_bytes)

@@ -139,7 +139,7 @@ class Training:
             tuner.timed(taken, num_samples, lengths)
         tuner.committed(done, lengths)
         self.is_settled = tuner.settle(max(self.num_samples, num_samples), lengths) or (
-            not tuner.searching and not tuner.is_timing
+            not tuner.searching and tuner._timing is None
         )
         if not tuner.searching and self._growing_from is not None:
             if tuner.plan(self.num_samples, lengths) != self._growing_from:

@@ -172,7 +172,7 @@ class TestReplay:
 
     def test_a_limit_is_found_and_kept(self) -> None:
         model = wide()
-        data = batches([300] * 6, torch.float32)
+        data = batches([300] * 40, torch.float32)
         with simulated_memory("2MiB") as device:
             optimizer = torch.optim.AdamW(model.parameters(), fused=True)
             accumulator = Accumulator(model, optimizer, loss_fn=cross_entropy)

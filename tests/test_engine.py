@@ -144,3 +144,17 @@ def test_a_warning_points_at_the_users_line() -> None:
     with pytest.warns(AutoaccumWarning) as caught:
         engine([]).announce(Notice(cause="This", consequence="That", cure="So"))
     assert caught[0].filename == __file__
+
+
+def test_a_limit_below_the_smallest_micro_batch_is_said_once() -> None:
+    events: list[Event] = []
+    limit = {"now": 2**60}
+    made = engine(events, micro_batch=None, limit_now=lambda: limit["now"])
+    made.run(window())
+    limit["now"] = made.tuner.least_bytes - 1
+    made._next_look = 0.0
+    with pytest.warns(AutoaccumWarning, match="Training goes on above the limit"):
+        made.run(window())
+    made._next_look = 0.0
+    made.run(window())
+    assert sum(isinstance(event, Notice) for event in events) == 1

@@ -71,6 +71,7 @@ def test_the_fields_that_users_rely_on() -> None:
         "grad_norm",
         "seconds",
         "peak_bytes",
+        "limit_bytes",
         "replays",
     ]
 

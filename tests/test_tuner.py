@@ -452,6 +452,19 @@ class TestRecall:
         assert second.ooms == []
 
 
+@pytest.mark.parametrize(("factor", "believed"), [(1.0, True), (1.3, True), (3.0, False), (0.2, False)])
+def test_times_of_an_earlier_run_are_checked_on_windows(factor: float, believed: bool) -> None:
+    """A device three times as fast or as slow as then may like other sizes."""
+    past = [Trial(micro_batch=n, fits=True, peak_bytes=10**5 + 22_500 * n, seconds=1.0 * n) for n in (1, 8, 37)]
+    training = recalling(past, 1.0, lambda size: factor * size)
+    training.run(2)
+    assert not training.tuner.searching
+    training.run(1)
+    assert training.tuner.searching is not believed
+    training.until_settled()
+    assert sum(training.run()) == 256
+
+
 @given(
     past=st.lists(
         st.builds(

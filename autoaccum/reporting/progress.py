@@ -72,6 +72,7 @@ class ProgressBar:
         self._first = self._first or report
         self._last = report
         self._peak_bytes = max(self._peak_bytes, report.peak_bytes)
+        self._limit_bytes = report.limit_bytes
         self._replays += report.replays
         if self._bar is not None:
             self._bar.set_postfix_str(

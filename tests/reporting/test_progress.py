@@ -47,6 +47,7 @@ def report(step: int, micro_batches: tuple[int, ...], **options: Any) -> StepRep
         "grad_norm": None,
         "seconds": 0.1,
         "peak_bytes": step * 2**20,
+        "limit_bytes": GIB,
         "replays": 0,
         **options,
     }
