@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 import torch
 
+from autoaccum.loads import Lengths
 from autoaccum.memory import Memory
-from autoaccum.tuner import Lengths, Tuner
+from autoaccum.tuner import Tuner
 
 
 class Gauge:

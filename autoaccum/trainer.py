@@ -492,7 +492,7 @@ def _as_function(trainer: Callable[P, Trainer]) -> Callable[P, FitResult]:
                 ([report.micro_batches for report in history]) to repeat it bit for bit.
             max_micro_batch: the most samples to try at once.
             memory_limit: device memory this process may use, as bytes, "8GiB", a share such as 0.5, or a function
-                () -> one of these.
+                () -> one of these, asked again as training goes on.
             headroom: fraction of the limit that plans leave free.
             precision: fp32 (as the model is), bf16 or fp16 (both by autocast).
             clip_norm: clip each window's gradient to this 2-norm.

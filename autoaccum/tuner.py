@@ -2,21 +2,22 @@
 
 Every size that it hands out is useful work. It sees numbers alone, so that it can be tested by the million.
 
-Sizes are samples where samples are alike. Where they differ in length, what is looked for is the largest *load* of a
-micro-batch: the sum of what its samples count for when they are padded (``costs.weigher``).
+Sizes are samples where samples are alike. Where they differ in length, what is looked for is the largest load of a
+micro-batch: see ``Loads``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
-from autoaccum.costs import SPREAD, MemoryModel, TimeModel, Trial, fit_memory_model, fit_time_model, weigher
+from autoaccum.costs import MemoryModel, TimeModel, Trial, fit_memory_model, fit_time_model, weigher
 from autoaccum.errors import NothingFitsError
+from autoaccum.loads import Lengths, Loads, in_loads
 from autoaccum.planner import cheapest, cut, cut_by_weight
 from autoaccum.pressure import Pressure
-from autoaccum.search import COARSE_FIRST, COARSE_GROWTH, bounds, has_plateaued, memory_model, next_trial
+from autoaccum.search import COARSE_FIRST, COARSE_GROWTH, bounds, has_plateaued, next_trial
 from autoaccum.timing import Timing
 from autoaccum.units import format_bytes
 
@@ -35,9 +36,6 @@ KNOWN = 1.25
 
 NO_FASTER = "larger micro-batches are no faster"
 MORE_PADDING = "with larger micro-batches more would be padding"
-
-Lengths = Sequence[int] | None
-"""Of a window's samples, the longest first; None where they are alike."""
 
 
 class Tuner:
@@ -65,7 +63,7 @@ class Tuner:
             smallest: no micro-batch has fewer samples, unless its window does.
             coarse: whether to try few sizes, and large ones.
         """
-        self.history: list[Trial] = []
+        self._loads = Loads()
         self.past: tuple[Trial, ...] = ()
         """What an earlier run has learnt."""
         self.searching = search
@@ -79,9 +77,6 @@ class Tuner:
         """The peak of the smallest micro-batch, once it is known."""
         self._coarse = coarse
         self._heed(limit_bytes)
-        self._loads: list[Trial] = []  # the history, in loads
-        self._weight: Callable[[int], int] = weigher(())
-        self._prior: MemoryModel | None = None
         self._known = 0  # the largest load that fitted in an earlier run
         self.window: tuple[int, Lengths] = (0, None)
         """Samples of the last full window, and their lengths."""
@@ -101,6 +96,11 @@ class Tuner:
         self._grown_from = 0
 
     @property
+    def history(self) -> list[Trial]:
+        """What was tried, oldest first."""
+        return self._loads.trials
+
+    @property
     def memory_model(self) -> MemoryModel | None:
         """Fitted to the trials so far."""
         return fit_memory_model(self.history)
@@ -112,24 +112,21 @@ class Tuner:
 
     def predicted_bytes(self, load: int) -> int | None:
         """The memory model's peak at that load."""
-        model = memory_model(self._loads, self._prior)
+        model = self._loads.model
         return None if model is None else model.predict(load)
 
     def loads(self, sizes: Sequence[int], lengths: Lengths = None) -> list[int]:
         """Of the micro-batches of a window."""
-        if lengths is None or not self._learns:
-            return list(sizes)
-        loads, position = [], 0
-        for size in sizes:
-            loads.append(size * self._weight(lengths[position]))
-            position += size
-        return loads
+        return self._loads.of(sizes, self._known_lengths(lengths))
+
+    def _known_lengths(self, lengths: Lengths) -> Lengths:
+        """Where sizes are the user's they are of samples, however long."""
+        return lengths if self._learns else None
 
     @property
     def micro_batch(self) -> int:
         """The most samples in a micro-batch of the longest of the last window's samples."""
-        lengths = self.window[1] if self._learns else None
-        return self.largest if lengths is None else max(1, self.largest // self._weight(lengths[0]))
+        return max(1, self.largest // self._loads.each(self._known_lengths(self.window[1])))
 
     def set_smallest(self, smallest: int) -> None:
         """The model has got other layers, or another mode: see ``coupling.smallest_micro_batch``."""
@@ -144,9 +141,9 @@ class Tuner:
             held_bytes: what is in use now before the first sample, which that run may have had less of.
         """
         self.past = tuple(past)
-        loads = _in_loads(self.past, weigher(self.past))
+        loads = in_loads(self.past, weigher(self.past))
         if (model := fit_memory_model(loads)) is not None:
-            self._prior = replace(model, fixed_bytes=max(model.fixed_bytes, held_bytes))
+            self._loads.prior = replace(model, fixed_bytes=max(model.fixed_bytes, held_bytes))
             self._known = max(t.micro_batch for t in loads if t.peak_bytes is not None)
             self._time_model = fit_time_model(loads)
             self._checks = 2 if self._time_model is not None else 0
@@ -175,11 +172,10 @@ class Tuner:
         return self.largest if self._cap is None else min(self._cap, self.largest)
 
     def _cut(self, num_samples: int, lengths: Lengths, load: int) -> tuple[int, ...]:
-        if lengths is None or not self._learns:
-            return cut(num_samples, load, self.smallest)
-        if lengths[0] == lengths[-1]:
-            return cut(num_samples, max(1, load // self._weight(lengths[0])), self.smallest)
-        return cut_by_weight([self._weight(length) for length in lengths], load, self.smallest)
+        lengths = self._known_lengths(lengths)
+        if lengths is None or lengths[0] == lengths[-1]:
+            return cut(num_samples, max(1, load // self._loads.each(lengths)), self.smallest)
+        return cut_by_weight([self._loads.weight(length) for length in lengths], load, self.smallest)
 
     def sizes(self, num_samples: int, lengths: Lengths = None) -> Iterator[tuple[int, bool]]:
         """Sizes for a window, each with whether it is a trial, chosen one by one as the outcomes come in.
@@ -203,12 +199,11 @@ class Tuner:
             left = None if lengths is None else lengths[position:]
         if position < num_samples:
             for size in self._cut(num_samples - position, left, self._load()):
-                yield size, position > 0 and lengths is not None and self._is_new(lengths[position])
+                yield (
+                    size,
+                    self._learns and position > 0 and lengths is not None and self._loads.is_new(lengths[position]),
+                )
                 position += size
-
-    def _is_new(self, length: int) -> bool:
-        """Whether samples are so much longer than any that were tried that it is worth knowing what they cost."""
-        return self._learns and bool(self.history) and length >= SPREAD * max(t.length for t in self.history)
 
     def trial_for(self, num_samples: int, lengths: Lengths = None) -> int | None:
         """The next size worth a trial for such windows, if any; where lengths differ, of the first samples.
@@ -216,18 +211,18 @@ class Tuner:
         Only sizes that make a better plan are worth an out-of-memory error: a window of 256 takes three micro-batches
         with 86 samples in each and with 127.
         """
-        each = 1 if lengths is None or not self._learns else self._weight(lengths[0])
-        fits, _ = bounds(self._loads)
+        each = self._loads.each(self._known_lengths(lengths))
+        fits, _ = bounds(self._loads.in_loads)
         if fits and self._goal is None and self._is_enough(fits):
             return None
         load = next_trial(
-            self._loads,
+            self._loads.in_loads,
             limit_bytes=self.target_bytes,
             ceiling=min(min(self._ceiling, num_samples) * each, self._goal or 2**62),
             smallest=self.smallest * each,
             first=self._first(num_samples, each),
             growth=self._growth(fits),
-            prior=self._prior,
+            prior=self._loads.prior,
         )
         if load is None:
             return None
@@ -245,20 +240,20 @@ class Tuner:
 
     def _is_enough(self, load: int) -> bool:
         """Whether larger ones are known to be no faster."""
-        if self._known > load and self._time_model is not None and self._prior is not None:
+        if self._known > load and self._time_model is not None and self._loads.prior is not None:
             return self._fastest(self._time_model, self._known) <= load
-        return not self._doubts_plateau and has_plateaued(self._loads)
+        return not self._doubts_plateau and has_plateaued(self._loads.in_loads)
 
     def _first(self, num_samples: int, each: int) -> int | None:
         """The load to begin with, if not the smallest."""
-        if self._known and self._prior is not None:
+        if self._known and self._loads.prior is not None:
             known = self._known if self._time_model is None else self._fastest(self._time_model, self._known)
-            return int(min(known, self._prior.largest_within(self.target_bytes)))
+            return int(min(known, self._loads.prior.largest_within(self.target_bytes)))
         return min(COARSE_FIRST, num_samples // 2) * each if self._coarse else None
 
     def _growth(self, fits: int) -> int:
         """How many times as large as the largest success a trial may be."""
-        model = memory_model(self._loads, self._prior)
+        model = self._loads.model
         if model is None:
             return COARSE_GROWTH if self._coarse else 2
         if not (self._coarse or self._is_ragged):  # a whole window may weigh more than its two halves
@@ -281,7 +276,7 @@ class Tuner:
             self.least_bytes = peak_bytes
             self._heed(self.limit_bytes)
         length = length if self._learns else 1
-        predicted = self.predicted_bytes(micro_batch * self._weight(length))
+        predicted = self.predicted_bytes(micro_batch * self._loads.weight(length))
         self._record(
             Trial(
                 micro_batch=micro_batch,
@@ -312,7 +307,7 @@ class Tuner:
         """
         self._heed(limit_bytes or self.limit_bytes)
         self._record(Trial(micro_batch=micro_batch, fits=False, length=length if self._learns else 1))
-        model = memory_model(self._loads, self._prior)
+        model = self._loads.model
         if model is not None and model.predict(self.largest) > self.limit_bytes:
             self._shrink(int(model.largest_within(self.target_bytes)))
         plan = self.plan(num_samples, lengths)
@@ -325,11 +320,11 @@ class Tuner:
     def passed_limit(self, micro_batch: int, peak_bytes: int, length: int = 1) -> None:
         """Windows of such micro-batches pass the limit, although their trial did not."""
         self.observe(micro_batch, peak_bytes, length=length)
-        self._refused = (self._loads[-1].micro_batch, self.limit_bytes)
+        self._refused = (self._loads.in_loads[-1].micro_batch, self.limit_bytes)
 
     def committed(self, sizes: Sequence[int], lengths: Lengths = None) -> None:
         """A window went well; news only if no trial has said so of its largest micro-batch, or has said otherwise."""
-        fits, fails = bounds(self._loads)
+        fits, fails = bounds(self._loads.in_loads)
         loads = self.loads(sizes, lengths)
         if lengths is not None:  # what could not be made smaller says nothing of what to choose
             loads = [load if size > self.smallest else 0 for size, load in zip(sizes, loads, strict=True)]
@@ -350,7 +345,9 @@ class Tuner:
             return
         self._untimed = self._untimed + 1 if num_samples != self._timed_window[0] else 0
         if not self._untimed:
-            seconds *= self._work(*self._timed_window) / self._work(num_samples, lengths)
+            seconds *= self._loads.work(*self._timed_window) / self._loads.work(
+                num_samples, self._known_lengths(lengths)
+            )
             self._timing.observe(self._cap, seconds)
 
     def _check(self, seconds: float, num_samples: int, lengths: Lengths) -> None:
@@ -362,9 +359,6 @@ class Tuner:
             if not expected / FAR_OFF < seconds < expected * FAR_OFF:
                 self._known = 0
                 self._forget()
-
-    def _work(self, num_samples: int, lengths: Lengths) -> int:
-        return num_samples if lengths is None else sum(map(self._weight, lengths))
 
     def settle(self, num_samples: int, lengths: Lengths = None) -> bool:
         """After a full window; whether it has become clear how to cut those that follow."""
@@ -385,7 +379,7 @@ class Tuner:
                 return False
             timing, self._timing = self._timing, None
             self._cap, self._time_model = timing.fastest(), timing.model()
-            if timing.rises() and not self._doubts_plateau and has_plateaued(self._loads):
+            if timing.rises() and not self._doubts_plateau and has_plateaued(self._loads.in_loads):
                 self._doubts_plateau = True  # windows say otherwise
                 self.searching = self.trial_for(num_samples, lengths) is not None
         if not self.searching and self.reason() == NO_FASTER:
@@ -403,7 +397,7 @@ class Tuner:
         if more or self._is_enough(self.largest):
             return NO_FASTER
         predicted = self.predicted_bytes(2 * self.largest)
-        may_fit = bounds(self._loads)[1] is None and (predicted is None or predicted <= self.target_bytes)
+        may_fit = bounds(self._loads.in_loads)[1] is None and (predicted is None or predicted <= self.target_bytes)
         return MORE_PADDING if lengths is not None and may_fit else "larger micro-batches do not fit"
 
     # As memory comes and goes.
@@ -423,7 +417,7 @@ class Tuner:
             return None
         load = max(self._window_loads(self._load()))
         if load > self._smallest_load():
-            model = memory_model(self._loads, self._prior)
+            model = self._loads.model
             if model is not None and (needed := model.predict(load)) > limit_bytes:
                 self._shrink(min(load - 1, int(load / WORTHWHILE), int(model.largest_within(self.target_bytes))))
                 if limit_bytes < before:
@@ -438,20 +432,18 @@ class Tuner:
 
     def _shrink(self, load: int) -> None:
         self.largest = max(load, self.smallest)
-        pairs = zip(self.history, self._loads, strict=True)
-        self.history = [
-            self._judged(trial)
-            for trial, seen in pairs
-            if trial.peak_bytes is not None or not trial.fits or seen.micro_batch <= self.largest
-        ]
-        self._loads = _in_loads(self.history, self._weight)
+        self._loads.judge(
+            lambda trial, load: (
+                self._judged(trial) if load <= self.largest or not trial.fits or trial.peak_bytes else None
+            )
+        )
         self._pressure.shrank()
         self._choose()
 
     def _grow(self) -> None:
         """Search again, once memory has been back for long enough, from what is in use now."""
         limit_bytes = self._pressure.lowest_limit()
-        model = memory_model(self._loads, self._prior)
+        model = self._loads.model
         if limit_bytes is None or model is None:
             return
         load = self._load()
@@ -461,9 +453,7 @@ class Tuner:
         goal = int(min(goal, 2**62))
         if goal <= load or WORTHWHILE * len(self._window_loads(goal)) > len(self._window_loads(load)):
             return
-        pairs = zip(self.history, self._loads, strict=True)
-        self.history = [self._judged(trial) for trial, seen in pairs if seen.micro_batch <= self.largest]
-        self._loads = _in_loads(self.history, self._weight)
+        self._loads.judge(lambda trial, load: self._judged(trial) if load <= self.largest else None)
         self._goal, self._grown_from, self._cap, self.searching = goal, self.largest, None, True
         self._pressure.grew()
 
@@ -481,7 +471,7 @@ class Tuner:
         self._timing = Timing(
             self.largest,
             cut=lambda load: self.loads(self._cut(num_samples, lengths, load), lengths),
-            trials=self._loads,
+            trials=self._loads.in_loads,
             choose=(lambda model: self._fastest(model, self.largest)) if alike else None,
             closely=alike and not self._coarse,
         )
@@ -502,8 +492,7 @@ class Tuner:
         return self.loads(self._cut(num_samples, lengths, load), lengths) if num_samples else [load]
 
     def _smallest_load(self) -> int:
-        lengths = self.window[1] if self._learns else None
-        return self.smallest * (1 if lengths is None else self._weight(lengths[0]))
+        return self.smallest * self._loads.each(self._known_lengths(self.window[1]))
 
     def _heed(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
@@ -528,9 +517,7 @@ class Tuner:
     def _start_over(self, *, is_ragged: bool) -> None:
         """Sizes are in other units from now on: a stream has begun, or ceased, to tell how long its samples are."""
         if self.history:
-            self.history, self._loads, self.window = [], [], (0, None)
-            self._prior, self._known = None, 0
-            self._weight = weigher(())
+            self._loads, self.window, self._known = Loads(), (0, None), 0
             self.largest = self.smallest
             self._forget()
         self._is_ragged = is_ragged
@@ -543,15 +530,11 @@ class Tuner:
 
     def _record(self, trial: Trial) -> None:
         before = self.largest
-        search_again = not self.searching and self._is_new(trial.length)
-        self.history.append(trial)
-        if search_again:
+        if not self.searching and self._loads.is_new(trial.length):
             self._forget()
-        if self.searching and self._goal is None:  # afterwards plans are made of the loads as they are
-            self._weight = weigher(self.history)
-        self._loads = _in_loads(self.history, self._weight)
-        load = self._loads[-1].micro_batch
-        self.largest = bounds(self._loads)[0] or max(self.smallest, min(before, load) // 2)
+        # After the search plans are made of loads as they are.
+        load = self._loads.add(trial, reweigh=self.searching and self._goal is None)
+        self.largest = bounds(self._loads.in_loads)[0] or max(self.smallest, min(before, load) // 2)
         if trial.fits:
             self._best = max(self._best, load)
             return
@@ -568,7 +551,3 @@ class Tuner:
         return NothingFitsError(
             phase="training", micro_batch=micro_batch, peak_bytes=peak_bytes, limit_bytes=self.limit_bytes
         )
-
-
-def _in_loads(trials: Sequence[Trial], weight: Callable[[int], int]) -> list[Trial]:
-    return [replace(trial, micro_batch=trial.micro_batch * weight(trial.length), length=1) for trial in trials]

@@ -22,7 +22,7 @@ LAYERS: dict[str, str] = {
     "mechanism": "engine window gauge probing lazy validation data checkpoint",
     "parts": "advice memory reporting attributes batches coupling devices distributed losses oom optimizers precision "
     "past signature tape graphs randomness reductions conclusions snapshot weighting",
-    "policy": "planner tuner search timing pressure costs schedules budget",
+    "policy": "planner tuner loads search timing pressure costs schedules budget",
     "standard library": "__init__ _version errors events units arguments interrupts",
 }
 """From the top down. A folder is one entry; a new module has to be given a layer here."""

@@ -551,8 +551,9 @@ def test_it_grows_again_after_a_limit_below_the_smallest() -> None:
 
 def test_the_limit_is_not_said_to_fall_when_it_has_not() -> None:
     tuner = Plain(100).tuner(64)
-    tuner.history = [Trial(micro_batch=size, fits=True, peak_bytes=linear(size)) for size in (1, 2)]
-    tuner._loads, tuner.largest, tuner.searching, tuner.window = tuner.history, 200, False, (200, None)
+    for size in (1, 2):
+        tuner.observe(size, linear(size))
+    tuner.largest, tuner.searching, tuner.window = 200, False, (200, None)
     assert tuner.look(tuner.limit_bytes, None) == "it would need 2.34 KiB of 1.66 KiB"
 
 
