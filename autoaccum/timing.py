@@ -141,7 +141,9 @@ class Timing:
         """
         largest, num_samples = self._candidates[0], sum(self._cut(self._candidates[0]))
         points = [(size, seconds) for size, seconds in model.points if largest / 8 <= size <= largest]
-        for (below, seconds), (above, _) in reversed(list(pairwise(points))):
+        for (below, seconds), (above, slower) in reversed(list(pairwise(points))):
+            if above >= 2 * below and slower / above > CLOSE * seconds / below:
+                continue  # by steps alone, twice the samples take no more than twice as long
             fewest, most = len(self._cut(above)), len(self._cut(below))
             cap = -(-num_samples // ((fewest + most) // 2))
             if below < cap < above and FINE * seconds * (fewest + 1) < best:

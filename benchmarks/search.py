@@ -165,6 +165,7 @@ def run_fit(task: Task, model: nn.Module, ceiling: int, micro_batch: Any, callba
         headroom=0,
         device="cpu",
         progress=False,
+        cache=False,
         callbacks=[callback],
     )
 

@@ -102,8 +102,8 @@ def toy(samples: int = 8) -> Task:
 
 
 SETTINGS = {
-    "small GPT": Setting(make_task=small_gpt, samples=2048, epochs=2, effective_batch=256, room=100),
-    "wide MLP": Setting(make_task=wide_mlp, samples=4096, epochs=96, effective_batch=4096, room=1800),
+    "small GPT": Setting(make_task=small_gpt, samples=2048, epochs=7, effective_batch=256, room=100),
+    "wide MLP": Setting(make_task=wide_mlp, samples=4096, epochs=64, effective_batch=4096, room=1800),
 }
 QUICK = {
     "small GPT": Setting(make_task=small_gpt, samples=128, epochs=1, effective_batch=64, room=20),

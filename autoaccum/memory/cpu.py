@@ -43,11 +43,12 @@ class CpuMemory:
         # Both stay 0 while the kernel's own peak can be reset.
         self._stale_peak = 0
         self._sampled_peak = 0
+        self._least_untouched: dict[str, int] = {}
 
     def limit(self) -> int:
         """Resident bytes, plus what the tightest of the system's constraints still leaves free."""
         status = self._status()
-        free = min([self._available(), *_free_under_rlimits(status)])
+        free = min([self._available(), *self._free_under_rlimits(status)])
         for group in self._groups.all():
             free = min(free, group.free(enough=free))
         return _resident(status) + max(0, free)
@@ -90,6 +91,20 @@ class CpuMemory:
     def _status(self) -> bytes:
         return read(self._status_path)
 
+    def _free_under_rlimits(self, status: bytes) -> Iterator[int]:
+        if sys.platform == "win32":
+            return
+        anonymous = _field(status, "RssAnon") or _resident(status)
+        # Each is held by the kernel against its own count: private writable memory, and all address space. Beyond what
+        # is resident they count what was never touched, which stays, and what the C library's heap has given back but
+        # keeps to itself, which is used again before any more is asked for: that is no less than is free.
+        for which, field in ((resource.RLIMIT_DATA, "VmData"), (resource.RLIMIT_AS, "VmSize")):
+            soft, _ = resource.getrlimit(which)
+            if soft != resource.RLIM_INFINITY:
+                untouched = (_field(status, field) or anonymous) - anonymous
+                self._least_untouched[field] = min(untouched, self._least_untouched.get(field, untouched))
+                yield soft - self._least_untouched[field] - anonymous
+
     def _available(self) -> int:
         # psutil reads the same file, and all of its other lines.
         available = number(read(self._meminfo_path), "MemAvailable")
@@ -98,16 +113,6 @@ class CpuMemory:
 
 def _resident(status: bytes) -> int:
     return _field(status, "VmRSS") or psutil.Process().memory_info().rss
-
-
-def _free_under_rlimits(status: bytes) -> Iterator[int]:
-    if sys.platform == "win32":
-        return
-    # Each is held by the kernel against its own count: private writable memory, and all address space.
-    for which, field in ((resource.RLIMIT_DATA, "VmData"), (resource.RLIMIT_AS, "VmSize")):
-        soft, _ = resource.getrlimit(which)
-        if soft != resource.RLIM_INFINITY:
-            yield soft - (_field(status, field) or _resident(status))
 
 
 def _field(status: bytes, name: str) -> int:

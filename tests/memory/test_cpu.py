@@ -182,6 +182,24 @@ class TestResourceLimits:
         assert host.free() == free
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="no resource limits")
+def test_what_the_heap_keeps_for_itself_is_free(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a large micro-batch less is resident, and the kernel counts as much as before: it will be used again."""
+    import resource
+
+    asked_for = resource.RLIMIT_DATA
+    soft = 200 * MIB
+    monkeypatch.setattr(
+        resource,
+        "getrlimit",
+        lambda asked: (soft if asked == asked_for else resource.RLIM_INFINITY, resource.RLIM_INFINITY),
+    )
+    host.set_status(VmHWM=150, VmRSS=100, RssAnon=90, VmData=90, VmSize=400)
+    assert host.memory.limit() == (100 + 110) * MIB
+    host.set_status(VmHWM=150, VmRSS=80, RssAnon=70, VmData=90, VmSize=400)
+    assert host.memory.limit() == (80 + 130) * MIB
+
+
 def test_the_tightest_constraint_wins(host: Host) -> None:
     host.set_groups("4:memory:/job", "0::/")
     host.write("memory/job", memory__limit_in_bytes=300 * MIB, memory__usage_in_bytes=120 * MIB)
