@@ -106,6 +106,8 @@ class Found:
     passes: int = 0
     samples: int = 0
     steps: int = 0
+    reason: str = ""
+    """Why no larger, where it says so."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,7 +162,7 @@ def run_fit(task: Task, model: nn.Module, ceiling: int, micro_batch: Any, callba
         micro_batch=micro_batch,
         loss_fn=task.loss_fn,
         optimizer=optimizer_of,
-        steps=1 if micro_batch != "auto" else 10,
+        steps=1 if micro_batch != "auto" else 30,
         shuffle=task.shuffle,
         headroom=0,
         device="cpu",
@@ -190,7 +192,8 @@ def fit(task: Task, count: Count, ceiling: int) -> Found:
 
     result = run_fit(task, count.attach(task.make_model()), ceiling, "auto", stop_when_settled)
     sizes = [size for report in result.history for size in report.micro_batches]
-    return Found(size=max(sizes), passes=len(sizes), samples=sum(sizes), steps=result.num_steps)
+    reason = next((event.reason for event in result.events if isinstance(event, Planned)), "not settled yet")
+    return Found(size=max(sizes), passes=len(sizes), samples=sum(sizes), steps=result.num_steps, reason=reason)
 
 
 def as_lightning(task: Task, size: int, _: int) -> bool:
@@ -313,6 +316,7 @@ def measure(finder: Finder, size: int, ceiling: int, samples: int) -> dict[str, 
         "passes thrown away": count.passes - found.passes,
         "samples thrown away": count.samples - found.samples,
         "steps thrown away": steps - found.steps,
+        "why no larger": found.reason,
     }
 
 
@@ -327,6 +331,7 @@ COLUMNS = [
     "passes thrown away",
     "samples thrown away",
     "steps thrown away",
+    "why no larger",
 ]
 
 
@@ -368,10 +373,11 @@ def main() -> None:
         f"finder may use more than {ceiling} samples, the effective batch of `fit` (at most {MOST_PASSES} times the "
         "truth); none leaves headroom (`headroom=0`; Lightning's `margin=0`). Found beyond true: a size that was never "
         "tried, and does not fit. Passes / best: micro-batches that such a window takes with what was found, beside "
-        "what it would take with the truth; `fit` looks for no size that saves none. Trials: forward passes larger "
-        "than all that had gone well; a batch can also run out of memory before its forward. Thrown away: what did not "
-        "train the model that one goes on with. Accelerate and Transformers begin at "
-        f"{ceiling}, with two steps; their answers count as trained.\n\n{summary(rows)}\n\nEach of them:",
+        "what it would take with the truth; `fit` looks for no size that saves none, and stops where larger ones are "
+        "no faster. Trials: forward passes larger than all that had gone well; a batch can also run out of memory "
+        "before its forward. Thrown away: what did not train the model that one goes on with. Accelerate and "
+        f"Transformers begin at {ceiling}, with two steps; their answers count as trained."
+        f"\n\n{summary(rows)}\n\nEach of them:",
         COLUMNS,
         [[cell(row.get(column, "")) for column in COLUMNS] for row in rows],
         threads=options.threads,
