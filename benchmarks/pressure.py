@@ -32,7 +32,9 @@ EFFECTIVE_BATCH = 2048
 FALLS, RETURNS, WINDOWS = 60, 120, 200
 LIMIT = 48 * 2**20
 JITTERED = 10_000
-WIDTH, RANK = 4096, 256
+WIDTH = 4096
+RESIDENT = 176 * 2**20
+"""Beyond what the process holds before: headroom is a fraction of all of it, so it has to be more than simulated."""
 
 
 class Net(nn.Module):
@@ -41,11 +43,11 @@ class Net(nn.Module):
     ``at`` is called in the midst of each forward.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.left = nn.Parameter(torch.randn(WIDTH, RANK) / RANK)
-        self.right = nn.Parameter(torch.randn(RANK, 64) / 8)
+        self.left = nn.Parameter(torch.randn(WIDTH, rank) / rank)
+        self.right = nn.Parameter(torch.randn(rank, 64) / 8)
         self.last = nn.Linear(WIDTH, 10)
         self.at: Callable[[], None] = lambda: None
 
@@ -92,8 +94,16 @@ class Run:
         ]
 
 
-def run(name: str, memory: AbstractContextManager[Any], limit_now: list[int], mid_window: bool, **options: Any) -> Run:
-    model = Net()
+def run(
+    name: str,
+    memory: AbstractContextManager[Any],
+    limit_now: list[int],
+    falls_by: int,
+    rank: int,
+    mid_window: bool,
+    **options: Any,
+) -> Run:
+    model = Net(rank)
     torch.manual_seed(1)
     data = torch.randn(16 * EFFECTIVE_BATCH, 64), torch.randint(0, 10, (16 * EFFECTIVE_BATCH,))
     limits: list[int] = []
@@ -107,7 +117,7 @@ def run(name: str, memory: AbstractContextManager[Any], limit_now: list[int], mi
                 device.limit = value
 
         def fall() -> None:
-            set_limit(full - LIMIT // 2)
+            set_limit(full - falls_by)
             model.at = lambda: None
 
         def follow(record: object) -> None:
@@ -198,13 +208,22 @@ def draw(runs: list[Run]) -> None:
 def main() -> None:
     argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     torch.set_num_threads(1)
+    simulated = {"falls_by": LIMIT // 2, "rank": 256}
     runs = [
-        run("simulated: falls between windows", simulated_memory(LIMIT), [LIMIT], mid_window=False),
-        run("simulated: falls in the midst of a window", simulated_memory(LIMIT), [LIMIT], mid_window=True),
+        run("simulated: falls between windows", simulated_memory(LIMIT), [LIMIT], mid_window=False, **simulated),
+        run(
+            "simulated: falls in the midst of a window", simulated_memory(LIMIT), [LIMIT], mid_window=True, **simulated
+        ),
     ]
-    resident = [psutil.Process().memory_info().rss + LIMIT]
+    resident = [psutil.Process().memory_info().rss + RESIDENT]
     real = run(
-        "resident set: memory_limit falls", nullcontext(), resident, mid_window=False, memory_limit=lambda: resident[0]
+        "resident set: memory_limit falls",
+        nullcontext(),
+        resident,
+        falls_by=72 * 2**20,
+        rank=2048,
+        mid_window=False,
+        memory_limit=lambda: resident[0],
     )
     runs.append(real)
     draw(runs)
@@ -216,7 +235,8 @@ def main() -> None:
     write_table(
         "pressure",
         f"Windows of {EFFECTIVE_BATCH} samples under {LIMIT // 2**20} MiB, of which half are gone from window {FALLS} "
-        f"to {RETURNS}, {WINDOWS} in all. Lost: windows without all of their samples. Over: those whose peak was above "
+        f"to {RETURNS}, {WINDOWS} in all (of the real process {RESIDENT // 2**20} MiB beyond what it holds before, of "
+        "which 72 are gone). Lost: windows without all of their samples. Over: those whose peak was above "
         "the limit of the time, but for the one in whose midst it fell. Back: until the micro-batch is 90 % of what it "
         "was, and how many windows would have been run in that time at full speed.\n\n"
         f"{JITTERED:,} windows under a limit that is drawn anew before each, within 5 % of what it was at first: "
