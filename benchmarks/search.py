@@ -162,7 +162,7 @@ def run_fit(task: Task, model: nn.Module, ceiling: int, micro_batch: Any, callba
         micro_batch=micro_batch,
         loss_fn=task.loss_fn,
         optimizer=optimizer_of,
-        steps=1 if micro_batch != "auto" else 30,
+        steps=1 if micro_batch != "auto" else 60,
         shuffle=task.shuffle,
         headroom=0,
         device="cpu",
@@ -192,7 +192,7 @@ def fit(task: Task, count: Count, ceiling: int) -> Found:
 
     result = run_fit(task, count.attach(task.make_model()), ceiling, "auto", stop_when_settled)
     sizes = [size for report in result.history for size in report.micro_batches]
-    reason = next((event.reason for event in result.events if isinstance(event, Planned)), "not settled yet")
+    reason = next((event.reason for event in result.events if isinstance(event, Planned)), "not settled after 60 windows")
     return Found(size=max(sizes), passes=len(sizes), samples=sum(sizes), steps=result.num_steps, reason=reason)
 
 
