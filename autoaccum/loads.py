@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from autoaccum.costs import SPREAD, MemoryModel, Trial, weigher
-from autoaccum.search import memory_model
+from autoaccum.search import bounds, memory_model
 
 Lengths = Sequence[int] | None
 """Of a window's samples, the longest first; None where they are alike."""
@@ -27,6 +27,8 @@ class Loads:
         """Of an earlier run, in loads."""
         self.weight: Callable[[int], int] = weigher(())
         """(length) -> what a sample counts for."""
+        self.bounds: tuple[int, int | None] = (0, None)
+        """(largest load that fits, smallest that does not): see ``search.bounds``."""
 
     @property
     def model(self) -> MemoryModel | None:
@@ -72,6 +74,7 @@ class Loads:
 
     def _update(self) -> None:
         self.in_loads = in_loads(self.trials, self.weight)
+        self.bounds = bounds(self.in_loads)
 
 
 def in_loads(trials: Sequence[Trial], weight: Callable[[int], int]) -> list[Trial]:

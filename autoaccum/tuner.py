@@ -17,7 +17,7 @@ from autoaccum.errors import NothingFitsError
 from autoaccum.loads import Lengths, Loads, in_loads
 from autoaccum.planner import cheapest, cut, cut_by_weight
 from autoaccum.pressure import Pressure
-from autoaccum.search import COARSE_FIRST, COARSE_GROWTH, bounds, has_plateaued, next_trial
+from autoaccum.search import COARSE_FIRST, COARSE_GROWTH, has_plateaued, next_trial
 from autoaccum.timing import Timing
 from autoaccum.units import format_bytes
 
@@ -212,7 +212,7 @@ class Tuner:
         with 86 samples in each and with 127.
         """
         each = self._loads.each(self._known_lengths(lengths))
-        fits, _ = bounds(self._loads.in_loads)
+        fits, _ = self._loads.bounds
         if fits and self._goal is None and self._is_enough(fits):
             return None
         load = next_trial(
@@ -324,7 +324,9 @@ class Tuner:
 
     def committed(self, sizes: Sequence[int], lengths: Lengths = None) -> None:
         """A window went well; news only if no trial has said so of its largest micro-batch, or has said otherwise."""
-        fits, fails = bounds(self._loads.in_loads)
+        fits, fails = self._loads.bounds
+        if lengths is None and max(sizes) <= min(fits, self._best):  # for nearly every window of a run
+            return
         loads = self.loads(sizes, lengths)
         if lengths is not None:  # what could not be made smaller says nothing of what to choose
             loads = [load if size > self.smallest else 0 for size, load in zip(sizes, loads, strict=True)]
@@ -397,7 +399,7 @@ class Tuner:
         if more or self._is_enough(self.largest):
             return NO_FASTER
         predicted = self.predicted_bytes(2 * self.largest)
-        may_fit = bounds(self._loads.in_loads)[1] is None and (predicted is None or predicted <= self.target_bytes)
+        may_fit = self._loads.bounds[1] is None and (predicted is None or predicted <= self.target_bytes)
         return MORE_PADDING if lengths is not None and may_fit else "larger micro-batches do not fit"
 
     # As memory comes and goes.
@@ -500,7 +502,7 @@ class Tuner:
 
     def _target(self, limit_bytes: int) -> int:
         target = int(limit_bytes * (1 - self._headroom))
-        if self.least_bytes <= target:
+        if not target < self.least_bytes <= limit_bytes:
             return target
         # The least there can be is past it already: free stays the same fraction of what is left above that.
         return int(self.least_bytes + (limit_bytes - self.least_bytes) * (1 - self._headroom))
@@ -534,7 +536,7 @@ class Tuner:
             self._forget()
         # After the search plans are made of loads as they are.
         load = self._loads.add(trial, reweigh=self.searching and self._goal is None)
-        self.largest = bounds(self._loads.in_loads)[0] or max(self.smallest, min(before, load) // 2)
+        self.largest = self._loads.bounds[0] or max(self.smallest, min(before, load) // 2)
         if trial.fits:
             self._best = max(self._best, load)
             return

@@ -192,7 +192,9 @@ def fit(task: Task, count: Count, ceiling: int) -> Found:
 
     result = run_fit(task, count.attach(task.make_model()), ceiling, "auto", stop_when_settled)
     sizes = [size for report in result.history for size in report.micro_batches]
-    reason = next((event.reason for event in result.events if isinstance(event, Planned)), "not settled after 60 windows")
+    reason = next(
+        (event.reason for event in result.events if isinstance(event, Planned)), "not settled after 60 windows"
+    )
     return Found(size=max(sizes), passes=len(sizes), samples=sum(sizes), steps=result.num_steps, reason=reason)
 
 

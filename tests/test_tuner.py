@@ -535,6 +535,14 @@ def lasting(tuner: Tuner, device: Plain, windows: int, num_samples: int, strain:
     return [reason for reason in reasons if reason is not None]
 
 
+@given(least=st.integers(1, 1000), limit=st.integers(1, 1000), headroom=st.sampled_from([0.0, 0.05, 0.5]))
+def test_the_target_is_never_beyond_the_limit(least: int, limit: int, headroom: float) -> None:
+    tuner = Tuner(ceiling=8, limit_bytes=1000, headroom=headroom, search=True)
+    tuner.observe(1, least)
+    tuner.look(limit, None)
+    assert int(limit * (1 - headroom)) <= tuner.target_bytes <= limit
+
+
 def test_it_grows_again_after_a_limit_below_the_smallest() -> None:
     """What was judged by that limit is judged by today's."""
     device = Plain(100)
