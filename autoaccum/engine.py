@@ -195,6 +195,8 @@ class Engine:
     def _look(self, window: Window) -> None:
         """At the memory, before a window, for one that is short of it costs more than a look."""
         tuner, num_samples, lengths = self.tuner, window.num_samples, window.lengths
+        if lengths is None:  # a short window is cut in passing: plans are those of full ones
+            num_samples = max(num_samples, tuner.window[0])
         searching, old = tuner.searching, tuner.plan(num_samples, lengths)
         self.limit_bytes = self._limit_now()
         reason = tuner.look(self.limit_bytes, self.memory.strained())

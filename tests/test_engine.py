@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from autoaccum.accumulator import _Batch
 from autoaccum.engine import Engine
 from autoaccum.errors import AutoaccumWarning, LossSideEffectError, NonFiniteLossError, NothingFitsError
-from autoaccum.events import Event, Notice, Planned, StepSkipped
+from autoaccum.events import Event, Notice, Planned, Replanned, StepSkipped
 from autoaccum.losses import loss_function
 from autoaccum.memory import memory_of
 from tests.models import classes, mlp, same
@@ -144,6 +144,20 @@ def test_a_warning_points_at_the_users_line() -> None:
     with pytest.warns(AutoaccumWarning) as caught:
         engine([]).announce(Notice(cause="This", consequence="That", cure="So"))
     assert caught[0].filename == __file__
+
+
+def test_a_plan_that_gives_way_before_a_short_window_is_told_of_full_ones() -> None:
+    events: list[Event] = []
+    limit = {"now": 1000}
+    made = engine(events, micro_batch=None, limit_now=lambda: limit["now"], limit_bytes=1000, headroom=0.0)
+    for size in (1, 2, 4, 8):
+        made.tuner.observe(size, 100 + 100 * size)
+    made.tuner.settle(8)
+    assert made.tuner.plan(8) == (8,)
+    limit["now"] = 550
+    made._look(window(3))
+    (told,) = [event for event in events if isinstance(event, Replanned)]
+    assert (told.old, told.new, told.reason) == ((8,), (4, 4), "the limit fell to 550 B")
 
 
 def test_a_limit_below_the_smallest_micro_batch_is_said_once() -> None:

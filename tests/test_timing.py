@@ -173,3 +173,28 @@ class TestPlateau:
         assert max(training.trials) < 100, "the search has not ended by what trials say"
         training.until_settled()
         assert max(training.run()) >= 0.97 * 300 / 1.03
+
+
+class TestWhatIsNotWorthAWindow:
+    """On a curve without steps little is timed, for nothing is to be gained."""
+
+    @staticmethod
+    def timed_caps(seconds: Seconds, largest: int, *, closely: bool) -> list[int]:
+        """Caps of the plans that a window of 256 was timed for."""
+        trials = [Trial(micro_batch=2**n, fits=True, seconds=seconds(2**n)) for n in range(7)]
+        timing = Timing(largest, cut=lambda cap: cut(256, cap), trials=trials, closely=closely)
+        while (cap := timing.cap()) is not None:
+            timing.observe(cap, sum(map(seconds, cut(256, cap))))
+        return list(timing.seconds)
+
+    def test_halves_are_tried_twice_without_a_gain(self) -> None:
+        assert self.timed_caps(lambda size: 1.0 * size, 64, closely=False) == [64, 32, 16]
+        assert self.timed_caps(lambda size: size**1.2, 64, closely=False) == [64, 32, 16, 8, 4, 2, 1]
+
+    def test_two_sizes_between_others_tell_that_times_are_straight_lines(self) -> None:
+        between = [cap for cap in self.timed_caps(lambda size: 1.0 * size, 64, closely=True) if cap not in (64, 32, 16)]
+        assert len(between) == 2
+
+    def test_steps_never_make_twice_the_samples_more_than_twice_as_slow(self) -> None:
+        caps = self.timed_caps(lambda size: size * (1.4 if size > 32 else 1.0), 64, closely=True)
+        assert not [cap for cap in caps if 32 < cap < 64]
