@@ -8,7 +8,8 @@
     │   ├── ConflictingArgumentsError         ... beside another one that was given: .conflicts_with
     │   ├── NoTrainableParametersError        ... a model with nothing to train
     │   ├── ForeignOptimizerError             ... an optimizer that holds none of the model's parameters
-    │   └── UnknownDeviceError                ... a device that this machine does not have
+    │   ├── UnknownDeviceError                ... a device that this machine does not have
+    │   └── ScheduleError                     ... a schedule's text that cannot be read: .position
     ├── DataError (ValueError)                data that cannot be cut into windows
     │   ├── EmptyDatasetError                 ... no sample in it
     │   └── RaggedBatchError                  ... tensors of one batch disagree on dim 0: .sizes
@@ -109,6 +110,20 @@ class UnknownDeviceError(ArgumentError):
 
     def __init__(self, device: object, available: Sequence[str]) -> None:
         super().__init__("device", device, f"one of {', '.join(available)}", "Leave device out to take the first one.")
+
+
+class ScheduleError(ArgumentError):
+    """The text of a schedule that cannot be read; ``position`` is the character's, from 1."""
+
+    def __init__(self, text: str, position: int, expected: str, cure: str = "") -> None:
+        self.position = position
+        shown = "".join(" " if character.isspace() else character for character in text)
+        super().__init__(
+            "effective_batch",
+            text,
+            f"{expected} at character {position}",
+            f"{cure or 'Here:'}\n  {shown}\n  {'^':>{position}}",
+        )
 
 
 class DataError(AutoaccumError, ValueError):

@@ -36,6 +36,14 @@ class StepReport:
     """Bytes this process might use then, the headroom included."""
     replays: int
     """How often the window was rolled back and run again."""
+    noise_scale: float | None = None
+    """Gradient noise scale in samples, smoothed over windows; None where not asked for, or not yet measured."""
+    gradient_squared: float | None = None
+    """Unbiased estimate, from this window, of the squared 2-norm of the true gradient.
+
+    None where not asked for, or where the window was one micro-batch."""
+    gradient_variance: float | None = None
+    """Unbiased estimate, from this window, of the trace of the covariance of a sample's gradient; None likewise."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -320,6 +320,7 @@ def test_errors_can_be_pickled() -> None:
     for error in (
         errors.ArgumentError("effective_batch", 0, "an int"),
         errors.RaggedBatchError({"x": 3, "y": 4}),
+        errors.ScheduleError("1e6", 3, "the end"),
         errors.NothingFitsError(phase="training", micro_batch=1, peak_bytes=5, limit_bytes=4, advice=ADVICE),
     ):
         again = pickle.loads(pickle.dumps(error))

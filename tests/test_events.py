@@ -73,6 +73,9 @@ def test_the_fields_that_users_rely_on() -> None:
         "peak_bytes",
         "limit_bytes",
         "replays",
+        "noise_scale",
+        "gradient_squared",
+        "gradient_variance",
     ]
 
 
