@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoaccum import contributions
 from autoaccum.conclusions import Conclusion, conclude, stands_for_none
 from autoaccum.coupling import Crossing, batch_norm_notices, couples_samples, coupling_notice, crossings
 from autoaccum.data import Window
@@ -24,6 +25,7 @@ from autoaccum.events import Event, Notice, OutOfMemory, Replanned
 from autoaccum.gauge import Gauge, length_at
 from autoaccum.losses import LossOf
 from autoaccum.memory import Memory
+from autoaccum.noise import Noise, Part, estimate
 from autoaccum.oom import is_out_of_memory
 from autoaccum.planner import cut
 from autoaccum.precision import half_precision_notices
@@ -55,6 +57,10 @@ class Gradient:
     """2-norm before clipping; on the device."""
     items: float
     """What the loss is a mean over."""
+    parts: tuple[Part, ...] = ()
+    """What each micro-batch adds to it, where that is measured: before clipping."""
+    noise: Noise | None = None
+    """What they tell of the noise in it, where that is measured and can be told."""
     doubts: tuple[Notice, ...] = ()
     """Why it may not be the gradient of the whole window."""
 
@@ -99,6 +105,7 @@ class WindowRunner:
         tuner: Tuner,
         emit: Callable[[Event], None],
         announce: Callable[[Notice], None],
+        noise_scale: bool = False,
     ) -> None:
         """Set up.
 
@@ -118,6 +125,7 @@ class WindowRunner:
             tuner: says the sizes.
             emit: takes the events.
             announce: takes what cannot be exact, once.
+            noise_scale: whether windows that are cut tell of the noise in their gradient.
         """
         self._model = model
         self._optimizer = optimizer
@@ -133,6 +141,7 @@ class WindowRunner:
         self._emit = emit
         self._announce = announce
         self._announced: set[str] = set()
+        self._noise_scale = noise_scale
         self._modules = modules
         self._parameters = [p for module in modules for p in module.parameters()]
         self._checked = False  # whether a first window had a finite loss
@@ -196,6 +205,7 @@ class WindowRunner:
         lengths = window.lengths
         position, size, length = 0, 0, 1
         met: list[tuple[int, set[Crossing]]] = []
+        norms: dict[int, torch.Tensor] = {}
         try:
             for size, is_trial in sizes:
                 length = length_at(lengths, position)
@@ -220,7 +230,9 @@ class WindowRunner:
                             shown.append(without_graph(read(loss, size)))
                     weight = tally.weight(size, reduction.items, loss.dtype)
                     losses.append(None if weight is None else loss.detach())
-                    if weight is not None:
+                    if weight is not None and self._noise_scale and size < num_samples:
+                        norms[len(done)] = self._backward_apart(loss, weight, reduction, size / num_samples)
+                    elif weight is not None:
                         self._backward(loss, weight, reduction, size / num_samples)
                     del loss
                 else:
@@ -233,7 +245,7 @@ class WindowRunner:
                 position += size
                 done.append(size)
             size = max(done)
-            return self._finish(tuple(done), losses, reductions, shown, tally, met)
+            return self._finish(tuple(done), losses, reductions, shown, tally, met, norms)
         except (NothingFitsError, NonFiniteLossError):  # said by numbers: a trial's peak, the loss; nothing has failed
             self.roll_back()
             raise
@@ -257,6 +269,15 @@ class WindowRunner:
         with counted_once(reduction, share):
             torch.autograd.backward(loss, seed)
 
+    def _backward_apart(self, loss: torch.Tensor, weight: Count, reduction: Reduction, share: float) -> torch.Tensor:
+        """A backward, and the 2-norm of its own gradient."""
+        trained = self._trained()
+        before = contributions.set_aside(trained)
+        self._backward(loss, weight, reduction, share)
+        norm = contributions.norm(trained)
+        contributions.add_back(before)
+        return norm
+
     def _finish(
         self,
         sizes: tuple[int, ...],
@@ -265,6 +286,7 @@ class WindowRunner:
         shown: list[Reduction],
         tally: Tally,
         met: list[tuple[int, set[Crossing]]],
+        norms: dict[int, torch.Tensor],
     ) -> Gradient | _Again:
         counts = tally.read()
         is_doubtful = False
@@ -287,6 +309,7 @@ class WindowRunner:
             self._has_sums = found.is_sum
             return _Again(sizes=sizes)
         correction = tally.correction(found.is_sum)
+        parts, noise = self._measured(sizes, counts, found.is_sum, norms, correction) if norms else ((), None)
         if correction != 1:
             scale_gradients(self._trained(), correction)
         if self.scaler is not None:
@@ -304,8 +327,31 @@ class WindowRunner:
             loss=loss,
             grad_norm=grad_norm,
             items=sum(counts),
+            parts=parts,
+            noise=noise,
             doubts=self._doubts(sizes, reductions, found, shown, met) if len(sizes) > 1 else (),
         )
+
+    def _measured(
+        self,
+        sizes: Sequence[int],
+        counts: Sequence[float],
+        is_sum: bool,
+        norms: dict[int, torch.Tensor],
+        correction: float,
+    ) -> tuple[tuple[Part, ...], Noise | None]:
+        """What each micro-batch adds to the window's gradient, which is yet to be corrected, and how noisy that is."""
+        whole = contributions.norm(self._trained())
+        scale = torch.ones_like(whole) if self.scaler is None else self.scaler.scale(torch.ones_like(whole))
+        loss_scale, total, *read = torch.stack([scale, whole, *norms.values()]).tolist()  # the one wait for the device
+        unit = correction / loss_scale
+        squares = {index: (norm * unit) * (norm * unit) for index, norm in zip(norms, read, strict=True)}
+        sign = math.copysign(1, sum(counts))  # a loss that is minus a mean has counts below 0
+        parts = tuple(
+            (size, size if is_sum else sign * count, squares[index] if count else 0.0)
+            for index, (size, count) in enumerate(zip(sizes, counts, strict=True))
+        )
+        return parts, estimate(parts, (total * unit) * (total * unit))
 
     def _is_sum(self, reduction: Reduction) -> bool:
         """Whether a loss with terms of parameters alone is a sum: by itself, until a window has shown what it is."""

@@ -1,0 +1,60 @@
+"""What each micro-batch adds to a window's gradient, measured before it is added.
+
+What has been accumulated is set aside while a backward runs. That costs the memory of another set of gradients, which
+is in the peaks that are measured, for it is there in every micro-batch but the first. The sums are those of plain
+accumulation, to the bit: the same two tensors are added. (But for what one backward adds twice to the same parameter,
+as reentrant checkpoints may: that is added to itself first.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+
+import torch
+
+Before = list[tuple[torch.Tensor, torch.Tensor]]
+"""Parameters, and their gradients of the micro-batches before."""
+
+
+def set_aside(parameters: Sequence[torch.Tensor]) -> Before:
+    """Take the gradients from the parameters; until ``add_back`` the list is all that holds them."""
+    before = [(p, p.grad) for p in parameters if p.grad is not None]
+    for p, _ in before:
+        p.grad = None
+    return before
+
+
+@torch.no_grad()
+def add_back(before: Before) -> None:
+    """Add the gradients of now onto those that were set aside, in place, in one launch."""
+    sums, addends = [], []
+    for p, old in before:
+        new, p.grad = p.grad, old
+        if new is None:
+            continue
+        if old.is_sparse and not new.is_sparse:
+            p.grad = new.add_(old)
+        else:
+            sums.append(old)
+            addends.append(new)
+    if sums:
+        torch._foreach_add_(sums, addends)
+
+
+@torch.no_grad()
+def norm(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+    """2-norm of the gradients, 0-dim, of 32 bits or more, on the device: nothing waits for it."""
+    gradients = [_numbers(p.grad) for p in parameters if p.grad is not None]
+    if not gradients:
+        return torch.zeros((), device=parameters[0].device)
+    wide = reduce(torch.promote_types, {gradient.dtype for gradient in gradients}, torch.float32)
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, dtype=wide)))
+    return norm
+
+
+def _numbers(gradient: torch.Tensor) -> torch.Tensor:
+    """The real numbers that it is made of."""
+    if gradient.is_sparse:  # an entry that several samples add to must not count several times
+        gradient = gradient.coalesce()._values()
+    return torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
