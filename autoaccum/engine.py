@@ -54,6 +54,7 @@ class Engine:
         clip_norm: float | None,
         device: torch.device,
         emit: Callable[[Event], None],
+        noise_scale: bool = False,
     ) -> None:
         """Set up; everything is on the device, and the optimizer's state is allocated.
 
@@ -65,7 +66,7 @@ class Engine:
             num_items: (micro-batch) -> what its loss is a mean over.
             micro_batch: its samples; None to find them.
             max_micro_batch: the most samples to try at once.
-            full_window: samples of the largest window, where that is known.
+            full_window: samples of the largest window of the run, where that is known.
             memory: of the device.
             total_bytes: what the device gives to this process.
             limit_now: () -> what of that may be used, as it is now.
@@ -75,6 +76,7 @@ class Engine:
             clip_norm: 2-norm to clip each window's gradient to.
             device: where to compute.
             emit: takes the events.
+            noise_scale: whether windows that are cut tell of the noise in their gradient.
 
         Raises:
             ArgumentError: BatchNorm, and micro-batches of one sample.
@@ -93,6 +95,7 @@ class Engine:
             largest=min(micro_batch or 0, max_micro_batch or micro_batch or 0),
             smallest=smallest,
             coarse=smallest > 1 or is_compiled(model),  # statistics of a few samples are poor
+            fewest=2 if noise_scale and micro_batch is None else 1,
         )
         self.optimizer = optimizer
         self.memory = memory
@@ -100,7 +103,7 @@ class Engine:
         self.watch = limit_bytes < total_bytes or not memory.enforced
         self._limit_now = limit_now
         self._next_look = 0.0
-        self._plan: tuple[int, ...] = ()  # the last one that was announced
+        self._plan: tuple[int, ...] = ()  # that was announced for full windows
         self._growing_from: tuple[int, ...] | None = None
         self.autocast = autocast(precision, device)
         self.step = 0
@@ -128,6 +131,7 @@ class Engine:
             tuner=self.tuner,
             emit=emit,
             announce=self.announce,
+            noise_scale=noise_scale,
         )
 
     def run(self, window: Window, plan: Sequence[int] | None = None) -> tuple[Gradient, int, int]:
@@ -149,7 +153,7 @@ class Engine:
         if refused is not None:
             raise self._advised(refused, window)
         if not gradient.items:
-            self._announce_once(
+            self.announce_once(
                 Notice(
                     cause=f"Nothing in window {self.step + 1} counts: every target is ignored, or num_items is 0",
                     consequence="Such windows take no step, and their loss is nan",
@@ -208,7 +212,7 @@ class Engine:
         elif tuner.searching and not searching:
             self._growing_from = old
         if tuner.least_bytes > self.limit_bytes:
-            self._announce_once(
+            self.announce_once(
                 Notice(
                     cause=f"The limit is {format_bytes(self.limit_bytes)} now, and the smallest micro-batch needs "
                     f"{format_bytes(tuner.least_bytes)}",
@@ -227,6 +231,17 @@ class Engine:
                 self._emit(Replanned(step=self.step, old=self._growing_from, new=new, reason="there is room for more"))
         if not (self.tuner.searching or self.tuner.is_timing):
             self._growing_from = None
+
+    def resize(self, num_samples: int, lengths: Sequence[int] | None = None) -> None:
+        """Full windows have so many samples from the next one on."""
+        tuner = self.tuner
+        old = tuner.plan(*tuner.window) if self._plan and tuner.window[0] else None
+        tuner.resize(num_samples, lengths)
+        self._growing_from = None
+        if old is not None:  # else there is no plan yet to give up
+            self._plan = tuner.plan(num_samples, lengths)
+            reason = f"the effective batch is {num_samples} now"
+            self._emit(Replanned(step=self.step + 1, old=old, new=self._plan, reason=reason))
 
     def announce_plan(self, num_samples: int, lengths: Sequence[int] | None = None) -> None:
         """Say how such windows are cut, unless that was said before."""
@@ -248,7 +263,7 @@ class Engine:
     def announce_if_not_finite(self, loss: float) -> None:
         """Once, of a loss after the first window, which was stepped on."""
         if not math.isfinite(loss):
-            self._announce_once(
+            self.announce_once(
                 Notice(
                     cause=f"The loss of window {self.step} is {loss}",
                     consequence="The step was taken, and the parameters may not be finite any more",
@@ -256,7 +271,8 @@ class Engine:
                 )
             )
 
-    def _announce_once(self, notice: Notice) -> None:
+    def announce_once(self, notice: Notice) -> None:
+        """Unless something of the same consequence was announced."""
         if notice.consequence not in self._announced:
             self._announced.add(notice.consequence)
             self.announce(notice)

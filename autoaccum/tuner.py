@@ -26,6 +26,9 @@ WORTHWHILE = 1.2
 SURELY_MORE = 1.05
 """What did not fit is tried again under a limit larger by this factor."""
 
+PATIENT = 3
+"""Timings that may be broken off by windows of another size; later ones are not begun."""
+
 UNTIMED = 16
 """Windows in a row that are not full, after which plans are timed no more: those to come will not be either."""
 
@@ -51,6 +54,7 @@ class Tuner:
         largest: int = 0,
         smallest: int = 1,
         coarse: bool = False,
+        fewest: int = 1,
     ) -> None:
         """Set up.
 
@@ -62,6 +66,7 @@ class Tuner:
             largest: what may be used untried: a user's own micro-batch.
             smallest: no micro-batch has fewer samples, unless its window does.
             coarse: whether to try few sizes, and large ones.
+            fewest: micro-batches that each window is cut into at least, where it has enough samples.
         """
         self._loads = Loads()
         self.past: tuple[Trial, ...] = ()
@@ -72,6 +77,7 @@ class Tuner:
         """The largest load to use now."""
         self._learns = search
         self._ceiling = ceiling
+        self._fewest = fewest
         self._headroom = headroom
         self.least_bytes = 0
         """The peak of the smallest micro-batch, once it is known."""
@@ -83,6 +89,7 @@ class Tuner:
         self._is_ragged = False
         self._cap: int | None = None  # the load of the fastest plan, or of the one that is being timed
         self._timing: Timing | None = None
+        self._broken_off = 0  # timings, by windows of another size
         self._timed_window: tuple[int, Lengths] = (0, None)  # what others are likened to
         self._untimed = 0  # windows in a row
         self._checks = 0  # windows to time until recalled times are believed
@@ -171,11 +178,18 @@ class Tuner:
         """Of the micro-batches that plans are made of."""
         return self.largest if self._cap is None else min(self._cap, self.largest)
 
-    def _cut(self, num_samples: int, lengths: Lengths, load: int) -> tuple[int, ...]:
+    def _cut(self, num_samples: int, lengths: Lengths, load: int, fewest: int | None = None) -> tuple[int, ...]:
         lengths = self._known_lengths(lengths)
+        fewest = self._fewest if fewest is None else fewest
+        most = -(-num_samples // fewest)
         if lengths is None or lengths[0] == lengths[-1]:
-            return cut(num_samples, max(1, load // self._loads.each(lengths)), self.smallest)
-        return cut_by_weight([self._loads.weight(length) for length in lengths], load, self.smallest)
+            return cut(num_samples, min(most, max(1, load // self._loads.each(lengths))), self.smallest)
+        sizes = cut_by_weight([self._loads.weight(length) for length in lengths], load, self.smallest)
+        return sizes if len(sizes) >= fewest else cut(num_samples, most, self.smallest)
+
+    def _most(self, num_samples: int) -> int:
+        """Samples in a micro-batch of such a window."""
+        return -(-num_samples // self._fewest)
 
     def sizes(self, num_samples: int, lengths: Lengths = None) -> Iterator[tuple[int, bool]]:
         """Sizes for a window, each with whether it is a trial, chosen one by one as the outcomes come in.
@@ -190,15 +204,15 @@ class Tuner:
         position, left = 0, lengths
         while self.searching and (remaining := num_samples - position):
             trial = self.trial_for(num_samples, left)
-            if trial is None or (trial != remaining and trial > remaining - self.smallest):
+            if trial is None or not self._has_room(trial, remaining):
                 break
             is_first = position == 0 and trial < num_samples
-            size = self.plan(num_samples, lengths)[0] if is_first and not self._coarse else trial
+            size = self._first_size(num_samples, lengths, trial) if is_first else trial
             yield size, not is_first
             position += size
             left = None if lengths is None else lengths[position:]
         if position < num_samples:
-            for size in self._cut(num_samples - position, left, self._load()):
+            for size in self._cut(num_samples - position, left, self._load(), fewest=1 if position else None):
                 yield (
                     size,
                     self._learns and position > 0 and lengths is not None and self._loads.is_new(lengths[position]),
@@ -218,7 +232,7 @@ class Tuner:
         load = next_trial(
             self._loads.in_loads,
             limit_bytes=self.target_bytes,
-            ceiling=min(min(self._ceiling, num_samples) * each, self._goal or 2**62),
+            ceiling=min(min(self._ceiling, self._most(num_samples)) * each, self._goal or 2**62),
             smallest=self.smallest * each,
             first=self._first(num_samples, each),
             growth=self._growth(fits),
@@ -230,13 +244,25 @@ class Tuner:
         return size if size * each > fits and size >= min(self.smallest, num_samples) else None
 
     def _may_try(self, num_samples: int, lengths: Lengths) -> bool:
-        """Whether such a window has room for a trial: behind its longest samples there may be too few as long."""
+        """Whether such a window has room for a trial behind its first micro-batch, which has the longest samples."""
         trial = self.trial_for(num_samples, lengths)
-        if trial is None or trial == num_samples or lengths is None or not self._learns or self._coarse:
+        if trial is None or trial == num_samples or not self._learns or self._coarse:
             return trial is not None
-        left = lengths[self.plan(num_samples, lengths)[0] :]
-        trial = self.trial_for(num_samples, left) if left else None
-        return trial is not None and (trial == len(left) or trial <= len(left) - self.smallest)
+        first = self._first_size(num_samples, lengths, trial)
+        left = num_samples - first
+        if lengths is not None:
+            trial = self.trial_for(num_samples, lengths[first:]) if left else None
+        return trial is not None and self._has_room(trial, left)
+
+    def _first_size(self, num_samples: int, lengths: Lengths, trial: int) -> int:
+        """Of a window that goes on with a trial: one that is known to fit, if the trial has room behind it."""
+        first = self.plan(num_samples, lengths)[0]
+        if self._coarse or (lengths is None and not self._has_room(trial, num_samples - first)):
+            return trial
+        return first
+
+    def _has_room(self, trial: int, left: int) -> bool:
+        return trial == left or trial <= left - self.smallest
 
     def _is_enough(self, load: int) -> bool:
         """Whether larger ones are known to be no faster."""
@@ -345,7 +371,7 @@ class Tuner:
             self._check(seconds, num_samples, lengths)
         if self._timing is None or self._cap is None:
             return
-        self._untimed = self._untimed + 1 if num_samples != self._timed_window[0] else 0
+        self._untimed = self._untimed + 1 if num_samples != self.window[0] else 0
         if not self._untimed:
             seconds *= self._loads.work(*self._timed_window) / self._loads.work(
                 num_samples, self._known_lengths(lengths)
@@ -388,13 +414,30 @@ class Tuner:
             self._enough = self._load()
         return not self.searching
 
+    def resize(self, num_samples: int, lengths: Lengths = None) -> None:
+        """Full windows have so many samples from the next one on: it may take other sizes to be the fastest."""
+        self.window = (num_samples, lengths)
+        timed = self._timed_window[0]
+        if not self._learns or self.searching:
+            return
+        self.searching = self._may_try(num_samples, lengths)
+        # What is being timed stays the same to be told by a window that is a little larger or smaller: a ramp has
+        # no two that are alike.
+        if self._timing is not None and not self.searching:
+            if timed / WORTHWHILE < num_samples < timed * WORTHWHILE:
+                return
+            self._broken_off += 1
+            if self._broken_off > PATIENT:  # windows never stay as they are: what is known has to do
+                self._time_model = self._timing.model()
+        self._choose()
+
     def reason(self) -> str:
         """Why plans have no larger micro-batches."""
         if not self._learns:
             return "micro_batch was passed"
         num_samples, lengths = self.window
-        if len(self.plan(num_samples, lengths)) == 1:
-            return "the whole window fits"
+        if len(self.plan(num_samples, lengths)) <= self._fewest:
+            return "the whole window fits" if self._fewest == 1 else f"{self._fewest} micro-batches are wanted"
         more = len(self._window_loads(self._load())) > len(self._window_loads(self.largest))
         if more or self._is_enough(self.largest):
             return NO_FASTER
@@ -482,7 +525,7 @@ class Tuner:
         """The load of the plan that takes least time, none of its micro-batches being larger."""
         num_samples, lengths = self.window
         if lengths is None:
-            return cheapest(num_samples, largest, model.predict, self.smallest)[0]
+            return cheapest(num_samples, min(largest, self._most(num_samples)), model.predict, self.smallest)[0]
         loads = [max(largest >> halvings, 1) for halvings in range(6)]
         return min(loads, key=lambda load: sum(map(model.predict, self._window_loads(load))))
 

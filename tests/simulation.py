@@ -48,6 +48,7 @@ class Training:
         largest: int = 0,
         smallest: int = 1,
         coarse: bool = False,
+        fewest: int = 1,
     ) -> None:
         """Begin; the limit is looked at before every so many windows, or never at 0."""
         self.device = device
@@ -61,6 +62,7 @@ class Training:
             largest=largest,
             smallest=smallest,
             coarse=coarse,
+            fewest=fewest,
         )
         self.ooms: list[int] = []
         """Windows that ran out of memory, once for each time."""
@@ -88,6 +90,11 @@ class Training:
         for _ in range(windows):
             sizes = self.window(self.num_samples, strain=strain)
         return sizes
+
+    def resize(self, num_samples: int) -> None:
+        """A schedule asks for other windows from now on."""
+        self.num_samples = num_samples
+        self.tuner.resize(num_samples)
 
     def until_settled(self, most: int = 100) -> int:
         """How many windows it took."""

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from autoaccum.costs import Trial
 from autoaccum.errors import NothingFitsError
+from autoaccum.planner import cut
 from autoaccum.pressure import PATIENCE
 from autoaccum.timing import Timing
 from autoaccum.tuner import UNTIMED, Tuner
@@ -310,6 +311,99 @@ def test_windows_of_any_size_as_batches_of_a_loop_are(
         training.window(num_samples)
     training.until_settled()
     assert max(training.run()) <= max(truth, 2 * smallest - 1)
+
+
+def test_a_trial_that_no_window_has_room_for_is_not_waited_for() -> None:
+    """Behind a first micro-batch of two, of two at least, a trial of four would leave nothing for the rest of seven."""
+    training = Training(Device(1000 + 7 * 4), 7, headroom=0, smallest=2)
+    assert training.until_settled() <= 3
+    assert max(training.run()) <= 4
+
+
+def test_a_trial_without_room_behind_another_micro_batch_comes_first() -> None:
+    training = Training(Device(1000 + 7 * 3), 6, headroom=0, smallest=2)
+    training.until_settled()
+    assert training.run() == (3, 3)
+
+
+# Windows whose size a schedule changes.
+
+
+@given(
+    sizes=st.lists(st.integers(1, 600), min_size=2, max_size=12),
+    truth=st.integers(1, 400),
+    smallest=st.integers(1, 2),
+    fewest=st.integers(1, 2),
+    coarse=st.booleans(),
+    timed=st.booleans(),
+)
+@settings(max_examples=150)
+def test_every_size_of_window_is_planned_for(
+    sizes: list[int], truth: int, smallest: int, fewest: int, coarse: bool, timed: bool
+) -> None:
+    """As large as memory allows and the window can use, whatever windows came before, and no larger."""
+    truth = max(truth, 2 * smallest - 1)
+    device = Device(1003 + 7 * truth, seconds=(lambda size: 1.0 + size) if timed else None)
+    training = Training(device, sizes[0], ceiling=2**30, headroom=0, smallest=smallest, fewest=fewest, coarse=coarse)
+    for num_samples in sizes:
+        if num_samples != training.num_samples:
+            training.resize(num_samples)
+        training.until_settled()
+        plan = training.run()
+        assert sum(plan) == num_samples
+        assert max(plan) <= truth
+        assert len(plan) >= min(fewest, max(1, num_samples // smallest))
+        if not timed and not coarse and num_samples >= 8 * smallest:  # tiny windows have no room for trials
+            nearly = max(1, int(0.95 * truth) - 1)
+            best = cut(num_samples, min(nearly, -(-num_samples // fewest)), smallest)
+            assert len(plan) <= len(best)
+    assert coarse or len(training.ooms) <= 2
+
+
+def test_a_ramp_of_windows_that_are_never_alike_is_timed_all_the_same() -> None:
+    """Larger micro-batches are slower here: that is found out although each window has one sample more."""
+    training = Training(Device(10**6, seconds=lambda size: 1 + (size / 8) ** 2), 128, headroom=0)
+    for num_samples in range(128, 228):
+        training.resize(num_samples)
+        training.run()
+    assert 4 <= max(training.run()) <= 20
+    assert training.is_settled
+
+
+def test_windows_that_alternate_are_not_timed_for_ever() -> None:
+    device = Device(10**6, seconds=lambda size: 1 + (size / 8) ** 2)
+    training = Training(device, 64, headroom=0)
+    for index in range(60):
+        training.resize(64 if index % 2 else 500)
+        training.run()
+    assert not training.tuner.is_timing
+    assert max(training.run()) <= 20
+
+
+def test_windows_that_grow_need_no_timing_where_times_are_known() -> None:
+    training = Training(Device(10**6, seconds=lambda size: 1 + (size / 8) ** 2), 128, headroom=0)
+    training.until_settled()
+    best = max(training.run())
+    training.resize(1024)
+    assert not training.tuner.is_timing
+    assert max(training.run()) == pytest.approx(best, abs=2)
+
+
+def test_a_window_of_two_micro_batches_says_so() -> None:
+    training = Training(Device(10**6), 100, headroom=0, fewest=2)
+    training.until_settled()
+    assert training.run() == (50, 50)
+    assert training.tuner.reason() == "2 micro-batches are wanted"
+    training.resize(1)
+    assert training.run() == (1,)
+
+
+def test_a_users_own_micro_batch_stays() -> None:
+    training = Training(Device(10**6), 100, searches=False, largest=32)
+    training.run()
+    training.resize(1000)
+    assert not training.tuner.searching
+    assert max(training.run()) == 32
 
 
 # Samples that differ in length.
