@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from autoaccum.errors import AutoaccumWarning as AutoaccumWarning
     from autoaccum.errors import StopTraining as StopTraining
     from autoaccum.events import StepReport as StepReport
+    from autoaccum.fitting import fit as fit
     from autoaccum.planner import Plan as Plan
     from autoaccum.planner import plan as plan
     from autoaccum.probing import ProbeReport as ProbeReport
     from autoaccum.probing import probe as probe
     from autoaccum.trainer import FitResult as FitResult
     from autoaccum.trainer import Trainer as Trainer
-    from autoaccum.trainer import fit as fit
 
 _HOMES = {
     "Accumulator": "accumulator",
@@ -38,7 +38,7 @@ _HOMES = {
     "StepReport": "events",
     "StopTraining": "errors",
     "Trainer": "trainer",
-    "fit": "trainer",
+    "fit": "fitting",
     "plan": "planner",
     "probe": "probing",
 }
@@ -47,6 +47,8 @@ __all__ = ["__version__", *_HOMES]
 
 
 def __getattr__(name: str) -> Any:
+    if name in ("schedules", "testing"):  # whose names are used as autoaccum.schedules.Linear
+        return import_module(f"{__name__}.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

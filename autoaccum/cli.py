@@ -105,9 +105,9 @@ def _app() -> App:
 def __getattr__(name: str) -> Any:
     """The commands whose options torch has to be imported for (PEP 562)."""
     if name == "fit":
-        from autoaccum import trainer
+        from autoaccum import fitting, trainer
 
-        return _command(_fit, trainer.Trainer, trainer.fit.__doc__)
+        return _command(_fit, trainer.Trainer, fitting.fit.__doc__)
     if name == "probe":
         from autoaccum import probing
 
@@ -116,7 +116,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _fit(recipe: Recipe, /, *, json: Json = False, **options: Any) -> int:
-    from autoaccum.trainer import fit
+    from autoaccum.fitting import fit
 
     with _stdout_kept(json), opened(recipe) as arguments:
         if not options.keys().isdisjoint(BUDGETS):  # one budget replaces another
@@ -124,7 +124,7 @@ def _fit(recipe: Recipe, /, *, json: Json = False, **options: Any) -> int:
         arguments = {**arguments, **options}
         if "effective_batch" not in arguments:
             raise ArgumentError(
-                "effective_batch", None, "an int of at least 1", "Pass --effective-batch, or return it from the recipe."
+                "effective_batch", None, "samples", "Pass --effective-batch, or return it from the recipe."
             )
         result = fit(**arguments)
     if json:

@@ -28,6 +28,7 @@ from autoaccum.oom import is_out_of_memory, room_for_model
 from autoaccum.optimizers import OptimizerLike, allocate_state, make_optimizer, sparsely_trained, trainable_parameters
 from autoaccum.planner import Plan, plan
 from autoaccum.precision import Autocast, Precision, autocast
+from autoaccum.schedules import Progress, Schedule, schedule_of
 from autoaccum.search import COARSE_FIRST, bounds, next_trial
 from autoaccum.snapshot import Snapshot
 
@@ -50,14 +51,14 @@ class ProbeReport:
     limit_bytes: int
     """Bytes this process may use on the device, the headroom included."""
     plan: Plan | None
-    """For the effective batch that was passed."""
+    """For the effective batch that was passed; None where a function is to say it."""
 
 
 def probe(
     model: nn.Module,
     data: Any,
     *,
-    effective_batch: int | None = None,
+    effective_batch: int | str | Schedule | Callable[[Progress], int] | None = None,
     loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
     training_step: Callable[[Any, Any], torch.Tensor] | None = None,
     optimizer: OptimizerLike | None = None,
@@ -77,7 +78,8 @@ def probe(
     Args:
         model: the module to train.
         data: as for ``fit``; its first samples are repeated to make batches of any size.
-        effective_batch: samples per optimizer step: no larger micro-batch is tried, and a plan is made.
+        effective_batch: samples per optimizer step, the most of them where it is a schedule: no larger micro-batch is
+            tried, and a plan is made.
         loss_fn: (outputs, targets) -> loss, for batches that are (inputs, targets).
         training_step: (model, batch) -> loss, for any batch. With neither, the model returns its loss.
         optimizer: an Optimizer or a function (parameters) -> Optimizer; AdamW when left out. Its state must fit too.
@@ -103,9 +105,9 @@ def probe(
     (8, (8,))
     """
     loss_of = loss_function(loss_fn, training_step)
-    for name, value in (("effective_batch", effective_batch), ("max_micro_batch", max_micro_batch)):
-        if value is not None:
-            arguments.positive_int(name, value)
+    most = None if effective_batch is None else schedule_of(effective_batch).largest
+    if max_micro_batch is not None:
+        arguments.positive_int("max_micro_batch", max_micro_batch)
     arguments.number_between("headroom", headroom, 0, 1)
     modules = [m for m in (model, loss_fn, training_step) if isinstance(m, nn.Module)]
     parameters = trainable_parameters(model, modules)
@@ -115,7 +117,7 @@ def probe(
     limit = arguments.memory_limit_bytes(memory_limit, available)
     enforced = memory.enforced and limit == available
     source = open_source(data, seed=0, shuffle=False, device=on, collate_fn=collate_fn)
-    ceiling = min(n for n in (max_micro_batch, effective_batch, source.num_samples, 2**20) if n is not None)
+    ceiling = min(n for n in (max_micro_batch, most, source.num_samples, 2**20) if n is not None)
     context = autocast(precision, on)
     sparse = sparsely_trained(modules)
 
@@ -175,7 +177,7 @@ def probe(
         memory_model=fit_memory_model(history),
         time_model=fit_time_model(history),
         limit_bytes=limit,
-        plan=None if effective_batch is None else plan(effective_batch, largest),
+        plan=None if most is None else plan(most, largest),
     )
 
 

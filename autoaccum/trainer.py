@@ -1,19 +1,15 @@
-"""``fit``: trains at an exact effective batch, in whatever memory there is. The loop is ``Trainer.fit``."""
+"""``Trainer``: trains at an exact effective batch, in whatever memory there is. The loop is ``Trainer.fit``."""
 
 from __future__ import annotations
 
-import inspect
-import math
 import time
-import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, ParamSpec
+from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from autoaccum import arguments, randomness
@@ -37,18 +33,20 @@ from autoaccum.events import (
 )
 from autoaccum.interrupts import interrupt_calls
 from autoaccum.lazy import build_lazy_layers
+from autoaccum.learning_rate import LearningRate, MakeScheduler, Scaling
 from autoaccum.losses import loss_function
 from autoaccum.memory import memory_of
+from autoaccum.noise import Smoothed
 from autoaccum.oom import is_out_of_memory, room_for_model
 from autoaccum.optimizers import OptimizerLike, allocate_state, make_optimizer, trainable_parameters
 from autoaccum.past import Past
 from autoaccum.planner import Plan
 from autoaccum.precision import Precision, autocast
 from autoaccum.reporting import ProgressBar
+from autoaccum.schedules import REPORTS, SMOOTHING, NoiseScale, Progress, Schedule, schedule_of
 from autoaccum.signature import describe, key
 from autoaccum.validation import Validator
 from autoaccum.weighting import CountItems
-from autoaccum.window import Gradient
 
 Callback = Callable[[Record], None]
 
@@ -84,13 +82,15 @@ class Trainer:
         model: nn.Module,
         data: Any,
         *,
-        effective_batch: int,
+        effective_batch: int | str | Schedule | Callable[[Progress], int],
         loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
         training_step: Callable[[Any, Any], torch.Tensor] | None = None,
         num_items: CountItems | None = None,
         optimizer: OptimizerLike | None = None,
         lr: float | None = None,
-        lr_scheduler: Callable[[torch.optim.Optimizer, int], LRScheduler] | None = None,
+        lr_scheduler: MakeScheduler | None = None,
+        lr_scaling: Scaling = "none",
+        base_batch: int | None = None,
         epochs: int | None = None,
         steps: int | None = None,
         samples: int | None = None,
@@ -108,20 +108,27 @@ class Trainer:
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_workers: int = 0,
         validation_data: Any = None,
+        validate_every: int | None = None,
+        noise_scale: bool = False,
         cache: bool = True,
         callbacks: Iterable[Callback] = (),
         progress: bool = True,
     ) -> None:
         """See ``fit``, which takes the same arguments."""
-        arguments.positive_int("effective_batch", effective_batch, "Pass the samples you want per optimizer step.")
+        self.schedule = schedule_of(effective_batch)
         arguments.of_windows(num_items, max_micro_batch, headroom, clip_norm)
         arguments.non_negative_int("num_workers", num_workers)
         arguments.non_negative_int("seed", seed)
         if lr is not None:
             arguments.number_between("lr", lr, 0)
         loss_of = loss_function(loss_fn, training_step)
+        if validate_every is not None:
+            arguments.positive_int("validate_every", validate_every, "It is in samples.")
+            if validation_data is None:
+                cure = "Pass what to validate on, or leave validate_every out."
+                raise ArgumentError("validate_every", validate_every, "validation_data beside it", cure)
+        self._validate_every = validate_every
         self._budget = Budget(epochs=epochs, steps=steps, samples=samples)
-        self.effective_batch = effective_batch
         self._drop_last = drop_last
         self._plans = arguments.recorded_plans(micro_batch)
         callbacks = arguments.functions("callbacks", callbacks)
@@ -146,17 +153,10 @@ class Trainer:
             num_workers=num_workers,
             budget_bytes=budget_bytes,
         )
-        self._full_window = min(effective_batch, self._source.num_samples or effective_batch)
+        self._epoch_samples = self._source.num_samples
         if hasattr(data, "__next__") and (epochs or 1) > 1:
             raise ArgumentError("epochs", epochs, "1 for an iterator, which can be read only once", "Pass a Dataset.")
-        if drop_last and self._full_window < effective_batch:
-            raise ArgumentError(
-                "drop_last",
-                True,
-                f"data of at least effective_batch={effective_batch} samples",
-                f"It has {self._full_window}, so its only window would be left out.",
-            )
-        self.num_steps, self.num_samples = self._budget.totals(self._source.num_samples, effective_batch, drop_last)
+        self.num_steps, self.num_samples = self._budget.totals(self._epoch_samples, self.schedule, drop_last)
 
         torch.manual_seed(seed)
         randomness.seed_host(seed)
@@ -168,9 +168,20 @@ class Trainer:
                 module.to(self.device)
             build_lazy_layers(model, modules, self._source, loss_of, autocast(precision, self.device), self.device)
             self.optimizer = make_optimizer(optimizer, lr, parameters)
-            self._scheduler = self._make_scheduler(lr_scheduler)
+            self._learning_rate = LearningRate(
+                self.optimizer,
+                lr_scheduler,
+                num_steps=self.num_steps,
+                most_samples=self._budget.most_samples(self._epoch_samples),
+                lr_scaling=lr_scaling,
+                base_batch=base_batch,
+                first_batch=self.schedule.at(Progress()),
+            )
             allocate_state(self.optimizer, modules)
 
+        self._noise = None
+        if noise_scale or isinstance(self.schedule, NoiseScale):
+            self._noise = Smoothed(smoothing=getattr(self.schedule, "smoothing", SMOOTHING))
         fixed = micro_batch if isinstance(micro_batch, int) else max((max(plan) for plan in self._plans), default=None)
         step_model: Any = torch.compile(model) if compile else model
         self._engine = Engine(
@@ -181,7 +192,7 @@ class Trainer:
             num_items=num_items,
             micro_batch=fixed,
             max_micro_batch=max_micro_batch,
-            full_window=self._full_window,
+            full_window=min((n for n in (self.schedule.largest, self._epoch_samples) if n is not None), default=None),
             memory=self.memory,
             total_bytes=total_bytes,
             limit_now=limit_now,
@@ -189,10 +200,14 @@ class Trainer:
             headroom=headroom,
             precision=precision,
             clip_norm=clip_norm,
+            noise_scale=self._noise is not None,
             device=self.device,
             emit=self._emit,
         )
         self._tuner = self._engine.tuner
+        if isinstance(self.schedule, NoiseScale) and self.schedule.min < 2 * self._tuner.smallest:
+            cure = "A noise scale is estimated from two micro-batches, and BatchNorm has no statistics of one sample."
+            raise ArgumentError("effective_batch", str(self.schedule), "a min of at least 4", cure)
         self._past = Past() if cache and self._tuner.searching else None
         self._past_key: str | None = None
         self._key_of = partial(
@@ -237,9 +252,12 @@ class Trainer:
         self.history: list[StepReport] = []
         self.events: list[Event] = []
         self.samples_seen = 0
+        self.effective_batch = 0
+        """Samples that were asked for in the last window."""
         self._bar = ProgressBar() if progress else None
         self._callbacks: list[Callback] = [*([self._bar] if self._bar else []), *callbacks]
         self._stop_reason: str | None = None
+        self._validated = 0  # the step after which it was done last
         self._mark = 0.0
 
     @property
@@ -262,24 +280,36 @@ class Trainer:
         with interrupt_calls(lambda: self._end("interrupted")):
             epoch = 0
             while self._stop_reason is None:
-                reader = self._source.read(epoch, self._sizes_at)
-                before = self.step
-                while self._stop_reason is None and (window := reader.window(self._next_window(), self._drop_last)):
-                    self._train(window, epoch)
-                if self.step == before and self._stop_reason is None:
+                reader = self._source.read(epoch, self._sizes_ahead(epoch))
+                before = self.step, self.samples_seen
+                # At the end of data of known length nothing is asked: a function may have no answer there.
+                while self._stop_reason is None and self.samples_seen - before[1] != self._source.num_samples:
+                    asked = self._asked(self._progress(epoch))
+                    window = reader.window(self._allowed(asked), self._drop_last)
+                    if window is None:
+                        break
+                    if self._source.num_samples is None:
+                        asked = self._asked_of_stream(asked, window.num_samples)
+                    self._train(window, epoch, asked)
+                if self.step == before[0] and self._stop_reason is None:
                     raise EmptyDatasetError(
                         "data", f"epoch {epoch} has no window (an iterator yields its items only once)."
                     )
-                if self._validator is not None and self._stop_reason in (None, "budget"):
-                    self._validator.heed(self._engine.limit_bytes, self._tuner.target_bytes)
-                    self._validator.run(self.step, epoch, self._tuner.micro_batch)
-                    self._mark = time.perf_counter()
-                if self._source.num_samples is None:  # a stream may turn out to have less than one window
-                    largest = max(report.effective_batch for report in self.history[before:])
-                    self._full_window = min(self._full_window, largest)
+                if self._source.num_samples is None and not self._drop_last:  # which leaves no window short
+                    self._epoch_samples = max(self._epoch_samples or 0, self.samples_seen - before[1])
                 epoch += 1
                 if epoch == self._budget.max_epochs:
                     self._end("budget")
+                if self._validate_every is None or self._stop_reason is not None:
+                    self._validate(epoch - 1)
+        if self._stop_reason == "budget" and self.num_steps not in (None, self.step):
+            self._engine.announce(
+                Notice(
+                    cause=f"The run took {self.step} steps instead of the {self.num_steps} that were foreseen",
+                    consequence="A learning rate scheduler was told of too many or too few",
+                    cure="Let the function passed as effective_batch depend on nothing but its Progress",
+                )
+            )
         self._emit(Finished(step=self.step, reason=self._stop_reason))
         return FitResult(
             history=tuple(self.history),
@@ -302,18 +332,10 @@ class Trainer:
                 used_bytes=self.memory.used(),
             )
         )
-        if self._full_window < self.effective_batch:
-            self._engine.announce(
-                Notice(
-                    cause=f"effective_batch={self.effective_batch} is more than the data's {self._full_window} samples",
-                    consequence=f"Every epoch is one window of {self._full_window} samples",
-                    cure=f"Pass effective_batch={self._full_window} to say so, or more data",
-                )
-            )
         if not self._tuner.searching:
-            self._engine.announce_plan(self._full_window)
+            self._engine.announce_plan(self._asked(Progress()))
 
-    def _train(self, window: Window, epoch: int) -> None:
+    def _train(self, window: Window, epoch: int, asked: int) -> None:
         """One window: its gradient, the optimizer's step, the report."""
         if self.step == 0:
             self._recall(window)
@@ -322,12 +344,21 @@ class Trainer:
             raise ArgumentError(
                 "micro_batch", plan, f"sizes that sum to {window.num_samples} in window {self.step + 1}"
             )
+        self.effective_batch, before = asked, self.samples_seen
+        is_full = window.lengths is None or window.num_samples == asked  # samples that are alike need not be there
+        if is_full and asked != self._tuner.window[0]:
+            self._engine.resize(asked, window.lengths)
         gradient, peak_bytes, replays = self._engine.run(window, plan)
         self.samples_seen += sum(gradient.sizes)
-        lr = float(self.optimizer.param_groups[0].get("lr", math.nan))
-        stepped = self._step(gradient)
-        if window.lengths is None or window.num_samples == self._full_window:
-            self._engine.settle(self._full_window, window.lengths)
+        lr = self._learning_rate.now(asked)
+        with self._learning_rate.scaled(asked):
+            stepped = self._engine.apply(gradient)
+        self._learning_rate.advance(self.samples_seen, stepped)
+        if is_full:
+            self._engine.settle(asked, window.lengths)
+        noise = gradient.noise
+        if noise is not None and self._noise is not None:
+            self._noise.observe(noise)
         now = time.perf_counter()
         report = StepReport(
             step=self.step,
@@ -342,13 +373,32 @@ class Trainer:
             peak_bytes=peak_bytes,
             limit_bytes=self._engine.limit_bytes,
             replays=replays,
+            noise_scale=None if noise is None or self._noise is None else self._noise.scale,
+            gradient_squared=None if noise is None else noise.gradient_squared,
+            gradient_variance=None if noise is None else noise.gradient_variance,
         )
         self._mark = now
         if stepped:
             self._engine.announce_if_not_finite(report.loss)
+        if self._noise is not None and window.num_samples == asked and len(gradient.sizes) == 1:
+            self._announce_no_noise()
+        lengths = window.lengths
+        if noise is not None and lengths is not None and lengths[0] != lengths[-1]:
+            self._announce_sorted()
         self._emit(report)
         if self._budget.spent(self.step, self.samples_seen):
             self._end("budget")
+        every = self._validate_every
+        if every is not None and self._stop_reason is None and self.samples_seen // every > before // every:
+            self._validate(epoch)
+
+    def _validate(self, epoch: int) -> None:
+        """After an epoch, so many samples, or the run; not after one that was broken off."""
+        if self._validator is not None and self._stop_reason in (None, "budget") and self._validated != self.step:
+            self._validated = self.step
+            self._validator.heed(self._engine.limit_bytes, self._tuner.target_bytes)
+            self._validator.run(self.step, epoch, self._tuner.micro_batch)
+            self._mark = time.perf_counter()
 
     def _recall(self, window: Window) -> None:
         """Begin from what earlier runs found.
@@ -382,31 +432,84 @@ class Trainer:
                 device=describe(self.device),
             )
 
-    def _step(self, gradient: Gradient) -> bool:
-        """The optimizer's and the scheduler's; the optimizer's is left out where there is nothing to step on."""
-        stepped = self._engine.apply(gradient)
-        if self._scheduler is not None:
-            with warnings.catch_warnings():
-                if not stepped:  # the schedule counts windows; PyTorch would take it for a mistake
-                    warnings.simplefilter("ignore", UserWarning)
-                self._scheduler.step()
-        return stepped
-
-    def _next_window(self) -> int:
+    def _allowed(self, asked: int) -> int:
         """Samples that the next window may have."""
         if (plan := self._recorded_plan()) is not None:
             return sum(plan)
-        if self._budget.samples is not None:
-            return min(self.effective_batch, self._budget.samples - self.samples_seen)
-        return self.effective_batch
+        return asked if self._budget.samples is None else min(asked, self._budget.samples - self.samples_seen)
+
+    def _progress(self, epoch: int) -> Progress:
+        return Progress(
+            step=self.step,
+            epoch=epoch,
+            samples=self.samples_seen,
+            effective_batch=self.effective_batch or None,
+            reports=self.history[-REPORTS:],
+        )
+
+    def _asked(self, progress: Progress) -> int:
+        """What the schedule asks for, and the data can give."""
+        asked, there = self.schedule.at(progress), self._source.num_samples
+        return asked if there is None or asked <= there else self._all(asked, there)
+
+    def _asked_of_stream(self, asked: int, num_samples: int) -> int:
+        """The same for a window that came of a stream, which may have more in one epoch than in another."""
+        if self._epoch_samples is None:
+            return asked
+        self._epoch_samples = max(self._epoch_samples, num_samples)
+        return asked if asked <= self._epoch_samples else self._all(asked, self._epoch_samples)
+
+    def _all(self, asked: int, there: int) -> int:
+        self._engine.announce_once(
+            Notice(
+                cause=f"effective_batch={asked} is more than the data's {there} samples",
+                consequence=f"Every epoch is one window of {there} samples",
+                cure=f"Pass effective_batch={there} to say so, or more data",
+            )
+        )
+        return there
 
     def _recorded_plan(self) -> tuple[int, ...] | None:
         return self._plans[self.step] if self.step < len(self._plans) else None
 
-    def _sizes_at(self, position: int) -> tuple[int, ...]:
-        """How a window that begins there would be cut as things stand: what workers collate ahead of time."""
-        left = self.effective_batch if self._source.num_samples is None else self._source.num_samples - position
-        return self._tuner.plan(min(self.effective_batch, left))
+    def _sizes_ahead(self, epoch: int) -> Callable[[int], tuple[int, ...]]:
+        """(position) -> how the window that begins there will be cut, as things stand: for what workers collate.
+
+        They ask for one window of the epoch after the other, ahead of training.
+        """
+        step, before = self.step, self.samples_seen
+
+        def sizes_at(position: int) -> tuple[int, ...]:
+            nonlocal step
+            if position == self._epoch_samples or self._budget.spent(step, before + position):
+                return (1,)  # there will be no window
+            asked = self.schedule.at(replace(self._progress(epoch), step=step, samples=before + position))
+            step += 1
+            left = asked if self._epoch_samples is None else self._epoch_samples - position
+            return self._tuner.plan(max(1, min(asked, left)))
+
+        return sizes_at
+
+    def _announce_no_noise(self) -> None:
+        self._engine.announce_once(
+            Notice(
+                cause=f"Window {self.step} was one micro-batch, and it takes two to estimate the noise scale",
+                consequence="Until windows are cut, noise_scale is None, and an effective batch that follows it stays "
+                "as it is",
+                cure=f"Leave micro_batch out, or pass at most half of an effective batch of {2 * self._tuner.smallest} "
+                "samples or more",
+            )
+        )
+
+    def _announce_sorted(self) -> None:
+        self._engine.announce_once(
+            Notice(
+                cause="Windows are sorted by length, so their micro-batches are no random parts of them",
+                consequence="What long and short samples differ in counts as noise, and the noise scale may come out "
+                "several times too large",
+                cure="Pad all samples to one length where the noise scale matters",
+            )
+        )
 
     def _emit(self, record: Record) -> None:
         if isinstance(record, StepReport):
@@ -422,118 +525,3 @@ class Trainer:
     def _end(self, reason: str) -> None:
         """End the run after the window; the first reason stands."""
         self._stop_reason = self._stop_reason or reason
-
-    def _make_scheduler(self, make: Callable[[torch.optim.Optimizer, int], LRScheduler] | None) -> LRScheduler | None:
-        if make is None:
-            return None
-        if self.num_steps is None:
-            raise ArgumentError(
-                "lr_scheduler",
-                make,
-                "a budget in steps when the data's length is unknown",
-                "Pass steps=, so that the scheduler can be told how many there are.",
-            )
-        if not callable(make):
-            raise ArgumentTypeError(
-                "lr_scheduler",
-                make,
-                "a function (optimizer, num_steps) -> LRScheduler",
-                "For example lambda optimizer, num_steps: CosineAnnealingLR(optimizer, num_steps).",
-            )
-        made = make(self.optimizer, self.num_steps)
-        if not isinstance(made, LRScheduler) or isinstance(made, ReduceLROnPlateau):
-            raise ArgumentTypeError(
-                "lr_scheduler",
-                made,
-                "a function that returns an LRScheduler whose step needs no metric",
-                "For example lambda optimizer, num_steps: CosineAnnealingLR(optimizer, num_steps).",
-            )
-        return made
-
-
-P = ParamSpec("P")
-
-
-def _as_function(trainer: Callable[P, Trainer]) -> Callable[P, FitResult]:
-    """``fit`` with the signature of ``Trainer``, so that the two cannot differ."""
-
-    def fit(*args: P.args, **kwargs: P.kwargs) -> FitResult:
-        """Train ``model`` with exactly ``effective_batch`` samples per optimizer step, in whatever memory there is.
-
-        ::
-
-            for epoch in epochs:
-                for window in windows of effective_batch samples:       # the last one of an epoch may be short
-                    remember buffers and random states
-                    for micro_batch in plan:                            # found while training; sums to the window
-                        loss = loss_fn(model(inputs), targets)          # a mean over the micro-batch's items
-                        (loss * items / items of the window).backward()
-                    out of memory anywhere above: put everything back, plan smaller, run the window again
-                    clip; optimizer.step(); lr_scheduler.step(); report
-                validate
-
-        Args:
-            model: the module to train, in place.
-            data: a Dataset, a DataLoader (its dataset, collate_fn, workers and sampler are used, its batch size is
-                not), a tuple or dict of tensors with one row per sample, or any iterable of batches. A batch is any
-                pytree whose tensors have one row per sample.
-            effective_batch: samples per optimizer step.
-            loss_fn: (outputs, targets) -> loss, a mean or a sum, for batches that are (inputs, targets).
-            training_step: (model, batch) -> loss, for any batch. With neither, the model returns its loss, as
-                ``.loss`` or ``["loss"]``.
-            num_items: (micro-batch) -> how many items its loss is a mean over, where that cannot be read off the loss.
-            optimizer: an Optimizer or a function (parameters) -> Optimizer; AdamW when left out.
-            lr: learning rate of the AdamW that is made when optimizer is left out; 1e-3 when left out too.
-            lr_scheduler: function (optimizer, num_steps) -> LRScheduler; stepped once per window.
-            epochs: passes over the data; one when no budget is given.
-            steps: optimizer steps, over as many epochs as that takes.
-            samples: samples to train on; the last window is cut to it.
-            micro_batch: "auto", the samples of one forward and backward, or the plans of a recorded run
-                ([report.micro_batches for report in history]) to repeat it bit for bit.
-            max_micro_batch: the most samples to try at once.
-            memory_limit: device memory this process may use, as bytes, "8GiB", a share such as 0.5, or a function
-                () -> one of these, asked again as training goes on.
-            headroom: fraction of the limit that plans leave free.
-            precision: fp32 (as the model is), bf16 or fp16 (both by autocast).
-            clip_norm: clip each window's gradient to this 2-norm.
-            compile: run the model through torch.compile.
-            device: where to train, such as cpu or cuda:1; an accelerator where there is one.
-            seed: of the order of samples, of what datasets draw, and of dropout.
-            shuffle: read the data in a new order each epoch; a DataLoader says so itself.
-            drop_last: leave out the short window at the end of an epoch.
-            collate_fn: makes a batch of a list of samples.
-            num_workers: processes that read the data ahead of time.
-            validation_data: like data; its loss is reported at the end of each epoch.
-            cache: begin from what earlier runs of the same model, data shapes and device found, and keep what this one
-                finds.
-            callbacks: functions (record) -> None, called with every StepReport and event; StopTraining ends the run.
-            progress: show a progress bar and a summary on standard error.
-
-        Returns:
-            FitResult: history, events, plan, num_steps, num_samples, model, optimizer.
-
-        Raises:
-            ArgumentError: an argument cannot be used; it names the argument, the value and the cure.
-            DataError: the data cannot be cut into windows.
-            LossError: the loss cannot be trained on; no step was taken.
-            MemoryLimitError: not even one sample fits, or not even the model.
-
-        >>> import torch
-        >>> inputs, targets = torch.randn(10, 3), torch.randn(10, 1)
-        >>> result = fit(
-        ...     torch.nn.Linear(3, 1), (inputs, targets), effective_batch=4, micro_batch=3,
-        ...     loss_fn=torch.nn.functional.mse_loss, device="cpu", progress=False,
-        ... )
-        >>> [report.micro_batches for report in result.history]
-        [(2, 2), (2, 2), (2,)]
-        """
-        signature.bind(*args, **kwargs)  # so that a TypeError speaks of fit
-        return trainer(*args, **kwargs).fit()
-
-    signature = inspect.signature(trainer).replace(return_annotation="FitResult")
-    fit.__signature__ = signature  # type: ignore[attr-defined]
-    fit.__qualname__ = "fit"
-    return fit
-
-
-fit = _as_function(Trainer)

@@ -71,7 +71,7 @@ def by_hand(make: Callable[[], Any], windows: int) -> tuple[float, float]:
     return time.perf_counter() - started, loss
 
 
-def by_fit(make: Callable[[], Any], windows: int, progress: bool = False) -> tuple[float, float]:
+def by_fit(make: Callable[[], Any], windows: int, progress: bool = False, **options: Any) -> tuple[float, float]:
     """The same through ``fit``; the first window, and all that happens before it, is left out here too."""
     model, data, loss_fn = make()
     stamps: list[float] = []
@@ -91,6 +91,7 @@ def by_fit(make: Callable[[], Any], windows: int, progress: bool = False) -> tup
         device="cpu",
         progress=progress,
         callbacks=[stamp],
+        **options,
     )
     return stamps[-1] - stamps[0], result.history[-1].loss
 
@@ -136,6 +137,7 @@ def main() -> None:
     contestants: dict[str, Callable[[str, int], tuple[float, float]]] = {
         "fit": lambda name, windows: by_fit(MODELS[name][0], windows),
         "fit, progress bar": lambda name, windows: by_fit(MODELS[name][0], windows, progress=True),
+        "fit, noise scale": lambda name, windows: by_fit(MODELS[name][0], windows, noise_scale=True),
     }
     if options.before is not None:
         contestants["fit before, own process"] = InProcess(options.before.resolve(), options.threads)

@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import autoaccum
 from autoaccum.cli import main
+from autoaccum.events import Started, Validated
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(
@@ -44,12 +47,46 @@ def test_there_are_commands() -> None:
     assert len(COMMANDS) >= 8
 
 
-def test_the_guides_code_runs_from_top_to_bottom() -> None:
+@pytest.mark.parametrize(("page", "fewest"), [("guide.md", 7), ("schedules.md", 4)])
+def test_the_code_of_a_page_runs_from_top_to_bottom(page: str, fewest: int) -> None:
     namespace: dict[str, Any] = {}
-    code = blocks(ROOT / "docs" / "guide.md", "python")
-    assert len(code) >= 7
+    code = blocks(ROOT / "docs" / page, "python")
+    assert len(code) >= fewest
     for block in code:
         exec(block, namespace)
+
+
+def rows_of_windows() -> list[tuple[str, str, str]]:
+    """(arguments, windows, validated after) of the table in docs/schedules.md."""
+    text = (ROOT / "docs" / "schedules.md").read_text()
+    return re.findall(r"^\| `(effective_batch=[^|]*)` \| ([\d ]+) \| ([\d ]+) \|$", text, re.MULTILINE)
+
+
+@pytest.mark.filterwarnings("ignore:effective_batch=32 is more than")
+@pytest.mark.parametrize(("arguments", "windows", "validated"), rows_of_windows())
+def test_row_of_the_table_of_windows(arguments: str, windows: str, validated: str) -> None:
+    data = torch.randn(20, 2), torch.randn(20, 1)
+    result = autoaccum.fit(
+        torch.nn.Linear(2, 1),
+        data,
+        loss_fn=torch.nn.functional.mse_loss,
+        validation_data=data,
+        device="cpu",
+        progress=False,
+        cache=False,
+        **eval(f"dict({arguments})"),
+    )
+    assert [report.effective_batch for report in result.history] == [int(size) for size in windows.split()]
+    seen = {report.step: report.num_samples for report in result.history}
+    after = [seen[event.step] for event in result.events if isinstance(event, Validated)]
+    assert after == [int(samples) for samples in validated.split()]
+    started = result.events[0]
+    assert isinstance(started, Started)
+    assert (started.num_steps, started.num_samples) == (result.num_steps, result.num_samples)
+
+
+def test_the_table_of_windows_has_rows() -> None:
+    assert len(rows_of_windows()) >= 15
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -18,11 +18,11 @@ PACKAGE = Path(autoaccum.__file__).parent
 LAYERS: dict[str, str] = {
     "command line": "cli __main__ recipes",
     "adapters": "sweeps integrations testing",
-    "state": "trainer accumulator",
+    "state": "fitting trainer accumulator",
     "mechanism": "engine window gauge probing lazy validation data checkpoint",
-    "parts": "advice memory reporting attributes batches coupling devices distributed losses oom optimizers precision "
-    "past signature tape graphs randomness reductions conclusions snapshot weighting",
-    "policy": "planner tuner loads search timing pressure costs schedules budget",
+    "parts": "advice memory reporting attributes batches coupling devices distributed losses learning_rate oom optimizers precision "
+    "past signature tape graphs randomness reductions conclusions contributions snapshot weighting",
+    "policy": "planner tuner loads search timing pressure costs schedules budget noise",
     "standard library": "__init__ _version errors events units arguments interrupts",
 }
 """From the top down. A folder is one entry; a new module has to be given a layer here."""

@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 import autoaccum
 from autoaccum import errors
 from autoaccum.testing import simulated_memory
-from tests.models import classes, noisy, wide
+from tests.models import classes, mlp, noisy, wide
 
 
 def probe(model: nn.Module, data: Any = None, **options: Any) -> autoaccum.ProbeReport:
@@ -59,6 +59,16 @@ class TestAnswer:
             report = probe(wide(), memory_limit="3MiB")
             assert report.limit_bytes == 3 * 2**20
             assert max(t.peak_bytes or 0 for t in report.trials if t.fits) <= 3 * 2**20
+
+    @pytest.mark.parametrize(
+        ("effective_batch", "plan"), [("4, 10:6", (6,)), ("noise 2:5", (5,)), (lambda progress: 3, None)]
+    )
+    def test_of_a_schedule_the_most_is_planned(self, effective_batch: Any, plan: tuple[int, ...] | None) -> None:
+        report = autoaccum.probe(
+            mlp(), classes(20), loss_fn=cross_entropy, effective_batch=effective_batch, device="cpu"
+        )
+        assert (report.plan and report.plan.sizes) == plan
+        assert report.max_micro_batch == (max(plan) if plan else 20)
 
     def test_stops_at_the_effective_batch_and_plans_it(self) -> None:
         with simulated_memory("1GiB"):

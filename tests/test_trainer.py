@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import math
 import os
 import signal
+import warnings
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 import autoaccum
+from autoaccum import schedules
 from autoaccum.costs import Trial
 from autoaccum.errors import AutoaccumWarning, NothingFitsError
 from autoaccum.events import (
@@ -117,7 +120,10 @@ class TestBudget:
 
     @pytest.mark.parametrize("effective_batch", [20, 64])
     def test_a_stream_of_less_than_one_window_is_planned(self, effective_batch: int) -> None:
-        result = fit(data=[classes(20)], epochs=12, effective_batch=effective_batch)
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            result = fit(data=[classes(20)], epochs=12, effective_batch=effective_batch)
+        assert len(warned) == (effective_batch > 20)
         assert sizes(result) == [20] * 12
         assert any(isinstance(event, Planned) and sum(event.sizes) == 20 for event in result.events)
 
@@ -312,7 +318,7 @@ class TestPrecision:
 
 class TestPlans:
     def test_auto_grows_within_the_first_window_and_settles(self) -> None:
-        result = fit(data=classes(200), effective_batch=64)
+        result = fit(data=classes(200), effective_batch=64, epochs=10)  # plans are timed for some windows
         assert result.history[0].micro_batches == (1, 1, 2, 4, 8, 16, 32)
         assert result.history[1].micro_batches == (64,)
         assert [type(e).__name__ for e in result.events] == ["Started", "Planned", "Finished"]
@@ -506,7 +512,7 @@ class TestPast:
 
     def test_memory_that_runs_out_while_looking_is_no_error(self, monkeypatch: pytest.MonkeyPatch) -> None:
         trainer = self.trainer()
-        window_type = type(trainer._source.read(0, trainer._sizes_at).window(16))
+        window_type = type(trainer._source.read(0, trainer._sizes_ahead(0)).window(16))
         read, failed = window_type.micro_batch, []  # type: ignore[union-attr]
 
         def fail_once(window: Any, start: int, size: int) -> Any:
@@ -626,3 +632,197 @@ def test_the_run_is_a_function_of_the_seed() -> None:
 def test_compile() -> None:
     plain, compiled = (fit(micro_batch=4, compile=flag) for flag in (False, True))
     assert [r.loss for r in compiled.history] == pytest.approx([r.loss for r in plain.history], rel=1e-5)
+
+
+class TestSchedules:
+    def test_reports_and_the_last_batch_are_shown_to_a_function(self) -> None:
+        last: dict[int, schedules.Progress] = {}
+
+        def asks(progress: schedules.Progress) -> int:
+            if progress.reports:
+                last[progress.step] = progress
+            return 5 if progress.step == 2 else 8
+
+        result = fit(effective_batch=asks, epochs=2)
+        assert sizes(result) == [8, 8, 4, 8, 8, 4]
+        shown = [last[step] for step in range(1, 6)]
+        assert [progress.epoch for progress in shown] == [0, 0, 1, 1, 1]
+        assert [progress.samples for progress in shown] == [8, 16, 20, 28, 36]
+        assert [progress.effective_batch for progress in shown] == [8, 8, 5, 8, 8]
+        assert [progress.reports[-1] for progress in shown] == list(result.history[:-1])
+
+    def test_at_most_a_hundred_reports(self) -> None:
+        seen: list[int] = []
+        fit(effective_batch=lambda progress: [seen.append(len(progress.reports)), 1][1], steps=120)
+        assert max(seen) == 100
+
+    @pytest.mark.parametrize("returned", [0, 2.5, None, True])
+    def test_what_a_function_returns_is_checked_before_training(self, returned: Any) -> None:
+        model = mlp()
+        before = [p.clone() for p in model.parameters()]
+        with pytest.raises(autoaccum.AutoaccumError, match="The function passed as effective_batch returned it"):
+            fit(model, effective_batch=lambda progress: 8 if progress.step < 4 else returned, epochs=3)
+        assert same([p.detach() for p in model.parameters()], [p.detach() for p in before])
+
+    def test_a_function_that_is_not_one_of_its_argument_is_told_on(self) -> None:
+        calls = iter(range(1000))
+        with pytest.warns(AutoaccumWarning, match="took . steps instead of the . that were foreseen"):
+            fit(effective_batch=lambda progress: 10 - next(calls) // 3, epochs=1)
+
+    def test_drop_last_that_would_leave_out_an_epoch_is_refused(self) -> None:
+        with pytest.raises(autoaccum.AutoaccumError, match=r"drop_last=True.*32 samples in epoch 1"):
+            fit(effective_batch="8, 2:32", epochs=2, drop_last=True)
+
+    def test_a_change_is_an_event_and_so_is_what_comes_of_it(self) -> None:
+        result = fit(effective_batch="4, 2:8, 3:4", data=classes(40), micro_batch=4, steps=5)
+        assert [(event.step, event.old, event.new, event.reason) for event in replans(result)] == [
+            (3, (4,), (4, 4), "the effective batch is 8 now"),
+            (4, (4, 4), (4,), "the effective batch is 4 now"),
+        ]
+
+    def test_recorded_plans_repeat_a_schedule_bit_for_bit(self) -> None:
+        def run(**options: Any) -> autoaccum.FitResult:
+            schedule = "linear 4:19 over 90s"
+            return fit(
+                noisy(), classes(90), effective_batch=schedule, epochs=2, lr_scaling="sqrt", base_batch=4, **options
+            )
+
+        first = run()
+        again = run(micro_batch=[report.micro_batches for report in first.history])
+        assert same(state_of(first), state_of(again))
+        assert [report.lr for report in first.history] == [report.lr for report in again.history]
+
+    @pytest.mark.filterwarnings("ignore:effective_batch=50 is more than the data's 20")
+    def test_streams_follow_too(self) -> None:
+        result = fit(data=[classes(7), classes(9), classes(4)], effective_batch="3, 4:7, 9:50", epochs=3)
+        assert sizes(result) == [3, 3, 3, 3, 7, 1, 7, 7, 6, 20]
+        assert result.events[0].num_steps is None  # type: ignore[union-attr]
+
+    @pytest.mark.parametrize("lengths", [(1, 9), (9, 9)])
+    def test_noise_of_windows_that_are_sorted_by_length_is_doubted(self, lengths: tuple[int, int]) -> None:
+        """Their micro-batches differ by more than chance; those of a window whose samples are alike do not."""
+        rows = [(torch.ones(lengths[index % 2], 8),) for index in range(40)]
+
+        def step(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+            return model(tokens).square().mean(dim=(1, 2)).sum() / len(tokens)
+
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            fit(
+                data=Rows(rows),
+                collate_fn=lambda samples: nn.utils.rnn.pad_sequence([s[0] for s in samples], batch_first=True),
+                training_step=step,
+                effective_batch=8,
+                noise_scale=True,
+            )
+        doubts = [str(warning.message) for warning in warned if "noise" in str(warning.message)]
+        assert len(doubts) == (lengths[0] != lengths[1])
+
+    def test_samples_of_different_lengths_are_planned_for_each_batch(self) -> None:
+        rows = [(torch.full((1 + 7 * index % 23,), index),) for index in range(60)]
+
+        def step(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+            return model(nn.functional.one_hot(tokens % 8, 8).float()).square().mean(dim=(1, 2)).sum() / len(tokens)
+
+        result = fit(
+            data=Rows(rows),
+            collate_fn=lambda samples: nn.utils.rnn.pad_sequence([s[0] for s in samples], batch_first=True),
+            training_step=step,
+            effective_batch="5, 4:31, 6:9",
+            epochs=2,
+        )
+        assert sizes(result) == [5, 5, 5, 5, 31, 9, 9, 9, 9, 9, 9, 9, 6]
+        assert [sum(event.new) for event in replans(result) if "effective batch" in event.reason] in ([31, 9], [9])
+
+
+class Rows(torch.utils.data.Dataset[Any]):
+    def __init__(self, rows: list[Any]) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.rows[index]
+
+
+def replans(result: autoaccum.FitResult) -> list[Replanned]:
+    return [event for event in result.events if isinstance(event, Replanned)]
+
+
+class TestNoiseScale:
+    def test_it_is_reported_on_request_alone(self) -> None:
+        plain, noise = fit(epochs=3), fit(epochs=3, noise_scale=True)
+        assert {(r.noise_scale, r.gradient_squared, r.gradient_variance) for r in plain.history} == {(None,) * 3}
+        assert all(len(report.micro_batches) >= 2 for report in noise.history)
+        squared = variance = 0.0
+        for report in noise.history:
+            assert report.gradient_squared is not None
+            assert report.gradient_variance is not None
+            squared = 0.95 * squared + 0.05 * report.gradient_squared
+            variance = 0.95 * variance + 0.05 * report.gradient_variance
+            assert report.noise_scale == pytest.approx(variance / squared if squared > 0 else math.inf)
+
+    def test_it_changes_no_parameter(self) -> None:
+        plans = [report.micro_batches for report in fit(noisy(), noise_scale=True, epochs=3).history]
+        runs = [fit(noisy(), micro_batch=plans, epochs=3, noise_scale=noise) for noise in (False, True)]
+        assert same(state_of(runs[0]), state_of(runs[1]))
+
+    def test_one_micro_batch_is_announced_with_the_cure(self) -> None:
+        with pytest.warns(
+            AutoaccumWarning, match=r"takes two to estimate the noise scale.*Leave micro_batch out"
+        ) as told:
+            result = fit(micro_batch=8, noise_scale=True, epochs=2)
+        assert len(told) == 1
+        assert {report.noise_scale for report in result.history} == {None}
+
+    def test_a_short_window_of_one_sample_is_not_worth_a_word(self) -> None:
+        result = fit(data=classes(17), noise_scale=True)
+        assert [report.noise_scale is None for report in result.history] == [False, False, True]
+
+    def test_the_effective_batch_follows_it(self) -> None:
+        """Targets that nothing explains: all of the gradient is noise, and the batch grows from 4 to 32 by doubling."""
+        schedule = schedules.NoiseScale(4, 32, smoothing=0.5, patience=3)
+        torch.manual_seed(0)
+        data = torch.randn(3000, 8), torch.randint(0, 3, (3000,))
+        result = fit(data=data, effective_batch=schedule, steps=60)
+        asked = sizes(result)
+        assert asked[0] == 4
+        assert asked[-1] == 32
+        changes = [index for index in range(1, 60) if asked[index] != asked[index - 1]]
+        assert len(changes) >= 3
+        assert all(b - a >= 3 for a, b in zip([0, *changes], changes, strict=False))
+        assert all(asked[i] <= 2 * asked[i - 1] for i in changes)
+        assert all(len(report.micro_batches) >= 2 for report in result.history)
+        assert result.events[0].num_steps == 60  # type: ignore[union-attr]
+
+    def test_steps_are_not_known_up_front(self) -> None:
+        result = fit(data=classes(64), effective_batch="noise 4:16", epochs=1)
+        started = result.events[0]
+        assert isinstance(started, Started)
+        assert (started.num_steps, started.num_samples) == (None, 64)
+
+    def test_batch_norm_needs_two_samples_in_each_of_two_micro_batches(self) -> None:
+        with pytest.raises(autoaccum.AutoaccumError, match=r"noise 2:16.*a min of at least 4"):
+            fit(noisy(), effective_batch="noise 2:16")
+        result = fit(noisy(), effective_batch="noise 4:16")
+        assert result.history[0].micro_batches == (2, 2)
+
+
+class TestValidateEvery:
+    def test_it_needs_something_to_validate_on(self) -> None:
+        with pytest.raises(autoaccum.AutoaccumError, match=r"validate_every=10.*validation_data beside it"):
+            fit(validate_every=10)
+
+    @pytest.mark.parametrize("wrong", [0, -1, 2.5, "epoch"])
+    def test_it_is_a_number_of_samples(self, wrong: Any) -> None:
+        with pytest.raises(autoaccum.AutoaccumError, match="validate_every=.*at least 1"):
+            fit(validate_every=wrong, validation_data=classes(4))
+
+    def test_not_after_a_callback_has_ended_the_run(self) -> None:
+        def stop(record: object) -> None:
+            if isinstance(record, StepReport) and record.step == 2:
+                raise autoaccum.StopTraining
+
+        result = fit(validate_every=8, validation_data=classes(4), callbacks=[stop])
+        assert [event.step for event in result.events if isinstance(event, Validated)] == [1]

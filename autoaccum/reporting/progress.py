@@ -21,6 +21,9 @@ from autoaccum.events import (
 )
 from autoaccum.units import format_bytes
 
+NEWS = 1.2
+"""A line tells of an effective batch that has changed by this factor since the last one."""
+
 
 class ProgressBar:
     """Shows loss, samples/s, micro-batch x accumulation steps, and memory used / limit; writes to standard error."""
@@ -31,6 +34,7 @@ class ProgressBar:
         self._peak_bytes = 0
         self._replays = 0
         self._plan: tuple[int, ...] = ()
+        self._shown = 0
         self._first: StepReport | None = None
         self._last: StepReport | None = None
         self._validated: Validated | None = None
@@ -49,13 +53,16 @@ class ProgressBar:
                 total=record.num_samples, unit=" samples", mininterval=interval, maxinterval=interval, file=sys.stderr
             )
         elif isinstance(record, Planned):
-            self._plan = record.sizes
+            if not self._is_news(record.sizes):
+                return
             predicted = "" if record.predicted_bytes is None else f"{format_bytes(record.predicted_bytes)} predicted"
             if record.prediction_error is not None:
                 predicted += f" ({record.prediction_error:.1%} off last time)"
             memory = ", ".join(filter(None, (predicted, f"limit {format_bytes(record.limit_bytes)}")))
             self._write(f"plan: {cut_text(record.sizes)}, for {record.reason}; {memory}")
         elif isinstance(record, Replanned):
+            if sum(record.old) != sum(record.new) and not self._is_news(record.new):
+                return
             self._plan = record.new
             self._write(f"step {record.step}: {record.reason}: {cut_text(record.old)} -> {cut_text(record.new)}")
         elif isinstance(record, Validated):
@@ -81,6 +88,14 @@ class ProgressBar:
                 refresh=False,
             )
             self._bar.update(report.effective_batch)
+
+    def _is_news(self, sizes: tuple[int, ...]) -> bool:
+        """Of the plan that is to be shown: it is not while a ramp goes from one effective batch to the next."""
+        self._plan, samples = sizes, sum(sizes)
+        if self._shown != samples and self._shown / NEWS < samples < self._shown * NEWS:
+            return False
+        self._shown = samples
+        return True
 
     def close(self) -> None:
         """Leave the bar as it is, also when the run ends in an error."""

@@ -221,3 +221,28 @@ def test_of_a_run(progress: bool, capsys: pytest.CaptureFixture[str]) -> None:
     assert text[3].startswith("done: 3 steps, 20 samples in ")
     assert text[4].startswith(f"loss {result.history[0].loss:.4f} -> {result.history[-1].loss:.4f}; validation ")
     assert text[5].startswith("micro-batches 2-3 x 3, 0 replays, peak ")
+
+
+def planned(*sizes: int) -> Planned:
+    return Planned(step=1, sizes=sizes, reason="r", predicted_bytes=None, prediction_error=None, limit_bytes=GIB)
+
+
+def test_a_ramp_is_told_in_few_lines(shown: Any) -> None:
+    ramp = [
+        Replanned(step=size, old=(size - 1,), new=(size,), reason=f"the effective batch is {size} now")
+        for size in range(101, 201)
+    ]
+    told = shown(planned(100), *ramp)
+    assert [re.findall(r"-> (\d+) x 1", line) for line in told[1:]] == [["120"], ["144"], ["173"]]
+
+
+def test_what_is_not_the_schedules_is_told_whatever_the_size(shown: Any) -> None:
+    told = shown(
+        planned(100),
+        Replanned(step=2, old=(100,), new=(50, 50), reason="out of memory"),
+        planned(100),
+        Replanned(step=3, old=(100,), new=(101,), reason="the effective batch is 101 now"),
+        Replanned(step=3, old=(101,), new=(51, 50), reason="out of memory"),
+    )
+    assert len(told) == 4
+    assert "50-51 x 2" in told[-1]
