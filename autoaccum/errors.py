@@ -9,6 +9,7 @@
     │   ├── NoTrainableParametersError        ... a model with nothing to train
     │   ├── ForeignOptimizerError             ... an optimizer that holds none of the model's parameters
     │   ├── UnknownDeviceError                ... a device that this machine does not have
+    │   ├── NoHistoryError                    ... a run's directory without the record of one
     │   └── ScheduleError                     ... a schedule's text that cannot be read: .position
     ├── DataError (ValueError)                data that cannot be cut into windows
     │   ├── EmptyDatasetError                 ... no sample in it
@@ -22,6 +23,14 @@
     │   ├── NothingFitsError                  ... one sample is too many
     │   ├── LimitBelowModelError              ... the model alone is too much
     │   └── OptimizerOutOfMemoryError         ... inside optimizer.step
+    ├── CheckpointError                       a checkpoint that cannot be written or read: .path
+    │   ├── CheckpointStateError              ... a state holds what cannot be kept: .key
+    │   ├── CheckpointWriteError              ... the disk is full, or refuses: .needed_bytes
+    │   ├── CheckpointCorruptError            ... a file is torn, changed or missing
+    │   ├── CheckpointUnsafeError             ... a file that could run code, or lies elsewhere
+    │   ├── CheckpointLockedError             ... another run writes to the same directory: .pid
+    │   └── ResumeError                       ... of another run than the one that is to go on: .differences
+    ├── MissingExtraError (ImportError)       a package that an optional part needs: .package .extra
     └── RecipeError                           a recipe file that cannot be used
         ├── RecipeNotFoundError               ... no such file, module or function
         └── RecipeResultError                 ... its function returned something else than fit's arguments
@@ -110,6 +119,14 @@ class UnknownDeviceError(ArgumentError):
 
     def __init__(self, device: object, available: Sequence[str]) -> None:
         super().__init__("device", device, f"one of {', '.join(available)}", "Leave device out to take the first one.")
+
+
+class NoHistoryError(ArgumentError):
+    """A directory in which no run has kept its records."""
+
+    def __init__(self, run_dir: object, name: str) -> None:
+        cure = "Pass the run_dir that was passed to fit, or the folder in which a RecordWriter wrote."
+        super().__init__("run_dir", str(run_dir), f"a directory that holds {name}", cure)
 
 
 class ScheduleError(ArgumentError):
@@ -300,6 +317,92 @@ class OptimizerOutOfMemoryError(MemoryLimitError):
             peak_bytes=peak_bytes,
             limit_bytes=limit_bytes,
         )
+
+
+class CheckpointError(AutoaccumError):
+    """A checkpoint that cannot be written or read; ``path`` is its file or directory, empty where there is none yet."""
+
+    def __init__(self, message: str, *, path: object = "") -> None:
+        self.path = str(path)
+        super().__init__(message)
+
+
+class CheckpointStateError(CheckpointError):
+    """A state that holds what cannot be kept in files that execute no code; ``key`` says where in it."""
+
+    def __init__(self, key: str, found: str, cure: str = "") -> None:
+        self.key = key
+        cure = cure or (
+            "Have its state_dict() return numbers, strings, bytes, tensors and NumPy arrays, in dicts, lists and "
+            "tuples, and make the rest anew when the run is resumed."
+        )
+        super().__init__(f"{key} is {found}, which a checkpoint cannot hold. {cure}")
+
+
+class CheckpointWriteError(CheckpointError):
+    """A checkpoint that could not be written: what was begun is removed, and the older ones are whole."""
+
+    def __init__(self, path: object, needed_bytes: int, reason: str) -> None:
+        self.needed_bytes = needed_bytes
+        if needed_bytes:
+            needed = f"; {format_bytes(needed_bytes)} were to be written"
+            cure = (
+                "Free that much (one more than is kept is on the disk for a moment), or choose a directory elsewhere."
+            )
+        else:
+            needed, cure = "", "Choose a directory that can be written to."
+        super().__init__(f"{path}: {reason}{needed}. The checkpoints before it are whole. {cure}", path=path)
+
+
+class CheckpointCorruptError(CheckpointError):
+    """A checkpoint that is not what was written: torn, changed, or not all there."""
+
+    def __init__(self, path: object, problem: str) -> None:
+        super().__init__(f"{path} {problem}. Resume from another checkpoint; this one cannot be trusted.", path=path)
+
+
+class CheckpointUnsafeError(CheckpointError):
+    """A checkpoint with a file that could execute code or lies outside of it: nobody here wrote that."""
+
+    def __init__(self, path: object, problem: str) -> None:
+        super().__init__(
+            f"{path} {problem}: refused, and nothing in it was executed. Find out who put it there.", path=path
+        )
+
+
+class CheckpointLockedError(CheckpointError):
+    """A directory that another run writes its checkpoints to; ``pid`` is that run's process, None when not known."""
+
+    def __init__(self, path: object, pid: int | None) -> None:
+        self.pid = pid
+        super().__init__(
+            f"{path} belongs to a run that is going on, in process {pid or '(unknown)'}. Wait for it or end it, or "
+            f"choose another directory.",
+            path=path,
+        )
+
+
+class ResumeError(CheckpointError):
+    """A run directory that holds another run than the one that was started; ``differences`` tells in what."""
+
+    def __init__(self, path: object, differences: Sequence[str]) -> None:
+        self.differences = tuple(differences)
+        listed = "\n".join(f"  {difference}" for difference in differences[:20])
+        more = f"\n  and {len(differences) - 20} more" if len(differences) > 20 else ""
+        super().__init__(
+            f"{path} holds a run that this one cannot go on from (then -> now):\n{listed}{more}\n"
+            f"Start it as it was, choose another run_dir, or pass resume=False to begin anew.",
+            path=path,
+        )
+
+
+class MissingExtraError(AutoaccumError, ImportError):
+    """A package that an optional part of autoaccum needs, and that is not installed."""
+
+    def __init__(self, package: str, extra: str, purpose: str) -> None:
+        self.package = package
+        self.extra = extra
+        super().__init__(f"{purpose} needs {package}, which is not installed: pip install 'autoaccum[{extra}]'")
 
 
 class RecipeError(AutoaccumError):
