@@ -2,9 +2,10 @@
 
 ``fit``, ``probe`` and ``plan`` have no option of their own besides ``--json``: the others are the parameters of the
 functions they call, as far as these can be written on a command line, and so cannot fall behind them. ``cache`` shows
-and clears what is kept of past runs.
+and clears what is kept of past runs; ``report`` makes a page of what runs have recorded.
 
-Exit codes: 0 done; 2 usage; 3 not even one sample fits; 130 interrupted by Ctrl-C; 1 anything else.
+Exit codes: 0 done; 2 usage; 3 not even one sample fits; 4 stopped by a signal, with a checkpoint written; 130 by
+Ctrl-C without one; 1 anything else.
 """
 
 from __future__ import annotations
@@ -28,7 +29,14 @@ from cyclopts import App, CycloptsError, Parameter, Token
 
 from autoaccum import __version__, planner
 from autoaccum.costs import prediction_error
-from autoaccum.errors import ArgumentError, AutoaccumError, AutoaccumWarning, MemoryLimitError, RecipeError
+from autoaccum.errors import (
+    ArgumentError,
+    AutoaccumError,
+    AutoaccumWarning,
+    MemoryLimitError,
+    RecipeError,
+    ResumeError,
+)
 from autoaccum.events import Finished
 from autoaccum.past import Past
 from autoaccum.recipes import FORMS, RecipeRaised, opened
@@ -58,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 sys.argv[1:] if argv is None else list(argv), print_error=False, exit_on_error=False
             )
             return command(*bound.args, **bound.kwargs) or 0
-        except (CycloptsError, ArgumentError, RecipeError) as error:
+        except (CycloptsError, ArgumentError, RecipeError, ResumeError) as error:
             return _fail(error, 2)
         except MemoryLimitError as error:
             return _fail(error, 3)
@@ -99,6 +107,7 @@ def _app() -> App:
     cache.default(_cache)
     cache.command(_clear_cache, name="clear")
     app.command(cache)
+    app.command(_report, name="report")
     return app
 
 
@@ -129,7 +138,10 @@ def _fit(recipe: Recipe, /, *, json: Json = False, **options: Any) -> int:
         result = fit(**arguments)
     if json:
         _print_json(_fit_document(result))
-    return 130 if any(isinstance(e, Finished) and e.reason == "interrupted" for e in result.events) else 0
+    finished = [event.reason for event in result.events if isinstance(event, Finished)]  # of each process of the run
+    if finished[-1:] != ["interrupted"]:
+        return 0
+    return 130 if arguments.get("run_dir") is None else 4
 
 
 def _probe(recipe: Recipe, /, *, json: Json = False, **options: Any) -> None:
@@ -177,6 +189,36 @@ def _clear_cache(*, json: Json = False) -> int:
         _print_json({"directory": str(past.where), "removed_files": removed})
     else:
         print(f"{past.where}: removed {_counted(removed, 'file')}")
+    return 0
+
+
+def _report(
+    run_dirs: Annotated[list[str], Parameter(name="RUN_DIR", negative=(), help="where a run has kept its records.")],
+    /,
+    *,
+    output: Annotated[str | None, Parameter(help="where to write; the (first) RUN_DIR.", show_default=False)] = None,
+    json: Json = False,
+) -> int:
+    """Make a page of a run, or of several side by side: report.html, and its pictures as report-*.png.
+
+    A run that still goes on is shown as far as it has come.
+    """
+    from autoaccum.reporting.page import write_report
+
+    try:
+        report = write_report(run_dirs, output)
+    except OSError as error:
+        return _fail(error, 1)
+    if json:
+        _print_json(
+            {
+                "path": str(report.path),
+                "images": [str(image) for image in report.images],
+                "runs": [dataclasses.asdict(facts) for facts in report.runs],
+            }
+        )
+    else:
+        print(report.path)
     return 0
 
 

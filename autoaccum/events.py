@@ -132,13 +132,35 @@ class Notice:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Saved:
+    """A checkpoint was taken: it is on the disk before the next one is taken, and when the run has ended."""
+
+    step: int
+    path: str
+    seconds: float
+    """Wall time that the run waited for it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resumed:
+    """The run goes on from a checkpoint: what was recorded before this, of steps after that one, is void."""
+
+    step: int
+    """Optimizer steps taken when it was saved."""
+    num_samples: int
+    """Samples trained on then."""
+    checkpoint: str
+    """Its path."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Finished:
     """The run is over."""
 
     step: int
     reason: str
-    """``"budget"``, ``"interrupted"`` (Ctrl-C) or ``"stopped"`` (a callback)."""
+    """``"budget"``, ``"interrupted"`` (a signal) or ``"stopped"`` (a callback); in records the name of an error too."""
 
 
-Event = Started | Planned | Replanned | OutOfMemory | Validated | StepSkipped | Notice | Finished
+Event = Started | Planned | Replanned | OutOfMemory | Validated | StepSkipped | Notice | Saved | Resumed | Finished
 Record = StepReport | Event

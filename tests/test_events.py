@@ -59,6 +59,8 @@ def test_the_fields_that_users_rely_on() -> None:
 
     assert names(Replanned) == ["step", "old", "new", "reason"]
     assert names(OutOfMemory) == ["step", "phase", "micro_batch"]
+    assert names(events.Saved) == ["step", "path", "seconds"]
+    assert names(events.Resumed) == ["step", "num_samples", "checkpoint"]
     assert names(Finished) == ["step", "reason"]
     assert names(events.StepReport) == [
         "step",

@@ -19,39 +19,15 @@ from autoaccum.events import (
     Planned,
     Record,
     Replanned,
-    Started,
-    StepReport,
+    Resumed,
+    Saved,
     StepSkipped,
     Validated,
 )
 from autoaccum.reporting import ProgressBar
-from autoaccum.reporting.progress import cut_text
+from autoaccum.reporting.lines import cut_text
 from tests.models import classes, mlp
-
-GIB = 2**30
-
-
-def started(num_samples: int | None = 20) -> Started:
-    return Started(num_steps=None, num_samples=num_samples, device="cpu", limit_bytes=GIB, used_bytes=5)
-
-
-def report(step: int, micro_batches: tuple[int, ...], **options: Any) -> StepReport:
-    fields: dict[str, Any] = {
-        "step": step,
-        "epoch": 0,
-        "num_samples": 8 * step,
-        "effective_batch": sum(micro_batches),
-        "micro_batches": micro_batches,
-        "loss": 2.0 / step,
-        "lr": 0.1,
-        "grad_norm": None,
-        "seconds": 0.1,
-        "peak_bytes": step * 2**20,
-        "limit_bytes": GIB,
-        "replays": 0,
-        **options,
-    }
-    return StepReport(**fields)
+from tests.reporting.synthetic import GIB, planned, report, started
 
 
 def lines(text: str) -> list[str]:
@@ -92,6 +68,14 @@ def test_the_bar_advances_by_the_samples_of_each_window(shown: Any) -> None:
 
 def test_the_bar_of_data_of_unknown_length_counts(shown: Any) -> None:
     assert re.match(r"20 samples \[00:00, .* samples/s, loss=", shown(started(None), *WINDOWS, FINISHED)[0])
+
+
+def test_the_bar_of_a_resumed_run_goes_on_from_there(shown: Any) -> None:
+    resumed = Resumed(step=1, num_samples=8, checkpoint="c")
+    text = shown(started(), resumed, Saved(step=2, path="p", seconds=0.1), WINDOWS[1], FINISHED)
+    assert text[0] == "step 1: resumed from c, 8 samples in"
+    assert "| 16/20 [" in text[1]
+    assert "saved" not in "".join(text)
 
 
 def test_uneven_micro_batches_are_shown_as_a_range(shown: Any) -> None:
@@ -221,10 +205,6 @@ def test_of_a_run(progress: bool, capsys: pytest.CaptureFixture[str]) -> None:
     assert text[3].startswith("done: 3 steps, 20 samples in ")
     assert text[4].startswith(f"loss {result.history[0].loss:.4f} -> {result.history[-1].loss:.4f}; validation ")
     assert text[5].startswith("micro-batches 2-3 x 3, 0 replays, peak ")
-
-
-def planned(*sizes: int) -> Planned:
-    return Planned(step=1, sizes=sizes, reason="r", predicted_bytes=None, prediction_error=None, limit_bytes=GIB)
 
 
 def test_a_ramp_is_told_in_few_lines(shown: Any) -> None:

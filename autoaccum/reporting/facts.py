@@ -1,0 +1,329 @@
+"""What people ask of a run first, computed from its records: did it fit, was it foreseen, what changed, how fast, did
+it learn."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoaccum.reporting.lines import cut_text, is_scheduled
+from autoaccum.reporting.runs import Run
+from autoaccum.units import format_bytes
+
+CLOSE = 0.05
+"""A prediction that is off by less is called good."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """One sentence or two, and whether they are good news."""
+
+    question: str
+    text: str
+    good: bool | None
+    """None where it is neither good nor bad, or not known."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Period:
+    """Windows for which one micro-batch size was planned."""
+
+    first: int
+    """Index of the first window."""
+    end: int
+    """Index after the last one."""
+    micro_batch: int
+    """Largest in the plan."""
+    predicted_bytes: int | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Facts:
+    """A run in a few numbers and sentences."""
+
+    name: str
+    state: str
+    """finished, interrupted, stopped, or running or killed with the age of the last record"""
+    model: str
+    effective_batch: str
+    """What was asked for, as far as the configuration tells; else the range of what was trained with."""
+    device: str
+    num_steps: int
+    num_samples: int
+    seconds: float
+    """Of training: validation, and the time in which the run was not there, left out."""
+    samples_per_second: float | None
+    loss: float | None
+    """Mean of the last twentieth of the windows."""
+    validation_loss: float | None
+    """The last one."""
+    best_validation_loss: float | None
+    peak_bytes: int
+    limit_share: float | None
+    """The greatest share of the limit that then was."""
+    num_out_of_memory: int
+    num_replans: int
+    """Those that were not the schedule's."""
+    prediction_error: float | None
+    """Of the last prediction that can be compared: (predicted - measured) / measured."""
+    answers: tuple[Answer, ...]
+
+
+def facts_of(run: Run, now: float | None = None) -> Facts:
+    """The facts; ``now`` is unix time."""
+    windows, events = run.windows, run.events
+    seconds = float(windows["seconds"].sum())
+    started, validated = events["Started"], events["Validated"]["loss"]
+    device = str(started["device"][-1]) if len(started["device"]) else "unknown device"
+    named = str(run.environment.get("device", ""))
+    num_samples = int(windows["num_samples"][-1]) if len(run) else 0
+    error, prediction = _prediction(run)
+    return Facts(
+        name=run.path.resolve().name,
+        state=_state(run, time.time() if now is None else now),
+        model=str(run.config.get("model", "")),
+        effective_batch=str(run.config.get("effective_batch", _range(windows["effective_batch"]))),
+        device=named if named.startswith(device.split(":")[0]) else device,
+        num_steps=int(windows["step"][-1]) if len(run) else 0,
+        num_samples=num_samples,
+        seconds=seconds,
+        samples_per_second=int(windows["effective_batch"].sum()) / seconds if seconds else None,
+        loss=_mean(windows["loss"][-twentieth(run) :]),
+        validation_loss=float(validated[-1]) if len(validated) else None,
+        best_validation_loss=float(np.nanmin(validated)) if np.isfinite(validated).any() else None,
+        peak_bytes=int(windows["peak_bytes"].max(initial=0)),
+        limit_share=float(_shares(run).max()) if len(run) else None,
+        num_out_of_memory=len(events["OutOfMemory"]["step"]),
+        num_replans=len(replans(run)),
+        prediction_error=error,
+        answers=(
+            (_memory(run), prediction, _changes(run), _speed(run), _learning(run))
+            if len(run)
+            else (Answer(question="Has it begun?", text="No window has committed yet.", good=None),)
+        ),
+    )
+
+
+def twentieth(run: Run) -> int:
+    """Windows that a mean is taken over, so that one odd one says little."""
+    return max(1, len(run) // 20)
+
+
+def replans(run: Run) -> list[tuple[int, tuple[int, ...], tuple[int, ...], str]]:
+    """Step, old, new, reason of each re-plan that the schedule did not ask for."""
+    columns = run.events["Replanned"]
+    rows = zip(columns["step"].tolist(), columns["old"], columns["new"], columns["reason"], strict=True)
+    return [row for row in rows if not is_scheduled(row[1], row[2])]
+
+
+def periods(run: Run) -> list[Period]:
+    """How windows were to be cut, in order; a prediction is good for as long as the micro-batch is planned."""
+    steps = run.windows["step"]
+    planned, replanned = run.events["Planned"], run.events["Replanned"]
+    # What is planned after a window is for the next ones; a re-plan is of the window that runs.
+    starts = [
+        *zip(planned["time"], np.searchsorted(steps, planned["step"], "right"), planned["sizes"], strict=True),
+        *zip(replanned["time"], np.searchsorted(steps, replanned["step"], "left"), replanned["new"], strict=True),
+    ]
+    predictions: list[int | None] = [*planned["predicted_bytes"], *([None] * len(replanned["step"]))]
+    found: list[tuple[int, int, int | None]] = []
+    for index in sorted(range(len(starts)), key=lambda index: starts[index][0]):
+        _, first, sizes = starts[index]
+        predicted, largest = predictions[index], max(sizes)
+        if index >= len(planned["step"]) and found and found[-1][1] == largest:
+            continue
+        found.append((int(first), largest, predicted))
+    return [
+        Period(first=first, end=end, micro_batch=largest, predicted_bytes=predicted)
+        for (first, largest, predicted), (end, _, _) in pairwise([*found, (len(run), 0, None)])
+        if end > first
+    ]
+
+
+def _state(run: Run, now: float) -> str:
+    if run.finished is not None:
+        return "finished" if run.finished == "budget" else run.finished
+    if run.last_time is None:
+        return "nothing recorded yet"
+    return f"running or killed: last record {format_seconds(max(0.0, now - run.last_time))} ago"
+
+
+def _memory(run: Run) -> Answer:
+    peak, limit = run.windows["peak_bytes"], run.windows["limit_bytes"]
+    share = _shares(run)
+    at, over = int(share.argmax()), int((share > 1).sum())
+    worst = (
+        f"{share[at]:.0%} of the limit ({format_bytes(peak[at])} of {format_bytes(limit[at])}, step "
+        f"{run.windows['step'][at]:,})"
+    )
+    if over:
+        text = f"{over:,} of {_many(len(run), 'window')} went over the limit, up to {worst}."
+    else:
+        text = f"It used at most {worst}."
+    if failed := len(run.events["OutOfMemory"]["step"]):
+        replayed = int((run.windows["replays"] > 0).sum())
+        text += f" The device ran out of memory {_times(failed)}"
+        if replayed:
+            text += f"; {_many(replayed, 'window')} {'was' if replayed == 1 else 'were'} replayed, and no sample lost"
+        text += "."
+    text = f"{'Not always' if over or failed else 'Yes'}: {text[0].lower()}{text[1:]}"
+    return Answer(question="Did it stay within memory?", text=text, good=not over and not failed)
+
+
+def _shares(run: Run) -> NDArray[np.float64]:
+    shares: NDArray[np.float64] = run.windows["peak_bytes"] / np.maximum(run.windows["limit_bytes"], 1)
+    return shares
+
+
+def _prediction(run: Run) -> tuple[float | None, Answer]:
+    question = "Was the memory foreseen?"
+    compared = []
+    for period in periods(run):
+        now = slice(period.first, period.end)
+        measured = run.windows["peak_bytes"][now][run.windows["micro_batch"][now] == period.micro_batch]
+        if period.predicted_bytes is not None and len(measured) and measured.max() > 0:
+            compared.append((period, int(measured.max())))
+    if not compared:
+        text = "There is no prediction to compare: no memory model was needed, or none of its plans was run."
+        return None, Answer(question=question, text=text, good=None)
+    errors = [((period.predicted_bytes or 0) - peak) / peak for period, peak in compared]
+    (period, peak), error = compared[-1], errors[-1]
+    worst = max(errors, key=abs)
+    text = (
+        f"{format_bytes(period.predicted_bytes or 0)} were predicted for micro-batches of {period.micro_batch}, and "
+        f"{format_bytes(peak)} were measured: {_off(error)}."
+    )
+    if len(errors) > 1:
+        others = f"The worst of {len(errors)} predictions was {_off(worst)}"
+        text += f" {others if worst != error else f'None of {len(errors)} predictions was further off'}."
+    return error, Answer(question=question, text=text, good=abs(worst) <= CLOSE)
+
+
+def _off(error: float) -> str:
+    return f"{abs(error):.1%} too {'high' if error > 0 else 'low'}" if abs(error) >= 0.0005 else "right"
+
+
+def _changes(run: Run) -> Answer:
+    planned, changed = run.events["Planned"], replans(run)
+    sentences = []
+    if len(planned["step"]):
+        step, sizes, reason = int(planned["step"][0]), planned["sizes"][0], planned["reason"][0]
+        sentences.append(f"It settled on {cut_text(sizes)} after {_many(step, 'window')}, for {reason}.")
+    if changed:
+        reasons = Counter(reason for *_, reason in changed).most_common(4)
+        listed = ", ".join(reason if count == 1 else f"{reason} ({count} times)" for reason, count in reasons)
+        more = len(changed) - sum(count for _, count in reasons)
+        sentences.append(
+            f"It re-planned {_times(len(changed))}: {listed}{f', and {more} more' if more else ''}; from "
+            f"{cut_text(changed[0][1])} to {cut_text(changed[-1][2])}."
+        )
+    else:
+        sentences.append("Nothing made it re-plan.")
+    if scheduled := len(run.events["Replanned"]["step"]) - len(changed):
+        batches = _range(run.windows["effective_batch"])
+        sentences.append(f"The effective batch changed {_times(scheduled)} ({batches}).")
+    if resumed := len(run.events["Resumed"]["step"]):
+        again = f"; {_many(run.voided, 'window')} had to be run again" if run.voided else ""
+        sentences.append(f"It was resumed {_times(resumed)}{again}.")
+    return Answer(question="What changed, and why?", text=" ".join(sentences), good=None)
+
+
+def _speed(run: Run) -> Answer:
+    batches, seconds = run.windows["effective_batch"], run.windows["seconds"]
+    total = float(seconds.sum())
+    question = "How fast was it?"
+    if not total:
+        return Answer(question=question, text="No time was measured.", good=None)
+    text = (
+        f"{format_rate(batches.sum() / total)} samples/s over {format_seconds(total)} of training; a window took "
+        f"{format_seconds(float(np.median(seconds)))} (median)."
+    )
+    tail = slice(-max(1, len(run) // 10), None)
+    if len(run) >= 20 and seconds[tail].sum():
+        text += f" In the last tenth it was {format_rate(batches[tail].sum() / seconds[tail].sum())} samples/s."
+    if replayed := float(seconds[run.windows["replays"] > 0].sum()):
+        text += f" Windows that were replayed took {replayed / total:.1%} of the time."
+    if validating := float(run.events["Validated"]["seconds"].sum()):
+        text += f" Validation took {format_seconds(validating)} besides."
+    return Answer(question=question, text=text, good=None)
+
+
+def _learning(run: Run) -> Answer:
+    losses, few = run.windows["loss"], twentieth(run)
+    first, last = _mean(losses[:few]), _mean(losses[-few:])
+    validated = run.events["Validated"]
+    sentences = []
+    if first is not None and last is not None:
+        over = "" if few == 1 else f" (means of the first and the last {few:,} windows)"
+        verdict = "Not yet: the" if last >= first else "Yes: the" if np.isfinite(losses).all() else "The"
+        sentences.append(f"{verdict} training loss went from {first:.4g} to {last:.4g}{over}.")
+    if len(validated["loss"]) and np.isfinite(validated["loss"]).any():
+        best = int(np.nanargmin(validated["loss"]))
+        at = run.samples_at(validated["step"][best : best + 1])[0]
+        text = f"The validation loss is {validated['loss'][-1]:.4g}"
+        is_last = best == len(validated["loss"]) - 1
+        text += ", its best" if is_last else f"; its best was {validated['loss'][best]:.4g}, {at:,} samples in"
+        sentences.append(f"{text}.")
+    if odd := np.flatnonzero(~np.isfinite(losses)).tolist():
+        where = f"the first in step {run.windows['step'][odd[0]]:,}"
+        sentences.append(f"The loss of {_many(len(odd), 'window')} was NaN or infinite, {where}.")
+    good = first is not None and last is not None and last < first and not odd
+    return Answer(question="Did it learn?", text=" ".join(sentences), good=good)
+
+
+def _mean(values: NDArray[np.float64]) -> float | None:
+    finite = values[np.isfinite(values)]
+    return float(finite.mean()) if len(finite) else None
+
+
+def _range(values: NDArray[Any]) -> str:
+    if not len(values):
+        return "unknown"
+    if len(values) > 1 and values[-1] < values[:-1].min() and values[:-1].min() == values[:-1].max():
+        values = values[:-1]  # a short last window is not what was asked for
+    low, high = values.min(), values.max()
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
+
+
+def _many(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def _times(number: int) -> str:
+    return "once" if number == 1 else "twice" if number == 2 else f"{number:,} times"
+
+
+def format_rate(per_second: float) -> str:
+    """A rate for people.
+
+    >>> format_rate(17023.4), format_rate(17.0234)
+    ('17,023', '17.02')
+    """
+    return f"{per_second:,.0f}" if per_second >= 1000 else f"{per_second:.4g}"
+
+
+def format_seconds(seconds: float) -> str:
+    """A duration for people.
+
+    >>> [format_seconds(s) for s in (0.0123, 1.5, 75, 7380, 200_000)]
+    ['12 ms', '1.5 s', '1 min 15 s', '2 h 3 min', '2 d 7 h']
+    """
+    if not math.isfinite(seconds):
+        return "unknown"
+    if seconds < 1:
+        return f"{1000 * seconds:.2g} ms" if seconds < 0.001 else f"{1000 * seconds:.0f} ms"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    units = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
+    for (size, name), (part, part_name) in pairwise(units):
+        if seconds >= size:
+            rest = int(seconds % size) // part
+            return f"{int(seconds // size)} {name}" + (f" {rest} {part_name}" if rest else "")
+    raise AssertionError(seconds)

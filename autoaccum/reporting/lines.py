@@ -1,0 +1,154 @@
+"""The lines in which a run is told to people: the same in a progress bar, in a log and in a report."""
+
+from __future__ import annotations
+
+import time
+
+from autoaccum.events import (
+    Event,
+    Finished,
+    Notice,
+    OutOfMemory,
+    Planned,
+    Record,
+    Replanned,
+    Resumed,
+    Saved,
+    Started,
+    StepReport,
+    StepSkipped,
+    Validated,
+)
+from autoaccum.units import format_bytes
+
+NEWS = 1.2
+"""A line tells of an effective batch that has changed by this factor since the last one."""
+
+
+class News:
+    """Whether a plan is worth a line: it is not while a ramp goes from one effective batch to the next."""
+
+    def __init__(self) -> None:
+        self._shown = 0
+
+    def __call__(self, sizes: tuple[int, ...]) -> bool:
+        """Of the plan that is to be shown."""
+        samples = sum(sizes)
+        if self._shown != samples and self._shown / NEWS < samples < self._shown * NEWS:
+            return False
+        self._shown = samples
+        return True
+
+
+class Narrator:
+    """Takes a run's records in order, and has a line for those that are news."""
+
+    def __init__(self) -> None:
+        self.last: StepReport | None = None
+        """The last window."""
+        self._first: StepReport | None = None
+        self._validated: Validated | None = None
+        self._plan: tuple[int, ...] = ()
+        self._is_news = News()
+        self._peak_bytes = 0
+        self._replays = 0
+        self._resumed_samples = 0
+        self._started = 0.0
+
+    def __call__(self, record: Record) -> str | None:
+        """The line, which for the end of a run is several; None for a window, and what is not worth one."""
+        if isinstance(record, StepReport):
+            self._first = self._first or record
+            self.last = record
+            self._peak_bytes = max(self._peak_bytes, record.peak_bytes)
+            self._replays += record.replays
+            return None
+        if isinstance(record, Started):
+            self._started = time.perf_counter()
+        elif isinstance(record, Planned):
+            self._plan = record.sizes
+            return line(record) if self._is_news(record.sizes) else None
+        elif isinstance(record, Replanned):
+            self._plan = record.new
+            # Whatever is not the schedule's doing is told always.
+            return line(record) if not is_scheduled(record.old, record.new) or self._is_news(record.new) else None
+        elif isinstance(record, Validated):
+            self._validated = record
+        elif isinstance(record, Resumed):
+            self._resumed_samples = record.num_samples
+        elif isinstance(record, Finished):
+            return self._summary(record)
+        return line(record)
+
+    def _summary(self, finished: Finished) -> str | None:
+        if self._first is None or self.last is None:
+            return None
+        seconds = time.perf_counter() - self._started
+        samples = self.last.num_samples
+        validated = "" if self._validated is None else f"; validation {self._validated.loss:.4f}"
+        return (
+            f"{'done' if finished.reason == 'budget' else finished.reason}: {counted(finished.step, 'step')}, "
+            f"{samples} samples in {seconds:.1f} s ({(samples - self._resumed_samples) / seconds:.0f} samples/s)\n"
+            f"loss {self._first.loss:.4f} -> {self.last.loss:.4f}{validated}\n"
+            f"micro-batches {cut_text(self._plan or self.last.micro_batches)}, {counted(self._replays, 'replay')}, "
+            f"peak {format_bytes(self._peak_bytes)} of {format_bytes(self.last.limit_bytes)}"
+        )
+
+
+def line(event: Event) -> str | None:
+    """What an event says by itself; None where another record says it better.
+
+    >>> line(Replanned(step=12, old=(86, 85, 85), new=(43, 43, 43, 43, 42, 42), reason="out of memory"))
+    'step 12: out of memory: 85-86 x 3 -> 42-43 x 6'
+    """
+    if isinstance(event, Planned):
+        predicted = "" if event.predicted_bytes is None else f"{format_bytes(event.predicted_bytes)} predicted"
+        if event.prediction_error is not None:
+            predicted += f" ({event.prediction_error:.1%} off last time)"
+        memory = ", ".join(filter(None, (predicted, f"limit {format_bytes(event.limit_bytes)}")))
+        return f"plan: {cut_text(event.sizes)}, for {event.reason}; {memory}"
+    if isinstance(event, Replanned):
+        return f"step {event.step}: {event.reason}: {cut_text(event.old)} -> {cut_text(event.new)}"
+    if isinstance(event, Validated):
+        return f"epoch {event.epoch}: validation loss {event.loss:.4f}"
+    if isinstance(event, StepSkipped):
+        return f"step {event.step}: skipped, for {event.reason}"
+    if isinstance(event, OutOfMemory) and event.phase == "validation":  # in training a re-plan says it
+        return f"step {event.step}: out of memory in validation at a micro-batch of {event.micro_batch}"
+    if isinstance(event, Saved):
+        return f"step {event.step}: saved {event.path} in {event.seconds:.2f} s"
+    if isinstance(event, Resumed):
+        return f"step {event.step}: resumed from {event.checkpoint}, {counted(event.num_samples, 'sample')} in"
+    return str(event) if isinstance(event, Notice) else None
+
+
+def state_text(report: StepReport) -> str:
+    """How things stand after a window: its loss, its cut, memory used / limit."""
+    return (
+        f"loss={report.loss:.4f}, {cut_text(report.micro_batches)}, "
+        f"{format_bytes(report.peak_bytes)} / {format_bytes(report.limit_bytes)}"
+    )
+
+
+def is_scheduled(old: tuple[int, ...], new: tuple[int, ...]) -> bool:
+    """Whether a re-plan is one of another effective batch, rather than of memory."""
+    return sum(old) != sum(new)
+
+
+def cut_text(sizes: tuple[int, ...]) -> str:
+    """Sizes as micro-batch x accumulation steps.
+
+    >>> cut_text((64, 64, 64)), cut_text((86, 85, 85)), cut_text((1, 2, 4, 1))
+    ('64 x 3', '85-86 x 3', '1-4 x 4')
+    """
+    largest, smallest = max(sizes), min(sizes)
+    return f"{'' if smallest == largest else f'{smallest}-'}{largest} x {len(sizes)}"
+
+
+def counted(number: int, noun: str) -> str:
+    """A number of things.
+
+    >>> counted(1, "step"), counted(2000, "step")
+    ('1 step', '2000 steps')
+    """
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -1,0 +1,241 @@
+"""A run, or several side by side, as one page of HTML that needs no network, and as pictures."""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from autoaccum._version import __version__
+from autoaccum.reporting.facts import Facts, facts_of, format_rate, format_seconds
+from autoaccum.reporting.lines import News, cut_text, is_scheduled
+from autoaccum.reporting.plots import COLORS, comparison, pictures, png, svg
+from autoaccum.reporting.runs import Run, load_run
+from autoaccum.units import format_bytes
+
+ROWS = 200
+"""Most rows of a table; of more, the first and the last ones."""
+
+_CSS = """
+:root { color-scheme: light dark; --ink: #24282e; --soft: #667; --paper: #fff; --card: #f6f7f9; --line: #dde1e6;
+  --good: #2f9e77; --bad: #d1495b; --none: #8a8f98; }
+@media screen and (prefers-color-scheme: dark) { :root { --ink: #dfe3e8; --soft: #98a1ac; --paper: #14171b;
+  --card: #1d2126; --line: #343a42; } }
+* { box-sizing: border-box; }
+body { margin: 0 auto; padding: 1.5rem; max-width: 1240px; background: var(--paper); color: var(--ink);
+  font: 15px/1.5 system-ui, sans-serif; }
+h1 { margin: 0; font-size: 1.5rem; overflow-wrap: anywhere; }
+h2 { margin: 2rem 0 .5rem; font-size: 1.1rem; }
+.what { margin: .2rem 0 1.2rem; color: var(--soft); overflow-wrap: anywhere; }
+.state { display: inline-block; margin-left: .5rem; padding: .1rem .6rem; border-radius: 1rem; background: var(--card);
+  border: 1px solid var(--line); font-size: .8rem; font-weight: normal; vertical-align: middle; }
+dl.answers { display: grid; grid-template-columns: max-content 1fr; gap: .45rem 1.2rem; margin: 0;
+  padding: 1rem 1.2rem; background: var(--card); border-radius: .5rem; }
+.answers dt { font-weight: 600; } .answers dt::before { content: ""; display: inline-block; width: .6rem; height: .6rem;
+  margin-right: .6rem; border-radius: 50%; background: var(--none); }
+.answers dt.good::before { background: var(--good); } .answers dt.bad::before { background: var(--bad); }
+.answers dd { margin: 0; overflow-wrap: anywhere; }
+.pictures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 520px), 1fr)); gap: 1rem;
+  margin-top: 1.2rem; }
+figure { margin: 0; padding: .6rem; border: 1px solid var(--line); border-radius: .5rem; break-inside: avoid; }
+figure svg { display: block; width: 100%; height: auto; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
+th, td { padding: .3rem .9rem .3rem 0; border-bottom: 1px solid var(--line); text-align: left; vertical-align: top; }
+.number { text-align: right; } td.cut, td.number { white-space: nowrap; }
+.swatch { display: inline-block; width: .8rem; height: .8rem; margin-right: .5rem; border-radius: 2px; }
+details { margin-top: 1rem; border-top: 1px solid var(--line); padding-top: .6rem; }
+summary { cursor: pointer; font-weight: 600; }
+footer { margin-top: 2rem; color: var(--soft); font-size: .8rem; }
+@media (max-width: 640px) { dl.answers { grid-template-columns: 1fr; gap: .1rem; }
+  .answers dd { margin-bottom: .6rem; } }
+@media print { body { max-width: none; padding: 0; font-size: 11px; } .pictures { grid-template-columns: 1fr 1fr; } }
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """What ``write_report`` wrote."""
+
+    path: Path
+    """The page."""
+    images: tuple[Path, ...]
+    runs: tuple[Facts, ...]
+
+
+def write_report(run_dirs: Sequence[str | os.PathLike[str]], output: str | os.PathLike[str] | None = None) -> Report:
+    """Write ``report.html`` and ``report-*.png`` about the runs, to ``output`` or the first run's directory.
+
+    Raises:
+        NoHistoryError: a directory holds no ``history.jsonl``.
+        OSError: something cannot be read or written.
+    """
+    runs = [load_run(run_dir) for run_dir in run_dirs]
+    folder = runs[0].path if output is None else Path(output)
+    folder.mkdir(parents=True, exist_ok=True)
+    facts = tuple(facts_of(run) for run in runs)
+    labels = [f"{number}: {one.name}" for number, one in enumerate(facts, start=1)]
+    figures = pictures(runs[0]) if len(runs) == 1 else comparison(runs, labels)
+    elements = "".join(f"<figure>{svg(figure, salt=name)}</figure>\n" for name, figure in figures.items())
+    body = _one(runs[0], facts[0], elements) if len(runs) == 1 else _several(runs, facts, labels, elements)
+    path = folder / "report.html"
+    text = _page(", ".join(one.name for one in facts), body)
+    path.write_text(text, encoding="utf-8", errors="replace")  # names of files may hold any bytes
+    images = tuple(folder / f"report-{name}.png" for name in figures)
+    for image, figure in zip(images, figures.values(), strict=True):
+        png(figure, image)
+    return Report(path=path, images=images, runs=facts)
+
+
+def _page(title: str, body: str) -> str:
+    written = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+    return (
+        f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{_text(title)}</title>\n'
+        f"<style>{_CSS}</style>\n</head>\n<body>\n{body}\n"
+        f"<footer>autoaccum {_text(__version__)}, written {written}</footer>\n</body>\n</html>\n"
+    )
+
+
+def _one(run: Run, facts: Facts, figures: str) -> str:
+    answers = "\n".join(
+        f'<dt class="{ {True: "good", False: "bad", None: "none"}[answer.good] }">{_text(answer.question)}</dt>'
+        f"<dd>{_text(answer.text)}</dd>"
+        for answer in facts.answers
+    )
+    parts = [
+        f'<h1>{_text(facts.name)}<span class="state">{_text(facts.state)}</span></h1>',
+        f'<p class="what">{_text(_what(facts))}</p>',
+        f'<dl class="answers">\n{answers}\n</dl>',
+        f'<div class="pictures">\n{figures}</div>' if figures else "",
+        _plans(run),
+        _notices(run),
+        _folded("Configuration", run.config),
+        _folded("Environment", run.environment),
+    ]
+    if run.garbled:
+        parts.append(f"<p>Lines of the history that could not be read: {run.garbled:,}.</p>")
+    return "\n".join(filter(None, parts))
+
+
+def _several(runs: Sequence[Run], facts: Sequence[Facts], labels: Sequence[str], figures: str) -> str:
+    rows = [
+        [
+            f'<span class="swatch" style="background: {COLORS[at % len(COLORS)]}"></span>{_text(label)}',
+            _text(one.state),
+            _text(one.effective_batch),
+            _number(one.num_samples),
+            _number(one.num_steps),
+            _text(format_seconds(one.seconds)),
+            "-" if one.samples_per_second is None else format_rate(one.samples_per_second),
+            _number(one.loss, ".4g"),
+            _number(one.best_validation_loss, ".4g"),
+            _text(format_bytes(one.peak_bytes)),
+            _number(one.limit_share, ".0%"),
+            _number(one.num_out_of_memory),
+            _number(one.num_replans),
+            _number(one.prediction_error, "+.1%"),
+        ]
+        for at, (one, label) in enumerate(zip(facts, labels, strict=True))
+    ]
+    head = (
+        "run", "state", "effective batch", "samples", "steps", "training time", "samples/s", "loss at the end",
+        "best validation", "peak", "most of the limit", "out of memory", "re-plans", "prediction off by",
+    )  # fmt: skip
+    parts = [
+        f"<h1>{len(runs)} runs</h1>",
+        _table(head, rows, numbers=range(3, 14), cuts={0, 2}),
+        f'<div class="pictures">\n{figures}</div>' if figures else "",
+        _differences(runs, labels),
+    ]
+    for run, one, label in zip(runs, facts, labels, strict=True):
+        answers = "".join(f"<p><b>{_text(a.question)}</b> {_text(a.text)}</p>" for a in one.answers)
+        plans = _plans(run) + _notices(run)
+        parts.append(f"<details><summary>{_text(label)}</summary><p>{_text(_what(one))}</p>{answers}{plans}</details>")
+    return "\n".join(filter(None, parts))
+
+
+def _what(facts: Facts) -> str:
+    """What the run was, in a line."""
+    parts = [
+        facts.model,
+        f"effective batch {facts.effective_batch}",
+        f"on {facts.device}",
+        f"{facts.num_samples:,} samples in {facts.num_steps:,} steps",
+        f"{format_seconds(facts.seconds)} of training",
+    ]
+    return " · ".join(filter(None, parts))
+
+
+def _plans(run: Run) -> str:
+    """Every plan and what it gave way to, and of a schedule's ramp what is news."""
+    planned, replanned = run.events["Planned"], run.events["Replanned"]
+    plans = [
+        *((*row, None) for row in zip(*(planned[k] for k in ("time", "step", "sizes", "reason")), strict=True)),
+        *zip(*(replanned[k] for k in ("time", "step", "new", "reason", "old")), strict=True),
+    ]
+    rows, is_news = [], News()
+    for _, step, new, reason, old in sorted(plans, key=lambda plan: plan[0]):
+        if (old is not None and not is_scheduled(old, new)) or is_news(new):
+            before, why = ("", f"planned, for {reason}") if old is None else (cut_text(old), reason)
+            rows.append([_number(int(step)), _text(before), _text(cut_text(new)), _text(why)])
+    return f"<h2>Plans</h2>\n{_table(('step', 'from', 'to', 'why'), rows, numbers={0}, cuts={1, 2})}" if rows else ""
+
+
+def _notices(run: Run) -> str:
+    notices = run.events["Notice"]
+    rows = [[_text(cell) for cell in row] for row in zip(*(notices[k] for k in _NOTICE), strict=True)]
+    rows = list(map(list, dict.fromkeys(map(tuple, rows))))  # a resumed run says them again
+    return f"<h2>Notices</h2>\n{_table(_NOTICE, rows)}" if rows else ""
+
+
+_NOTICE = ("cause", "consequence", "cure")
+
+
+def _differences(runs: Sequence[Run], labels: Sequence[str]) -> str:
+    """What the runs' configurations do not have in common."""
+    keys = dict.fromkeys(key for run in runs for key in run.config)
+    differing = [key for key in keys if len({_value(run.config.get(key)) for run in runs}) > 1]
+    if not differing:
+        return ""
+    rows = [[_text(key), *(_text(_value(run.config.get(key))) for run in runs)] for key in differing]
+    return f"<h2>What differs in the configuration</h2>\n{_table(('', *labels), rows)}"
+
+
+def _folded(title: str, values: Mapping[str, Any]) -> str:
+    if not values:
+        return ""
+    rows = [[_text(key), _text(_value(value))] for key, value in values.items()]
+    return f"<details><summary>{_text(title)}</summary>\n{_table(('', ''), rows)}</details>"
+
+
+def _table(head: Sequence[str], rows: list[list[str]], *, numbers: Iterable[int] = (), cuts: Iterable[int] = ()) -> str:
+    """Cells are HTML already; the head is text."""
+    kinds = {**dict.fromkeys(cuts, ' class="cut"'), **dict.fromkeys(numbers, ' class="number"')}
+
+    def line(cells: Sequence[str], tag: str) -> str:
+        filled = "".join(f"<{tag}{kinds.get(at, '')}>{cell}</{tag}>" for at, cell in enumerate(cells))
+        return f"<tr>{filled}</tr>\n"
+
+    lines = [line(row, "td") for row in (rows if len(rows) <= ROWS else [*rows[: ROWS // 2], *rows[-ROWS // 2 :]])]
+    if len(rows) > ROWS:
+        lines.insert(ROWS // 2, f'<tr><td colspan="{len(head)}">… {len(rows) - ROWS:,} more …</td></tr>\n')
+    header = line([_text(title) for title in head], "th") if any(head) else ""
+    return f'<div class="wide"><table>\n{header}{"".join(lines)}</table></div>'
+
+
+def _value(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _number(value: float | None, form: str = ",") -> str:
+    return "-" if value is None else _text(format(value, form))
+
+
+def _text(text: object) -> str:
+    return html.escape(str(text))

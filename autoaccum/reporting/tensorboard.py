@@ -1,0 +1,67 @@
+"""A run in TensorBoard."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from autoaccum.errors import MissingExtraError
+from autoaccum.events import Finished, Notice, OutOfMemory, Planned, Record, Replanned, Resumed, StepReport, Validated
+from autoaccum.reporting.lines import line
+
+
+class TensorBoardReporter:
+    """A callback that writes a scalar of each number per step, and re-plans and notices as texts.
+
+    Steps that a resume made void are purged.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        """Write event files to a directory, which need not be there.
+
+        Raises:
+            MissingExtraError: tensorboard is not installed.
+        """
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise MissingExtraError("tensorboard", "tensorboard", "TensorBoardReporter") from None
+        self._open: Any = SummaryWriter
+        self._directory = os.fspath(directory)
+        self._writer = self._open(self._directory)
+
+    def __call__(self, record: Record) -> None:
+        """Take one record."""
+        if isinstance(record, StepReport):
+            for tag, value in _scalars(record).items():
+                if value is not None:
+                    self._writer.add_scalar(tag, value, record.step)
+        elif isinstance(record, Validated):
+            self._writer.add_scalar("loss/validation", record.loss, record.step)
+        elif isinstance(record, Resumed):
+            self._writer.close()
+            self._writer = self._open(self._directory, purge_step=record.step + 1)
+        elif isinstance(record, Finished):
+            self._writer.flush()
+        if isinstance(record, Planned | Replanned | OutOfMemory | Resumed) and (text := line(record)) is not None:
+            self._writer.add_text("plans", text, record.step)
+        elif isinstance(record, Notice):
+            self._writer.add_text("notices", str(record))
+
+    def close(self) -> None:
+        """Write what is left, and close the files."""
+        self._writer.close()
+
+
+def _scalars(report: StepReport) -> dict[str, float | None]:
+    return {
+        "loss/train": report.loss,
+        "lr": report.lr,
+        "batch/effective": report.effective_batch,
+        "batch/micro": max(report.micro_batches),
+        "samples_per_second": report.effective_batch / report.seconds if report.seconds > 0 else None,
+        "memory/peak_bytes": report.peak_bytes,
+        "memory/limit_bytes": report.limit_bytes,
+        "gradient/norm": report.grad_norm,
+        "gradient/noise_scale": report.noise_scale,
+    }

@@ -1,0 +1,48 @@
+"""Records of runs that never were."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from autoaccum.events import Planned, Record, Started, StepReport
+from autoaccum.reporting.records import HISTORY, line_of
+
+GIB = 2**30
+
+
+def started(num_samples: int | None = 20, limit_bytes: int = GIB) -> Started:
+    return Started(num_steps=None, num_samples=num_samples, device="cpu", limit_bytes=limit_bytes, used_bytes=5)
+
+
+def report(step: int, micro_batches: tuple[int, ...] = (4, 4), **options: Any) -> StepReport:
+    fields: dict[str, Any] = {
+        "step": step,
+        "epoch": 0,
+        "num_samples": 8 * step,
+        "effective_batch": sum(micro_batches),
+        "micro_batches": micro_batches,
+        "loss": 2.0 / step,
+        "lr": 0.1,
+        "grad_norm": None,
+        "seconds": 0.1,
+        "peak_bytes": step * 2**20,
+        "limit_bytes": GIB,
+        "replays": 0,
+        **options,
+    }
+    return StepReport(**fields)
+
+
+def planned(*sizes: int, step: int = 1, predicted_bytes: int | None = None, reason: str = "r") -> Planned:
+    return Planned(
+        step=step, sizes=sizes, reason=reason, predicted_bytes=predicted_bytes, prediction_error=None, limit_bytes=GIB
+    )
+
+
+def write(run_dir: Path, *records: Record, start: float = 1_700_000_000.0, name: str = HISTORY) -> Path:
+    """A run's directory in which these were recorded, one a second."""
+    run_dir.mkdir(exist_ok=True)
+    with open(run_dir / name, "ab") as file:
+        file.writelines(line_of(record, start + index) for index, record in enumerate(records))
+    return run_dir

@@ -1,0 +1,242 @@
+"""What is said of a run is what its records say."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autoaccum.events import Finished, OutOfMemory, Record, Replanned, Resumed, Validated
+from autoaccum.reporting import load_run, write_json
+from autoaccum.reporting.facts import Facts, Period, facts_of, periods
+from tests.reporting.synthetic import GIB, planned, report, started, write
+
+MIB = 2**20
+
+
+def validated(step: int, loss: float) -> Validated:
+    return Validated(step=step, epoch=0, loss=loss, num_samples=5, micro_batch=3, seconds=2.0)
+
+
+@pytest.fixture
+def of(tmp_path: Path) -> Any:
+    def facts(*records: Record) -> Facts:
+        return facts_of(load_run(write(tmp_path / "run", *records)))
+
+    return facts
+
+
+def answer(facts: Facts, question: str) -> tuple[str, bool | None]:
+    (found,) = [(a.text, a.good) for a in facts.answers if question in a.question]
+    return found
+
+
+def test_the_numbers(of: Any, tmp_path: Path) -> None:
+    write(tmp_path / "run")
+    write_json(tmp_path / "run" / "config.json", {"model": "MLP", "effective_batch": "8, 10:16"})
+    write_json(tmp_path / "run" / "environment.json", {"device": "cpu x86_64"})
+    windows = [report(step, seconds=0.5) for step in range(1, 41)]
+    facts = of(started(), *windows, validated(20, 0.2), validated(40, 0.3), Finished(step=40, reason="budget"))
+    assert (facts.name, facts.state, facts.model, facts.device) == ("run", "finished", "MLP", "cpu x86_64")
+    assert facts.effective_batch == "8, 10:16"
+    assert (facts.num_steps, facts.num_samples, facts.seconds, facts.samples_per_second) == (40, 320, 20.0, 16.0)
+    assert facts.loss == pytest.approx((2 / 39 + 2 / 40) / 2)
+    assert (facts.validation_loss, facts.best_validation_loss) == (0.3, 0.2)
+    assert (facts.peak_bytes, facts.limit_share) == (40 * MIB, 40 / 1024)
+
+
+def test_what_no_configuration_tells_is_taken_from_the_records(of: Any) -> None:
+    facts = of(started(), report(1), report(2, (5, 5)), report(3, (3, 3)))
+    assert (facts.model, facts.effective_batch, facts.device) == ("", "6 to 10", "cpu")
+
+
+def test_a_short_last_window_is_not_the_effective_batch(of: Any) -> None:
+    assert of(report(1), report(2), report(3, (3,))).effective_batch == "8"
+
+
+@pytest.mark.parametrize(
+    ("last", "state"),
+    [
+        (Finished(step=1, reason="budget"), "finished"),
+        (Finished(step=1, reason="interrupted"), "interrupted"),
+        (Finished(step=1, reason="stopped"), "stopped"),
+        (report(2), "running or killed: last record 1 min 15 s ago"),
+    ],
+)
+def test_the_state(last: Record, state: str, tmp_path: Path) -> None:
+    run = load_run(write(tmp_path, started(), report(1), last))
+    assert run.last_time is not None
+    assert facts_of(run, now=run.last_time + 75.2).state == state
+
+
+def test_a_run_without_a_window(of: Any) -> None:
+    facts = of()
+    assert [a.text for a in facts.answers] == ["No window has committed yet."]
+    assert facts.state == "nothing recorded yet"
+    assert (facts.loss, facts.samples_per_second, facts.limit_share) == (None, None, None)
+    assert of(started()).device == "cpu"
+
+
+def test_within_memory(of: Any) -> None:
+    facts = of(report(1, peak_bytes=GIB // 4), report(2, peak_bytes=GIB // 2, limit_bytes=2 * GIB))
+    text = "Yes: it used at most 25% of the limit (256.00 MiB of 1.00 GiB, step 1)."
+    assert answer(facts, "within memory") == (text, True)
+
+
+def test_over_the_limit(of: Any) -> None:
+    text, good = answer(of(report(1), report(2, peak_bytes=3 * GIB), report(3)), "within memory")
+    assert (
+        text
+        == "Not always: 1 of 3 windows went over the limit, up to 300% of the limit (3.00 GiB of 1.00 GiB, step 2)."
+    )
+    assert good is False
+
+
+def test_out_of_memory(of: Any) -> None:
+    failed = OutOfMemory(step=2, phase="training", micro_batch=4)
+    text, good = answer(of(report(1), failed, failed, report(2, (2,) * 4, replays=1)), "within memory")
+    assert text.endswith("The device ran out of memory twice; 1 window was replayed, and no sample lost.")
+    assert text.startswith("Not always: it used")
+    assert good is False
+
+
+def test_a_run_that_died_of_it(of: Any) -> None:
+    text, _ = answer(of(report(1), OutOfMemory(step=2, phase="training", micro_batch=4)), "within memory")
+    assert text.endswith("step 1). The device ran out of memory once.")
+
+
+PLAN = planned(4, 4, step=1, predicted_bytes=110 * MIB)
+
+
+def test_a_prediction_is_compared_with_what_its_plan_took(of: Any) -> None:
+    """Not with what was before it, nor with smaller micro-batches."""
+    small = report(4, (1, 1), peak_bytes=900 * MIB)
+    facts = of(
+        report(1, peak_bytes=500 * MIB), PLAN, report(2, peak_bytes=90 * MIB), report(3, peak_bytes=100 * MIB), small
+    )
+    assert facts.prediction_error == pytest.approx(0.1)
+    text, good = answer(facts, "foreseen")
+    assert text == "110.00 MiB were predicted for micro-batches of 4, and 100.00 MiB were measured: 10.0% too high."
+    assert good is False
+
+
+def test_of_several_predictions_the_worst_counts(of: Any) -> None:
+    facts = of(
+        report(1),
+        planned(4, 4, step=1, predicted_bytes=90 * MIB),
+        report(2, peak_bytes=100 * MIB),
+        Replanned(step=3, old=(4, 4), new=(2,) * 4, reason="out of memory"),
+        report(3, (2,) * 4, peak_bytes=1),
+        planned(2, 2, 2, 2, step=3, predicted_bytes=101 * MIB),
+        report(4, (2,) * 4, peak_bytes=100 * MIB),
+    )
+    text, good = answer(facts, "foreseen")
+    assert text == (
+        "101.00 MiB were predicted for micro-batches of 2, and 100.00 MiB were measured: 1.0% too high. "
+        "The worst of 2 predictions was 10.0% too low."
+    )
+    assert good is False
+
+
+def test_of_several_predictions_the_last_may_be_the_worst(of: Any) -> None:
+    facts = of(
+        report(1), PLAN, report(2, peak_bytes=110 * MIB), planned(8, step=2, predicted_bytes=100), report(3, (8,))
+    )
+    assert answer(facts, "foreseen")[0].endswith("too low. None of 2 predictions was further off.")
+
+
+def test_a_good_prediction(of: Any) -> None:
+    facts = of(report(1), PLAN, report(2, peak_bytes=110 * MIB))
+    assert answer(facts, "foreseen")[0].endswith("measured: right.")
+    assert answer(facts, "foreseen")[1] is True
+
+
+def test_no_prediction(of: Any) -> None:
+    for records in ((report(1),), (planned(4, 4), report(2)), (report(1), PLAN)):
+        text, good = answer(of(*records), "foreseen")
+        assert text.startswith("There is no prediction to compare")
+        assert good is None
+
+
+def test_periods_begin_with_plans_and_replans(tmp_path: Path) -> None:
+    """A re-plan that keeps the micro-batch keeps its prediction."""
+    write(
+        tmp_path,
+        report(1),
+        PLAN,
+        report(2),
+        Replanned(step=3, old=(4, 4), new=(4, 4, 4), reason="the effective batch is 12 now"),
+        report(3),
+        Replanned(step=4, old=(4, 4, 4), new=(3,) * 4, reason="out of memory"),
+        report(4),
+        report(5),
+    )
+    assert periods(load_run(tmp_path)) == [
+        Period(first=1, end=3, micro_batch=4, predicted_bytes=110 * MIB),
+        Period(first=3, end=5, micro_batch=3, predicted_bytes=None),
+    ]
+
+
+def test_what_changed(of: Any) -> None:
+    facts = of(
+        report(1),
+        planned(4, 4, step=1, reason="larger micro-batches do not fit"),
+        report(2),
+        Replanned(step=3, old=(4, 4), new=(2,) * 4, reason="out of memory"),
+        Replanned(step=3, old=(2,) * 4, new=(1,) * 8, reason="out of memory"),
+        Replanned(step=3, old=(1,) * 8, new=(1,) * 16, reason="the effective batch is 16 now"),
+        report(3, (1,) * 16),
+        Replanned(step=4, old=(1,) * 16, new=(3,) * 5 + (1,), reason="there is room for more"),
+        report(4, (3,) * 5 + (1,)),
+        Resumed(step=3, num_samples=24, checkpoint="c"),
+        report(4, (2,) * 8),
+    )
+    assert answer(facts, "What changed")[0] == (
+        "It settled on 4 x 2 after 1 window, for larger micro-batches do not fit. It re-planned twice: out of memory "
+        "(2 times); from 4 x 2 to 1 x 8. The effective batch changed once (8 to 16). It was resumed once; 1 window had "
+        "to be run again."
+    )
+    assert (facts.num_replans, facts.num_out_of_memory) == (2, 0)
+
+
+def test_nothing_changed(of: Any) -> None:
+    assert answer(of(report(1)), "What changed")[0] == "Nothing made it re-plan."
+
+
+def test_how_fast(of: Any) -> None:
+    windows = [report(step, seconds=0.5 if step <= 37 else 0.25) for step in range(1, 41)]
+    text, _ = answer(of(*windows[:-1], report(40, seconds=0.25, replays=1), validated(40, 1.0)), "fast")
+    assert text == (
+        "16.62 samples/s over 19.2 s of training; a window took 500 ms (median). In the last tenth it was 25.6 samples/s. "
+        "Windows that were replayed took 1.3% of the time. Validation took 2.0 s besides."
+    )
+
+
+def test_it_learned(of: Any) -> None:
+    windows = [report(step) for step in range(1, 41)]
+    text, good = answer(of(*windows, validated(10, 0.5), validated(20, 0.25), validated(40, 0.75)), "learn")
+    assert text == (
+        "Yes: the training loss went from 1.5 to 0.05064 (means of the first and the last 2 windows). "
+        "The validation loss is 0.75; its best was 0.25, 160 samples in."
+    )
+    assert good is True
+    assert answer(of(validated(40, 0.1)), "learn")[0].endswith("The validation loss is 0.1, its best.")
+
+
+def test_it_did_not_learn(of: Any) -> None:
+    text, good = answer(of(report(1, loss=1.0), report(2, loss=1.5)), "learn")
+    assert text == "Not yet: the training loss went from 1 to 1.5."
+    assert good is False
+
+
+def test_losses_that_are_no_numbers_are_told_and_left_out(of: Any) -> None:
+    windows = [report(step, loss=math.nan if step in (3, 40) else 1 / step) for step in range(1, 41)]
+    text, good = answer(of(*windows), "learn")
+    assert text.startswith("The training loss went from 0.75 to 0.02564 (")
+    assert text.endswith("The loss of 2 windows was NaN or infinite, the first in step 3.")
+    assert good is False
+    text, good = answer(of(report(1, loss=math.inf)), "learn")
+    assert text == "The loss of 1 window was NaN or infinite, the first in step 1."
+    assert good is False

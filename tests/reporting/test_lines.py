@@ -1,0 +1,82 @@
+"""The wording: every event says its facts, and what is no news says nothing."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import pytest
+
+from autoaccum.events import (
+    Event,
+    Finished,
+    Notice,
+    OutOfMemory,
+    Replanned,
+    Resumed,
+    Saved,
+    StepSkipped,
+    Validated,
+)
+from autoaccum.reporting.lines import Narrator, counted, is_scheduled, line, state_text
+from tests.reporting.synthetic import planned, report, started
+
+LINES: dict[Any, str | None] = {
+    started(): None,
+    planned(4, 4, predicted_bytes=2**30): "plan: 4 x 2, for r; 1.00 GiB predicted, limit 1.00 GiB",
+    Replanned(step=2, old=(4, 4), new=(3, 3, 2), reason="out of memory"): ("step 2: out of memory: 4 x 2 -> 2-3 x 3"),
+    OutOfMemory(step=2, phase="training", micro_batch=4): None,
+    OutOfMemory(step=2, phase="validation", micro_batch=4): (
+        "step 2: out of memory in validation at a micro-batch of 4"
+    ),
+    Validated(step=2, epoch=1, loss=0.5, num_samples=5, micro_batch=3, seconds=1.0): "epoch 1: validation loss 0.5000",
+    StepSkipped(step=3, reason="overflow"): "step 3: skipped, for overflow",
+    Notice(cause="A", consequence="B", cure="C"): "A. B. C.",
+    Saved(step=3, path="a/b", seconds=0.25): "step 3: saved a/b in 0.25 s",
+    Resumed(step=3, num_samples=24, checkpoint="a/b"): "step 3: resumed from a/b, 24 samples in",
+    Finished(step=3, reason="budget"): None,
+}
+
+
+def test_every_event_is_here() -> None:
+    assert {type(event) for event in LINES} == set(get_args(Event))
+
+
+@pytest.mark.parametrize(("event", "text"), LINES.items())
+def test_what_each_event_says(event: Any, text: str | None) -> None:
+    assert line(event) == text
+    assert Narrator()(event) == text
+
+
+def test_a_window_says_how_things_stand() -> None:
+    assert state_text(report(2, (3, 3, 2))) == "loss=1.0000, 2-3 x 3, 2.00 MiB / 1.00 GiB"
+
+
+def test_a_narrator_knows_the_last_window_and_the_last_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter((100.0, 102.0))
+    monkeypatch.setattr("time.perf_counter", lambda: next(now))
+    tell = Narrator()
+    assert [tell(record) for record in (started(), report(1), report(2, replays=1), planned(8))][:3] == [None] * 3
+    assert tell.last == report(2, replays=1)
+    assert tell(Finished(step=2, reason="stopped")) == (
+        "stopped: 2 steps, 16 samples in 2.0 s (8 samples/s)\n"
+        "loss 2.0000 -> 1.0000\n"
+        "micro-batches 8 x 1, 1 replay, peak 2.00 MiB of 1.00 GiB"
+    )
+
+
+def test_samples_of_before_a_resume_are_not_this_runs_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter((100.0, 102.0))
+    monkeypatch.setattr("time.perf_counter", lambda: next(now))
+    tell = Narrator()
+    for record in (started(), Resumed(step=10, num_samples=80, checkpoint="c"), report(11)):
+        tell(record)
+    assert "88 samples in 2.0 s (4 samples/s)" in str(tell(Finished(step=11, reason="budget")))
+
+
+def test_a_schedule_changes_the_batch_and_memory_does_not() -> None:
+    assert is_scheduled((4, 4), (5, 4))
+    assert not is_scheduled((4, 4), (2, 2, 2, 2))
+
+
+def test_one_is_singular() -> None:
+    assert [counted(n, "step") for n in (0, 1, 2)] == ["0 steps", "1 step", "2 steps"]

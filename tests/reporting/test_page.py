@@ -1,0 +1,353 @@
+"""The page: one file that says it all, and executes nothing that a run has written."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from functools import partial
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("matplotlib")
+
+import torch
+from torch.nn.functional import cross_entropy
+
+import autoaccum
+from autoaccum.cli import main
+from autoaccum.errors import NoHistoryError
+from autoaccum.events import Finished, Notice, OutOfMemory, Replanned, Resumed, Saved, Validated
+from autoaccum.reporting import RecordWriter, environment, write_json
+from autoaccum.reporting.page import ROWS, write_report
+from autoaccum.testing import simulated_memory
+from tests.models import classes, wide
+from tests.reporting.synthetic import planned, report, started, write
+
+NASTY = "</script><script>alert('&')</script>"
+VOID = {"meta", "link", "br", "img", "input", "hr"}
+
+
+class Page(HTMLParser):
+    """What a browser makes of it, as far as a test asks; elements that are not closed are an error."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.texts: list[str] = []
+        self.rows: list[list[str]] = []
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attributes
+        if tag not in VOID:
+            self.open.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+        elif tag in ("td", "th"):
+            self.rows[-1].append("")
+
+    def handle_startendtag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attributes
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+        if self.open and self.open[-1] in ("td", "th"):
+            self.rows[-1][-1] += data
+
+    @property
+    def text(self) -> str:
+        return " ".join(self.texts)
+
+
+def page_of(*run_dirs: Path, output: Path | None = None) -> Page:
+    return Page(write_report(run_dirs, output).path.read_text())
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    folder = write(
+        tmp_path / "first",
+        started(),
+        *(report(step) for step in range(1, 31)),
+        planned(4, 4, step=3, predicted_bytes=2**20, reason="larger ones do not fit"),
+        OutOfMemory(step=9, phase="training", micro_batch=4),
+        Replanned(step=9, old=(4, 4), new=(2,) * 4, reason="out of memory"),
+        Notice(cause="It rains", consequence="You get wet", cure="Take an umbrella"),
+        Validated(step=30, epoch=0, loss=0.1, num_samples=5, micro_batch=3, seconds=1.0),
+        Finished(step=30, reason="budget"),
+    )
+    write_json(folder / "config.json", {"model": "MLP", "effective_batch": 8, "lr": 0.1, "headroom": 0.05})
+    write_json(folder / "environment.json", {"device": "cpu x86_64", "torch": "2.13"})
+    return folder
+
+
+def test_the_page_says_what_the_run_was_and_answers_what_people_ask(run_dir: Path) -> None:
+    page = page_of(run_dir)
+    assert "MLP · effective batch 8 · on cpu x86_64 · 240 samples in 30 steps · 3.0 s of training" in page.texts
+    assert "finished" in page.texts
+    asked = [page.texts.index(text) for text in page.texts if text.endswith("?")]
+    assert len(asked) == 5
+    assert "Not always: it used at most 3% of the limit" in page.text
+    assert page.tags.count("figure") == page.tags.count("svg") == 5
+    assert page.tags.count("details") == 2
+
+
+def test_tables(run_dir: Path) -> None:
+    rows = page_of(run_dir).rows
+    assert rows[:3] == [
+        ["step", "from", "to", "why"],
+        ["3", "", "4 x 2", "planned, for larger ones do not fit"],
+        ["9", "4 x 2", "2 x 4", "out of memory"],
+    ]
+    assert ["It rains", "You get wet", "Take an umbrella"] in rows
+    assert ["lr", "0.1"] in rows
+    assert ["torch", "2.13"] in rows
+
+
+def test_the_page_needs_nothing_but_itself(run_dir: Path) -> None:
+    page = page_of(run_dir)
+    assert not {"script", "link", "img", "iframe", "object"} & set(page.tags)
+    links = [value for name, value in page.attributes if name in ("src", "href", "xlink:href")]
+    assert links
+    assert all(link is not None and link.startswith("#") for link in links)
+    assert not re.search(r"@import|url\((?!#)", (run_dir / "report.html").read_text())
+
+
+def test_the_pictures_lie_beside_it(run_dir: Path, tmp_path: Path) -> None:
+    made = write_report([run_dir])
+    assert made.path == run_dir / "report.html"
+    names = [f"report-{name}.png" for name in ("loss", "memory", "batch", "throughput", "lr")]
+    assert [image.name for image in made.images] == names
+    assert all(image.read_bytes().startswith(b"\x89PNG") for image in made.images)
+    elsewhere = write_report([run_dir], tmp_path / "a" / "b")
+    assert {path.name for path in (tmp_path / "a" / "b").iterdir()} == {"report.html", *names}
+    assert elsewhere.runs == made.runs
+
+
+def test_nothing_that_was_written_is_taken_for_html(tmp_path: Path) -> None:
+    folder = write(
+        tmp_path / NASTY.replace("/", "|"),
+        report(1),
+        planned(4, 4, reason=NASTY),
+        Replanned(step=2, old=(4, 4), new=(2,) * 4, reason=NASTY),
+        report(2),
+        Notice(cause=NASTY, consequence=NASTY, cure=NASTY),
+        Saved(step=1, path=NASTY, seconds=1.0),
+        Resumed(step=2, num_samples=8, checkpoint=NASTY),
+        Finished(step=2, reason=NASTY),
+    )
+    write_json(folder / "config.json", {NASTY: NASTY, "model": NASTY, "effective_batch": NASTY, "headroom": NASTY})
+    write_json(folder / "environment.json", {NASTY: {NASTY: [NASTY]}, "device": NASTY})
+    other = write(tmp_path / "$x^$ _other", report(1))
+    for page in (page_of(folder), page_of(folder, other, output=tmp_path / "both")):
+        assert "script" not in page.tags
+        assert NASTY in page.text
+
+
+def test_of_a_ramp_the_table_has_what_is_news(tmp_path: Path) -> None:
+    ramp = [
+        Replanned(step=step, old=(99 + step,), new=(100 + step,), reason=f"the effective batch is {100 + step} now")
+        for step in range(1, 101)
+    ]
+    settled = [planned(100 + step, step=step) for step in (21, 22)]
+    write(
+        tmp_path,
+        report(1),
+        *ramp[:22],
+        *settled,
+        *ramp[22:],
+        Replanned(step=101, old=(200,), new=(100, 100), reason="out of memory"),
+    )
+    rows = page_of(tmp_path).rows
+    assert [row[2] for row in rows] == ["to", "101 x 1", "122 x 1", "122 x 1", "147 x 1", "177 x 1", "100 x 2"]
+
+
+def test_a_long_table_has_a_beginning_and_an_end(tmp_path: Path) -> None:
+    many = [Replanned(step=step, old=(2,), new=(1, 1), reason="r") for step in range(1, ROWS + 51)]
+    rows = page_of(write(tmp_path, report(1), *many)).rows
+    assert len(rows) == ROWS + 2
+    assert rows[1][0] == "1"
+    assert rows[ROWS // 2 + 1] == ["… 50 more …"]
+    assert rows[-1][0] == str(ROWS + 50)
+
+
+def test_a_notice_that_was_said_again_after_a_resume_is_there_once(tmp_path: Path) -> None:
+    notice = Notice(cause="a", consequence="b", cure="c")
+    rows = page_of(write(tmp_path, report(1), notice, Resumed(step=1, num_samples=8, checkpoint="c"), notice)).rows
+    assert rows == [["cause", "consequence", "cure"], ["a", "b", "c"]]
+
+
+def test_runs_side_by_side(run_dir: Path, tmp_path: Path) -> None:
+    other = write(tmp_path / "second", started(), report(1, (5, 5), seconds=4.0))
+    write_json(other / "config.json", {"model": "MLP", "effective_batch": 10, "lr": 0.1})
+    page = page_of(run_dir, other)
+    head, first, second = page.rows[:3]
+    assert first[:5] == ["1: first", "finished", "8", "240", "30"]
+    assert second[0] == "2: second"
+    assert second[1].startswith("running or killed")
+    assert dict(zip(head, second, strict=True)) | {"run": "", "state": ""} == {
+        "run": "",
+        "state": "",
+        "effective batch": "10",
+        "samples": "8",
+        "steps": "1",
+        "training time": "4.0 s",
+        "samples/s": "2.5",
+        "loss at the end": "2",
+        "best validation": "-",
+        "peak": "1.00 MiB",
+        "most of the limit": "0%",
+        "out of memory": "0",
+        "re-plans": "0",
+        "prediction off by": "-",
+    }
+    assert page.rows[3:6] == [
+        ["", "1: first", "2: second"],
+        ["effective_batch", "8", "10"],
+        ["headroom", "0.05", "null"],
+    ]
+    assert page.tags.count("svg") == 4
+    assert (run_dir / "report-loss-seconds.png").exists()
+
+
+def test_a_run_without_a_window_has_a_page(tmp_path: Path) -> None:
+    page = page_of(write(tmp_path / "empty"))
+    assert "No window has committed yet." in page.texts
+    assert "svg" not in page.tags
+    write(tmp_path / "begun", started())
+    assert "svg" not in page_of(tmp_path / "empty", tmp_path / "begun", output=tmp_path).tags
+
+
+def test_a_history_with_garbled_lines_says_so(tmp_path: Path) -> None:
+    write(tmp_path, report(1))
+    with open(tmp_path / "history.jsonl", "ab") as file:
+        file.write(b"\x00\n")
+    assert "Lines of the history that could not be read: 1." in page_of(tmp_path).texts
+
+
+def test_a_long_run_has_a_small_page(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        *(report(step, loss=step % 7, grad_norm=step % 5, seconds=0.1 + step % 3) for step in range(1, 20_001)),
+    )
+    made = write_report([tmp_path])
+    assert made.path.stat().st_size < 1_500_000
+
+
+def test_of_a_run_whose_limit_fell(tmp_path: Path) -> None:
+    writer = RecordWriter(tmp_path / "history.jsonl")
+    with simulated_memory(1_500_000) as memory:
+
+        def shrink(record: Any) -> None:
+            if isinstance(record, autoaccum.StepReport) and record.step == 6:
+                memory.limit = 400_000
+
+        result = autoaccum.fit(
+            wide(),
+            classes(400),
+            effective_batch=40,
+            loss_fn=cross_entropy,
+            optimizer=partial(torch.optim.SGD, lr=0.1),
+            callbacks=[writer, shrink],
+            epochs=2,
+            progress=False,
+        )
+    writer.close()
+    write_json(tmp_path / "environment.json", environment())
+    page = page_of(tmp_path)
+    assert "800 samples in 20 steps" in page.text
+    table = [row for row in page.rows if len(row) == 4][1:]
+    happened = [e for e in result.events if type(e).__name__ in ("Planned", "Replanned")]
+    assert [row[0] for row in table] == [str(event.step) for event in happened]  # type: ignore[union-attr]
+    assert table[-1][1:3] == ["40 x 1", "20 x 2"]
+    assert table[-1][3].startswith("the limit fell to ")
+    assert "It re-planned once: the limit fell to " in page.text
+
+
+# The command.
+
+
+def test_report_prints_where_the_page_is(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(run_dir)]) == 0
+    assert capsys.readouterr().out == f"{run_dir / 'report.html'}\n"
+    assert main(["report", str(run_dir), str(run_dir), "--output", str(tmp_path / "both")]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'both' / 'report.html'}\n"
+
+
+def test_report_json_is_one_document(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(run_dir), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["path"] == str(run_dir / "report.html")
+    assert len(document["images"]) == 5
+    (run,) = document["runs"]
+    assert (run["name"], run["num_steps"], run["best_validation_loss"]) == ("first", 30, 0.1)
+    assert run["answers"][0]["question"] == "Did it stay within memory?"
+
+
+def test_a_directory_without_a_run_is_a_usage_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(NoHistoryError):
+        write_report([tmp_path])
+    assert main(["report", str(tmp_path)]) == 2
+    assert "a directory that holds history.jsonl" in capsys.readouterr().err
+    assert main(["report"]) == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_cannot_be_written_exits_with_1(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(run_dir), "--output", str(run_dir / "history.jsonl")]) == 1
+    assert re.fullmatch(r"error: .*File exists.*history\.jsonl'\n", capsys.readouterr().err)
+
+
+def test_report_imports_no_torch(run_dir: Path) -> None:
+    code = (
+        "import sys; from autoaccum.cli import main; code = main(sys.argv[1:]);"
+        "sys.exit(code or 10 * ('torch' in sys.modules))"
+    )
+    child = subprocess.run([sys.executable, "-c", code, "report", str(run_dir)], stdout=subprocess.DEVNULL)
+    assert child.returncode == 0
+
+
+# In a browser.
+
+
+def browser() -> str | None:
+    names = ("chromium", "chromium-browser", "google-chrome", "chrome-headless-shell")
+    installed = sorted(Path.home().glob(".cache/ms-playwright/chromium*/chrome-*/*chrom*"))
+    found = (*filter(None, map(shutil.which, names)), *(str(p) for p in installed if p.is_file()))
+    return next(iter(found), None)
+
+
+@pytest.mark.skipif(browser() is None, reason="there is no Chromium to look at the page with")
+@pytest.mark.parametrize("dark", [False, True])
+def test_a_browser_shows_it(dark: bool, run_dir: Path, tmp_path: Path) -> None:
+    from PIL import Image
+
+    made = write_report([run_dir])
+    picture = tmp_path / "page.png"
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=1280,1400"]
+    if dark:
+        options.append("--blink-settings=preferredColorScheme=0")
+    command = [str(browser()), *options, f"--user-data-dir={tmp_path / 'profile'}", f"--screenshot={picture}"]
+    subprocess.run([*command, made.path.as_uri()], check=True, capture_output=True, timeout=120)
+    with Image.open(picture) as image:
+        pixels = image.convert("RGB")
+        background = pixels.getpixel((5, 5))
+        assert background == ((20, 23, 27) if dark else (255, 255, 255))
+        colours = {colour: count for count, colour in pixels.getcolors(maxcolors=2**24)}
+    ink = (223, 227, 232) if dark else (36, 40, 46)
+    assert colours[ink] > 500, "text"
+    assert colours[(59, 127, 196)] > 100, "a curve"

@@ -1,0 +1,223 @@
+"""Pictures: what is drawn is what was measured, in few points."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("matplotlib")
+
+from autoaccum.errors import MissingExtraError
+from autoaccum.events import OutOfMemory, Replanned, Resumed, Saved, StepSkipped, Validated
+from autoaccum.reporting import Run, load_run, write_json
+from autoaccum.reporting.plots import COLORS, binned, comparison, pictures, png, smoothed, svg, thinned
+from tests.reporting.synthetic import GIB, planned, report, started, write
+
+MIB = 2**20
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """Three windows of 8 samples, with everything that can happen."""
+    folder = write(
+        tmp_path / "a <b> $c$ _",
+        started(),
+        report(1, grad_norm=1.0, limit_bytes=4 * MIB),
+        planned(4, 4, step=1, predicted_bytes=3 * MIB),
+        Replanned(step=2, old=(4, 4), new=(4, 4, 2), reason="the effective batch is 10 now"),
+        report(2, grad_norm=2.0, limit_bytes=4 * MIB),
+        Saved(step=2, path="p", seconds=0.1),
+        Resumed(step=2, num_samples=16, checkpoint="p"),
+        OutOfMemory(step=3, phase="training", micro_batch=4),
+        Replanned(step=3, old=(4, 4), new=(2,) * 4, reason="out of memory"),
+        report(3, (2,) * 4, grad_norm=3.0, noise_scale=5.0, limit_bytes=4 * MIB),
+        StepSkipped(step=3, reason="overflow"),
+        Validated(step=3, epoch=0, loss=0.5, num_samples=5, micro_batch=3, seconds=1.0),
+    )
+    write_json(folder / "config.json", {"headroom": 0.25})
+    return load_run(folder)
+
+
+def drawn(figure: Any, label: str) -> list[tuple[float, float]]:
+    """The points of the line with this label."""
+    (found,) = [one for one in figure.axes[0].lines if one.get_label() == label]
+    return [(float(x), float(y)) for x, y in found.get_xydata()]
+
+
+def test_there_is_a_picture_of_everything_that_was_measured(run: Run, tmp_path: Path) -> None:
+    assert list(pictures(run)) == ["loss", "memory", "batch", "throughput", "lr", "gradient-norm", "noise-scale"]
+    plain = load_run(write(tmp_path / "plain", report(1)))
+    assert list(pictures(plain)) == ["loss", "memory", "batch", "throughput", "lr"]
+    assert pictures(load_run(write(tmp_path / "empty"))) == {}
+
+
+def test_curves_go_over_samples(run: Run) -> None:
+    found = pictures(run)
+    assert drawn(found["loss"], "training") == [(8, 2), (16, 1), (24, 2.0 / 3)]
+    assert drawn(found["loss"], "validation loss") == [(24, 0.5)]
+    assert drawn(found["batch"], "effective batch") == [(8, 8), (16, 8), (24, 8)]
+    assert drawn(found["batch"], "largest micro-batch") == [(8, 4), (16, 4), (24, 2)]
+    assert drawn(found["throughput"], "each window") == [(8, 80), (16, 80), (24, 80)]
+    assert drawn(found["gradient-norm"], "each window") == [(8, 1), (16, 2), (24, 3)]
+
+
+def test_memory_stands_beside_its_limit_and_its_prediction(run: Run) -> None:
+    """The prediction is drawn where it was good for the plan: from the end of the first window to that of the second."""
+    figure = pictures(run)["memory"]
+    assert figure.axes[0].get_ylabel() == "MiB"
+    assert drawn(figure, "peak of a window") == [(8, 1), (16, 2), (24, 3)]
+    assert drawn(figure, "limit") == [(8, 4), (16, 4), (24, 4)]
+    assert drawn(figure, "predicted") == [(8, 3), (16, 3)]
+    (band,) = figure.axes[0].collections
+    assert band.get_label() == "headroom"
+    low, high = band.get_datalim(figure.axes[0].transData).intervaly
+    assert (low, high) == (3, 4)
+
+
+def test_a_limit_far_above_leaves_the_scale_to_the_peak(tmp_path: Path) -> None:
+    figure = pictures(load_run(write(tmp_path, report(1, peak_bytes=MIB, limit_bytes=64 * GIB))))["memory"]
+    assert figure.axes[0].get_ylim()[1] == pytest.approx(1.08)
+    assert drawn(figure, "limit: far above, 64 GiB") == []
+
+
+@pytest.mark.parametrize(
+    ("label", "x"),
+    [
+        ("out of memory", 16),
+        ("re-plan", 16),
+        ("step skipped", 24),
+        ("resume", 16),
+        ("checkpoint", 16),
+        ("validation", 24),
+    ],
+)
+def test_events_are_marked_once_each_where_they_happened(label: str, x: int, run: Run) -> None:
+    for name, figure in pictures(run).items():
+        (mark,) = [point for point, _ in drawn(figure, label)]
+        assert mark == x, name
+        assert label in [text.get_text() for text in figure.legends[0].get_texts()]
+
+
+def test_a_thousand_events_are_few_marks(tmp_path: Path) -> None:
+    saved = [Saved(step=step, path="p", seconds=0.1) for step in range(1, 1001)]
+    run = load_run(write(tmp_path, *(report(step) for step in range(1, 1001)), *saved))
+    marks = drawn(pictures(run)["loss"], "checkpoint")
+    assert 100 < len(marks) < 130
+    assert [marks[0][0], marks[-1][0]] == pytest.approx([8, 8000], abs=8000 / 120)
+
+
+def test_a_wide_range_has_a_logarithmic_axis(tmp_path: Path) -> None:
+    for micro_batches, scale in (((1,) * 8, "linear"), ((1,) * 9, "log")):
+        run = load_run(write(tmp_path / scale, report(1, micro_batches)))
+        assert pictures(run)["batch"].axes[0].get_yscale() == scale
+    run = load_run(write(tmp_path / "loss", *(report(step, loss=10.0**-step) for step in range(1, 6))))
+    figure = pictures(run)["loss"]
+    assert figure.axes[0].get_yscale() == "log"
+    assert ">0.001</text>" in svg(figure, "loss"), "plain digits"
+
+
+def test_losses_that_are_no_numbers_are_left_out(tmp_path: Path) -> None:
+    run = load_run(write(tmp_path, *(report(step, loss=float("inf") if step == 2 else 1.0) for step in (1, 2, 3))))
+    (_, first), (_, second), (_, third) = drawn(pictures(run)["loss"], "training")
+    assert (first, third) == (1, 1)
+    assert np.isnan(second)
+
+
+def test_runs_are_compared_in_the_same_axes(run: Run, tmp_path: Path) -> None:
+    other = load_run(write(tmp_path / "other", report(1, seconds=2.0), report(2, seconds=2.0)))
+    empty = load_run(write(tmp_path / "empty"))
+    found = comparison([run, empty, other], ["1: a", "2: b", "3: c"])
+    assert list(found) == ["loss", "loss-seconds", "throughput", "memory"]
+    assert drawn(found["loss"], "3: c") == [(8, 2), (16, 1)]
+    assert drawn(found["loss-seconds"], "3: c") == [(2, 2), (4, 1)]
+    assert drawn(found["throughput"], "1: a")[0] == (8, 80)
+    assert drawn(found["throughput"], "3: c")[0] == (8, 4)
+    assert drawn(found["memory"], "1: a")[-1] == (24, 3)
+    colors = {line.get_label(): line.get_color() for line in found["loss"].axes[0].lines}
+    assert (colors["1: a"], colors["3: c"]) == (COLORS[0], COLORS[2])
+    assert comparison([empty], ["1: b"]) == {}
+
+
+def test_an_svg_takes_the_colour_of_the_text_and_shares_no_id(run: Run) -> None:
+    found = [svg(figure, salt=name) for name, figure in pictures(run).items()]
+    ids = [part.split('"')[0] for text in found for part in text.split(' id="')[1:]]
+    assert len(ids) == len(set(ids)) > 0
+    for text in found:
+        assert text.startswith("<svg")
+        assert "currentColor" in text
+        assert "#30343a" not in text
+        assert "samples" in text, "text is text"
+        used = {part.split('"')[0] for part in text.split('xlink:href="#')[1:]}
+        used |= {part.split(")")[0] for part in text.split("url(#")[1:]}
+        assert used <= set(ids)
+
+
+def test_a_picture_is_a_file(run: Run, tmp_path: Path) -> None:
+    from PIL import Image
+
+    png(pictures(run)["loss"], tmp_path / "loss.png")
+    with Image.open(tmp_path / "loss.png") as image:
+        assert image.size == (1080, 510)
+        assert image.convert("RGB").getpixel((0, 0)) == (255, 255, 255)
+
+
+def test_a_long_curve_keeps_its_extremes_in_few_points() -> None:
+    x, y = np.arange(10_000), np.zeros(10_000)
+    y[5_003], y[7_777], y[9_999] = 7.0, -3.0, np.nan
+    at, values = thinned(x, y)
+    assert len(at) == len(values) == 2000
+    assert (values.max(), values.min(), np.isnan(values).any()) == (7.0, -3.0, False)
+    assert at[values.argmax()] == 5_000
+    _, low, mean, high = binned(x, y)
+    assert (low.min(), high.max()) == (-3.0, 7.0)
+    assert mean[500] == pytest.approx(0.7)
+
+
+def test_a_thinned_curve_goes_on_in_its_direction() -> None:
+    x = np.arange(10_000)
+    assert np.all(np.diff(thinned(x, x)[1]) >= 0)
+    assert np.all(np.diff(thinned(x, -x)[1]) <= 0)
+
+
+def test_a_short_curve_is_drawn_as_it_is() -> None:
+    x = np.arange(2000)
+    at, values = thinned(x, x * 2.0)
+    assert at.tolist() == x.tolist()
+    assert values.tolist() == (x * 2.0).tolist()
+    assert np.isnan(thinned(np.array([1]), np.array([np.inf]))[1]), "no axis goes that far"
+
+
+def test_means_are_of_those_around() -> None:
+    values = np.arange(400.0)
+    values[200] = np.nan
+    values[300] = 1e30
+    mean = smoothed(np.arange(400), values)[1]
+    assert mean[100] == 100
+    assert mean[0] == 2.0
+    assert mean[200] == pytest.approx(200)
+    assert mean[399] == 397.0, "whatever came before"
+
+
+def test_means_of_many_are_few() -> None:
+    x = np.arange(1_000_000)
+    at, mean = smoothed(x, x.astype(float))
+    assert len(at) == 1000
+    assert mean[500] == pytest.approx(500_500, rel=1e-5)
+
+
+def test_without_matplotlib() -> None:
+    script = (
+        "import sys; sys.modules['matplotlib'] = None\n"
+        "from autoaccum.errors import MissingExtraError\n"
+        "import autoaccum.reporting\n"
+        "try: import autoaccum.reporting.plots\n"
+        "except MissingExtraError as error: print(error)"
+    )
+    child = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert child.stdout.strip() == str(MissingExtraError("matplotlib", "plot", "autoaccum report"))
+    assert "pip install 'autoaccum[plot]'" in child.stdout
