@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from autoaccum.errors import ArgumentError, ArgumentTypeError
 from autoaccum.units import parse_bytes
@@ -110,6 +112,49 @@ def moving_limit(value: Any, available_bytes: Callable[[], int]) -> Callable[[],
         return lambda: memory_limit_bytes(value(), available_bytes())
     limit = memory_limit_bytes(value, available_bytes())
     return lambda: min(limit, available_bytes())
+
+
+Cadence = tuple[Literal["steps", "seconds", "epoch"], float]
+"""How often: every so many steps or seconds, or at each epoch's end."""
+
+_SECONDS = {"s": 1, "m": 60, "h": 3600}
+
+
+def cadence(argument: str, value: object) -> Cadence:
+    """Steps as an int, a time as "30s", "10m" or "2h", or "epoch".
+
+    >>> cadence("checkpoint_every", "10m")
+    ('seconds', 600.0)
+    """
+    accepted = "a number of steps, a time such as '30s', '10m' or '2h', or 'epoch'"
+    if value == "epoch":
+        return "epoch", 1
+    if isinstance(value, str):
+        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([smh])\s*", value)
+        if found is None or float(found[1]) == 0:
+            raise ArgumentError(argument, value, accepted)
+        return "seconds", float(found[1]) * _SECONDS[found[2]]
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ArgumentTypeError(argument, value, accepted)
+    if value < 1:
+        raise ArgumentError(argument, value, accepted)
+    return "steps", value
+
+
+def of_run_directory(run_dir: object, checkpoint_every: object, keep_checkpoints: object, resume: object) -> None:
+    """The arguments that say what outlives the process."""
+    if run_dir is not None and not isinstance(run_dir, str | os.PathLike):
+        raise ArgumentTypeError("run_dir", run_dir, "a path")
+    if run_dir == "":
+        raise ArgumentError("run_dir", run_dir, "a path", "Pass '.' for the directory that you are in.")
+    if run_dir is None and checkpoint_every is not None:
+        cure = "Pass where checkpoints are to go, or leave checkpoint_every out."
+        raise ArgumentError("checkpoint_every", checkpoint_every, "run_dir beside it", cure)
+    positive_int("keep_checkpoints", keep_checkpoints)
+    if resume != "auto" and not isinstance(resume, bool):
+        raise ArgumentError("resume", resume, "'auto', True or False")
+    if resume is True and run_dir is None:
+        raise ArgumentError("resume", resume, "run_dir beside it", "Pass the directory of the run to go on with.")
 
 
 def recorded_plans(micro_batch: object) -> list[tuple[int, ...]]:

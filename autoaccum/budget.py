@@ -45,7 +45,10 @@ class Budget:
 
     def spent(self, steps: int, samples: int) -> bool:
         """Whether a budget in steps or samples is used up."""
-        return steps == self.steps or (self.samples is not None and samples >= self.samples)
+        # Past it too: a run that is resumed may be allowed less than it has had.
+        return (self.steps is not None and steps >= self.steps) or (
+            self.samples is not None and samples >= self.samples
+        )
 
     def totals(self, epoch_samples: int | None, schedule: Schedule, drop_last: bool) -> tuple[int | None, int | None]:
         """(optimizer steps, samples) of the whole run, exact; None where only training will tell.

@@ -24,6 +24,7 @@ from autoaccum.events import Event, Notice, Planned, Replanned, StepSkipped
 from autoaccum.losses import LossOf
 from autoaccum.memory import Memory
 from autoaccum.optimizers import take_step
+from autoaccum.planner import cut
 from autoaccum.precision import Precision, autocast
 from autoaccum.tuner import Tuner
 from autoaccum.units import format_bytes
@@ -242,6 +243,27 @@ class Engine:
             self._plan = tuner.plan(num_samples, lengths)
             reason = f"the effective batch is {num_samples} now"
             self._emit(Replanned(step=self.step + 1, old=old, new=self._plan, reason=reason))
+
+    def before_trials(self, function: Callable[[int, int], None]) -> None:
+        """Have it called with the samples of each micro-batch that is a trial, and their length, before that is run."""
+        self._runner.before_trial = function
+
+    def killed(self, micro_batch: int, length: int, num_samples: int) -> None:
+        """The kernel has killed the last process for its memory, in such a micro-batch; the next window is so large."""
+        tuner = self.tuner
+        if micro_batch <= tuner.smallest:
+            self.announce(
+                Notice(
+                    cause=f"The kernel killed the last process for its memory, in a micro-batch of {micro_batch}",
+                    consequence="None is smaller, so this one may end like that too",
+                    cure="Allow more memory, or train a smaller model",
+                )
+            )
+            return
+        tuner.killed(micro_batch, length)
+        old, new = cut(num_samples, min(micro_batch, num_samples)), tuner.plan(num_samples)
+        reason = "the kernel killed the last process for its memory"
+        self._emit(Replanned(step=self.step + 1, old=old, new=new, reason=reason))
 
     def announce_plan(self, num_samples: int, lengths: Sequence[int] | None = None) -> None:
         """Say how such windows are cut, unless that was said before."""

@@ -66,6 +66,11 @@ def _as_function(trainer: Callable[P, Trainer]) -> Callable[P, FitResult]:
             num_workers: processes that read the data ahead of time.
             validation_data: like data; its loss is reported at the end of each epoch, and of the run.
             validate_every: samples from one validation to the next, instead of epochs.
+            run_dir: directory for checkpoints and records; the same call again goes on where the last one was killed.
+            checkpoint_every: steps, a time such as "30s" or "10m", or "epoch"; ten minutes when left out. One more is
+                written after the first window, after each validation that is the best so far, and at the end.
+            keep_checkpoints: how many of the newest stay; the best stays besides.
+            resume: go on from what run_dir holds, where it holds something (auto), in any case (true), or not (false).
             noise_scale: report the gradient noise scale of windows.
             cache: begin from what earlier runs of the same model, data shapes and device found, and keep what this one
                 finds.

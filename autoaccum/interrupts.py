@@ -1,4 +1,4 @@
-"""Ctrl-C that ends a run after the window instead of in its midst."""
+"""Signals that end a run after the window instead of in its midst."""
 
 from __future__ import annotations
 
@@ -8,24 +8,33 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+CLUSTERS = [number for name in ("SIGTERM", "SIGUSR1") if (number := getattr(signal, name, None)) is not None]
+"""What schedulers of clusters send some time before they kill."""
+
 
 @contextmanager
-def interrupt_calls(function: Callable[[], None]) -> Iterator[None]:
+def interrupt_calls(function: Callable[[], None], *, clusters: bool = False) -> Iterator[None]:
     """Within it, the first Ctrl-C calls ``function``; a second one does what it did before, which is to stop at once.
+
+    With ``clusters`` the signals that clusters send call it too, however often they come.
 
     Outside of the main thread, which alone receives signals, it changes nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.getsignal(signal.SIGINT) or signal.default_int_handler
+    caught = [signal.SIGINT, *(CLUSTERS if clusters else [])]
+    before = {number: signal.getsignal(number) for number in caught}
 
     def interrupt(number: int, frame: Any) -> None:
-        signal.signal(signal.SIGINT, before)
+        if number == signal.SIGINT:
+            signal.signal(number, before[number] or signal.default_int_handler)
         function()
 
-    signal.signal(signal.SIGINT, interrupt)
+    for number in caught:
+        signal.signal(number, interrupt)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)

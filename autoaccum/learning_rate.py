@@ -10,7 +10,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -61,7 +61,7 @@ class LearningRate:
         if lr_scaling != "none" and base_batch is None:
             cure = "Pass the effective batch that the learning rate is right for."
             raise ArgumentError("base_batch", base_batch, f"an int of at least 1 beside {lr_scaling=}", cure)
-        if lr_scaling != "none" and not all("lr" in group for group in optimizer.param_groups):
+        if lr_scaling != "none" and any(group.get("lr") is None for group in optimizer.param_groups):
             cure = "Leave lr_scaling out, or take an optimizer with a learning rate."
             raise ArgumentError(
                 "lr_scaling", lr_scaling, f"'none' for {type(optimizer).__name__}, which has no lr", cure
@@ -80,11 +80,25 @@ class LearningRate:
                 )
             self._samples_per_step = base_batch or first_batch
             num_steps = -(-most_samples // self._samples_per_step)
+        self.num_steps = None if lr_scheduler is None else num_steps
+        """Steps that the scheduler was told of."""
         self.scheduler = None if lr_scheduler is None else _make(lr_scheduler, optimizer, num_steps or 0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        scheduler = None if self.scheduler is None else self.scheduler.state_dict()
+        return {"scheduler": scheduler, "steps_taken": self._steps_taken}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """What ``state_dict`` returned; the rates themselves are the optimizer's."""
+        self._steps_taken = state["steps_taken"]
+        if self.scheduler is not None and state["scheduler"] is not None:
+            self.scheduler.load_state_dict(state["scheduler"])
 
     def now(self, effective_batch: int) -> float:
         """Of the first parameter group, in a step on so many samples; NaN where it has none."""
-        return float(self._optimizer.param_groups[0].get("lr", math.nan)) * self._factor(effective_batch)
+        lr = self._optimizer.param_groups[0].get("lr")  # None, too, in optimizers that find it themselves
+        return math.nan if lr is None else float(lr) * self._factor(effective_batch)
 
     @contextmanager
     def scaled(self, effective_batch: int) -> Iterator[None]:

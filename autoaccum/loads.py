@@ -7,7 +7,8 @@ is its samples times what the longest of them counts for, such that equal loads 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
+from typing import Any
 
 from autoaccum.costs import SPREAD, MemoryModel, Trial, weigher
 from autoaccum.search import bounds, memory_model
@@ -25,6 +26,8 @@ class Loads:
         """The same as if of samples of length 1: ``micro_batch`` is the load."""
         self.prior: MemoryModel | None = None
         """Of an earlier run, in loads."""
+        self.weighed: tuple[Trial, ...] = ()
+        """The trials by which samples are weighed."""
         self.weight: Callable[[int], int] = weigher(())
         """(length) -> what a sample counts for."""
         self.bounds: tuple[int, int | None] = (0, None)
@@ -61,9 +64,28 @@ class Loads:
         """One more; returns its load. To ``reweigh`` changes the units of all loads."""
         self.trials.append(trial)
         if reweigh:
-            self.weight = weigher(self.trials)
+            self._weigh(self.trials)
         self._update()
         return self.in_loads[-1].micro_batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values, for a checkpoint."""
+        return {
+            "trials": [asdict(trial) for trial in self.trials],
+            "weighed": [asdict(trial) for trial in self.weighed],
+            "prior": None if self.prior is None else asdict(self.prior),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """What ``state_dict`` returned."""
+        self.trials = [Trial(**trial) for trial in state["trials"]]
+        self.prior = None if state["prior"] is None else MemoryModel(**state["prior"])
+        self._weigh([Trial(**trial) for trial in state["weighed"]])
+        self._update()
+
+    def _weigh(self, trials: Sequence[Trial]) -> None:
+        self.weighed = tuple(trials)
+        self.weight = weigher(trials)
 
     def judge(self, judged: Callable[[Trial, int], Trial | None]) -> None:
         """Put (trial, its load) -> another one in the place of each; None drops it."""

@@ -42,7 +42,7 @@ class Snapshot:
             for buffer in buffers.values():
                 # What a lazy layer has not built yet has no value. What is expanded shares its elements, so PyTorch
                 # lets nothing write through it.
-                if buffer is None or id(buffer) in self._copies or is_lazy(buffer) or _is_expanded(buffer):
+                if buffer is None or id(buffer) in self._copies or is_lazy(buffer) or is_expanded(buffer):
                     continue
                 known = before.get(id(buffer))
                 if known is not None and known[1].shape == buffer.shape:
@@ -76,6 +76,7 @@ def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         torch._foreach_copy_(targets, sources)
 
 
-def _is_expanded(tensor: torch.Tensor) -> bool:
+def is_expanded(tensor: torch.Tensor) -> bool:
+    """Whether elements share memory, so that nothing can write to it."""
     strided = tensor.layout == torch.strided
     return strided and any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

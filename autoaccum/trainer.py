@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
+import math
+import os
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from autoaccum import arguments, randomness
+from autoaccum import arguments, randomness, resuming
 from autoaccum.budget import Budget
+from autoaccum.cache import Cache
 from autoaccum.data import Window, open_source
 from autoaccum.devices import find_device
 from autoaccum.engine import Engine
-from autoaccum.errors import (
-    ArgumentError,
-    ArgumentTypeError,
-    EmptyDatasetError,
-    StopTraining,
-)
+from autoaccum.errors import ArgumentError, ArgumentTypeError, StopTraining
 from autoaccum.events import (
     Event,
     Finished,
     Notice,
     Record,
+    Resumed,
+    Saved,
     Started,
     StepReport,
 )
@@ -37,28 +37,31 @@ from autoaccum.learning_rate import LearningRate, MakeScheduler, Scaling
 from autoaccum.losses import loss_function
 from autoaccum.memory import memory_of
 from autoaccum.noise import Smoothed
-from autoaccum.oom import is_out_of_memory, room_for_model
+from autoaccum.oom import room_for_model
 from autoaccum.optimizers import OptimizerLike, allocate_state, make_optimizer, trainable_parameters
-from autoaccum.past import Past
+from autoaccum.pacing import Pace
 from autoaccum.planner import Plan
 from autoaccum.precision import Precision, autocast
 from autoaccum.reporting import ProgressBar
-from autoaccum.schedules import REPORTS, SMOOTHING, NoiseScale, Progress, Schedule, schedule_of
-from autoaccum.signature import describe, key
+from autoaccum.run_directory import RunDirectory
+from autoaccum.schedules import SMOOTHING, NoiseScale, Progress, Schedule, schedule_of
 from autoaccum.validation import Validator
 from autoaccum.weighting import CountItems
 
 Callback = Callable[[Record], None]
+
+DECIDE = ("lr_scaling", "base_batch", "precision", "clip_norm", "seed", "shuffle", "drop_last")
+"""Arguments that decide what is trained, besides model, data, optimizer and schedules; others only decide how."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FitResult:
     """What a run leaves."""
 
-    history: tuple[StepReport, ...]
-    """One report per window."""
-    events: tuple[Event, ...]
-    """Everything else that happened, in order."""
+    history: Sequence[StepReport]
+    """One report per window; with a ``run_dir`` read from there when it is looked at."""
+    events: Sequence[Event]
+    """Everything else that happened, in order; likewise."""
     plan: Plan
     """How the last full window was cut."""
     num_steps: int
@@ -109,12 +112,17 @@ class Trainer:
         num_workers: int = 0,
         validation_data: Any = None,
         validate_every: int | None = None,
+        run_dir: str | os.PathLike[str] | None = None,
+        checkpoint_every: int | str | None = None,
+        keep_checkpoints: int = 2,
+        resume: Literal["auto"] | bool = "auto",
         noise_scale: bool = False,
         cache: bool = True,
         callbacks: Iterable[Callback] = (),
         progress: bool = True,
     ) -> None:
         """See ``fit``, which takes the same arguments."""
+        given = {name: value for name, value in locals().items() if name not in ("self", "model", "data")}
         self.schedule = schedule_of(effective_batch)
         arguments.of_windows(num_items, max_micro_batch, headroom, clip_norm)
         arguments.non_negative_int("num_workers", num_workers)
@@ -128,9 +136,14 @@ class Trainer:
                 cure = "Pass what to validate on, or leave validate_every out."
                 raise ArgumentError("validate_every", validate_every, "validation_data beside it", cure)
         self._validate_every = validate_every
-        self._budget = Budget(epochs=epochs, steps=steps, samples=samples)
-        self._drop_last = drop_last
-        self._plans = arguments.recorded_plans(micro_batch)
+        arguments.of_run_directory(run_dir, checkpoint_every, keep_checkpoints, resume)
+        self._run_dir = None if run_dir is None else Path(run_dir).absolute()  # callbacks may change directory
+        self._resume, self._keep_checkpoints = resume, keep_checkpoints
+        self._cadence = arguments.cadence("checkpoint_every", "10m" if checkpoint_every is None else checkpoint_every)
+        self._directory: RunDirectory | None = None
+        self._resumed: Resumed | None = None
+        budget = Budget(epochs=epochs, steps=steps, samples=samples)
+        plans = arguments.recorded_plans(micro_batch)
         callbacks = arguments.functions("callbacks", callbacks)
         modules = [m for m in (model, loss_fn, training_step) if isinstance(m, nn.Module)]
         parameters = trainable_parameters(model, modules)
@@ -153,10 +166,10 @@ class Trainer:
             num_workers=num_workers,
             budget_bytes=budget_bytes,
         )
-        self._epoch_samples = self._source.num_samples
+        epoch_samples = self._source.num_samples
         if hasattr(data, "__next__") and (epochs or 1) > 1:
             raise ArgumentError("epochs", epochs, "1 for an iterator, which can be read only once", "Pass a Dataset.")
-        self.num_steps, self.num_samples = self._budget.totals(self._epoch_samples, self.schedule, drop_last)
+        self.num_steps, self.num_samples = budget.totals(epoch_samples, self.schedule, drop_last)
 
         torch.manual_seed(seed)
         randomness.seed_host(seed)
@@ -172,7 +185,7 @@ class Trainer:
                 self.optimizer,
                 lr_scheduler,
                 num_steps=self.num_steps,
-                most_samples=self._budget.most_samples(self._epoch_samples),
+                most_samples=budget.most_samples(epoch_samples),
                 lr_scaling=lr_scaling,
                 base_batch=base_batch,
                 first_batch=self.schedule.at(Progress()),
@@ -182,8 +195,9 @@ class Trainer:
         self._noise = None
         if noise_scale or isinstance(self.schedule, NoiseScale):
             self._noise = Smoothed(smoothing=getattr(self.schedule, "smoothing", SMOOTHING))
-        fixed = micro_batch if isinstance(micro_batch, int) else max((max(plan) for plan in self._plans), default=None)
+        fixed = micro_batch if isinstance(micro_batch, int) else max((max(plan) for plan in plans), default=None)
         step_model: Any = torch.compile(model) if compile else model
+        self._modules = modules
         self._engine = Engine(
             step_model,
             modules,
@@ -192,7 +206,7 @@ class Trainer:
             num_items=num_items,
             micro_batch=fixed,
             max_micro_batch=max_micro_batch,
-            full_window=min((n for n in (self.schedule.largest, self._epoch_samples) if n is not None), default=None),
+            full_window=min((n for n in (self.schedule.largest, epoch_samples) if n is not None), default=None),
             memory=self.memory,
             total_bytes=total_bytes,
             limit_now=limit_now,
@@ -208,17 +222,16 @@ class Trainer:
         if isinstance(self.schedule, NoiseScale) and self.schedule.min < 2 * self._tuner.smallest:
             cure = "A noise scale is estimated from two micro-batches, and BatchNorm has no statistics of one sample."
             raise ArgumentError("effective_batch", str(self.schedule), "a min of at least 4", cure)
-        self._past = Past() if cache and self._tuner.searching else None
-        self._past_key: str | None = None
-        self._key_of = partial(
-            key,
-            modules,
-            self.optimizer,
-            precision=precision,
-            device=self.device,
-            compiled=compile,
-            functions=(loss_fn, training_step),
-        )
+        self._cache = None
+        if cache and self._tuner.searching:
+            self._cache = Cache(
+                modules,
+                self.optimizer,
+                precision=precision,
+                device=self.device,
+                compiled=compile,
+                functions=(loss_fn, training_step),
+            )
         self._validator = None
         if hasattr(validation_data, "__next__"):
             cure = "It is read after each epoch, and an iterator yields its items only once: pass a Dataset or a list."
@@ -249,11 +262,19 @@ class Trainer:
                 emit=self._emit,
             )
 
-        self.history: list[StepReport] = []
-        self.events: list[Event] = []
-        self.samples_seen = 0
-        self.effective_batch = 0
-        """Samples that were asked for in the last window."""
+        self._given = given
+        self._history: list[Any] = []  # empty where there is a run_dir
+        self._events: list[Any] = []
+        self._pace = Pace(
+            self.schedule,
+            budget,
+            num_samples=epoch_samples,
+            drop_last=drop_last,
+            plans=plans,
+            engine=self._engine,
+        )
+        self._best_loss, self._is_best = math.inf, False
+        self._validation_loss: float | None = None
         self._bar = ProgressBar() if progress else None
         self._callbacks: list[Callback] = [*([self._bar] if self._bar else []), *callbacks]
         self._stop_reason: str | None = None
@@ -261,47 +282,70 @@ class Trainer:
         self._mark = 0.0
 
     @property
+    def history(self) -> Sequence[StepReport]:
+        """One report per window so far."""
+        return tuple(self._history) if self._directory is None else self._directory.history
+
+    @property
+    def events(self) -> Sequence[Event]:
+        """Everything else that happened so far."""
+        return tuple(self._events) if self._directory is None else self._directory.events
+
+    @property
     def step(self) -> int:
         """Optimizer steps taken."""
         return self._engine.step
 
+    @property
+    def samples_seen(self) -> int:
+        """Samples trained on."""
+        return self._pace.samples_seen
+
     @torch.enable_grad()
     def fit(self) -> FitResult:
-        """Train to the end of the budget, or until a callback or Ctrl-C ends the run after a window."""
+        """Train to the end of the budget, or until a callback or a signal ends the run after a window."""
         try:
+            if self._run_dir is not None:
+                self._directory = self._open(self._run_dir)
             return self._fit()
+        except BaseException as error:
+            if self._directory is not None:  # else nothing on the disk would tell it from a run that goes on
+                self._directory.record(Finished(step=self.step, reason=type(error).__name__))
+            raise
         finally:
-            self._keep()
+            if self._cache is not None:
+                self._cache.keep(self._tuner)
             if self._bar is not None:
                 self._bar.close()
+            if self._directory is not None:
+                self._directory.close()
 
     def _fit(self) -> FitResult:
-        self._start()
-        with interrupt_calls(lambda: self._end("interrupted")):
-            epoch = 0
+        if self._start():
+            self._run()
+        self._emit(Finished(step=self.step, reason=self._stop_reason or ""))
+        return FitResult(
+            history=self.history,
+            events=self.events,
+            plan=Plan(ranks=(self._tuner.plan(*self._tuner.window),)),
+            num_steps=self.step,
+            num_samples=self.samples_seen,
+            model=self.model,
+            optimizer=self.optimizer,
+        )
+
+    def _run(self) -> None:
+        with interrupt_calls(lambda: self._end("interrupted"), clusters=self._directory is not None):
+            self._validate_if_due()  # which the end of an earlier process may have kept it from
             while self._stop_reason is None:
-                reader = self._source.read(epoch, self._sizes_ahead(epoch))
-                before = self.step, self.samples_seen
-                # At the end of data of known length nothing is asked: a function may have no answer there.
-                while self._stop_reason is None and self.samples_seen - before[1] != self._source.num_samples:
-                    asked = self._asked(self._progress(epoch))
-                    window = reader.window(self._allowed(asked), self._drop_last)
-                    if window is None:
+                reader = self._source.read(self._pace.epoch, self._pace.sizes_ahead(), self._pace.windows)
+                while self._stop_reason is None:
+                    if (found := self._pace.next_window(reader)) is None:
+                        self._end_epoch()
                         break
-                    if self._source.num_samples is None:
-                        asked = self._asked_of_stream(asked, window.num_samples)
-                    self._train(window, epoch, asked)
-                if self.step == before[0] and self._stop_reason is None:
-                    raise EmptyDatasetError(
-                        "data", f"epoch {epoch} has no window (an iterator yields its items only once)."
-                    )
-                if self._source.num_samples is None and not self._drop_last:  # which leaves no window short
-                    self._epoch_samples = max(self._epoch_samples or 0, self.samples_seen - before[1])
-                epoch += 1
-                if epoch == self._budget.max_epochs:
-                    self._end("budget")
-                if self._validate_every is None or self._stop_reason is not None:
-                    self._validate(epoch - 1)
+                    self._train(*found)
+            self._validate(self._pace.epoch)  # unless that was done at the epoch's end
+            self._save(is_last=True)
         if self._stop_reason == "budget" and self.num_steps not in (None, self.step):
             self._engine.announce(
                 Notice(
@@ -310,19 +354,14 @@ class Trainer:
                     cure="Let the function passed as effective_batch depend on nothing but its Progress",
                 )
             )
-        self._emit(Finished(step=self.step, reason=self._stop_reason))
-        return FitResult(
-            history=tuple(self.history),
-            events=tuple(self.events),
-            plan=Plan(ranks=(self._tuner.plan(*self._tuner.window),)),
-            num_steps=self.step,
-            num_samples=self.samples_seen,
-            model=self.model,
-            optimizer=self.optimizer,
-        )
 
-    def _start(self) -> None:
+    def _start(self) -> bool:
+        """Say so; whether there is anything to do."""
         self._mark = time.perf_counter()
+        is_spent = self._resumed is not None and self._pace.is_spent
+        is_finished = is_spent and (self._validator is None or self._validated == self.step)
+        if self._directory is not None and not (is_finished and self._directory.is_finished()):
+            self._directory.begin()
         self._emit(
             Started(
                 num_steps=self.num_steps,
@@ -332,24 +371,53 @@ class Trainer:
                 used_bytes=self.memory.used(),
             )
         )
+        if self._resumed is not None:
+            self._emit(self._resumed)
+        if self._directory is not None and self._directory.passed_over is not None:
+            self._engine.announce(self._directory.passed_over)
+        if is_spent:
+            self._end("budget")
+        if is_finished:
+            self._engine.announce(
+                Notice(
+                    cause=f"The run in {self._run_dir} is finished: it has taken its {self.step} steps",
+                    consequence="Nothing is trained",
+                    cure="Allow a larger budget to go on, or choose another run_dir to begin anew",
+                )
+            )
+            return False
+        if self._directory is not None and (died := self._directory.window.died_of_memory) is not None:
+            self._engine.killed(*died, self._pace.asked())
         if not self._tuner.searching:
-            self._engine.announce_plan(self._asked(Progress()))
+            self._engine.announce_plan(self._pace.asked())
+        return True
 
-    def _train(self, window: Window, epoch: int, asked: int) -> None:
+    def _end_epoch(self) -> None:
+        self._pace.end_epoch()
+        if self._pace.is_spent:
+            self._end("budget")
+        if self._validate_every is None or self._stop_reason is not None:
+            self._validate(self._pace.epoch - 1)
+        self._save(epoch_ended=True)
+
+    def _train(self, window: Window, asked: int) -> None:
         """One window: its gradient, the optimizer's step, the report."""
-        if self.step == 0:
-            self._recall(window)
-        plan = self._recorded_plan()
+        if self.step == 0 and self._cache is not None:
+            self._cache.recall(window, self._tuner, self.memory.used())
+        plan = self._pace.recorded_plan()
         if plan is not None and sum(plan) != window.num_samples:
             raise ArgumentError(
                 "micro_batch", plan, f"sizes that sum to {window.num_samples} in window {self.step + 1}"
             )
-        self.effective_batch, before = asked, self.samples_seen
         is_full = window.lengths is None or window.num_samples == asked  # samples that are alike need not be there
         if is_full and asked != self._tuner.window[0]:
             self._engine.resize(asked, window.lengths)
+        if self._directory is not None:
+            largest = max(plan) if plan else self._tuner.plan(window.num_samples, window.lengths)[0]
+            self._directory.window.enter(largest, window.lengths[0] if window.lengths else 1)
         gradient, peak_bytes, replays = self._engine.run(window, plan)
-        self.samples_seen += sum(gradient.sizes)
+        num_samples = sum(gradient.sizes)
+        self._pace.passed(num_samples)
         lr = self._learning_rate.now(asked)
         with self._learning_rate.scaled(asked):
             stepped = self._engine.apply(gradient)
@@ -362,9 +430,9 @@ class Trainer:
         now = time.perf_counter()
         report = StepReport(
             step=self.step,
-            epoch=epoch,
+            epoch=self._pace.epoch,
             num_samples=self.samples_seen,
-            effective_batch=sum(gradient.sizes),
+            effective_batch=num_samples,
             micro_batches=gradient.sizes,
             loss=gradient.loss.item(),
             lr=lr,
@@ -378,6 +446,9 @@ class Trainer:
             gradient_variance=None if noise is None else noise.gradient_variance,
         )
         self._mark = now
+        self._pace.reports.append(report)
+        if self._directory is not None:
+            self._directory.window.leave()
         if stepped:
             self._engine.announce_if_not_finite(report.loss)
         if self._noise is not None and window.num_samples == asked and len(gradient.sizes) == 1:
@@ -386,109 +457,79 @@ class Trainer:
         if noise is not None and lengths is not None and lengths[0] != lengths[-1]:
             self._announce_sorted()
         self._emit(report)
-        if self._budget.spent(self.step, self.samples_seen):
+        if self._pace.is_spent:
             self._end("budget")
-        every = self._validate_every
-        if every is not None and self._stop_reason is None and self.samples_seen // every > before // every:
-            self._validate(epoch)
+        self._validate_if_due()
+        self._save()
+
+    def _validate_if_due(self) -> None:
+        """After a window that passed another ``validate_every`` samples."""
+        every, seen, windows = self._validate_every, self.samples_seen, self._pace.windows
+        if every is not None and windows and seen // every > (seen - windows[-1]) // every:
+            self._validate(self._pace.epoch)
 
     def _validate(self, epoch: int) -> None:
         """After an epoch, so many samples, or the run; not after one that was broken off."""
         if self._validator is not None and self._stop_reason in (None, "budget") and self._validated != self.step:
             self._validated = self.step
             self._validator.heed(self._engine.limit_bytes, self._tuner.target_bytes)
-            self._validator.run(self.step, epoch, self._tuner.micro_batch)
+            self._validation_loss = self._validator.run(self.step, epoch, self._tuner.micro_batch)
+            if self._validation_loss < self._best_loss:
+                self._best_loss, self._is_best = self._validation_loss, True
             self._mark = time.perf_counter()
 
-    def _recall(self, window: Window) -> None:
-        """Begin from what earlier runs found.
+    # What outlives the process.
 
-        The shapes are those of the first window, for data need not bear to be read beside the pass that trains.
-        """
-        if self._past is None:
-            return
+    def _configuration(self) -> dict[str, Any]:
+        """What was asked for; under "trained" what a run that goes on has to have in common with this one."""
+        trained = {
+            "model": resuming.description(self.model),
+            "loss": resuming.description(self._modules[-1]) if self._modules[-1] is not self.model else None,
+            "data": self._source.description(),
+            "effective_batch": str(self.schedule),
+            "optimizer": resuming.options(self.optimizer),
+            "steps of the lr_scheduler": self._learning_rate.num_steps,
+            **{name: self._given[name] for name in DECIDE},
+        }
+        return {"model": type(self.model).__name__, **resuming.plain(self._given), "trained": trained}
+
+    def _open(self, path: Path) -> RunDirectory:
+        """The run's directory; what an earlier process left there of this run is taken up."""
+        keep, anew = self._keep_checkpoints, self._resume is False
+        directory = RunDirectory(path, keep=keep, cadence=self._cadence, config=self._configuration(), anew=anew)
+        self._engine.before_trials(directory.window.enter)
         try:
-            example = window.micro_batch(0, min(self._tuner.smallest, window.num_samples))
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
+            found = directory.resume()
+            if found is not None:
+                checkpoint, weights, state = found
+                resuming.restore(self, weights, state)
+                self._resumed = Resumed(step=self.step, num_samples=self.samples_seen, checkpoint=checkpoint.path.name)
+            elif self._resume is True:
+                cure = "Pass resume='auto' to begin where there is nothing to go on from."
+                raise ArgumentError("resume", True, f"a checkpoint in {path}", cure)
+        except BaseException:
+            directory.close()
+            raise
+        return directory
+
+    def _save(self, *, epoch_ended: bool = False, is_last: bool = False) -> None:
+        """A checkpoint, where one is due; the last one waits until it is on the disk."""
+        directory = self._directory
+        if directory is None:
             return
-        try:
-            self._past_key = self._key_of(batch=example, ragged=window.lengths is not None)
-        except Exception:  # code of others is asked what it is, and no answer of it may end the run
-            return
-        del example
-        gradient_bytes = sum(p.nbytes for group in self.optimizer.param_groups for p in group["params"])
-        self._tuner.recall(self._past.load(self._past_key), self.memory.used() + gradient_bytes)
-
-    def _keep(self) -> None:
-        """For later runs, what was measured: that a size failed says something about this run's limit alone."""
-        measured = [trial for trial in self._tuner.learnt() if trial.peak_bytes is not None]
-        if self._past is not None and self._past_key is not None and measured:
-            self._past.save(
-                self._past_key,
-                [*self._tuner.past, *measured],
-                model=type(self.model).__name__,
-                device=describe(self.device),
-            )
-
-    def _allowed(self, asked: int) -> int:
-        """Samples that the next window may have."""
-        if (plan := self._recorded_plan()) is not None:
-            return sum(plan)
-        return asked if self._budget.samples is None else min(asked, self._budget.samples - self.samples_seen)
-
-    def _progress(self, epoch: int) -> Progress:
-        return Progress(
-            step=self.step,
-            epoch=epoch,
-            samples=self.samples_seen,
-            effective_batch=self.effective_batch or None,
-            reports=self.history[-REPORTS:],
-        )
-
-    def _asked(self, progress: Progress) -> int:
-        """What the schedule asks for, and the data can give."""
-        asked, there = self.schedule.at(progress), self._source.num_samples
-        return asked if there is None or asked <= there else self._all(asked, there)
-
-    def _asked_of_stream(self, asked: int, num_samples: int) -> int:
-        """The same for a window that came of a stream, which may have more in one epoch than in another."""
-        if self._epoch_samples is None:
-            return asked
-        self._epoch_samples = max(self._epoch_samples, num_samples)
-        return asked if asked <= self._epoch_samples else self._all(asked, self._epoch_samples)
-
-    def _all(self, asked: int, there: int) -> int:
-        self._engine.announce_once(
-            Notice(
-                cause=f"effective_batch={asked} is more than the data's {there} samples",
-                consequence=f"Every epoch is one window of {there} samples",
-                cure=f"Pass effective_batch={there} to say so, or more data",
-            )
-        )
-        return there
-
-    def _recorded_plan(self) -> tuple[int, ...] | None:
-        return self._plans[self.step] if self.step < len(self._plans) else None
-
-    def _sizes_ahead(self, epoch: int) -> Callable[[int], tuple[int, ...]]:
-        """(position) -> how the window that begins there will be cut, as things stand: for what workers collate.
-
-        They ask for one window of the epoch after the other, ahead of training.
-        """
-        step, before = self.step, self.samples_seen
-
-        def sizes_at(position: int) -> tuple[int, ...]:
-            nonlocal step
-            if position == self._epoch_samples or self._budget.spent(step, before + position):
-                return (1,)  # there will be no window
-            asked = self.schedule.at(replace(self._progress(epoch), step=step, samples=before + position))
-            step += 1
-            left = asked if self._epoch_samples is None else self._epoch_samples - position
-            return self._tuner.plan(max(1, min(asked, left)))
-
-        return sizes_at
+        if is_last or directory.is_due(self.step, epoch_ended=epoch_ended) or self._is_best:
+            started = time.perf_counter()
+            loss = self._pace.reports[-1].loss if self._pace.reports else None
+            facts = {"num_samples": self.samples_seen, "loss": loss, "validation_loss": self._validation_loss}
+            # Of the step's own validation, for one that is replaced at the same step is still the best.
+            is_best = self._validated == self.step and self._validation_loss == self._best_loss
+            path = directory.save(self.step, *resuming.state_of(self), facts, is_best=is_best)
+            self._is_best = False
+            if is_last:
+                directory.wait()
+            seconds = time.perf_counter() - started
+            self._emit(Saved(step=self.step, path=str(path), seconds=seconds))
+            self._mark += seconds
 
     def _announce_no_noise(self) -> None:
         self._engine.announce_once(
@@ -512,10 +553,10 @@ class Trainer:
         )
 
     def _emit(self, record: Record) -> None:
-        if isinstance(record, StepReport):
-            self.history.append(record)
+        if self._directory is not None:
+            self._directory.record(record)
         else:
-            self.events.append(record)
+            (self._history if isinstance(record, StepReport) else self._events).append(record)
         for callback in self._callbacks:
             try:
                 callback(record)

@@ -28,10 +28,8 @@ SURELY_MORE = 1.05
 
 PATIENT = 3
 """Timings that may be broken off by windows of another size; later ones are not begun."""
-
 UNTIMED = 16
 """Windows in a row that are not full, after which plans are timed no more: those to come will not be either."""
-
 FAR_OFF = 1.5
 """Times of an earlier run are not believed when windows take as many times as long, or as short."""
 KNOWN = 1.25
@@ -343,6 +341,10 @@ class Tuner:
             raise self._nothing_fits(micro_batch, peak_bytes)
         return plan
 
+    def killed(self, micro_batch: int, length: int) -> None:
+        """Such a micro-batch, larger than the smallest, was too much for the last process."""
+        self._record(Trial(micro_batch=micro_batch, fits=False, length=length if self._learns else 1))
+
     def passed_limit(self, micro_batch: int, peak_bytes: int, length: int = 1) -> None:
         """Windows of such micro-batches pass the limit, although their trial did not."""
         self.observe(micro_batch, peak_bytes, length=length)
@@ -421,8 +423,7 @@ class Tuner:
         if not self._learns or self.searching:
             return
         self.searching = self._may_try(num_samples, lengths)
-        # What is being timed stays the same to be told by a window that is a little larger or smaller: a ramp has
-        # no two that are alike.
+        # A window that is a little larger or smaller tells as much of what is timed: a ramp has no two alike.
         if self._timing is not None and not self.searching:
             if timed / WORTHWHILE < num_samples < timed * WORTHWHILE:
                 return

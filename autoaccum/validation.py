@@ -70,8 +70,11 @@ class Validator:
         self._limit_bytes = limit_bytes
         self._target_bytes = target_bytes
 
-    def run(self, step: int, epoch: int, training_micro_batch: int) -> None:
-        """One pass, in micro-batches that grow up to training's, which fits without a backward if samples are alike."""
+    def run(self, step: int, epoch: int, training_micro_batch: int) -> float:
+        """One pass, in micro-batches that grow up to training's, which fits without a backward if samples are alike.
+
+        Returns the loss.
+        """
         started = time.perf_counter()
         training = [(module, module.training) for module in self._modules]
         states = randomness.get_state(self._device)
@@ -100,16 +103,18 @@ class Validator:
             randomness.set_state(states, self._device)
         if num_samples == 0:
             raise EmptyDatasetError("validation_data", "reading it yielded nothing.")
+        loss = _joined(losses)
         self._emit(
             Validated(
                 step=step,
                 epoch=epoch,
-                loss=_joined(losses),
+                loss=loss,
                 num_samples=num_samples,
                 micro_batch=largest,
                 seconds=time.perf_counter() - started,
             )
         )
+        return loss
 
     def _size(self, ceiling: int) -> int:
         trial = next_trial(self._history, limit_bytes=self._target_bytes, ceiling=ceiling)

@@ -148,6 +148,7 @@ class WindowRunner:
         self._has_sums: bool | None = None
         self._examining = True  # until a window has been cut, what may couple its samples is looked for
         self._deferred = is_slow_to_read(device)
+        self.before_trial: Callable[[int, int], None] | None = None
         self._snapshot = Snapshot(modules, device)
         self._snapshot.take()  # so that its memory is there before the first window
         self._seeds: dict[tuple[float, torch.dtype], torch.Tensor] = {}
@@ -210,6 +211,8 @@ class WindowRunner:
             for size, is_trial in sizes:
                 length = length_at(lengths, position)
                 if is_trial:
+                    if self.before_trial is not None:
+                        self.before_trial(size, length)
                     started = self.gauge.begin_trial()
                 else:
                     self.gauge.make_room(size, length)

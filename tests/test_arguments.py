@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from autoaccum.arguments import (
+    cadence,
     memory_limit_bytes,
     non_negative_int,
     number_between,
+    of_run_directory,
     one_of,
     positive_int,
     positive_number,
@@ -142,6 +145,71 @@ class TestMemoryLimit:
     def test_refuses_types_that_a_function_returned_and_says_so(self, returned: Any) -> None:
         with pytest.raises(ArgumentTypeError, match="memory_limit=.*such as 0.5. The function passed as memory_limit"):
             memory_limit_bytes(lambda: returned, 8 * GIB)
+
+
+class TestCadence:
+    @pytest.mark.parametrize(
+        ("value", "expected"),
+        [
+            (1, ("steps", 1)),
+            (500, ("steps", 500)),
+            ("30s", ("seconds", 30)),
+            ("10m", ("seconds", 600)),
+            (" 1.5 h ", ("seconds", 5400)),
+            ("0.5s", ("seconds", 0.5)),
+            ("epoch", ("epoch", 1)),
+        ],
+    )
+    def test_steps_times_and_epochs(self, value: Any, expected: tuple[str, float]) -> None:
+        assert cadence("checkpoint_every", value) == expected
+
+    @pytest.mark.parametrize(
+        "value", [0, -1, "", "0s", "0.0m", "-1s", "10", "10d", "ten minutes", "1h30m", "epochs", "s"]
+    )
+    def test_refuses_values(self, value: Any) -> None:
+        with pytest.raises(
+            ArgumentError, match=r"checkpoint_every=.*: expected a number of steps, a time such as '30s'"
+        ):
+            cadence("checkpoint_every", value)
+
+    @pytest.mark.parametrize("value", [True, 1.0, None, ["epoch"], float("nan")])
+    def test_refuses_types(self, value: Any) -> None:
+        with pytest.raises(ArgumentTypeError, match=r"checkpoint_every=.*or 'epoch'"):
+            cadence("checkpoint_every", value)
+
+
+class TestRunDirectory:
+    @pytest.mark.parametrize(
+        "given",
+        [
+            (None, None, 2, "auto"),
+            (None, None, 2, False),
+            ("runs/a", "10m", 1, True),
+            (Path("runs/a"), None, 3, False),
+        ],
+    )
+    def test_accepts(self, given: tuple[Any, ...]) -> None:
+        of_run_directory(*given)
+
+    @pytest.mark.parametrize(
+        ("given", "match"),
+        [
+            ((3, None, 2, "auto"), "run_dir=3: expected a path"),
+            ((b"runs", None, 2, "auto"), "run_dir=b'runs': expected a path"),
+            (("", None, 2, "auto"), "run_dir='': expected a path. Pass '.'"),
+            ((None, 5, 2, "auto"), "checkpoint_every=5: expected run_dir beside it. Pass where checkpoints are to go"),
+            (("runs", None, 0, "auto"), "keep_checkpoints=0: expected an int of at least 1"),
+            (("runs", None, True, "auto"), "keep_checkpoints=True: expected an int of at least 1"),
+            (("runs", None, 2, "never"), "resume='never': expected 'auto', True or False"),
+            (("runs", None, 2, None), "resume=None: expected 'auto', True or False"),
+            (("runs", None, 2, 0), "resume=0: expected 'auto', True or False"),
+            (("runs", None, 2, 1), "resume=1: expected 'auto', True or False"),
+            ((None, None, 2, True), "resume=True: expected run_dir beside it. Pass the directory of the run to go on"),
+        ],
+    )
+    def test_refuses(self, given: tuple[Any, ...], match: str) -> None:
+        with pytest.raises(ArgumentError, match=match):
+            of_run_directory(*given)
 
 
 class TestRecordedPlans:

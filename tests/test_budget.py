@@ -261,3 +261,19 @@ def test_one_at_most() -> None:
     assert (caught.value.argument, caught.value.value, caught.value.conflicts_with) == ("steps", 2, "epochs")
     with pytest.raises(ConflictingArgumentsError, match="at most one of samples and steps"):
         Budget(samples=1, steps=2)
+
+
+@pytest.mark.parametrize(
+    ("budget", "steps", "samples", "expected"),
+    [
+        (Budget(steps=5), 4, 99, False),
+        (Budget(steps=5), 5, 0, True),
+        (Budget(steps=5), 6, 0, True),
+        (Budget(samples=5), 99, 4, False),
+        (Budget(samples=5), 0, 5, True),
+        (Budget(samples=5), 0, 6, True),
+        (Budget(epochs=1), 99, 99, False),
+    ],
+)
+def test_spent_or_past_it(budget: Budget, steps: int, samples: int, expected: bool) -> None:
+    assert budget.spent(steps, samples) is expected

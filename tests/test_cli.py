@@ -81,14 +81,14 @@ def test_every_scalar_parameter_is_an_option_with_its_default_and_its_docstring(
     command: str, function: Callable[..., Any], fewest: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([command, "--help"]) == 0
-    shown = " ".join(capsys.readouterr().out.replace("│", "").split())
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
     options = {flag: text for part in shown.split(" --")[1:] for flag, _, text in [part.partition(" ")]}
     expected = scalar_parameters(function)
     assert len(expected) >= fewest
     for name, parameter in expected.items():
         flag = name.replace("_", "-")
         assert flag in options
-        text = options[flag] + options.get(f"no-{flag}", "")  # it stands behind the one or the other
+        text = f"{options[flag]} {options.get(f'no-{flag}', '')}"  # it stands behind the one or the other, or both
         documented = re.search(rf"^ +{name}: (.*)$", (fit if function is Trainer else function).__doc__ or "", re.M)
         assert documented is not None
         assert documented[1] in text

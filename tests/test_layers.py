@@ -19,9 +19,9 @@ LAYERS: dict[str, str] = {
     "command line": "cli __main__ recipes",
     "adapters": "sweeps integrations testing",
     "state": "fitting trainer accumulator",
-    "mechanism": "engine window gauge probing lazy validation data checkpoint",
-    "parts": "advice memory reporting attributes batches coupling devices distributed losses learning_rate oom optimizers precision "
-    "past signature tape graphs randomness reductions conclusions contributions snapshot weighting",
+    "mechanism": "engine pacing window gauge probing lazy validation data checkpoint resuming run_directory cache",
+    "parts": "advice memory reporting attributes batches coupling devices distributed losses learning_rate oom optimizers "
+    "precision past signature tape graphs randomness reductions conclusions contributions snapshot states weighting",
     "policy": "planner tuner loads search timing pressure costs schedules budget noise",
     "standard library": "__init__ _version errors events units arguments interrupts",
 }

@@ -203,10 +203,15 @@ class TestErrors:
             learning_rate(**options)
         assert caught.value.argument == argument
 
-    def test_an_optimizer_without_a_rate(self) -> None:
+    @pytest.mark.parametrize("none", [True, False])
+    def test_an_optimizer_without_a_rate(self, none: bool) -> None:
+        """Adafactor of transformers, that finds its own, has None."""
         optimizer = sgd()
         for group in optimizer.param_groups:
-            del group["lr"]
+            if none:
+                group["lr"] = None
+            else:
+                del group["lr"]
         assert math.isnan(learning_rate(optimizer).now(8))
         with pytest.raises(ArgumentError, match="SGD, which has no lr"):
             learning_rate(optimizer, lr_scaling="sqrt", base_batch=8)

@@ -11,7 +11,7 @@ from autoaccum.randomness import mix, preserved, seed_host
 
 Collate = Callable[[list[Any]], Any]
 PlanAt = Callable[[int], Iterable[int]]
-"""(position) -> micro-batch sizes to prefetch for the window that begins there"""
+"""(position) -> micro-batch sizes to prefetch for the window that begins there; asked for one after the other"""
 Item = tuple[int, int, Any]
 """(epoch, position in the epoch, sample)"""
 NextPiece = Callable[[int], tuple[int, Any]]
@@ -52,8 +52,14 @@ class Source(Protocol):
     num_samples: int | None
     """Samples in one pass; None when only reading tells."""
 
-    def read(self, epoch: int, plan_at: PlanAt) -> Reader:
-        """One pass over the data, in the order of that epoch."""
+    def description(self) -> dict[str, Any]:
+        """What tells it from other data, as JSON; nothing is read that only training reads."""
+
+    def read(self, epoch: int, plan_at: PlanAt, passed: Sequence[int] = ()) -> Reader:
+        """One pass over the data, in the order of that epoch, from behind the windows that were ``passed`` already.
+
+        These are sizes: the samples that follow are those that would follow if they had been read.
+        """
 
     def example(self, num_samples: int) -> Any:
         """A batch of that many samples (repeated where there are not enough) that leaves the data as it was.

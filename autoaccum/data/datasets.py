@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, default_collate, get_worker_info
+from torch.utils.data import DataLoader, TensorDataset, default_collate, get_worker_info
 
 from autoaccum import batches
 from autoaccum.data.base import Collate, Item, NextPiece, Order, PlanAt, Reader
@@ -17,6 +17,7 @@ from autoaccum.data.grouped import GroupedSamples
 from autoaccum.data.lengths import PEEK, Padding, again, in_turn, lengths_of, longest
 from autoaccum.data.packing import pack, unpack
 from autoaccum.data.pieces import BATCHES, Pieces, SampleReader, items_form, quietly
+from autoaccum.data.tensors import TensorSource
 from autoaccum.oom import is_out_of_memory
 from autoaccum.planner import near_equal
 from autoaccum.randomness import mix, preserved
@@ -25,14 +26,25 @@ Key = tuple[int, int, Any]
 """(epoch, position in the epoch, index into the dataset)"""
 
 
+def _survive(number: int, frame: Any) -> None:
+    """Once: a second time it is meant for this process alone, by a DataLoader that gives its workers up."""
+    signal.signal(number, signal.SIG_DFL)
+
+
 class _StartWorker:
-    """Starts a worker that leaves Ctrl-C to the main process, which ends the run after the window."""
+    """Starts a worker that leaves Ctrl-C, and what clusters send to all processes, to the main process.
+
+    That one ends the run after the window, for which it still needs its workers.
+    """
 
     def __init__(self, then: Callable[[int], None] | None) -> None:
         self._then = then
 
     def __call__(self, worker: int) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, _survive)
+        if hasattr(signal, "SIGUSR1"):
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         info = get_worker_info()
         if info is not None:  # a user's worker_init_fn expects to find the user's dataset there
             object.__setattr__(info, "dataset", info.dataset.dataset)  # type: ignore[attr-defined]
@@ -68,9 +80,17 @@ class DatasetSource:
         self._peeked = collate is default_collate  # which needs samples of one shape
         self.num_samples: int | None = order.num_samples
 
-    def read(self, epoch: int, plan_at: PlanAt) -> Reader:
-        """One pass over the samples."""
+    def description(self) -> dict[str, Any]:
+        """Its class and its length; of tensors what tells them apart without workers too."""
+        if type(self._reader.dataset) is TensorDataset:
+            tensors = tuple(self._reader.dataset.tensors)
+            return TensorSource(tensors, order=self._order, device=self._device).description()
+        return {"samples": self.num_samples, "dataset": type(self._reader.dataset).__name__}
+
+    def read(self, epoch: int, plan_at: PlanAt, passed: Sequence[int] = ()) -> Reader:
+        """One pass over the samples; those that were passed are not read."""
         indices = self._order(epoch)
+        start = sum(passed)
 
         def keys(positions: Sequence[int]) -> list[Key]:
             there = [position for position in positions if position < len(indices)]
@@ -84,7 +104,7 @@ class DatasetSource:
             with preserved():
                 return self._reader.__getitems__(keys(positions))
 
-        position = 0
+        position = start
 
         def next_items(wished: int) -> tuple[int, list[Item]]:
             nonlocal position
@@ -98,20 +118,22 @@ class DatasetSource:
             "device": self._device,
             "num_samples": len(indices),
             "budget_bytes": self._budget_bytes,
+            "start": start,
         }
         if padding := self._grouping():
             chunks_at = partial(_chunks, plan_at, self._num_workers)
-            read_on = self._load(epoch, keys, chunks_at, items_at, None) if self._num_workers else next_items
+            read_on = self._load(epoch, start, keys, chunks_at, items_at, None) if self._num_workers else next_items
             return GroupedSamples(read_on, collate=collate, padding=padding, reread=items_at, **shared)
         shared["reread"] = lambda start, stop: collate(items_at(range(start, stop)))
         if self._num_workers:
-            next_batch = self._load(epoch, keys, plan_at, lambda at: collate(items_at(at)), self._reader)
+            next_batch = self._load(epoch, start, keys, plan_at, lambda at: collate(items_at(at)), self._reader)
             return Pieces(next_batch, form=BATCHES, cuttable=self._collate is default_collate, **shared)
         return Pieces(next_items, form=items_form(collate), **shared)
 
     def _load(
         self,
         epoch: int,
+        start: int,
         keys: Callable[[Sequence[int]], list[Key]],
         plan_at: PlanAt,
         reread: Callable[[Sequence[int]], Any],
@@ -124,7 +146,7 @@ class DatasetSource:
         ordered: deque[range] = deque()  # the positions of those under way
 
         def cuts() -> Iterator[list[Key]]:
-            position = 0
+            position = start
             while True:
                 for size in plan_at(position):
                     if not (wanted := keys(range(position, position + size))):

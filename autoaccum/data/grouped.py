@@ -30,6 +30,7 @@ class GroupedSamples:
         num_samples: int | None = None,
         reread: Callable[[Sequence[int]], list[Item]] | None = None,
         budget_bytes: int | None = None,
+        start: int = 0,
     ) -> None:
         """Set up.
 
@@ -41,6 +42,7 @@ class GroupedSamples:
             num_samples: samples in the pass, when known.
             reread: (positions in the pass) -> their items, read anew; None where that is impossible.
             budget_bytes: most to keep of a window; items past it are read again when asked for. None: keep all.
+            start: position in the pass of the first sample that comes.
         """
         self._next_items = next_items
         self._collate = collate
@@ -49,7 +51,7 @@ class GroupedSamples:
         self._num_samples = num_samples
         self._reread = reread
         self._budget_bytes = budget_bytes if reread is not None else None
-        self._position = 0
+        self._position = start
         self._ahead: list[Item] = []  # what came with the last window's items
         self._kept: list[Item | None] = []
 

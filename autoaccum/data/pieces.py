@@ -52,6 +52,7 @@ class Pieces:
         cuttable: bool = True,
         budget_bytes: int | None = None,
         length_of_batch: Callable[[Any], int | None] | None = None,
+        start: int = 0,
     ) -> None:
         """Set up.
 
@@ -65,6 +66,7 @@ class Pieces:
             cuttable: False when a piece is good only for a micro-batch of exactly its samples; else it is reread.
             budget_bytes: most to keep; past it the oldest are dropped, to be reread when asked for. None: keep all.
             length_of_batch: how long the samples of a piece are that is a batch; None where pieces are alike.
+            start: position in the pass of the first sample that comes.
         """
         self._next_piece = next_piece
         self._form = form
@@ -76,8 +78,7 @@ class Pieces:
         self._length_of_batch = length_of_batch
         self._kept: list[tuple[int, int, Any, int]] = []  # (first position, last + 1, piece, bytes), without gaps
         self._kept_bytes = 0
-        self._covered = 0
-        self._position = 0
+        self._covered = self._position = start
 
     def window(self, num_samples: int, whole: bool = False) -> Window | None:
         """See ``Reader``. A stream is read to the window's end, for nothing else tells how much there is."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Any
 
@@ -37,16 +37,31 @@ class StreamSource:
             self._form = items_form(recipe)
             self._collate = None if collate is default_collate else recipe
 
-    def read(self, epoch: int, plan_at: PlanAt) -> Reader:
-        """One pass over what the stream yields; the stream draws from random states of its own."""
+    def description(self) -> dict[str, Any]:
+        """Its class, and how many workers share it: another number of them yields it in another order."""
+        stream: Any = self._stream
+        workers = getattr(stream, "num_workers", 0)
+        if hasattr(stream, "dataset") and hasattr(stream, "sampler"):  # a DataLoader, or what is made of one
+            stream = stream.dataset
+        return {"samples": None, "stream": type(stream).__name__} | ({"workers": workers} if workers else {})
+
+    def read(self, epoch: int, plan_at: PlanAt, passed: Sequence[int] = ()) -> Reader:
+        """One pass over what the stream yields; the stream draws from random states of its own.
+
+        What was passed is read again, for nothing else leads to what follows.
+        """
         for part in ("dataset", "sampler"):
             _set_epoch(getattr(self._stream, part, None), epoch)
         _set_epoch(self._stream, epoch)
         if self._collate is not None:
             padding = Padding(self._collate)  # of this pass, so that it does not depend on where a run begins
-            return GroupedSamples(self._reading(epoch), collate=self._collate, padding=padding, device=self._device)
+            reader: Reader = GroupedSamples(
+                self._reading(epoch), collate=self._collate, padding=padding, device=self._device
+            )
+            return _behind(reader, passed)
         length_of_batch = None if self._of_samples else self._length_of_batch
-        return Pieces(self._reading(epoch), form=self._form, device=self._device, length_of_batch=length_of_batch)
+        reader = Pieces(self._reading(epoch), form=self._form, device=self._device, length_of_batch=length_of_batch)
+        return _behind(reader, passed)
 
     def _reading(self, epoch: int) -> NextPiece:
         isolated = IsolatedRandomness(mix(self._seed, epoch))
@@ -91,6 +106,12 @@ class StreamSource:
         else:
             batch = self._collate(longest(piece, num_samples))
         return batches.to_device(batch, self._device, copy=True)
+
+
+def _behind(reader: Reader, passed: Sequence[int]) -> Reader:
+    for num_samples in passed:
+        reader.window(num_samples)
+    return reader
 
 
 def _set_epoch(part: Any, epoch: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,13 +39,33 @@ class TensorSource:
             rows = self._spec.unflatten([_rows(leaf, indices) for leaf in self._leaves])
         return rows if self._device.type == "cpu" else batches.to_device(rows, self._device, copy=False)
 
-    def read(self, epoch: int, plan_at: PlanAt) -> Reader:
+    def description(self) -> dict[str, Any]:
+        """Shapes, types, and a digest of a few rows."""
+        rows = torch.linspace(0, self._num_rows - 1, min(self._num_rows, 64)).long()
+        digest = hashlib.sha256()
+        for leaf in self._leaves:
+            some = _rows(leaf, rows)
+            if isinstance(some, torch.Tensor):
+                digest.update(some.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+            else:
+                digest.update(repr(_plain(some)).encode())
+        shapes = [str(tuple(leaf.shape)) if hasattr(leaf, "shape") else type(leaf).__name__ for leaf in self._leaves]
+        return {"samples": self.num_samples, "tensors": ", ".join(shapes), "digest": digest.hexdigest()[:16]}
+
+    def read(self, epoch: int, plan_at: PlanAt, passed: Sequence[int] = ()) -> Reader:
         """One pass over the rows; gathering is quick enough to prefetch nothing."""
-        return _TensorReader(self, torch.as_tensor(self._order(epoch)))
+        return _TensorReader(self, torch.as_tensor(self._order(epoch)), sum(passed))
 
     def example(self, num_samples: int) -> Any:
         """The first rows, repeated."""
         return self.gather(torch.arange(num_samples) % self._num_rows)
+
+
+def _plain(value: Any) -> Any:
+    """The same without objects, whose texts may be others in the next process."""
+    if value is None or isinstance(value, str | int | float):
+        return value
+    return [_plain(entry) for entry in value] if isinstance(value, list | tuple) else type(value).__name__
 
 
 def _rows(leaf: Any, indices: torch.Tensor) -> Any:

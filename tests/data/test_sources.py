@@ -415,3 +415,52 @@ class TestRefuses:
         source = open_source(iter([torch.zeros(2)]), seed=0, shuffle=True, device=CPU)
         with pytest.raises(DataError, match="read only once"):
             source.example(1)
+
+
+class TestDescription:
+    """What tells data from other data, in this process and the next."""
+
+    @staticmethod
+    def of(data: Any, **options: Any) -> dict[str, Any]:
+        return open_source(data, **{"seed": 0, "shuffle": True, "device": CPU, **options}).description()
+
+    def test_tensors_are_the_same_however_they_are_read(self) -> None:
+        plain = self.of(tensors())
+        assert plain == self.of(tensors(), seed=5, shuffle=False)
+        assert plain == self.of(TensorDataset(*tensors()))
+        assert plain == self.of(TensorDataset(*tensors()), num_workers=1)
+        assert plain == self.of(DataLoader(TensorDataset(*tensors()), batch_size=4))
+        assert plain["samples"] == N
+
+    def test_other_tensors_differ(self) -> None:
+        index, drawn = tensors()
+        changed = drawn.clone()
+        changed[-1, 0] += 1
+        found = [
+            self.of(data)
+            for data in [(index, drawn), (index, changed), (index[:-1], drawn[:-1]), (index, drawn.float())]
+        ]
+        assert len({repr(one) for one in found}) == 4
+
+    def test_objects_among_them_have_no_say(self) -> None:
+        """Their texts hold addresses."""
+        one, other = ({"x": tensors()[0], "o": object(), "names": ["a", object()] * N} for _ in range(2))
+        del one["names"][N:], other["names"][N:]
+        assert self.of(one) == self.of(other)
+        other["names"][0] = "b"
+        assert self.of(one) != self.of(other)
+
+    def test_types_of_all_kinds(self) -> None:
+        for dtype in (torch.bool, torch.bfloat16, torch.complex64, torch.int8):
+            assert self.of((torch.zeros(N, 2).to(dtype),)) != self.of((torch.ones(N, 2).to(dtype),))
+
+    def test_datasets_by_class_and_length(self) -> None:
+        assert self.of(Numbers()) == self.of(Numbers(), num_workers=2) == {"samples": N, "dataset": "Numbers"}
+        assert self.of(DataLoader(Numbers(), batch_size=4, num_workers=1)) == self.of(Numbers())
+
+    def test_streams_by_class_and_the_workers_that_share_them(self) -> None:
+        assert self.of(Stream()) == {"samples": None, "stream": "Stream"}
+        assert self.of(DataLoader(Stream(), batch_size=4)) == self.of(Stream())
+        assert self.of(Stream(), num_workers=2) == {"samples": None, "stream": "Stream", "workers": 2}
+        assert self.of(DataLoader(Stream(), batch_size=4, num_workers=2)) == self.of(Stream(), num_workers=2)
+        assert self.of([tensors()]) == {"samples": None, "stream": "list"}

@@ -1,0 +1,55 @@
+"""What earlier runs of the same model have found out: taken up before the first window, and kept after the last."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoaccum.data import Window
+from autoaccum.oom import is_out_of_memory
+from autoaccum.past import Past
+from autoaccum.signature import describe, key
+from autoaccum.tuner import Tuner
+
+
+class Cache:
+    """One run's part of it."""
+
+    def __init__(
+        self, modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer, *, device: torch.device, **facts: Any
+    ) -> None:
+        """For a run of these; ``facts`` are the other arguments of ``signature.key`` but the batch."""
+        self._past = Past()
+        self._key: str | None = None
+        self._key_of = partial(key, modules, optimizer, device=device, **facts)
+        self._model, self._device = type(modules[0]).__name__, device
+        self._optimizer = optimizer
+
+    def recall(self, window: Window, tuner: Tuner, used_bytes: int) -> None:
+        """Let a tuner begin from what was kept, if anything.
+
+        The shapes are those of the first window, for data need not bear to be read beside the pass that trains.
+        """
+        try:
+            example = window.micro_batch(0, min(tuner.smallest, window.num_samples))
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            return
+        try:
+            self._key = self._key_of(batch=example, ragged=window.lengths is not None)
+        except Exception:  # code of others is asked what it is, and no answer of it may end the run
+            return
+        gradient_bytes = sum(p.nbytes for group in self._optimizer.param_groups for p in group["params"])
+        tuner.recall(self._past.load(self._key), used_bytes + gradient_bytes)
+
+    def keep(self, tuner: Tuner) -> None:
+        """For later runs, what was measured: that a size failed says something about this run's limit alone."""
+        measured = [trial for trial in tuner.learnt() if trial.peak_bytes is not None]
+        if self._key is not None and measured:
+            trials = [*tuner.past, *measured]
+            self._past.save(self._key, trials, model=self._model, device=describe(self._device))

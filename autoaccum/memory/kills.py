@@ -1,0 +1,37 @@
+"""How often the kernel has killed for lack of memory: what a process that was killed cannot say itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from autoaccum.memory.cgroups import ControlGroups
+from autoaccum.memory.procfs import number, read
+
+
+class OomKills:
+    """The kernel's counts, of the whole machine and of this process's control groups; they only rise.
+
+    Args:
+        proc: where procfs is mounted.
+        mount: where the control groups are mounted.
+    """
+
+    def __init__(self, proc: Path = Path("/proc"), mount: Path = Path("/sys/fs/cgroup")) -> None:
+        self._proc = proc
+        self._groups = ControlGroups(proc / "self", mount)
+
+    def counts(self) -> dict[str, int]:
+        """By what they are of. The machine's starts again with each boot, which is part of its name."""
+        boot = read(str(self._proc / "sys/kernel/random/boot_id")).decode().strip()
+        found = {f"boot {boot}": number(read(str(self._proc / "vmstat")), "oom_kill")}
+        for group in self._groups.all():
+            for name in ("memory.events", "memory.oom_control"):  # of version 2, of version 1
+                kills = number(read(f"{group.folder}/{name}"), "oom_kill")
+                if kills is not None:
+                    found[group.folder] = kills
+        return {name: count for name, count in found.items() if count is not None}
+
+
+def have_risen(before: dict[str, int], now: dict[str, int]) -> bool:
+    """Whether any count that was there before is larger."""
+    return any(now.get(name, 0) > count for name, count in before.items())
