@@ -17,6 +17,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -96,6 +97,12 @@ def by_fit(make: Callable[[], Any], windows: int, progress: bool = False, **opti
     return stamps[-1] - stamps[0], result.history[-1].loss
 
 
+def by_fit_in_directory(make: Callable[[], Any], windows: int) -> tuple[float, float]:
+    """With records, and the checkpoint that is written after the first window."""
+    with tempfile.TemporaryDirectory() as folder:
+        return by_fit(make, windows, run_dir=folder)
+
+
 MODELS: dict[str, tuple[Callable[[], Any], int]] = {"tiny MLP": (tiny_mlp, 200), "small GPT": (small_gpt, 3)}
 
 
@@ -137,6 +144,7 @@ def main() -> None:
     contestants: dict[str, Callable[[str, int], tuple[float, float]]] = {
         "fit": lambda name, windows: by_fit(MODELS[name][0], windows),
         "fit, progress bar": lambda name, windows: by_fit(MODELS[name][0], windows, progress=True),
+        "fit, run_dir": lambda name, windows: by_fit_in_directory(MODELS[name][0], windows),
         "fit, noise scale": lambda name, windows: by_fit(MODELS[name][0], windows, noise_scale=True),
     }
     if options.before is not None:

@@ -26,29 +26,39 @@ def blocks(page: Path, language: str) -> list[str]:
     return [text for name, text in found if name == language]
 
 
-COMMANDS = sorted(
-    {
+COMMANDS = list(
+    dict.fromkeys(
         line
         for page in PAGES
         for block in blocks(page, "")
         for line in block.splitlines()
         if line.startswith("autoaccum ")
-    }
+    )
 )
 
 
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the commands of a page leave their runs for those after them."""
+    return tmp_path_factory.mktemp("runs")
+
+
 @pytest.mark.parametrize("command", COMMANDS)
-def test_command(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command(command: str, monkeypatch: pytest.MonkeyPatch, runs: Path) -> None:
     monkeypatch.chdir(ROOT)
-    assert main(shlex.split(command)[1:]) == 0
+    assert main(shlex.split(command.replace(" runs/", f" {runs}/"))[1:]) == 0
 
 
 def test_there_are_commands() -> None:
     assert len(COMMANDS) >= 8
 
 
-@pytest.mark.parametrize(("page", "fewest"), [("guide.md", 7), ("schedules.md", 4)])
-def test_the_code_of_a_page_runs_from_top_to_bottom(page: str, fewest: int) -> None:
+@pytest.mark.filterwarnings("ignore:The run in .*runs/a is finished")
+@pytest.mark.parametrize(("page", "fewest"), [("guide.md", 7), ("schedules.md", 4), ("runs.md", 2)])
+def test_the_code_of_a_page_runs_from_top_to_bottom(
+    page: str, fewest: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where some of them write
     namespace: dict[str, Any] = {}
     code = blocks(ROOT / "docs" / page, "python")
     assert len(code) >= fewest
