@@ -34,6 +34,7 @@ from autoaccum.errors import (
     CheckpointWriteError,
 )
 from autoaccum.oom import is_out_of_memory
+from autoaccum.reporting.records import NO_LINK
 
 if sys.platform != "win32":
     import fcntl
@@ -368,7 +369,7 @@ class _Lock:
         self._directory = directory.resolve()
         if self._directory in self._held:
             raise CheckpointLockedError(directory, os.getpid())
-        self._file = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
+        self._file = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT | NO_LINK, 0o666)
         try:
             if sys.platform != "win32":
                 fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -27,13 +27,22 @@ from autoaccum.checkpoint import Checkpoint, Checkpoints
 from autoaccum.errors import CheckpointCorruptError, CheckpointWriteError, ResumeError
 from autoaccum.events import Event, Finished, Notice, Record, Resumed, Started, StepReport
 from autoaccum.memory.kills import OomKills, have_risen
-from autoaccum.reporting.records import HISTORY, RecordWriter, environment, read_records, write_json
+from autoaccum.reporting.records import HISTORY, NO_LINK, RecordWriter, environment, read_records, write_json
 
 
 class RunDirectory:
     """One run's; while it is open, no other process may use it."""
 
-    def __init__(self, path: Path, *, keep: int, cadence: Cadence, config: Mapping[str, Any], anew: bool) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        keep: int,
+        cadence: Cadence,
+        config: Mapping[str, Any],
+        anew: bool,
+        background: bool = True,
+    ) -> None:
         """Take it.
 
         Args:
@@ -42,6 +51,7 @@ class RunDirectory:
             cadence: when to write them.
             config: what was asked for, as JSON; what is under "trained" has to be the same when the run is resumed.
             anew: whether what is there of an earlier run is put away, into ``before-1`` and so on.
+            background: whether checkpoints are copied and written while training goes on.
 
         Raises:
             CheckpointLockedError: another run writes to it.
@@ -49,6 +59,7 @@ class RunDirectory:
         """
         self.path = path
         self._cadence = cadence
+        self._background = background
         self._config = dict(config)
         if anew:
             _put_away(path)
@@ -147,10 +158,12 @@ class RunDirectory:
         *,
         is_best: bool,
     ) -> Path:
-        """Write a checkpoint, in the background; see ``Checkpoints.save``."""
+        """Write a checkpoint; see ``Checkpoints.save``."""
         self._saved_step, self._saved_at = step, time.monotonic()
         state = {**state, "trained": self._config["trained"]}
-        return self._checkpoints.save(step=step, weights=weights, state=state, facts=facts, is_best=is_best)
+        return self._checkpoints.save(
+            step=step, weights=weights, state=state, facts=facts, is_best=is_best, background=self._background
+        )
 
     def wait(self) -> None:
         """Return when the last checkpoint is on the disk.
@@ -259,7 +272,7 @@ class WindowMark:
     def __init__(self, folder: Path) -> None:
         """Read what an earlier process left."""
         self._kills_path = folder / "kills.json"
-        handle = os.open(folder / "window", os.O_RDWR | os.O_CREAT, 0o666)
+        handle = os.open(folder / "window", os.O_RDWR | os.O_CREAT | NO_LINK, 0o666)
         try:
             if os.fstat(handle).st_size != _MARK.size:
                 os.pwrite(handle, bytes(_MARK.size), 0)  # a hole that a full disk cannot fill would end the process

@@ -20,7 +20,7 @@ from autoaccum.cache import Cache
 from autoaccum.data import Window, open_source
 from autoaccum.devices import find_device
 from autoaccum.engine import Engine
-from autoaccum.errors import ArgumentError, ArgumentTypeError, StopTraining
+from autoaccum.errors import ArgumentError, ArgumentTypeError, CheckpointCorruptError, StopTraining
 from autoaccum.events import (
     Event,
     Finished,
@@ -496,13 +496,24 @@ class Trainer:
     def _open(self, path: Path) -> RunDirectory:
         """The run's directory; what an earlier process left there of this run is taken up."""
         keep, anew = self._keep_checkpoints, self._resume is False
-        directory = RunDirectory(path, keep=keep, cadence=self._cadence, config=self._configuration(), anew=anew)
+        directory = RunDirectory(
+            path,
+            keep=keep,
+            cadence=self._cadence,
+            config=self._configuration(),
+            anew=anew,
+            background=self.device.type != "cpu",  # there the copy is in the memory that windows are planned for
+        )
         self._engine.before_trials(directory.window.enter)
         try:
             found = directory.resume()
             if found is not None:
                 checkpoint, weights, state = found
-                resuming.restore(self, weights, state)
+                try:
+                    resuming.restore(self, weights, state)
+                except (LookupError, TypeError, ValueError, AttributeError) as error:
+                    problem = f"is of another version, or was made by hand ({error!r})"
+                    raise CheckpointCorruptError(checkpoint.path, problem) from error
                 self._resumed = Resumed(step=self.step, num_samples=self.samples_seen, checkpoint=checkpoint.path.name)
             elif self._resume is True:
                 cure = "Pass resume='auto' to begin where there is nothing to go on from."

@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from torch.utils.data import Dataset
 
 import autoaccum
-from autoaccum import checkpoint, run_directory
+from autoaccum import checkpoint, resuming, run_directory
 from autoaccum.checkpoint import Checkpoints
 from autoaccum.errors import (
     ArgumentError,
@@ -485,6 +485,23 @@ class TestWhen:
         assert [(one.step, one.is_best) for one in found] == [(15, True)]
 
 
+class TestMemory:
+    def test_a_checkpoint_takes_none_of_what_windows_have(self, tmp_path: Path) -> None:
+        """On a CPU a copy of all state would lie in the memory that is planned for, and it would not fit."""
+
+        def run(run_dir: Path | None) -> FitResult:
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(8, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 3))
+            num_bytes = sum(4 * parameter.numel() for parameter in model.parameters())
+            with simulated_memory(6 * num_bytes):
+                every = {} if run_dir is None else {"checkpoint_every": 1}
+                return fit(run_dir, model=model, optimizer=torch.optim.AdamW, micro_batch=4, **every)
+
+        alone, kept = run(None), run(tmp_path)
+        assert [report.replays for report in kept.history] == [0] * 10
+        assert [report.peak_bytes for report in kept.history] == [report.peak_bytes for report in alone.history]
+
+
 class TestWhereItIs:
     def test_a_callback_may_change_directory(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / "elsewhere").mkdir()
@@ -537,7 +554,7 @@ class TestWhatCannotBeWritten:
 
         def fill(record: Any) -> None:
             if isinstance(record, kind) and record.step == (3 if every == 1 else 2):
-                while not (tmp_path / "checkpoints" / "step-00000001").exists():
+                while not list((tmp_path / "checkpoints").glob("step-*")):
                     time.sleep(0.001)
                 there = (tmp_path / "history.jsonl").stat().st_size
                 resource.setrlimit(resource.RLIMIT_FSIZE, (there + 1000 if every == 1 else there + 10, hard))
@@ -795,3 +812,30 @@ def test_is_due(tmp_path: Path) -> None:
     assert directory.resume() is not None
     assert [step for step in range(1, 11) if directory.is_due(step)] == [5, 10], "the first was that of the first run"
     directory.close()
+
+
+@pytest.mark.parametrize("name", ["window", "history.jsonl", "checkpoints/.lock"])
+def test_a_link_in_a_directory_from_a_stranger_is_not_followed(tmp_path: Path, name: str) -> None:
+    mine = tmp_path / "mine"
+    mine.write_text("dear to me")
+    link = tmp_path / "run" / name
+    link.parent.mkdir(parents=True)
+    link.symlink_to(mine)
+    with pytest.raises(CheckpointWriteError):
+        fit(tmp_path / "run")
+    assert mine.read_text() == "dear to me"
+
+
+def test_a_state_of_another_version_is_a_typed_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = resuming.state_of
+
+    def without(trainer: Any) -> Any:
+        weights, state = whole(trainer)
+        del state["randomness"]
+        return weights, state
+
+    with monkeypatch.context() as patched:
+        patched.setattr(resuming, "state_of", without)
+        fit(tmp_path, epochs=1)
+    with pytest.raises(CheckpointCorruptError, match="is of another version, or was made by hand"):
+        fit(tmp_path, epochs=2)

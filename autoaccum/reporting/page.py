@@ -85,6 +85,7 @@ def write_report(run_dirs: Sequence[str | os.PathLike[str]], output: str | os.Pa
     body = _one(runs[0], facts[0], elements) if len(runs) == 1 else _several(runs, facts, labels, elements)
     path = folder / "report.html"
     text = _page(", ".join(one.name for one in facts), body)
+    path.unlink(missing_ok=True)  # a link could lead anywhere
     path.write_text(text, encoding="utf-8", errors="replace")  # names of files may hold any bytes
     images = tuple(folder / f"report-{name}.png" for name in figures)
     for image, figure in zip(images, figures.values(), strict=True):

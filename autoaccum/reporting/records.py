@@ -19,6 +19,9 @@ from typing import Any, get_args, get_origin, get_type_hints
 from autoaccum._version import __version__
 from autoaccum.events import Record
 
+NO_LINK = getattr(os, "O_NOFOLLOW", 0)
+"""A link in a directory from a stranger could lead to any file of ours."""
+
 HISTORY = "history.jsonl"
 """In a run's directory."""
 
@@ -43,7 +46,7 @@ class RecordWriter:
             OSError: it cannot be written to.
         """
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        self._file: int | None = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+        self._file: int | None = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | NO_LINK, 0o666)
         size = os.fstat(self._file).st_size
         if size and os.pread(self._file, 1, size - 1) != b"\n":  # a run was killed while it wrote
             os.write(self._file, b"\n")
@@ -171,7 +174,7 @@ def value_of(value: Any, kind: Any) -> Any:
     accepted = list if get_origin(kind) is tuple else members[0]
     if not isinstance(value, accepted) or isinstance(value, bool):
         raise ValueError(f"{value!r} is not a value of {kind}")
-    if accepted is list and not all(type(entry) is int for entry in value):
+    if isinstance(value, list) and not all(type(entry) is int for entry in value):
         raise ValueError(f"{value!r} is not a value of {kind}")
     if isinstance(value, int) and abs(value) >= 2**63:
         raise ValueError(f"{value} is more than a column can hold")
