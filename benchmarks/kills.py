@@ -3,7 +3,7 @@
     python benchmarks/kills.py
 
 Dropout, BatchNorm, momentum, a scheduler, a worker, a batch schedule and validation; a checkpoint after every window,
-so that most kills come while one is being written. Each process is forked from this one, which has imported everything.
+so that many kills come while one is being written. Each process is forked from this one, which has imported everything.
 """
 
 from __future__ import annotations
