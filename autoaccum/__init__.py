@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from autoaccum.planner import plan as plan
     from autoaccum.probing import ProbeReport as ProbeReport
     from autoaccum.probing import probe as probe
+    from autoaccum.sweeps import sweep as sweep
     from autoaccum.trainer import FitResult as FitResult
     from autoaccum.trainer import Trainer as Trainer
 
@@ -41,6 +42,7 @@ _HOMES = {
     "fit": "fitting",
     "plan": "planner",
     "probe": "probing",
+    "sweep": "sweeps",
 }
 
 __all__ = ["__version__", *_HOMES]

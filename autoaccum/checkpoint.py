@@ -210,7 +210,7 @@ class Checkpoints:
         self._error: BaseException | None = None
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            self._lock = _Lock(directory)
+            self._lock = DirectoryLock(directory)
             _sync_directory(directory.parent)
             self._sweep()
         except OSError as error:
@@ -356,7 +356,7 @@ class Checkpoints:
         return path.with_name(f".{path.name}.{suffix}")
 
 
-class _Lock:
+class DirectoryLock:
     """A directory for one writer; the kernel gives it back when the process is killed.
 
     A POSIX record lock and not ``flock``: a forked worker that outlives its parent for some seconds would hold that.
@@ -385,6 +385,7 @@ class _Lock:
         os.write(self._file, str(os.getpid()).encode())
 
     def release(self) -> None:
+        """Give it back."""
         if self._directory in self._held:
             self._held.discard(self._directory)
             os.close(self._file)

@@ -1,7 +1,8 @@
 """Recipes: the Python functions from which the command line learns what to train.
 
 A recipe is written ``path/to/file.py[:function]`` or ``package.module[:function]``; the function, ``recipe`` when none
-is named, takes nothing and returns the keyword arguments of ``autoaccum.fit`` as a dict.
+is named, returns the keyword arguments of ``autoaccum.fit`` as a dict. What parameters it has need defaults, but for
+those that a sweep gives it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from difflib import get_close_matches
+from functools import wraps
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -30,14 +32,26 @@ class RecipeRaised(Exception):
 
 @contextmanager
 def opened(recipe: str) -> Iterator[dict[str, Any]]:
-    """Import the recipe, call its function and give the arguments it returned.
+    """Import the recipe, call its function and give the arguments it returned: see ``imported``.
+
+    Raises:
+        RecipeNotFoundError: there is no such file, module or function.
+        RecipeResultError: what the function returned is not a dict of ``fit``'s arguments, model and data included.
+        RecipeRaised: the recipe's own code raised.
+    """
+    with imported(recipe) as function:
+        yield function()
+
+
+@contextmanager
+def imported(recipe: str) -> Iterator[Callable[..., dict[str, Any]]]:
+    """Import the recipe and give its function, which raises RecipeResultError and RecipeRaised when it is called.
 
     Within the context the recipe's folder is on ``sys.path``, as under ``python file.py``, and its module is in
     ``sys.modules``, so that data loading processes can unpickle its classes and import what stands beside it.
 
     Raises:
         RecipeNotFoundError: there is no such file, module or function.
-        RecipeResultError: what the function returned is not a dict of ``fit``'s arguments, model and data included.
         RecipeRaised: the recipe's own code raised.
     """
     target, function = _split(recipe)
@@ -48,7 +62,13 @@ def opened(recipe: str) -> Iterator[dict[str, Any]]:
     sys.path.insert(0, folder)
     try:
         module = _import_file(Path(target), name) if is_file else _import_module(target)
-        yield _checked(_run(_find(module, target, function)), f"{target}:{function}")
+        found = _find(module, target, function)
+
+        @wraps(found)
+        def call(**given: Any) -> dict[str, Any]:
+            return checked(_run(lambda: found(**given)), f"{target}:{function}")
+
+        yield call
     finally:
         with suppress(ValueError):
             sys.path.remove(folder)
@@ -102,7 +122,7 @@ def _import_module(name: str) -> ModuleType:
         raise
 
 
-def _find(module: ModuleType, target: str, function: str) -> Callable[[], object]:
+def _find(module: ModuleType, target: str, function: str) -> Callable[..., object]:
     found = getattr(module, function, None)
     if callable(found):
         return found  # type: ignore[no-any-return]
@@ -120,7 +140,12 @@ def _find(module: ModuleType, target: str, function: str) -> Callable[[], object
     raise RecipeNotFoundError(f"no function {function!r} in the recipe {target}: it {there}. {cure}")
 
 
-def _checked(arguments: object, recipe: str) -> dict[str, Any]:
+def checked(arguments: object, recipe: str) -> dict[str, Any]:
+    """What a recipe of that name returned.
+
+    Raises:
+        RecipeResultError: it is not a dict of ``fit``'s arguments, model and data included.
+    """
     from autoaccum.trainer import (
         Trainer,
     )  # not at the top: it takes torch with it, which `autoaccum plan` has no use for
