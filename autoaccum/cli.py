@@ -1,8 +1,8 @@
 """The command line: parse, call, print.
 
-``fit``, ``probe`` and ``plan`` have no option of their own besides ``--json``: the others are the parameters of the
-functions they call, as far as these can be written on a command line, and so cannot fall behind them. ``cache`` shows
-and clears what is kept of past runs; ``report`` makes a page of what runs have recorded.
+``fit``, ``probe``, ``plan`` and ``sweep`` have no option of their own besides ``--json`` (and ``--trials``): the others
+are the parameters of the functions they call, as far as these can be written on a command line, and so cannot fall
+behind them. ``cache`` shows and clears what is kept of past runs; ``report`` makes a page of what runs have recorded.
 
 Exit codes: 0 done; 2 usage; 3 not even one sample fits; 4 stopped by a signal, with a checkpoint written; 130 by
 Ctrl-C without one; 1 anything else.
@@ -18,11 +18,12 @@ import traceback
 import types
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from functools import reduce
 from json import dumps
 from operator import or_
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
 
 from cyclopts import App, CycloptsError, Parameter, Token
@@ -43,10 +44,14 @@ from autoaccum.recipes import FORMS, RecipeRaised, opened
 from autoaccum.units import format_bytes
 
 if TYPE_CHECKING:  # they take torch with them, which `plan` and `--help` have no use for
+    from optuna.trial import FrozenTrial
+
     from autoaccum.probing import ProbeReport
     from autoaccum.trainer import FitResult
 
 BUDGETS = ("epochs", "steps", "samples")
+STUDY = "study.db"
+"""What a sweep keeps in its directory, unless told otherwise."""
 _RECIPE_HELP = f"{FORMS}: a function (recipe() when none is named) that returns fit's arguments as a dict."
 
 Recipe = Annotated[str, Parameter(help=_RECIPE_HELP)]
@@ -97,7 +102,12 @@ def _app() -> App:
         name="probe",
         help=f"Find the largest micro-batch that fits, without training.\n\n{override}",
     )
-    app.command(_command(_plan, planner.plan), name="plan", help="Cut a window into micro-batches: arithmetic alone.")
+    app.command(
+        _command(_plan, _parameters(planner.plan), planner.plan.__doc__),
+        name="plan",
+        help="Cut a window into micro-batches: arithmetic alone.",
+    )
+    app.command("autoaccum.cli:sweep", name="sweep", help=f"Search for lr and effective batch.\n\n{override}")
     # What a default does is shown by the help of its App.
     cache = App(
         name="cache",
@@ -116,11 +126,20 @@ def __getattr__(name: str) -> Any:
     if name == "fit":
         from autoaccum import fitting, trainer
 
-        return _command(_fit, trainer.Trainer, fitting.fit.__doc__)
+        return _command(_fit, _parameters(trainer.Trainer), fitting.fit.__doc__)
     if name == "probe":
         from autoaccum import probing
 
-        return _command(_probe, probing.probe)
+        return _command(_probe, _parameters(probing.probe), probing.probe.__doc__)
+    if name == "sweep":
+        from autoaccum import fitting, sweeps, trainer
+
+        # What stands in both is the sweep's; --trials is our own.
+        not_here = ("recipe", "num_trials", "run_dir", "resume", "epochs", "steps")
+        own, of_fit = _parameters(sweeps.sweep), _parameters(trainer.Trainer)
+        both = {name: parameter for name, parameter in (own | of_fit | own).items() if name not in not_here}
+        args = "\n".join(_args(function.__doc__) for function in (fitting.fit, sweeps.sweep))
+        return _command(_sweep, both, f"Search for lr and effective batch.\n\nArgs:\n{args}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -158,6 +177,42 @@ def _probe(recipe: Recipe, /, *, json: Json = False, **options: Any) -> None:
         print("\n".join(_probe_lines(report)))
 
 
+def _sweep(
+    recipe: Recipe,
+    /,
+    *,
+    trials: Annotated[int, Parameter(help="finished or pruned ones that the study is to end with.")] = 20,
+    json: Json = False,
+    **options: Any,
+) -> int:
+    from autoaccum.studies import best_trials, totals
+    from autoaccum.sweeps import sweep
+
+    with _stdout_kept(json):
+        try:
+            study = sweep(recipe, num_trials=trials, **options)
+        except KeyboardInterrupt:  # not while a window was run: what it has come to is in the storage
+            print("interrupted: the same command goes on", file=sys.stderr)
+            return 4
+    found = totals(study)
+    if json:
+        trials_of = [
+            {
+                "number": trial.number,
+                "state": trial.state.name.lower(),
+                "values": trial.values,
+                "params": trial.params,
+                **trial.user_attrs,
+            }
+            for trial in study.trials
+        ]
+        best = [trial.number for trial in best_trials(study)]
+        _print_json({"study": study.study_name, **found, "best": best, "trials": trials_of})
+    else:
+        print("\n".join(_study_lines(best_trials(study), found)))
+    return 0 if found["finished"] >= trials else 4
+
+
 def _plan(*, json: Json = False, **options: Any) -> None:
     plan = planner.plan(**options)
     if json:
@@ -193,16 +248,24 @@ def _clear_cache(*, json: Json = False) -> int:
 
 
 def _report(
-    run_dirs: Annotated[list[str], Parameter(name="RUN_DIR", negative=(), help="where a run has kept its records.")],
+    run_dirs: Annotated[
+        list[str],
+        Parameter(
+            name="RUN_DIR", negative=(), help="where a run has kept its records; or a sweep's directory or storage."
+        ),
+    ],
     /,
     *,
+    study: Annotated[str | None, Parameter(help="which one, of a storage with several.", show_default=False)] = None,
     output: Annotated[str | None, Parameter(help="where to write; the (first) RUN_DIR.", show_default=False)] = None,
     json: Json = False,
 ) -> int:
-    """Make a page of a run, or of several side by side: report.html, and its pictures as report-*.png.
+    """Make a page of a run, of several side by side, or of a sweep: report.html, and its pictures as report-*.png.
 
-    A run that still goes on is shown as far as it has come.
+    What still goes on is shown as far as it has come.
     """
+    if study is not None or any(map(_is_sweep, run_dirs)):
+        return _report_study(run_dirs, study, output, json)
     from autoaccum.reporting.page import write_report
 
     try:
@@ -222,21 +285,55 @@ def _report(
     return 0
 
 
+def _is_sweep(place: str) -> bool:
+    if Path(place).is_dir():
+        return (Path(place) / STUDY).exists()
+    return "://" in place or place.startswith("journal:") or place.endswith(".log")
+
+
+def _report_study(places: Sequence[str], name: str | None, output: str | None, json: bool) -> int:
+    from autoaccum.reporting.study_page import write_study_report
+    from autoaccum.studies import load_study
+
+    if len(places) > 1:
+        raise ArgumentError("RUN_DIR", ", ".join(places), "one sweep", "Make a page of each.")
+    study, directory = load_study(places[0], name)
+    try:
+        report = write_study_report(study, directory, output)
+    except OSError as error:
+        return _fail(error, 1)
+    if json:
+        images = [str(image) for image in report.images]
+        _print_json({"path": str(report.path), "images": images, "study": dataclasses.asdict(report.study)})
+    else:
+        print(report.path)
+    return 0
+
+
 def _counted(number: int, noun: str, plural: str = "") -> str:
     return f"{number} {noun if number == 1 else plural or f'{noun}s'}"
 
 
+def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    return dict(inspect.signature(function, eval_str=True).parameters)
+
+
+def _args(doc: str | None) -> str:
+    """The lines of a docstring's ``Args:``."""
+    return inspect.cleandoc(doc or "").partition("\nArgs:\n")[2].partition("\n\n")[0]
+
+
 def _command(
-    run: Callable[..., int | None], function: Callable[..., Any], doc: str | None = None
+    run: Callable[..., int | None], offered: Mapping[str, inspect.Parameter], doc: str | None
 ) -> Callable[..., Any]:
-    """``run`` with the parameters of ``function`` that a command line can write in place of its ``**options``.
+    """``run`` with those of the parameters that a command line can write in place of its ``**options``.
 
     cyclopts passes on only what was given, so the defaults, though shown in the help, stay the function's business.
     """
     own = inspect.signature(run, eval_str=True).parameters.values()
     recipe_may_say = any(parameter.name == "recipe" for parameter in own)
     options = []
-    for parameter in inspect.signature(function, eval_str=True).parameters.values():
+    for parameter in offered.values():
         if members := writable(parameter.annotation):
             converter = None if members == (bool,) else _convert
             annotation: Any = Annotated[reduce(or_, members), Parameter(converter=converter)]
@@ -253,7 +350,7 @@ def _command(
     parameters = [p for p in own if p.kind is not inspect.Parameter.VAR_KEYWORD] + options
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    command.__doc__ = function.__doc__ if doc is None else doc
+    command.__doc__ = doc
     return command
 
 
@@ -362,6 +459,27 @@ def _probe_lines(report: ProbeReport) -> Iterable[str]:
     yield f"largest micro-batch: {report.max_micro_batch}"
     if report.plan is not None:
         yield f"plan: {_plan_line(report.plan)}"
+
+
+def _study_lines(best: Sequence[FrozenTrial], found: Mapping[str, Any]) -> Iterable[str]:
+    names = list(best[0].params) if best else []
+    yield "  ".join([f"{'trial':>5}", *(f"{title:>15}" for title in (*found["metric"], *names))])
+    for trial in best[:10]:
+        values = [f"{value:.6g}" if isinstance(value, float) else f"{value}" for value in trial.params.values()]
+        yield "  ".join(
+            [f"{trial.number:>5}", *(f"{text:>15}" for text in (*(f"{v:.6g}" for v in trial.values), *values))]
+        )
+    yield ""
+    yield (
+        f"{_counted(found['finished'], 'trial')}: {found['complete']} to the end, {found['pruned']} pruned, "
+        f"of these {found['not_fitting']} that did not fit and {found['diverged']} that diverged; {found['failed']} "
+        f"failed"
+    )
+    yield (
+        f"cost of searching for micro-batches: {_counted(found['search_trials'], 'size')} tried, "
+        f"{_counted(found['ooms'], 'OOM')}, at most {_counted(found['wasted_samples'], 'sample')} of "
+        f"{found['num_samples']} run again"
+    )
 
 
 def _fail(error: Exception, code: int) -> int:

@@ -54,7 +54,7 @@ def test_there_are_commands() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The run in .*runs/a is finished")
-@pytest.mark.parametrize(("page", "fewest"), [("guide.md", 7), ("schedules.md", 4), ("runs.md", 2)])
+@pytest.mark.parametrize(("page", "fewest"), [("guide.md", 7), ("schedules.md", 4), ("runs.md", 2), ("sweeps.md", 2)])
 def test_the_code_of_a_page_runs_from_top_to_bottom(
     page: str, fewest: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

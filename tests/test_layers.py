@@ -16,8 +16,8 @@ import autoaccum
 PACKAGE = Path(autoaccum.__file__).parent
 
 LAYERS: dict[str, str] = {
-    "command line": "cli __main__ recipes",
-    "adapters": "sweeps integrations testing",
+    "command line": "cli __main__",
+    "adapters": "sweeps studies claims recipes integrations testing",
     "state": "fitting trainer accumulator",
     "mechanism": "engine pacing window gauge probing lazy validation data checkpoint resuming run_directory cache",
     "parts": "advice memory reporting attributes batches coupling devices distributed losses learning_rate oom optimizers "

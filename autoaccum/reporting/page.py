@@ -9,14 +9,17 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autoaccum._version import __version__
-from autoaccum.reporting.facts import Facts, facts_of, format_rate, format_seconds
+from autoaccum.reporting.facts import Answer, Facts, facts_of, format_rate, format_seconds
 from autoaccum.reporting.lines import News, cut_text, is_scheduled
 from autoaccum.reporting.plots import COLORS, comparison, pictures, png, svg
 from autoaccum.reporting.runs import Run, load_run
 from autoaccum.units import format_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 ROWS = 200
 """Most rows of a table; of more, the first and the last ones."""
@@ -77,43 +80,41 @@ def write_report(run_dirs: Sequence[str | os.PathLike[str]], output: str | os.Pa
     """
     runs = [load_run(run_dir) for run_dir in run_dirs]
     folder = runs[0].path if output is None else Path(output)
-    folder.mkdir(parents=True, exist_ok=True)
     facts = tuple(facts_of(run) for run in runs)
     labels = [f"{number}: {one.name}" for number, one in enumerate(facts, start=1)]
     figures = pictures(runs[0]) if len(runs) == 1 else comparison(runs, labels)
-    elements = "".join(f"<figure>{svg(figure, salt=name)}</figure>\n" for name, figure in figures.items())
-    body = _one(runs[0], facts[0], elements) if len(runs) == 1 else _several(runs, facts, labels, elements)
+    shown = html_pictures(figures)
+    body = _one(runs[0], facts[0], shown) if len(runs) == 1 else _several(runs, facts, labels, shown)
+    path, images = write_page(folder, ", ".join(one.name for one in facts), body, figures)
+    return Report(path=path, images=images, runs=facts)
+
+
+def write_page(folder: Path, title: str, body: str, figures: Mapping[str, Figure]) -> tuple[Path, tuple[Path, ...]]:
+    """Write the page and its pictures to the folder, made where there is none; the paths of both."""
+    folder.mkdir(parents=True, exist_ok=True)
     path = folder / "report.html"
-    text = _page(", ".join(one.name for one in facts), body)
     path.unlink(missing_ok=True)  # a link could lead anywhere
-    path.write_text(text, encoding="utf-8", errors="replace")  # names of files may hold any bytes
+    path.write_text(_page(title, body), encoding="utf-8", errors="replace")  # names of files may hold any bytes
     images = tuple(folder / f"report-{name}.png" for name in figures)
     for image, figure in zip(images, figures.values(), strict=True):
         png(figure, image)
-    return Report(path=path, images=images, runs=facts)
+    return path, images
 
 
 def _page(title: str, body: str) -> str:
     written = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
     return (
         f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{_text(title)}</title>\n'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{escaped(title)}</title>\n'
         f"<style>{_CSS}</style>\n</head>\n<body>\n{body}\n"
-        f"<footer>autoaccum {_text(__version__)}, written {written}</footer>\n</body>\n</html>\n"
+        f"<footer>autoaccum {escaped(__version__)}, written {written}</footer>\n</body>\n</html>\n"
     )
 
 
 def _one(run: Run, facts: Facts, figures: str) -> str:
-    answers = "\n".join(
-        f'<dt class="{ {True: "good", False: "bad", None: "none"}[answer.good] }">{_text(answer.question)}</dt>'
-        f"<dd>{_text(answer.text)}</dd>"
-        for answer in facts.answers
-    )
     parts = [
-        f'<h1>{_text(facts.name)}<span class="state">{_text(facts.state)}</span></h1>',
-        f'<p class="what">{_text(_what(facts))}</p>',
-        f'<dl class="answers">\n{answers}\n</dl>',
-        f'<div class="pictures">\n{figures}</div>' if figures else "",
+        html_head(facts.name, facts.state, _what(facts), facts.answers),
+        figures,
         _plans(run),
         _notices(run),
         _folded("Configuration", run.config),
@@ -127,20 +128,20 @@ def _one(run: Run, facts: Facts, figures: str) -> str:
 def _several(runs: Sequence[Run], facts: Sequence[Facts], labels: Sequence[str], figures: str) -> str:
     rows = [
         [
-            f'<span class="swatch" style="background: {COLORS[at % len(COLORS)]}"></span>{_text(label)}',
-            _text(one.state),
-            _text(one.effective_batch),
-            _number(one.num_samples),
-            _number(one.num_steps),
-            _text(format_seconds(one.seconds)),
+            f'<span class="swatch" style="background: {COLORS[at % len(COLORS)]}"></span>{escaped(label)}',
+            escaped(one.state),
+            escaped(one.effective_batch),
+            number_cell(one.num_samples),
+            number_cell(one.num_steps),
+            escaped(format_seconds(one.seconds)),
             "-" if one.samples_per_second is None else format_rate(one.samples_per_second),
-            _number(one.loss, ".4g"),
-            _number(one.best_validation_loss, ".4g"),
-            _text(format_bytes(one.peak_bytes)),
-            _number(one.limit_share, ".0%"),
-            _number(one.num_out_of_memory),
-            _number(one.num_replans),
-            _number(one.prediction_error, "+.1%"),
+            number_cell(one.loss, ".4g"),
+            number_cell(one.best_validation_loss, ".4g"),
+            escaped(format_bytes(one.peak_bytes)),
+            number_cell(one.limit_share, ".0%"),
+            number_cell(one.num_out_of_memory),
+            number_cell(one.num_replans),
+            number_cell(one.prediction_error, "+.1%"),
         ]
         for at, (one, label) in enumerate(zip(facts, labels, strict=True))
     ]
@@ -150,14 +151,16 @@ def _several(runs: Sequence[Run], facts: Sequence[Facts], labels: Sequence[str],
     )  # fmt: skip
     parts = [
         f"<h1>{len(runs)} runs</h1>",
-        _table(head, rows, numbers=range(3, 14), cuts={0, 2}),
-        f'<div class="pictures">\n{figures}</div>' if figures else "",
+        html_table(head, rows, numbers=range(3, 14), cuts={0, 2}),
+        figures,
         _differences(runs, labels),
     ]
     for run, one, label in zip(runs, facts, labels, strict=True):
-        answers = "".join(f"<p><b>{_text(a.question)}</b> {_text(a.text)}</p>" for a in one.answers)
+        answers = "".join(f"<p><b>{escaped(a.question)}</b> {escaped(a.text)}</p>" for a in one.answers)
         plans = _plans(run) + _notices(run)
-        parts.append(f"<details><summary>{_text(label)}</summary><p>{_text(_what(one))}</p>{answers}{plans}</details>")
+        parts.append(
+            f"<details><summary>{escaped(label)}</summary><p>{escaped(_what(one))}</p>{answers}{plans}</details>"
+        )
     return "\n".join(filter(None, parts))
 
 
@@ -184,15 +187,17 @@ def _plans(run: Run) -> str:
     for _, step, new, reason, old in sorted(plans, key=lambda plan: plan[0]):
         if (old is not None and not is_scheduled(old, new)) or is_news(new):
             before, why = ("", f"planned, for {reason}") if old is None else (cut_text(old), reason)
-            rows.append([_number(int(step)), _text(before), _text(cut_text(new)), _text(why)])
-    return f"<h2>Plans</h2>\n{_table(('step', 'from', 'to', 'why'), rows, numbers={0}, cuts={1, 2})}" if rows else ""
+            rows.append([number_cell(int(step)), escaped(before), escaped(cut_text(new)), escaped(why)])
+    return (
+        f"<h2>Plans</h2>\n{html_table(('step', 'from', 'to', 'why'), rows, numbers={0}, cuts={1, 2})}" if rows else ""
+    )
 
 
 def _notices(run: Run) -> str:
     notices = run.events["Notice"]
-    rows = [[_text(cell) for cell in row] for row in zip(*(notices[k] for k in _NOTICE), strict=True)]
+    rows = [[escaped(cell) for cell in row] for row in zip(*(notices[k] for k in _NOTICE), strict=True)]
     rows = list(map(list, dict.fromkeys(map(tuple, rows))))  # a resumed run says them again
-    return f"<h2>Notices</h2>\n{_table(_NOTICE, rows)}" if rows else ""
+    return f"<h2>Notices</h2>\n{html_table(_NOTICE, rows)}" if rows else ""
 
 
 _NOTICE = ("cause", "consequence", "cure")
@@ -204,18 +209,39 @@ def _differences(runs: Sequence[Run], labels: Sequence[str]) -> str:
     differing = [key for key in keys if len({_value(run.config.get(key)) for run in runs}) > 1]
     if not differing:
         return ""
-    rows = [[_text(key), *(_text(_value(run.config.get(key))) for run in runs)] for key in differing]
-    return f"<h2>What differs in the configuration</h2>\n{_table(('', *labels), rows)}"
+    rows = [[escaped(key), *(escaped(_value(run.config.get(key))) for run in runs)] for key in differing]
+    return f"<h2>What differs in the configuration</h2>\n{html_table(('', *labels), rows)}"
 
 
 def _folded(title: str, values: Mapping[str, Any]) -> str:
     if not values:
         return ""
-    rows = [[_text(key), _text(_value(value))] for key, value in values.items()]
-    return f"<details><summary>{_text(title)}</summary>\n{_table(('', ''), rows)}</details>"
+    rows = [[escaped(key), escaped(_value(value))] for key, value in values.items()]
+    return f"<details><summary>{escaped(title)}</summary>\n{html_table(('', ''), rows)}</details>"
 
 
-def _table(head: Sequence[str], rows: list[list[str]], *, numbers: Iterable[int] = (), cuts: Iterable[int] = ()) -> str:
+def html_head(title: str, state: str, what: str, answers: Sequence[Answer]) -> str:
+    """What a page is about, and the answers; all of it text."""
+    listed = "\n".join(
+        f'<dt class="{ {True: "good", False: "bad", None: "none"}[answer.good] }">{escaped(answer.question)}</dt>'
+        f"<dd>{escaped(answer.text)}</dd>"
+        for answer in answers
+    )
+    return (
+        f'<h1>{escaped(title)}<span class="state">{escaped(state)}</span></h1>\n'
+        f'<p class="what">{escaped(what)}</p>\n<dl class="answers">\n{listed}\n</dl>'
+    )
+
+
+def html_pictures(figures: Mapping[str, Figure]) -> str:
+    """Of the figures by their names; nothing without one."""
+    elements = "".join(f"<figure>{svg(figure, salt=name)}</figure>\n" for name, figure in figures.items())
+    return f'<div class="pictures">\n{elements}</div>' if elements else ""
+
+
+def html_table(
+    head: Sequence[str], rows: list[list[str]], *, numbers: Iterable[int] = (), cuts: Iterable[int] = ()
+) -> str:
     """Cells are HTML already; the head is text."""
     kinds = {**dict.fromkeys(cuts, ' class="cut"'), **dict.fromkeys(numbers, ' class="number"')}
 
@@ -226,7 +252,7 @@ def _table(head: Sequence[str], rows: list[list[str]], *, numbers: Iterable[int]
     lines = [line(row, "td") for row in (rows if len(rows) <= ROWS else [*rows[: ROWS // 2], *rows[-ROWS // 2 :]])]
     if len(rows) > ROWS:
         lines.insert(ROWS // 2, f'<tr><td colspan="{len(head)}">… {len(rows) - ROWS:,} more …</td></tr>\n')
-    header = line([_text(title) for title in head], "th") if any(head) else ""
+    header = line([escaped(title) for title in head], "th") if any(head) else ""
     return f'<div class="wide"><table>\n{header}{"".join(lines)}</table></div>'
 
 
@@ -234,9 +260,11 @@ def _value(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _number(value: float | None, form: str = ",") -> str:
-    return "-" if value is None else _text(format(value, form))
+def number_cell(value: float | None, form: str = ",") -> str:
+    """A dash for None."""
+    return "-" if value is None else escaped(format(value, form))
 
 
-def _text(text: object) -> str:
+def escaped(text: object) -> str:
+    """As text in a page."""
     return html.escape(str(text))

@@ -43,7 +43,7 @@ COLORS = (BLUE, ORANGE, GREEN, PURPLE, RED, GREY)
 INK = "#30343a"
 """Of text and axes: in a page it is the colour of the text, dark or light."""
 
-_STYLE: dict[str, Any] = {
+STYLE: dict[str, Any] = {
     "axes.axisbelow": True,
     "axes.edgecolor": INK,
     "axes.grid": True,
@@ -109,7 +109,7 @@ def pictures(run: Run) -> dict[str, Figure]:
     if not len(run):
         return found
     windows = run.windows
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         for name, title, draw in (
             ("loss", "Loss", _draw_loss),
             ("memory", "Device memory", _draw_memory),
@@ -138,7 +138,7 @@ def comparison(runs: Sequence[Run], labels: Sequence[str]) -> dict[str, Figure]:
     found: dict[str, Figure] = {}
     if not shown:
         return found
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         for name, title, over in (
             ("loss", "Loss over samples", _samples),
             ("loss-seconds", "Loss over seconds of training", _seconds),
@@ -152,7 +152,7 @@ def comparison(runs: Sequence[Run], labels: Sequence[str]) -> dict[str, Figure]:
                     axes.plot(np.concatenate(([0], x))[at], events["loss"], "o", color=color, markersize=4)
                 if any(len(run.events["Validated"]["step"]) for run, _, _ in shown):
                     axes.plot([], [], "o", color=INK, markersize=4, label="validation")
-                _scale_loss(
+                scale_loss(
                     axes, np.concatenate([smoothed(_samples(run), run.windows["loss"])[1] for run, _, _ in shown])
                 )
             found[name] = figure
@@ -178,7 +178,7 @@ def comparison(runs: Sequence[Run], labels: Sequence[str]) -> dict[str, Figure]:
 def svg(figure: Figure, salt: str) -> str:
     """As an element of a page, in which text and axes have the colour of the text; ``salt`` keeps its ids its own."""
     file = io.StringIO()
-    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": salt}):
+    with matplotlib.rc_context({**STYLE, "svg.hashsalt": salt}):
         figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     text = file.getvalue()
     text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
@@ -190,7 +190,7 @@ def svg(figure: Figure, salt: str) -> str:
 
 def png(figure: Figure, path: Path) -> None:
     """As a file of its own."""
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         figure.savefig(path, dpi=150, facecolor="white", metadata={"Software": None})
 
 
@@ -245,10 +245,10 @@ def _draw_loss(axes: Axes, run: Run) -> None:
     if len(validated["step"]):
         x = run.samples_at(validated["step"])
         axes.plot(x, validated["loss"], "o-", color=ORANGE, markersize=4, linewidth=1.2, label="validation loss")
-    _scale_loss(axes, np.concatenate((loss, validated["loss"])))
+    scale_loss(axes, np.concatenate((loss, validated["loss"])))
 
 
-def _scale_loss(axes: Axes, losses: Values) -> None:
+def scale_loss(axes: Axes, losses: Values) -> None:
     """Around what is usual, so that one odd window does not flatten all others."""
     finite = losses[np.isfinite(losses)]
     if not len(finite):
@@ -328,7 +328,7 @@ def _draw_column(axes: Axes, run: Run, name: str) -> None:
     axes.plot(*smoothed(x, values), color=PURPLE, label=_kind(run))
     if name == "noise_scale":
         axes.plot(*thinned(x, run.windows["effective_batch"]), color=BLUE, linewidth=1, label="effective batch")
-    _scale_loss(axes, np.concatenate((values, run.windows["effective_batch"])) if name == "noise_scale" else values)
+    scale_loss(axes, np.concatenate((values, run.windows["effective_batch"])) if name == "noise_scale" else values)
 
 
 def _faint(axes: Axes, x: Values, y: Values, color: str) -> None:
