@@ -157,6 +157,7 @@ def sweep(
         )
         with _quiet():
             plan = plan.foreseen()
+        gc.collect()  # what was made of a first draw refers to itself
         path = Path(directory) if directory is not None else Path("sweeps") / name
         claims = Claims(path, num_trials, seed)
 
