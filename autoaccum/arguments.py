@@ -6,7 +6,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from autoaccum.errors import ArgumentError, ArgumentTypeError
@@ -69,6 +69,39 @@ def of_windows(num_items: object, max_micro_batch: object, headroom: object, cli
     number_between("headroom", headroom, 0, 1)
     if clip_norm is not None:
         positive_number("clip_norm", clip_norm)
+
+
+TAKEN = ("loss", "validation_loss", "seconds", "samples")
+"""What validations and sweeps report already."""
+
+
+def of_validation(validation_data: object, validate_every: object, metrics: object) -> None:
+    """The arguments that say when validations are, and what they report beside the loss."""
+    if validate_every is not None:
+        positive_int("validate_every", validate_every, "It is in samples.")
+        if validation_data is None:
+            cure = "Pass what to validate on, or leave validate_every out."
+            raise ArgumentError("validate_every", validate_every, "validation_data beside it", cure)
+    if metrics is None:
+        return
+    if not isinstance(metrics, Mapping):
+        raise ArgumentTypeError("metrics", metrics, "names and functions, {'accuracy': function}")
+    for name, function in metrics.items():
+        if not isinstance(name, str):
+            raise ArgumentTypeError("metrics", name, "names that are texts, such as 'accuracy'")
+        if not name.isidentifier():
+            raise ArgumentError("metrics", name, "names of letters, digits and underscores, such as 'top_5'")
+        if name in TAKEN:
+            cure = "It would stand for two things: choose another."
+            raise ArgumentError("metrics", name, f"other names than {', '.join(TAKEN)}", cure)
+        if isinstance(function, type):
+            cure = f"It is the class: make one, {function.__name__}()."
+            raise ArgumentTypeError("metrics", f"{name}: {function.__name__}", "a function for each name", cure)
+        if not callable(function):
+            raise ArgumentTypeError("metrics", {name: function}, "a function for each name")
+    if metrics and validation_data is None:
+        cure = "Pass what to compute them on, or leave metrics out."
+        raise ArgumentError("metrics", ", ".join(metrics), "validation_data beside them", cure)
 
 
 def memory_limit_bytes(value: MemoryLimit, available_bytes: int) -> int:

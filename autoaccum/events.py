@@ -5,7 +5,8 @@ Callbacks are called with each of these, in order, as it happens; ``FitResult`` 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,6 +106,8 @@ class Validated:
     epoch: int
     loss: float
     """Mean over the validation data's items; their sum where the loss is one."""
+    metrics: Mapping[str, float] = field(default_factory=dict, hash=False)
+    """Mean over all values that each metric function returned; NaN where it returned none."""
     num_samples: int
     micro_batch: int
     """Largest micro-batch of the pass; independent of training's."""

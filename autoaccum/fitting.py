@@ -66,6 +66,10 @@ def _as_function(trainer: Callable[P, Trainer]) -> Callable[P, FitResult]:
             num_workers: processes that read the data ahead of time.
             validation_data: like data; its loss is reported at the end of each epoch, and of the run.
             validate_every: samples from one validation to the next, instead of epochs.
+            metrics: what else validations report, {"accuracy": function}: (outputs, targets) beside loss_fn,
+                (model, batch) beside training_step, which takes a forward of its own, (outputs, batch) where the model
+                returns its loss -> a tensor of one value per sample or item (a token that counts), over all of which
+                the mean is taken.
             run_dir: directory for checkpoints and records; the same call again goes on where the last one was killed.
             checkpoint_every: steps, a time such as "30s" or "10m", or "epoch"; ten minutes when left out. One more is
                 written after the first window, after each validation that is the best so far, and at the end.

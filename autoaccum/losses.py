@@ -44,17 +44,27 @@ def loss_function(loss_fn: Callable[[Any, Any], Any] | None, training_step: Call
     if loss_fn is not None:
 
         def by_loss_fn(model: Any, batch: Any) -> torch.Tensor:
-            if not isinstance(batch, tuple | list) or len(batch) != 2:
-                raise DataError(
-                    f"data: with loss_fn, batches are (inputs, targets), but this one is {_describe(batch)}. Let the "
-                    f"data yield pairs, or pass training_step=(model, batch) -> loss, which takes any batch."
-                )
-            return _checked(loss_fn(call(model, batch[0]), batch[1]), "loss_fn")
+            inputs, targets = inputs_and_targets(batch)
+            return _checked(loss_fn(call(model, inputs), targets), "loss_fn")
 
         return by_loss_fn
     if training_step is not None:
         return lambda model, batch: _checked(training_step(model, batch), "training_step")
-    return lambda model, batch: _checked(_model_loss(_call_on_batch(model, batch)), "the model")
+    return lambda model, batch: _checked(_model_loss(call_on_batch(model, batch)), "the model")
+
+
+def inputs_and_targets(batch: Any) -> tuple[Any, Any]:
+    """What a batch for ``loss_fn`` is.
+
+    Raises:
+        DataError: this one is not.
+    """
+    if isinstance(batch, tuple | list) and len(batch) == 2:
+        return batch[0], batch[1]
+    raise DataError(
+        f"data: with loss_fn, batches are (inputs, targets), but this one is {_describe(batch)}. Let the data yield "
+        f"pairs, or pass training_step=(model, batch) -> loss, which takes any batch."
+    )
 
 
 def call(model: Any, inputs: Any) -> Any:
@@ -71,7 +81,7 @@ def _arguments(inputs: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
     return (inputs if isinstance(inputs, tuple | list) else (inputs,)), {}
 
 
-def _call_on_batch(model: Any, batch: Any) -> Any:
+def call_on_batch(model: Any, batch: Any) -> Any:
     """``call``, with a word on the loss when the model cannot take a whole batch."""
     try:
         return call(model, batch)

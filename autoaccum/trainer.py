@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -36,6 +36,7 @@ from autoaccum.lazy import build_lazy_layers
 from autoaccum.learning_rate import LearningRate, MakeScheduler, Scaling
 from autoaccum.losses import loss_function
 from autoaccum.memory import memory_of
+from autoaccum.metrics import Metric, Metrics
 from autoaccum.noise import Smoothed
 from autoaccum.oom import room_for_model
 from autoaccum.optimizers import OptimizerLike, allocate_state, make_optimizer, trainable_parameters
@@ -112,6 +113,7 @@ class Trainer:
         num_workers: int = 0,
         validation_data: Any = None,
         validate_every: int | None = None,
+        metrics: Mapping[str, Metric] | None = None,
         run_dir: str | os.PathLike[str] | None = None,
         checkpoint_every: int | str | None = None,
         keep_checkpoints: int = 2,
@@ -130,11 +132,7 @@ class Trainer:
         if lr is not None:
             arguments.number_between("lr", lr, 0)
         loss_of = loss_function(loss_fn, training_step)
-        if validate_every is not None:
-            arguments.positive_int("validate_every", validate_every, "It is in samples.")
-            if validation_data is None:
-                cure = "Pass what to validate on, or leave validate_every out."
-                raise ArgumentError("validate_every", validate_every, "validation_data beside it", cure)
+        arguments.of_validation(validation_data, validate_every, metrics)
         self._validate_every = validate_every
         arguments.of_run_directory(run_dir, checkpoint_every, keep_checkpoints, resume)
         self._run_dir = None if run_dir is None else Path(run_dir).absolute()  # callbacks may change directory
@@ -146,6 +144,7 @@ class Trainer:
         plans = arguments.recorded_plans(micro_batch)
         callbacks = arguments.functions("callbacks", callbacks)
         modules = [m for m in (model, loss_fn, training_step) if isinstance(m, nn.Module)]
+        of_metrics = [m for m in (metrics or {}).values() if isinstance(m, nn.Module)]
         parameters = trainable_parameters(model, modules)
 
         self.device = find_device(device)
@@ -177,7 +176,7 @@ class Trainer:
         if not model.training:  # a model in training mode may hold layers that were frozen in eval mode on purpose
             model.train()
         with room_for_model(self.memory, self.limit_bytes, parameters):
-            for module in modules:
+            for module in (*modules, *of_metrics):
                 module.to(self.device)
             build_lazy_layers(model, modules, self._source, loss_of, autocast(precision, self.device), self.device)
             self.optimizer = make_optimizer(optimizer, lr, parameters)
@@ -246,9 +245,10 @@ class Trainer:
                 num_workers=0 if isinstance(validation_data, DataLoader) else num_workers,
                 argument="validation_data",
             )
+            of: Any = "loss_fn" if loss_fn is not None else "training_step" if training_step is not None else "model"
             self._validator = Validator(
                 step_model,
-                modules,
+                [*modules, *of_metrics],
                 source,
                 loss_of=loss_of,
                 of_outputs=loss_fn is not None,
@@ -260,9 +260,12 @@ class Trainer:
                 target_bytes=self._tuner.target_bytes,
                 watch=self._engine.watch,
                 emit=self._emit,
+                metrics=Metrics(metrics, step_model, of=of, autocast=self._engine.autocast) if metrics else None,
             )
+            if metrics:
+                self._validator.try_metrics(Metrics(metrics, model, of=of, autocast=self._engine.autocast))
 
-        self._given = given
+        self._given = given | {"metrics": ", ".join(metrics or ()) or None}
         self._history: list[Any] = []  # empty where there is a run_dir
         self._events: list[Any] = []
         self._pace = Pace(

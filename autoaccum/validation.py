@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from autoaccum import batches, randomness
+from autoaccum.attributes import Attributes
 from autoaccum.conclusions import conclude, stands_for_none
 from autoaccum.costs import Trial
 from autoaccum.data import Source, Window
@@ -20,10 +22,12 @@ from autoaccum.events import Event, Notice, OutOfMemory, Validated
 from autoaccum.graphs import graph_alone
 from autoaccum.losses import LossOf
 from autoaccum.memory import Memory
+from autoaccum.metrics import Kept, Metrics, Sums
 from autoaccum.oom import is_out_of_memory
 from autoaccum.precision import Autocast
 from autoaccum.reductions import Reduction, read, without_graph
 from autoaccum.search import bounds, next_trial
+from autoaccum.snapshot import Snapshot
 from autoaccum.weighting import CountItems, count_items
 
 
@@ -46,10 +50,12 @@ class Validator:
         target_bytes: int,
         watch: bool,
         emit: Callable[[Event], None],
+        metrics: Metrics | None = None,
     ) -> None:
         """Set up: ``modules`` are put into eval mode; no size is kept whose peak passes ``target_bytes``, which with
         ``watch`` nobody but us enforces. The loss is ``of_outputs`` when the model is only called for them."""
-        self._model = model
+        self._metrics = metrics
+        self._model = model if metrics is None else metrics.model
         self._modules = list({id(m): m for root in modules for m in root.modules()}.values())
         self._source = source
         self._loss_of = loss_of
@@ -76,13 +82,11 @@ class Validator:
         Returns the loss.
         """
         started = time.perf_counter()
-        training = [(module, module.training) for module in self._modules]
-        states = randomness.get_state(self._device)
-        for module in self._modules:
-            module.training = False
         losses: list[tuple[int, float, Reduction]] = []
         num_samples = largest = 0
-        try:
+        if self._metrics is not None:
+            self._metrics.begin()
+        with self._evaluating():
             reader = self._source.read(0, lambda position: (self._size(training_micro_batch),))
             while (window := reader.window(self._size(training_micro_batch))) is not None:
                 position = 0
@@ -97,24 +101,56 @@ class Validator:
                     position += size
                     largest = max(largest, size)
                 num_samples += position
-        finally:
-            for module, mode in training:
-                module.training = mode
-            randomness.set_state(states, self._device)
         if num_samples == 0:
-            raise EmptyDatasetError("validation_data", "reading it yielded nothing.")
+            raise EmptyDatasetError("validation_data", _NOTHING)
         loss = _joined(losses)
         self._emit(
             Validated(
                 step=step,
                 epoch=epoch,
                 loss=loss,
+                metrics={} if self._metrics is None else self._metrics.read(),
                 num_samples=num_samples,
                 micro_batch=largest,
                 seconds=time.perf_counter() - started,
             )
         )
         return loss
+
+    def try_metrics(self, metrics: Metrics) -> None:
+        """Call each function on one sample, of which nothing remains: what is wrong is said before training.
+
+        Raises:
+            ArgumentError: a function returned no tensor of values.
+            EmptyDatasetError: there is no sample.
+        """
+        snapshot, attributes = Snapshot(self._modules, self._device), Attributes(self._modules)
+        snapshot.take()
+        try:
+            with self._evaluating():
+                metrics.measure(Kept(self._source.example(1)), lambda: self._source.example(1))
+        except EmptyDatasetError:
+            raise EmptyDatasetError("validation_data", _NOTHING) from None
+        except Exception as error:
+            if not is_out_of_memory(error):  # which training will say, or a validation
+                raise
+        finally:
+            attributes.restore()
+            snapshot.restore()
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """In eval mode; modes and random states are put back."""
+        training = [(module, module.training) for module in self._modules]
+        states = randomness.get_state(self._device)
+        for module in self._modules:
+            module.training = False
+        try:
+            yield
+        finally:
+            for module, mode in training:
+                module.training = mode
+            randomness.set_state(states, self._device)
 
     def _size(self, ceiling: int) -> int:
         trial = next_trial(self._history, limit_bytes=self._target_bytes, ceiling=ceiling)
@@ -129,13 +165,15 @@ class Validator:
         if is_trial or self._watch:
             self._memory.reset_peak()
         try:
-            outcome = self._loss(window.micro_batch(position, size), size)
+            outcome, sums = self._outcome(lambda: window.micro_batch(position, size), size)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             ran_out = True
         else:
             ran_out = False
+            if self._metrics is not None:
+                self._metrics.keep(sums)
         if ran_out:
             gc.collect()
             self._memory.release()
@@ -144,6 +182,21 @@ class Validator:
         if is_trial or self._watch:
             self._learn(size, self._memory.peak())
         return outcome
+
+    def _outcome(self, micro_batch: Callable[[], Any], size: int) -> tuple[tuple[float, Reduction], Sums]:
+        """The loss and what it is a mean over; and what the metrics add up to with it."""
+        batch = micro_batch()
+        if self._metrics is None:
+            return self._loss(batch, size), {}
+        kept = Kept(batch)
+        try:
+            loss = self._loss(batch, size)
+            states = randomness.get_state(self._device)
+            sums = self._metrics.measure(kept, micro_batch)
+            randomness.set_state(states, self._device)  # so that losses that draw are those without metrics
+            return loss, sums
+        finally:
+            self._metrics.forget()
 
     def _loss(self, batch: Any, size: int) -> tuple[float, Reduction]:
         if self._num_items is not None:
@@ -201,6 +254,7 @@ class Validator:
         return NothingFitsError(phase="validation", micro_batch=1, peak_bytes=peak_bytes, limit_bytes=self._limit_bytes)
 
 
+_NOTHING = "reading it yielded nothing."
 _BY_SAMPLES = Notice(
     cause="What the validation loss is a mean over could not be read: the model or the loss cannot be run with a graph",
     consequence="It is averaged over samples, and so may depend on the micro-batch of validation",

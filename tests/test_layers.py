@@ -19,7 +19,7 @@ LAYERS: dict[str, str] = {
     "command line": "cli __main__",
     "adapters": "sweeps studies claims recipes integrations testing",
     "state": "fitting trainer accumulator",
-    "mechanism": "engine pacing window gauge probing lazy validation data checkpoint resuming run_directory cache",
+    "mechanism": "engine pacing window gauge probing lazy validation metrics data checkpoint resuming run_directory cache",
     "parts": "advice memory reporting attributes batches coupling devices distributed losses learning_rate oom optimizers "
     "precision past signature tape graphs randomness reductions conclusions contributions snapshot states weighting",
     "policy": "planner tuner loads search timing pressure costs schedules budget noise",

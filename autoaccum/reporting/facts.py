@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from autoaccum.reporting.lines import cut_text, is_scheduled
+from autoaccum.reporting.lines import cut_text, is_scheduled, metrics_text
 from autoaccum.reporting.runs import Run
 from autoaccum.units import format_bytes
 
@@ -65,6 +66,8 @@ class Facts:
     validation_loss: float | None
     """The last one."""
     best_validation_loss: float | None
+    metrics: Mapping[str, float]
+    """Of the last validation."""
     peak_bytes: int
     limit_share: float | None
     """The greatest share of the limit that then was."""
@@ -98,6 +101,7 @@ def facts_of(run: Run, now: float | None = None) -> Facts:
         loss=_mean(windows["loss"][-twentieth(run) :]),
         validation_loss=float(validated[-1]) if len(validated) else None,
         best_validation_loss=float(np.nanmin(validated)) if np.isfinite(validated).any() else None,
+        metrics=_metrics(run),
         peak_bytes=int(windows["peak_bytes"].max(initial=0)),
         limit_share=float(_shares(run).max()) if len(run) else None,
         num_out_of_memory=len(events["OutOfMemory"]["step"]),
@@ -271,11 +275,18 @@ def _learning(run: Run) -> Answer:
         is_last = best == len(validated["loss"]) - 1
         text += ", its best" if is_last else f"; its best was {validated['loss'][best]:.4g}, {at:,} samples in"
         sentences.append(f"{text}.")
+    if metrics := _metrics(run):
+        sentences.append(f"The last validation's metrics: {metrics_text(metrics)}.")
     if odd := np.flatnonzero(~np.isfinite(losses)).tolist():
         where = f"the first in step {run.windows['step'][odd[0]]:,}"
         sentences.append(f"The loss of {_many(len(odd), 'window')} was NaN or infinite, {where}.")
     good = first is not None and last is not None and last < first and not odd
     return Answer(question="Did it learn?", text=" ".join(sentences), good=good)
+
+
+def _metrics(run: Run) -> Mapping[str, float]:
+    found: Sequence[Mapping[str, float]] = run.events["Validated"]["metrics"][-1:].tolist()
+    return found[0] if found else {}
 
 
 def _mean(values: NDArray[np.float64]) -> float | None:

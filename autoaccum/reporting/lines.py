@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 
 from autoaccum.events import (
     Event,
@@ -86,6 +87,8 @@ class Narrator:
         seconds = time.perf_counter() - self._started
         samples = self.last.num_samples
         validated = "" if self._validated is None else f"; validation {self._validated.loss:.4f}"
+        if self._validated is not None and self._validated.metrics:
+            validated += f", {metrics_text(self._validated.metrics)}"
         return (
             f"{'done' if finished.reason == 'budget' else finished.reason}: {counted(finished.step, 'step')}, "
             f"{samples} samples in {seconds:.1f} s ({(samples - self._resumed_samples) / seconds:.0f} samples/s)\n"
@@ -110,7 +113,8 @@ def line(event: Event) -> str | None:
     if isinstance(event, Replanned):
         return f"step {event.step}: {event.reason}: {cut_text(event.old)} -> {cut_text(event.new)}"
     if isinstance(event, Validated):
-        return f"epoch {event.epoch}: validation loss {event.loss:.4f}"
+        metrics = f", {metrics_text(event.metrics)}" if event.metrics else ""
+        return f"epoch {event.epoch}: validation loss {event.loss:.4f}{metrics}"
     if isinstance(event, StepSkipped):
         return f"step {event.step}: skipped, for {event.reason}"
     if isinstance(event, OutOfMemory) and event.phase == "validation":  # in training a re-plan says it
@@ -120,6 +124,15 @@ def line(event: Event) -> str | None:
     if isinstance(event, Resumed):
         return f"step {event.step}: resumed from {event.checkpoint}, {counted(event.num_samples, 'sample')} in"
     return str(event) if isinstance(event, Notice) else None
+
+
+def metrics_text(metrics: Mapping[str, float]) -> str:
+    """What validations report beside the loss.
+
+    >>> metrics_text({"accuracy": 0.953, "perplexity": 17.24512})
+    'accuracy 0.953, perplexity 17.25'
+    """
+    return ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
 
 
 def state_text(report: StepReport) -> str:

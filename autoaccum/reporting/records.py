@@ -165,7 +165,13 @@ def value_of(value: Any, kind: Any) -> Any:
 
     >>> value_of("nan", float | None), value_of([3, 3, 2], tuple[int, ...]), value_of(None, int | None)
     (nan, (3, 3, 2), None)
+    >>> value_of({"accuracy": 1}, Mapping[str, float])
+    {'accuracy': 1.0}
     """
+    if get_origin(kind) is Mapping:
+        if not isinstance(value, dict):
+            raise ValueError(f"{value!r} is not a value of {kind}")
+        return {name: float(number) for name, number in value.items()}
     members = get_args(kind) if type(None) in get_args(kind) else (kind,)
     if value is None and type(None) in members:
         return None

@@ -142,6 +142,8 @@ class _Loading:
         self._rows.append(document)
 
     def _event(self, name: str, document: dict[str, Any]) -> None:
+        if name == "Validated":
+            document.setdefault("metrics", {})  # older versions wrote none
         values = [value_of(document[field], kind) for field, kind in FIELDS[name].items()]
         if name == "Resumed":
             self._resume(document["step"])
@@ -151,7 +153,7 @@ class _Loading:
             self.finished = None
         elif name == "Finished":
             self.finished = document["reason"]
-        kept = (self._same.setdefault(value, value) for value in values)
+        kept = (value if isinstance(value, dict) else self._same.setdefault(value, value) for value in values)
         self.events[name].append((float(document["time"]), *kept))
 
     def _resume(self, step: int) -> None:

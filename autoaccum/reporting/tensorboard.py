@@ -38,6 +38,8 @@ class TensorBoardReporter:
                     self._writer.add_scalar(tag, value, record.step)
         elif isinstance(record, Validated):
             self._writer.add_scalar("loss/validation", record.loss, record.step)
+            for name, value in record.metrics.items():
+                self._writer.add_scalar(f"validation/{name}", value, record.step)
         elif isinstance(record, Resumed):
             self._writer.close()
             self._writer = self._open(self._directory, purge_step=record.step + 1)

@@ -16,8 +16,8 @@ from tests.reporting.synthetic import GIB, planned, report, started, write
 MIB = 2**20
 
 
-def validated(step: int, loss: float) -> Validated:
-    return Validated(step=step, epoch=0, loss=loss, num_samples=5, micro_batch=3, seconds=2.0)
+def validated(step: int, loss: float, **metrics: float) -> Validated:
+    return Validated(step=step, epoch=0, loss=loss, metrics=metrics, num_samples=5, micro_batch=3, seconds=2.0)
 
 
 @pytest.fixture
@@ -223,6 +223,15 @@ def test_it_learned(of: Any) -> None:
     )
     assert good is True
     assert answer(of(validated(40, 0.1)), "learn")[0].endswith("The validation loss is 0.1, its best.")
+
+
+def test_the_last_metrics_are_told_beside_the_validation_loss(of: Any) -> None:
+    facts = of(report(1), validated(1, 0.5, accuracy=0.5), report(2), validated(2, 0.25, accuracy=0.953, f1=0.75))
+    assert answer(facts, "learn")[0].endswith(
+        "The validation loss is 0.25, its best. The last validation's metrics: accuracy 0.953, f1 0.75."
+    )
+    assert facts.metrics == {"accuracy": 0.953, "f1": 0.75}
+    assert "metrics" not in answer(of(report(3), validated(3, 0.5)), "learn")[0]
 
 
 def test_it_did_not_learn(of: Any) -> None:

@@ -29,6 +29,9 @@ LINES: dict[Any, str | None] = {
         "step 2: out of memory in validation at a micro-batch of 4"
     ),
     Validated(step=2, epoch=1, loss=0.5, num_samples=5, micro_batch=3, seconds=1.0): "epoch 1: validation loss 0.5000",
+    Validated(
+        step=2, epoch=1, loss=0.25, metrics={"accuracy": 0.953, "f1": 1 / 3}, num_samples=5, micro_batch=3, seconds=1.0
+    ): "epoch 1: validation loss 0.2500, accuracy 0.953, f1 0.3333",
     StepSkipped(step=3, reason="overflow"): "step 3: skipped, for overflow",
     Notice(cause="A", consequence="B", cure="C"): "A. B. C.",
     Saved(step=3, path="a/b", seconds=0.25): "step 3: saved a/b in 0.25 s",

@@ -24,6 +24,15 @@ EVERY: tuple[Record, ...] = (
     Replanned(step=2, old=(3, 3, 2), new=(2, 2, 2, 2), reason="out of memory"),
     autoaccum.events.OutOfMemory(step=2, phase="training", micro_batch=3),
     autoaccum.events.Validated(step=2, epoch=0, loss=0.1 + 0.2, num_samples=5, micro_batch=3, seconds=1e-9),
+    autoaccum.events.Validated(
+        step=2,
+        epoch=0,
+        loss=0.5,
+        metrics={"accuracy": 0.1 + 0.2, "hits": math.inf},
+        num_samples=5,
+        micro_batch=3,
+        seconds=1.0,
+    ),
     autoaccum.events.StepSkipped(step=3, reason='a "quoted"\nreason, 2 lines é'),
     Notice(cause="nan", consequence="inf", cure="\x00"),
     Saved(step=3, path="a/b", seconds=0.25),
@@ -154,6 +163,20 @@ def test_what_an_older_version_did_not_write_has_its_default(path: Path) -> None
     run = load_run(path.parent)
     assert (len(run), run.garbled) == (1, 0)
     assert math.isnan(run.windows["noise_scale"][0])
+
+
+def test_a_validation_that_an_older_version_wrote_has_no_metrics(path: Path) -> None:
+    record(path, *EVERY[5:7])
+    older, newer = map(json.loads, path.read_text().splitlines())
+    del older["metrics"]
+    wrong = [{**newer, "metrics": metrics} for metrics in (None, [1.0], {"x": None}, {"x": "many"})]
+    path.write_text("".join(f"{json.dumps(one)}\n" for one in (older, *wrong, newer)))
+    records = read_records(path)
+    assert tuple(records) == EVERY[5:7]
+    assert records.garbled == len(wrong)
+    run = load_run(path.parent)
+    assert run.events["Validated"]["metrics"].tolist() == [{}, {"accuracy": 0.1 + 0.2, "hits": math.inf}]
+    assert run.garbled == len(wrong)
 
 
 def test_a_file_that_is_not_there_is_said_at_once(path: Path) -> None:

@@ -58,7 +58,8 @@ def test_a_window_is_a_scalar_for_each_of_its_numbers(calls: Calls) -> None:
 
 def test_events(calls: Calls) -> None:
     tell = TensorBoardReporter("logs")
-    tell(Validated(step=2, epoch=0, loss=0.25, num_samples=5, micro_batch=3, seconds=1.0))
+    metrics = {"accuracy": 0.75, "top_5": 1.0}
+    tell(Validated(step=2, epoch=0, loss=0.25, metrics=metrics, num_samples=5, micro_batch=3, seconds=1.0))
     tell(planned(4, 4))
     tell(OutOfMemory(step=3, phase="training", micro_batch=4))
     tell(Replanned(step=3, old=(4, 4), new=(2, 2, 2, 2), reason="out of memory"))
@@ -67,6 +68,8 @@ def test_events(calls: Calls) -> None:
     tell.close()
     assert calls[1:] == [
         ("add_scalar", "loss/validation", 0.25, 2),
+        ("add_scalar", "validation/accuracy", 0.75, 2),
+        ("add_scalar", "validation/top_5", 1.0, 2),
         ("add_text", "plans", "plan: 4 x 2, for r; limit 1.00 GiB", 1),
         ("add_text", "plans", "step 3: out of memory: 4 x 2 -> 2 x 4", 3),
         ("add_text", "notices", "A. B. C."),
