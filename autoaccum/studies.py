@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import optuna
-from optuna.trial import FrozenTrial, TrialState
+from optuna.trial import FrozenTrial
 
-from autoaccum.claims import FINISHED, open_storage
+from autoaccum.claims import open_storage
 from autoaccum.errors import ArgumentError
-from autoaccum.reporting.study import SETTINGS
+from autoaccum.reporting.study import SETTINGS, WHY, facts_of
 
 
 def load_study(place: str, name: str | None = None) -> tuple[optuna.Study, Path]:
@@ -46,24 +46,22 @@ def _file_of(url: str) -> Path | None:
 
 def best_trials(study: optuna.Study) -> list[FrozenTrial]:
     """The complete ones, the best first; of several objectives those on the Pareto front, in order of the first."""
-    complete = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
-    found = complete if len(study.directions) == 1 else study.best_trials
-    return sorted(found, key=lambda trial: trial.values)
+    trials = study.get_trials(deepcopy=False)
+    return [trials[number] for number in facts_of(study).best]
 
 
 def totals(study: optuna.Study) -> dict[str, Any]:
     """Trials by what became of them, and what all of them together took; see ``sweep`` for the words."""
-    trials = study.get_trials(deepcopy=False)
-    states = [trial.state for trial in trials]
-    attributes = [trial.user_attrs for trial in trials]
-    summed = ("num_samples", "seconds", "search_trials", "ooms", "replays", "wasted_samples")
+    facts = facts_of(study)
+    became = {name: facts.counts[state] for name, state in WHY.items()}
+    complete, pruned = facts.counts["complete"], facts.counts["pruned"] + sum(became.values())
     return {
-        "metric": study.user_attrs[SETTINGS]["metric"],
-        "finished": sum(state in FINISHED for state in states),
-        "complete": states.count(TrialState.COMPLETE),
-        "pruned": states.count(TrialState.PRUNED),
-        "failed": states.count(TrialState.FAIL),
-        "not_fitting": sum("not_fitting" in found for found in attributes),
-        "diverged": sum("diverged" in found for found in attributes),
-        **{name: sum(found.get(name, 0) for found in attributes) for name in summed},
+        "metric": facts.metrics,
+        "direction": facts.directions,
+        "finished": complete + pruned,
+        "complete": complete,
+        "pruned": pruned,
+        "failed": facts.counts["failed"],
+        **became,
+        **facts.totals,
     }

@@ -37,13 +37,14 @@ class Growth:
 
 
 def best_lrs_of(tried: Sequence[tuple[int, float, float | None]], *, by_octave: bool) -> tuple[BestLr, ...]:
-    """Where at least two learning rates were tried, and one to the end: the lr of the lowest value.
+    """Where at least two learning rates were tried, and one to the end: the lr of the best value.
 
     If others on both sides of it came to the end, it is the vertex of the parabola through the three in log lr, which
     is nearer to it than to either: the step of a grid would be read for a law otherwise.
 
     Args:
-        tried: (effective batch, lr, value) of each trial; the value is None where it was ended before.
+        tried: (effective batch, lr, value) of each trial, the lowest value the best: of what is maximised its negative;
+            None where the trial was ended before.
         by_octave: effective batches within a factor of two, about a power of it, are taken together.
     """
     groups: dict[int, list[tuple[int, float, float | None]]] = {}
@@ -108,7 +109,7 @@ def growth_answer(best_lrs: Sequence[BestLr], growth: Growth | None) -> Answer:
     error = "" if growth.error is None else f" ± {growth.error:.2f}"
     batches = [best.effective_batch for best in best_lrs]
     text = (
-        f"As its power {growth.exponent:.2f}{error}, over {len(best_lrs)} effective batches from {min(batches):,} to "
+        f"As its power {growth.exponent:z.2f}{error}, over {len(best_lrs)} effective batches from {min(batches):,} to "
         f"{max(batches):,}; the square-root rule says 0.5, the linear one 1."
     )
     if edges := sum(best.is_edge for best in best_lrs):

@@ -248,13 +248,13 @@ def _draw_loss(axes: Axes, run: Run) -> None:
     scale_loss(axes, np.concatenate((loss, validated["loss"])))
 
 
-def scale_loss(axes: Axes, losses: Values) -> None:
-    """Around what is usual, so that one odd window does not flatten all others."""
+def scale_loss(axes: Axes, losses: Values, *, logarithmic: bool = True) -> None:
+    """Around what is usual, so that one odd window does not flatten all others; ``logarithmic`` where that is wide."""
     finite = losses[np.isfinite(losses)]
     if not len(finite):
         return
     low, high = np.percentile(finite, (0.5, 99.5))
-    if low > 0 and high / low > 4 * WIDE:
+    if logarithmic and low > 0 and high / low > 4 * WIDE:
         _scale_logarithmically(axes, base=10, subs=(1.0, 2.0, 5.0))
         axes.set_ylim(low / 1.2, high * 1.2)
     elif high > low:

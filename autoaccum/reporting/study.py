@@ -21,7 +21,10 @@ SETTINGS = "autoaccum"
 """User attribute of a study that a sweep has made."""
 _ENOUGH = 8
 """Complete trials that say something about importance."""
-_TOTALS = ("num_samples", "seconds", "search_trials", "ooms", "wasted_samples")
+_TOTALS = ("num_samples", "seconds", "search_trials", "ooms", "replays", "wasted_samples")
+_LOSS = "validation_loss"
+_TAKEN = ("seconds", "samples")
+"""Metrics that no validation reports."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,12 +33,12 @@ class TrialFacts:
 
     number: int
     state: str
-    """complete, pruned, did not fit, diverged, running, failed or waiting"""
+    """complete, pruned, did not fit, diverged, stopped, running, failed or waiting"""
     params: Mapping[str, Any]
     values: tuple[float, ...]
     """Of a complete one, in the order of the study's metrics."""
-    losses: tuple[tuple[int, float], ...]
-    """(samples seen, validation loss), as they were reported."""
+    reports: tuple[tuple[int, float], ...]
+    """(samples seen, value of what the study's ``reported`` names)."""
     num_samples: int | None
     """None of those that have not ended."""
     seconds: float | None
@@ -45,9 +48,11 @@ class TrialFacts:
 
     @property
     def place(self) -> tuple[int, float] | None:
-        """Effective batch and learning rate; None where they were not both searched for, or are schedules."""
+        """Effective batch and learning rate; None where they were not both searched for, or have no logarithm."""
         batch, lr = self.params.get("effective_batch"), self.params.get("lr")
-        return (batch, lr) if isinstance(batch, int) and isinstance(lr, int | float) else None
+        if not isinstance(batch, int) or not isinstance(lr, int | float):
+            return None
+        return (batch, lr) if batch > 0 and 0 < lr < math.inf else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,13 +62,14 @@ class StudyFacts:
     name: str
     state: str
     metrics: tuple[str, ...]
-    """All of them are minimised."""
+    directions: tuple[str, ...]
+    """minimize or maximize, of each metric"""
     num_samples: int
     """Budget of a trial."""
     counts: Mapping[str, int]
     """Trials by their state."""
     totals: Mapping[str, float]
-    """Sums over trials of num_samples, seconds, search_trials, ooms and wasted_samples."""
+    """Sums over trials of num_samples, seconds, search_trials, ooms, replays and wasted_samples."""
     best: tuple[int, ...]
     """Numbers of complete trials, the best first; of several metrics those of the Pareto front."""
     best_lrs: tuple[BestLr, ...]
@@ -73,25 +79,39 @@ class StudyFacts:
     """The best first."""
     answers: tuple[Answer, ...]
 
+    @property
+    def reported(self) -> str:
+        """What trials report of their validations: the first metric, or the loss where that is not one of these."""
+        return _LOSS if self.metrics[0] in _TAKEN else self.metrics[0]
+
+    def is_maximised(self, at: int = 0) -> bool:
+        """Whether the metric at this place is."""
+        return self.directions[at] == "maximize"
+
 
 def facts_of(study: optuna.Study) -> StudyFacts:
     """The facts of a study that a sweep has made, as far as it has come."""
     settings = study.user_attrs[SETTINGS]
     metrics = tuple(settings["metric"])
+    directions = tuple(direction.name.lower() for direction in study.directions)
+    signs = [-1 if direction == "maximize" else 1 for direction in directions]
     frozen = study.get_trials(deepcopy=False)
     front = {trial.number for trial in study.best_trials} if len(metrics) > 1 else set()
-    trials = sorted(map(_trial, frozen), key=lambda trial: _rank(trial, front))
+    trials = sorted(map(_trial, frozen), key=lambda trial: _rank(trial, front, signs))
     best = [trial.number for trial in trials if trial.values and (len(metrics) == 1 or trial.number in front)]
     counts = {state: sum(trial.state == state for trial in trials) for state in _STATES}
     totals = {name: sum(trial.user_attrs.get(name, 0) for trial in frozen) for name in _TOTALS}
     space = _space(frozen)
-    best_lrs = best_lrs_of(_points(trials), by_octave=isinstance(space.get("effective_batch"), IntDistribution))
+    best_lrs = best_lrs_of(
+        _points(trials, signs[0]), by_octave=isinstance(space.get("effective_batch"), IntDistribution)
+    )
     growth = growth_of(best_lrs)
     ended = sum(counts.values()) - counts["running"] - counts["waiting"]
     return StudyFacts(
         name=study.study_name,
         state=f"{counts['running']} running or killed, {ended} ended" if counts["running"] else f"{ended} ended",
         metrics=metrics,
+        directions=directions,
         num_samples=settings["samples"],
         counts=counts,
         totals=totals,
@@ -100,9 +120,9 @@ def facts_of(study: optuna.Study) -> StudyFacts:
         growth=growth,
         trials=tuple(trials),
         answers=(
-            _searched(space, settings),
+            _searched(space, settings["samples"], metrics, signs),
             _ended(counts),
-            _found([trial for trial in trials if trial.number in best], metrics),
+            _found([trial for trial in trials if trial.number in best], metrics, signs),
             _cost(frozen, totals, counts),
             growth_answer(best_lrs, growth),
         ),
@@ -125,7 +145,10 @@ def runs_of(study: optuna.Study, directory: Path) -> dict[int, Run]:
     return found
 
 
-_STATES = ("complete", "pruned", "did not fit", "diverged", "running", "failed", "waiting")
+_FINISHED = ("complete", "pruned", "did not fit", "diverged", "stopped")
+_STATES = (*_FINISHED, "running", "failed", "waiting")
+WHY = {"not_fitting": "did not fit", "diverged": "diverged", "stopped": "stopped"}
+"""States of trials that Optuna knows as pruned, by the user attribute that tells them."""
 _NAMES = {
     TrialState.COMPLETE: "complete",
     TrialState.PRUNED: "pruned",
@@ -137,13 +160,15 @@ _NAMES = {
 
 def _trial(trial: FrozenTrial) -> TrialFacts:
     noted = trial.user_attrs
-    state = "did not fit" if "not_fitting" in noted else "diverged" if "diverged" in noted else _NAMES[trial.state]
+    state = _NAMES[trial.state]
+    if trial.state == TrialState.PRUNED:
+        state = next((name for attribute, name in WHY.items() if attribute in noted), state)
     return TrialFacts(
         number=trial.number,
         state=state,
         params=trial.params,
         values=tuple(trial.values) if trial.state == TrialState.COMPLETE else (),
-        losses=tuple(sorted(trial.intermediate_values.items())),
+        reports=tuple(sorted(trial.intermediate_values.items())),
         num_samples=noted.get("num_samples"),
         seconds=noted.get("seconds"),
         ooms=noted.get("ooms"),
@@ -151,24 +176,31 @@ def _trial(trial: FrozenTrial) -> TrialFacts:
     )
 
 
-def _rank(trial: TrialFacts, front: set[int]) -> tuple[Any, ...]:
+def _rank(trial: TrialFacts, front: set[int], signs: Sequence[int]) -> tuple[Any, ...]:
     """Complete ones by their values, those of the front first; of the others who came further stands higher."""
-    seen, loss = trial.losses[-1] if trial.losses else (0, math.inf)
-    how = trial.values or (-seen, loss if math.isfinite(loss) else math.inf)
+    seen, last = trial.reports[-1] if trial.reports else (0, math.nan)
+    values = tuple(sign * value for sign, value in zip(signs, trial.values, strict=False))
+    how = values or (-seen, signs[0] * last if math.isfinite(last) else math.inf)
     return _STATES.index(trial.state), trial.number not in front, how, trial.number
 
 
-def _points(trials: Sequence[TrialFacts]) -> list[tuple[int, float, float | None]]:
-    """Effective batch, lr and value of finished trials; a value of None is one that did not come to the end."""
-    finished = [trial for trial in trials if trial.state in _STATES[:4]]
-    return [(*trial.place, trial.values[0] if trial.values else None) for trial in finished if trial.place]
+def _points(trials: Sequence[TrialFacts], sign: int) -> list[tuple[int, float, float | None]]:
+    """Effective batch, lr and signed value, the lowest the best, of finished trials; None of one that was ended."""
+    finished = [trial for trial in trials if trial.state in _FINISHED]
+    return [(*trial.place, sign * trial.values[0] if trial.values else None) for trial in finished if trial.place]
 
 
-def _searched(space: Mapping[str, BaseDistribution], settings: Mapping[str, Any]) -> Answer:
+def _searched(
+    space: Mapping[str, BaseDistribution], num_samples: int, metrics: Sequence[str], signs: Sequence[int]
+) -> Answer:
     each = [f"{name} {_range(distribution)}" for name, distribution in space.items()]
     what = f"{listed(each)}, " if each else ""
-    text = f"{what}{settings['samples']:,} samples a trial, for the lowest {listed(settings['metric'])}."
+    sought = [f"the {_END[sign]} {name}" for name, sign in zip(metrics, signs, strict=True)]
+    text = f"{what}{num_samples:,} samples a trial, for {listed(sought)}."
     return Answer(question="What was searched?", text=text[0].upper() + text[1:] if not each else text, good=None)
+
+
+_END = {1: "lowest", -1: "highest"}
 
 
 def _space(trials: Sequence[FrozenTrial]) -> dict[str, BaseDistribution]:
@@ -204,22 +236,22 @@ _WORDS = {
     "pruned": "pruned",
     "did not fit": "did not fit",
     "diverged": "diverged",
+    "stopped": "stopped by a callback",
     "running": "running or killed",
     "failed": "failed",
     "waiting": "waiting",
 }
 
 
-def _found(best: Sequence[TrialFacts], metrics: Sequence[str]) -> Answer:
+def _found(best: Sequence[TrialFacts], metrics: Sequence[str], signs: Sequence[int]) -> Answer:
     question = "What was best?"
     if not best:
         return Answer(question=question, text="No trial has come to the end yet.", good=None)
     if len(metrics) > 1:
-        ends = [
-            f"the lowest {name} is {min(trial.values[at] for trial in best):.4g}, of "
-            f"{_named(min(best, key=lambda trial: trial.values[at]))}"
-            for at, name in enumerate(metrics)
-        ]
+        ends = []
+        for at, (name, sign) in enumerate(zip(metrics, signs, strict=True)):
+            end = min(best, key=lambda trial: sign * trial.values[at])
+            ends.append(f"the {_END[sign]} {name} is {end.values[at]:.4g}, of {_named(end)}")
         count = f"{len(best)} trial{' is' if len(best) == 1 else 's are'} not beaten in all of {listed(metrics)}"
         return Answer(question=question, text=f"{count}; {'; '.join(ends)}.", good=None)
     first = best[0]

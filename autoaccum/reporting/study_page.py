@@ -32,7 +32,8 @@ def write_study_report(
 
     Args:
         study: as far as it has come.
-        directory: of the sweep, where its trials' records are; without one nothing is shown over seconds.
+        directory: of the sweep, where its trials' records are; without one nothing is shown over
+            seconds, and of several metrics no curves.
         output: where to write; ``directory`` when left out.
 
     Raises:
@@ -72,14 +73,16 @@ def _trials(facts: StudyFacts) -> str:
     if not facts.trials:
         return ""
     names = list(dict.fromkeys(name for trial in facts.trials for name in trial.params))
-    head = ("trial", "state", *names, *facts.metrics, "last loss", "samples", "training time", "OOMs", "micro-batches")
+    # Optuna takes no reports of several metrics.
+    last = [f"last {facts.reported}"] if any(trial.reports for trial in facts.trials) else []
+    head = ("trial", "state", *names, *facts.metrics, *last, "samples", "training time", "OOMs", "micro-batches")
     rows = [
         [
             str(trial.number),
             escaped(trial.state) + (" (Pareto front)" if len(facts.metrics) > 1 and trial.number in facts.best else ""),
             *(escaped(shown(trial.params[name])) if name in trial.params else "-" for name in names),
             *(number_cell(value, ".4g") for value in trial.values or [None] * len(facts.metrics)),
-            number_cell(trial.losses[-1][1] if trial.losses else None, ".4g"),
+            *(number_cell(trial.reports[-1][1] if trial.reports else None, ".4g") for _ in last),
             number_cell(trial.num_samples),
             "-" if trial.seconds is None else escaped(format_seconds(trial.seconds)),
             number_cell(trial.ooms),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -36,30 +38,29 @@ def pictures(facts: StudyFacts, runs: Mapping[int, Run], importances: Mapping[st
     found: dict[str, Figure] = {}
     with matplotlib.rc_context(STYLE):
         if any(trial.place for trial in facts.trials):
-            found["map"] = _drawn(f"{_what(facts)} by lr and effective batch", _draw_map, facts)
+            found["map"] = _drawn(f"{_titled(facts.metrics[0])} by lr and effective batch", _draw_map, facts)
         if facts.best_lrs:
-            found["best-lr"] = _drawn("Best lr of each effective batch", _draw_best_lrs, facts)
-        validated = {number: run for number, run in runs.items() if len(run.events["Validated"]["step"])}
-        # Of several metrics Optuna takes no reports.
-        over_samples = {number: _validated(run, over_seconds=False) for number, run in validated.items()}
-        over_samples |= {trial.number: _columns(trial.losses) for trial in facts.trials if trial.losses}
-        over_seconds = {number: _validated(run, over_seconds=True) for number, run in validated.items()}
-        for name, title, curves in (
-            ("loss", "Validation loss over samples", over_samples),
-            ("loss-seconds", "Validation loss over seconds of training", over_seconds),
-        ):
+            by = f", by {_worded(facts.metrics[0])}" if len(facts.metrics) > 1 else ""
+            found["best-lr"] = _drawn(f"Best lr of each effective batch{by}", _draw_best_lrs, facts)
+        for name, metric, over, curves in _curves(facts, runs):
             if curves:
-                with _axes(title) as (figure, axes):
-                    _draw_curves(axes, facts, curves)
-                    axes.set_xlabel(name.partition("-")[2] or "samples")
+                with _axes(f"{_titled(metric)} over {over}") as (figure, axes):
+                    _draw_curves(axes, facts, curves, metric)
+                    axes.set_xlabel(over.partition(" ")[0])
+                    if over == "samples":
+                        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
                 found[name] = figure
-        for at, name in enumerate(facts.metrics[1:], start=1):
-            if facts.best:
-                with _axes(f"Pareto front: {facts.metrics[0]} and {name}") as (figure, axes):
-                    _draw_front(axes, facts, at)
-                found[f"front-{name}"] = figure
+        for at, metric in enumerate(facts.metrics[1:], start=1):
+            ended = [trial for trial in facts.trials if trial.values]
+            if finite := [trial for trial in ended if np.isfinite([trial.values[0], trial.values[at]]).all()]:
+                height = "upper" if facts.is_maximised() else "lower"
+                corner = f"{height} {'right' if facts.is_maximised(at) else 'left'}"
+                both = f"{_worded(facts.metrics[0])} and {_worded(metric)}"
+                with _axes(f"Pareto front: {both}, best at the {corner}") as (figure, axes):
+                    _draw_front(axes, facts, finite, at)
+                found["front-" + re.sub(r"\W", "-", metric)] = figure  # a name may not be one of a file
         if importances:
-            with _axes(f"Importance of parameters for {_what(facts).lower()}") as (figure, axes):
+            with _axes(f"Importance of parameters for {_worded(facts.metrics[0])}") as (figure, axes):
                 _draw_importances(axes, importances)
             found["importance"] = figure
     return found
@@ -103,7 +104,7 @@ def _scale_batches(axes: Axes, batches: Sequence[int]) -> None:
 def _draw_map(axes: Axes, facts: StudyFacts) -> None:
     placed = [trial for trial in facts.trials if trial.place]
     for states, marker, label in (
-        (("pruned",), "o", "pruned"),
+        (("pruned", "stopped"), "o", "pruned or stopped"),
         (("did not fit", "diverged", "failed"), "x", "did not fit, diverged or failed"),
         (("running",), "+", "running"),
     ):
@@ -113,21 +114,25 @@ def _draw_map(axes: Axes, facts: StudyFacts) -> None:
     if not complete:
         return
     values = np.array([trial.values[0] for trial in complete])
+    maximised = facts.is_maximised()
     # One that is far worse than others would leave all of these the same colour.
-    low, high = float(values.min()), float(np.percentile(values, 90))
-    wide = low > 0 and high > 4 * low
-    norm = LogNorm(low, high) if wide else Normalize(low, high if high > low else low + 1)
+    low, high = (float(end) for end in np.percentile(values, (10, 100) if maximised else (0, 90)))
+    wide = not maximised and low > 0 and high > 4 * low
+    if low == high:
+        low, high = (low - 1, high) if maximised else (low, high + 1)
+    colours = matplotlib.colormaps[_COLOURS].resampled(32)
     drawn = axes.scatter(
         *_places(complete),
         c=values,
-        norm=norm,
-        cmap=matplotlib.colormaps[_COLOURS].reversed().resampled(32),
+        norm=LogNorm(low, high) if wide else Normalize(low, high),
+        cmap=colours if maximised else colours.reversed(),  # the better, the brighter
         s=60,
         edgecolors=INK,
         linewidths=0.6,
         zorder=3,
     )
-    bar = axes.figure.colorbar(drawn, ax=axes, pad=0.02, extend="max" if values.max() > high else "neither")
+    beyond = "min" if values.min() < low else "max" if values.max() > high else "neither"
+    bar = axes.figure.colorbar(drawn, ax=axes, pad=0.02, extend=beyond, label=_sought(facts))
     bar.outline.set_visible(False)
     if wide:
         bar.locator = LogLocator(subs=(1.0, 2.0, 5.0), numticks=8)
@@ -135,7 +140,8 @@ def _draw_map(axes: Axes, facts: StudyFacts) -> None:
         bar.formatter = FuncFormatter(lambda value, _: f"{value:g}")
         bar.update_ticks()
     best = [trial for trial in complete if trial.number in facts.best[: 1 if len(facts.metrics) == 1 else None]]
-    axes.plot(*_places(best), zorder=4, label=_of_best(facts), **_mark("o", RED, size=14))
+    if best:
+        axes.plot(*_places(best), zorder=4, label=_of_best(facts), **_mark("o", RED, size=14))
 
 
 def _draw_best_lrs(axes: Axes, facts: StudyFacts) -> None:
@@ -155,14 +161,25 @@ def _draw_best_lrs(axes: Axes, facts: StudyFacts) -> None:
         axes.plot(span, height * (span / middle) ** 0.5, "--", color=GREEN, label="square root")
         axes.plot(span, height * (span / middle), ":", color=PURPLE, linewidth=1.8, label="linear")
         fitted = growth.factor * span**growth.exponent
-        axes.plot(span, fitted, color=BLUE, label=f"fitted: power {growth.exponent:.2f}")
+        axes.plot(span, fitted, color=BLUE, label=f"fitted: power {growth.exponent:z.2f}")
     edge = np.array([best.is_edge for best in facts.best_lrs])
     for which, face, label in ((~edge, ORANGE, "best"), (edge, "none", "best, at the edge of what was tried")):
         if which.any():
             axes.plot(x[which], y[which], zorder=3, label=label, **_mark("D", ORANGE, size=8, face=face))
 
 
-def _draw_curves(axes: Axes, facts: StudyFacts, curves: Mapping[int, Curve]) -> None:
+def _curves(facts: StudyFacts, runs: Mapping[int, Run]) -> Iterator[tuple[str, str, str, dict[int, Curve]]]:
+    """Pictures of what trials report of their validations and of the loss: name, metric, over what, curves by trial."""
+    for metric, name in {facts.reported: "metric", "validation_loss": "loss"}.items():
+        validated = {number: curves for number, run in runs.items() if (curves := _validated(run, metric))}
+        reported: dict[int, Curve] = {}
+        if metric == facts.reported:
+            reported = {trial.number: _columns(trial.reports) for trial in facts.trials if trial.reports}
+        yield name, metric, "samples", {number: curve for number, (curve, _) in validated.items()} | reported
+        yield f"{name}-seconds", metric, "seconds of training", {at: curve for at, (_, curve) in validated.items()}
+
+
+def _draw_curves(axes: Axes, facts: StudyFacts, curves: Mapping[int, Curve], metric: str) -> None:
     state_of = {trial.number: trial.state for trial in facts.trials}
     labelled: set[str] = set()
     best = [number for number in facts.best[: 1 if len(facts.metrics) == 1 else None] if number in curves]
@@ -177,29 +194,32 @@ def _draw_curves(axes: Axes, facts: StudyFacts, curves: Mapping[int, Curve]) -> 
         marker: dict[str, Any] = {"marker": "o", "markersize": 2.5} if len(x) < 3 else {}
         axes.plot(x, y, style, color=BLUE if is_complete else GREY, alpha=_FAINT, linewidth=1, **marker, **named)
     for at, number in enumerate(best):
-        name = None if at else _of_best(facts)
+        name = None if at else _of_best(facts, metric)
         axes.plot(*curves[number], color=RED, linewidth=2.2, marker="o", markersize=3, zorder=3, label=name)
-    scale_loss(axes, np.concatenate([y for _, y in curves.values()]))
+    maximised = metric == facts.metrics[0] and facts.is_maximised()
+    scale_loss(axes, np.concatenate([y for _, y in curves.values()]), logarithmic=not maximised)
     axes.set_xlim(left=0)
-    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
 
 
-def _draw_front(axes: Axes, facts: StudyFacts, at: int) -> None:
-    complete = [trial for trial in facts.trials if trial.values]
+def _draw_front(axes: Axes, facts: StudyFacts, complete: Sequence[TrialFacts], at: int) -> None:
     beaten = [trial.values for trial in complete if trial.number not in facts.best]
     front = sorted((trial.values[at], trial.values[0]) for trial in complete if trial.number in facts.best)
     axes.plot([v[at] for v in beaten], [v[0] for v in beaten], "o", color=GREY, alpha=0.6, label="beaten in all")
-    x, y = np.array(front).T
-    # Nothing below and to the left of the steps has been reached.
-    style: dict[str, Any] = {"drawstyle": "steps-post"} if len(facts.metrics) == 2 else {"linestyle": "none"}
-    axes.plot(x, y, marker="D", color=RED, label="Pareto front", **style)
+    # Nothing beyond the steps has been reached: each goes from its trial to where x is worse.
+    steps = "steps-pre" if facts.is_maximised(at) else "steps-post"
+    style: dict[str, Any] = {"drawstyle": steps} if len(facts.metrics) == 2 else {"linestyle": "none"}
+    x, y = [x for x, _ in front], [y for _, y in front]
+    axes.plot(x, y, marker="D", color=RED, label="Pareto front", clip_on=False, **style)
     if len(complete) <= 40:
         number_of = {(trial.values[at], trial.values[0]): trial.number for trial in complete}
         for place in front:
             axes.annotate(str(number_of[place]), place, (5, 4), textcoords="offset points", fontsize=8, color=INK)
-    scale_loss(axes, np.array([trial.values[0] for trial in complete]))
-    axes.set_xlabel(facts.metrics[at])
-    axes.set_ylabel(facts.metrics[0])
+    logarithmic = not facts.is_maximised() and min(y, default=0) > 0
+    scale_loss(axes, np.array([trial.values[0] for trial in complete]), logarithmic=logarithmic)
+    low, high = axes.get_ylim()
+    axes.set_ylim(min([low, *y]), max([high, *y]))  # however odd the best are
+    axes.set_xlabel(_sought(facts, at))
+    axes.set_ylabel(_sought(facts))
 
 
 def _draw_importances(axes: Axes, importances: Mapping[str, float]) -> None:
@@ -219,15 +239,30 @@ def _mark(marker: str, color: str, *, size: float, face: str = "none") -> dict[s
     return {"linestyle": "none", "marker": marker, "markersize": size, **edge}
 
 
-def _what(facts: StudyFacts) -> str:
-    return facts.metrics[0].replace("_", " ").capitalize()
+def _worded(metric: str) -> str:
+    return metric.replace("_", " ")
 
 
-def _of_best(facts: StudyFacts) -> str:
+def _titled(metric: str) -> str:
+    """At the head of a title.
+
+    >>> _titled("validation_loss"), _titled("mAP")
+    ('Validation loss', 'mAP')
+    """
+    return _worded(metric).capitalize() if metric.islower() else _worded(metric)
+
+
+def _sought(facts: StudyFacts, at: int = 0) -> str:
+    return f"{_worded(facts.metrics[at])} ({'higher' if facts.is_maximised(at) else 'lower'} is better)"
+
+
+def _of_best(facts: StudyFacts, metric: str | None = None) -> str:
+    """The name of the best in a picture of a metric, the first one when left out."""
     if len(facts.metrics) > 1:
         return "Pareto front"
-    trial = facts.trials[0]
-    return f"best: trial {trial.number}, {shown(trial.values[0])}"
+    trial, first = facts.trials[0], facts.metrics[0]
+    of = "" if metric in (None, first) else f" {_worded(first)}"
+    return f"best{of}: trial {trial.number}, {shown(trial.values[0])}"
 
 
 def _columns(pairs: Sequence[tuple[int, float]]) -> Curve:
@@ -235,12 +270,17 @@ def _columns(pairs: Sequence[tuple[int, float]]) -> Curve:
     return x, y
 
 
-def _validated(run: Run, *, over_seconds: bool) -> Curve:
-    """Validation losses over seconds of training, or over samples."""
+def _validated(run: Run, metric: str) -> tuple[Curve, Curve] | None:
+    """What a run's validations have said of a metric, over samples and over seconds of training; None if nothing."""
     events = run.events["Validated"]
-    at = np.searchsorted(run.windows["step"], events["step"], "right")
-    x = np.concatenate(([0.0], run.seconds))[at] if over_seconds else run.samples_at(events["step"]).astype(float)
-    return thinned(x, events["loss"])
+    steps, values = events["step"], events["loss"]
+    if metric != "validation_loss":
+        said: Any = events.get("metrics", [{}] * len(steps))
+        values = np.array([one.get(metric, math.nan) for one in said])
+    if not len(steps) or np.isnan(values).all():
+        return None
+    seconds = np.concatenate(([0.0], run.seconds))[np.searchsorted(run.windows["step"], steps, "right")]
+    return thinned(run.samples_at(steps).astype(float), values), thinned(seconds, values)
 
 
 def _places(trials: Sequence[TrialFacts]) -> tuple[list[int], list[float]]:

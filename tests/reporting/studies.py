@@ -16,8 +16,13 @@ SPACE: dict[str, BaseDistribution] = {
 }
 
 
-def study(*trials: optuna.trial.FrozenTrial, metric: tuple[str, ...] = ("validation_loss",), **options: Any) -> Any:
-    made = optuna.create_study(directions=["minimize"] * len(metric), **{"study_name": "made", **options})
+def study(
+    *trials: optuna.trial.FrozenTrial,
+    metric: tuple[str, ...] = ("validation_loss",),
+    direction: tuple[str, ...] | None = None,
+    **options: Any,
+) -> Any:
+    made = optuna.create_study(directions=direction or ["minimize"] * len(metric), **{"study_name": "made", **options})
     made.set_user_attr("autoaccum", {"samples": 1000, "metric": list(metric)})
     made.add_trials(trials)
     return made
@@ -29,7 +34,7 @@ def trial(
     effective_batch: int | None = 16,
     *,
     state: TrialState | None = None,
-    losses: dict[int, float] | None = None,
+    reports: dict[int, float] | None = None,
     space: dict[str, BaseDistribution] | None = None,
     **attributes: Any,
 ) -> optuna.trial.FrozenTrial:
@@ -43,7 +48,7 @@ def trial(
         values=values,
         params=params,
         distributions={name: {**SPACE, **(space or {})}[name] for name in params},
-        intermediate_values={500: 1.0} if losses is None else losses,
+        intermediate_values={500: 1.0} if reports is None else reports,
         user_attrs={**took, "micro_batches": [8, 8], **attributes},
     )
 
@@ -57,7 +62,7 @@ def law(power: float) -> list[optuna.trial.FrozenTrial]:
     tried = (1e-3, 2e-3, 8e-3, 3e-2, 0.1, 0.2, 0.9)
     best = {batch: 0.001 * batch**power for batch in (16, 64, 256)}
     return [
-        trial(0.5 + math.log(lr / best[batch]) ** 2 + batch / 1000, lr, batch, losses={500: 3.0, 1000: 0.5 + lr})
+        trial(0.5 + math.log(lr / best[batch]) ** 2 + batch / 1000, lr, batch, reports={500: 3.0, 1000: 0.5 + lr})
         for batch in best
         for lr in tried
     ]

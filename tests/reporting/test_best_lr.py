@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from autoaccum.reporting.best_lr import BestLr, best_lrs_of, growth_answer, growth_of
+from autoaccum.reporting.best_lr import BestLr, Growth, best_lrs_of, growth_answer, growth_of
 
 
 def parabola(batch: int, best: float, lrs: tuple[float, ...]) -> list[tuple[int, float, float | None]]:
@@ -73,6 +73,12 @@ def test_the_error_is_that_of_least_squares() -> None:
     assert growth is not None
     assert (growth.exponent, growth.error) == (pytest.approx(0, abs=1e-12), pytest.approx(math.sqrt(3)))
     assert growth_answer([at(1, 1.0), at(4, 1.0)], growth).text.endswith("That is too uncertain to tell them apart.")
+
+
+def test_no_growth_has_no_sign() -> None:
+    assert growth_answer([at(8, 0.1)] * 2, Growth(exponent=-1e-17, error=None, factor=0.1)).text.startswith(
+        "As its power 0.00, "
+    )
 
 
 def test_two_points_have_no_error_and_one_has_no_growth() -> None:

@@ -51,7 +51,8 @@ def test_the_sentences() -> None:
     assert [one.good for one in facts.answers] == [None, False, None, False, None]
     assert facts.best == (1, 0)
     assert facts.counts == {
-        "complete": 2, "pruned": 1, "did not fit": 1, "diverged": 1, "running": 1, "failed": 1, "waiting": 0
+        "complete": 2, "pruned": 1, "did not fit": 1, "diverged": 1, "stopped": 0, "running": 1, "failed": 1,
+        "waiting": 0,
     }  # fmt: skip
     assert facts.state == "1 running or killed, 6 ended"
     assert facts.totals["seconds"] == 85.0
@@ -83,13 +84,13 @@ def test_the_order_is_best_first() -> None:
     facts = facts_of(
         study(
             running(),
-            trial(None, losses={500: 0.1}),
+            trial(None, reports={500: 0.1}),
             trial(0.5),
-            trial(None, losses={500: 0.9, 700: 0.8}),
+            trial(None, reports={500: 0.9, 700: 0.8}),
             trial(0.25),
             trial(math.inf),
-            trial(None, losses={500: 0.05}),
-            trial(None, losses={}),
+            trial(None, reports={500: 0.05}),
+            trial(None, reports={}),
         )
     )
     assert [one.number for one in facts.trials] == [4, 2, 5, 3, 6, 1, 7, 0]
@@ -108,6 +109,90 @@ def test_of_several_metrics_the_front_comes_first() -> None:
         "3 trials are not beaten in all of validation_loss and seconds; the lowest validation_loss is 0.1, of trial 2 "
         "(lr 0.1, effective_batch 16); the lowest seconds is 1, of trial 4 (lr 0.1, effective_batch 16)."
     )
+
+
+def test_of_what_is_maximised_the_highest_is_best() -> None:
+    facts = facts_of(
+        study(
+            trial(0.5),
+            trial(0.9, 0.01),
+            trial(-math.inf),
+            trial(None, reports={500: 0.1}),
+            trial(None, reports={500: math.nan}),
+            trial(None, reports={500: 0.3}),
+            metric=("accuracy",),
+            direction=("maximize",),
+        )
+    )
+    assert [one.number for one in facts.trials] == [1, 0, 2, 5, 3, 4]
+    assert facts.best == (1, 0, 2)
+    assert (facts.directions, facts.is_maximised()) == (("maximize",), True)
+    assert facts.trials[0].values == (0.9,), "signs are for comparing only"
+    assert answer(facts, "searched").endswith(" a trial, for the highest accuracy.")
+    assert answer(facts, "best?").startswith("accuracy 0.9 of trial 1 (lr 0.01, ")
+    assert " Next is 0.5 of trial 0 " in answer(facts, "best?")
+
+
+def test_the_best_lr_is_that_of_the_highest_where_it_is_maximised() -> None:
+    mirrored = [trial(7 - one.values[0], **one.params) for one in law(0.5)]
+    facts = facts_of(study(*mirrored, metric=("accuracy",), direction=("maximize",)))
+    assert [best.lr for best in facts.best_lrs] == pytest.approx([0.001 * b**0.5 for b in (16, 64, 256)])
+
+
+def test_a_front_of_mixed_directions() -> None:
+    made = study(
+        trial((0.5, 0.80)), trial((0.6, 0.79)), trial((0.1, 0.2)), trial(None), trial((0.7, 0.9)), trial((0.7, 0.1)),
+        metric=("validation_loss", "accuracy"), direction=("minimize", "maximize"),
+    )  # fmt: skip
+    facts = facts_of(made)
+    assert facts.best == (2, 0, 4)
+    assert [one.number for one in facts.trials] == [2, 0, 4, 1, 5, 3]
+    assert answer(facts, "searched").endswith(" for the lowest validation_loss and the highest accuracy.")
+    assert answer(facts, "best?") == (
+        "3 trials are not beaten in all of validation_loss and accuracy; the lowest validation_loss is 0.1, of trial 2 "
+        "(lr 0.1, effective_batch 16); the highest accuracy is 0.9, of trial 4 (lr 0.1, effective_batch 16)."
+    )
+
+
+@pytest.mark.parametrize(
+    ("metric", "reported"),
+    [("validation_loss", "validation_loss"), ("accuracy", "accuracy"), ("seconds", "validation_loss")],
+)
+def test_what_trials_report(metric: str, reported: str) -> None:
+    assert facts_of(study(metric=(metric,))).reported == reported
+
+
+def test_a_trial_that_a_callback_ended_is_stopped() -> None:
+    facts = facts_of(
+        study(
+            trial(1.0, 0.1),
+            trial(2.0, 0.01),
+            trial(None, 0.5, stopped=True, reports={900: 0.1}),
+            trial(None, 0.05, diverged=True),
+            trial(None, 0.05),
+        )
+    )
+    assert [(one.number, one.state) for one in facts.trials[2:]] == [(4, "pruned"), (3, "diverged"), (2, "stopped")]
+    assert answer(facts, "end?") == (
+        "Of 5 trials 2 came to the end, 1 pruned, 1 diverged and 1 stopped by a callback."
+    )  # fmt: skip
+    assert facts.state == "5 ended"
+    (best,) = facts.best_lrs
+    assert (best.lr, best.num_trials, best.is_edge) == (0.1, 5, False), "it was tried, at 0.5"
+
+
+def test_what_was_noted_before_a_trial_went_on_is_not_its_end() -> None:
+    facts = facts_of(study(trial(0.5, diverged=True), running(not_fitting={"micro_batch": 1})))
+    assert [one.state for one in facts.trials] == ["complete", "running"]
+    assert facts.best == (0,)
+
+
+@pytest.mark.parametrize("lr", [0.0, -0.1, math.inf])
+def test_an_lr_that_has_no_logarithm_has_no_place(lr: float) -> None:
+    space: dict[str, Any] = {"lr": CategoricalDistribution([lr, 0.1, 0.2])}
+    facts = facts_of(study(trial(0.1, lr, space=space), trial(0.3, 0.1, space=space), trial(0.2, 0.2, space=space)))
+    assert [best.lr for best in facts.best_lrs] == [0.2]
+    assert sum(one.place is not None for one in facts.trials) == 2
 
 
 @pytest.mark.parametrize("trials", [(), (trial(0.5),), (trial(0.5), trial(0.4)), (trial(None),) * 3, (running(),)])
@@ -161,6 +246,13 @@ def test_importance_that_cannot_be_told() -> None:
     )  # fmt: skip
     assert importances_of(study(*[trial(0.5)] * 9))[1] == "All complete trials are alike."
     assert importances_of(study(*(trial(0.5, lr / 10) for lr in range(1, 10))))[1] == "All complete trials are alike."
+
+
+def test_importance_leaves_out_what_is_not_finite() -> None:
+    pytest.importorskip("sklearn")
+    tried = [(lr, batch) for lr in (0.1, 0.2, 0.4, 0.8) for batch in (16, 64)]
+    made = study(*(trial(-lr, lr, batch) for lr, batch in tried), trial(-math.inf, 0.3), metric=("accuracy",))
+    assert importances_of(made)[0]["lr"] > 0.9
 
 
 def test_importance_without_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:

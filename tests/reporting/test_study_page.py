@@ -26,7 +26,7 @@ def page_of(made: optuna.Study, folder: Path) -> Page:
 
 
 def test_the_page_has_sentences_pictures_and_a_table(tmp_path: Path) -> None:
-    made = study(*law(0.5), trial(None, 0.05, 16, ooms=7, losses={500: 1.5}), running())
+    made = study(*law(0.5), trial(None, 0.05, 16, ooms=7, reports={500: 1.5}), running())
     written = write_study_report(made, tmp_path)
     page = Page(written.path.read_text())
     assert "sweep · 23 trials of 1,000 samples · 22,000 samples in all · 44.0 s of training" in page.texts
@@ -43,7 +43,7 @@ def test_the_page_has_sentences_pictures_and_a_table(tmp_path: Path) -> None:
         "lr",
         "effective_batch",
         "validation_loss",
-        "last loss",
+        "last validation_loss",
         "samples",
         "training time",
         "OOMs",
@@ -74,6 +74,27 @@ def test_the_front_is_told_in_the_table(tmp_path: Path) -> None:
         ["1", "complete"],
     ]
     assert page.rows[0][4:6] == ["validation_loss", "seconds"]
+
+
+def test_the_table_of_what_is_maximised(tmp_path: Path) -> None:
+    trials = [trial(0.5, reports={500: 0.4}), trial(0.9, reports={500: 0.7, 1000: 0.8}), trial(None, stopped=True)]
+    page = page_of(study(*trials, metric=("accuracy",), direction=("maximize",)), tmp_path)
+    assert page.rows[0][4:6] == ["accuracy", "last accuracy"]
+    assert [[*row[:2], *row[4:6]] for row in page.rows[1:]] == [
+        ["1", "complete", "0.9", "0.8"],
+        ["0", "complete", "0.5", "0.4"],
+        ["2", "stopped", "-", "1"],
+    ]
+
+
+def test_metrics_may_be_called_anything(tmp_path: Path) -> None:
+    values = ((0.5, 9.0), (0.6, 9.5))
+    trials = [trial(value, reports={}) for value in values]
+    written = write_study_report(study(*trials, metric=(NASTY, "../a/$b")), tmp_path)
+    assert [image.name for image in written.images] == ["report-map.png", "report-front----a--b.png"]
+    page = Page(written.path.read_text())
+    assert "script" not in page.tags
+    assert page.rows[0][4:7] == [NASTY, "../a/$b", "samples"], "none has reported anything"
 
 
 @pytest.mark.parametrize("trials", [(), (trial(0.5),), (trial(0.5), trial(0.4)), (trial(None),) * 3, (running(),)])
