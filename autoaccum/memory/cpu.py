@@ -43,7 +43,6 @@ class CpuMemory:
         # Both stay 0 while the kernel's own peak can be reset.
         self._stale_peak = 0
         self._sampled_peak = 0
-        self._least_untouched: dict[str, int] = {}
 
     def limit(self) -> int:
         """Resident bytes, plus what the tightest of the system's constraints still leaves free."""
@@ -101,9 +100,9 @@ class CpuMemory:
         for which, field in ((resource.RLIMIT_DATA, "VmData"), (resource.RLIMIT_AS, "VmSize")):
             soft, _ = resource.getrlimit(which)
             if soft != resource.RLIM_INFINITY:
-                untouched = (_field(status, field) or anonymous) - anonymous
-                self._least_untouched[field] = min(untouched, self._least_untouched.get(field, untouched))
-                yield soft - self._least_untouched[field] - anonymous
+                untouched, where = (_field(status, field) or anonymous) - anonymous, (self._status_path, field)
+                _least_untouched[where] = min(untouched, _least_untouched.get(where, untouched))
+                yield soft - _least_untouched[where] - anonymous
 
     def _available(self) -> int:
         # psutil reads the same file, and all of its other lines.
@@ -129,3 +128,5 @@ def _find_malloc_trim() -> Any:
 
 
 _malloc_trim = _find_malloc_trim()
+_least_untouched: dict[tuple[str, str], int] = {}
+"""Bytes, by file and field. Of the process and not of a run: what one has left in the heap is there for the next."""

@@ -198,6 +198,8 @@ def test_what_the_heap_keeps_for_itself_is_free(host: Host, monkeypatch: pytest.
     assert host.memory.limit() == (100 + 110) * MIB
     host.set_status(VmHWM=150, VmRSS=80, RssAnon=70, VmData=90, VmSize=400)
     assert host.memory.limit() == (80 + 130) * MIB
+    later = CpuMemory(host.proc, host.cgroup)  # of the next run in the same process
+    assert later.limit() == (80 + 130) * MIB
 
 
 def test_the_tightest_constraint_wins(host: Host) -> None:
