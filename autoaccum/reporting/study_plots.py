@@ -275,8 +275,7 @@ def _validated(run: Run, metric: str) -> tuple[Curve, Curve] | None:
     events = run.events["Validated"]
     steps, values = events["step"], events["loss"]
     if metric != "validation_loss":
-        said: Any = events.get("metrics", [{}] * len(steps))
-        values = np.array([one.get(metric, math.nan) for one in said])
+        values = np.array([metrics.get(metric, math.nan) for metrics in events["metrics"]])
     if not len(steps) or np.isnan(values).all():
         return None
     seconds = np.concatenate(([0.0], run.seconds))[np.searchsorted(run.windows["step"], steps, "right")]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,6 @@ from optuna.distributions import CategoricalDistribution
 
 from autoaccum.events import Validated
 from autoaccum.reporting.plots import svg
-from autoaccum.reporting.runs import Run
 from autoaccum.reporting.study import facts_of, runs_of
 from autoaccum.reporting.study_plots import pictures
 from tests.reporting.studies import law, running, study, trial
@@ -37,8 +34,8 @@ def line(axes: Axes, label: str) -> Any:
     return found
 
 
-def validated(step: int, loss: float) -> Validated:
-    return Validated(step=step, epoch=0, loss=loss, num_samples=5, micro_batch=3, seconds=1.0)
+def validated(step: int, loss: float, **metrics: float) -> Validated:
+    return Validated(step=step, epoch=0, loss=loss, metrics=metrics, num_samples=5, micro_batch=3, seconds=1.0)
 
 
 def test_the_map() -> None:
@@ -139,16 +136,6 @@ def test_the_loss_over_seconds_is_from_the_trials_records(tmp_path: Path) -> Non
     assert not isinstance(formatters["loss-seconds"], EngFormatter), "500m would be half a second"
 
 
-def with_metrics(runs: Mapping[int, Run], name: str, values: dict[int, list[float]]) -> dict[int, Run]:
-    """As if these had been among what the runs' validations have said."""
-    found = {}
-    for number, run in runs.items():
-        said = {"metrics": np.array([{name: value} for value in values.get(number, [])], object)}
-        events = {**run.events, "Validated": {**run.events["Validated"], **said}} if number in values else run.events
-        found[number] = replace(run, events=events)
-    return found
-
-
 def curves(axes: Axes) -> list[Any]:
     return [one.get_xydata().tolist() for one in axes.lines]
 
@@ -159,10 +146,9 @@ def test_a_metric_of_validations_has_curves_beside_the_loss(tmp_path: Path) -> N
     facts = facts_of(made)
     assert pictures(facts, {}, {}).keys() == {"map", "metric"}, "what they report is no loss"
     (tmp_path / "id").write_text("d")
-    write(tmp_path / "trial-0000", report(1, seconds=2.0), report(2, seconds=5.0), validated(2, 0.25))
+    write(tmp_path / "trial-0000", report(1, seconds=2.0), report(2, seconds=5.0), validated(2, 0.25, accuracy=0.85))
     write(tmp_path / "trial-0001", report(1, seconds=3.0), validated(1, 0.75))
-    runs = with_metrics(runs_of(made, tmp_path), "accuracy", {0: [0.85]})
-    figures = pictures(facts, runs, {})
+    figures = pictures(facts, runs_of(made, tmp_path), {})
     assert figures.keys() == {"map", "metric", "metric-seconds", "loss", "loss-seconds"}
     axes = {name: figure.axes[0] for name, figure in figures.items()}
     assert curves(axes["metric"]) == [[[4, 0.3]], [[4, 0.8], [10, 0.9]]]
@@ -195,15 +181,16 @@ def test_curves_of_several_metrics_are_from_the_trials_records(tmp_path: Path) -
     trials = [trial(values, directory="d", reports={}) for values in ((0.9, 9.0), (0.8, 9.5))]
     made = study(*trials, metric=("accuracy", "seconds"), direction=("maximize", "minimize"))
     (tmp_path / "id").write_text("d")
-    for number, loss in enumerate((0.3, 60.0)):
-        write(tmp_path / f"trial-{number:04d}", report(1, seconds=2.0), validated(1, loss))
-    runs = runs_of(made, tmp_path)
-    figures = pictures(facts_of(made), with_metrics(runs, "accuracy", {0: [0.9], 1: [float("nan")]}), {})
+    for number, (loss, accuracy) in enumerate(((0.3, 0.9), (60.0, float("nan")))):
+        said = validated(1, loss, accuracy=accuracy)
+        write(tmp_path / f"trial-{number:04d}", report(1, seconds=2.0), said)
+    figures = pictures(facts_of(made), runs_of(made, tmp_path), {})
     assert curves(figures["metric"].axes[0]) == [[[8, 0.9]]]
     assert curves(figures["metric-seconds"].axes[0]) == [[[2.0, 0.9]]]
     assert curves(figures["loss"].axes[0]) == [[[8, 60.0]], [[8, 0.3]]]
     assert figures["loss"].axes[0].get_yscale() == "log", "losses are not what is maximised"
-    figures = pictures(facts_of(made), with_metrics(runs, "recall", {0: [0.9]}), {})
+    other = study(*trials, metric=("recall", "seconds"), direction=("maximize", "minimize"))
+    figures = pictures(facts_of(other), runs_of(other, tmp_path), {})
     assert figures.keys() == {"map", "loss", "loss-seconds", "front-seconds"}
 
 
