@@ -23,16 +23,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import optuna
 from optuna.samplers import BaseSampler
 from optuna.storages import BaseStorage, JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, Trial, TrialState
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 
 from autoaccum.checkpoint import DirectoryLock
 from autoaccum.errors import ArgumentError, ArgumentTypeError, CheckpointLockedError
+from autoaccum.recipes import as_file_name
 
 POLL_SECONDS = 0.1
 FINISHED = (TrialState.COMPLETE, TrialState.PRUNED)
@@ -55,7 +57,7 @@ def open_storage(storage: str | BaseStorage | None, directory: Path) -> BaseStor
         # By its path, because in a URL "?", "%" and "{" stand for something else.
         path = str((directory / "study.db").absolute())
         connect = partial(sqlite3.connect, path, check_same_thread=False, **seconds)
-        return _opened(path, lambda: RDBStorage("sqlite:///study.db", engine_kwargs={"creator": connect}))
+        return _opened(path, lambda: _database("sqlite:///study.db", {"creator": connect}))
     accepted = "a URL, 'journal:PATH' or a path that ends in .log"
     if not isinstance(storage, str):
         raise ArgumentTypeError("storage", storage, accepted)
@@ -65,7 +67,19 @@ def open_storage(storage: str | BaseStorage | None, directory: Path) -> BaseStor
     if "://" not in storage:
         raise ArgumentError("storage", storage, accepted, f"For a SQLite file write 'sqlite:///{storage}'.")
     options = {"connect_args": seconds} if storage.startswith("sqlite") else {}
-    return _opened(storage, lambda: RDBStorage(storage, engine_kwargs=options))
+    return _opened(storage, lambda: _database(storage, options))
+
+
+def _database(url: str, options: dict[str, Any]) -> RDBStorage:
+    """With Optuna's tables, which several processes that find none all begin to make, and one can."""
+    for _ in range(9):
+        try:
+            return RDBStorage(url, engine_kwargs=options)
+        except SQLAlchemyError as error:
+            if not isinstance(error, IntegrityError) and "already exists" not in str(error):
+                raise
+            time.sleep(POLL_SECONDS)
+    return RDBStorage(url, engine_kwargs=options)
 
 
 def _journal(path: str) -> JournalStorage:
@@ -83,6 +97,11 @@ def _opened(storage: str, opening: Callable[[], BaseStorage]) -> BaseStorage:
         shown = re.sub(r"(://[^:/@]*):[^/]*@", r"\1:***@", storage)  # without the password
         cure = f"{type(error).__name__}: {reason}. Check the address, and that what it names can be written."
         raise ArgumentError("storage", shown, "one that can be opened", cure) from None
+
+
+def directory_of(study_name: str) -> Path:
+    """Where a sweep keeps its trials, unless it was told."""
+    return Path("sweeps") / as_file_name(study_name)
 
 
 class Claims:

@@ -185,9 +185,11 @@ def _sweep(
     json: Json = False,
     **options: Any,
 ) -> int:
+    from autoaccum.arguments import positive_int
     from autoaccum.studies import best_trials, totals
     from autoaccum.sweeps import sweep
 
+    positive_int("trials", trials)
     with _stdout_kept(json):
         try:
             study = sweep(recipe, num_trials=trials, **options)
@@ -210,6 +212,9 @@ def _sweep(
         _print_json({"study": study.study_name, **found, "best": best, "trials": trials_of})
     else:
         print("\n".join(_study_lines(best_trials(study), found)))
+    if found["finished"] and found["not_fitting"] == found["finished"]:
+        print(f"error: none of {_counted(found['finished'], 'trial')} fits: see their not_fitting", file=sys.stderr)
+        return 3
     return 0 if found["finished"] >= trials else 4
 
 
@@ -472,8 +477,8 @@ def _study_lines(best: Sequence[FrozenTrial], found: Mapping[str, Any]) -> Itera
     yield ""
     yield (
         f"{_counted(found['finished'], 'trial')}: {found['complete']} to the end, {found['pruned']} pruned, "
-        f"of these {found['not_fitting']} that did not fit and {found['diverged']} that diverged; {found['failed']} "
-        f"failed"
+        f"of these {found['not_fitting']} that did not fit, {found['diverged']} that diverged and {found['stopped']} "
+        f"that a callback stopped; {found['failed']} failed"
     )
     yield (
         f"cost of searching for micro-batches: {_counted(found['search_trials'], 'size')} tried, "

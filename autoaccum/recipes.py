@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import inspect
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -74,6 +75,28 @@ def imported(recipe: str) -> Iterator[Callable[..., dict[str, Any]]]:
             sys.path.remove(folder)
         if is_file:
             sys.modules.pop(name, None)
+
+
+def name_of(recipe: str | Callable[..., Any]) -> str:
+    """What is made of it is called.
+
+    >>> name_of("recipes/digits.py"), name_of("digits.py:small"), name_of("package.digits"), name_of(name_of)
+    ('digits', 'digits-small', 'digits', 'name_of')
+    """
+    if not isinstance(recipe, str):
+        return as_file_name(getattr(recipe, "__name__", type(recipe).__name__))
+    target, _, function = recipe.partition(":")
+    stem = Path(target).stem if target.endswith(".py") else target.rpartition(".")[2]
+    return as_file_name(f"{stem}-{function}" if function not in ("", "recipe") else stem)
+
+
+def as_file_name(text: str) -> str:
+    """Letters, digits, ``_`` and ``-``.
+
+    >>> as_file_name("../lr: 1e-4"), as_file_name("<lambda>")
+    ('lr-1e-4', 'lambda')
+    """
+    return re.sub(r"[^\w-]+", "-", text).strip("-")
 
 
 def _split(recipe: str) -> tuple[str, str]:

@@ -8,7 +8,7 @@ from typing import Any
 import optuna
 from optuna.trial import FrozenTrial
 
-from autoaccum.claims import open_storage
+from autoaccum.claims import directory_of, open_storage
 from autoaccum.errors import ArgumentError
 from autoaccum.reporting.study import SETTINGS, WHY, facts_of
 
@@ -35,7 +35,7 @@ def load_study(place: str, name: str | None = None) -> tuple[optuna.Study, Path]
         accepted = f"one of {', '.join(names)}" if names else "a study that a sweep has made, and there is none"
         raise ArgumentError("study", name, accepted, f"Those of {place} are meant." if names else "")
     study = optuna.load_study(study_name=name, storage=storage)
-    return study, Path(place) if is_directory else Path("sweeps") / study.study_name
+    return study, Path(place) if is_directory else directory_of(study.study_name)
 
 
 def _file_of(url: str) -> Path | None:

@@ -1,19 +1,25 @@
 """The same twenty trials by ``autoaccum.sweep`` and in the obvious way, in a memory in which no effective batch fits.
 
     python benchmarks/sweep.py
+    python benchmarks/sweep.py --quick      # fewer samples, one round
 
 The obvious way is Optuna and a loop by hand: each trial begins with the effective batch as its micro-batch, and when
 memory runs out it halves that and starts again. Both go through the same grid of learning rates and effective batches,
-with as many samples, the same weights and one validation; they take turns, and the cache of past runs is empty each
-time. What the simulation of a device's memory costs is in both.
+with as many samples, the same weights and one validation; they take turns, each in a process of its own, and the cache
+of past runs is empty each time. Two limits: a simulated device memory, and RLIMIT_DATA, below which PyTorch's own
+allocator fails.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
+import json
 import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from itertools import product
@@ -21,158 +27,216 @@ from typing import Any
 
 import optuna
 import torch
-from optuna.pruners import NopPruner
 from optuna.samplers import GridSampler
+from peers import Device
 from results import write_table
+from time_to_train import MIB, limited
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 import autoaccum
-from autoaccum.testing import simulated_memory
+from autoaccum.oom import is_out_of_memory
 
-GRID = {"lr": [3e-4, 1e-3, 3e-3, 1e-2], "effective_batch": [256, 512, 768, 1024, 1536]}
-WIDTH, SAMPLES, SEED = 256, 24576, 0
-ROOM = 128
-"""Samples whose activations fit beside the model, its gradients and AdamW's state."""
+GRID = {"lr": [3e-4, 1e-3, 3e-3, 1e-2], "effective_batch": [64, 96, 128, 192, 256]}
+SIDE, CHANNELS, SAMPLES, QUICK, SEED = 48, 32, 1536, 256, 0
+ROOM = 48
+"""Samples in a micro-batch that just fits."""
+Data = tuple[torch.Tensor, torch.Tensor]
 
 
-def data() -> tuple[Any, Any]:
-    """Training and validation: a rule that takes some learning."""
+@functools.cache
+def data() -> tuple[Data, Data]:
+    """Training and validation: which quarter of the picture is the brightest."""
     generator = torch.Generator().manual_seed(1)
-    inputs = torch.randn(3072 + 512, 64, generator=generator)
-    targets = (inputs[:, :32].square().sum(1) > inputs[:, 32:].square().sum(1)).long()
-    return (inputs[:3072], targets[:3072]), (inputs[3072:], targets[3072:])
+    targets = torch.randint(0, 4, (768 + 128,), generator=generator)
+    inputs = torch.randn(len(targets), 1, SIDE, SIDE, generator=generator)
+    half = SIDE // 2
+    for picture, target in zip(inputs, targets.tolist(), strict=True):
+        picture[:, target // 2 * half :, target % 2 * half :][:, :half, :half] += 0.2
+    return (inputs[:768], targets[:768]), (inputs[768:], targets[768:])
 
 
 def make_model() -> nn.Module:
     torch.manual_seed(SEED)
-    layers = [layer for _ in range(5) for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU())]
-    return nn.Sequential(nn.Linear(64, WIDTH), nn.GELU(), *layers, nn.Linear(WIDTH, 2))
+    blocks = [layer for _ in range(2) for layer in (nn.Conv2d(CHANNELS, CHANNELS, 1), nn.GELU())]
+    head = [nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(4 * CHANNELS, 4)]
+    return nn.Sequential(nn.Conv2d(1, CHANNELS, 3, padding=1), nn.GELU(), *blocks, *head)
 
 
-def limit_bytes() -> int:
-    parameters = sum(p.nbytes for p in make_model().parameters())
-    return 4 * parameters + ROOM * 14 * WIDTH * 4
+def train(model: nn.Module, lr: float, effective_batch: int, micro_batch: int, samples: int, seen: list[int]) -> None:
+    """The loop by hand; ``seen`` counts its samples."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
+    (inputs, targets), _ = data()
+    order = torch.Generator().manual_seed(SEED)
+    while seen[0] < samples:
+        for window in torch.randperm(len(inputs), generator=order).split(effective_batch):
+            window = window[: samples - seen[0]]
+            if not len(window):
+                break
+            optimizer.zero_grad()
+            for rows in window.split(micro_batch):
+                loss = cross_entropy(model(inputs[rows]), targets[rows])
+                (loss * len(rows) / len(window)).backward()
+            optimizer.step()
+            seen[0] += len(window)
 
 
-def by_sweep() -> dict[str, Any]:
-    train, held_out = data()
+def loss_of(model: nn.Module, micro_batch: int) -> float:
+    """On the validation data."""
+    _, (inputs, targets) = data()
+    model.eval()
+    with torch.no_grad():
+        losses = [
+            cross_entropy(model(x), y, reduction="sum").item()
+            for x, y in zip(inputs.split(micro_batch), targets.split(micro_batch), strict=True)
+        ]
+    return sum(losses) / len(inputs)
+
+
+def by_sweep(samples: int) -> dict[str, Any]:
+    training, held_out = data()
 
     def recipe() -> dict[str, Any]:
-        return {"model": make_model(), "data": train, "validation_data": held_out, "loss_fn": cross_entropy}
+        return {"model": make_model(), "data": training, "validation_data": held_out, "loss_fn": cross_entropy}
 
     with tempfile.TemporaryDirectory() as folder:
         os.environ["AUTOACCUM_CACHE_DIR"] = f"{folder}/cache"
-        started = time.perf_counter()
-        with simulated_memory(limit_bytes()):
-            study = autoaccum.sweep(
-                recipe,
-                lr=(min(GRID["lr"]), max(GRID["lr"])),
-                effective_batch=GRID["effective_batch"],
-                num_trials=20,
-                samples=SAMPLES,
-                validate_every=SAMPLES,
-                sampler=lambda seed: GridSampler(GRID),
-                pruner=NopPruner(),
-                directory=f"{folder}/sweep",
-                progress=False,
-                device="cpu",
-            )
-        seconds = time.perf_counter() - started
+        study = autoaccum.sweep(
+            recipe,
+            **GRID,
+            num_trials=20,
+            samples=samples,
+            validate_every=samples,
+            sampler=lambda seed: GridSampler(GRID),
+            pruner="none",
+            directory=f"{folder}/sweep",
+            progress=False,
+            device="cpu",
+        )
     attributes = [trial.user_attrs for trial in study.trials]
     return {
-        "seconds": seconds,
-        "finished": sum(trial.state.name == "COMPLETE" for trial in study.trials),
-        "ooms": sum(attrs["ooms"] for attrs in attributes),
-        "wasted": sum(attrs["wasted_samples"] for attrs in attributes),
-        "values": {(t.params["lr"], t.params["effective_batch"]): t.value for t in study.trials},
+        **outcomes(study),
+        "ooms": sum(found["ooms"] for found in attributes),
+        "wasted": sum(found["wasted_samples"] for found in attributes),
+        "micro_batches": sorted({max(found["micro_batches"]) for found in attributes}),
     }
 
 
-def by_hand() -> dict[str, Any]:
-    train, held_out = data()
+def by_hand(samples: int) -> dict[str, Any]:
     found: dict[str, Any] = {"ooms": 0, "wasted": 0}
+    fitting = set()
 
     def objective(trial: optuna.Trial) -> float:
-        lr = trial.suggest_float("lr", min(GRID["lr"]), max(GRID["lr"]), log=True)
-        effective_batch = trial.suggest_categorical("effective_batch", GRID["effective_batch"])
-        micro_batch = effective_batch
-        gc.collect()  # what the trial before has left would be in this one's memory
+        lr = trial.suggest_categorical("lr", GRID["lr"])
+        micro_batch = effective_batch = trial.suggest_categorical("effective_batch", GRID["effective_batch"])
         while True:
-            progress = [0]
+            gc.collect()  # what an attempt before has left would be in this one's memory
+            seen, model = [0], make_model()
             try:
-                return attempt(lr, effective_batch, micro_batch, progress)
-            except torch.OutOfMemoryError:
-                found["ooms"] += 1
-                found["wasted"] += progress[0]
+                train(model, lr, effective_batch, micro_batch, samples, seen)
+                fitting.add(micro_batch)
+                return loss_of(model, micro_batch)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+            found["ooms"] += 1
+            found["wasted"] += seen[0]
             micro_batch //= 2  # and everything from the beginning
 
-    def attempt(lr: float, effective_batch: int, micro_batch: int, progress: list[int]) -> float:
-        model = make_model()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
-        (inputs, targets), (test_inputs, test_targets) = train, held_out
-        order = torch.Generator().manual_seed(SEED)
-        while progress[0] < SAMPLES:
-            for window in torch.randperm(len(inputs), generator=order).split(effective_batch):
-                window = window[: SAMPLES - progress[0]]
-                if not len(window):
-                    break
-                optimizer.zero_grad()
-                for rows in window.split(micro_batch):
-                    loss = cross_entropy(model(inputs[rows]), targets[rows])
-                    (loss * len(rows) / len(window)).backward()
-                optimizer.step()
-                progress[0] += len(window)
-        model.eval()
-        with torch.no_grad():
-            losses = [
-                cross_entropy(model(x), y, reduction="sum").item()
-                for x, y in zip(test_inputs.split(micro_batch), test_targets.split(micro_batch), strict=True)
-            ]
-        return sum(losses) / len(test_inputs)
-
-    started = time.perf_counter()
     study = optuna.create_study(sampler=GridSampler(GRID))
-    with simulated_memory(limit_bytes()):
-        study.optimize(objective, n_trials=20)
-    found["seconds"] = time.perf_counter() - started
-    found["finished"] = sum(trial.state.name == "COMPLETE" for trial in study.trials)
-    found["values"] = {(t.params["lr"], t.params["effective_batch"]): t.value for t in study.trials}
-    return found
+    study.optimize(objective, n_trials=20)
+    return {**found, **outcomes(study), "micro_batches": sorted(fitting)}
+
+
+def outcomes(study: optuna.Study) -> dict[str, Any]:
+    return {
+        "finished": sum(trial.state.name == "COMPLETE" for trial in study.trials),
+        "values": sorted((t.params["effective_batch"], t.params["lr"], t.value) for t in study.trials),
+    }
+
+
+HAND = "Optuna, halved by hand"
+WAYS = {"autoaccum.sweep": by_sweep, HAND: by_hand}
+
+
+def limit_bytes_of(kind: str) -> int:
+    """What ``ROOM`` samples take at once; of a real limit, with some for the heap, and without the data."""
+    with Device() as device:
+        train(make_model(), 1e-3, 2 * ROOM, ROOM, 2 * ROOM, [0])
+    there = sum(part.nbytes for pair in data() for part in pair)
+    return device.peak if kind == "simulated" else device.peak - there + 32 * MIB
+
+
+def child(spec: dict[str, Any]) -> dict[str, Any]:
+    torch.set_num_threads(spec["threads"])
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    autoaccum.fit(
+        nn.Linear(1, 1),
+        (torch.zeros(2, 1), torch.zeros(2, 1)),
+        effective_batch=2,
+        loss_fn=nn.functional.mse_loss,
+        device="cpu",
+        cache=False,
+        progress=False,
+    )  # imports what is lazy
+    data()
+    with limited(spec["kind"], spec["limit_bytes"]):
+        started = time.perf_counter()
+        found = WAYS[spec["way"]](spec["samples"])
+        return {**found, "seconds": time.perf_counter() - started}
+
+
+def in_a_process_of_its_own(spec: dict[str, Any]) -> dict[str, Any]:
+    environment = {**os.environ, "OMP_NUM_THREADS": str(spec["threads"])}
+    command = [sys.executable, __file__, "--child", json.dumps(spec)]
+    process = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, check=True)
+    result: dict[str, Any] = json.loads(process.stdout)
+    print(f"{spec['kind']}, {spec['way']}: {result['seconds']:.1f} s", file=sys.stderr)
+    return result
+
+
+def row_of(kind: str, way: str, done: list[dict[str, Any]], hand: list[dict[str, Any]]) -> list[object]:
+    ratio = statistics.median(run["seconds"] / other["seconds"] for run, other in zip(done, hand, strict=True))
+    return [
+        kind,
+        way,
+        f"{statistics.median(run['seconds'] for run in done):.1f}",
+        f"{ratio:.2f}",
+        f"{min(run['finished'] for run in done)} of 20",
+        statistics.median(run["ooms"] for run in done),
+        statistics.median(run["wasted"] for run in done),
+        ", ".join(map(str, sorted({size for run in done for size in run["micro_batches"]}))),
+    ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.child:
+        print(json.dumps(child(json.loads(options.child))))
+        return
     torch.set_num_threads(options.threads)
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    runs: dict[str, list[dict[str, Any]]] = {"autoaccum.sweep": [], "Optuna, halved by hand": []}
-    for _ in range(options.rounds):
-        runs["autoaccum.sweep"].append(by_sweep())
-        runs["Optuna, halved by hand"].append(by_hand())
-    first = {name: done[0]["values"] for name, done in runs.items()}
-    ours, theirs = first.values()
-    assert ours.keys() == theirs.keys() == set(product(*GRID.values()))
-    seconds = {name: statistics.median(run["seconds"] for run in done) for name, done in runs.items()}
-    hand = seconds["Optuna, halved by hand"]
+    rounds, samples = (1, QUICK) if options.quick else (options.rounds, SAMPLES)
+    rows = []
+    for kind in ("simulated", "RLIMIT_DATA"):
+        spec = {"kind": kind, "limit_bytes": limit_bytes_of(kind), "threads": options.threads, "samples": samples}
+        runs: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
+        for _ in range(rounds):
+            for way, done in runs.items():
+                done.append(in_a_process_of_its_own({**spec, "way": way}))
+        for done in runs.values():
+            assert {(batch, lr) for batch, lr, _ in done[0]["values"]} == set(product(*reversed(GRID.values())))
+        rows += [row_of(kind, way, done, runs[HAND]) for way, done in runs.items()]
     write_table(
         "sweep",
-        f"Twenty trials of {SAMPLES} samples, effective batches of {', '.join(map(str, GRID['effective_batch']))}, in "
-        f"memory for about {ROOM} samples at once; medians of {options.rounds} rounds.",
-        ["way", "seconds", "ratio", "finished", "out of memory", "samples computed in vain, at most"],
-        [
-            [
-                name,
-                f"{seconds[name]:.1f}",
-                f"{seconds[name] / hand:.2f}",
-                f"{done[0]['finished']} of 20",
-                statistics.median(run["ooms"] for run in done),
-                statistics.median(run["wasted"] for run in done),
-            ]
-            for name, done in runs.items()
-        ],
+        f"Twenty trials of {samples} samples, effective batches of {', '.join(map(str, GRID['effective_batch']))}, in "
+        f"memory for {ROOM} samples at once; medians of {rounds} rounds.",
+        ["limit", "way", "seconds", "ratio", "finished", "out of memory", "computed in vain, at most", "micro-batches"],
+        rows,
         threads=options.threads,
     )
 

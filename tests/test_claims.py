@@ -13,8 +13,10 @@ import pytest
 from optuna.samplers import RandomSampler
 from optuna.storages import InMemoryStorage, JournalStorage, RDBStorage
 from optuna.trial import TrialState
+from sqlalchemy.exc import ProgrammingError
 
-from autoaccum.claims import Claims, open_storage
+from autoaccum import claims as module
+from autoaccum.claims import Claims, directory_of, open_storage
 from autoaccum.errors import ArgumentError
 
 
@@ -213,3 +215,22 @@ def test_a_change_of_directory_moves_nothing(tmp_path: Path, monkeypatch: pytest
     with claims.next(study, None) as trial:
         assert trial is not None
         assert claims.folder(trial) == tmp_path / "a" / "trial-0000"
+
+
+def test_tables_that_another_process_has_just_made_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    def lose(url: str, **options: Any) -> optuna.storages.RDBStorage:
+        made.append(url)
+        if len(made) < 3:
+            raise ProgrammingError("CREATE TABLE studies", {}, Exception('"studies" already exists'))
+        return optuna.storages.RDBStorage(url, **options)
+
+    monkeypatch.setattr(module, "RDBStorage", lose)
+    monkeypatch.setattr(module, "POLL_SECONDS", 0.0)
+    assert open_storage(None, tmp_path).get_all_studies() == []
+    assert len(made) == 3
+
+
+def test_a_name_of_a_study_is_no_path() -> None:
+    assert directory_of("../vision/lr 1:2") == Path("sweeps/vision-lr-1-2")

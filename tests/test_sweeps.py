@@ -24,12 +24,12 @@ from optuna.trial import TrialState
 from torch import nn
 
 from autoaccum.cli import main
-from autoaccum.errors import ArgumentError, ConflictingArgumentsError, RecipeResultError, ResumeError
+from autoaccum.errors import ArgumentError, RecipeResultError
 from autoaccum.events import Resumed, Started, StepReport
-from autoaccum.reporting.records import HISTORY, read_records
-from autoaccum.sweeps import sweep
+from autoaccum.reporting.records import HISTORY
 from autoaccum.testing import simulated_memory
 from tests.models import classes, mlp
+from tests.sweeping import outcomes, pruner, read, run, small
 
 forks = pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
 Recipe = Callable[..., dict[str, Any]]
@@ -63,31 +63,9 @@ def broad() -> dict[str, Any]:
     return small() | {"model": Broad(), "data": MANY}
 
 
-def small() -> dict[str, Any]:
-    return {
-        "model": nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3)),
-        "data": classes(128),
-        "validation_data": classes(32, seed=2),
-        "loss_fn": nn.functional.cross_entropy,
-        "device": "cpu",
-    }
-
-
-def run(recipe: Any, directory: Path, **settings: Any) -> optuna.Study:
-    """A sweep without a bar, over what tests have no wish to vary."""
-    defaults: dict[str, Any] = {"lr": (1e-3, 1e-1), "effective_batch": [16, 32], "num_trials": 3, "progress": False}
-    return sweep(recipe, directory=directory, **{**defaults, **settings})
-
-
-def pruner() -> optuna.pruners.BasePruner:
-    return optuna.pruners.NopPruner()
-
-
-def outcomes(study: optuna.Study) -> list[tuple[str, Any, Any]]:
-    return [(trial.state.name, trial.params, trial.values) for trial in study.trials]
-
-
 # What is searched.
+
+GRID: dict[str, Any] = {"lr": [1e-3, 1e-2], "effective_batch": [16, 32]}
 
 
 @pytest.mark.parametrize(
@@ -111,9 +89,10 @@ def test_the_search_space(effective_batch: Any, distribution: Any, tmp_path: Pat
     assert first.lr == study.trials[0].params["lr"]
 
 
-def test_a_grid_is_gone_through(tmp_path: Path) -> None:
-    grid: dict[str, Any] = {"lr": [1e-3, 1e-2], "effective_batch": [16, 32]}
-    study = run(small, tmp_path, sampler=lambda seed: optuna.samplers.GridSampler(grid), num_trials=4, pruner=pruner())
+@pytest.mark.parametrize("sampler", ["grid", lambda seed: optuna.samplers.GridSampler(GRID)])
+def test_a_grid_is_gone_through(sampler: Any, tmp_path: Path) -> None:
+    grid = GRID
+    study = run(small, tmp_path, **grid, sampler=sampler, num_trials=4, pruner="none")
     assert sorted(tuple(trial.params.values()) for trial in study.trials) == [
         (lr, batch) for lr in grid["lr"] for batch in grid["effective_batch"]
     ]
@@ -123,54 +102,6 @@ def test_a_number_is_taken_by_all_trials(tmp_path: Path) -> None:
     study = run(small, tmp_path, lr=0.25, effective_batch="16,32", num_trials=2, seed=3)
     assert [set(trial.params) for trial in study.trials] == [{"effective_batch"}] * 2
     assert {report.lr for number in (0, 1) for report in read(tmp_path, number, StepReport)} == {0.25}
-
-
-def test_what_the_recipe_takes_goes_to_it_and_the_rest_to_fit(tmp_path: Path) -> None:
-    seen = []
-
-    def recipe(lr: float, width: int) -> dict[str, Any]:
-        seen.append(width)
-        model = nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, 3))
-        return small() | {"model": model, "optimizer": lambda params: torch.optim.SGD(params, lr=lr)}
-
-    def space(trial: optuna.Trial) -> dict[str, Any]:
-        return {"width": trial.suggest_int("width", 4, 6), "clip_norm": trial.suggest_float("clip_norm", 1, 2)}
-
-    study = run(recipe, tmp_path, search_space=space, num_trials=2)
-    for trial in study.trials:
-        report = read(tmp_path, trial.number, StepReport)[0]
-        assert report.lr == trial.params["lr"]
-        assert report.grad_norm is not None, "clip_norm went to fit"
-    assert seen[1:] == [trial.params["width"] for trial in study.trials], "the first was to check"
-
-
-def test_lr_that_a_recipe_takes_and_makes_nothing_of_goes_to_fit_too(tmp_path: Path) -> None:
-    def recipe(lr: float) -> dict[str, Any]:
-        return small()
-
-    study = run(recipe, tmp_path, num_trials=1)
-    assert read(tmp_path, 0, StepReport)[0].lr == study.trials[0].params["lr"]
-
-
-def test_every_trial_gets_the_same_samples_and_its_own_seed(tmp_path: Path) -> None:
-    study = run(small, tmp_path, samples=96, seed=5, pruner=pruner())
-    assert [trial.user_attrs["num_samples"] for trial in study.trials] == [96] * 3
-    assert [trial.user_attrs["seed"] for trial in study.trials] == [5, 6, 7]
-    assert [trial.user_attrs["num_steps"] for trial in study.trials] == [
-        96 // trial.params["effective_batch"] for trial in study.trials
-    ]
-
-
-def test_the_budget_may_be_in_the_recipes_epochs(tmp_path: Path) -> None:
-    study = run(small, tmp_path, epochs=2, num_trials=1)
-    assert study.trials[0].user_attrs["num_samples"] == 256
-
-
-def test_the_value_is_the_last_validation_loss(tmp_path: Path) -> None:
-    study = run(small, tmp_path, num_trials=1)
-    (trial,) = study.trials
-    assert trial.last_step == 128
-    assert trial.value == trial.intermediate_values[128]
 
 
 def test_the_same_seed_is_the_same_study_and_another_is_another(tmp_path: Path) -> None:
@@ -213,99 +144,6 @@ def test_a_tight_limit_changes_no_value(tmp_path: Path) -> None:
     assert min(max(trial.user_attrs["micro_batches"]) for trial in loose) >= 64
 
 
-def test_what_does_not_fit_is_pruned_with_its_numbers(tmp_path: Path) -> None:
-    def recipe(width: int) -> dict[str, Any]:
-        return small() | {"model": nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, 3))}
-
-    def space(trial: optuna.Trial) -> dict[str, Any]:
-        return {"width": 16 if trial.number else 16 + trial.suggest_categorical("width", [20_000])}
-
-    with simulated_memory(1_000_000):
-        study = run(recipe, tmp_path, search_space=space, num_trials=2, samples=64)
-    pruned, complete = study.trials
-    assert (pruned.state, complete.state) == (TrialState.PRUNED, TrialState.COMPLETE)
-    assert pruned.user_attrs["not_fitting"]["limit_bytes"] <= 1_000_000
-    assert pruned.user_attrs["not_fitting"]["peak_bytes"] > 900_000
-
-
-# Pruning.
-
-
-class Spy(optuna.pruners.BasePruner):
-    """Prunes trials of a small learning rate after half of the samples; remembers what it was asked."""
-
-    def __init__(self) -> None:
-        self.steps: list[tuple[int, int]] = []
-
-    def prune(self, study: optuna.Study, trial: optuna.trial.FrozenTrial) -> bool:
-        assert trial.last_step is not None
-        self.steps.append((trial.params["effective_batch"], trial.last_step))
-        return trial.params["effective_batch"] == 32 and trial.last_step >= 64
-
-
-def test_pruning_is_by_samples(tmp_path: Path) -> None:
-    """Windows end at other samples than validations are due at, and pruners compare trials at equal steps."""
-    spy = Spy()
-    study = run(small, tmp_path, effective_batch=[24, 32], num_trials=4, samples=128, validate_every=32, pruner=spy)
-    assert {trial.params["effective_batch"] for trial in study.trials} == {24, 32}
-    for trial in study.trials:
-        if trial.params["effective_batch"] == 32:
-            assert trial.state == TrialState.PRUNED
-            assert list(trial.intermediate_values) == [32, 64]
-            assert trial.user_attrs["num_samples"] == 64
-            assert not (tmp_path / f"trial-{trial.number:04d}" / "checkpoints").exists()
-        else:
-            assert trial.state == TrialState.COMPLETE
-            assert list(trial.intermediate_values) == [32, 64, 96, 128], "of windows that end at 48, 72, 96 and 128"
-    assert (24, 128) not in spy.steps, "a trial at its end is complete"
-
-
-def test_nothing_is_pruned_in_the_first_third_unless_one_asks_for_it(tmp_path: Path) -> None:
-    study = run(small, tmp_path, lr=(1e-5, 10.0), effective_batch=16, num_trials=10, micro_batch=16)
-    ends = [trial.last_step or 0 for trial in study.trials if trial.state == TrialState.PRUNED]
-    assert min(ends) == 48, "16 times 3, which is a third of 128 and a little more"
-
-
-def test_a_loss_that_is_not_finite_is_pruned_and_is_no_failure(tmp_path: Path) -> None:
-    def recipe(lr: float) -> dict[str, Any]:
-        return small() | {"optimizer": lambda params: torch.optim.SGD(params, lr=1e38)}
-
-    study = run(recipe, tmp_path, num_trials=1)
-    assert study.trials[0].state == TrialState.PRUNED
-    assert study.trials[0].user_attrs["diverged"]
-
-
-def test_a_first_loss_that_is_not_finite_is_pruned_too(tmp_path: Path) -> None:
-    def recipe(scale: float) -> dict[str, Any]:
-        return small() | {"loss_fn": lambda outputs, targets: nn.functional.cross_entropy(outputs * scale, targets)}
-
-    space = {"scale": [float("inf"), 1.0]}
-    study = run(
-        recipe,
-        tmp_path,
-        lr=0.01,
-        effective_batch=16,
-        num_trials=2,
-        search_space=lambda trial: {"scale": trial.suggest_categorical("scale", space["scale"])},
-        sampler=optuna.samplers.GridSampler(space, seed=0),
-    )
-    ends = {trial.params["scale"]: (trial.state, trial.user_attrs.get("diverged")) for trial in study.trials}
-    assert ends == {float("inf"): (TrialState.PRUNED, True), 1.0: (TrialState.COMPLETE, None)}
-
-
-def test_several_metrics_have_a_front(tmp_path: Path) -> None:
-    def space(trial: optuna.Trial) -> dict[str, Any]:
-        return {"samples": trial.suggest_categorical("samples", [32, 64, 96])}
-
-    study = run(small, tmp_path, metric=("validation_loss", "samples"), search_space=space, num_trials=4)
-    for trial in study.trials:
-        assert trial.values[1] == trial.params["samples"] == trial.user_attrs["num_samples"]
-    least = min(trial.values[1] for trial in study.trials)
-    assert least in [trial.values[1] for trial in study.best_trials]
-    timed = run(small, tmp_path / "timed", metric="validation_loss,seconds", num_trials=1).trials[0]
-    assert timed.values[1] == timed.user_attrs["seconds"] > 0
-
-
 # Processes.
 
 
@@ -325,10 +163,6 @@ def child(work: Callable[[], object]) -> int:
 
 def ended(pid: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
-def read(directory: Path, number: int, *kinds: type) -> list[Any]:
-    return [r for r in read_records(directory / f"trial-{number:04d}" / HISTORY) if isinstance(r, kinds)]
 
 
 def die(*_: Any, **__: Any) -> None:
@@ -537,7 +371,11 @@ def test_trials_that_a_user_queues_come_first(tmp_path: Path) -> None:
         ({"effective_batch": "64:32"}, "effective_batch='64:32': expected"),
         ({"effective_batch": "64:"}, "effective_batch='64:': expected"),
         ({"effective_batch": [16, 0]}, "effective_batch=0: expected an int of at least 1"),
-        ({"metric": "accuracy"}, "metric='accuracy': expected one of 'validation_loss', 'seconds', 'samples'"),
+        ({"metric": "accuracy"}, "direction=None: expected minimize or maximize, for each metric"),
+        (
+            {"metric": "accuracy", "direction": "maximize"},
+            "metric='accuracy': expected one of validation_loss, seconds, samples. Others are reported by validations",
+        ),
         ({"storage": "study.db"}, "For a SQLite file write 'sqlite:///study.db'"),
         ({"num_trials": 0}, "num_trials=0: expected an int of at least 1"),
         ({"jobs": 0}, "jobs=0: expected an int of at least 1"),
@@ -554,10 +392,9 @@ def test_trials_that_a_user_queues_come_first(tmp_path: Path) -> None:
         ({"search_space": lambda trial: {"lr": 0.1}}, "lr=0.1: expected at most one of lr and search_space"),
         ({"search_space": lambda trial: {"samples": 9}}, "samples=9: expected the same for all trials"),
         ({"search_space": lambda trial: {"seed": 9}}, "seed=9: expected the same for all trials"),
-        ({"sampler": optuna.samplers.TPESampler}, "expected a sampler of Optuna, or a function (seed) -> sampler"),
+        ({"sampler": optuna.samplers.TPESampler}, "expected a sampler of Optuna, a function (seed) -> sampler, or one"),
         ({"pruner": optuna.pruners.NopPruner}, "expected a pruner of Optuna"),
-        ({"metric": ("seconds", "seconds")}, "expected one or more of validation_loss, seconds, samples, each once"),
-        ({"metric": 3}, "metric=3: expected one or more of"),
+        ({"metric": ("seconds", "seconds")}, "expected one or more names, each once"),
         ({"study_name": 3}, "study_name=3: expected a text"),
         ({"clip_norm": -1.0}, "clip_norm=-1.0: expected a number above 0"),
         ({"epochs": -1}, "epochs=-1: expected an int of at least 1"),
@@ -571,64 +408,15 @@ def test_arguments_that_cannot_be_used(settings: dict[str, Any], message: str, t
     assert not (tmp_path / "runs").exists() or "storage" in settings
 
 
-def test_a_budget_in_steps_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConflictingArgumentsError, match="a step is more samples where the effective batch is larger"):
-        run(small, tmp_path, steps=5)
-
-
-def test_data_without_a_length_needs_a_budget(tmp_path: Path) -> None:
-    def recipe() -> dict[str, Any]:
-        inputs, targets = classes(64)
-        return small() | {"data": ((inputs[i : i + 16], targets[i : i + 16]) for i in range(0, 64, 16))}
-
-    with pytest.raises(ArgumentError, match="samples=None: expected a budget, as the data has no length"):
-        run(recipe, tmp_path)
-
-
 def test_a_recipe_that_returns_something_else(tmp_path: Path) -> None:
     with pytest.raises(RecipeResultError, match="mlp returned Sequential, expected a dict"):
         run(mlp, tmp_path)
-
-
-def test_settings_that_would_make_trials_incomparable_are_refused(tmp_path: Path) -> None:
-    run(small, tmp_path, num_trials=1)
-    for changed in ({"samples": 64}, {"metric": "seconds"}):
-        with pytest.raises(ArgumentError, match="as study 'small' has it. Trials of one study are compared by it"):
-            run(small, tmp_path, num_trials=2, **changed)
-
-
-@pytest.mark.parametrize("changed", [[16, 64], (16, 48)])
-def test_what_optuna_cannot_change_within_a_study_is_refused_before_a_trial(changed: Any, tmp_path: Path) -> None:
-    run(small, tmp_path, num_trials=1)
-    with pytest.raises(ArgumentError, match=r"effective_batch=.*choices=\(16, 32\).*choose another study_name"):
-        run(small, tmp_path, num_trials=2, effective_batch=changed)
-    study = run(small, tmp_path, num_trials=2, lr=(1e-2, 1.0))  # other than a range, which it can
-    assert [trial.state for trial in study.trials] == [TrialState.COMPLETE] * 2
-
-
-def test_a_recipe_takes_what_is_common_for_its_own_use(tmp_path: Path) -> None:
-    def recipe(seed: int) -> dict[str, Any]:
-        return small()
-
-    study = run(recipe, tmp_path, num_trials=2, search_space=lambda trial: {"seed": trial.suggest_int("seed", 5, 9)})
-    assert [trial.user_attrs["seed"] for trial in study.trials] == [0, 1]
 
 
 def test_a_directory_of_another_study_is_refused(tmp_path: Path) -> None:
     run(small, tmp_path, num_trials=1)
     with pytest.raises(ArgumentError, match="It holds trial-0000, which study 'other' has not. Choose another one."):
         run(small, tmp_path, num_trials=2, study_name="other")
-
-
-def test_a_recipe_that_was_changed_does_not_go_on_with_the_old_ones_trial(tmp_path: Path) -> None:
-    def interrupt(record: object) -> None:
-        if isinstance(record, StepReport):
-            signal.raise_signal(signal.SIGINT)
-
-    run(small, tmp_path, callbacks=[interrupt])
-    with pytest.raises(ResumeError, match="clip_norm"):
-        run(small, tmp_path, clip_norm=1.0)
-    assert [trial.state for trial in run(small, tmp_path).trials] == [TrialState.COMPLETE] * 3
 
 
 def test_jobs_that_cannot_be_had(tmp_path: Path) -> None:
@@ -713,7 +501,29 @@ def test_the_command_exits_with_4_when_it_is_interrupted(recipe_file: str, capsy
     assert "0 trials: 0 to the end" in capsys.readouterr().out
 
 
+def test_the_command_exits_with_3_when_nothing_fits(recipe_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = RECIPE.replace("Linear(4, 1)", "Linear(4, 50_000)")
+    Path(recipe_file).write_text(text.replace("torch.nn.functional.mse_loss", "lambda out, targets: out.mean()"))
+    with simulated_memory(1_500_000):  # the weights, and not their gradients
+        assert main(arguments(recipe_file, "--trials", "2")) == 3
+    assert "error: none of 2 trials fits" in capsys.readouterr().err
+
+
+def test_the_command_takes_samplers_pruners_and_metrics_by_name(
+    recipe_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = ["--sampler", "grid", "--pruner", "none", "--metric", "samples,seconds", "--direction", "maximize,minimize"]
+    given = ["1e-3,1e-2" if text == "1e-3:1e-1" else text for text in arguments(recipe_file, *more)]
+    assert main([*given, "--trials", "2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {trial["params"]["lr"] for trial in found["trials"]} <= {1e-3, 1e-2}
+    assert found["metric"] == ["samples", "seconds"]
+    assert [trial["values"][0] for trial in found["trials"]] == [64, 64]
+
+
 def test_the_command_tells_what_is_wrong(recipe_file: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path("digits.py").write_text(RECIPE.replace("recipe(lr)", "recipe(lr=0.1)").replace('"validation_data": data,', ""))
     assert main(arguments(recipe_file)) == 2
     assert "error: validation_data=None" in capsys.readouterr().err
+    assert main(arguments(recipe_file, "--trials", "0")) == 2
+    assert "error: trials=0: expected an int of at least 1" in capsys.readouterr().err

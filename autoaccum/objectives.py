@@ -1,0 +1,359 @@
+"""What the trials of a study are made of, and one of them run to its end.
+
+A trial is a ``fit`` of the recipe with the same budget in samples as all others. How its windows are cut decides its
+speed and nothing else (laws 1 and 2), so trials differ by what was searched over alone.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import inspect
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import optuna
+import torch
+from optuna.distributions import BaseDistribution, check_distribution_compatibility
+from optuna.trial import Trial, TrialState
+
+from autoaccum import randomness, recipes
+from autoaccum.claims import SEED
+from autoaccum.data import open_source
+from autoaccum.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    CheckpointError,
+    ConflictingArgumentsError,
+    MemoryLimitError,
+    NonFiniteLossError,
+    StopTraining,
+)
+from autoaccum.events import Finished, OutOfMemory, Record, Resumed, StepReport, Validated
+from autoaccum.oom import is_out_of_memory
+from autoaccum.reporting.study import SETTINGS
+from autoaccum.run_directory import differing
+from autoaccum.spaces import MINIMISED, Batches, Direction, LearningRates
+from autoaccum.trainer import Trainer
+
+Arguments = dict[str, Any]
+OWN = ("model", "data", "run_dir", "resume")
+"""Arguments of fit that no sweep passes on."""
+COMMON = ("samples", "epochs", "steps", "validate_every", "seed")
+"""Arguments of fit that are for all trials, and not to be searched for."""
+DATA = ("data", "validation_data")
+"""What is the same whatever is searched for."""
+OF_FIT = inspect.signature(Trainer).parameters
+"""All of its arguments."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Objective:
+    """What the trials of a study are made of."""
+
+    recipe: Callable[..., Arguments]
+    lr: LearningRates
+    effective_batch: Batches
+    search_space: Callable[[Trial], Arguments] | None
+    samples: int
+    """Budget of a trial; 0 until it is known."""
+    metrics: tuple[str, ...]
+    directions: tuple[Direction, ...]
+    """minimize or maximize, for each metric."""
+    fit_arguments: Arguments
+    """In place of what the recipe returns."""
+    distributions: dict[str, BaseDistribution] = field(default_factory=dict)
+    """What one draw has searched."""
+    trained: Arguments = field(default_factory=dict)
+    """What that draw would have trained, and on which data; empty where not even its model fits."""
+
+    def arguments(self, trial: Trial) -> Arguments:
+        """Of ``fit``, the recipe's code being run for it.
+
+        Raises:
+            ArgumentError: something that was chosen goes nowhere.
+        """
+        chosen: Arguments = {}
+        for name, among, between in (
+            ("lr", self.lr, trial.suggest_float),
+            ("effective_batch", self.effective_batch, trial.suggest_int),
+        ):
+            if isinstance(among, tuple):
+                chosen[name] = between(name, *among, log=True)
+            elif isinstance(among, list):
+                chosen[name] = trial.suggest_categorical(name, among)
+            elif among is not None:
+                chosen[name] = among
+        if self.search_space is not None:
+            found = self.search_space(trial)
+            if not isinstance(found, dict):
+                raise ArgumentTypeError("search_space", found, "a function that returns a dict of arguments")
+            for name in found.keys() & chosen.keys():
+                raise ConflictingArgumentsError(name, found[name], "search_space", f"Leave {name} out of one of them.")
+            chosen |= found
+        parameters = inspect.signature(self.recipe).parameters
+        for name, parameter in parameters.items():
+            by_name = parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+            if by_name and parameter.default is parameter.empty and name not in chosen:
+                cure = "Pass it, return it from search_space, or give it a default."
+                raise ArgumentError(name, None, "a value, as the recipe takes it", cure)
+        taken = [name for name in parameters if name in chosen]
+        returned = self.recipe(**{name: chosen[name] for name in taken})
+        arguments = {**recipes.checked(returned, recipes.name_of(self.recipe)), **self.fit_arguments}
+        if self.samples:
+            arguments = {name: value for name, value in arguments.items() if name not in ("epochs", "steps")}
+            arguments["samples"] = self.samples
+        has_optimizer = arguments.get("optimizer") is not None
+        for name, value in chosen.items():
+            if name in taken and (
+                name not in OF_FIT or name in arguments or name in COMMON or (name == "lr" and has_optimizer)
+            ):
+                continue
+            if name in COMMON and name not in self.metrics:  # of loss and samples there is a front
+                raise ArgumentError(name, value, "the same for all trials", "Leave it out of search_space.")
+            if name == "lr" and has_optimizer:
+                cure = "Write 'def recipe(lr): ...' and make the optimizer with it."
+                raise ArgumentError(name, value, "a recipe that takes it, as it makes its own optimizer", cure)
+            if name not in OF_FIT or name in OWN:
+                cure = f"Write 'def recipe({name}): ...' and use it there."
+                raise ArgumentError(name, value, "an argument of fit, or a parameter of the recipe", cure)
+            arguments[name] = value
+        return arguments
+
+    def foreseen(self) -> Objective:
+        """The same with its budget and cadence known, and found to make sense in one draw that is not kept.
+
+        The draw is the same in every process that makes the same call.
+
+        Raises:
+            ArgumentError: no trial could be run, or compared with another.
+        """
+        if (
+            not isinstance(self.lr, tuple | list)
+            and not isinstance(self.effective_batch, tuple | list)
+            and not self.search_space
+        ):
+            cure = "Pass (low, high), or search_space."
+            raise ArgumentError("lr", self.lr, "something to search for, in lr, effective_batch or search_space", cure)
+        trial = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0)).ask()
+        _seed(0)
+        arguments = self.arguments(trial)
+        if arguments.get("effective_batch") is None:
+            raise ArgumentError("effective_batch", None, "samples to choose from", "Pass it, or return it.")
+        if arguments.get("validation_data") is None:
+            cure = "Return it from the recipe, or pass it."
+            raise ArgumentError("validation_data", None, "data by whose loss trials are compared", cure)
+        known = (*MINIMISED, *(arguments.get("metrics") or ()))
+        for name in self.metrics:
+            if name not in known:
+                cure = "Others are reported by validations where fit's argument metrics has a function for them."
+                raise ArgumentError("metric", name, f"one of {', '.join(known)}", cure)
+        trained: Arguments = {}
+        try:
+            trained = _trained(Trainer(**{**arguments, "run_dir": os.curdir, "progress": False}))
+        except Exception as error:  # one of another effective batch may fit
+            if not (isinstance(error, MemoryLimitError) or is_out_of_memory(error)):
+                raise
+        samples = self.samples or arguments.get("samples")
+        if samples is None:
+            if arguments.get("steps") is not None:
+                cure = "Pass samples: a step is more samples where the effective batch is larger."
+                raise ConflictingArgumentsError("steps", arguments["steps"], "a sweep", cure)
+            source = open_source(
+                arguments["data"],
+                seed=0,
+                shuffle=False,
+                device=torch.device("cpu"),
+                collate_fn=arguments.get("collate_fn"),
+            )
+            if source.num_samples is None:
+                raise ArgumentError("samples", None, "a budget, as the data has no length", "Pass samples.")
+            samples = source.num_samples * (arguments.get("epochs") or 1)
+        every = max(1, samples // 10) if (given := arguments.get("validate_every")) is None else given
+        return replace(
+            self,
+            samples=samples,
+            fit_arguments={**self.fit_arguments, "validate_every": every},
+            distributions=trial.distributions,
+            trained={} if not trained else {"first draw": str(trial.params), **trained},
+        )
+
+    def check_same(self, study: optuna.Study) -> None:
+        """Refuse a study whose trials cannot be compared with these.
+
+        Raises:
+            ArgumentError: it was begun with other settings.
+        """
+        settings = {"samples": self.samples, "metric": list(self.metrics), "direction": list(self.directions)}
+        known = study.user_attrs.get(SETTINGS)
+        if known is None:
+            study.set_user_attr(SETTINGS, {**settings, "trained": self.trained})
+            return
+        for name, value in settings.items():
+            if known[name] != value:
+                cure = "Trials of one study are compared by it: pass it, or choose another study_name."
+                raise ArgumentError(name, value, f"{known[name]!r}, as study {study.study_name!r} has it", cure)
+        before, now = known["trained"], self.trained
+        if before and now and before["first draw"] != now["first draw"]:  # another range, which is no other recipe
+            before, now = ({name: facts[name] for name in DATA} for facts in (before, now))
+        if before and now and (differences := list(differing(before, now))):
+            accepted = f"what study {study.study_name!r} was begun with ({'; '.join(differences)})"
+            cure = "Trials of one study are compared: choose another study_name and directory."
+            raise ArgumentError("recipe", getattr(self.recipe, "__name__", self.recipe), accepted, cure)
+        for trial in study.get_trials(deepcopy=False):
+            for name in trial.distributions.keys() & self.distributions.keys():
+                old, new = trial.distributions[name], self.distributions[name]
+                try:
+                    check_distribution_compatibility(old, new)
+                except ValueError:
+                    cure = "Optuna cannot change it within a study: choose another study_name and directory."
+                    raise ArgumentError(name, new, f"{old}, as study {study.study_name!r} has it", cure) from None
+
+    def run(self, study: optuna.Study, trial: Trial, folder: Path, is_wanted: Callable[[], bool]) -> None:
+        """A trial, to its end, for as long as it ``is_wanted``.
+
+        Raises:
+            Interrupted: a signal came first; the trial has its checkpoint and is still a running one.
+        """
+        seed = trial.user_attrs[SEED]
+        _seed(seed)  # for the recipe: fit does it again, once the model is there
+        trainer, state, values = None, TrialState.PRUNED, None
+        try:
+            arguments = {"keep_checkpoints": 1, **self.arguments(trial)}
+            arguments |= {"seed": seed, "run_dir": folder, "progress": False}
+            reporter = _Reporter(trial, self.metrics, arguments["validate_every"], arguments["samples"], is_wanted)
+            arguments["callbacks"] = [*arguments.get("callbacks", ()), reporter]
+            trainer = Trainer(**arguments)
+            result = trainer.fit()
+            last = result.events[-1]
+            if reporter.is_orphan or (isinstance(last, Finished) and last.reason == "interrupted"):
+                raise Interrupted
+            validations = [event for event in result.events if isinstance(event, Validated)]
+            if validations and _diverges(validations[-1], self.metrics):
+                trial.set_user_attr("diverged", True)
+            elif isinstance(last, Finished) and last.reason == "stopped" and not reporter.is_pruned:
+                trial.set_user_attr("stopped", True)  # with fewer samples than those it would be compared with
+            elif validations and not reporter.is_pruned:
+                facts = _facts(trainer)
+                found = {"seconds": facts["seconds"], "samples": facts["num_samples"]}
+                found |= {name: _reported(validations[-1], name) for name in self.metrics if name not in found}
+                state, values = TrialState.COMPLETE, [found[name] for name in self.metrics]
+        except MemoryLimitError as error:
+            numbers = ("micro_batch", "peak_bytes", "limit_bytes")
+            trial.set_user_attr("not_fitting", {name: getattr(error, name) for name in numbers})
+        except NonFiniteLossError:
+            trial.set_user_attr("diverged", True)
+        except (CheckpointError, Interrupted):  # a full disk, say: once there is room the trial goes on
+            raise
+        except Exception as error:
+            if not is_out_of_memory(error):
+                study.tell(trial.number, state=TrialState.FAIL)
+                raise
+            trial.set_user_attr("not_fitting", {"micro_batch": None, "peak_bytes": None, "limit_bytes": None})
+        if trainer is not None:
+            for name, value in _facts(trainer).items():
+                trial.set_user_attr(name, value)
+        try:
+            study.tell(trial.number, values, state=state)
+        except RuntimeError:  # of samplers that stop the study when nothing is left, which only Optuna's own loop can
+            if study.get_trials(deepcopy=False)[trial.number].state != state:
+                raise
+        if state == TrialState.PRUNED:
+            shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+        del trainer
+        gc.collect()  # a run refers to itself, and the next needs its memory
+
+
+class Interrupted(Exception):
+    """A signal has ended a trial after a window."""
+
+
+class _Reporter:
+    """Tells the study how a trial goes, by the samples it has seen, and ends it when it is not worth going on."""
+
+    def __init__(
+        self, trial: Trial, metrics: tuple[str, ...], every: int, samples: int, is_wanted: Callable[[], bool]
+    ) -> None:
+        self._trial, self._metrics, self._every, self._samples = trial, metrics, every, samples
+        self._is_wanted = is_wanted
+        # Optuna prunes by one objective only, and by what a trial has cost so far it should not.
+        self._reports = len(metrics) == 1 and metrics[0] not in ("seconds", "samples")
+        self._known = set(trial.study.get_trials(deepcopy=False)[trial.number].intermediate_values)
+        self._seen = 0
+        self.is_pruned = self.is_orphan = False
+
+    def __call__(self, record: Record) -> None:
+        if isinstance(record, StepReport | Resumed):
+            self._seen = record.num_samples
+            if not self._is_wanted():
+                self.is_orphan = True
+                raise StopTraining
+        elif isinstance(record, Validated):
+            is_last = self._seen >= self._samples
+            # Windows of different sizes end at different samples, and pruners compare what has the same step.
+            step = self._samples if is_last else self._seen // self._every * self._every
+            if self._reports and step not in self._known:
+                self._known.add(step)
+                self._trial.report(_reported(record, self._metrics[0]), step)
+            diverges = _diverges(record, self._metrics)
+            if not is_last and (diverges or (self._reports and self._trial.should_prune())):
+                self.is_pruned = True
+                raise StopTraining
+
+
+def _reported(validated: Validated, metric: str) -> float:
+    return validated.loss if metric == "validation_loss" else validated.metrics[metric]
+
+
+def _diverges(validated: Validated, metrics: tuple[str, ...]) -> bool:
+    """Whether training or a metric has come to something that cannot be compared."""
+    own = [validated.metrics[name] for name in metrics if name not in MINIMISED]
+    return not all(map(math.isfinite, [validated.loss, *own]))
+
+
+def _seed(seed: int) -> None:
+    torch.manual_seed(seed)  # of devices too
+    randomness.seed_host(seed)
+
+
+def _trained(trainer: Trainer) -> Arguments:
+    """What decides the values of a trial, in a few short texts: those of large models would not fit into a storage."""
+    trained = trainer._configuration()["trained"]
+    validator = trainer._validator
+    return {
+        **{name: _digest(facts) if name in _LONG else facts for name, facts in trained.items()},
+        "validation_data": None if validator is None else validator._source.description(),
+    }
+
+
+_LONG = ("model", "loss", "optimizer")
+
+
+def _digest(facts: Arguments | None) -> str | None:
+    if facts is None:
+        return None
+    return f"{facts['class']} {hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]}"
+
+
+def _facts(trainer: Trainer) -> Arguments:
+    """User attributes of a trial: what it has taken."""
+    history = trainer.history
+    replays = [report for report in history if report.replays]
+    ooms = [event for event in trainer.events if isinstance(event, OutOfMemory) and event.phase == "training"]
+    return {
+        "num_steps": trainer.step,
+        "num_samples": trainer.samples_seen,
+        "seconds": sum(report.seconds for report in history),
+        "ooms": len(ooms),
+        "replays": sum(report.replays for report in replays),
+        "wasted_samples": sum(report.replays * report.effective_batch for report in replays),
+        "search_trials": len(trainer._tuner.history),
+        "peak_bytes": max((report.peak_bytes for report in history), default=0),
+        "micro_batches": trainer._tuner.plan(*trainer._tuner.window),
+    }
