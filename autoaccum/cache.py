@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from autoaccum.costs import Trial
 from autoaccum.data import Window
 from autoaccum.oom import is_out_of_memory
 from autoaccum.past import Past
 from autoaccum.signature import describe, key
-from autoaccum.tuner import Tuner
+from autoaccum.tuner import SURELY_MORE, Tuner
+
+_refused: dict[tuple[Path, str], tuple[Trial, int]] = {}
+"""By directory and key, what ran out of memory, and with how many bytes for it. In a file it would outlive its reasons:
+what else was on the device, and how memory was fragmented."""
 
 
 class Cache:
@@ -45,11 +51,16 @@ class Cache:
         except Exception:  # code of others is asked what it is, and no answer of it may end the run
             return
         gradient_bytes = sum(p.nbytes for group in self._optimizer.param_groups for p in group["params"])
-        tuner.recall(self._past.load(self._key), used_bytes + gradient_bytes)
+        self._used_bytes = used_bytes
+        refused, room = _refused.get((self._past.where, self._key), (None, 0))
+        is_still = tuner.limit_bytes - used_bytes < SURELY_MORE * room
+        tuner.recall(self._past.load(self._key), used_bytes + gradient_bytes, refused if is_still else None)
 
     def keep(self, tuner: Tuner) -> None:
-        """For later runs, what was measured: that a size failed says something about this run's limit alone."""
+        """For later runs, what was measured; and for those of this process, what failed with so much memory."""
         measured = [trial for trial in tuner.learnt() if trial.peak_bytes is not None]
         if self._key is not None and measured:
             trials = [*tuner.past, *measured]
             self._past.save(self._key, trials, model=self._model, device=describe(self._device))
+        if self._key is not None and (refused := tuner.refused()) not in (None, tuner.told):
+            _refused[self._past.where, self._key] = refused, tuner.limit_bytes - self._used_bytes

@@ -68,6 +68,12 @@ class Loads:
         self._update()
         return self.in_loads[-1].micro_batch
 
+    def refused(self) -> Trial | None:
+        """The smallest that ran out of memory, if that is the last word on it and no peak tells as much."""
+        _, fails = self.bounds
+        tried = zip(self.trials, self.in_loads, strict=True)
+        return next((trial for trial, seen in tried if seen.micro_batch == fails and trial.peak_bytes is None), None)
+
     def state_dict(self) -> dict[str, Any]:
         """Plain values, for a checkpoint."""
         return {

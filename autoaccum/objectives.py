@@ -353,7 +353,7 @@ def _facts(trainer: Trainer) -> Arguments:
         "ooms": len(ooms),
         "replays": sum(report.replays for report in replays),
         "wasted_samples": sum(report.replays * report.effective_batch for report in replays),
-        "search_trials": len(trainer._tuner.history),
+        "search_trials": len(trainer._tuner.history) - (trainer._tuner.told is not None),
         "peak_bytes": max((report.peak_bytes for report in history), default=0),
         "micro_batches": trainer._tuner.plan(*trainer._tuner.window),
     }

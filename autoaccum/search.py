@@ -18,6 +18,19 @@ TRUST = 4
 """A memory model of n sizes is trusted for sizes up to this to the power of n times the largest success."""
 
 
+def target_bytes(limit_bytes: int, headroom: float, least_bytes: int) -> int:
+    """The peak that plans keep to; ``least_bytes`` is that of the smallest micro-batch, or 0.
+
+    >>> target_bytes(1000, 0.05, 400), target_bytes(1000, 0.05, 980)
+    (950, 999)
+    """
+    target = int(limit_bytes * (1 - headroom))
+    if not target < least_bytes <= limit_bytes:
+        return target
+    # The least there can be is past it already: free stays the same fraction of what is left above that.
+    return int(least_bytes + (limit_bytes - least_bytes) * (1 - headroom))
+
+
 def bounds(history: Sequence[Trial]) -> tuple[int, int | None]:
     """(largest size that fits, smallest that does not) by the newest word on each: memory may have moved meanwhile.
 
@@ -63,7 +76,8 @@ def next_trial(
     if fits >= ceiling or (fails is not None and fails <= smallest):
         return None
     if fits == 0:
-        return min(max(smallest, first or 0), ceiling) if fails is None else max(smallest, fails // 2)
+        first = max(smallest, first or 0)
+        return min(first, ceiling) if fails is None else first if first < fails else max(smallest, fails // 2)
     step = max(1, int(TOLERANCE * fits))
     if fails is not None and fails - fits <= step:
         return None

@@ -17,7 +17,7 @@ from autoaccum.errors import NothingFitsError
 from autoaccum.loads import Lengths, Loads, in_loads
 from autoaccum.planner import cheapest, cut, cut_by_weight
 from autoaccum.pressure import Pressure
-from autoaccum.search import COARSE_FIRST, COARSE_GROWTH, has_plateaued, next_trial
+from autoaccum.search import COARSE_FIRST, COARSE_GROWTH, has_plateaued, next_trial, target_bytes
 from autoaccum.timing import Timing
 from autoaccum.units import format_bytes
 
@@ -25,7 +25,6 @@ WORTHWHILE = 1.2
 """Plans give way to a limit that fell, or to strain, by this factor at least, and grow again for as much."""
 SURELY_MORE = 1.05
 """What did not fit is tried again under a limit larger by this factor."""
-
 PATIENT = 3
 """Timings that may be broken off by windows of another size; later ones are not begun."""
 UNTIMED = 16
@@ -69,6 +68,8 @@ class Tuner:
         self._loads = Loads()
         self.past: tuple[Trial, ...] = ()
         """What an earlier run has learnt."""
+        self.told: Trial | None = None
+        """What ran out of memory then, and would again."""
         self.searching = search
         self.smallest = smallest
         self.largest = largest or smallest
@@ -138,12 +139,13 @@ class Tuner:
         self.smallest = smallest
         self.largest = max(self.largest, smallest)
 
-    def recall(self, past: Sequence[Trial], held_bytes: int) -> None:
+    def recall(self, past: Sequence[Trial], held_bytes: int, refused: Trial | None = None) -> None:
         """Begin from what an earlier run has ``learnt``.
 
         Args:
             past: its trials. Whether they fitted was a matter of that run's limit.
             held_bytes: what is in use now before the first sample, which that run may have had less of.
+            refused: what ran out of memory, where there is no more of it now.
         """
         self.past = tuple(past)
         loads = in_loads(self.past, weigher(self.past))
@@ -152,6 +154,13 @@ class Tuner:
             self._known = max(t.micro_batch for t in loads if t.peak_bytes is not None)
             self._time_model = fit_time_model(loads)
             self._checks = 2 if self._time_model is not None else 0
+        if refused is not None:
+            self._record(refused)
+        self.told = refused
+
+    def refused(self) -> Trial | None:
+        """See ``Loads.refused``."""
+        return self._loads.refused()
 
     def learnt(self) -> tuple[Trial, ...]:
         """What a later run may begin from: the trials, with the seconds that windows of them took."""
@@ -462,7 +471,7 @@ class Tuner:
         if not self._learns:
             return None
         load = max(self._window_loads(self._load()))
-        if load > self._smallest_load():
+        if load > self.smallest * self._loads.each(self._known_lengths(self.window[1])):
             model = self._loads.model
             if model is not None and (needed := model.predict(load)) > limit_bytes:
                 self._shrink(min(load - 1, int(load / WORTHWHILE), int(model.largest_within(self.target_bytes))))
@@ -493,7 +502,9 @@ class Tuner:
         if limit_bytes is None or model is None:
             return
         load = self._load()
-        goal = min(model.largest_within(self._target(limit_bytes)), self._enough or 2**62)
+        goal = min(
+            model.largest_within(target_bytes(limit_bytes, self._headroom, self.least_bytes)), self._enough or 2**62
+        )
         if self._refused is not None and limit_bytes < SURELY_MORE * self._refused[1]:
             goal = min(goal, (load + self._refused[0]) // 2)
         goal = int(min(goal, 2**62))
@@ -537,19 +548,9 @@ class Tuner:
         num_samples, lengths = self.window
         return self.loads(self._cut(num_samples, lengths, load), lengths) if num_samples else [load]
 
-    def _smallest_load(self) -> int:
-        return self.smallest * self._loads.each(self._known_lengths(self.window[1]))
-
     def _heed(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
-        self.target_bytes = self._target(limit_bytes)
-
-    def _target(self, limit_bytes: int) -> int:
-        target = int(limit_bytes * (1 - self._headroom))
-        if not target < self.least_bytes <= limit_bytes:
-            return target
-        # The least there can be is past it already: free stays the same fraction of what is left above that.
-        return int(self.least_bytes + (limit_bytes - self.least_bytes) * (1 - self._headroom))
+        self.target_bytes = target_bytes(limit_bytes, self._headroom, self.least_bytes)
 
     def _is_within(self, micro_batch: int, peak_bytes: int) -> bool:
         return peak_bytes <= (self.limit_bytes if micro_batch <= self.smallest else self.target_bytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -90,14 +91,42 @@ def test_what_is_held_now_counts_with_the_gradients() -> None:
     assert second.predicted_bytes(4) == 50_000 + gradients + 40
 
 
-def test_a_failure_says_something_about_that_runs_limit_alone() -> None:
-    first, began = cache(), trained(tuner())
+@pytest.mark.parametrize(("limit_bytes", "used_bytes", "is_told"), [(10**6, 10**5, True), (10**6, 10**4, False)])
+def test_a_failure_is_told_to_runs_of_this_process_that_have_no_more_room(
+    limit_bytes: int, used_bytes: int, is_told: bool
+) -> None:
+    first, began = cache(), tuner()
+    first.recall(Window(), began, used_bytes=10**5)
+    trained(began).out_of_memory(7, 64)
+    first.keep(began)
+    second = tuner()
+    cache().recall(Window(), second, used_bytes=used_bytes)
+    assert [trial.micro_batch for trial in second.past] == [1, 2, 4], "and to no other process"
+    assert second.history == ([Trial(micro_batch=7, fits=False)] if is_told else [])
+    assert list(islice(second.sizes(64), 2)) == [(1, False), (4, True)], "what was settled on then"
+
+
+def test_a_failure_that_was_told_is_not_told_again_as_one_of_more_room() -> None:
+    first, began = cache(), tuner()
+    first.recall(Window(), began, used_bytes=10**5)
+    trained(began).out_of_memory(7, 64)
+    first.keep(began)
+    for used_bytes, is_told in ((70_000, True), (40_000, False)):  # each 3 % more room than the one before
+        later, other = cache(), tuner()
+        later.recall(Window(), other, used_bytes=used_bytes)
+        assert (other.told is not None) == is_told
+        later.keep(other)
+
+
+def test_a_failure_that_a_success_has_overruled_is_not_told() -> None:
+    first, began = cache(), tuner()
     first.recall(Window(), began, used_bytes=0)
-    began.history.append(Trial(micro_batch=49, fits=False))
+    trained(began).out_of_memory(7, 64)
+    began.observe(8, 1080)
     first.keep(began)
     second = tuner()
     cache().recall(Window(), second, used_bytes=0)
-    assert [trial.micro_batch for trial in second.past] == [1, 2, 4]
+    assert second.history == []
 
 
 def test_without_anything_measured_nothing_is_kept() -> None:

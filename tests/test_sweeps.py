@@ -131,6 +131,29 @@ def test_twenty_trials_where_no_effective_batch_fits_at_once(tmp_path: Path) -> 
     assert first["ooms"] + sum(found["ooms"] for found in rest) <= 1
 
 
+class Brittle(nn.Module):
+    """Runs out of memory for more than 20 samples, which no peak foretells; more at once are faster."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 3)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.002)
+        if len(inputs) > 20:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+        out: torch.Tensor = self.layer(inputs)
+        return out
+
+
+def test_what_ran_out_of_memory_in_one_trial_is_not_tried_again_by_the_next(tmp_path: Path) -> None:
+    study = run(lambda: small() | {"model": Brittle()}, tmp_path, effective_batch=64, num_trials=6, pruner="none")
+    ooms = [trial.user_attrs["ooms"] for trial in study.trials]
+    assert ooms[0] >= 1
+    assert ooms[3:] == [0, 0, 0]
+    assert max(study.trials[5].user_attrs["micro_batches"]) >= 4
+
+
 def test_a_tight_limit_changes_no_value(tmp_path: Path) -> None:
     found = []
     for limit, micro_batch in ((70_000, "auto"), (1_000_000, 128)):
