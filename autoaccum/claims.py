@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import optuna
+from optuna.exceptions import StorageInternalError
 from optuna.samplers import BaseSampler
 from optuna.storages import BaseStorage, JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend
@@ -33,7 +34,7 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 
 from autoaccum.checkpoint import DirectoryLock
-from autoaccum.errors import ArgumentError, ArgumentTypeError, CheckpointLockedError
+from autoaccum.errors import ArgumentError, ArgumentTypeError, CheckpointLockedError, StorageError
 from autoaccum.recipes import as_file_name
 
 POLL_SECONDS = 0.1
@@ -66,7 +67,8 @@ def open_storage(storage: str | BaseStorage | None, directory: Path) -> BaseStor
         return _opened(storage, lambda: _journal(path))
     if "://" not in storage:
         raise ArgumentError("storage", storage, accepted, f"For a SQLite file write 'sqlite:///{storage}'.")
-    options = {"connect_args": seconds} if storage.startswith("sqlite") else {}
+    # A server may have been started again since a connection was last used.
+    options = {"connect_args": seconds} if storage.startswith("sqlite") else {"pool_pre_ping": True}
     return _opened(storage, lambda: _database(storage, options))
 
 
@@ -93,10 +95,32 @@ def _opened(storage: str, opening: Callable[[], BaseStorage]) -> BaseStorage:
     try:
         return opening()
     except (SQLAlchemyError, OSError, ImportError, ValueError) as error:
-        reason = str(error).splitlines()[0].rstrip(".")
-        shown = re.sub(r"(://[^:/@]*):[^/]*@", r"\1:***@", storage)  # without the password
-        cure = f"{type(error).__name__}: {reason}. Check the address, and that what it names can be written."
-        raise ArgumentError("storage", shown, "one that can be opened", cure) from None
+        cure = f"{_reason(error)}. Check the address, and that what it names can be written."
+        raise ArgumentError("storage", _shown(storage), "one that can be opened", cure) from None
+
+
+@contextmanager
+def answering(storage: str | BaseStorage | None, directory: Path) -> Iterator[None]:
+    """Within it, a storage that was opened and does not answer any more is told as such.
+
+    Raises:
+        StorageError: it does not.
+    """
+    try:
+        yield
+    except (StorageInternalError, SQLAlchemyError) as error:
+        name = directory / "study.db" if storage is None else storage
+        found = error.__cause__ if isinstance(error.__cause__, SQLAlchemyError) else error
+        raise StorageError(_shown(str(name)), _reason(found)) from error
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).splitlines()[0].rstrip('.')}"
+
+
+def _shown(storage: str) -> str:
+    """Without the password."""
+    return re.sub(r"(://[^:/@]*):[^/]*@", r"\1:***@", storage)
 
 
 def directory_of(study_name: str) -> Path:

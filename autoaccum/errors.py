@@ -30,6 +30,7 @@
     │   ├── CheckpointUnsafeError             ... a file that could run code, or lies elsewhere
     │   ├── CheckpointLockedError             ... another run writes to the same directory: .pid
     │   └── ResumeError                       ... of another run than the one that is to go on: .differences
+    ├── StorageError                          a sweep's storage does not answer any more: .storage
     ├── MissingExtraError (ImportError)       a package that an optional part needs: .package .extra
     └── RecipeError                           a recipe file that cannot be used
         ├── RecipeNotFoundError               ... no such file, module or function
@@ -393,6 +394,17 @@ class ResumeError(CheckpointError):
             f"{path} holds a run that this one cannot go on from (then -> now):\n{listed}{more}\n"
             f"Start it as it was, choose another run_dir, or pass resume=False to begin anew.",
             path=path,
+        )
+
+
+class StorageError(AutoaccumError):
+    """A sweep's storage that was opened, and cannot be read or written any more."""
+
+    def __init__(self, storage: str, reason: str) -> None:
+        self.storage = storage
+        super().__init__(
+            f"{storage}: {reason}. What was being run is not lost: once the storage can be read and written, the same "
+            f"command goes on."
         )
 
 

@@ -21,6 +21,7 @@ from typing import Any
 import optuna
 import torch
 from optuna.distributions import BaseDistribution, check_distribution_compatibility
+from optuna.exceptions import StorageInternalError
 from optuna.trial import Trial, TrialState
 
 from autoaccum import randomness, recipes
@@ -249,7 +250,7 @@ class Objective:
             trial.set_user_attr("not_fitting", {name: getattr(error, name) for name in numbers})
         except NonFiniteLossError:
             trial.set_user_attr("diverged", True)
-        except (CheckpointError, Interrupted):  # a full disk, say: once there is room the trial goes on
+        except (CheckpointError, StorageInternalError, Interrupted):  # once there is room on the disk, say, it goes on
             raise
         except Exception as error:
             if not is_out_of_memory(error):

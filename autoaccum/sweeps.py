@@ -27,8 +27,8 @@ from tqdm import tqdm
 
 from autoaccum import recipes, spaces
 from autoaccum.arguments import non_negative_int, positive_int
-from autoaccum.claims import FINISHED, Claims, directory_of, open_storage
-from autoaccum.errors import ArgumentError, ArgumentTypeError, AutoaccumWarning
+from autoaccum.claims import FINISHED, Claims, answering, directory_of, open_storage
+from autoaccum.errors import ArgumentError, ArgumentTypeError, AutoaccumError, AutoaccumWarning
 from autoaccum.objectives import OF_FIT, OWN, Arguments, Interrupted, Objective
 
 Recipe = str | Callable[..., Arguments]
@@ -100,6 +100,7 @@ def sweep(
     Raises:
         ArgumentError: an argument cannot be used, of the sweep or of a trial.
         RecipeError: the recipe cannot be used.
+        StorageError: the storage does not answer any more; the trial is gone on with by the next call.
         Exception: what a trial raised, which has failed then. One that does not fit, whose loss is not finite, or that
             a callback stopped before its samples has not: it is pruned.
     """
@@ -153,7 +154,7 @@ def sweep(
             objective.check_same(study)
             return study
 
-        with _quiet():
+        with _quiet(), answering(storage, path):
             study = claims.open(study_of)
             with (
                 suppress(Interrupted),
@@ -196,7 +197,10 @@ def _work(settings: Arguments) -> None:
     _parent = multiprocessing.parent_process()
     # Standard output is the first process's: it may be a document.
     with suppress(KeyboardInterrupt), redirect_stdout(sys.stderr):
-        sweep(**settings)
+        try:
+            sweep(**settings)
+        except AutoaccumError as error:
+            sys.exit(f"error: {error}")
 
 
 @contextmanager

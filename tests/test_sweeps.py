@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -24,7 +25,7 @@ from optuna.trial import TrialState
 from torch import nn
 
 from autoaccum.cli import main
-from autoaccum.errors import ArgumentError, RecipeResultError
+from autoaccum.errors import ArgumentError, RecipeResultError, StorageError
 from autoaccum.events import Resumed, Started, StepReport
 from autoaccum.reporting.records import HISTORY
 from autoaccum.testing import simulated_memory
@@ -369,6 +370,31 @@ def test_a_trial_that_fails_is_not_counted(tmp_path: Path) -> None:
     study = run(recipe, tmp_path, num_trials=2)
     states = [TrialState.FAIL, TrialState.COMPLETE, TrialState.COMPLETE]
     assert [trial.state for trial in study.trials] == states
+
+
+def test_a_storage_that_does_not_answer_leaves_the_trial_to_be_gone_on_with(tmp_path: Path) -> None:
+    settings = {"num_trials": 2, "micro_batch": 8, "checkpoint_every": 1, "study_name": "gone"}
+    expected = outcomes(run(small, tmp_path / "whole", **settings))
+    directory = tmp_path / "gone"
+
+    def alter(command: str) -> None:
+        with sqlite3.connect(directory / "study.db") as connection:
+            connection.execute(command)
+        connection.close()
+
+    def lose(record: object) -> None:
+        if isinstance(record, StepReport) and record.step == 2:
+            alter(
+                "CREATE TRIGGER IF NOT EXISTS full BEFORE INSERT ON trial_intermediate_values "
+                "BEGIN INSERT INTO elsewhere VALUES (1); END"
+            )
+
+    with pytest.raises(StorageError, match="no such table: main.elsewhere.* the same command goes on") as caught:
+        run(small, directory, callbacks=[lose], **settings)
+    assert caught.value.storage == str(directory / "study.db")
+    alter("DROP TRIGGER full")
+    assert outcomes(run(small, directory, **settings)) == expected
+    assert [record.step for record in read(directory, 0, Resumed)] == [1]
 
 
 def test_trials_that_a_user_queues_come_first(tmp_path: Path) -> None:
