@@ -15,6 +15,7 @@ be had, is one to go on with: from its checkpoint, under its own number.
 
 from __future__ import annotations
 
+import os
 import re
 import sqlite3
 import time
@@ -29,7 +30,7 @@ import optuna
 from optuna.exceptions import StorageInternalError
 from optuna.samplers import BaseSampler
 from optuna.storages import BaseStorage, JournalStorage, RDBStorage
-from optuna.storages.journal import JournalFileBackend
+from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
 from optuna.trial import FrozenTrial, Trial, TrialState
 from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 
@@ -88,7 +89,35 @@ def _journal(path: str) -> JournalStorage:
     with suppress(FileNotFoundError), open(path, "rb") as file:
         if file.read(1) not in (b"", b"{"):  # Optuna would write into it
             raise ValueError("the file is no journal.")
-    return JournalStorage(JournalFileBackend(path))
+    lock = JournalFileSymlinkLock(path)
+    _drop_torn(path, lock)
+    return JournalStorage(JournalFileBackend(path, lock_obj=lock))
+
+
+def _drop_torn(path: str, lock: JournalFileSymlinkLock) -> None:
+    """Cut off a last line that a full disk or a crash has left unfinished: what comes after it could not be read."""
+    if _whole_bytes(path) is None:
+        return
+    lock.acquire()  # it may just be being written
+    try:
+        if (length := _whole_bytes(path)) is not None:
+            os.truncate(path, length)
+    finally:
+        lock.release()
+
+
+def _whole_bytes(path: str) -> int | None:
+    """Up to the end of the last line that has one; None where that is the end of the file."""
+    with suppress(FileNotFoundError), open(path, "rb") as file:
+        size = length = file.seek(0, os.SEEK_END)
+        line = b""
+        while length and not line.endswith(b"\n"):
+            length -= 1
+            file.seek(length)
+            line = file.read(1)
+        length += line.endswith(b"\n")
+        return None if length == size else length
+    return None
 
 
 def _opened(storage: str, opening: Callable[[], BaseStorage]) -> BaseStorage:

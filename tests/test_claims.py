@@ -52,6 +52,22 @@ def test_pruned_trials_count_and_failed_ones_do_not(tmp_path: Path) -> None:
     assert [finish(claims, study) for _ in range(2)] == [2, None]
 
 
+@pytest.mark.parametrize("torn", ['{"op_code": 5, "worker_id": "ab', "{"])
+def test_a_journal_with_an_unfinished_last_line_goes_on(torn: str, tmp_path: Path) -> None:
+    path = tmp_path / "study.log"
+    for count in (1, 2, 3):
+        storage = open_storage(str(path), tmp_path)
+        study = optuna.create_study(storage=storage, study_name="torn", load_if_exists=True)
+        study.add_trial(optuna.trial.create_trial(value=1.0))
+        assert len(study.trials) == count
+        whole = path.read_text()
+        path.write_text(whole + torn)
+    open_storage(str(path), tmp_path)
+    assert path.read_text() == whole
+    path.write_text(torn)
+    assert not open_storage(str(path), tmp_path).get_all_studies()
+
+
 def test_a_trial_that_was_left_comes_again_with_what_it_had(tmp_path: Path) -> None:
     claims, study = begin(tmp_path / "a", seed=7)
     with claims.next(study, RandomSampler) as trial:
