@@ -10,6 +10,7 @@ import gc
 import multiprocessing
 import os
 import pickle
+import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -195,6 +196,8 @@ def _is_wanted() -> bool:
 def _work(settings: Arguments) -> None:
     global _parent
     _parent = multiprocessing.parent_process()
+    # Between windows too it ends in order, and leaves no semaphores to be warned of.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     # Standard output is the first process's: it may be a document.
     with suppress(KeyboardInterrupt), redirect_stdout(sys.stderr):
         try:

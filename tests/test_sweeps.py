@@ -28,6 +28,7 @@ from autoaccum.cli import main
 from autoaccum.errors import ArgumentError, RecipeResultError, StorageError
 from autoaccum.events import Resumed, Started, StepReport
 from autoaccum.reporting.records import HISTORY
+from autoaccum.sweeps import _work
 from autoaccum.testing import simulated_memory
 from tests.models import classes, mlp
 from tests.sweeping import outcomes, pruner, read, run, small
@@ -320,6 +321,16 @@ def test_ctrl_c_leaves_the_trial_to_be_gone_on_with(tmp_path: Path) -> None:
     study = run(small, tmp_path, **settings)
     assert [trial.state for trial in study.trials] == [TrialState.COMPLETE] * 2
     assert [record.step for record in read(tmp_path, 0, Resumed)] == [2]
+
+
+@forks
+def test_a_process_that_jobs_started_ends_in_order_between_windows_too(tmp_path: Path) -> None:
+    def recipe() -> dict[str, Any]:
+        signal.raise_signal(signal.SIGTERM)
+        return small()
+
+    settings = {"recipe": recipe, "directory": tmp_path, "lr": (1e-3, 1e-1), "effective_batch": 16, "num_trials": 1}
+    assert ended(child(lambda: _work(settings))) == 0
 
 
 def test_a_process_whose_parent_is_gone_leaves_its_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
