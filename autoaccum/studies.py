@@ -8,9 +8,10 @@ from typing import Any
 import optuna
 from optuna.trial import FrozenTrial
 
-from autoaccum.claims import directory_of, open_storage
+from autoaccum.claims import directory_of
 from autoaccum.errors import ArgumentError
 from autoaccum.reporting.study import SETTINGS, WHY, facts_of
+from autoaccum.storages import open_storage
 
 
 def load_study(place: str, name: str | None = None) -> tuple[optuna.Study, Path]:

@@ -28,9 +28,10 @@ from tqdm import tqdm
 
 from autoaccum import recipes, spaces
 from autoaccum.arguments import non_negative_int, positive_int
-from autoaccum.claims import FINISHED, Claims, answering, directory_of, open_storage
+from autoaccum.claims import FINISHED, Claims, directory_of
 from autoaccum.errors import ArgumentError, ArgumentTypeError, AutoaccumError, AutoaccumWarning
 from autoaccum.objectives import OF_FIT, OWN, Arguments, Interrupted, Objective
+from autoaccum.storages import answering, open_storage
 
 Recipe = str | Callable[..., Arguments]
 

@@ -11,13 +11,11 @@ from typing import Any
 import optuna
 import pytest
 from optuna.samplers import RandomSampler
-from optuna.storages import InMemoryStorage, JournalStorage, RDBStorage
 from optuna.trial import TrialState
-from sqlalchemy.exc import ProgrammingError
 
-from autoaccum import claims as module
-from autoaccum.claims import Claims, directory_of, open_storage
+from autoaccum.claims import Claims, directory_of
 from autoaccum.errors import ArgumentError
+from autoaccum.storages import open_storage
 
 
 def begin(directory: Path, num_trials: int = 3, seed: int = 0) -> tuple[Claims, optuna.Study]:
@@ -50,22 +48,6 @@ def test_pruned_trials_count_and_failed_ones_do_not(tmp_path: Path) -> None:
             assert trial is not None
             study.tell(trial.number, state=state)
     assert [finish(claims, study) for _ in range(2)] == [2, None]
-
-
-@pytest.mark.parametrize("torn", ['{"op_code": 5, "worker_id": "ab', "{"])
-def test_a_journal_with_an_unfinished_last_line_goes_on(torn: str, tmp_path: Path) -> None:
-    path = tmp_path / "study.log"
-    for count in (1, 2, 3):
-        storage = open_storage(str(path), tmp_path)
-        study = optuna.create_study(storage=storage, study_name="torn", load_if_exists=True)
-        study.add_trial(optuna.trial.create_trial(value=1.0))
-        assert len(study.trials) == count
-        whole = path.read_text()
-        path.write_text(whole + torn)
-    open_storage(str(path), tmp_path)
-    assert path.read_text() == whole
-    path.write_text(torn)
-    assert not open_storage(str(path), tmp_path).get_all_studies()
 
 
 def test_a_trial_that_was_left_comes_again_with_what_it_had(tmp_path: Path) -> None:
@@ -173,34 +155,6 @@ def test_a_trial_that_others_asked_for_is_not_ours_to_count(tmp_path: Path) -> N
     assert [finish(claims, study) for _ in range(2)] == [1, None]
 
 
-def test_storages(tmp_path: Path) -> None:
-    assert isinstance(open_storage(None, tmp_path), RDBStorage)
-    assert (tmp_path / "study.db").exists()
-    for text in (f"journal:{tmp_path}/a", f"{tmp_path}/b.log"):
-        assert isinstance(open_storage(text, tmp_path), JournalStorage)
-    assert {path.name for path in tmp_path.iterdir()} >= {"a", "b.log"}
-    memory = InMemoryStorage()
-    assert open_storage(memory, tmp_path) is memory
-    with pytest.raises(ArgumentError, match=r"write 'sqlite:///a\.db'"):
-        open_storage("a.db", tmp_path)
-
-
-def test_a_storage_that_cannot_be_opened_is_told_without_its_password(tmp_path: Path) -> None:
-    (tmp_path / "text").write_text("hello")
-    for text in (
-        "foo://host/name",
-        f"sqlite:///{tmp_path}/missing/study.db",
-        f"sqlite:///{tmp_path}/text",
-        f"journal:{tmp_path}/missing/study.log",
-        f"journal:{tmp_path}/text",
-        "foo://me:secret@host/name",
-        7,
-    ):
-        with pytest.raises(ArgumentError, match="storage=.*: expected") as raised:
-            open_storage(text, tmp_path)  # type: ignore[arg-type]
-        assert "secret" not in str(raised.value)
-
-
 def test_a_path_is_no_url(tmp_path: Path) -> None:
     directory = tmp_path / "a b?c#d%20e{f}"
     claims = Claims(directory, 1, 0)
@@ -231,21 +185,6 @@ def test_a_change_of_directory_moves_nothing(tmp_path: Path, monkeypatch: pytest
     with claims.next(study, None) as trial:
         assert trial is not None
         assert claims.folder(trial) == tmp_path / "a" / "trial-0000"
-
-
-def test_tables_that_another_process_has_just_made_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = []
-
-    def lose(url: str, **options: Any) -> optuna.storages.RDBStorage:
-        made.append(url)
-        if len(made) < 3:
-            raise ProgrammingError("CREATE TABLE studies", {}, Exception('"studies" already exists'))
-        return optuna.storages.RDBStorage(url, **options)
-
-    monkeypatch.setattr(module, "RDBStorage", lose)
-    monkeypatch.setattr(module, "POLL_SECONDS", 0.0)
-    assert open_storage(None, tmp_path).get_all_studies() == []
-    assert len(made) == 3
 
 
 def test_a_name_of_a_study_is_no_path() -> None:
