@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 from typing import Any, Literal, TypeVar, get_args
 
 from optuna import pruners, samplers
@@ -38,6 +39,8 @@ PRUNERS: Mapping[str, Callable[[], BasePruner]] = {
     "wilcoxon": pruners.WilcoxonPruner,
 }
 """Besides the median, which is told how much of a trial is too early to judge by."""
+_PACKAGES = {"cmaes": "cmaes", "gp": "scipy", "wilcoxon": "scipy"}
+"""Of those that need one which Optuna does not bring."""
 
 
 def learning_rates(value: Any) -> LearningRates:
@@ -71,6 +74,9 @@ def _values(
 ) -> N | tuple[N, N] | list[N] | None:
     value = given
     if isinstance(value, str):
+        if "," in value and ":" in value:
+            cure = "For schedules to choose from pass search_space." if argument == "effective_batch" else ""
+            raise ArgumentError(argument, given, accepted, cure)
         try:
             numbers = [kind(part) for part in re.split("[:,]", value)]
         except ValueError:
@@ -126,7 +132,7 @@ def _texts(argument: str, value: Any) -> tuple[str, ...]:
 def sampler_of(value: Any) -> BaseSampler | Callable[[int], BaseSampler]:
     """One for all trials, or a function (seed) -> sampler, which for a name is among ``SAMPLERS``."""
     if isinstance(value, str):
-        return SAMPLERS[one_of("sampler", value, tuple(SAMPLERS))]
+        return SAMPLERS[_installed("sampler", one_of("sampler", value, tuple(SAMPLERS)))]
     if isinstance(value, type) or not isinstance(value, BaseSampler | Callable):
         accepted = f"a sampler of Optuna, a function (seed) -> sampler, or one of {', '.join(SAMPLERS)}"
         raise ArgumentTypeError("sampler", value, accepted)
@@ -145,4 +151,12 @@ def pruner_of(value: Any, samples: int) -> BasePruner:
         return pruners.MedianPruner(n_warmup_steps=samples // 3)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ExperimentalWarning)
-        return PRUNERS[value]()
+        return PRUNERS[_installed("pruner", value)]()
+
+
+def _installed(argument: str, name: str) -> str:
+    package = _PACKAGES.get(name)
+    if package is not None and find_spec(package) is None:
+        cure = f"python -m pip install {package}."
+        raise ArgumentError(argument, name, f"the package {package}, which it needs and which is not installed", cure)
+    return name

@@ -44,6 +44,13 @@ def test_batches(given: Any, found: Any) -> None:
     assert spaces.batches(given) == found
 
 
+def test_a_schedule_is_not_read_as_a_list() -> None:
+    with pytest.raises(ArgumentError, match="effective_batch='64, 1000:256': .* For schedules to choose from pass"):
+        spaces.batches("64, 1000:256")
+    with pytest.raises(ArgumentError, match="lr='1e-4,1e-3:1e-2': expected"):
+        spaces.learning_rates("1e-4,1e-3:1e-2")
+
+
 @pytest.mark.parametrize(
     ("metric", "direction", "names", "directions"),
     [
@@ -77,7 +84,9 @@ def test_metrics_that_cannot_be_used(metric: Any, direction: Any, message: str) 
 
 @pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
 @pytest.mark.parametrize("name", spaces.SAMPLERS)
-def test_samplers_by_name_draw_by_their_seed(name: str) -> None:
+def test_samplers_by_name_draw_by_their_seed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spaces, "find_spec", lambda name: True)  # Optuna imports it later than here
+
     def draw(seed: int) -> float:
         sampler = spaces.sampler_of(name)
         assert not isinstance(sampler, optuna.samplers.BaseSampler)
@@ -87,6 +96,15 @@ def test_samplers_by_name_draw_by_their_seed(name: str) -> None:
 
     assert draw(3) == draw(3)
     assert len({draw(seed) for seed in range(5)}) > 1
+
+
+def test_what_a_sampler_or_pruner_needs_is_said_before_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spaces, "find_spec", lambda name: None)
+    with pytest.raises(ArgumentError, match="sampler='cmaes': expected the package cmaes, .* pip install cmaes"):
+        spaces.sampler_of("cmaes")
+    with pytest.raises(ArgumentError, match="pruner='wilcoxon': expected the package scipy, .* pip install scipy"):
+        spaces.pruner_of("wilcoxon", 100)
+    assert spaces.sampler_of("tpe")
 
 
 def test_samplers_and_pruners_of_optuna_are_taken_as_they_are() -> None:
