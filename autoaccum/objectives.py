@@ -13,6 +13,8 @@ import json
 import math
 import os
 import shutil
+import warnings
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,7 +23,7 @@ from typing import Any
 import optuna
 import torch
 from optuna.distributions import BaseDistribution, check_distribution_compatibility
-from optuna.exceptions import StorageInternalError
+from optuna.exceptions import StorageInternalError, TrialPruned
 from optuna.trial import Trial, TrialState
 
 from autoaccum import randomness, recipes
@@ -30,10 +32,12 @@ from autoaccum.data import open_source
 from autoaccum.errors import (
     ArgumentError,
     ArgumentTypeError,
+    AutoaccumWarning,
     CheckpointError,
     ConflictingArgumentsError,
     MemoryLimitError,
     NonFiniteLossError,
+    RecipeResultError,
     StopTraining,
 )
 from autoaccum.events import Finished, OutOfMemory, Record, Resumed, StepReport, Validated
@@ -50,6 +54,8 @@ COMMON = ("samples", "epochs", "steps", "validate_every", "seed")
 """Arguments of fit that are for all trials, and not to be searched for."""
 DATA = ("data", "validation_data")
 """What is the same whatever is searched for."""
+_DRAWS = 20
+"""Tried for one that can be looked at."""
 OF_FIT = inspect.signature(Trainer).parameters
 """All of its arguments."""
 
@@ -73,6 +79,8 @@ class Objective:
     """What one draw has searched."""
     trained: Arguments = field(default_factory=dict)
     """What that draw would have trained, and on which data; empty where not even its model fits."""
+    first_parameters: tuple[weakref.ref[torch.nn.Parameter], ...] = ()
+    """That it would have trained, and that no trial may train."""
 
     def arguments(self, trial: Trial) -> Arguments:
         """Of ``fit``, the recipe's code being run for it.
@@ -142,9 +150,7 @@ class Objective:
         ):
             cure = "Pass (low, high), or search_space."
             raise ArgumentError("lr", self.lr, "something to search for, in lr, effective_batch or search_space", cure)
-        trial = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0)).ask()
-        _seed(0)
-        arguments = self.arguments(trial)
+        trial, arguments = self._first_draw()
         if arguments.get("effective_batch") is None:
             raise ArgumentError("effective_batch", None, "samples to choose from", "Pass it, or return it.")
         if arguments.get("validation_data") is None:
@@ -183,7 +189,21 @@ class Objective:
             fit_arguments={**self.fit_arguments, "validate_every": every},
             distributions=trial.distributions,
             trained={} if not trained else {"first draw": str(trial.params), **trained},
+            first_parameters=tuple(map(weakref.ref, _parameters(arguments))),
         )
+
+    def _first_draw(self) -> tuple[Trial, Arguments]:
+        """A draw for which the recipe can be called: it may have no memory for one, and search_space may prune one."""
+        for seed in range(_DRAWS):
+            trial = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=seed)).ask()
+            _seed(0)
+            try:
+                return trial, self.arguments(trial)
+            except Exception as error:
+                cause = _cause(error)
+                if seed == _DRAWS - 1 or not (isinstance(cause, TrialPruned) or is_out_of_memory(cause)):
+                    raise
+        raise AssertionError
 
     def check_same(self, study: optuna.Study) -> None:
         """Refuse a study whose trials cannot be compared with these.
@@ -200,14 +220,17 @@ class Objective:
             if known[name] != value:
                 cure = "Trials of one study are compared by it: pass it, or choose another study_name."
                 raise ArgumentError(name, value, f"{known[name]!r}, as study {study.study_name!r} has it", cure)
-        before, now = known["trained"], self.trained
+        trials = study.get_trials(deepcopy=False)
+        if trials and all(trial.state == TrialState.FAIL for trial in trials):  # nothing to compare with: it was mended
+            study.set_user_attr(SETTINGS, {**settings, "trained": self.trained})
+        before, now = study.user_attrs[SETTINGS]["trained"], self.trained
         if before and now and before["first draw"] != now["first draw"]:  # another range, which is no other recipe
             before, now = ({name: facts[name] for name in DATA} for facts in (before, now))
         if before and now and (differences := list(differing(before, now))):
             accepted = f"what study {study.study_name!r} was begun with ({'; '.join(differences)})"
             cure = "Trials of one study are compared: choose another study_name and directory."
             raise ArgumentError("recipe", getattr(self.recipe, "__name__", self.recipe), accepted, cure)
-        for trial in study.get_trials(deepcopy=False):
+        for trial in trials:
             for name in trial.distributions.keys() & self.distributions.keys():
                 old, new = trial.distributions[name], self.distributions[name]
                 try:
@@ -230,7 +253,9 @@ class Objective:
             arguments |= {"seed": seed, "run_dir": folder, "progress": False}
             reporter = _Reporter(trial, self.metrics, arguments["validate_every"], arguments["samples"], is_wanted)
             arguments["callbacks"] = [*arguments.get("callbacks", ()), reporter]
+            self._check_new(arguments)
             trainer = Trainer(**arguments)
+            self._check_data(trainer)
             result = trainer.fit()
             last = result.events[-1]
             if reporter.is_orphan or (isinstance(last, Finished) and last.reason == "interrupted"):
@@ -253,22 +278,40 @@ class Objective:
         except (CheckpointError, StorageInternalError, Interrupted):  # once there is room on the disk, say, it goes on
             raise
         except Exception as error:
-            if not is_out_of_memory(error):
-                study.tell(trial.number, state=TrialState.FAIL)
+            cause = _cause(error)
+            if is_out_of_memory(cause):
+                trial.set_user_attr("not_fitting", {"micro_batch": None, "peak_bytes": None, "limit_bytes": None})
+            elif not isinstance(cause, TrialPruned):
+                _tell(study, trial, None, TrialState.FAIL)
                 raise
-            trial.set_user_attr("not_fitting", {"micro_batch": None, "peak_bytes": None, "limit_bytes": None})
         if trainer is not None:
             for name, value in _facts(trainer).items():
                 trial.set_user_attr(name, value)
-        try:
-            study.tell(trial.number, values, state=state)
-        except RuntimeError:  # of samplers that stop the study when nothing is left, which only Optuna's own loop can
-            if study.get_trials(deepcopy=False)[trial.number].state != state:
-                raise
+        _tell(study, trial, values, state)
         if state == TrialState.PRUNED:
             shutil.rmtree(folder / "checkpoints", ignore_errors=True)
         del trainer
         gc.collect()  # a run refers to itself, and the next needs its memory
+
+    def _check_new(self, arguments: Arguments) -> None:
+        known = {id(parameter) for reference in self.first_parameters if (parameter := reference()) is not None}
+        if any(id(parameter) in known for parameter in _parameters(arguments)):
+            raise RecipeResultError(
+                f"{recipes.name_of(self.recipe)} returned a model that it has returned before, in whole or in part: a "
+                f"trial would go on with the weights of the last one. Make it inside of the recipe, or return a "
+                f"copy.deepcopy of it; what is not to be trained may be shared, with requires_grad_(False)."
+            )
+
+    def _check_data(self, trainer: Trainer) -> None:
+        if self.trained and any(self.trained[name] != facts for name, facts in _data(trainer).items()):
+            warnings.warn(
+                "The recipe has made other data for this trial than for another. Trials that are trained or validated "
+                "on other data are hardly comparable. Where that is not what is searched for, draw or split the data "
+                "with a seed of their own, such as generator=torch.Generator().manual_seed(0), for each trial has its "
+                "own seed; or make them once, outside of the recipe.",
+                AutoaccumWarning,
+                stacklevel=2,
+            )
 
 
 class Interrupted(Exception):
@@ -323,13 +366,39 @@ def _seed(seed: int) -> None:
     randomness.seed_host(seed)
 
 
+def _tell(study: optuna.Study, trial: Trial, values: list[float] | None, state: TrialState) -> None:
+    try:
+        study.tell(trial.number, values, state=state)
+    except RuntimeError:  # of samplers that stop the study when nothing is left, which only Optuna's own loop can
+        if study.get_trials(deepcopy=False)[trial.number].state != state:
+            raise
+
+
+def _cause(error: BaseException) -> BaseException:
+    """What the recipe has raised, where it was that."""
+    return error.__cause__ if isinstance(error, recipes.RecipeRaised) and error.__cause__ else error
+
+
+def _parameters(arguments: Arguments) -> list[torch.nn.Parameter]:
+    """What of a trial is trained."""
+    modules = [arguments.get(name) for name in ("model", "loss_fn", "training_step")]
+    return [p for m in modules if isinstance(m, torch.nn.Module) for p in m.parameters() if p.requires_grad]
+
+
+def _data(trainer: Trainer) -> Arguments:
+    validator = trainer._validator
+    return {
+        "data": trainer._source.description(),
+        "validation_data": None if validator is None else validator._source.description(),
+    }
+
+
 def _trained(trainer: Trainer) -> Arguments:
     """What decides the values of a trial, in a few short texts: those of large models would not fit into a storage."""
     trained = trainer._configuration()["trained"]
-    validator = trainer._validator
     return {
         **{name: _digest(facts) if name in _LONG else facts for name, facts in trained.items()},
-        "validation_data": None if validator is None else validator._source.description(),
+        **_data(trainer),
     }
 
 

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from typing import Any, Literal, TypeVar, get_args
 
 from optuna import pruners, samplers
+from optuna.distributions import BaseDistribution, FloatDistribution
 from optuna.exceptions import ExperimentalWarning
 from optuna.pruners import BasePruner
 from optuna.samplers import BaseSampler
@@ -138,6 +139,18 @@ def sampler_of(value: Any) -> BaseSampler | Callable[[int], BaseSampler]:
         raise ArgumentTypeError("sampler", value, accepted)
     found: BaseSampler | Callable[[int], BaseSampler] = value
     return found
+
+
+def check_grid(distributions: Mapping[str, BaseDistribution]) -> None:
+    """Refuse what no grid can be gone through of.
+
+    Raises:
+        ArgumentError: a range has infinitely many values.
+    """
+    for name, distribution in distributions.items():
+        if isinstance(distribution, FloatDistribution) and distribution.step is None:
+            cure = f"{name} is a range, from {distribution.low:g} to {distribution.high:g}: list the values to try."
+            raise ArgumentError("sampler", "grid", "a sampler of ranges, such as 'tpe'", cure)
 
 
 def pruner_of(value: Any, samples: int) -> BasePruner:

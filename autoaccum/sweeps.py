@@ -140,6 +140,8 @@ def sweep(
         )
         with _quiet():
             objective = objective.foreseen()
+        if sampler == "grid":
+            spaces.check_grid(objective.distributions)
         gc.collect()  # what was made of a first draw refers to itself
         path = directory_of(name) if directory is None else Path(directory)
         claims = Claims(path, num_trials, seed)

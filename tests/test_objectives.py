@@ -11,7 +11,13 @@ import torch
 from optuna.trial import TrialState
 from torch import nn
 
-from autoaccum.errors import ArgumentError, ConflictingArgumentsError, StopTraining
+from autoaccum.errors import (
+    ArgumentError,
+    AutoaccumWarning,
+    ConflictingArgumentsError,
+    RecipeResultError,
+    StopTraining,
+)
 from autoaccum.events import StepReport, Validated
 from autoaccum.testing import simulated_memory
 from tests.models import classes
@@ -242,6 +248,90 @@ def test_a_recipe_that_was_edited_does_not_join_the_study_of_the_old_one(tmp_pat
 
 def right(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return outputs.argmax(1) == targets
+
+
+def test_a_model_that_trials_would_share_is_refused(tmp_path: Path) -> None:
+    body = nn.Linear(8, 16)
+
+    def recipe() -> dict[str, Any]:
+        return small() | {"model": nn.Sequential(body, nn.Tanh(), nn.Linear(16, 3))}
+
+    with pytest.raises(RecipeResultError, match="recipe returned a model that it has returned before, in whole or in"):
+        run(recipe, tmp_path)
+    body.requires_grad_(False)
+    assert len(run(recipe, tmp_path, num_trials=1).get_trials(states=(TrialState.COMPLETE,))) == 1
+
+
+def test_a_recipe_that_was_mended_joins_a_study_of_failed_trials(tmp_path: Path) -> None:
+    def broken(record: Any) -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        run(lambda: small() | {"callbacks": [broken], "clip_norm": 1.0}, tmp_path, study_name="a")
+    study = run(small, tmp_path, study_name="a", num_trials=1)
+    assert [trial.state for trial in study.trials] == [TrialState.FAIL, TrialState.COMPLETE]
+    with pytest.raises(ArgumentError, match="clip_norm: nothing -> 1.0"):
+        run(small, tmp_path, study_name="a", clip_norm=1.0)
+
+
+def test_data_that_trials_do_not_share_are_announced(tmp_path: Path) -> None:
+    def recipe() -> dict[str, Any]:
+        inputs, targets = classes(128)
+        return small() | {"data": (inputs + torch.randn(()), targets)}
+
+    with pytest.warns(AutoaccumWarning, match="The recipe has made other data for this trial than for another"):
+        run(recipe, tmp_path, num_trials=2)
+
+
+@pytest.mark.parametrize("of", ["search_space", "callback"])
+def test_a_trial_may_be_pruned_as_with_optuna(of: str, tmp_path: Path) -> None:
+    def prune(here: str) -> None:
+        if here == of:
+            raise optuna.TrialPruned
+
+    def space(trial: optuna.Trial) -> dict[str, Any]:
+        if trial.suggest_int("odd", 0, 1):
+            prune("search_space")
+        return {}
+
+    def callback(record: Any) -> None:
+        if isinstance(record, StepReport):
+            prune("callback")
+
+    study = run(small, tmp_path, search_space=space, callbacks=[callback], num_trials=6)
+    pruned = [trial.state == TrialState.PRUNED for trial in study.trials]
+    assert pruned == [of == "callback" or bool(trial.params["odd"]) for trial in study.trials]
+    assert True in pruned
+
+
+RECIPE = """
+import torch
+from tests.sweeping import small
+
+def recipe(width):
+    if width:
+        raise torch.OutOfMemoryError("as of a model that is made on the device")
+    return small()
+"""
+
+
+def test_a_model_that_the_recipe_has_no_memory_for_does_not_fit(tmp_path: Path) -> None:
+    (tmp_path / "large.py").write_text(RECIPE)
+
+    def space(trial: optuna.Trial) -> dict[str, Any]:
+        return {"width": trial.suggest_int("width", 0, 1)}
+
+    study = run(str(tmp_path / "large.py"), tmp_path, search_space=space, num_trials=6)
+    assert {trial.params["width"]: trial.state for trial in study.trials} == {
+        0: TrialState.COMPLETE,
+        1: TrialState.PRUNED,
+    }
+    assert all(("not_fitting" in trial.user_attrs) == trial.params["width"] for trial in study.trials)
+
+
+def test_what_a_sampler_raises_is_not_hidden(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="step must be given"):
+        run(small, tmp_path, sampler=lambda seed: optuna.samplers.BruteForceSampler(seed=seed))
 
 
 def test_any_metric_that_validations_report(tmp_path: Path) -> None:

@@ -452,6 +452,7 @@ def test_trials_that_a_user_queues_come_first(tmp_path: Path) -> None:
         ({"search_space": lambda trial: {"lr": 0.1}}, "lr=0.1: expected at most one of lr and search_space"),
         ({"search_space": lambda trial: {"samples": 9}}, "samples=9: expected the same for all trials"),
         ({"search_space": lambda trial: {"seed": 9}}, "seed=9: expected the same for all trials"),
+        ({"sampler": "grid"}, "sampler='grid': expected a sampler of ranges, such as 'tpe'. lr is a range, from 0.001"),
         ({"sampler": optuna.samplers.TPESampler}, "expected a sampler of Optuna, a function (seed) -> sampler, or one"),
         ({"pruner": optuna.pruners.NopPruner}, "expected a pruner of Optuna"),
         ({"metric": ("seconds", "seconds")}, "expected one or more names, each once"),
@@ -492,7 +493,8 @@ RECIPE = """
 import torch
 
 def recipe(lr):
-    data = torch.randn(64, 4), torch.randn(64, 1)
+    generator = torch.Generator().manual_seed(0)
+    data = torch.randn(64, 4, generator=generator), torch.randn(64, 1, generator=generator)
     return {
         "model": torch.nn.Linear(4, 1), "data": data, "validation_data": data, "micro_batch": 8,
         "loss_fn": torch.nn.functional.mse_loss, "optimizer": lambda params: torch.optim.SGD(params, lr=lr),
