@@ -216,7 +216,7 @@ def _space(trials: Sequence[FrozenTrial]) -> dict[str, BaseDistribution]:
 
 def _range(distribution: BaseDistribution) -> str:
     if isinstance(distribution, CategoricalDistribution):
-        return f"among {', '.join(map(str, distribution.choices))}"
+        return f"among {', '.join(repr(one) if ',' in str(one) else str(one) for one in distribution.choices)}"
     low, high = (getattr(distribution, end) for end in ("low", "high"))
     return f"from {low:g} to {high:g}{' (logarithmic)' if getattr(distribution, 'log', False) else ''}"
 
@@ -271,7 +271,8 @@ def _cost(trials: Sequence[FrozenTrial], totals: Mapping[str, float], counts: Ma
     tried = [trial.user_attrs.get("search_trials", 0) for trial in trials]
     samples, wasted, ooms = (int(totals[name]) for name in ("num_samples", "wasted_samples", "ooms"))
     text = (
-        f"{sum(tried):,} sizes were tried{f', {tried[0]:,} of them in the first trial' if tried else ''}; "
+        f"{sum(tried):,} size{' was' if sum(tried) == 1 else 's were'} tried"
+        f"{f', {tried[0]:,} of them in the first trial' if tried else ''}; "
         f"the device ran out of memory {ooms:,} time{'' if ooms == 1 else 's'}, and at most {wasted:,} of {samples:,} "
         f"samples{f' ({wasted / samples:.1%})' if wasted else ''} had to be run again."
     )

@@ -174,7 +174,8 @@ def _curves(facts: StudyFacts, runs: Mapping[int, Run]) -> Iterator[tuple[str, s
         validated = {number: curves for number, run in runs.items() if (curves := _validated(run, metric))}
         reported: dict[int, Curve] = {}
         if metric == facts.reported:
-            reported = {trial.number: _columns(trial.reports) for trial in facts.trials if trial.reports}
+            told = {trial.number: _columns(trial.reports) for trial in facts.trials if trial.reports}
+            reported = {number: curve for number, curve in told.items() if np.isfinite(curve[1]).any()}
         yield name, metric, "samples", {number: curve for number, (curve, _) in validated.items()} | reported
         yield f"{name}-seconds", metric, "seconds of training", {at: curve for at, (_, curve) in validated.items()}
 

@@ -58,6 +58,13 @@ def test_the_sentences() -> None:
     assert facts.totals["seconds"] == 85.0
 
 
+def test_choices_that_hold_commas_are_told_apart() -> None:
+    space = {"effective_batch": CategoricalDistribution(["16", "16, 5:64"])}
+    facts = facts_of(study(trial(0.5, None, "16", space=space, search_trials=1)))  # type: ignore[arg-type, dict-item]
+    assert "effective_batch among 16, '16, 5:64', 1,000 samples" in answer(facts, "searched")
+    assert answer(facts, "cost?").startswith("1 size was tried, 1 of them in the first trial;")
+
+
 def test_no_failed_trial_is_good_news() -> None:
     facts = facts_of(study(trial(0.5), trial(None)))
     assert [one.good for one in facts.answers] == [None, True, None, True, None]
