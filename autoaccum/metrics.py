@@ -92,6 +92,25 @@ class Metrics:
             sums[name] = (total, count) if before is None else (before[0] + total, before[1] + count)
         return sums
 
+    def check(self, batch: Any) -> None:
+        """Of a batch of two samples there are as many values as of each alone: means and outer products have others.
+
+        Raises:
+            ArgumentError: a function returned values that depend on the micro-batches.
+        """
+        found = [self.measure(Kept(part), lambda part=part: part) for part in (batch, *_halves(batch))]  # type: ignore[misc]
+        for name in self._functions:
+            together, first, second = (sums[name][1] for sums in found)
+            if together != first + second:
+                raise ArgumentError(
+                    "metrics",
+                    name,
+                    "a function that returns a tensor with one real value per sample or item",
+                    f"It returned {together} for two samples together, and {first} and {second} for each alone, so "
+                    f"that it would depend on the micro-batches. Return the values, not their mean, and compare "
+                    f"tensors of the same shape: (n, 1) and (n,) are broadcast to (n, n).",
+                )
+
     def keep(self, sums: Sums) -> None:
         """The micro-batch counts; nothing is computed here, so nothing can fail."""
         self._sums = sums
@@ -131,6 +150,10 @@ class _Heard:
     def take(self) -> Kept | None:
         kept, self._kept = self._kept, None
         return kept
+
+
+def _halves(batch: Any) -> tuple[Any, Any]:
+    return batches.take(batch, 0, 1), batches.take(batch, 1, 2)
 
 
 def _tensors(leaf: Any) -> dict[str, torch.Tensor]:

@@ -17,7 +17,7 @@ from autoaccum.attributes import Attributes
 from autoaccum.conclusions import conclude, stands_for_none
 from autoaccum.costs import Trial
 from autoaccum.data import Source, Window
-from autoaccum.errors import EmptyDatasetError, LossWithoutGradError, NothingFitsError
+from autoaccum.errors import DataError, EmptyDatasetError, LossWithoutGradError, NothingFitsError
 from autoaccum.events import Event, Notice, OutOfMemory, Validated
 from autoaccum.graphs import graph_alone
 from autoaccum.losses import LossOf
@@ -118,7 +118,7 @@ class Validator:
         return loss
 
     def try_metrics(self, metrics: Metrics) -> None:
-        """Call each function on one sample, of which nothing remains: what is wrong is said before training.
+        """Call each function on one sample and on two, of which nothing remains: what is wrong is said before training.
 
         Raises:
             ArgumentError: a function returned no tensor of values.
@@ -129,6 +129,9 @@ class Validator:
         try:
             with self._evaluating():
                 metrics.measure(Kept(self._source.example(1)), lambda: self._source.example(1))
+                two = self._source.example(2)
+                if _is_cut(two):
+                    metrics.check(two)
         except EmptyDatasetError:
             raise EmptyDatasetError("validation_data", _NOTHING) from None
         except Exception as error:
@@ -273,6 +276,14 @@ def _joined(losses: list[tuple[int, float, Reduction]]) -> float:
     return sum(loss * count for (_, loss, _), count in zip(there, counts, strict=True)) / (
         counts[0] if is_sum else sum(counts)
     )
+
+
+def _is_cut(two: Any) -> bool:
+    """Whether two samples, which a collate_fn may have made one thing of, can be taken one by one."""
+    try:
+        return batches.num_samples(two) == 2
+    except DataError:
+        return False
 
 
 def _with_grad(leaf: Any) -> Any:

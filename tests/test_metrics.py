@@ -103,6 +103,22 @@ def of_dict(batch: tuple[torch.Tensor, torch.Tensor]) -> dict[str, torch.Tensor]
     return {"inputs": batch[0], "labels": batch[1]}
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda outputs, targets: correct(outputs, targets).float().mean().reshape(1),
+        lambda outputs, targets: outputs.argmax(-1, keepdim=True) == targets,
+    ],
+)
+def test_values_that_depend_on_the_micro_batches_are_refused_before_training(function: Any) -> None:
+    """One sample does not show it."""
+    model = mlp()
+    before = [p.clone() for p in model.parameters()]
+    with pytest.raises(ArgumentError, match="metrics='m': .* It returned . for two samples together, and 1 and 1 for"):
+        fit(model=model, metrics={"m": function})
+    assert same(list(model.parameters()), before)
+
+
 class TestValue:
     @pytest.mark.parametrize("micro_batch", [1, 2, 3, 4, 8])
     def test_is_that_over_all_samples_whatever_the_micro_batches_are(self, micro_batch: int) -> None:
@@ -130,13 +146,13 @@ class TestValue:
                 metrics={"accuracy": watching},
             )  # fmt: skip
         (event,) = validated(result)
-        sizes = [len(values) for values in seen[1:]]  # the first is of the try at the start
+        sizes = [len(values) for values in seen[4:]]  # the first four are of the try at the start
         assert sum(sizes) == 200
         assert len(set(sizes)) > 2
         with torch.no_grad():
             expected = correct(result.model(data[0]), data[1]).double().mean().item()
         assert event.metrics == {"accuracy": expected}
-        of_means = np.mean([values.double().mean().item() for values in seen[1:]])
+        of_means = np.mean([values.double().mean().item() for values in seen[4:]])
         assert abs(of_means - expected) > 0.005
 
     @pytest.mark.parametrize("num_items", [None, lambda batch: (batch[1] != IGNORED).sum()])
@@ -174,10 +190,14 @@ class TestValue:
     def test_is_summed_in_float64(self, dtype: torch.dtype) -> None:
         """70,000 is more than float16 has, and 2**24 + 1 is no number of float32."""
         value = 1 if dtype in (torch.bool, torch.uint8) else 7
-        event = last(metrics={"x": lambda outputs, targets: torch.full((10_000, 1), value).to(dtype)})
+        event = last(metrics={"x": lambda outputs, targets: torch.full((len(targets), 10_000), value).to(dtype)})
         assert event.metrics == {"x": value}
         values = {"large": torch.tensor([2**24, 1], dtype=torch.float32), "thirds": torch.tensor([1, 0, 0])}
-        event = last(metrics={name: lambda *_, found=found: found for name, found in values.items()})
+        event = last(
+            metrics={
+                name: lambda _, targets, found=found: found.repeat(len(targets), 1) for name, found in values.items()
+            }
+        )
         assert event.metrics == {"large": (2**24 + 1) / 2, "thirds": 1 / 3}
 
     @pytest.mark.parametrize("wrap", [dict, SimpleNamespace, CausalLMOutput])
@@ -282,7 +302,7 @@ class TestForward:
 
         result = fit(model=model, loss_fn=by_numpy, metrics={"accuracy": metric})
         assert model.sizes == [1] * 3 + [1, 2, 4, 4], "three ways that fail, and the last one"
-        assert calls == [1, 1, 2, 4, 4], "the first is of the try at the start"
+        assert calls == [1, 2, 1, 1, 1, 2, 4, 4], "the first four are of the try at the start"
         assert sum(isinstance(event, Notice) for event in result.events) == 1
         with torch.no_grad():
             expected = correct(result.model(data[0]), data[1]).double().mean().item()
