@@ -81,7 +81,7 @@ class Claims:
             for folder in sorted(self._directory.glob("trial-[0-9]*")):
                 number = folder.name.removeprefix("trial-")
                 if number.isdecimal() and int(number) not in numbers:
-                    cure = f"It holds {folder.name}, which study {study.study_name!r} has not. Choose another one."
+                    cure = f"Study {study.study_name!r} has no trial of its {folder.name}. Choose another one."
                     raise ArgumentError("directory", str(self._directory), "that of this study, or an empty one", cure)
         return study
 

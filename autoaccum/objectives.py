@@ -1,4 +1,4 @@
-"""What the trials of a study are made of, and one of them run to its end.
+"""What the trials of a study are made of: see ``trial_runs`` for one of them run to its end.
 
 A trial is a ``fit`` of the recipe with the same budget in samples as all others. How its windows are cut decides its
 speed and nothing else (laws 1 and 2), so trials differ by what was searched over alone.
@@ -6,41 +6,32 @@ speed and nothing else (laws 1 and 2), so trials differ by what was searched ove
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import inspect
 import json
-import math
 import os
-import shutil
 import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import optuna
 import torch
 from optuna.distributions import BaseDistribution, check_distribution_compatibility
-from optuna.exceptions import StorageInternalError, TrialPruned
+from optuna.exceptions import TrialPruned
 from optuna.trial import Trial, TrialState
 
 from autoaccum import randomness, recipes
-from autoaccum.claims import SEED
 from autoaccum.data import open_source
 from autoaccum.errors import (
     ArgumentError,
     ArgumentTypeError,
     AutoaccumWarning,
-    CheckpointError,
     ConflictingArgumentsError,
     MemoryLimitError,
-    NonFiniteLossError,
     RecipeResultError,
-    StopTraining,
 )
-from autoaccum.events import Finished, OutOfMemory, Record, Resumed, StepReport, Validated
 from autoaccum.oom import is_out_of_memory
 from autoaccum.reporting.study import SETTINGS
 from autoaccum.run_directory import differing
@@ -93,12 +84,19 @@ class Objective:
             ("lr", self.lr, trial.suggest_float),
             ("effective_batch", self.effective_batch, trial.suggest_int),
         ):
-            if isinstance(among, tuple):
-                chosen[name] = between(name, *among, log=True)
-            elif isinstance(among, list):
-                chosen[name] = trial.suggest_categorical(name, among)
-            elif among is not None:
-                chosen[name] = among
+            try:
+                if isinstance(among, tuple):
+                    chosen[name] = between(name, *among, log=True)
+                elif isinstance(among, list):
+                    chosen[name] = trial.suggest_categorical(name, among)
+                elif among is not None:
+                    chosen[name] = among
+            except ValueError:
+                queued = trial.study.get_trials(deepcopy=False)[trial.number].system_attrs.get("fixed_params", {})
+                if name not in queued:
+                    raise
+                accepted = f"one of {among}; a trial in the study's queue has another"
+                raise ArgumentError(name, queued[name], accepted) from None
         if self.search_space is not None:
             found = self.search_space(trial)
             if not isinstance(found, dict):
@@ -196,11 +194,11 @@ class Objective:
         """A draw for which the recipe can be called: it may have no memory for one, and search_space may prune one."""
         for seed in range(_DRAWS):
             trial = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=seed)).ask()
-            _seed(0)
+            set_seed(0)
             try:
                 return trial, self.arguments(trial)
             except Exception as error:
-                cause = _cause(error)
+                cause = cause_of(error)
                 if seed == _DRAWS - 1 or not (isinstance(cause, TrialPruned) or is_out_of_memory(cause)):
                     raise
         raise AssertionError
@@ -239,61 +237,12 @@ class Objective:
                     cure = "Optuna cannot change it within a study: choose another study_name and directory."
                     raise ArgumentError(name, new, f"{old}, as study {study.study_name!r} has it", cure) from None
 
-    def run(self, study: optuna.Study, trial: Trial, folder: Path, is_wanted: Callable[[], bool]) -> None:
-        """A trial, to its end, for as long as it ``is_wanted``.
+    def check_new(self, arguments: Arguments) -> None:
+        """Refuse a model that another trial has trained.
 
         Raises:
-            Interrupted: a signal came first; the trial has its checkpoint and is still a running one.
+            RecipeResultError: it is one.
         """
-        seed = trial.user_attrs[SEED]
-        _seed(seed)  # for the recipe: fit does it again, once the model is there
-        trainer, state, values = None, TrialState.PRUNED, None
-        try:
-            arguments = {"keep_checkpoints": 1, **self.arguments(trial)}
-            arguments |= {"seed": seed, "run_dir": folder, "progress": False}
-            reporter = _Reporter(trial, self.metrics, arguments["validate_every"], arguments["samples"], is_wanted)
-            arguments["callbacks"] = [*arguments.get("callbacks", ()), reporter]
-            self._check_new(arguments)
-            trainer = Trainer(**arguments)
-            self._check_data(trainer)
-            result = trainer.fit()
-            last = result.events[-1]
-            if reporter.is_orphan or (isinstance(last, Finished) and last.reason == "interrupted"):
-                raise Interrupted
-            validations = [event for event in result.events if isinstance(event, Validated)]
-            if validations and _diverges(validations[-1], self.metrics):
-                trial.set_user_attr("diverged", True)
-            elif isinstance(last, Finished) and last.reason == "stopped" and not reporter.is_pruned:
-                trial.set_user_attr("stopped", True)  # with fewer samples than those it would be compared with
-            elif validations and not reporter.is_pruned:
-                facts = _facts(trainer)
-                found = {"seconds": facts["seconds"], "samples": facts["num_samples"]}
-                found |= {name: _reported(validations[-1], name) for name in self.metrics if name not in found}
-                state, values = TrialState.COMPLETE, [found[name] for name in self.metrics]
-        except MemoryLimitError as error:
-            numbers = ("micro_batch", "peak_bytes", "limit_bytes")
-            trial.set_user_attr("not_fitting", {name: getattr(error, name) for name in numbers})
-        except NonFiniteLossError:
-            trial.set_user_attr("diverged", True)
-        except (CheckpointError, StorageInternalError, Interrupted):  # once there is room on the disk, say, it goes on
-            raise
-        except Exception as error:
-            cause = _cause(error)
-            if is_out_of_memory(cause):
-                trial.set_user_attr("not_fitting", {"micro_batch": None, "peak_bytes": None, "limit_bytes": None})
-            elif not isinstance(cause, TrialPruned):
-                _tell(study, trial, None, TrialState.FAIL)
-                raise
-        if trainer is not None:
-            for name, value in _facts(trainer).items():
-                trial.set_user_attr(name, value)
-        _tell(study, trial, values, state)
-        if state == TrialState.PRUNED:
-            shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-        del trainer
-        gc.collect()  # a run refers to itself, and the next needs its memory
-
-    def _check_new(self, arguments: Arguments) -> None:
         known = {id(parameter) for reference in self.first_parameters if (parameter := reference()) is not None}
         if any(id(parameter) in known for parameter in _parameters(arguments)):
             raise RecipeResultError(
@@ -302,7 +251,8 @@ class Objective:
                 f"copy.deepcopy of it; what is not to be trained may be shared, with requires_grad_(False)."
             )
 
-    def _check_data(self, trainer: Trainer) -> None:
+    def check_data(self, trainer: Trainer) -> None:
+        """Say so where trials have other data each."""
         if self.trained and any(self.trained[name] != facts for name, facts in _data(trainer).items()):
             warnings.warn(
                 "The recipe has made other data for this trial than for another. Trials that are trained or validated "
@@ -314,67 +264,13 @@ class Objective:
             )
 
 
-class Interrupted(Exception):
-    """A signal has ended a trial after a window."""
-
-
-class _Reporter:
-    """Tells the study how a trial goes, by the samples it has seen, and ends it when it is not worth going on."""
-
-    def __init__(
-        self, trial: Trial, metrics: tuple[str, ...], every: int, samples: int, is_wanted: Callable[[], bool]
-    ) -> None:
-        self._trial, self._metrics, self._every, self._samples = trial, metrics, every, samples
-        self._is_wanted = is_wanted
-        # Optuna prunes by one objective only, and by what a trial has cost so far it should not.
-        self._reports = len(metrics) == 1 and metrics[0] not in ("seconds", "samples")
-        self._known = set(trial.study.get_trials(deepcopy=False)[trial.number].intermediate_values)
-        self._seen = 0
-        self.is_pruned = self.is_orphan = False
-
-    def __call__(self, record: Record) -> None:
-        if isinstance(record, StepReport | Resumed):
-            self._seen = record.num_samples
-            if not self._is_wanted():
-                self.is_orphan = True
-                raise StopTraining
-        elif isinstance(record, Validated):
-            is_last = self._seen >= self._samples
-            # Windows of different sizes end at different samples, and pruners compare what has the same step.
-            step = self._samples if is_last else self._seen // self._every * self._every
-            if self._reports and step not in self._known:
-                self._known.add(step)
-                self._trial.report(_reported(record, self._metrics[0]), step)
-            diverges = _diverges(record, self._metrics)
-            if not is_last and (diverges or (self._reports and self._trial.should_prune())):
-                self.is_pruned = True
-                raise StopTraining
-
-
-def _reported(validated: Validated, metric: str) -> float:
-    return validated.loss if metric == "validation_loss" else validated.metrics[metric]
-
-
-def _diverges(validated: Validated, metrics: tuple[str, ...]) -> bool:
-    """Whether training or a metric has come to something that cannot be compared."""
-    own = [validated.metrics[name] for name in metrics if name not in MINIMISED]
-    return not all(map(math.isfinite, [validated.loss, *own]))
-
-
-def _seed(seed: int) -> None:
+def set_seed(seed: int) -> None:
+    """Of all that a recipe may draw from."""
     torch.manual_seed(seed)  # of devices too
     randomness.seed_host(seed)
 
 
-def _tell(study: optuna.Study, trial: Trial, values: list[float] | None, state: TrialState) -> None:
-    try:
-        study.tell(trial.number, values, state=state)
-    except RuntimeError:  # of samplers that stop the study when nothing is left, which only Optuna's own loop can
-        if study.get_trials(deepcopy=False)[trial.number].state != state:
-            raise
-
-
-def _cause(error: BaseException) -> BaseException:
+def cause_of(error: BaseException) -> BaseException:
     """What the recipe has raised, where it was that."""
     return error.__cause__ if isinstance(error, recipes.RecipeRaised) and error.__cause__ else error
 
@@ -409,21 +305,3 @@ def _digest(facts: Arguments | None) -> str | None:
     if facts is None:
         return None
     return f"{facts['class']} {hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]}"
-
-
-def _facts(trainer: Trainer) -> Arguments:
-    """User attributes of a trial: what it has taken."""
-    history = trainer.history
-    replays = [report for report in history if report.replays]
-    ooms = [event for event in trainer.events if isinstance(event, OutOfMemory) and event.phase == "training"]
-    return {
-        "num_steps": trainer.step,
-        "num_samples": trainer.samples_seen,
-        "seconds": sum(report.seconds for report in history),
-        "ooms": len(ooms),
-        "replays": sum(report.replays for report in replays),
-        "wasted_samples": sum(report.replays * report.effective_batch for report in replays),
-        "search_trials": len(trainer._tuner.history) - (trainer._tuner.told is not None),
-        "peak_bytes": max((report.peak_bytes for report in history), default=0),
-        "micro_batches": trainer._tuner.plan(*trainer._tuner.window),
-    }

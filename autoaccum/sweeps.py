@@ -30,8 +30,9 @@ from autoaccum import recipes, spaces
 from autoaccum.arguments import non_negative_int, positive_int
 from autoaccum.claims import FINISHED, Claims, directory_of
 from autoaccum.errors import ArgumentError, ArgumentTypeError, AutoaccumError, AutoaccumWarning
-from autoaccum.objectives import OF_FIT, OWN, Arguments, Interrupted, Objective
+from autoaccum.objectives import OF_FIT, OWN, Arguments, Objective
 from autoaccum.storages import answering, open_storage
+from autoaccum.trial_runs import Interrupted, run_trial
 
 Recipe = str | Callable[..., Arguments]
 
@@ -170,7 +171,7 @@ def sweep(
                     with claims.next(study, None if isinstance(sampling, BaseSampler) else sampling) as trial:
                         if trial is None:
                             break
-                        objective.run(study, trial, claims.folder(trial), _is_wanted)
+                        run_trial(objective, study, trial, claims.folder(trial), _is_wanted)
                     _show(bar, study)
         if others := claims.elsewhere(study):
             numbers = ", ".join(str(trial.number) for trial in others)

@@ -17,7 +17,7 @@ PACKAGE = Path(autoaccum.__file__).parent
 
 LAYERS: dict[str, str] = {
     "command line": "cli __main__",
-    "adapters": "sweeps objectives spaces storages studies claims recipes integrations testing",
+    "adapters": "sweeps objectives spaces storages trial_runs studies claims recipes integrations testing",
     "state": "fitting trainer accumulator",
     "mechanism": "engine pacing window gauge probing lazy validation metrics data checkpoint resuming run_directory cache",
     "parts": "advice memory reporting attributes batches coupling devices distributed losses learning_rate oom optimizers "

@@ -476,7 +476,7 @@ def test_a_recipe_that_returns_something_else(tmp_path: Path) -> None:
 
 def test_a_directory_of_another_study_is_refused(tmp_path: Path) -> None:
     run(small, tmp_path, num_trials=1)
-    with pytest.raises(ArgumentError, match="It holds trial-0000, which study 'other' has not. Choose another one."):
+    with pytest.raises(ArgumentError, match="Study 'other' has no trial of its trial-0000. Choose another one."):
         run(small, tmp_path, num_trials=2, study_name="other")
 
 
