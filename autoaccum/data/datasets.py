@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import signal
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
-from torch.utils.data import DataLoader, TensorDataset, default_collate, get_worker_info
+from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate, get_worker_info
 
 from autoaccum import batches
 from autoaccum.data.base import Collate, Item, NextPiece, Order, PlanAt, Reader
@@ -81,11 +83,15 @@ class DatasetSource:
         self.num_samples: int | None = order.num_samples
 
     def description(self) -> dict[str, Any]:
-        """Its class and its length; of tensors what tells them apart without workers too."""
+        """Its class and its length; of tensors what tells them apart without workers too, of a split its indices."""
         if type(self._reader.dataset) is TensorDataset:
             tensors = tuple(self._reader.dataset.tensors)
             return TensorSource(tensors, order=self._order, device=self._device).description()
-        return {"samples": self.num_samples, "dataset": type(self._reader.dataset).__name__}
+        found = {"samples": self.num_samples, "dataset": type(self._reader.dataset).__name__}
+        if type(self._reader.dataset) is Subset:
+            indices = np.asarray(self._reader.dataset.indices, np.int64)
+            found["digest"] = hashlib.sha256(indices.tobytes()).hexdigest()[:16]
+        return found
 
     def read(self, epoch: int, plan_at: PlanAt, passed: Sequence[int] = ()) -> Reader:
         """One pass over the samples; those that were passed are not read."""

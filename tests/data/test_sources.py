@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, WeightedRandomSampler
 
 from autoaccum.data import Source, open_source
 from autoaccum.errors import ArgumentTypeError, DataError, EmptyDatasetError, RaggedBatchError
@@ -457,6 +457,12 @@ class TestDescription:
     def test_datasets_by_class_and_length(self) -> None:
         assert self.of(Numbers()) == self.of(Numbers(), num_workers=2) == {"samples": N, "dataset": "Numbers"}
         assert self.of(DataLoader(Numbers(), batch_size=4, num_workers=1)) == self.of(Numbers())
+
+    def test_splits_by_their_indices(self) -> None:
+        parts = [[0, 1, 2], range(3), torch.tensor([0, 1, 2]), [0, 1, 3], [1, 0, 2]]
+        found = [self.of(Subset(Numbers(), indices)) for indices in parts]  # type: ignore[arg-type]
+        assert found[0] == found[1] == found[2]
+        assert len({repr(one) for one in found}) == 3
 
     def test_streams_by_class_and_the_workers_that_share_them(self) -> None:
         assert self.of(Stream()) == {"samples": None, "stream": "Stream"}
