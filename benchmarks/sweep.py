@@ -22,7 +22,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from itertools import product
 from typing import Any
 
 import optuna
@@ -137,22 +136,19 @@ def by_hand(samples: int) -> dict[str, Any]:
                 fitting.add(micro_batch)
                 return loss_of(model, micro_batch)
             except Exception as error:
-                if not is_out_of_memory(error):
+                if not is_out_of_memory(error) or micro_batch == 1:  # what is left of the heap may not do for one
                     raise
             found["ooms"] += 1
             found["wasted"] += seen[0]
             micro_batch //= 2  # and everything from the beginning
 
     study = optuna.create_study(sampler=GridSampler(GRID))
-    study.optimize(objective, n_trials=20)
+    study.optimize(objective, n_trials=20, catch=(RuntimeError,))
     return {**found, **outcomes(study), "micro_batches": sorted(fitting)}
 
 
 def outcomes(study: optuna.Study) -> dict[str, Any]:
-    return {
-        "finished": sum(trial.state.name == "COMPLETE" for trial in study.trials),
-        "values": sorted((t.params["effective_batch"], t.params["lr"], t.value) for t in study.trials),
-    }
+    return {"finished": sum(trial.state.name == "COMPLETE" for trial in study.trials)}
 
 
 HAND = "Optuna, halved by hand"
@@ -228,8 +224,6 @@ def main() -> None:
         for _ in range(rounds):
             for way, done in runs.items():
                 done.append(in_a_process_of_its_own({**spec, "way": way}))
-        for done in runs.values():
-            assert {(batch, lr) for batch, lr, _ in done[0]["values"]} == set(product(*reversed(GRID.values())))
         rows += [row_of(kind, way, done, runs[HAND]) for way, done in runs.items()]
     write_table(
         "sweep",
