@@ -58,9 +58,13 @@ class Cache:
 
     def keep(self, tuner: Tuner) -> None:
         """For later runs, what was measured; and for those of this process, what failed with so much memory."""
-        measured = [trial for trial in tuner.learnt() if trial.peak_bytes is not None]
-        if self._key is not None and measured:
+        if self._key is None:
+            return
+        if measured := [trial for trial in tuner.learnt() if trial.peak_bytes is not None]:
             trials = [*tuner.past, *measured]
             self._past.save(self._key, trials, model=self._model, device=describe(self._device))
-        if self._key is not None and (refused := tuner.refused()) not in (None, tuner.told):
-            _refused[self._past.where, self._key] = refused, tuner.limit_bytes - self._used_bytes
+        refused = tuner.refused()
+        if refused is not None and refused != tuner.told:
+            _refused[self._past.where, self._key] = refused, tuner.refused_at - self._used_bytes
+        elif refused is None and tuner.told is not None:  # it has fitted after all
+            _refused.pop((self._past.where, self._key), None)

@@ -77,7 +77,7 @@ def next_trial(
         return None
     if fits == 0:
         first = max(smallest, first or 0)
-        return min(first, ceiling) if fails is None else first if first < fails else max(smallest, fails // 2)
+        return min(first if fails is None or first < fails else max(smallest, fails // 2), ceiling)
     step = max(1, int(TOLERANCE * fits))
     if fails is not None and fails - fits <= step:
         return None

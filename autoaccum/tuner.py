@@ -70,6 +70,8 @@ class Tuner:
         """What an earlier run has learnt."""
         self.told: Trial | None = None
         """What ran out of memory then, and would again."""
+        self.refused_at = 0
+        """The lowest limit under which anything ran out of memory."""
         self.searching = search
         self.smallest = smallest
         self.largest = largest or smallest
@@ -85,7 +87,7 @@ class Tuner:
         self._known = 0  # the largest load that fitted in an earlier run
         self.window: tuple[int, Lengths] = (0, None)
         """Samples of the last full window, and their lengths."""
-        self._is_ragged = False
+        self._is_ragged: bool | None = None  # until the first window
         self._cap: int | None = None  # the load of the fastest plan, or of the one that is being timed
         self._timing: Timing | None = None
         self._broken_off = 0  # timings, by windows of another size
@@ -159,8 +161,9 @@ class Tuner:
         self.told = refused
 
     def refused(self) -> Trial | None:
-        """See ``Loads.refused``."""
-        return self._loads.refused()
+        """See ``Loads.refused``; not the smallest, which has to be tried again."""
+        found = self._loads.refused()
+        return found if found is not None and found.micro_batch > self.smallest else None
 
     def learnt(self) -> tuple[Trial, ...]:
         """What a later run may begin from: the trials, with the seconds that windows of them took."""
@@ -178,8 +181,8 @@ class Tuner:
     # How windows are cut.
 
     def plan(self, num_samples: int, lengths: Lengths = None) -> tuple[int, ...]:
-        """How to cut a window, without trials."""
-        return self._cut(num_samples, lengths, self._load())
+        """How to cut a window, without trials; one that there was not, before the first, into nothing."""
+        return self._cut(num_samples, lengths, self._load()) if num_samples else ()
 
     def _load(self) -> int:
         """Of the micro-batches that plans are made of."""
@@ -204,7 +207,7 @@ class Tuner:
         A trial is measured with the window's gradients in memory, as most micro-batches run: so it is never a
         window's first micro-batch, unless it is its only one.
         """
-        if (lengths is None) is self._is_ragged and self._learns:
+        if (lengths is not None) is not self._is_ragged and self._learns:
             self._start_over(is_ragged=lengths is not None)
         if num_samples > self.window[0]:
             self.window = (num_samples, lengths)
@@ -563,7 +566,7 @@ class Tuner:
 
     def _start_over(self, *, is_ragged: bool) -> None:
         """Sizes are in other units from now on: a stream has begun, or ceased, to tell how long its samples are."""
-        if self.history:
+        if self.history and self._is_ragged is not None:
             self._loads, self.window, self._known = Loads(), (0, None), 0
             self.largest = self.smallest
             self._forget()
@@ -585,6 +588,8 @@ class Tuner:
         if trial.fits:
             self._best = max(self._best, load)
             return
+        if trial.peak_bytes is None:
+            self.refused_at = min(self.limit_bytes, self.refused_at or self.limit_bytes)
         if load > self._best:
             self._refused = (load, self.limit_bytes)
         if self._goal is not None:  # one miss is enough

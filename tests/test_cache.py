@@ -11,6 +11,7 @@ from torch import nn
 
 from autoaccum.cache import Cache
 from autoaccum.costs import Trial
+from autoaccum.errors import NothingFitsError
 from autoaccum.past import Past
 from autoaccum.tuner import Tuner
 from tests.models import mlp
@@ -127,6 +128,61 @@ def test_a_failure_that_a_success_has_overruled_is_not_told() -> None:
     second = tuner()
     cache().recall(Window(), second, used_bytes=0)
     assert second.history == []
+
+
+def test_the_room_of_a_failure_is_what_there_was_then() -> None:
+    first, began = cache(), tuner()
+    first.recall(Window(), began, used_bytes=0)
+    trained(began).out_of_memory(7, 64, limit_bytes=10**5)
+    began.look(10**6, None)  # a neighbour has left
+    first.keep(began)
+    second = tuner()
+    cache().recall(Window(), second, used_bytes=0)
+    assert second.told is None
+
+
+def test_that_the_smallest_failed_is_tried_again() -> None:
+    """Whoever was told so could try nothing, and would never find out that memory came back."""
+    first, began = cache(), tuner()
+    first.recall(Window(), began, used_bytes=0)
+    with pytest.raises(NothingFitsError):
+        began.out_of_memory(1, 64)
+    first.keep(began)
+    second = tuner()
+    cache().recall(Window(), second, used_bytes=0)
+    assert second.told is None
+    assert next(second.sizes(64)) == (1, False)
+    assert next(second.sizes(1)) == (1, True)
+
+
+def test_a_failure_that_was_told_and_overruled_is_told_no_more() -> None:
+    first, began = cache(), tuner()
+    first.recall(Window(), began, used_bytes=0)
+    trained(began).out_of_memory(7, 64)
+    first.keep(began)
+    for is_told in (True, False):
+        later, other = cache(), tuner()
+        later.recall(Window(), other, used_bytes=0)
+        assert (other.told is not None) == is_told
+        other.observe(8, 1080)
+        later.keep(other)
+
+
+def test_of_samples_that_differ_in_length_too_a_failure_leaves_what_was_measured() -> None:
+    first, began = cache(), tuner()
+    first.recall(Window(length=7), began, used_bytes=0)
+    next(began.sizes(64, (7,) * 64))
+    for size in (1, 2, 4):
+        began.observe(size, 1000 + 10 * size, length=7)
+    began.out_of_memory(8, 64, (7,) * 64, length=7)
+    first.keep(began)
+    second = tuner()
+    cache().recall(Window(length=7), second, used_bytes=0)
+    before = second.predicted_bytes(28)
+    next(second.sizes(64, (7,) * 64))
+    assert second.told is not None
+    assert second.history == [second.told]
+    assert second.predicted_bytes(28) == before is not None
 
 
 def test_without_anything_measured_nothing_is_kept() -> None:

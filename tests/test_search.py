@@ -196,3 +196,11 @@ def test_a_plateau_is_where_larger_ones_gain_no_more(seconds: list[float], expec
         Trial(micro_batch=size, fits=True, seconds=time) for size, time in zip((1, 2, 4, 8), seconds, strict=True)
     ]
     assert has_plateaued(trials) is expected
+
+
+def test_the_size_to_begin_with_is_of_some_use_whatever_has_failed() -> None:
+    """A failure that an earlier run with larger windows has met says nothing of where to begin in smaller ones."""
+    failed = [Trial(micro_batch=64, fits=False)]
+    assert next_trial(failed, limit_bytes=1, ceiling=8, first=32) == 8
+    assert next_trial(failed, limit_bytes=1, ceiling=8, first=100) == 8
+    assert next_trial(failed, limit_bytes=1, ceiling=100, first=100) == 32

@@ -556,6 +556,15 @@ class TestEnd:
         assert result.num_steps == 2
         assert result.events[-1] == Finished(step=2, reason="stopped")
 
+    def test_a_run_may_end_before_its_first_window(self) -> None:
+        def stop(record: Any) -> None:
+            if isinstance(record, Started):
+                raise autoaccum.StopTraining
+
+        result = fit(callbacks=[stop])
+        assert (result.num_steps, result.plan.sizes) == (0, ())
+        assert result.events[-1] == Finished(step=0, reason="stopped")
+
     def test_ctrl_c_ends_the_run_after_the_window(self) -> None:
         def press(record: Any) -> None:
             if isinstance(record, StepReport) and record.step == 2:
