@@ -70,8 +70,8 @@ class Objective:
     """What one draw has searched."""
     trained: Arguments = field(default_factory=dict)
     """What that draw would have trained, and on which data; empty where not even its model fits."""
-    first_parameters: tuple[weakref.ref[torch.nn.Parameter], ...] = ()
-    """That it would have trained, and that no trial may train."""
+    taken_parameters: list[weakref.ref[torch.nn.Parameter]] = field(default_factory=list)
+    """That it would have trained, and that trials have: no other trial may train them."""
 
     def arguments(self, trial: Trial) -> Arguments:
         """Of ``fit``, the recipe's code being run for it.
@@ -187,7 +187,7 @@ class Objective:
             fit_arguments={**self.fit_arguments, "validate_every": every},
             distributions=trial.distributions,
             trained={} if not trained else {"first draw": str(trial.params), **trained},
-            first_parameters=tuple(map(weakref.ref, _parameters(arguments))),
+            taken_parameters=list(map(weakref.ref, _parameters(arguments))),
         )
 
     def _first_draw(self) -> tuple[Trial, Arguments]:
@@ -197,9 +197,8 @@ class Objective:
             set_seed(0)
             try:
                 return trial, self.arguments(trial)
-            except Exception as error:
-                cause = cause_of(error)
-                if seed == _DRAWS - 1 or not (isinstance(cause, TrialPruned) or is_out_of_memory(cause)):
+            except Exception as error:  # kept by no name: its frames hold what there was no memory for
+                if seed == _DRAWS - 1 or not _may_pass(cause_of(error)):
                     raise
         raise AssertionError
 
@@ -243,13 +242,16 @@ class Objective:
         Raises:
             RecipeResultError: it is one.
         """
-        known = {id(parameter) for reference in self.first_parameters if (parameter := reference()) is not None}
-        if any(id(parameter) in known for parameter in _parameters(arguments)):
+        parameters = _parameters(arguments)
+        known = {id(parameter) for reference in self.taken_parameters if (parameter := reference()) is not None}
+        if any(id(parameter) in known for parameter in parameters):
             raise RecipeResultError(
                 f"{recipes.name_of(self.recipe)} returned a model that it has returned before, in whole or in part: a "
                 f"trial would go on with the weights of the last one. Make it inside of the recipe, or return a "
                 f"copy.deepcopy of it; what is not to be trained may be shared, with requires_grad_(False)."
             )
+        alive = [reference for reference in self.taken_parameters if reference() is not None]
+        self.taken_parameters[:] = [*alive, *map(weakref.ref, parameters)]
 
     def check_data(self, trainer: Trainer) -> None:
         """Say so where trials have other data each."""
@@ -273,6 +275,11 @@ def set_seed(seed: int) -> None:
 def cause_of(error: BaseException) -> BaseException:
     """What the recipe has raised, where it was that."""
     return error.__cause__ if isinstance(error, recipes.RecipeRaised) and error.__cause__ else error
+
+
+def _may_pass(error: BaseException) -> bool:
+    """Whether another draw may not raise it."""
+    return isinstance(error, TrialPruned) or is_out_of_memory(error)
 
 
 def _parameters(arguments: Arguments) -> list[torch.nn.Parameter]:

@@ -39,12 +39,16 @@ def run_trial(
     Raises:
         Interrupted: a signal came first; the trial has its checkpoint and is still a running one.
     """
+    text = ""
     try:
         _run(objective, study, trial, folder, is_wanted, resume="auto")
-    except CheckpointCorruptError as error:
+    except CheckpointCorruptError as error:  # whose frames hold a model, until it is left
         text = f"Trial {trial.number} cannot be gone on with, and begins anew: {error}"
+    gc.collect()  # a run refers to itself, and the next needs its memory
+    if text:
         warnings.warn(text, AutoaccumWarning, stacklevel=2)
         _run(objective, study, trial, folder, is_wanted, resume=False)
+        gc.collect()
 
 
 def _run(
@@ -95,8 +99,6 @@ def _run(
     _tell(study, trial, values, state)
     if state == TrialState.PRUNED:
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-    del trainer
-    gc.collect()  # a run refers to itself, and the next needs its memory
 
 
 def _end_of(error: BaseException) -> Arguments | None:
@@ -164,7 +166,7 @@ def _tell(study: optuna.Study, trial: Trial, values: list[float] | None, state: 
 
 def _facts(trainer: Trainer) -> Arguments:
     """User attributes of a trial: what it has taken."""
-    history = trainer.history
+    history, tuner = trainer.history, trainer._tuner
     replays = [report for report in history if report.replays]
     ooms = [event for event in trainer.events if isinstance(event, OutOfMemory) and event.phase == "training"]
     return {
@@ -174,7 +176,7 @@ def _facts(trainer: Trainer) -> Arguments:
         "ooms": len(ooms),
         "replays": sum(report.replays for report in replays),
         "wasted_samples": sum(report.replays * report.effective_batch for report in replays),
-        "search_trials": len(trainer._tuner.history) - (trainer._tuner.told is not None),
+        "search_trials": sum(tried is not tuner.told for tried in tuner.history),
         "peak_bytes": max((report.peak_bytes for report in history), default=0),
-        "micro_batches": trainer._tuner.plan(*trainer._tuner.window),
+        "micro_batches": tuner.plan(*tuner.window),
     }

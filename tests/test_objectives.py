@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +140,38 @@ def test_a_model_that_trials_would_share_is_refused(tmp_path: Path) -> None:
         run(recipe, tmp_path)
     body.requires_grad_(False)
     assert len(run(recipe, tmp_path, num_trials=1).get_trials(states=(TrialState.COMPLETE,))) == 1
+
+
+def test_a_model_that_only_trials_would_share_is_refused(tmp_path: Path) -> None:
+    """Not the first draw, whose choices were others: models are cached by what they are made of."""
+    shared, calls = small()["model"], count()
+
+    def recipe() -> dict[str, Any]:
+        return small() | ({"model": shared} if next(calls) else {})
+
+    with pytest.raises(RecipeResultError, match="returned a model that it has returned before"):
+        run(recipe, tmp_path)
+    assert next(calls) == 3, "the second trial's is the first's"
+
+
+def test_what_a_draw_had_no_memory_for_is_gone_before_the_next(tmp_path: Path) -> None:
+    made: list[weakref.ref[nn.Module]] = []
+    alive: list[bool] = []
+
+    def recipe(width: int) -> dict[str, Any]:
+        alive.extend(reference() is not None for reference in made)
+        if len(made) < 2:
+            model = nn.Linear(8, 3)
+            made.append(weakref.ref(model))
+            raise torch.OutOfMemoryError("as of a model that is made on the device")
+        return small()
+
+    def space(trial: optuna.Trial) -> dict[str, Any]:
+        return {"width": trial.suggest_int("width", 0, 100)}
+
+    run(recipe, tmp_path, search_space=space, num_trials=1)
+    assert len(alive) > 2
+    assert not any(alive)
 
 
 def test_a_recipe_that_was_mended_joins_a_study_of_failed_trials(tmp_path: Path) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import signal
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +132,7 @@ def test_a_trial_that_a_callback_stops_is_not_compared_with_those_that_saw_all_s
     assert ends == {16: (TrialState.PRUNED, True, 64), 32: (TrialState.COMPLETE, None, 128)}
 
 
-@pytest.mark.parametrize("of", ["search_space", "callback"])
+@pytest.mark.parametrize("of", ["search_space", "Started", "StepReport"])
 def test_a_trial_may_be_pruned_as_with_optuna(of: str, tmp_path: Path) -> None:
     def prune(here: str) -> None:
         if here == of:
@@ -140,13 +144,43 @@ def test_a_trial_may_be_pruned_as_with_optuna(of: str, tmp_path: Path) -> None:
         return {}
 
     def callback(record: Any) -> None:
-        if isinstance(record, StepReport):
-            prune("callback")
+        prune(type(record).__name__)
 
     study = run(small, tmp_path, search_space=space, callbacks=[callback], num_trials=6)
     pruned = [trial.state == TrialState.PRUNED for trial in study.trials]
-    assert pruned == [of == "callback" or bool(trial.params["odd"]) for trial in study.trials]
+    assert pruned == [of != "search_space" or bool(trial.params["odd"]) for trial in study.trials]
     assert True in pruned
+
+
+class Models:
+    """A recipe that looks whether any model that it made before is still in memory."""
+
+    def __init__(self) -> None:
+        self.made: list[weakref.ref[nn.Module]] = []
+        self.alive: list[bool] = []
+
+    def __call__(self) -> dict[str, Any]:
+        self.alive += [reference() is not None for reference in self.made]
+        found = small()
+        found["model"].itself = [found["model"]]  # as hooks and wrappers do
+        self.made.append(weakref.ref(found["model"]))
+        return found
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def test_no_trial_is_in_memory_beside_the_next(tmp_path: Path) -> None:
+    models = Models()
+    with uncollected():
+        run(models, tmp_path)
+    assert models.alive == [False] * 6
 
 
 def test_what_a_sampler_raises_is_not_hidden(tmp_path: Path) -> None:
@@ -218,8 +252,11 @@ def test_a_trial_whose_checkpoints_are_all_corrupt_begins_anew(tmp_path: Path) -
     assert files
     for file in files:
         file.write_bytes(file.read_bytes()[:-1])
-    (trial,) = run(small, tmp_path / "torn", **settings).trials
+    models = Models()
+    with uncollected():
+        (trial,) = run(models, tmp_path / "torn", study_name="small", **settings).trials
     assert (trial.state, trial.value) == (TrialState.COMPLETE, expected)
+    assert models.alive == [False] * 3, "the one that was to go on has made room"
 
 
 @pytest.mark.parametrize("at", [64, 128])
