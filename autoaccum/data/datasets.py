@@ -6,6 +6,7 @@ import hashlib
 import signal
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -89,8 +90,9 @@ class DatasetSource:
             return TensorSource(tensors, order=self._order, device=self._device).description()
         found = {"samples": self.num_samples, "dataset": type(self._reader.dataset).__name__}
         if type(self._reader.dataset) is Subset:
-            indices = np.asarray(self._reader.dataset.indices, np.int64)
-            found["digest"] = hashlib.sha256(indices.tobytes()).hexdigest()[:16]
+            with suppress(ValueError, TypeError, OverflowError):  # keys of a mapping, say
+                indices = np.asarray(self._reader.dataset.indices, np.int64)
+                found["digest"] = hashlib.sha256(indices.tobytes()).hexdigest()[:16]
         return found
 
     def read(self, epoch: int, plan_at: PlanAt, passed: Sequence[int] = ()) -> Reader:

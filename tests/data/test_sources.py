@@ -463,6 +463,8 @@ class TestDescription:
         found = [self.of(Subset(Numbers(), indices)) for indices in parts]  # type: ignore[arg-type]
         assert found[0] == found[1] == found[2]
         assert len({repr(one) for one in found}) == 3
+        keys: Any = Subset({"a": torch.zeros(1)}, ["a"])  # type: ignore[arg-type]
+        assert self.of(keys) == {"samples": 1, "dataset": "Subset"}, "which may be anything"
 
     def test_streams_by_class_and_the_workers_that_share_them(self) -> None:
         assert self.of(Stream()) == {"samples": None, "stream": "Stream"}
