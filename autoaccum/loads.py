@@ -68,11 +68,11 @@ class Loads:
         self._update()
         return self.in_loads[-1].micro_batch
 
-    def refused(self) -> Trial | None:
-        """The smallest that ran out of memory, if that is the last word on it and no peak tells as much."""
-        _, fails = self.bounds
+    def refused(self, above: int) -> Trial | None:
+        """The smallest, of more samples, that ran out of memory: the last word on it, and no peak tells as much."""
         tried = zip(self.trials, self.in_loads, strict=True)
-        return next((trial for trial, seen in tried if seen.micro_batch == fails and trial.peak_bytes is None), None)
+        found = (trial for trial, load in tried if load.micro_batch == self.bounds[1] and trial.peak_bytes is None)
+        return next((trial for trial in found if trial.micro_batch > above), None)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values, for a checkpoint."""

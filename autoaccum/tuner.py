@@ -162,8 +162,7 @@ class Tuner:
 
     def refused(self) -> Trial | None:
         """See ``Loads.refused``; not the smallest, which has to be tried again."""
-        found = self._loads.refused()
-        return found if found is not None and found.micro_batch > self.smallest else None
+        return self._loads.refused(above=self.smallest)
 
     def learnt(self) -> tuple[Trial, ...]:
         """What a later run may begin from: the trials, with the seconds that windows of them took."""
@@ -223,10 +222,8 @@ class Tuner:
             left = None if lengths is None else lengths[position:]
         if position < num_samples:
             for size in self._cut(num_samples - position, left, self._load(), fewest=1 if position else None):
-                yield (
-                    size,
-                    self._learns and position > 0 and lengths is not None and self._loads.is_new(lengths[position]),
-                )
+                is_new = position > 0 and lengths is not None and self._loads.is_new(lengths[position])
+                yield size, self._learns and is_new
                 position += size
 
     def trial_for(self, num_samples: int, lengths: Lengths = None) -> int | None:
@@ -387,10 +384,8 @@ class Tuner:
             return
         self._untimed = self._untimed + 1 if num_samples != self.window[0] else 0
         if not self._untimed:
-            seconds *= self._loads.work(*self._timed_window) / self._loads.work(
-                num_samples, self._known_lengths(lengths)
-            )
-            self._timing.observe(self._cap, seconds)
+            work = self._loads.work(num_samples, self._known_lengths(lengths))
+            self._timing.observe(self._cap, seconds * self._loads.work(*self._timed_window) / work)
 
     def _check(self, seconds: float, num_samples: int, lengths: Lengths) -> None:
         """The second window that is cut as an earlier run's times say: if they are far off, the search begins anew."""
@@ -505,9 +500,8 @@ class Tuner:
         if limit_bytes is None or model is None:
             return
         load = self._load()
-        goal = min(
-            model.largest_within(target_bytes(limit_bytes, self._headroom, self.least_bytes)), self._enough or 2**62
-        )
+        target = target_bytes(limit_bytes, self._headroom, self.least_bytes)
+        goal = min(model.largest_within(target), self._enough or 2**62)
         if self._refused is not None and limit_bytes < SURELY_MORE * self._refused[1]:
             goal = min(goal, (load + self._refused[0]) // 2)
         goal = int(min(goal, 2**62))

@@ -700,3 +700,10 @@ def test_a_search_among_samples_of_different_lengths_ends(num_samples: int, long
         tuner.settle(num_samples, lengths)
     assert not tuner.searching
     assert tuner.reason() != "larger micro-batches do not fit"
+
+
+def test_what_killed_the_last_process_counts_among_samples_of_different_lengths_too() -> None:
+    tuner = Tuner(ceiling=64, limit_bytes=10**6, headroom=0, search=True)
+    tuner.killed(8, 7)
+    assert next(tuner.sizes(64, (7,) * 64)) == (1, False)
+    assert tuner.history == [Trial(micro_batch=8, fits=False, length=7)]
