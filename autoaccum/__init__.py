@@ -15,34 +15,34 @@ from typing import TYPE_CHECKING, Any
 from autoaccum._version import __version__
 
 if TYPE_CHECKING:
-    from autoaccum.accumulator import Accumulator as Accumulator
     from autoaccum.errors import AutoaccumError as AutoaccumError
     from autoaccum.errors import AutoaccumWarning as AutoaccumWarning
     from autoaccum.errors import StopTraining as StopTraining
     from autoaccum.events import StepReport as StepReport
-    from autoaccum.fitting import fit as fit
-    from autoaccum.planner import Plan as Plan
-    from autoaccum.planner import plan as plan
-    from autoaccum.probing import ProbeReport as ProbeReport
-    from autoaccum.probing import probe as probe
-    from autoaccum.sweeps import sweep as sweep
-    from autoaccum.trainer import FitResult as FitResult
-    from autoaccum.trainer import Trainer as Trainer
+    from autoaccum.planning.cuts import Plan as Plan
+    from autoaccum.planning.cuts import plan as plan
+    from autoaccum.sweeps.sweep import sweep as sweep
+    from autoaccum.training.accumulator import Accumulator as Accumulator
+    from autoaccum.training.fitting import fit as fit
+    from autoaccum.training.probing import ProbeReport as ProbeReport
+    from autoaccum.training.probing import probe as probe
+    from autoaccum.training.trainer import FitResult as FitResult
+    from autoaccum.training.trainer import Trainer as Trainer
 
 _HOMES = {
-    "Accumulator": "accumulator",
+    "Accumulator": "training.accumulator",
     "AutoaccumError": "errors",
     "AutoaccumWarning": "errors",
-    "FitResult": "trainer",
-    "Plan": "planner",
-    "ProbeReport": "probing",
+    "FitResult": "training.trainer",
+    "Plan": "planning.cuts",
+    "ProbeReport": "training.probing",
     "StepReport": "events",
     "StopTraining": "errors",
-    "Trainer": "trainer",
-    "fit": "fitting",
-    "plan": "planner",
-    "probe": "probing",
-    "sweep": "sweeps",
+    "Trainer": "training.trainer",
+    "fit": "training.fitting",
+    "plan": "planning.cuts",
+    "probe": "training.probing",
+    "sweep": "sweeps.sweep",
 }
 
 __all__ = ["__version__", *_HOMES]

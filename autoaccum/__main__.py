@@ -2,7 +2,7 @@
 
 import sys
 
-from autoaccum.cli import main
+from autoaccum.cli.app import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -51,7 +51,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autoaccum.units import format_bytes
+from autoaccum._units import format_bytes
 
 
 class AutoaccumError(Exception):

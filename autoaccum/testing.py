@@ -1,4 +1,4 @@
-"""Memory faults on demand, on any machine: test that training code survives an out-of-memory error.
+"""Memory faults and a clock on demand, on any machine: test that training code survives an out-of-memory error.
 
 A hand-written loop that halves its micro-batch, tested on a device of 1 MiB that does not exist:
 
@@ -32,11 +32,15 @@ And at every operation in turn, so that no place is left where an error would go
 
 from __future__ import annotations
 
-from autoaccum.errors import ArgumentError, ArgumentTypeError
-from autoaccum.memory.simulated import MemorySimulation, OutOfMemoryAt
-from autoaccum.units import parse_bytes
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-__all__ = ["oom_at", "simulated_memory"]
+from autoaccum._units import parse_bytes
+from autoaccum.errors import ArgumentError, ArgumentTypeError
+from autoaccum.memory.clock import ManualClock, given
+from autoaccum.memory.simulated import MemorySimulation, OutOfMemoryAt
+
+__all__ = ["manual_clock", "oom_at", "simulated_memory"]
 
 
 def simulated_memory(limit_bytes: int | str) -> MemorySimulation:
@@ -90,3 +94,20 @@ def oom_at(n: int | None) -> OutOfMemoryAt:
     if n is not None and (not isinstance(n, int) or n < 1):
         raise ArgumentError("n", n, "an int of at least 1, or None to only count")
     return OutOfMemoryAt(n)
+
+
+@contextmanager
+def manual_clock(seconds: float = 0.0) -> Iterator[ManualClock]:
+    """Let all that decides or reports by time read a clock that only ``advance`` moves.
+
+    Plans are timed, limits are looked at and checkpoints come due by this clock, so that what a run does depends on
+    nothing but its work.
+
+    >>> with manual_clock() as clock:
+    ...     clock.advance(1.5)
+    ...     clock.now()
+    1.5
+    """
+    clock = ManualClock(seconds)
+    with given(clock):
+        yield clock

@@ -18,7 +18,7 @@ import torch
 from results import write_table
 from torch import nn
 
-from autoaccum.checkpoint import Checkpoints, newest
+from autoaccum.runs.checkpoint import Checkpoints, newest
 
 
 def model_of(mebibytes: int) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -36,7 +36,7 @@ from torch.utils.data import Dataset
 
 import autoaccum
 from autoaccum.events import StepReport, Validated
-from autoaccum.reporting.records import HISTORY, read_records
+from autoaccum.runs.records import HISTORY, read_records
 
 SAMPLES, EPOCHS = 500, 5
 SCHEDULE = "8, 20:13, 60:20"

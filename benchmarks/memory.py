@@ -19,8 +19,8 @@ import torch
 from results import write_table
 
 import autoaccum
+from autoaccum._units import format_bytes
 from autoaccum.testing import simulated_memory
-from autoaccum.units import format_bytes
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 from char_gpt import ALPHABET, CharGPT, loss_fn

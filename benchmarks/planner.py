@@ -23,7 +23,7 @@ from results import write_table
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from autoaccum.tuner import Tuner
+from autoaccum.planning.tuner import Tuner
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 from char_gpt import ALPHABET, CharGPT, loss_fn

@@ -21,11 +21,11 @@ from results import write_table
 
 from autoaccum.events import Finished, StepReport
 from autoaccum.reporting import RecordWriter
-from autoaccum.reporting.records import HISTORY
+from autoaccum.runs.records import HISTORY
 
 REPORT = """
 import resource, sys
-from autoaccum.cli import main
+from autoaccum.cli.app import main
 code = main(["report", sys.argv[1]])
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 sys.exit(code)

@@ -34,7 +34,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import autoaccum
-from autoaccum.oom import is_out_of_memory
+from autoaccum.memory.oom import is_out_of_memory
 
 GRID = {"lr": [3e-4, 1e-3, 3e-3, 1e-2], "effective_batch": [64, 96, 128, 192, 256]}
 SIDE, CHANNELS, SAMPLES, QUICK, SEED = 48, 32, 1536, 256, 0

@@ -32,10 +32,11 @@ from optuna.trial import TrialState
 from results import write_table
 from torch import nn
 
-from autoaccum import cli, sweeps  # noqa: F401  which the command imports otherwise
+from autoaccum import sweeps  # noqa: F401  which the command imports otherwise
+from autoaccum.cli import app as cli
 from autoaccum.events import Finished, StepReport
-from autoaccum.reporting.records import HISTORY, read_records
-from autoaccum.studies import load_study
+from autoaccum.runs.records import HISTORY, read_records
+from autoaccum.sweeps.studies import load_study
 
 TRIALS, SAMPLES, SIDE = 16, 128, 24
 LONGEST = {1: 1.0, 2: 4.0}

@@ -46,8 +46,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import autoaccum
+from autoaccum._units import format_bytes
 from autoaccum.events import OutOfMemory, Planned
-from autoaccum.units import format_bytes
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 from char_gpt import ALPHABET, CharGPT

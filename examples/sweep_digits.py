@@ -20,7 +20,7 @@ from optuna.pruners import NopPruner
 from optuna.samplers import GridSampler
 
 import autoaccum
-from autoaccum.reporting.study import facts_of
+from autoaccum.sweeps.facts import facts_of
 from autoaccum.testing import simulated_memory
 
 GRID = {"lr": [5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 16e-3], "effective_batch": [16, 64, 256]}

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoaccum.trainer import FitResult
+from autoaccum.training.trainer import FitResult
 
 
 def mlp(dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:

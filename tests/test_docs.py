@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import autoaccum
-from autoaccum.cli import main
+from autoaccum.cli.app import main
 from autoaccum.events import Started, Validated
 
 ROOT = Path(__file__).parent.parent

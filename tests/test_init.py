@@ -79,7 +79,7 @@ def test_a_name_that_is_not_there() -> None:
         "import autoaccum; dir(autoaccum); autoaccum.__all__; autoaccum.__version__",
         "import autoaccum; assert autoaccum.plan(effective_batch=256, max_micro_batch=100).sizes == (86, 85, 85)",
         "from autoaccum import AutoaccumError, AutoaccumWarning, Plan, StepReport, StopTraining, plan",
-        "import autoaccum.planner, autoaccum.search",
+        "import autoaccum.planning.cuts, autoaccum.planning.search",
     ],
 )
 def test_what_needs_no_torch_loads_none(script: str) -> None:
@@ -92,8 +92,8 @@ def test_what_needs_torch_loads_it() -> None:
 
 
 def test_a_submodule_in_use_takes_no_names_place() -> None:
-    import autoaccum.planner
-    import autoaccum.probing
+    import autoaccum.planning.cuts
+    import autoaccum.training.probing
 
     assert callable(autoaccum.plan)
     assert callable(autoaccum.probe)

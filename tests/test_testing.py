@@ -7,8 +7,8 @@ import torch
 
 import autoaccum.testing
 from autoaccum.errors import ArgumentError
-from autoaccum.memory import memory_of
-from autoaccum.oom import is_out_of_memory
+from autoaccum.memory.devices import memory_of
+from autoaccum.memory.oom import is_out_of_memory
 from autoaccum.testing import oom_at, simulated_memory
 
 

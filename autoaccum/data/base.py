@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from autoaccum.randomness import mix, preserved, seed_host
+from autoaccum.data.randomness import mix, preserved, seed_host
 
 Collate = Callable[[list[Any]], Any]
 PlanAt = Callable[[int], Iterable[int]]

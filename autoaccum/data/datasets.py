@@ -14,16 +14,16 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate, get_worker_info
 
-from autoaccum import batches
+from autoaccum.data import batches
 from autoaccum.data.base import Collate, Item, NextPiece, Order, PlanAt, Reader
 from autoaccum.data.grouped import GroupedSamples
 from autoaccum.data.lengths import PEEK, Padding, again, in_turn, lengths_of, longest
 from autoaccum.data.packing import pack, unpack
 from autoaccum.data.pieces import BATCHES, Pieces, SampleReader, items_form, quietly
+from autoaccum.data.randomness import mix, preserved
 from autoaccum.data.tensors import TensorSource
-from autoaccum.oom import is_out_of_memory
-from autoaccum.planner import near_equal
-from autoaccum.randomness import mix, preserved
+from autoaccum.memory.oom import is_out_of_memory
+from autoaccum.planning.cuts import near_equal
 
 Key = tuple[int, int, Any]
 """(epoch, position in the epoch, index into the dataset)"""

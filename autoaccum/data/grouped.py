@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from autoaccum import batches
+from autoaccum.data import batches
 from autoaccum.data.base import Item, NextPiece, Window
 from autoaccum.data.lengths import PEEK, Padding, again, lengths_of
 

@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from autoaccum import batches
+from autoaccum.data import batches
 from autoaccum.data.base import Item
-from autoaccum.oom import is_out_of_memory
+from autoaccum.memory.oom import is_out_of_memory
 
 PEEK = 32
 """Samples that stand for all of them."""

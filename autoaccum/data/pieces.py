@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from autoaccum import batches
+from autoaccum.data import batches
 from autoaccum.data.base import Collate, Item, NextPiece, Window
+from autoaccum.data.randomness import mix, preserved, seed_host
 from autoaccum.errors import DataError
-from autoaccum.randomness import mix, preserved, seed_host
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch.utils.data import default_collate
 
-from autoaccum import batches
+from autoaccum.data import batches
 from autoaccum.data.base import Collate, NextPiece, PlanAt, Reader
 from autoaccum.data.grouped import GroupedSamples
 from autoaccum.data.lengths import PEEK, BatchLengths, Padding, longest
 from autoaccum.data.pieces import BATCHES, Pieces, SampleReader, items_form, quietly
+from autoaccum.data.randomness import IsolatedRandomness, mix
 from autoaccum.errors import DataError, EmptyDatasetError
-from autoaccum.oom import is_out_of_memory
-from autoaccum.randomness import IsolatedRandomness, mix
+from autoaccum.memory.oom import is_out_of_memory
 
 
 class StreamSource:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from autoaccum import batches
+from autoaccum.data import batches
 from autoaccum.data.base import Order, PlanAt, Reader, Window
 
 

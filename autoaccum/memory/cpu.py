@@ -15,8 +15,8 @@ from typing import Any
 import psutil
 
 from autoaccum.memory.cgroups import ControlGroups
-from autoaccum.memory.pressure import HostPressure
 from autoaccum.memory.procfs import number, read
+from autoaccum.memory.stalls import HostPressure
 
 if sys.platform != "win32":
     import resource

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
+from autoaccum._units import format_bytes
 from autoaccum.memory.base import Retries
-from autoaccum.units import format_bytes
 
 
 class MemorySimulation(TorchDispatchMode):

@@ -1,10 +1,10 @@
 """Ways to look at a run, while it goes on and after: callbacks, and what reads the records that they keep."""
 
+from autoaccum.reporting.columns import Run, load_run
 from autoaccum.reporting.logs import LoggingReporter
 from autoaccum.reporting.progress import ProgressBar
-from autoaccum.reporting.records import RecordWriter, environment, read_records, write_json
-from autoaccum.reporting.runs import Run, load_run
 from autoaccum.reporting.tensorboard import TensorBoardReporter
+from autoaccum.runs.records import RecordWriter, environment, read_records, write_json
 
 __all__ = [
     "LoggingReporter",

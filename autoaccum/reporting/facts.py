@@ -4,7 +4,6 @@ it learn."""
 from __future__ import annotations
 
 import math
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,9 +13,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from autoaccum._units import format_bytes
+from autoaccum.memory import clock
+from autoaccum.reporting.columns import Run
 from autoaccum.reporting.lines import cut_text, is_scheduled, metrics_text
-from autoaccum.reporting.runs import Run
-from autoaccum.units import format_bytes
 
 CLOSE = 0.05
 """A prediction that is off by less is called good."""
@@ -90,7 +90,7 @@ def facts_of(run: Run, now: float | None = None) -> Facts:
     error, prediction = _prediction(run)
     return Facts(
         name=run.path.resolve().name,
-        state=_state(run, time.time() if now is None else now),
+        state=_state(run, clock.stamp() if now is None else now),
         model=str(run.config.get("model", "")),
         effective_batch=str(run.config.get("effective_batch", _range(windows["effective_batch"]))),
         device=named if named.startswith(device.split(":")[0]) else device,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 
+from autoaccum._units import format_bytes
 from autoaccum.events import (
     Event,
     Finished,
@@ -20,7 +20,7 @@ from autoaccum.events import (
     StepSkipped,
     Validated,
 )
-from autoaccum.units import format_bytes
+from autoaccum.memory import clock
 
 NEWS = 1.2
 """A line tells of an effective batch that has changed by this factor since the last one."""
@@ -65,7 +65,7 @@ class Narrator:
             self._replays += record.replays
             return None
         if isinstance(record, Started):
-            self._started = time.perf_counter()
+            self._started = clock.now()
         elif isinstance(record, Planned):
             self._plan = record.sizes
             return line(record) if self._is_news(record.sizes) else None
@@ -84,14 +84,17 @@ class Narrator:
     def _summary(self, finished: Finished) -> str | None:
         if self._first is None or self.last is None:
             return None
-        seconds = time.perf_counter() - self._started
+        seconds = clock.now() - self._started
         samples = self.last.num_samples
+        speed = ""
+        if seconds > 0:
+            speed = f" ({(samples - self._resumed_samples) / seconds:.0f} samples/s)"
         validated = "" if self._validated is None else f"; validation {self._validated.loss:.4f}"
         if self._validated is not None and self._validated.metrics:
             validated += f", {metrics_text(self._validated.metrics)}"
         return (
             f"{'done' if finished.reason == 'budget' else finished.reason}: {counted(finished.step, 'step')}, "
-            f"{samples} samples in {seconds:.1f} s ({(samples - self._resumed_samples) / seconds:.0f} samples/s)\n"
+            f"{samples} samples in {seconds:.1f} s{speed}\n"
             f"loss {self._first.loss:.4f} -> {self.last.loss:.4f}{validated}\n"
             f"micro-batches {cut_text(self._plan or self.last.micro_batches)}, {counted(self._replays, 'replay')}, "
             f"peak {format_bytes(self._peak_bytes)} of {format_bytes(self.last.limit_bytes)}"

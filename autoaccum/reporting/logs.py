@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-import time
 
-from autoaccum.arguments import number_between
+from autoaccum._checks import number_between
 from autoaccum.events import Notice, Record, Started, StepReport
+from autoaccum.memory import clock
 from autoaccum.reporting.lines import Narrator, state_text
 
 
@@ -36,7 +36,7 @@ class LoggingReporter:
             self._progress(record)
 
     def _progress(self, report: StepReport) -> None:
-        now = time.monotonic()
+        now = clock.now()
         if self._mark is None:
             self._mark = now - report.seconds, report.num_samples - report.effective_batch
         elif now - self._mark[0] < self._every:

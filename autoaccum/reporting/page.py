@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from autoaccum._units import format_bytes
 from autoaccum._version import __version__
+from autoaccum.memory import clock
+from autoaccum.reporting.columns import Run, load_run
 from autoaccum.reporting.facts import Answer, Facts, facts_of, format_rate, format_seconds
 from autoaccum.reporting.lines import News, cut_text, is_scheduled
 from autoaccum.reporting.plots import COLORS, comparison, pictures, png, svg
-from autoaccum.reporting.runs import Run, load_run
-from autoaccum.units import format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -102,7 +103,7 @@ def write_page(folder: Path, title: str, body: str, figures: Mapping[str, Figure
 
 
 def _page(title: str, body: str) -> str:
-    written = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+    written = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(clock.stamp()))
     return (
         f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{escaped(title)}</title>\n'

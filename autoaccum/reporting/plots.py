@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoaccum.errors import MissingExtraError
+from autoaccum.reporting.columns import Run
 from autoaccum.reporting.facts import periods
 from autoaccum.reporting.lines import is_scheduled
-from autoaccum.reporting.runs import Run
 
 try:
     import matplotlib

@@ -11,7 +11,8 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from autoaccum.data import Source, open_source
+from autoaccum.data.base import Source
+from autoaccum.data.sources import open_source
 
 CPU = torch.device("cpu")
 N = 45

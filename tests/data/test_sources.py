@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, WeightedRandomSampler
 
-from autoaccum.data import Source, open_source
+from autoaccum.data.base import Source
+from autoaccum.data.sources import open_source
 from autoaccum.errors import ArgumentTypeError, DataError, EmptyDatasetError, RaggedBatchError
 
 CPU = torch.device("cpu")

@@ -10,8 +10,8 @@ import psutil
 import pytest
 import torch
 
-from autoaccum.memory import pressure
 from autoaccum.memory.cpu import CpuMemory
+from autoaccum.testing import manual_clock
 
 MIB = 2**20
 UNLIMITED_V1 = 9223372036854771712
@@ -214,15 +214,15 @@ def test_the_limit_is_never_below_what_is_used(host: Host) -> None:
     assert host.memory.limit() == 100 * MIB
 
 
-def test_strain_is_told_as_the_host_s(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 0.0
-    monkeypatch.setattr(pressure, "monotonic", lambda: now)
+def test_strain_is_told_as_the_host_s(host: Host) -> None:
     host.set_groups("0::/job")
     host.write("job", memory__max="max", memory__pressure="some avg10=0.00 avg60=0.00 avg300=0.00 total=0")
-    assert host.memory.strained() is None
-    now, waited = 2.0, 500_000
-    host.write("job", memory__pressure=f"some avg10=0.00 avg60=0.00 avg300=0.00 total={waited}")
-    assert host.memory.strained() == "processes of this control group waited for memory 25% of the time"
+    with manual_clock() as clock:
+        assert host.memory.strained() is None
+        clock.advance(2.0)
+        waited = 500_000
+        host.write("job", memory__pressure=f"some avg10=0.00 avg60=0.00 avg300=0.00 total={waited}")
+        assert host.memory.strained() == "processes of this control group waited for memory 25% of the time"
 
 
 class TestPeak:
@@ -293,7 +293,6 @@ class TestRelease:
 
 CHILD = """
 import re, resource
-from autoaccum.memory import pressure
 from autoaccum.memory.cpu import CpuMemory
 
 data = int(re.search(r"VmData:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024

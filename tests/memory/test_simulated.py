@@ -10,9 +10,9 @@ from torch._subclasses import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
-from autoaccum.memory import memory_of
 from autoaccum.memory.accelerator import AcceleratorMemory, MpsMemory
 from autoaccum.memory.cpu import CpuMemory
+from autoaccum.memory.devices import memory_of
 from autoaccum.memory.simulated import MemorySimulation, OutOfMemoryAt, SimulatedMemory
 
 CPU = torch.device("cpu")

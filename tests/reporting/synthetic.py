@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from autoaccum.events import Planned, Record, Started, StepReport
-from autoaccum.reporting.records import HISTORY, line_of
+from autoaccum.runs.records import HISTORY, line_of
 
 GIB = 2**30
 

@@ -18,6 +18,7 @@ from autoaccum.events import (
     Validated,
 )
 from autoaccum.reporting.lines import Narrator, counted, is_scheduled, line, state_text
+from autoaccum.testing import manual_clock
 from tests.reporting.synthetic import planned, report, started
 
 LINES: dict[Any, str | None] = {
@@ -54,26 +55,27 @@ def test_a_window_says_how_things_stand() -> None:
     assert state_text(report(2, (3, 3, 2))) == "loss=1.0000, 2-3 x 3, 2.00 MiB / 1.00 GiB"
 
 
-def test_a_narrator_knows_the_last_window_and_the_last_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = iter((100.0, 102.0))
-    monkeypatch.setattr("time.perf_counter", lambda: next(now))
+def test_a_narrator_knows_the_last_window_and_the_last_plan() -> None:
     tell = Narrator()
-    assert [tell(record) for record in (started(), report(1), report(2, replays=1), planned(8))][:3] == [None] * 3
+    with manual_clock(100.0) as clock:
+        assert [tell(record) for record in (started(), report(1), report(2, replays=1), planned(8))][:3] == [None] * 3
+        clock.advance(2.0)
+        told = tell(Finished(step=2, reason="stopped"))
     assert tell.last == report(2, replays=1)
-    assert tell(Finished(step=2, reason="stopped")) == (
+    assert told == (
         "stopped: 2 steps, 16 samples in 2.0 s (8 samples/s)\n"
         "loss 2.0000 -> 1.0000\n"
         "micro-batches 8 x 1, 1 replay, peak 2.00 MiB of 1.00 GiB"
     )
 
 
-def test_samples_of_before_a_resume_are_not_this_runs_speed(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = iter((100.0, 102.0))
-    monkeypatch.setattr("time.perf_counter", lambda: next(now))
+def test_samples_of_before_a_resume_are_not_this_runs_speed() -> None:
     tell = Narrator()
-    for record in (started(), Resumed(step=10, num_samples=80, checkpoint="c"), report(11)):
-        tell(record)
-    assert "88 samples in 2.0 s (4 samples/s)" in str(tell(Finished(step=11, reason="budget")))
+    with manual_clock(100.0) as clock:
+        for record in (started(), Resumed(step=10, num_samples=80, checkpoint="c"), report(11)):
+            tell(record)
+        clock.advance(2.0)
+        assert "88 samples in 2.0 s (4 samples/s)" in str(tell(Finished(step=11, reason="budget")))
 
 
 def test_a_schedule_changes_the_batch_and_memory_does_not() -> None:

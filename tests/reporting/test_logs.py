@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 
 import pytest
 from torch.nn.functional import cross_entropy
@@ -10,32 +11,33 @@ from torch.nn.functional import cross_entropy
 import autoaccum
 from autoaccum.errors import ArgumentError
 from autoaccum.events import Finished, Notice, Replanned
+from autoaccum.memory.clock import ManualClock
 from autoaccum.reporting import LoggingReporter
+from autoaccum.testing import manual_clock
 from tests.models import classes, mlp
 from tests.reporting.synthetic import report, started
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    now = [1000.0]
-    monkeypatch.setattr("time.monotonic", lambda: now[0])
-    return now
+def clock() -> Iterator[ManualClock]:
+    with manual_clock(1000.0) as clock:
+        yield clock
 
 
-def test_progress_is_told_at_most_every_so_often(clock: list[float], caplog: pytest.LogCaptureFixture) -> None:
+def test_progress_is_told_at_most_every_so_often(clock: ManualClock, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "autoaccum")
     tell = LoggingReporter(every=10.0)
     tell(started(400))
     for step in range(1, 31):
         tell(report(step, seconds=1.0))
-        clock[0] += 1.0
+        clock.advance(1.0)
     assert [record.getMessage().split(":")[0] for record in caplog.records] == ["step 1", "step 11", "step 21"]
     first, second, _ = (record.getMessage() for record in caplog.records)
     assert first == "step 1: 8 of 400 samples, loss=2.0000, 4 x 2, 1.00 MiB / 1.00 GiB, 8 samples/s"
     assert second == "step 11: 88 of 400 samples, loss=0.1818, 4 x 2, 11.00 MiB / 1.00 GiB, 8 samples/s"
 
 
-def test_events_are_told_as_they_come(clock: list[float], caplog: pytest.LogCaptureFixture) -> None:
+def test_events_are_told_as_they_come(clock: ManualClock, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "mine")
     tell = LoggingReporter(logging.getLogger("mine"), every=1e9)
     for record in (

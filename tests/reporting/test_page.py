@@ -20,7 +20,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import autoaccum
-from autoaccum.cli import main
+from autoaccum.cli.app import main
 from autoaccum.errors import NoHistoryError
 from autoaccum.events import Finished, Notice, OutOfMemory, Replanned, Resumed, Saved, Validated
 from autoaccum.reporting import RecordWriter, environment, write_json
@@ -314,7 +314,7 @@ def test_what_cannot_be_written_exits_with_1(run_dir: Path, capsys: pytest.Captu
 
 def test_report_imports_no_torch(run_dir: Path) -> None:
     code = (
-        "import sys; from autoaccum.cli import main; code = main(sys.argv[1:]);"
+        "import sys; from autoaccum.cli.app import main; code = main(sys.argv[1:]);"
         "sys.exit(code or 10 * ('torch' in sys.modules))"
     )
     child = subprocess.run([sys.executable, "-c", code, "report", str(run_dir)], stdout=subprocess.DEVNULL)

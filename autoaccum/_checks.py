@@ -1,0 +1,216 @@
+"""Checks of what a user passed, before anything runs: each error names the argument, the value, what is accepted."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+from autoaccum._units import parse_bytes
+from autoaccum.errors import ArgumentError, ArgumentTypeError
+
+MemoryLimit = int | float | str | Callable[[], int | float | str] | None
+"""Bytes, a text, a share of what there is, a function that returns one of these, or ``None`` for all there is."""
+
+
+def positive_int(argument: str, value: object, cure: str = "") -> int:
+    """An int of at least 1; a bool is a mistake, and a float is one even when it is whole."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ArgumentTypeError(argument, value, "an int of at least 1", cure)
+    if value < 1:
+        raise ArgumentError(argument, value, "an int of at least 1", cure)
+    return value
+
+
+def non_negative_int(argument: str, value: object) -> int:
+    """An int of at least 0."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ArgumentTypeError(argument, value, "an int of at least 0")
+    if value < 0:
+        raise ArgumentError(argument, value, "an int of at least 0")
+    if value >= 2**63:
+        raise ArgumentError(argument, value, "an int below 2**63")
+    return value
+
+
+def number_between(argument: str, value: object, low: float, high: float = math.inf, cure: str = "") -> float:
+    """A finite number with ``low <= value < high``."""
+    accepted = ("a number above 0" if low == sys.float_info.min else f"a number of at least {low:g}") + (
+        "" if high == math.inf else f" and below {high:g}"
+    )
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ArgumentTypeError(argument, value, accepted, cure)
+    if not low <= value < high:  # NaN is refused here too
+        raise ArgumentError(argument, value, accepted, cure)
+    return float(value)
+
+
+def positive_number(argument: str, value: object) -> float:
+    """A finite number above 0."""
+    return number_between(argument, value, sys.float_info.min)
+
+
+def one_of(argument: str, value: object, choices: tuple[str, ...]) -> str:
+    """One of a few texts."""
+    if value not in choices:
+        raise ArgumentError(argument, value, f"one of {', '.join(map(repr, choices))}")
+    return str(value)
+
+
+def of_windows(num_items: object, max_micro_batch: object, headroom: object, clip_norm: object) -> None:
+    """The arguments that say how windows are run."""
+    if num_items is not None and not callable(num_items):
+        raise ArgumentTypeError("num_items", num_items, "a function")
+    if max_micro_batch is not None:
+        positive_int("max_micro_batch", max_micro_batch)
+    number_between("headroom", headroom, 0, 1)
+    if clip_norm is not None:
+        positive_number("clip_norm", clip_norm)
+
+
+TAKEN = ("loss", "validation_loss", "seconds", "samples")
+"""What validations and sweeps report already."""
+
+
+def of_validation(validation_data: object, validate_every: object, metrics: object) -> None:
+    """The arguments that say when validations are, and what they report beside the loss."""
+    if validate_every is not None:
+        positive_int("validate_every", validate_every, "It is in samples.")
+        if validation_data is None:
+            cure = "Pass what to validate on, or leave validate_every out."
+            raise ArgumentError("validate_every", validate_every, "validation_data beside it", cure)
+    if metrics is None:
+        return
+    if not isinstance(metrics, Mapping):
+        raise ArgumentTypeError("metrics", metrics, "names and functions, {'accuracy': function}")
+    for name, function in metrics.items():
+        if not isinstance(name, str):
+            raise ArgumentTypeError("metrics", name, "names that are texts, such as 'accuracy'")
+        if not name.isidentifier():
+            raise ArgumentError("metrics", name, "names of letters, digits and underscores, such as 'top_5'")
+        if name in TAKEN:
+            cure = "It would stand for two things: choose another."
+            raise ArgumentError("metrics", name, f"other names than {', '.join(TAKEN)}", cure)
+        if isinstance(function, type):
+            cure = f"It is the class: make one, {function.__name__}()."
+            raise ArgumentTypeError("metrics", f"{name}: {function.__name__}", "a function for each name", cure)
+        if not callable(function):
+            raise ArgumentTypeError("metrics", {name: function}, "a function for each name")
+    if metrics and validation_data is None:
+        cure = "Pass what to compute them on, or leave metrics out."
+        raise ArgumentError("metrics", ", ".join(metrics), "validation_data beside them", cure)
+
+
+def memory_limit_bytes(value: MemoryLimit, available_bytes: int) -> int:
+    """The limit in bytes: ``None`` for all that is available, bytes as int or text, a float for that share of it.
+
+    A share may arrive as a text from the command line: ``"0.5"`` is half, ``"1"`` is one byte. A function is called.
+    """
+    if value is None:
+        return available_bytes
+    if callable(value):
+        return _limit_bytes(value(), available_bytes, "", "The function passed as memory_limit returned it.")
+    return _limit_bytes(value, available_bytes, ", or a function that returns one of these", "")
+
+
+def _limit_bytes(value: object, available_bytes: int, or_else: str, cure: str) -> int:
+    accepted = f"bytes as an int, a text such as '8GiB', or a share of the memory such as 0.5{or_else}"
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ArgumentTypeError("memory_limit", value, accepted, cure)
+    if isinstance(value, str) and value.strip().replace(".", "", 1).isdigit() and "." in value:
+        value = float(value)
+    if isinstance(value, float):
+        if not 0 < value <= 1:
+            raise ArgumentError(
+                "memory_limit", value, accepted, f"A float is a share above 0 and up to 1. {cure}".strip()
+            )
+        return int(value * available_bytes)
+    try:
+        limit = parse_bytes(value)
+    except ValueError:
+        raise ArgumentError("memory_limit", value, accepted, cure) from None
+    if limit < 1:
+        raise ArgumentError("memory_limit", value, accepted, cure)
+    return min(limit, available_bytes)
+
+
+def moving_limit(value: Any, available_bytes: Callable[[], int]) -> Callable[[], int]:
+    """() -> the limit in bytes as it is now; a share is one of what was available at first."""
+    if value is None:
+        return available_bytes
+    if callable(value):
+        return lambda: memory_limit_bytes(value(), available_bytes())
+    limit = memory_limit_bytes(value, available_bytes())
+    return lambda: min(limit, available_bytes())
+
+
+Cadence = tuple[Literal["steps", "seconds", "epoch"], float]
+"""How often: every so many steps or seconds, or at each epoch's end."""
+
+_SECONDS = {"s": 1, "m": 60, "h": 3600}
+
+
+def cadence(argument: str, value: object) -> Cadence:
+    """Steps as an int, a time as "30s", "10m" or "2h", or "epoch".
+
+    >>> cadence("checkpoint_every", "10m")
+    ('seconds', 600.0)
+    """
+    accepted = "a number of steps, a time such as '30s', '10m' or '2h', or 'epoch'"
+    if value == "epoch":
+        return "epoch", 1
+    if isinstance(value, str):
+        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([smh])\s*", value)
+        if found is None or float(found[1]) == 0:
+            raise ArgumentError(argument, value, accepted)
+        return "seconds", float(found[1]) * _SECONDS[found[2]]
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ArgumentTypeError(argument, value, accepted)
+    if value < 1:
+        raise ArgumentError(argument, value, accepted)
+    return "steps", value
+
+
+def of_run_directory(run_dir: object, checkpoint_every: object, keep_checkpoints: object, resume: object) -> None:
+    """The arguments that say what outlives the process."""
+    if run_dir is not None and not isinstance(run_dir, str | os.PathLike):
+        raise ArgumentTypeError("run_dir", run_dir, "a path")
+    if run_dir == "":
+        raise ArgumentError("run_dir", run_dir, "a path", "Pass '.' for the directory that you are in.")
+    if run_dir is None and checkpoint_every is not None:
+        cure = "Pass where checkpoints are to go, or leave checkpoint_every out."
+        raise ArgumentError("checkpoint_every", checkpoint_every, "run_dir beside it", cure)
+    positive_int("keep_checkpoints", keep_checkpoints)
+    if resume != "auto" and not isinstance(resume, bool):
+        raise ArgumentError("resume", resume, "'auto', True or False")
+    if resume is True and run_dir is None:
+        raise ArgumentError("resume", resume, "run_dir beside it", "Pass the directory of the run to go on with.")
+
+
+def recorded_plans(micro_batch: object) -> list[tuple[int, ...]]:
+    """The plans of a recorded run, one a window; none when the micro-batch is a number or to be found."""
+    accepted = "'auto', an int of at least 1, or a list of plans, each a tuple of micro-batch sizes"
+    if micro_batch == "auto":
+        return []
+    if isinstance(micro_batch, str) or not isinstance(micro_batch, Sequence):
+        positive_int("micro_batch", micro_batch, "Leave it out to have it found.")
+        return []
+    if not micro_batch:
+        raise ArgumentError("micro_batch", micro_batch, accepted)
+    plans = []
+    for plan in micro_batch:
+        if isinstance(plan, str) or not isinstance(plan, Sequence) or not plan:
+            raise ArgumentTypeError("micro_batch", micro_batch, accepted)
+        plans.append(tuple(positive_int("micro_batch", size) for size in plan))
+    return plans
+
+
+def functions(argument: str, value: object) -> list[Any]:
+    """Functions, in any iterable."""
+    found = list(value) if isinstance(value, Iterable) else [None]
+    if not all(callable(item) for item in found):
+        raise ArgumentTypeError(argument, value, "a list of functions")
+    return found

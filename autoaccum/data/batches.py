@@ -1,0 +1,161 @@
+"""A batch is any pytree; what has one row per sample in it is cut, joined and moved, the rest goes along unchanged.
+
+Rows: tensors and arrays with at least one dimension (dim 0 is the sample), and lists that hold no tensor or tuples of
+texts (captions, file names). Everything else (numbers, texts, None, 0-dim tensors) belongs to the whole batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils import _pytree as pytree
+
+from autoaccum.errors import DataError, RaggedBatchError
+from autoaccum.memory.oom import is_out_of_memory
+
+
+def has_rows(leaf: object) -> bool:
+    """Whether a leaf has one row per sample."""
+    return (isinstance(leaf, torch.Tensor | np.ndarray) and leaf.ndim > 0) or isinstance(leaf, list | tuple)
+
+
+def _is_leaf(node: object) -> bool:
+    if isinstance(node, list):
+        return not any(map(_holds_tensors, node))
+    if type(node) is tuple:  # what default_collate makes of texts
+        return bool(node) and all(isinstance(item, str | bytes) for item in node)
+    if isinstance(node, Mapping) and type(node) not in pytree.SUPPORTED_NODES:
+        _register(type(node))
+    return False
+
+
+def _holds_tensors(item: object) -> bool:
+    if isinstance(item, list | tuple):
+        return any(map(_holds_tensors, item))
+    return isinstance(item, torch.Tensor | np.ndarray | Mapping)
+
+
+def _located(batch: Any) -> dict[str, Any]:
+    """Leaves by where they are."""
+    try:
+        found = pytree.tree_flatten_with_path(batch, is_leaf=_is_leaf)[0]
+    except ValueError:  # a type that was registered without a function for paths
+        return {f"leaf {index}": leaf for index, leaf in enumerate(flatten(batch)[0])}
+    return {pytree.keystr(path): leaf for path, leaf in found}
+
+
+def _register(cls: type[Any]) -> None:
+    """Teach torch's pytree a Mapping it does not know, such as the batches of Hugging Face tokenizers."""
+    pytree.register_pytree_node(
+        cls,
+        lambda node: (list(node.values()), list(node.keys())),
+        lambda values, keys: cls(dict(zip(keys, values, strict=True))),
+        flatten_with_keys_fn=lambda node: (
+            [(pytree.MappingKey(key), value) for key, value in node.items()],
+            list(node.keys()),
+        ),
+    )
+
+
+def flatten(batch: Any) -> tuple[list[Any], pytree.TreeSpec]:
+    """Leaves and structure; a list without tensors is one leaf."""
+    return pytree.tree_flatten(batch, is_leaf=_is_leaf)
+
+
+def _map_rows(function: Callable[[Any], Any], batch: Any) -> Any:
+    leaves, spec = flatten(batch)
+    return spec.unflatten([function(leaf) if has_rows(leaf) else leaf for leaf in leaves])
+
+
+def num_samples(batch: Any, argument: str = "data") -> int:
+    """Samples in a batch: what all its rows agree on.
+
+    Raises:
+        RaggedBatchError: they do not agree.
+        DataError: there is nothing with rows in it.
+    """
+    sizes = {where: len(leaf) for where, leaf in _located(batch).items() if has_rows(leaf)}
+    if not sizes:
+        raise DataError(
+            f"{argument}: a batch of type {type(batch).__name__} holds no tensor with a dim 0, so it has no samples. "
+            f"Let the data yield tensors, or a collate_fn make them."
+        )
+    if len(set(sizes.values())) > 1:
+        raise RaggedBatchError(sizes, argument)
+    return next(iter(sizes.values()))
+
+
+def take(batch: Any, start: int, stop: int) -> Any:
+    """Samples ``start`` to ``stop`` of a batch: tensors are views."""
+    return _map_rows(lambda rows: rows[start:stop], batch)
+
+
+def concat(batches: Sequence[Any]) -> Any:
+    """Batches one after the other: leaves are joined by where they are, whatever order the keys of a dict are in.
+
+    Raises:
+        DataError: they differ in structure, in a dimension other than dim 0, or in what belongs to a whole batch.
+    """
+    if len(batches) == 1:
+        return batches[0]
+    located = [_located(batch) for batch in batches]
+    first = located[0]
+    for other in located[1:]:
+        if other.keys() != first.keys():
+            raise _not_joinable(f"they hold {sorted(first)} and {sorted(other)}")
+    try:
+        joined = [_join(path, [leaves[path] for leaves in located]) for path in first]
+    except (RuntimeError, ValueError) as error:
+        if is_out_of_memory(error):
+            raise
+        raise _not_joinable(str(error)) from error
+    return flatten(batches[0])[1].unflatten(joined)
+
+
+def _join(path: str, parts: Sequence[Any]) -> Any:
+    first = parts[0]
+    if isinstance(first, torch.Tensor) and first.ndim:
+        return torch.cat(list(parts))
+    if isinstance(first, np.ndarray) and first.ndim:
+        return np.concatenate(list(parts))
+    if isinstance(first, list | tuple):
+        return type(first)([item for part in parts for item in part])
+    if any(part is not first and bool(part != first) and bool(part == part) for part in parts[1:]):
+        raise ValueError(f"{path} belongs to a whole batch, and is {first!r} in one of them and other in the next")
+    return first
+
+
+def _not_joinable(reason: str) -> DataError:
+    return DataError(
+        f"data: batches that follow each other cannot be joined into one window ({reason}). Let the data yield batches "
+        f"of one shape, or pass a Dataset and a collate_fn, which is then called on the samples of each micro-batch."
+    )
+
+
+def to_device(batch: Any, device: torch.device, *, copy: bool) -> Any:
+    """The batch's tensors on a device, through pinned memory where that lets the copy overlap with computing.
+
+    Args:
+        batch: any pytree.
+        device: where to.
+        copy: also copy what is there already, so that in-place edits do not reach the original.
+    """
+    overlap = device.type != "cpu"
+
+    def move(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            if overlap and leaf.device.type == "cpu" and not leaf.is_pinned():
+                leaf = leaf.pin_memory()
+            return leaf.to(device, non_blocking=True, copy=copy)
+        return leaf.copy() if copy and isinstance(leaf, list | np.ndarray) else leaf
+
+    leaves, spec = flatten(batch)
+    return spec.unflatten([move(leaf) for leaf in leaves])
+
+
+def num_bytes(batch: Any) -> int:
+    """Bytes of a batch's tensors and arrays."""
+    return sum(leaf.nbytes for leaf in flatten(batch)[0] if isinstance(leaf, torch.Tensor | np.ndarray))

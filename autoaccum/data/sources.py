@@ -1,0 +1,149 @@
+"""Opens whatever a user passes as data: each kind has a source of windows of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+    default_collate,
+)
+
+from autoaccum.data import batches
+from autoaccum.data.base import Collate, Order, Source
+from autoaccum.data.datasets import DatasetSource
+from autoaccum.data.streams import StreamSource
+from autoaccum.data.tensors import TensorSource
+from autoaccum.errors import ArgumentTypeError, ConflictingArgumentsError, EmptyDatasetError
+
+_LOADER_OPTIONS = ("worker_init_fn", "prefetch_factor", "multiprocessing_context", "timeout")
+
+
+def open_source(
+    data: Any,
+    *,
+    seed: int,
+    shuffle: bool,
+    device: torch.device,
+    collate_fn: Collate | None = None,
+    num_workers: int = 0,
+    budget_bytes: int | None = None,
+    argument: str = "data",
+) -> Source:
+    """The source for whatever ``data`` is: see ``autoaccum.fit``.
+
+    Raises:
+        ArgumentTypeError: it is nothing that can be read.
+        ConflictingArgumentsError: a DataLoader, and what it would bring.
+        EmptyDatasetError: it holds no sample.
+        RaggedBatchError: its tensors disagree on dim 0.
+    """
+    if isinstance(data, DataLoader):
+        for name, value in (("collate_fn", collate_fn), ("num_workers", num_workers)):
+            if value:
+                raise ConflictingArgumentsError(
+                    name, value, f"a DataLoader as {argument}", "The DataLoader brings its own."
+                )
+        if isinstance(data.dataset, IterableDataset) or data.batch_sampler is None:
+            return StreamSource(data, collate=None, seed=seed, device=device)
+        if not hasattr(data.sampler, "__len__") or not hasattr(data.batch_sampler, "__len__"):
+            return StreamSource(_Sampled(data), collate=data.collate_fn, seed=seed, device=device)
+        options = {name: getattr(data, name) for name in _LOADER_OPTIONS} if data.num_workers else {}
+        return _open_dataset(
+            data.dataset,
+            order=_loader_order(data, seed, argument),
+            collate=data.collate_fn,
+            seed=seed,
+            device=device,
+            num_workers=data.num_workers,
+            loader_options=options,
+            budget_bytes=budget_bytes,
+        )
+    if isinstance(data, IterableDataset):
+        stream: Any = DataLoader(data, batch_size=None, num_workers=num_workers) if num_workers else data
+        return StreamSource(stream, collate=collate_fn or default_collate, seed=seed, device=device)
+    if isinstance(data, torch.Tensor | tuple | Mapping):
+        if collate_fn is not None:
+            cure = "Tensors are batches already; wrap them in a Dataset to have a collate_fn called on their samples."
+            raise ConflictingArgumentsError("collate_fn", collate_fn, f"tensors as {argument}", cure)
+        order = _plain_order(batches.num_samples(data), seed, shuffle, argument)
+        return TensorSource(data, order=order, device=device)
+    if isinstance(data, Dataset) or _is_dataset(data):
+        return _open_dataset(
+            data,
+            order=_plain_order(len(data), seed, shuffle, argument),
+            collate=collate_fn or default_collate,
+            seed=seed,
+            device=device,
+            num_workers=num_workers,
+            loader_options={},
+            budget_bytes=budget_bytes,
+        )
+    if hasattr(data, "__iter__") and not isinstance(data, str | bytes):
+        if collate_fn is not None:
+            cure = "An iterable, a list too, is one of batches; wrap samples in a Dataset."
+            raise ConflictingArgumentsError("collate_fn", collate_fn, f"an iterable as {argument}", cure)
+        if isinstance(data, list) and not data:
+            raise EmptyDatasetError(argument, "it is an empty list.")
+        return StreamSource(data, collate=None, seed=seed, device=device)
+    raise ArgumentTypeError(
+        argument,
+        data,
+        "a Dataset, a DataLoader, a tuple or dict of tensors, or an iterable of batches",
+        "Wrap what you have in a torch.utils.data.Dataset.",
+    )
+
+
+def _is_dataset(data: object) -> bool:
+    """Whether it is map-style without saying so, like the datasets of Hugging Face; a list is a list of batches."""
+    return hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, list | str | bytes)
+
+
+def _open_dataset(
+    dataset: Any, *, order: Order, collate: Collate, device: torch.device, num_workers: int, **options: Any
+) -> Source:
+    # type(), not isinstance: a subclass may have its own __getitem__.
+    if type(dataset) is TensorDataset and collate is default_collate and not num_workers:
+        return TensorSource(tuple(dataset.tensors), order=order, device=device)
+    return DatasetSource(dataset, order=order, collate=collate, device=device, num_workers=num_workers, **options)
+
+
+def _plain_order(num_samples: int, seed: int, shuffle: bool, argument: str) -> Order:
+    if num_samples == 0:
+        raise EmptyDatasetError(argument, "its length is 0.")
+    return Order(num_samples, seed=seed, shuffle=shuffle)
+
+
+def _loader_order(loader: DataLoader[Any], seed: int, argument: str) -> Order:
+    """The order of a DataLoader's samplers; what its own ``shuffle=`` made is replaced by a seeded one."""
+    size = len(loader.dataset)  # type: ignore[arg-type]
+    if type(loader.batch_sampler) is not BatchSampler:
+        return Order(size, seed=seed, sampler=loader.batch_sampler, in_batches=True)
+    sampler = loader.sampler
+    if type(sampler) is SequentialSampler:
+        return _plain_order(size, seed, False, argument)
+    if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == size:
+        return _plain_order(size, seed, True, argument)
+    return Order(size, seed=seed, sampler=sampler)
+
+
+class _Sampled:
+    """The samples that a DataLoader's sampler, which may never end, asks of its dataset; read in this process."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self.dataset = loader.dataset
+        self._in_batches = type(loader.batch_sampler) is not BatchSampler
+        self.sampler: Any = loader.batch_sampler if self._in_batches else loader.sampler
+
+    def __iter__(self) -> Iterator[Any]:
+        for drawn in self.sampler:
+            for index in drawn if self._in_batches else (drawn,):
+                yield self.dataset[index]

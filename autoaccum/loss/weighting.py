@@ -1,0 +1,209 @@
+"""How micro-batches of unequal weight add up to the gradient of their window.
+
+The window's loss is the mean over its N items, L = (1/N) sum_i l_i. A micro-batch j of n_j items gives the mean over
+its own, L_j = (1/n_j) sum_{i in j} l_i, so L = sum_j (n_j / N) L_j, and by linearity the same holds of the gradients.
+
+N is known only when the whole window has been seen. So each micro-batch is weighted with n_j / G, G being a constant
+guess of N, and the accumulated gradient is multiplied once by G / N at the end. With the number of samples as items
+the guess is right and there is nothing to multiply; else it keeps magnitudes where float16 can hold them.
+
+A loss that is a sum, divided by no count but perhaps by a constant d, has n_j = d in every micro-batch and N = d too.
+
+The weights n_j / N sum to one, so a term that does not depend on the batch, such as a penalty on the parameters, is
+counted once. Beside a sum they are all one, and there such a term is scaled where it enters the loss.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from autoaccum.errors import ArgumentError, ArgumentTypeError
+from autoaccum.events import Notice
+from autoaccum.loss.conclusions import conclude, proportional
+from autoaccum.loss.reductions import Count, Reduction
+from autoaccum.memory.oom import is_out_of_memory
+
+CountItems = Callable[[Any], Any]
+"""(micro-batch) -> number of items that the loss averages over: an int, a float or a tensor of one element."""
+
+
+def count_items(num_items: CountItems, batch: Any) -> Count:
+    """Items of a micro-batch as the user counts them.
+
+    Raises:
+        ArgumentError: the count is negative, or not a number.
+    """
+    counted = num_items(batch)
+    if isinstance(counted, torch.Tensor) and counted.numel() == 1 and counted.device.type != "cpu":
+        return counted.detach().reshape(())
+    try:
+        return _checked(float(counted))
+    except (TypeError, ValueError, RuntimeError) as error:
+        if isinstance(error, ArgumentError) or is_out_of_memory(error):  # reading a tensor may be where memory runs out
+            raise
+        accepted = "a count for each micro-batch, such as (labels != -100).sum()"
+        raise ArgumentTypeError("num_items(micro-batch)", counted, accepted) from None
+
+
+def by_user(num_items: CountItems, batch: Any) -> Reduction:
+    """A mean over what the user counts."""
+    return Reduction(count_items(num_items, batch))
+
+
+def _checked(items: float) -> float:
+    if not 0 <= items < float("inf"):
+        raise ArgumentError("num_items(micro-batch)", items, "a count of at least 0")
+    return items
+
+
+class Tally:
+    """The items of a window: weights while its micro-batches run, shares in the whole at its end."""
+
+    def __init__(self, num_samples: int, *, deferred: bool) -> None:
+        """For a window of ``num_samples``; counts are read at once, or all at its end when ``deferred``."""
+        self._num_samples = num_samples
+        self._deferred = deferred
+        self._counts: list[Count] = []
+        self._guess = 0.0
+
+    def weight(self, num_samples: int, items: Count, dtype: torch.dtype = torch.float32) -> Count | None:
+        """What the loss of the next micro-batch, of that ``dtype``, counts; None when it has no items."""
+        if isinstance(items, torch.Tensor):
+            if self._deferred and self._guess:
+                self._counts.append(items)
+                return items.to(torch.promote_types(dtype, torch.float32)) / self._guess
+            items = items.item()
+        self._counts.append(items)
+        if not items or not math.isfinite(items):  # 0, or 0 / 0
+            self._counts[-1] = 0.0
+            return None
+        if not self._guess:
+            # Not from next to nothing, as a divisor kept from 0 is: all later weights would be immense.
+            per_sample = items / num_samples if abs(items) > 1e-3 * num_samples else 1.0
+            self._guess = per_sample * self._num_samples
+            if (
+                dtype.itemsize == 2
+            ):  # the weight is rounded to the loss's type: a power of two leaves small counts exact
+                self._guess = math.copysign(2.0 ** round(math.log2(abs(self._guess))), self._guess)
+        return items / self._guess
+
+    def read(self) -> list[float]:
+        """The counts, those that were deferred too."""
+        waiting = [count for count in self._counts if isinstance(count, torch.Tensor)]
+        if waiting:
+            read = torch.stack(waiting).tolist()
+            values = iter(value if math.isfinite(value) else 0.0 for value in read)  # 0 / 0 counts nothing
+            self._counts = [next(values) if isinstance(count, torch.Tensor) else count for count in self._counts]
+        return self._counts  # type: ignore[return-value]
+
+    def leave_out(self, index: int) -> None:
+        """That micro-batch had no items after all, and a gradient of 0."""
+        self._counts[index] = 0.0
+
+    def total(self, is_sum: bool) -> float:
+        """What the window's sum is divided by: all of its items, or what each micro-batch's sum was."""
+        counts = [count for count in self.read() if count]
+        return counts[0] if is_sum else sum(counts)
+
+    def correction(self, is_sum: bool) -> float:
+        """What the accumulated gradient has to be multiplied with."""
+        return self._guess / self.total(is_sum)
+
+    def loss(self, losses: list[torch.Tensor], is_sum: bool) -> torch.Tensor:
+        """The window's, of those of the micro-batches that had items."""
+        stacked = torch.stack(losses)
+        wide = torch.promote_types(stacked.dtype, torch.float32)
+        counts = [count for count in self.read() if count]
+        if min(counts) == max(counts):
+            return stacked.sum(dtype=wide) if is_sum else stacked.mean(dtype=wide)
+        total = self.total(is_sum)
+        shares = torch.tensor([count / total for count in counts], dtype=wide, device=stacked.device)
+        return stacked.to(wide) @ shares
+
+
+@contextmanager
+def counted_once(reduction: Reduction, share: float) -> Iterator[None]:
+    """Within it, a backward counts terms that depend on parameters alone with this share: all of them make one.
+
+    By hooks on the additions through which they enter the loss, not on the terms, which may share nodes with others.
+    """
+    inputs: dict[Any, list[int]] = defaultdict(list)
+    for node, index in reduction.edges:
+        inputs[node].append(index)
+    handles = [node.register_hook(_scaling(indices, share)) for node, indices in inputs.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _scaling(indices: list[int], share: float) -> Callable[[Any, Any], Any]:
+    def hook(to_inputs: tuple[torch.Tensor | None, ...], _: object) -> tuple[torch.Tensor | None, ...]:
+        return tuple(g * share if index in indices and g is not None else g for index, g in enumerate(to_inputs))
+
+    return hook
+
+
+def doubt_notice(reason: str, cure: str) -> Notice:
+    """What to say when it does not show how micro-batches add up to their window."""
+    return Notice(
+        cause=f"How the loss averages over a micro-batch cannot be told: {reason}",
+        consequence="Micro-batches may be weighted wrongly, so that the gradient depends on how windows are cut",
+        cure=cure,
+    )
+
+
+def contradiction(claimed: Sequence[float], sizes: Sequence[int], reductions: Sequence[Reduction]) -> Notice | None:
+    """What to say when the user's ``num_items`` is not what the loss shows; None when it is, or nothing shows."""
+    found = conclude(sizes, reductions)
+    if found.doubt is not None:
+        return None
+    counts = [float(reduction.items) for reduction in reductions]
+    if not found.is_sum and proportional(claimed, counts):
+        return None
+    listed = [", ".join(f"{count:g}" for count in numbers[:4]) for numbers in (claimed, counts)]
+    return Notice(
+        cause=f"num_items says {listed[0]} for the first micro-batches, but their loss is "
+        + ("a sum" if found.is_sum else f"a mean over {listed[1]}"),
+        consequence="The gradient is weighted by num_items, and so depends on how windows are cut",
+        cure="Leave num_items out: what the loss is a mean over was read off it; labels that a model shifts are "
+        "counted as shifted",
+    )
+
+
+def penalty_notice() -> Notice:
+    """What to say of terms that depend on parameters alone, beside a sum over samples."""
+    return Notice(
+        cause="The loss is a sum over samples and terms that depend on the parameters alone",
+        consequence="The gradient counts those once a window, but the loss that is reported counts them once a "
+        "micro-batch",
+        cure="Let the loss be a mean, whose report is exact too, or look at its data term alone",
+    )
+
+
+@torch.no_grad()
+def scale_gradients(parameters: Sequence[torch.Tensor], factor: float) -> None:
+    """Multiply the gradients in place, in one launch."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if gradients:
+        torch._foreach_mul_(gradients, factor)
+
+
+@torch.no_grad()
+def clip_gradients(parameters: Sequence[torch.Tensor], max_norm: float) -> torch.Tensor:
+    """``torch.nn.utils.clip_grad_norm_``, which alone knows no norm of sparse gradients; the norm before clipping."""
+    for p in parameters:
+        if p.grad is not None and p.grad.is_sparse:
+            p.grad = p.grad.coalesce()  # an entry that several samples add to must not count several times
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    norm = get_total_norm([g._values() if g.is_sparse else g for g in gradients])
+    clip_grads_with_norm_(parameters, max_norm, norm)
+    return norm

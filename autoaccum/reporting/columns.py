@@ -1,0 +1,220 @@
+"""A run read from its directory: columns instead of records, so that a million windows take little memory."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoaccum.errors import NoHistoryError
+from autoaccum.runs.records import FIELDS, HISTORY, documents, value_of
+
+Columns = Mapping[str, NDArray[Any]]
+
+_WINDOWS = {
+    name: np.dtype(np.int64 if kind is int else np.float64)
+    for name, kind in {"time": float, **FIELDS["StepReport"], "micro_batch": int, "accumulation_steps": int}.items()
+    if kind in (int, float)
+}
+_OPTIONAL = [name for name, kind in FIELDS["StepReport"].items() if kind == float | None]
+"""Older versions wrote fewer of these."""
+_ROWS = 20_000
+"""Windows that are objects at a time."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """What the run's directory tells; what a ``Resumed`` made void is not in it."""
+
+    path: Path
+    windows: Columns
+    """One row a ``StepReport``: its fields, NaN for None; ``time`` in unix seconds; in place of ``micro_batches`` the
+    largest, ``micro_batch``, and their number, ``accumulation_steps``."""
+    events: Mapping[str, Columns]
+    """For each type of event one row an event: its fields and ``time``. A type that did not happen has no rows."""
+    finished: str | None
+    """Why the run ended; None while it runs, and when it was killed."""
+    last_time: float | None
+    """Unix seconds of the last record; None before the first."""
+    voided: int
+    """Windows that were trained again after a resume."""
+    garbled: int
+    """Lines of the history that hold no record."""
+    config: Mapping[str, Any]
+    """``config.json``; empty when there is none."""
+    environment: Mapping[str, Any]
+    """``environment.json``; empty when there is none."""
+
+    def __len__(self) -> int:
+        """Windows."""
+        return len(self.windows["step"])
+
+    def samples_at(self, steps: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Samples trained on after each of these steps, shape ``(n,)`` as they are; 0 before the first."""
+        at = np.searchsorted(self.windows["step"], steps, side="right")
+        return np.concatenate(([0], self.windows["num_samples"]))[at]
+
+    @property
+    def seconds(self) -> NDArray[np.float64]:
+        """Seconds of training after each window: those in which the run was not there, or validated, left out."""
+        return np.cumsum(self.windows["seconds"])
+
+
+def load_run(run_dir: str | os.PathLike[str]) -> Run:
+    """Read what a run has recorded so far; it may go on meanwhile.
+
+    Raises:
+        NoHistoryError: the directory holds no ``history.jsonl``.
+        OSError: it cannot be read.
+    """
+    path = Path(run_dir)
+    loading = _Loading()
+    try:
+        with open(path / HISTORY, "rb") as file:
+            while lines := list(islice(file, _ROWS)):
+                for document in documents(lines):
+                    loading.take(document)
+                loading.pack()
+    except (FileNotFoundError, NotADirectoryError):
+        raise NoHistoryError(run_dir, HISTORY) from None
+    return Run(
+        path=path,
+        windows=loading.windows(),
+        events={name: _columns(name, rows) for name, rows in loading.events.items()},
+        finished=loading.finished,
+        last_time=loading.last_time,
+        voided=loading.voided,
+        garbled=loading.garbled,
+        config=_document(path / "config.json"),
+        environment=_document(path / "environment.json"),
+    )
+
+
+class _Loading:
+    """The columns, while lines come."""
+
+    def __init__(self) -> None:
+        self.events: dict[str, list[tuple[Any, ...]]] = {name: [] for name in FIELDS if name != "StepReport"}
+        self.finished: str | None = None
+        self.last_time: float | None = None
+        self.voided = 0
+        self.garbled = 0
+        self._rows: list[dict[str, Any]] = []
+        self._packed: list[dict[str, NDArray[Any]]] = []
+        self._last_step = 0
+        self._begun: dict[str, int] = {}  # events before the last Started
+        self._same: dict[Any, Any] = {}  # a plan or reason that comes a thousand times is kept once
+
+    def take(self, document: dict[str, Any] | None) -> None:
+        if document is None:
+            self.garbled += 1
+            return
+        name = document["type"]
+        try:
+            if name == "StepReport":
+                self._window(document)
+            elif name in FIELDS:
+                self._event(name, document)
+            else:
+                return
+            if math.isfinite(seconds := float(document["time"])):
+                self.last_time = seconds
+        except (KeyError, TypeError, ValueError, OverflowError):
+            self.garbled += 1
+
+    def _window(self, document: dict[str, Any]) -> None:
+        sizes = document.pop("micro_batches")
+        document["micro_batch"], document["accumulation_steps"] = max(sizes), len(sizes)
+        if document["step"] <= self._last_step:  # a run from the beginning in the directory of another
+            self._void(document["step"] - 1)
+            for name, count in self._begun.items():
+                del self.events[name][:count]
+            self._begun = {}
+        self._last_step = document["step"]
+        self._rows.append(document)
+
+    def _event(self, name: str, document: dict[str, Any]) -> None:
+        if name == "Validated":
+            document.setdefault("metrics", {})  # older versions wrote none
+        values = [value_of(document[field], kind) for field, kind in FIELDS[name].items()]
+        if name == "Resumed":
+            self._resume(document["step"])
+        if name == "Started":
+            self._begun = {name: len(rows) for name, rows in self.events.items()}
+        if name in ("Resumed", "Started"):
+            self.finished = None
+        elif name == "Finished":
+            self.finished = document["reason"]
+        kept = (value if isinstance(value, dict) else self._same.setdefault(value, value) for value in values)
+        self.events[name].append((float(document["time"]), *kept))
+
+    def _resume(self, step: int) -> None:
+        self._void(step)
+        for name, rows in self.events.items():
+            if "step" in FIELDS[name] and name != "Resumed":
+                at = 1 + list(FIELDS[name]).index("step")
+                rows[:] = [row for row in rows if row[at] <= step]
+        self._begun = {}
+
+    def _void(self, step: int) -> None:
+        """Drop the windows after this step."""
+        self.pack()
+        windows = self.windows()
+        kept = int(np.searchsorted(windows["step"], step, side="right"))
+        self.voided += len(windows["step"]) - kept
+        self._packed = [{name: column[:kept] for name, column in windows.items()}]
+        self._last_step = step
+
+    def pack(self) -> None:
+        """Make columns of the rows; a window whose values cannot be read is garbled."""
+        rows, self._rows = self._rows, []
+        try:
+            self._packed.append(_packed(rows))
+        except (KeyError, TypeError, ValueError, OverflowError):
+            for row in rows:
+                try:
+                    self._packed.append(_packed([row]))
+                except (KeyError, TypeError, ValueError, OverflowError):
+                    self.garbled += 1
+
+    def windows(self) -> dict[str, NDArray[Any]]:
+        parts = self._packed or [_packed([])]
+        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+
+def _packed(rows: list[dict[str, Any]]) -> dict[str, NDArray[Any]]:
+    # numpy reads null as NaN, and the texts of what JSON has not.
+    columns = {name: np.array([row[name] for row in rows], dtype) for name, dtype in _WINDOWS.items()}
+    columns |= {name: np.array([row.get(name) for row in rows], np.float64) for name in _OPTIONAL}
+    if any(column.ndim != 1 for column in columns.values()) or not np.isfinite(columns["seconds"]).all():
+        raise ValueError("a value that no run has written")
+    return columns
+
+
+def _columns(name: str, rows: list[tuple[Any, ...]]) -> dict[str, NDArray[Any]]:
+    kinds = {"time": float, **FIELDS[name]}
+    found = {}
+    for at, (field, kind) in enumerate(kinds.items()):
+        column = np.empty(len(rows), np.int64 if kind is int else np.float64 if kind is float else object)
+        for index, row in enumerate(rows):  # numpy would take a column of tuples for a matrix
+            column[index] = row[at]
+        found[field] = column
+    return found
+
+
+def _document(path: Path) -> dict[str, Any]:
+    try:
+        document = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (ValueError, RecursionError):
+        return {"error": f"{path.name} is not JSON"}
+    return document if isinstance(document, dict) else {"value": document}

@@ -1,0 +1,414 @@
+"""Checkpoints in a directory: each is there as a whole or not at all, whenever the process is killed or the disk full.
+
+A checkpoint is a directory, ``step-00001234``, of weights that any reader of safetensors understands, the rest of the
+state, and a manifest with the checksums of both and of itself. It is written beside, brought to the disk, and renamed.
+Names that begin with ``.step-`` are unfinished or being deleted: the next writer removes them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import stat
+import sys
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autoaccum.memory import clock
+from autoaccum.runs import states
+from autoaccum.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointLockedError,
+    CheckpointStateError,
+    CheckpointUnsafeError,
+    CheckpointWriteError,
+)
+from autoaccum.memory.oom import is_out_of_memory
+from autoaccum.runs.records import NO_LINK
+
+if sys.platform != "win32":
+    import fcntl
+
+FORMAT = 1
+WEIGHTS, STATE, MANIFEST = "model.safetensors", "state.safetensors", "manifest.json"
+_TREE = "tree"
+"""The tensor that holds the JSON: a header of safetensors has a limit, 100 MB."""
+_NAME = re.compile(r"step-\d+(\.replaced)?")
+_PICKLES = (b"PK\x03\x04", *(b"\x80%c" % protocol for protocol in range(2, 6)))
+"""How a file of ``torch.save``, and a bare pickle, begin."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checkpoint:
+    """One that was written as a whole; whether it still is shows ``verify``."""
+
+    path: Path
+    """Its directory."""
+    step: int
+    """Optimizer steps that were taken."""
+    serial: int
+    """Counts the checkpoints of a directory: the newest has the greatest, whatever its step."""
+    is_best: bool
+    """Whether it was the best so far when it was written."""
+    saved: str
+    """When, in UTC, as ISO 8601 to the second."""
+    facts: Mapping[str, Any]
+    """What the writer noted: samples, losses."""
+    files: Mapping[str, tuple[int, str]] = field(repr=False)
+    """By name the bytes and their SHA-256."""
+
+    @classmethod
+    def at(cls, path: Path) -> Checkpoint:
+        """The checkpoint in a directory, by its manifest alone.
+
+        Raises:
+            CheckpointCorruptError: there is no manifest, or it is not as it was written.
+            CheckpointUnsafeError: it names other files than ours.
+        """
+        manifest = path / MANIFEST
+        try:
+            _check_is_file(manifest)
+            document = json.loads(manifest.read_bytes())
+            checksum = document.pop("checksum")
+            if document.get("format", FORMAT) > FORMAT:
+                raise CheckpointCorruptError(manifest, "was written by a newer version of autoaccum")
+            if checksum != _checksum(document):
+                raise CheckpointCorruptError(manifest, "was changed after it was written")
+            if document["files"].keys() != {WEIGHTS, STATE}:
+                raise CheckpointUnsafeError(manifest, f"names the files {', '.join(document['files'])}")
+            return cls(
+                path=path,
+                step=int(document["step"]),
+                serial=int(document["serial"]),
+                is_best=bool(document["is_best"]),
+                saved=str(document["saved"]),
+                facts=dict(document["facts"]),
+                files={name: (int(size), str(digest)) for name, (size, digest) in document["files"].items()},
+            )
+        except OSError as error:
+            raise CheckpointCorruptError(manifest, f"cannot be read: {error.strerror}") from None
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
+            raise CheckpointCorruptError(manifest, "is not a manifest") from None
+
+    def verify(self) -> None:
+        """Read all of it and compare.
+
+        Raises:
+            CheckpointCorruptError: a file is missing, or not as it was written.
+            CheckpointUnsafeError: a file lies elsewhere.
+        """
+        for name, (size, digest) in self.files.items():
+            path = self.path / name
+            try:
+                found = _check_is_file(path)
+                if found != size:
+                    raise CheckpointCorruptError(path, f"has {found} bytes, not the {size} that were written")
+                with open(path, "rb") as file:
+                    if hashlib.file_digest(file, "sha256").hexdigest() != digest:
+                        raise CheckpointCorruptError(path, "was changed after it was written")
+            except OSError as error:
+                raise CheckpointCorruptError(path, f"cannot be read: {error.strerror}") from None
+
+    def load(self) -> tuple[Any, Any]:
+        """The weights and the state that were saved, verified, with all tensors on the CPU.
+
+        There they belong: ``load_state_dict`` of models and optimizers moves them to where the parameters are, while
+        random states and counters have to stay.
+
+        Raises:
+            CheckpointCorruptError: a file is not as it was written.
+            CheckpointUnsafeError: a file lies elsewhere, or could execute code.
+        """
+        self.verify()
+        weights, others = self._read(WEIGHTS), self._read(STATE)
+        try:
+            tree = json.loads(others.pop(_TREE).numpy().tobytes())
+            return states.unpack(states.Packed(tree=tree, weights=weights, others=others))
+        except Exception as error:  # the checksums are right: whatever this raises, somebody else wrote the tree
+            if is_out_of_memory(error):
+                raise
+            raise CheckpointCorruptError(self.path / STATE, f"makes no sense ({error!r})") from None
+
+    def _read(self, name: str) -> states.Tensors:
+        path = self.path / name
+        try:
+            return states.read(path)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            with open(path, "rb") as file:
+                if file.read(4).startswith(_PICKLES):
+                    raise CheckpointUnsafeError(path, "is a pickle, which can execute code when it is read") from None
+            raise CheckpointCorruptError(path, f"is not a safetensors file ({error})") from None
+
+
+def every(directory: Path) -> tuple[list[Checkpoint], tuple[str, ...]]:
+    """The checkpoints in a directory, newest first, by their manifests alone; and what is wrong with those left out."""
+    found, skipped = [], []
+    if directory.is_dir():
+        for path in sorted(directory.iterdir()):
+            if _NAME.fullmatch(path.name):
+                try:
+                    found.append(Checkpoint.at(path))
+                except CheckpointError as error:
+                    skipped.append(str(error))
+    return sorted(found, key=lambda checkpoint: checkpoint.serial, reverse=True), tuple(skipped)
+
+
+def newest(directory: Path) -> tuple[Checkpoint | None, tuple[str, ...]]:
+    """The newest whole checkpoint in a directory, verified; and what is wrong with those that were passed over.
+
+    When there is none but something was passed over, a run that begins anew would lose what may be saved by hand.
+    """
+    return _first_whole(*every(directory))
+
+
+def best(directory: Path) -> tuple[Checkpoint | None, tuple[str, ...]]:
+    """The last one that was the best when it was written, likewise."""
+    found, skipped = every(directory)
+    return _first_whole([checkpoint for checkpoint in found if checkpoint.is_best], skipped)
+
+
+def _first_whole(found: list[Checkpoint], skipped: tuple[str, ...]) -> tuple[Checkpoint | None, tuple[str, ...]]:
+    for checkpoint in found:
+        try:
+            checkpoint.verify()
+        except CheckpointError as error:
+            skipped += (str(error),)
+        else:
+            return checkpoint, skipped
+    return None, skipped
+
+
+class Checkpoints:
+    """Writes the checkpoints of one run, in the background; the directory is this run's until ``close``."""
+
+    def __init__(self, directory: Path, *, keep: int = 2) -> None:
+        """Take the directory, made where there is none.
+
+        Args:
+            directory: for nothing but checkpoints.
+            keep: how many of the newest stay there, at least 1; the best stays besides.
+
+        Raises:
+            CheckpointLockedError: another run writes to it.
+            CheckpointWriteError: it cannot be made or written to.
+        """
+        self.directory = directory
+        self.keep = keep
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._lock = DirectoryLock(directory)
+            _sync_directory(directory.parent)
+            self._sweep()
+        except OSError as error:
+            raise CheckpointWriteError(directory, 0, error.strerror or repr(error)) from None
+        self._serial = max((checkpoint.serial for checkpoint in every(directory)[0]), default=0)
+
+    def save(
+        self,
+        *,
+        step: int,
+        weights: Mapping[str, Any],
+        state: Any,
+        facts: Mapping[str, Any] | None = None,
+        is_best: bool = False,
+        background: bool = True,
+    ) -> Path:
+        """Write a checkpoint; one of the same step is replaced. It is whole once ``wait`` or the next save returns.
+
+        Args:
+            step: optimizer steps that were taken.
+            weights: the model's state_dict.
+            state: everything else.
+            facts: JSON for people and tools to read: samples, losses.
+            is_best: keep it until there is another best one.
+            background: copy all tensors to the host, as many bytes again, and write them while training goes on.
+                Otherwise return when it is written, with one tensor at a time copied.
+
+        Returns:
+            Where it will be.
+
+        Raises:
+            CheckpointStateError: there is something in the state that cannot be kept; nothing was written.
+            CheckpointWriteError: it, or the one before, could not be written.
+        """
+        self.wait()
+        try:
+            noted = json.loads(json.dumps(dict(facts or {})))
+        except (TypeError, ValueError) as error:
+            raise CheckpointStateError(
+                "facts", f"no JSON ({error})", "Give numbers, strings, lists and dicts."
+            ) from None
+        packed = states.pack(weights, state, copy=background)
+        self._serial += 1
+        manifest = {
+            "format": FORMAT,
+            "step": step,
+            "serial": self._serial,
+            "is_best": is_best,
+            "saved": datetime.fromtimestamp(clock.stamp(), UTC).isoformat(timespec="seconds"),
+            "facts": noted,
+        }
+        path = self.directory / f"step-{step:08d}"
+        if background:
+            # No daemon: a process that ends finishes it first.
+            self._thread = threading.Thread(target=self._write_behind, args=(path, packed, manifest), name="checkpoint")
+            self._thread.start()
+        else:
+            self._write(path, packed, manifest)
+        return path
+
+    def wait(self) -> None:
+        """Return when nothing is being written.
+
+        Raises:
+            CheckpointWriteError: the last one could not be written; said once.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def close(self) -> None:
+        """Finish writing and give the directory back.
+
+        Raises:
+            CheckpointWriteError: the last one could not be written.
+        """
+        try:
+            self.wait()
+        finally:
+            self._lock.release()
+
+    def _write_behind(self, path: Path, packed: states.Packed, manifest: dict[str, Any]) -> None:
+        try:
+            self._write(path, packed, manifest)
+        except BaseException as error:
+            self._error = error
+
+    def _write(self, path: Path, packed: states.Packed, manifest: dict[str, Any]) -> None:
+        partial = self._hidden(path, "partial")
+        try:
+            partial.mkdir()
+            tree = torch.frombuffer(bytearray(json.dumps(packed.tree).encode()), dtype=torch.uint8)
+            files = {
+                WEIGHTS: states.write(partial / WEIGHTS, packed.weights),
+                STATE: states.write(partial / STATE, {**packed.others, _TREE: tree}),
+            }
+            document = {**manifest, "files": files}
+            text = json.dumps({**document, "checksum": _checksum(document)}, indent=1)
+            states.write_durably(partial / MANIFEST, [text.encode()])
+            _sync_directory(partial)
+            self._put(partial, path)
+        except OSError as error:
+            raise CheckpointWriteError(path, packed.num_bytes, error.strerror or repr(error)) from None
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+        self._prune()
+
+    def _put(self, partial: Path, path: Path) -> None:
+        """Rename it to its name. One that has the name already counts until then, under a name that counts too."""
+        before = path.with_name(f"{path.name}.replaced")
+        if path.exists():
+            self._discard(before)
+            os.rename(path, before)
+        os.rename(partial, path)
+        _sync_directory(self.directory)
+        self._discard(before)
+
+    def _prune(self) -> None:
+        """Those whose manifests cannot be read stay: they are not ours to judge."""
+        found, _ = every(self.directory)
+        best = [checkpoint for checkpoint in found if checkpoint.is_best][:1]
+        for checkpoint in found[self.keep :]:
+            if checkpoint not in best:
+                with suppress(OSError):  # tried again after the next one
+                    self._discard(checkpoint.path)
+
+    def _discard(self, path: Path) -> None:
+        """Renamed first, so that one that is half deleted is not taken for a whole one."""
+        if path.exists():
+            discarded = self._hidden(path, "discarded")
+            os.rename(path, discarded)
+            shutil.rmtree(discarded, ignore_errors=True)  # tried again by the next writer
+
+    def _sweep(self) -> None:
+        for path in self.directory.glob(".step-*"):
+            shutil.rmtree(path, ignore_errors=True)
+
+    @staticmethod
+    def _hidden(path: Path, suffix: str) -> Path:
+        return path.with_name(f".{path.name}.{suffix}")
+
+
+class DirectoryLock:
+    """A directory for one writer; the kernel gives it back when the process is killed.
+
+    A POSIX record lock and not ``flock``: a forked worker that outlives its parent for some seconds would hold that.
+    Such a lock belongs to the process, so within one process a set tells.
+    """
+
+    _held: set[Path] = set()  # noqa: RUF012
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory.resolve()
+        if self._directory in self._held:
+            raise CheckpointLockedError(directory, os.getpid())
+        self._file = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT | NO_LINK, 0o666)
+        try:
+            if sys.platform != "win32":
+                fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            pid = os.read(self._file, 20).decode()
+            os.close(self._file)
+            raise CheckpointLockedError(directory, int(pid) if pid.isdecimal() else None) from None
+        except OSError:
+            os.close(self._file)
+            raise
+        self._held.add(self._directory)
+        os.ftruncate(self._file, 0)
+        os.write(self._file, str(os.getpid()).encode())
+
+    def release(self) -> None:
+        """Give it back."""
+        if self._directory in self._held:
+            self._held.discard(self._directory)
+            os.close(self._file)
+
+
+def _checksum(document: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
+
+
+def _check_is_file(path: Path) -> int:
+    """Its bytes; a link could lead anywhere, and a pipe would never end."""
+    status = os.lstat(path)
+    if not stat.S_ISREG(status.st_mode):
+        raise CheckpointUnsafeError(path, "is not a regular file")
+    return status.st_size
+
+
+def _sync_directory(path: Path) -> None:
+    """Bring its names to the disk."""
+    if sys.platform != "win32":
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

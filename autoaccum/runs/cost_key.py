@@ -1,0 +1,153 @@
+"""What decides the cost of a micro-batch, as one short text: runs that share it cost the same."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from autoaccum.data import batches
+from autoaccum.memory.devices import memory_of
+from autoaccum.runs.past import FORMAT
+
+_MACHINERY = frozenset(vars(nn.Module()))
+"""Hooks, buffers, submodules: what all modules have. Hooks are numbered by how many were made before."""
+_ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
+_LARGEST_CONTAINER = 64
+
+
+def key(
+    modules: Sequence[nn.Module],
+    optimizer: torch.optim.Optimizer,
+    *,
+    precision: str,
+    batch: Any,
+    device: torch.device,
+    compiled: bool,
+    ragged: bool = False,
+    functions: Iterable[Callable[..., Any] | None] = (),
+) -> str:
+    """A digest of 32 hexadecimal digits, the same in every process.
+
+    Weights, the learning rate, the seed and the limit do not count, nor does the code of functions.
+
+    Args:
+        modules: the model, and the loss if it is one too; built, and in the modes that they train in.
+        optimizer: over their parameters.
+        precision: of forwards.
+        batch: any pytree; of its rows only the shape of one sample counts.
+        device: where to compute.
+        compiled: whether the model runs through torch.compile.
+        ragged: whether samples differ in length, so that their shapes do not count.
+        functions: what computes the loss; of one that is no module the name counts.
+    """
+    facts = {
+        "format": FORMAT,
+        "torch": torch.__version__,
+        "modules": [_module(module) for module in modules],
+        "functions": [_plain(function, 0) for function in functions],
+        "optimizer": _optimizer(optimizer),
+        "precision": precision,
+        "compiled": compiled,
+        "batch": _batch(batch, ragged),
+        "device": [describe(device), _size(device), type(memory_of(device)).__name__],
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def describe(device: torch.device) -> str:
+    """The device's type and name, for people.
+
+    >>> describe(torch.device("cpu")).split()[0]
+    'cpu'
+    """
+    properties = _properties(device)
+    return f"{device.type} {platform.machine() if properties is None else properties.name}"
+
+
+def _size(device: torch.device) -> int:
+    """Bytes of an accelerator; of the host, whose memory is seldom all one's own, the threads."""
+    properties = _properties(device)
+    return torch.get_num_threads() if properties is None else int(properties.total_memory)
+
+
+def _properties(device: torch.device) -> Any:
+    """None for the host, and for Apple's GPU, which is a part of it."""
+    return None if device.type in ("cpu", "mps") else torch.get_device_module(device).get_device_properties(device)
+
+
+def _module(root: nn.Module) -> list[Any]:
+    tensors = [
+        [name, list(tensor.shape), str(tensor.dtype), tensor.requires_grad]
+        for named in (root.named_parameters(), root.named_buffers())
+        for name, tensor in named
+    ]
+    layers = [
+        [name, _name(type(layer)), layer.training, _ADDRESS.sub("", layer.extra_repr()), _attributes(layer)]
+        for name, layer in root.named_modules()
+    ]
+    return [tensors, layers]
+
+
+def _attributes(layer: nn.Module) -> dict[str, Any]:
+    """Switches such as gradient checkpointing, or an activation function, stand in attributes, or in a config there."""
+    return {name: _plain(value, 2) for name, value in vars(layer).items() if name not in _MACHINERY}
+
+
+def _optimizer(optimizer: torch.optim.Optimizer) -> list[Any]:
+    groups = []
+    for group in optimizer.param_groups:
+        # Schedulers add initial_lr, max_lr and the like.
+        options = {name: _plain(value, 1) for name, value in group.items() if not name.endswith(("lr", "params"))}
+        groups.append([[list(p.shape) for p in group["params"]], options])
+    return [_name(type(optimizer)), groups]
+
+
+def _batch(batch: Any, ragged: bool) -> list[Any]:
+    leaves, structure = batches.flatten(batch)
+    return [_ADDRESS.sub("", str(structure)), [_leaf(leaf, ragged) for leaf in leaves]]
+
+
+def _leaf(leaf: Any, ragged: bool) -> list[Any]:
+    if isinstance(leaf, torch.Tensor | np.ndarray):
+        return [_name(type(leaf)), leaf.ndim if ragged else list(leaf.shape[1:]), str(leaf.dtype)]
+    return [_name(type(leaf))]
+
+
+def _plain(value: Any, depth: int) -> Any:
+    """What a value says about costs, as JSON has it; objects are entered ``depth`` levels deep."""
+    if isinstance(value, bool | None):
+        return value
+    if isinstance(value, int | float):  # of a rate only whether there is one: without it an operation is left out
+        return "a rate" if isinstance(value, float) and value else int(value)
+    if isinstance(value, str):
+        return _ADDRESS.sub("", value)
+    if isinstance(value, torch.dtype):
+        return str(value)
+    if isinstance(value, torch.Tensor):
+        return [list(value.shape), str(value.dtype)]
+    if isinstance(value, partial):
+        return _plain(value.func, 0)
+    if hasattr(value, "__qualname__"):  # a function, a method, a class
+        return _name(value)
+    if isinstance(value, list | tuple | set | frozenset | Mapping):
+        if not depth or len(value) > _LARGEST_CONTAINER:
+            return [_name(type(value)), len(value)]
+        if isinstance(value, Mapping):
+            return [[_plain(name, 0), _plain(entry, depth - 1)] for name, entry in value.items()]
+        entries = [_plain(entry, depth - 1) for entry in value]
+        return sorted(entries, key=repr) if isinstance(value, set | frozenset) else entries
+    inner = getattr(value, "__dict__", {}) if depth and not isinstance(value, nn.Module) else {}
+    return [_name(type(value)), {str(name): _plain(entry, depth - 1) for name, entry in inner.items()}]
+
+
+def _name(value: Any) -> str:
+    return f"{getattr(value, '__module__', '')}.{value.__qualname__}"

@@ -1,0 +1,188 @@
+"""What earlier runs found out about the cost of micro-batches: one small file per key in the user's cache directory.
+
+Everything here is a help and never a condition: what cannot be read is unknown, what cannot be written is not kept.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import MISSING, asdict, dataclass, fields
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import platformdirs
+
+from autoaccum.memory import clock
+from autoaccum.planning.costs import Trial
+
+FORMAT = 1
+"""Of files and of keys: another number, and nothing written before is found."""
+MAX_FILES = 1000
+MAX_TRIALS = 32
+_OURS = re.compile(r"trials-[0-9a-f]{32}(\.json|\.\w+\.tmp)")
+"""The directory may be one that the user named and keeps other files in."""
+_OUTCOME = ("fits", "peak_bytes", "predicted_bytes", "seconds")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """What one file holds."""
+
+    saved: str
+    """When, in UTC, as ISO 8601 to the second."""
+    model: str
+    """The model's class."""
+    device: str
+    """Its type and name."""
+    num_trials: int
+    """Sizes that were measured."""
+
+
+def directory() -> Path:
+    """Where the files are: ``AUTOACCUM_CACHE_DIR``, or the user's cache directory."""
+    named = os.environ.get("AUTOACCUM_CACHE_DIR")
+    return Path(os.path.expanduser(named) if named else platformdirs.user_cache_dir("autoaccum", appauthor=False))
+
+
+class Past:
+    """The files of one directory; any number of processes may read and write them at once."""
+
+    def __init__(self, where: Path | None = None) -> None:
+        self.where = directory() if where is None else where
+
+    def load(self, key: str) -> tuple[Trial, ...]:
+        """The trials saved under a key, oldest first; none when there is no such file, or no sense in it.
+
+        ``fits`` was said under that run's limit, and peaks on a CPU count what else that process held.
+        """
+        path = self._path(key)
+        document = _read(path)
+        if document is None:
+            return ()
+        with suppress(OSError):
+            os.utime(path)  # the files used last are the last to be dropped
+        return _trials(document) or ()
+
+    def save(self, key: str, trials: Iterable[Trial], *, model: str, device: str) -> None:
+        """Keep the newest word on each size, at most ``MAX_TRIALS`` of them, in place of what the key had.
+
+        Args:
+            key: see ``signature.key``.
+            trials: oldest first.
+            model: class of the model, for people to read.
+            device: its type and name, likewise.
+        """
+        document = {
+            "format": FORMAT,
+            "saved": datetime.fromtimestamp(clock.stamp(), UTC).isoformat(timespec="seconds"),
+            "model": model,
+            "device": device,
+            "trials": [asdict(trial) for trial in _newest(trials)],
+        }
+        with suppress(OSError):
+            self.where.mkdir(parents=True, exist_ok=True)
+            # Renamed into place, so that nobody reads half of it.
+            handle, name = tempfile.mkstemp(dir=self.where, prefix=f"trials-{key}.", suffix=".tmp")
+            try:
+                with open(handle, "w", encoding="utf-8") as file:
+                    json.dump(document, file, indent=1)
+                os.replace(name, self._path(key))
+            except BaseException:
+                with suppress(OSError):
+                    os.unlink(name)
+                raise
+            self._drop_oldest()
+
+    def entries(self) -> list[Entry]:
+        """What is there, newest first; files that make no sense are left out."""
+        found = []
+        for path, _ in self._files():
+            document = _read(path)
+            trials = None if document is None else _trials(document)
+            if document is not None and trials is not None:
+                saved, model, device = (str(document.get(name, "")) for name in ("saved", "model", "device"))
+                found.append(Entry(saved=saved, model=model, device=device, num_trials=len(trials)))
+        return sorted(found, key=lambda entry: entry.saved, reverse=True)
+
+    def num_bytes(self) -> int:
+        """Bytes of all our files."""
+        return sum(status.st_size for _, status in self._files())
+
+    def clear(self) -> int:
+        """Remove all our files, and no others; returns how many.
+
+        Raises:
+            OSError: one cannot be removed.
+        """
+        return sum(_remove(path) for path, _ in self._files())
+
+    def _path(self, key: str) -> Path:
+        return self.where / f"trials-{key}.json"
+
+    def _files(self) -> Iterator[tuple[Path, os.stat_result]]:
+        """Ours, those that a killed process left half-written too."""
+        with suppress(OSError):
+            for path in sorted(self.where.iterdir()):
+                if _OURS.fullmatch(path.name):
+                    with suppress(FileNotFoundError):  # another process dropped it
+                        yield path, path.stat()
+
+    def _drop_oldest(self) -> None:
+        """So that sweeps over many models do not fill the disk."""
+        files = sorted(self._files(), key=lambda file: file[1].st_mtime_ns, reverse=True)
+        for path, _ in files[MAX_FILES:]:
+            _remove(path)
+
+
+def _newest(trials: Iterable[Trial]) -> list[Trial]:
+    """The last trial of each kind: they differ in more than their outcome."""
+    found: dict[Any, Trial] = {}
+    for trial in trials:
+        kind = tuple(value for name, value in asdict(trial).items() if name not in _OUTCOME)
+        found.pop(kind, None)
+        found[kind] = trial
+    return list(found.values())[-MAX_TRIALS:]
+
+
+def _remove(path: Path) -> bool:
+    try:
+        path.unlink()
+    except FileNotFoundError:  # another process was first
+        return False
+    return True
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return document if isinstance(document, dict) and document.get("format") == FORMAT else None
+
+
+def _trials(document: dict[str, Any]) -> tuple[Trial, ...] | None:
+    """By the fields that trials have now: another version may have written more, or fewer. None: not trials."""
+    trials = document.get("trials")
+    if not isinstance(trials, list) or not all(isinstance(trial, dict) and _is_sound(trial) for trial in trials):
+        return None
+    names = {field.name for field in fields(Trial)}
+    return tuple(Trial(**{name: value for name, value in trial.items() if name in names}) for trial in trials)
+
+
+def _is_sound(trial: dict[str, Any]) -> bool:
+    for name, annotation in get_type_hints(Trial).items():
+        if name in trial:
+            value, types = trial[name], get_args(annotation) or (annotation,)
+            # JSON has one type of number: 1.0 may come back as 1.
+            if type(value) not in types and not (type(value) is int and float in types):
+                return False
+            if value is not None and not 0 <= value < 2**63:  # larger ones do not become floats
+                return False
+    required = {field.name for field in fields(Trial) if field.default is MISSING}
+    return required <= trial.keys() and bool(trial["micro_batch"]) and trial.get("length") != 0

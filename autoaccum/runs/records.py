@@ -1,0 +1,234 @@
+"""A run's records in a file, ``history.jsonl``: one JSON object a line, written as they come, read at any time.
+
+``{"type": "StepReport", "time": 1700000000.25, "step": 1, ...}``: the record's class, unix seconds, its fields. JSON
+has no NaN and no infinities: they are the texts ``"nan"``, ``"inf"`` and ``"-inf"``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import time
+
+from autoaccum.memory import clock
+from collections.abc import Callable, Iterator, Mapping
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
+
+from autoaccum._version import __version__
+from autoaccum.events import Record
+
+NO_LINK = getattr(os, "O_NOFOLLOW", 0)
+"""A link in a directory from a stranger could lead to any file of ours."""
+
+HISTORY = "history.jsonl"
+"""In a run's directory."""
+
+FIELDS: dict[str, dict[str, Any]] = {record.__name__: get_type_hints(record) for record in get_args(Record)}
+"""The types of each record's fields."""
+
+_VALUES: dict[str, Callable[[Any], tuple[Any, ...]]] = {name: attrgetter(*fields) for name, fields in FIELDS.items()}
+_CLASSES: dict[str, type[Any]] = {record.__name__: record for record in get_args(Record)}
+_encode = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
+
+
+class RecordWriter:
+    """A callback that appends each record to a file, so that whoever reads it sees it at once.
+
+    Each line is one write to the operating system: it outlives the process, not the machine's power.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """Open the file, which need not be there, nor its folder.
+
+        Raises:
+            OSError: it cannot be written to.
+        """
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        self._file: int | None = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | NO_LINK, 0o666)
+        size = os.fstat(self._file).st_size
+        if size and os.pread(self._file, 1, size - 1) != b"\n":  # a run was killed while it wrote
+            os.write(self._file, b"\n")
+
+    def __call__(self, record: Record) -> None:
+        """Take one record."""
+        if self._file is None:
+            raise ValueError("this RecordWriter is closed")
+        line = memoryview(line_of(record, clock.stamp()))
+        while line:  # all at once, but for a disk that is all but full
+            line = line[os.write(self._file, line) :]
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+
+def line_of(record: Record, seconds: float) -> bytes:
+    """One line of the file, its end included; ``seconds`` are unix time."""
+    name = type(record).__name__
+    document = {"type": name, "time": seconds}
+    document.update(zip(FIELDS[name], _VALUES[name](record), strict=True))
+    return f"{encode(document)}\n".encode()
+
+
+def encode(document: Any) -> str:
+    """As JSON."""
+    try:
+        return _encode(document)
+    except ValueError:  # rare, and a look at every value takes longer than all else
+        return _encode(_finite(document))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: _finite(entry) for key, entry in value.items()}
+    return [_finite(entry) for entry in value] if isinstance(value, list | tuple) else value
+
+
+class Records(Iterator[Record]):
+    """What ``read_records`` returns."""
+
+    def __init__(self, lines: Iterator[bytes]) -> None:
+        self._lines = lines
+        self.garbled = 0
+        """Lines so far that hold no record: the last one of a run that was killed while it wrote."""
+        self.unknown = 0
+        """Lines so far with a record that a newer version of autoaccum wrote."""
+
+    def __next__(self) -> Record:
+        for line in self._lines:
+            (document,) = documents([line])
+            if document is None:
+                self.garbled += 1
+            elif document["type"] not in FIELDS:
+                self.unknown += 1
+            else:
+                try:
+                    return record_of(document)
+                except (TypeError, ValueError, OverflowError):
+                    self.garbled += 1
+        raise StopIteration
+
+
+def read_records(path: str | os.PathLike[str]) -> Records:
+    """The records of a file, oldest first, as they were written: also those that a ``Resumed`` made void.
+
+    Lines without a record are left out and counted, and so are fields that this version does not know.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+
+    def lines() -> Iterator[bytes]:
+        with file:
+            yield from file
+
+    file = open(path, "rb")  # noqa: SIM115 - now, so that what is wrong is said here
+    return Records(lines())
+
+
+def documents(lines: list[bytes]) -> list[dict[str, Any] | None]:
+    """Each line's object, which has a type; None where there is none."""
+    try:
+        found = json.loads(b"[" + b",".join(lines) + b"]")  # a third of the time that one by one takes
+        whole = len(found) == len(lines)
+    except (ValueError, RecursionError):
+        whole = False
+    if not whole:
+        if len(lines) == 1:
+            return [None]
+        return [document for line in lines for document in documents([line])]
+    return [d if isinstance(d, dict) and isinstance(d.get("type"), str) else None for d in found]
+
+
+def record_of(document: Mapping[str, Any]) -> Record:
+    """The record.
+
+    Raises:
+        TypeError: it lacks a field.
+        ValueError: a field's value is of another type, as far as that is looked at.
+        OverflowError: a number is larger than a float can be.
+    """
+    known = FIELDS[document["type"]]
+    values = {name: value_of(document[name], kind) for name, kind in known.items() if name in document}
+    record: Record = _CLASSES[document["type"]](**values)
+    return record
+
+
+def value_of(value: Any, kind: Any) -> Any:
+    """A field's value as it was before it was JSON.
+
+    >>> value_of("nan", float | None), value_of([3, 3, 2], tuple[int, ...]), value_of(None, int | None)
+    (nan, (3, 3, 2), None)
+    >>> value_of({"accuracy": 1}, Mapping[str, float])
+    {'accuracy': 1.0}
+    """
+    if get_origin(kind) is Mapping:
+        if not isinstance(value, dict):
+            raise ValueError(f"{value!r} is not a value of {kind}")
+        return {name: float(number) for name, number in value.items()}
+    members = get_args(kind) if type(None) in get_args(kind) else (kind,)
+    if value is None and type(None) in members:
+        return None
+    if float in members:
+        return float(value)
+    accepted = list if get_origin(kind) is tuple else members[0]
+    if not isinstance(value, accepted) or isinstance(value, bool):
+        raise ValueError(f"{value!r} is not a value of {kind}")
+    if isinstance(value, list) and not all(type(entry) is int for entry in value):
+        raise ValueError(f"{value!r} is not a value of {kind}")
+    if isinstance(value, int) and abs(value) >= 2**63:
+        raise ValueError(f"{value} is more than a column can hold")
+    return tuple(value) if accepted is list else value
+
+
+def write_json(path: str | os.PathLike[str], document: Any) -> None:
+    """Write a JSON file that whoever reads it finds whole: the old one, or the new one.
+
+    Raises:
+        OSError: it cannot be written.
+        TypeError: the document holds something that JSON has not.
+    """
+    text = json.dumps(_finite(document), indent=2, allow_nan=False)
+    beside = Path(f"{os.fspath(path)}.{os.getpid()}.tmp")
+    beside.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with open(beside, "w", encoding="utf-8") as file:
+            file.write(f"{text}\n")
+            file.flush()
+            os.fsync(file.fileno())  # else the name may come to stand for an empty file when the power fails
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def environment() -> dict[str, Any]:
+    """What a run ran on: versions, operating system, device; nothing that names the machine or its user."""
+    import numpy
+    import torch
+
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None:
+        device = f"cpu {platform.machine()}"
+    elif accelerator.type == "mps":
+        device = f"mps {platform.machine()}"
+    else:
+        device = f"{accelerator.type} {torch.get_device_module(accelerator).get_device_properties(accelerator).name}"
+    return {
+        "autoaccum": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": numpy.__version__,
+        "os": platform.platform(),
+        "cpu_count": os.cpu_count(),
+        "device": device,
+        "cuda": torch.version.cuda,
+        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(clock.stamp())),
+    }

@@ -1,0 +1,193 @@
+"""Which trial of a study a process runs next, so that none is lost and none is run twice.
+
+The processes of a sweep share its storage. Those that share its directory too, on one machine or on a network drive
+that has locks, also take over from each other::
+
+    directory/
+        .lock               held while a trial is claimed
+        id                  by which trials of this directory are known in the storage
+        study.db            the storage, unless another one was named
+        trial-0007/         a fit's run directory; .lock is held for as long as the trial is run
+
+The kernel releases the locks of a process that has ended, however it did. A trial that is running, and whose lock can
+be had, is one to go on with: from its checkpoint, under its own number.
+"""
+
+from __future__ import annotations
+
+from autoaccum.memory import clock
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import optuna
+from optuna.samplers import BaseSampler
+from optuna.trial import FrozenTrial, Trial, TrialState
+
+from autoaccum.runs.checkpoint import DirectoryLock
+from autoaccum.errors import ArgumentError, CheckpointLockedError
+from autoaccum.training.recipes import as_file_name
+
+POLL_SECONDS = 0.1
+FINISHED = (TrialState.COMPLETE, TrialState.PRUNED)
+"""States of trials that count."""
+DIRECTORY, SEED = "directory", "seed"
+"""User attributes of a trial: the id of the directory it is run in, and the seed of all that is random in it."""
+
+
+def directory_of(study_name: str) -> Path:
+    """Where a sweep keeps its trials, unless it was told."""
+    return Path("sweeps") / as_file_name(study_name)
+
+
+class Claims:
+    """One process's part in the trials of a study."""
+
+    def __init__(self, directory: Path, num_trials: int, seed: int) -> None:
+        """Take part.
+
+        Args:
+            directory: made where there is none.
+            num_trials: finished ones that the study is to end with.
+            seed: of the sweep; that of a trial is its number more.
+
+        Raises:
+            ArgumentError: the directory cannot be made, or written to.
+        """
+        directory = directory.absolute()  # recipes may change directory
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            (directory / "id").touch()
+        except OSError as error:
+            reason = f"{error.strerror}: {error.filename!r}. Choose another one."
+            raise ArgumentError("directory", str(directory), "one that can be written to", reason) from None
+        self._directory, self._num_trials, self._seed = directory, num_trials, seed
+        self._id = ""
+
+    def open(self, study_of: Callable[[], optuna.Study]) -> optuna.Study:
+        """The study, which one process makes and the others find.
+
+        Raises:
+            ArgumentError: the directory holds trials that are not of this study.
+        """
+        with self._alone():
+            study = study_of()
+            path = self._directory / "id"
+            if not path.read_text():
+                path.write_text(uuid.uuid4().hex)
+            self._id = path.read_text()
+            numbers = {trial.number for trial in study.get_trials(deepcopy=False) if self._is_ours(trial)}
+            for folder in sorted(self._directory.glob("trial-[0-9]*")):
+                number = folder.name.removeprefix("trial-")
+                if number.isdecimal() and int(number) not in numbers:
+                    cure = f"Study {study.study_name!r} has no trial of its {folder.name}. Choose another one."
+                    raise ArgumentError("directory", str(self._directory), "that of this study, or an empty one", cure)
+        return study
+
+    def folder(self, trial: FrozenTrial | Trial) -> Path:
+        """The run directory of a trial."""
+        return self._directory / f"trial-{trial.number:04d}"
+
+    def elsewhere(self, study: optuna.Study) -> list[FrozenTrial]:
+        """Trials that processes on other directories run, or have left."""
+        return [trial for trial in _running(study.get_trials(deepcopy=False)) if not self._is_ours(trial)]
+
+    @contextmanager
+    def next(self, study: optuna.Study, sampler_of: Callable[[int], BaseSampler] | None) -> Iterator[Trial | None]:
+        """A trial to run, ours while the context lasts; None when the study has what it is to end with.
+
+        Where all that is missing is being run by others on this directory, it waits for them, for they may be killed.
+
+        Args:
+            study: what ``open`` returned.
+            sampler_of: (seed) -> a sampler. One that draws from the beginning in each process would draw the same in
+                all of them, and again after each start.
+        """
+        found = None
+        while found is None:
+            with self._alone():
+                found, others = self._claim(study)
+            if found is None and not others:
+                yield None
+                return
+            if found is None:
+                clock.sleep(POLL_SECONDS)
+        frozen, lock = found
+        try:
+            seed = frozen.user_attrs.get(SEED, self._seed + frozen.number)
+            if sampler_of is not None:
+                study.sampler = sampler_of(seed)
+            trial = Trial(study, frozen._trial_id)
+            trial.set_user_attr(SEED, seed)
+            yield trial
+        finally:
+            lock.release()
+
+    def _claim(self, study: optuna.Study) -> tuple[tuple[FrozenTrial, DirectoryLock] | None, bool]:
+        """(a trial and its lock, if there is one to be had; whether others here still run some)."""
+        # Looked at once: of two looks, a trial that finishes between them would be in neither.
+        trials = study.get_trials(deepcopy=False)
+        num_finished = sum(trial.state in FINISHED for trial in trials)
+        if num_finished >= self._num_trials:
+            return None, False
+        running = _running(trials)
+        ours = [trial for trial in running if self._is_ours(trial)]
+        for trial in ours:
+            if lock := self._lock(trial):
+                return (trial, lock), True
+        if num_finished + len(running) >= self._num_trials:
+            return None, bool(ours)
+        trial = self._new(study)
+        if self._is_surplus(study, trial):
+            study.tell(trial.number, state=TrialState.FAIL)
+            return None, True
+        lock = self._lock(trial)
+        assert lock is not None  # nobody else has heard of it
+        return (trial, lock), True
+
+    def _new(self, study: optuna.Study) -> FrozenTrial:
+        """One that is known to be ours from its first moment, or one that a user has put into the queue."""
+        if study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
+            trial = study.ask()
+            trial.set_user_attr(DIRECTORY, self._id)
+            return study.get_trials(deepcopy=False)[trial.number]
+        study.add_trial(optuna.trial.create_trial(state=TrialState.RUNNING, user_attrs={DIRECTORY: self._id}))
+        ours = filter(self._is_ours, study.get_trials(deepcopy=False))
+        return max(ours, key=lambda trial: trial.number)
+
+    def _is_surplus(self, study: optuna.Study, trial: FrozenTrial) -> bool:
+        """Whether on other directories, which our lock does not stop, enough were begun just before it."""
+        trials = study.get_trials(deepcopy=False)[: trial.number]
+        num_finished = sum(other.state in FINISHED for other in trials)
+        return num_finished + len(_running(trials)) >= self._num_trials
+
+    def _is_ours(self, trial: FrozenTrial) -> bool:
+        return bool(trial.user_attrs.get(DIRECTORY) == self._id)
+
+    def _lock(self, trial: FrozenTrial) -> DirectoryLock | None:
+        folder = self.folder(trial)
+        folder.mkdir(exist_ok=True)
+        try:
+            return DirectoryLock(folder)
+        except CheckpointLockedError:
+            return None
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """No other process claims at the same time."""
+        while True:
+            try:
+                lock = DirectoryLock(self._directory)
+                break
+            except CheckpointLockedError:
+                clock.sleep(POLL_SECONDS)
+        try:
+            yield
+        finally:
+            lock.release()
+
+
+def _running(trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
+    """Those that a sweep runs; a trial that was asked for by other means is nobody's to wait for."""
+    return [trial for trial in trials if trial.state == TrialState.RUNNING and DIRECTORY in trial.user_attrs]

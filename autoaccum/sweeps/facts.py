@@ -1,0 +1,331 @@
+"""A sweep in numbers and sentences: what was searched, what was best, what it cost, and how lr goes with the batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import optuna
+from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.trial import FrozenTrial, TrialState
+
+from autoaccum.errors import NoHistoryError
+from autoaccum.sweeps.best_lr import BestLr, Growth, best_lrs_of, growth_answer, growth_of
+from autoaccum.reporting.facts import Answer, format_seconds
+from autoaccum.reporting.columns import Run, load_run
+
+SETTINGS = "autoaccum"
+"""User attribute of a study that a sweep has made."""
+_ENOUGH = 8
+"""Complete trials that say something about importance."""
+_TOTALS = ("num_samples", "seconds", "search_trials", "ooms", "replays", "wasted_samples")
+_LOSS = "validation_loss"
+_TAKEN = ("seconds", "samples")
+"""Metrics that no validation reports."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrialFacts:
+    """One trial."""
+
+    number: int
+    state: str
+    """complete, pruned, did not fit, diverged, stopped, running, failed or waiting"""
+    params: Mapping[str, Any]
+    values: tuple[float, ...]
+    """Of a complete one, in the order of the study's metrics."""
+    reports: tuple[tuple[int, float], ...]
+    """(samples seen, value of what the study's ``reported`` names)."""
+    num_samples: int | None
+    """None of those that have not ended."""
+    seconds: float | None
+    """Of training."""
+    ooms: int | None
+    micro_batches: tuple[int, ...]
+
+    @property
+    def place(self) -> tuple[int, float] | None:
+        """Effective batch and learning rate; None where they were not both searched for, or have no logarithm."""
+        batch, lr = self.params.get("effective_batch"), self.params.get("lr")
+        if not isinstance(batch, int) or not isinstance(lr, int | float):
+            return None
+        return (batch, lr) if batch > 0 and 0 < lr < math.inf else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StudyFacts:
+    """A study in a few numbers and sentences."""
+
+    name: str
+    state: str
+    metrics: tuple[str, ...]
+    directions: tuple[str, ...]
+    """minimize or maximize, of each metric"""
+    num_samples: int
+    """Budget of a trial."""
+    counts: Mapping[str, int]
+    """Trials by their state."""
+    totals: Mapping[str, float]
+    """Sums over trials of num_samples, seconds, search_trials, ooms, replays and wasted_samples."""
+    best: tuple[int, ...]
+    """Numbers of complete trials, the best first; of several metrics those of the Pareto front."""
+    best_lrs: tuple[BestLr, ...]
+    growth: Growth | None
+    """None with fewer than two effective batches to compare."""
+    trials: tuple[TrialFacts, ...]
+    """The best first."""
+    answers: tuple[Answer, ...]
+
+    @property
+    def reported(self) -> str:
+        """What trials report of their validations: the first metric, or the loss where that is not one of these."""
+        return _LOSS if self.metrics[0] in _TAKEN else self.metrics[0]
+
+    def is_maximised(self, at: int = 0) -> bool:
+        """Whether the metric at this place is."""
+        return self.directions[at] == "maximize"
+
+
+def facts_of(study: optuna.Study) -> StudyFacts:
+    """The facts of a study that a sweep has made, as far as it has come."""
+    settings = study.user_attrs[SETTINGS]
+    metrics = tuple(settings["metric"])
+    directions = tuple(direction.name.lower() for direction in study.directions)
+    signs = [-1 if direction == "maximize" else 1 for direction in directions]
+    frozen = study.get_trials(deepcopy=False)
+    front = {trial.number for trial in study.best_trials} if len(metrics) > 1 else set()
+    trials = sorted(map(_trial, frozen), key=lambda trial: _rank(trial, front, signs))
+    best = [trial.number for trial in trials if trial.values and (len(metrics) == 1 or trial.number in front)]
+    counts = {state: sum(trial.state == state for trial in trials) for state in _STATES}
+    totals = {name: sum(trial.user_attrs.get(name, 0) for trial in frozen) for name in _TOTALS}
+    space = _space(frozen)
+    best_lrs = best_lrs_of(
+        _points(trials, signs[0]), by_octave=isinstance(space.get("effective_batch"), IntDistribution)
+    )
+    growth = growth_of(best_lrs)
+    ended = sum(counts.values()) - counts["running"] - counts["waiting"]
+    return StudyFacts(
+        name=study.study_name,
+        state=f"{counts['running']} running or killed, {ended} ended" if counts["running"] else f"{ended} ended",
+        metrics=metrics,
+        directions=directions,
+        num_samples=settings["samples"],
+        counts=counts,
+        totals=totals,
+        best=tuple(best),
+        best_lrs=best_lrs,
+        growth=growth,
+        trials=tuple(trials),
+        answers=(
+            _searched(space, settings["samples"], metrics, signs),
+            _ended(counts),
+            _found([trial for trial in trials if trial.number in best], metrics, signs),
+            _cost(frozen, totals, counts),
+            growth_answer(best_lrs, growth),
+        ),
+    )
+
+
+def runs_of(study: optuna.Study, directory: Path) -> dict[int, Run]:
+    """What trials have recorded there, by their numbers; those that were run in other directories are left out."""
+    try:
+        name = (directory / "id").read_text()
+    except FileNotFoundError:
+        return {}
+    found = {}
+    for trial in study.get_trials(deepcopy=False):
+        if trial.user_attrs.get("directory") == name:
+            try:
+                found[trial.number] = load_run(directory / f"trial-{trial.number:04d}")
+            except NoHistoryError:
+                continue  # it has not begun to train
+    return found
+
+
+_FINISHED = ("complete", "pruned", "did not fit", "diverged", "stopped")
+_STATES = (*_FINISHED, "running", "failed", "waiting")
+WHY = {"not_fitting": "did not fit", "diverged": "diverged", "stopped": "stopped"}
+"""States of trials that Optuna knows as pruned, by the user attribute that tells them."""
+_NAMES = {
+    TrialState.COMPLETE: "complete",
+    TrialState.PRUNED: "pruned",
+    TrialState.RUNNING: "running",
+    TrialState.FAIL: "failed",
+    TrialState.WAITING: "waiting",
+}
+
+
+def _trial(trial: FrozenTrial) -> TrialFacts:
+    noted = trial.user_attrs
+    state = _NAMES[trial.state]
+    if trial.state == TrialState.PRUNED:
+        state = next((name for attribute, name in WHY.items() if attribute in noted), state)
+    return TrialFacts(
+        number=trial.number,
+        state=state,
+        params=trial.params,
+        values=tuple(trial.values) if trial.state == TrialState.COMPLETE else (),
+        reports=tuple(sorted(trial.intermediate_values.items())),
+        num_samples=noted.get("num_samples"),
+        seconds=noted.get("seconds"),
+        ooms=noted.get("ooms"),
+        micro_batches=tuple(noted.get("micro_batches", ())),
+    )
+
+
+def _rank(trial: TrialFacts, front: set[int], signs: Sequence[int]) -> tuple[Any, ...]:
+    """Complete ones by their values, those of the front first; of the others who came further stands higher."""
+    seen, last = trial.reports[-1] if trial.reports else (0, math.nan)
+    values = tuple(sign * value for sign, value in zip(signs, trial.values, strict=False))
+    how = values or (-seen, signs[0] * last if math.isfinite(last) else math.inf)
+    return _STATES.index(trial.state), trial.number not in front, how, trial.number
+
+
+def _points(trials: Sequence[TrialFacts], sign: int) -> list[tuple[int, float, float | None]]:
+    """Effective batch, lr and signed value, the lowest the best, of finished trials; None of one that was ended."""
+    finished = [trial for trial in trials if trial.state in _FINISHED]
+    return [(*trial.place, sign * trial.values[0] if trial.values else None) for trial in finished if trial.place]
+
+
+def _searched(
+    space: Mapping[str, BaseDistribution], num_samples: int, metrics: Sequence[str], signs: Sequence[int]
+) -> Answer:
+    each = [f"{name} {_range(distribution)}" for name, distribution in space.items()]
+    what = f"{listed(each)}, " if each else ""
+    sought = [f"the {_END[sign]} {name}" for name, sign in zip(metrics, signs, strict=True)]
+    text = f"{what}{num_samples:,} samples a trial, for {listed(sought)}."
+    return Answer(question="What was searched?", text=text[0].upper() + text[1:] if not each else text, good=None)
+
+
+_END = {1: "lowest", -1: "highest"}
+
+
+def _space(trials: Sequence[FrozenTrial]) -> dict[str, BaseDistribution]:
+    """What was searched: each range from the lowest to the highest that it has had, as Optuna lets it change."""
+    space: dict[str, Any] = {}
+    for trial in trials:
+        for name, new in trial.distributions.items():
+            old: Any = space.setdefault(name, new)
+            if old != new and isinstance(new, IntDistribution | FloatDistribution):
+                space[name] = type(new)(min(old.low, new.low), max(old.high, new.high), log=new.log)
+    return space
+
+
+def _range(distribution: BaseDistribution) -> str:
+    if isinstance(distribution, CategoricalDistribution):
+        return f"among {', '.join(repr(one) if ',' in str(one) else str(one) for one in distribution.choices)}"
+    low, high = (getattr(distribution, end) for end in ("low", "high"))
+    return f"from {low:g} to {high:g}{' (logarithmic)' if getattr(distribution, 'log', False) else ''}"
+
+
+def _ended(counts: Mapping[str, int]) -> Answer:
+    question = "How did the trials end?"
+    parts = [f"{number:,} {_WORDS[state]}" for state, number in counts.items() if number]
+    if not parts:
+        return Answer(question=question, text="There is none yet.", good=None)
+    total = sum(counts.values())
+    text = f"Of {total:,} trial{'' if total == 1 else 's'} {listed(parts)}."
+    return Answer(question=question, text=text, good=not counts["failed"])
+
+
+_WORDS = {
+    "complete": "came to the end",
+    "pruned": "pruned",
+    "did not fit": "did not fit",
+    "diverged": "diverged",
+    "stopped": "stopped by a callback",
+    "running": "running or killed",
+    "failed": "failed",
+    "waiting": "waiting",
+}
+
+
+def _found(best: Sequence[TrialFacts], metrics: Sequence[str], signs: Sequence[int]) -> Answer:
+    question = "What was best?"
+    if not best:
+        return Answer(question=question, text="No trial has come to the end yet.", good=None)
+    if len(metrics) > 1:
+        ends = []
+        for at, (name, sign) in enumerate(zip(metrics, signs, strict=True)):
+            end = min(best, key=lambda trial: sign * trial.values[at])
+            ends.append(f"the {_END[sign]} {name} is {end.values[at]:.4g}, of {_named(end)}")
+        count = f"{len(best)} trial{' is' if len(best) == 1 else 's are'} not beaten in all of {listed(metrics)}"
+        return Answer(question=question, text=f"{count}; {'; '.join(ends)}.", good=None)
+    first = best[0]
+    text = f"{metrics[0]} {first.values[0]:.4g} of {_named(first)}"
+    text += "." if first.seconds is None else f", after {format_seconds(first.seconds)} of training."
+    if len(best) > 1:
+        text += f" Next is {best[1].values[0]:.4g} of {_named(best[1])}."
+    return Answer(question=question, text=text, good=None)
+
+
+def _named(trial: TrialFacts) -> str:
+    params = ", ".join(f"{name} {shown(value)}" for name, value in trial.params.items())
+    return f"trial {trial.number}" + (f" ({params})" if params else "")
+
+
+def _cost(trials: Sequence[FrozenTrial], totals: Mapping[str, float], counts: Mapping[str, int]) -> Answer:
+    tried = [trial.user_attrs.get("search_trials", 0) for trial in trials]
+    samples, wasted, ooms = (int(totals[name]) for name in ("num_samples", "wasted_samples", "ooms"))
+    text = (
+        f"{sum(tried):,} size{' was' if sum(tried) == 1 else 's were'} tried"
+        f"{f', {tried[0]:,} of them in the first trial' if tried else ''}; "
+        f"the device ran out of memory {ooms:,} time{'' if ooms == 1 else 's'}, and at most {wasted:,} of {samples:,} "
+        f"samples{f' ({wasted / samples:.1%})' if wasted else ''} had to be run again."
+    )
+    if ooms and not counts["failed"]:
+        text += " No trial was lost by it."
+    return Answer(question="What did the search for micro-batches cost?", text=text, good=not counts["failed"])
+
+
+def shown(value: Any) -> str:
+    """A parameter for people.
+
+    >>> shown(0.00123456), shown(128), shown("sgd")
+    ('0.001235', '128', 'sgd')
+    """
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def listed(parts: Sequence[str]) -> str:
+    """As a sentence has it.
+
+    >>> listed(["a"]), listed(["a", "b", "c"])
+    ('a', 'a, b and c')
+    """
+    return " and ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
+
+
+def importances_of(study: optuna.Study) -> tuple[dict[str, float], str]:
+    """Shares of the parameters in what the first metric varies by, the greatest first; or none, and why."""
+    few = f"Too few trials are complete to tell: it takes {_ENOUGH}."
+    complete = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+    if len(complete) < _ENOUGH:
+        return {}, few
+    varied = set.intersection(*({*trial.params} for trial in complete))
+    names = [name for name in sorted(varied) if len({trial.params[name] for trial in complete}) > 1]
+    if len({trial.values[0] for trial in complete if math.isfinite(trial.values[0])}) < 2 or not names:
+        return {}, "All complete trials are alike."
+    try:
+        evaluator: Any = optuna.importance.FanovaImportanceEvaluator(seed=0)
+        found = optuna.importance.get_param_importances(_alike(complete, names), evaluator=evaluator, params=names)
+    except ImportError:
+        return {}, "Optuna takes scikit-learn to tell: python -m pip install scikit-learn."
+    return dict(sorted(found.items(), key=lambda one: -one[1])), ""
+
+
+def _alike(trials: Sequence[FrozenTrial], names: Sequence[str]) -> optuna.Study:
+    """The parameters and the first value of the trials, as if the ranges had been the same for all of them."""
+    space = _space(trials)
+    verbosity = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    study = optuna.create_study()
+    optuna.logging.set_verbosity(verbosity)
+    for trial in trials:
+        params = {name: trial.params[name] for name in names}
+        distributions = {name: space[name] for name in names}
+        study.add_trial(optuna.trial.create_trial(params=params, distributions=distributions, value=trial.values[0]))
+    return study

@@ -1,0 +1,94 @@
+"""A sweep as one page of HTML that needs no network, and as pictures."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import optuna
+
+from autoaccum.reporting.facts import Answer, format_seconds
+from autoaccum.reporting.lines import cut_text
+from autoaccum.reporting.page import escaped, html_head, html_pictures, html_table, number_cell, write_page
+from autoaccum.sweeps.facts import StudyFacts, facts_of, importances_of, runs_of, shown
+from autoaccum.sweeps.plots import pictures
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StudyReport:
+    """What ``write_study_report`` wrote."""
+
+    path: Path
+    """The page."""
+    images: tuple[Path, ...]
+    study: StudyFacts
+
+
+def write_study_report(
+    study: optuna.Study, directory: str | os.PathLike[str], output: str | os.PathLike[str] | None = None
+) -> StudyReport:
+    """Write ``report.html`` and ``report-*.png`` about a study that a sweep has made.
+
+    Args:
+        study: as far as it has come.
+        directory: of the sweep, where its trials' records are; without one nothing is shown over
+            seconds, and of several metrics no curves.
+        output: where to write; ``directory`` when left out.
+
+    Raises:
+        OSError: something cannot be read or written.
+    """
+    facts = facts_of(study)
+    importances, unknown = importances_of(study)
+    figures = pictures(facts, runs_of(study, Path(directory)), importances)
+    folder = Path(directory if output is None else output)
+    body = "\n".join(
+        (
+            html_head(facts.name, facts.state, _what(facts), [*facts.answers, _important(facts, importances, unknown)]),
+            html_pictures(figures),
+            _trials(facts),
+        )
+    )
+    path, images = write_page(folder, facts.name, body, figures)
+    return StudyReport(path=path, images=images, study=facts)
+
+
+def _what(facts: StudyFacts) -> str:
+    """What the study was, in a line."""
+    count = len(facts.trials)
+    return (
+        f"sweep · {count:,} trial{'' if count == 1 else 's'} of {facts.num_samples:,} samples · "
+        f"{int(facts.totals['num_samples']):,} samples in all · {format_seconds(facts.totals['seconds'])} of training"
+    )
+
+
+def _important(facts: StudyFacts, importances: dict[str, float], unknown: str) -> Answer:
+    shares = ", ".join(f"{name} {share:.0%}" for name, share in importances.items())
+    text = unknown or f"For {facts.metrics[0]}: {shares}."
+    return Answer(question="Which parameter matters most?", text=text, good=None)
+
+
+def _trials(facts: StudyFacts) -> str:
+    if not facts.trials:
+        return ""
+    names = list(dict.fromkeys(name for trial in facts.trials for name in trial.params))
+    # Optuna takes no reports of several metrics.
+    last = [f"last {facts.reported}"] if any(trial.reports for trial in facts.trials) else []
+    head = ("trial", "state", *names, *facts.metrics, *last, "samples", "training time", "OOMs", "micro-batches")
+    rows = [
+        [
+            str(trial.number),
+            escaped(trial.state) + (" (Pareto front)" if len(facts.metrics) > 1 and trial.number in facts.best else ""),
+            *(escaped(shown(trial.params[name])) if name in trial.params else "-" for name in names),
+            *(number_cell(value, ".4g") for value in trial.values or [None] * len(facts.metrics)),
+            *(number_cell(trial.reports[-1][1] if trial.reports else None, ".4g") for _ in last),
+            number_cell(trial.num_samples),
+            "-" if trial.seconds is None else escaped(format_seconds(trial.seconds)),
+            number_cell(trial.ooms),
+            escaped(cut_text(trial.micro_batches)) if trial.micro_batches else "-",
+        ]
+        for trial in facts.trials
+    ]
+    numbers = {0, *range(2, len(head) - 1)}
+    return f"<h2>Trials</h2>\n{html_table(head, rows, numbers=numbers, cuts={1, len(head) - 1})}"

@@ -1,0 +1,130 @@
+"""A sweep's storage: any of Optuna's, opened by a text, and what is told when it does not answer."""
+
+from __future__ import annotations
+
+import os
+import re
+import sqlite3
+from autoaccum.memory import clock
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from optuna.exceptions import StorageInternalError
+from optuna.storages import BaseStorage, JournalStorage, RDBStorage
+from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
+from sqlalchemy.exc import IntegrityError, SQLAlchemyError
+
+from autoaccum.errors import ArgumentError, ArgumentTypeError, StorageError
+
+RACE_SECONDS = 0.1
+"""Until what another process has begun to make is looked for again."""
+
+
+def open_storage(storage: str | BaseStorage | None, directory: Path) -> BaseStorage:
+    """The SQLite file in ``directory`` for None, a journal for ``"journal:PATH"`` or ``"*.log"``, or what a URL says.
+
+    Raises:
+        ArgumentError: a text that is neither, or behind which there is nothing that can be used.
+    """
+    if isinstance(storage, BaseStorage):
+        return storage
+    # SQLite's own 5 seconds are short for many processes on a slow disk.
+    seconds = {"timeout": 60}
+    if storage is None:
+        # By its path, because in a URL "?", "%" and "{" stand for something else.
+        path = str((directory / "study.db").absolute())
+        connect = partial(sqlite3.connect, path, check_same_thread=False, **seconds)
+        return _opened(path, lambda: _database("sqlite:///study.db", {"creator": connect}))
+    accepted = "a URL, 'journal:PATH' or a path that ends in .log"
+    if not isinstance(storage, str):
+        raise ArgumentTypeError("storage", storage, accepted)
+    if storage.startswith("journal:") or ("://" not in storage and storage.endswith(".log")):
+        path = storage.removeprefix("journal:")
+        return _opened(storage, lambda: _journal(path))
+    if "://" not in storage:
+        raise ArgumentError("storage", storage, accepted, f"For a SQLite file write 'sqlite:///{storage}'.")
+    # A server may have been started again since a connection was last used.
+    options = {"connect_args": seconds} if storage.startswith("sqlite") else {"pool_pre_ping": True}
+    return _opened(storage, lambda: _database(storage, options))
+
+
+def _database(url: str, options: dict[str, Any]) -> RDBStorage:
+    """With Optuna's tables, which several processes that find none all begin to make, and one can."""
+    for _ in range(9):
+        try:
+            return RDBStorage(url, engine_kwargs=options)
+        except SQLAlchemyError as error:
+            if not isinstance(error, IntegrityError) and "already exists" not in str(error):
+                raise
+            clock.sleep(RACE_SECONDS)
+    return RDBStorage(url, engine_kwargs=options)
+
+
+def _journal(path: str) -> JournalStorage:
+    with suppress(FileNotFoundError), open(path, "rb") as file:
+        if file.read(1) not in (b"", b"{"):  # Optuna would write into it
+            raise ValueError("the file is no journal.")
+    lock = JournalFileSymlinkLock(path)
+    _drop_torn(path, lock)
+    return JournalStorage(JournalFileBackend(path, lock_obj=lock))
+
+
+def _drop_torn(path: str, lock: JournalFileSymlinkLock) -> None:
+    """Cut off a last line that a full disk or a crash has left unfinished: what comes after it could not be read."""
+    if _whole_bytes(path) is None:
+        return
+    lock.acquire()  # it may just be being written
+    try:
+        if (length := _whole_bytes(path)) is not None:
+            os.truncate(path, length)
+    finally:
+        lock.release()
+
+
+def _whole_bytes(path: str) -> int | None:
+    """Up to the end of the last line that has one; None where that is the end of the file."""
+    with suppress(FileNotFoundError), open(path, "rb") as file:
+        size = length = file.seek(0, os.SEEK_END)
+        line = b""
+        while length and not line.endswith(b"\n"):
+            length -= 1
+            file.seek(length)
+            line = file.read(1)
+        length += line.endswith(b"\n")
+        return None if length == size else length
+    return None
+
+
+def _opened(storage: str, opening: Callable[[], BaseStorage]) -> BaseStorage:
+    try:
+        return opening()
+    except (SQLAlchemyError, OSError, ImportError, ValueError) as error:
+        cure = f"{_reason(error)}. Check the address, and that what it names can be written."
+        raise ArgumentError("storage", _shown(storage), "one that can be opened", cure) from None
+
+
+@contextmanager
+def answering(storage: str | BaseStorage | None, directory: Path) -> Iterator[None]:
+    """Within it, a storage that was opened and does not answer any more is told as such.
+
+    Raises:
+        StorageError: it does not.
+    """
+    try:
+        yield
+    except (StorageInternalError, SQLAlchemyError) as error:
+        name = directory / "study.db" if storage is None else storage
+        found = error.__cause__ if isinstance(error.__cause__, SQLAlchemyError) else error
+        raise StorageError(_shown(str(name)), _reason(found)) from error
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).splitlines()[0].rstrip('.')}"
+
+
+def _shown(storage: str) -> str:
+    """Without the password."""
+    return re.sub(r"(://[^:/@]*):[^/]*@", r"\1:***@", storage)

@@ -1,0 +1,68 @@
+"""A sweep's study: found by its directory or its storage, and what it has come to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import optuna
+from optuna.trial import FrozenTrial
+
+from autoaccum.sweeps.claims import directory_of
+from autoaccum.errors import ArgumentError
+from autoaccum.sweeps.facts import SETTINGS, WHY, facts_of
+from autoaccum.sweeps.storages import open_storage
+
+
+def load_study(place: str, name: str | None = None) -> tuple[optuna.Study, Path]:
+    """The study, and the directory of its sweep: from where it is called, if it is found by its storage.
+
+    Args:
+        place: the directory of a sweep that named no storage, or a storage as ``sweep`` takes it.
+        name: of the study; the only one when left out.
+
+    Raises:
+        ArgumentError: there is no such study of a sweep, or more than one.
+    """
+    is_directory = Path(place).is_dir()
+    file = Path(place) / "study.db" if is_directory else _file_of(place)
+    if file is not None and not file.exists():  # opening it would make one
+        raise ArgumentError("RUN_DIR", place, "the directory of a run or a sweep, or the storage of a sweep")
+    storage = open_storage(None if is_directory else place, Path(place))
+    names = sorted(study.study_name for study in storage.get_all_studies() if SETTINGS in study.user_attrs)
+    if name is None and len(names) == 1:
+        name = names[0]
+    if name not in names:
+        accepted = f"one of {', '.join(names)}" if names else "a study that a sweep has made, and there is none"
+        raise ArgumentError("study", name, accepted, f"Those of {place} are meant." if names else "")
+    study = optuna.load_study(study_name=name, storage=storage)
+    return study, Path(place) if is_directory else directory_of(study.study_name)
+
+
+def _file_of(url: str) -> Path | None:
+    if url.startswith("sqlite"):
+        return Path(url.partition(":///")[2].partition("?")[0])
+    return None if "://" in url else Path(url.removeprefix("journal:"))
+
+
+def best_trials(study: optuna.Study) -> list[FrozenTrial]:
+    """The complete ones, the best first; of several objectives those on the Pareto front, in order of the first."""
+    trials = study.get_trials(deepcopy=False)
+    return [trials[number] for number in facts_of(study).best]
+
+
+def totals(study: optuna.Study) -> dict[str, Any]:
+    """Trials by what became of them, and what all of them together took; see ``sweep`` for the words."""
+    facts = facts_of(study)
+    became = {name: facts.counts[state] for name, state in WHY.items()}
+    complete, pruned = facts.counts["complete"], facts.counts["pruned"] + sum(became.values())
+    return {
+        "metric": facts.metrics,
+        "direction": facts.directions,
+        "finished": complete + pruned,
+        "complete": complete,
+        "pruned": pruned,
+        "failed": facts.counts["failed"],
+        **became,
+        **facts.totals,
+    }

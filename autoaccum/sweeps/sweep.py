@@ -1,0 +1,267 @@
+"""``sweep``: an Optuna study over learning rate, effective batch and what else, in which no trial dies of memory.
+
+What a trial is, see ``objectives``; what is searched, ``spaces``. A trial that is killed is gone on with from its
+checkpoint, under its own number: see ``claims``.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
+from pathlib import Path
+from typing import Any
+
+import optuna
+from optuna.exceptions import ExperimentalWarning
+from optuna.pruners import BasePruner
+from optuna.samplers import BaseSampler
+from optuna.storages import BaseStorage, InMemoryStorage
+from optuna.trial import Trial, TrialState
+from tqdm import tqdm
+
+from autoaccum.training import recipes
+from autoaccum.sweeps import spaces
+from autoaccum._checks import non_negative_int, positive_int
+from autoaccum.sweeps.claims import FINISHED, Claims, directory_of
+from autoaccum.errors import ArgumentError, ArgumentTypeError, AutoaccumError, AutoaccumWarning
+from autoaccum.sweeps.objective import OF_FIT, OWN, Arguments, Objective
+from autoaccum.sweeps.storages import answering, open_storage
+from autoaccum.sweeps.trial import Interrupted, run_trial
+
+Recipe = str | Callable[..., Arguments]
+
+
+def sweep(
+    recipe: Recipe,
+    *,
+    lr: float | tuple[float, float] | list[float] | str | None = None,
+    effective_batch: int | tuple[int, int] | list[int] | str | None = None,
+    search_space: Callable[[Trial], Arguments] | None = None,
+    num_trials: int = 20,
+    samples: int | None = None,
+    metric: str | Sequence[str] = "validation_loss",
+    direction: str | Sequence[str] | None = None,
+    sampler: BaseSampler | Callable[[int], BaseSampler] | str = "tpe",
+    pruner: BasePruner | str = "median",
+    storage: str | BaseStorage | None = None,
+    study_name: str | None = None,
+    directory: str | os.PathLike[str] | None = None,
+    jobs: int = 1,
+    seed: int = 0,
+    progress: bool = True,
+    **fit_arguments: Any,
+) -> optuna.Study:
+    """Search for the learning rate and effective batch with the lowest validation loss after the same samples.
+
+    The same call again, in another process too, goes on with the study until it has ``num_trials`` finished trials. A
+    process that is killed leaves its trial to the next, which goes on from its checkpoint. Ctrl-C ends it so, after the
+    window.
+
+    What the recipe's function has a parameter for is passed to it, everything else to ``fit``. So a recipe that makes
+    its own optimizer is ``def recipe(lr)``, and one with a width to search for ``def recipe(width)``.
+
+    Args:
+        recipe: a function that returns the keyword arguments of ``fit``, a new model among them each time; or the text
+            by which the command line names it.
+        lr: (low, high), or "low:high": searched for on a logarithmic scale; [1e-4, 1e-3] or "1e-4,1e-3": one of these;
+            a number is taken by all trials.
+        effective_batch: [32, 64, 128] or "32,64,128": one of these; (low, high) or "low:high": powers of two where both
+            are, else any integer on a logarithmic scale; a number is taken by all trials.
+        search_space: (trial) -> further arguments of the recipe or of fit, made of what the Optuna trial suggests.
+        num_trials: trials that the study is to end with, finished or pruned.
+        samples: training samples of each trial; what the recipe says when left out, in samples or epochs.
+        metric: validation_loss, or what fit's argument metrics reports: of the trial's last validation (the best of
+            several would be better the more there are); seconds (of training) or samples. Of several the study has a
+            Pareto front, and prunes nothing.
+        direction: minimize or maximize, for each metric; has to be said where it is not one of the three named.
+        sampler: tpe, random, grid, gp, cmaes or nsgaii; a sampler of Optuna; or a function (seed) -> sampler, called
+            for each trial with its seed, as one that was made with a seed draws the same again after each start.
+        pruner: median, hyperband, halving, wilcoxon or none; or one of Optuna. Its steps are samples. The median is
+            that of other trials, from a third of the samples on: before that a large effective batch has taken few
+            steps, which says little about where it ends.
+        storage: any URL of Optuna, journal:PATH or a path that ends in .log for a journal file, or a storage; a SQLite
+            file in the directory when left out.
+        study_name: named after the recipe when left out.
+        directory: for checkpoints and records, a run directory a trial; sweeps/STUDY_NAME when left out.
+        jobs: processes that share the trials.
+        seed: a trial's own is its number more, and is among its user attributes.
+        progress: show a bar over trials on standard error.
+        **fit_arguments: any others of fit, in place of what the recipe returns.
+
+    Returns:
+        The study. User attributes of a trial: seed, num_steps, num_samples, seconds (of training), ooms, replays,
+        wasted_samples (of windows that were run again, at most), search_trials (micro-batch sizes that were tried),
+        peak_bytes, micro_batches (of the last full window), and not_fitting, diverged or stopped (by a callback) where
+        that was the end of it.
+
+    Raises:
+        ArgumentError: an argument cannot be used, of the sweep or of a trial.
+        RecipeError: the recipe cannot be used.
+        StorageError: the storage does not answer any more; the trial is gone on with by the next call.
+        Exception: what a trial raised, which has failed then. One that does not fit, whose loss is not finite, or that
+            a callback stopped before its samples has not: it is pruned.
+    """
+    settings = {**locals(), "jobs": 1, "progress": False}
+    settings |= settings.pop("fit_arguments")
+    positive_int("num_trials", num_trials)
+    positive_int("jobs", jobs)
+    non_negative_int("seed", seed)
+    kinds: Any
+    for argument, value, kinds, accepted in (
+        ("recipe", recipe, str | Callable, "a function that returns the arguments of fit, or the text that names it"),
+        ("search_space", search_space, Callable | None, "a function of the trial"),
+        ("study_name", study_name, str | None, "a text"),
+    ):
+        if not isinstance(value, kinds):
+            raise ArgumentTypeError(argument, value, accepted)
+    for name in fit_arguments:
+        if name in OWN or name not in OF_FIT:
+            taken = [other for other in OF_FIT if other not in OWN]
+            raise ArgumentError(name, fit_arguments[name], f"arguments of sweep, or of fit: {', '.join(taken)}")
+    metrics, directions = spaces.metrics(metric, direction)
+    sampling = spaces.sampler_of(sampler)
+    spaces.pruner_of(pruner, 1)  # for what it says
+    name = study_name or recipes.name_of(recipe)
+    with recipes.imported(recipe) if isinstance(recipe, str) else nullcontext(recipe) as function:
+        objective = Objective(
+            recipe=function,
+            lr=spaces.learning_rates(lr),
+            effective_batch=spaces.batches(effective_batch),
+            search_space=search_space,
+            samples=0 if samples is None else positive_int("samples", samples),
+            metrics=metrics,
+            directions=directions,
+            fit_arguments=fit_arguments,
+        )
+        with _quiet():
+            objective = objective.foreseen()
+        if sampler == "grid":
+            spaces.check_grid(objective.distributions)
+        gc.collect()  # what was made of a first draw refers to itself
+        path = directory_of(name) if directory is None else Path(directory)
+        claims = Claims(path, num_trials, seed)
+
+        def study_of() -> optuna.Study:
+            study = optuna.create_study(
+                storage=open_storage(storage, path),
+                study_name=name,
+                directions=directions,
+                sampler=sampling if isinstance(sampling, BaseSampler) else None,
+                pruner=spaces.pruner_of(pruner, objective.samples),
+                load_if_exists=True,
+            )
+            objective.check_same(study)
+            return study
+
+        with _quiet(), answering(storage, path):
+            study = claims.open(study_of)
+            with (
+                suppress(Interrupted),
+                _joined_by(settings, jobs),
+                tqdm(total=num_trials, unit=" trials", disable=not progress) as bar,
+            ):
+                _show(bar, study)
+                while _is_wanted():
+                    with claims.next(study, None if isinstance(sampling, BaseSampler) else sampling) as trial:
+                        if trial is None:
+                            break
+                        run_trial(objective, study, trial, claims.folder(trial), _is_wanted)
+                    _show(bar, study)
+        if others := claims.elsewhere(study):
+            numbers = ", ".join(str(trial.number) for trial in others)
+            warnings.warn(
+                f"Trials {numbers} are run in other directories, or were left there. This study has fewer finished "
+                f"trials until they end. Run the same command there, or give up one by study.tell({others[0].number}, "
+                f"state=optuna.trial.TrialState.FAIL) and run it here.",
+                AutoaccumWarning,
+                stacklevel=2,
+            )
+        return study
+
+
+# Processes.
+
+
+_parent: Any = None
+"""Of a process that ``jobs`` started: the one that did."""
+
+
+def _is_wanted() -> bool:
+    """Not once the process that started this one is gone."""
+    return _parent is None or bool(_parent.is_alive())
+
+
+def _work(settings: Arguments) -> None:
+    global _parent
+    _parent = multiprocessing.parent_process()
+    # Between windows too it ends in order, and leaves no semaphores to be warned of.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # Standard output is the first process's: it may be a document.
+    with suppress(KeyboardInterrupt), redirect_stdout(sys.stderr):
+        try:
+            sweep(**settings)
+        except AutoaccumError as error:
+            sys.exit(f"error: {error}")
+
+
+@contextmanager
+def _joined_by(settings: Arguments, jobs: int) -> Iterator[None]:
+    """Within it, so many processes in all make the same call; when it ends in an error, they end after their windows.
+
+    Raises:
+        ArgumentError: other processes cannot.
+    """
+    if jobs > 1:
+        accepted = "1 for what other processes cannot have"
+        try:
+            pickle.dumps(settings)
+        except Exception as error:
+            cure = "Define the recipe and other functions at the top of a module."
+            raise ArgumentError("jobs", jobs, accepted, f"{error}. {cure}") from None
+        if isinstance(settings["storage"], InMemoryStorage):
+            raise ArgumentError("jobs", jobs, accepted, "Leave storage out, or pass one that is not in memory.")
+    context = multiprocessing.get_context("spawn")  # a fork of a process with threads, or a device, may hang
+    workers = [context.Process(target=_work, args=(settings,)) for _ in range(jobs - 1)]
+    for worker in workers:
+        worker.start()
+    try:
+        yield
+    except BaseException:
+        for worker in workers:
+            worker.terminate()
+        raise
+    finally:
+        for worker in workers:
+            worker.join()
+
+
+# What is shown.
+
+
+def _show(bar: tqdm[Any], study: optuna.Study) -> None:
+    bar.n = len(study.get_trials(deepcopy=False, states=FINISHED))
+    if len(study.directions) == 1 and study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)):
+        best = study.best_trial
+        bar.set_postfix_str(f"best {best.value:.4g} by trial {best.number}", refresh=False)
+    bar.refresh()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without Optuna's lines, and without the advice for a run that was finished when its process was killed."""
+    before = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The run in .* is finished", AutoaccumWarning)
+            warnings.filterwarnings("ignore", category=ExperimentalWarning)  # of the sampler of a grid
+            yield
+    finally:
+        optuna.logging.set_verbosity(before)

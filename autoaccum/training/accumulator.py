@@ -1,0 +1,221 @@
+"""``Accumulator``: the windows of ``fit`` for a training loop of one's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from autoaccum import _checks
+from autoaccum.data import batches
+from autoaccum.data.lengths import BatchLengths
+from autoaccum.errors import ArgumentError, ArgumentTypeError, ConflictingArgumentsError, EmptyDatasetError
+from autoaccum.events import Event
+from autoaccum.loss.coupling import batch_norms, smallest_micro_batch
+from autoaccum.loss.functions import loss_function
+from autoaccum.loss.weighting import CountItems
+from autoaccum.memory.devices import find_device, memory_of
+from autoaccum.memory.oom import room_for_model
+from autoaccum.window.optimizers import allocate_state, check_optimizer, needs_closure, trainable_parameters
+from autoaccum.window.precision import Precision
+from autoaccum.window.step import Engine
+from autoaccum.window.transaction import Gradient
+
+
+class Accumulator:
+    """Steps an optimizer on batches that need not fit into memory: each is cut into micro-batches that do.
+
+    ::
+
+        accumulator = autoaccum.Accumulator(model, optimizer, loss_fn=loss_fn)
+        for batch in loader:                    # a batch is all that one optimizer step is to see
+            loss = accumulator.step(batch)
+            scheduler.step()
+
+    A batch is a window of ``fit``, with the same promises: the gradient is that of the loss over the whole batch,
+    whatever it was cut into, and when memory runs out the batch is run again in smaller pieces, from the buffers and
+    random states that it began with. The data, schedules, validation and checkpoints stay yours, as does the mode of
+    the model. Batches may be of any size, and on the host.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
+        training_step: Callable[[Any, Any], torch.Tensor] | None = None,
+        num_items: CountItems | None = None,
+        micro_batch: int | Literal["auto"] = "auto",
+        max_micro_batch: int | None = None,
+        memory_limit: _checks.MemoryLimit = None,
+        headroom: float = 0.05,
+        precision: Precision = "fp32",
+        clip_norm: float | None = None,
+        callbacks: Iterable[Callable[[Event], None]] = (),
+    ) -> None:
+        """Set up; the model is on its device already. The optimizer's lazily made state is allocated.
+
+        Args:
+            model: the module to train; compiled or not.
+            optimizer: over its parameters. One whose ``step`` needs a closure, such as LBFGS, is given one.
+            loss_fn: (outputs, targets) -> loss, for batches that are (inputs, targets).
+            training_step: (model, batch) -> loss, for any batch. With neither, the model returns its loss.
+            num_items: (micro-batch) -> how many items its loss is a mean over, where that cannot be read off the loss.
+            micro_batch: "auto", or the samples of one forward and backward.
+            max_micro_batch: the most samples to try at once.
+            memory_limit: device memory this process may use, as bytes, "8GiB", a share such as 0.5, or a function
+                () -> one of these.
+            headroom: fraction of the limit that plans leave free.
+            precision: fp32 (as the model is), bf16 or fp16 (both by autocast).
+            clip_norm: clip each batch's gradient to this 2-norm.
+            callbacks: functions (event) -> None, called with every event: a plan, a re-plan, memory that ran out.
+
+        Raises:
+            ArgumentError: an argument cannot be used; it names the argument, the value and the cure.
+            LimitBelowModelError: the limit is below what is needed before the first sample.
+        """
+        _checks.of_windows(num_items, max_micro_batch, headroom, clip_norm)
+        if micro_batch != "auto":
+            _checks.positive_int("micro_batch", micro_batch, "Leave it out to have it found.")
+        loss_of = loss_function(loss_fn, training_step)
+        self._callbacks = _checks.functions("callbacks", callbacks)
+        self._modules = [m for m in (model, loss_fn, training_step) if isinstance(m, nn.Module)]
+        parameters = trainable_parameters(model, self._modules)
+        check_optimizer(optimizer, parameters)
+        self._closes = needs_closure(optimizer)
+        if self._closes and precision == "fp16":
+            cure = "It looks at the loss between its own updates, which no gradient scaler can follow: take 'bf16'."
+            raise ConflictingArgumentsError("precision", precision, f"optimizer={type(optimizer).__name__}", cure)
+        if any(map(is_lazy, parameters)):
+            cure = "Call it once on a batch: model(inputs)."
+            raise ArgumentError("model", type(model).__name__, "a model whose lazy layers know their shapes", cure)
+        devices = {p.device for p in parameters}
+        if len(devices) > 1:
+            found = " and ".join(sorted(map(str, devices)))
+            raise ArgumentError("model", type(model).__name__, "a model on one device", f"It is on {found}.")
+        self._device = find_device(devices.pop())
+        memory = memory_of(self._device)
+        total_bytes = memory.limit()
+        limit_now = _checks.moving_limit(memory_limit, memory.limit)
+        limit_bytes = limit_now()
+        with room_for_model(memory, limit_bytes, parameters):
+            allocate_state(optimizer, self._modules)
+        self.events: list[Event] = []
+        """Everything that happened, in order."""
+        self.micro_batches: tuple[int, ...] = ()
+        """How the last batch was cut."""
+        self.grad_norm: torch.Tensor | None = None
+        """2-norm of the last batch's gradient before clipping; None without ``clip_norm``."""
+        self._is_scaled = precision == "fp16"
+        self._searches = micro_batch == "auto"
+        self._largest_batch = 0
+        self._length_of = BatchLengths()
+        self._batch_norms = batch_norms(self._modules)
+        self._modes = [layer.training for layer in self._batch_norms]
+        self._engine = Engine(
+            model,
+            self._modules,
+            optimizer,
+            loss_of=loss_of,
+            num_items=num_items,
+            micro_batch=micro_batch if isinstance(micro_batch, int) else None,
+            max_micro_batch=max_micro_batch,
+            full_window=None,
+            memory=memory,
+            total_bytes=total_bytes,
+            limit_now=limit_now,
+            limit_bytes=limit_bytes,
+            headroom=headroom,
+            precision=precision,
+            clip_norm=clip_norm,
+            device=self._device,
+            emit=self._emit,
+        )
+
+    def step(self, batch: Any) -> torch.Tensor:
+        """One step of the optimizer on the gradient of a batch, which is dropped when the next one begins.
+
+        Args:
+            batch: any pytree whose tensors have one row per sample.
+
+        Returns:
+            the loss over the batch, before the step: a 0-dim tensor on the device, without a gradient.
+
+        Raises:
+            NothingFitsError: not even one sample fits.
+            OptimizerOutOfMemoryError: memory ran out in the optimizer's step, which is not repeated.
+            DataError: the batch cannot be cut.
+            LossError: the loss cannot be trained on; no step was taken.
+        """
+        window = self._window(batch)
+        if not self._closes:
+            gradient = self._run(window)
+            self._engine.apply(gradient)
+            return gradient.loss
+        losses: list[torch.Tensor] = []
+
+        def closure() -> torch.Tensor:
+            losses.append(self._run(window).loss)
+            return losses[-1]
+
+        self._engine.apply_closure(closure)
+        if not losses:
+            raise ArgumentTypeError("optimizer", type(self._engine.optimizer).__name__, "one that calls its closure")
+        return losses[0]
+
+    def backward(self, batch: Any) -> torch.Tensor:
+        """The gradient of a batch, left in ``.grad`` for a step of one's own; clipped, and nothing before it remains.
+
+        Returns and raises what ``step`` does. With it, a closure is ``lambda: accumulator.backward(batch)``.
+        """
+        if self._is_scaled:
+            cure = "Only step() can leave out a step on a gradient that overflowed; or take precision='bf16'."
+            raise ConflictingArgumentsError("precision", "fp16", "backward()", cure)
+        gradient = self._run(self._window(batch))
+        self._engine.step += 1
+        return gradient.loss
+
+    def _window(self, batch: Any) -> _Batch:
+        num_samples = batches.num_samples(batch, "batch")
+        if num_samples == 0:
+            raise EmptyDatasetError("batch", "its tensors have no rows.")
+        length = self._length_of(batch)
+        return _Batch(batch, num_samples, self._device, None if length is None else (length,) * num_samples)
+
+    @torch.enable_grad()
+    def _run(self, window: _Batch) -> Gradient:
+        modes = [layer.training for layer in self._batch_norms]
+        if modes != self._modes:
+            self._modes = modes
+            self._engine.tuner.set_smallest(smallest_micro_batch(self._modules))
+        if window.num_samples > self._largest_batch:  # no smaller one could tell what is best for it
+            self._largest_batch = window.num_samples
+            self._engine.tuner.searching = self._searches
+        gradient, _, _ = self._engine.run(window)
+        self.micro_batches, self.grad_norm = gradient.sizes, gradient.grad_norm
+        if window.lengths is None or window.num_samples == self._largest_batch:
+            self._engine.settle(self._largest_batch, window.lengths)
+        return gradient
+
+    def _emit(self, event: Event) -> None:
+        self.events.append(event)
+        for callback in self._callbacks:
+            callback(event)
+
+
+@dataclass(slots=True)
+class _Batch:
+    """A window in one's hand."""
+
+    batch: Any
+    num_samples: int
+    device: torch.device
+    lengths: tuple[int, ...] | None = None
+
+    def micro_batch(self, start: int, size: int) -> Any:
+        return batches.to_device(batches.take(self.batch, start, start + size), self.device, copy=True)

@@ -1,0 +1,97 @@
+"""Layers that learn their shapes from the first batch (``nn.LazyLinear``): built before the optimizer needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.parameter import is_lazy
+
+from autoaccum.data.base import Source
+from autoaccum.errors import ArgumentError, AutoaccumError, DataError
+from autoaccum.loss.coupling import smallest_micro_batch
+from autoaccum.loss.functions import LossOf
+from autoaccum.memory.oom import is_out_of_memory
+from autoaccum.window.attributes import Attributes
+from autoaccum.window.precision import Autocast
+from autoaccum.window.snapshot import Snapshot
+
+
+def build_lazy_layers(
+    model: nn.Module,
+    modules: Sequence[nn.Module],
+    source: Source,
+    loss_of: LossOf,
+    autocast: Autocast,
+    device: torch.device,
+) -> None:
+    """Build what is not built yet by one forward on an example, of which nothing else remains.
+
+    Parameters are built in place, so whoever holds them, an optimizer too, holds the built ones. What the layers draw
+    for their first values is drawn from the global generators, as in any first forward.
+
+    Raises:
+        ArgumentError: that forward failed, or did not come to every layer.
+    """
+    if not _unbuilt(modules):
+        return
+    layers = list({id(m): m for root in modules for m in root.modules()}.values())
+    lazy: list[nn.Module] = [m for m in layers if isinstance(m, LazyModuleMixin) and hasattr(m, "_initialize_hook")]
+    traces = [_Trace(layers, device)]  # of lazy layers those come after it that are taken when they have been built
+
+    def built_now(layer: nn.Module, inputs: Any) -> None:
+        """After its own hook has built it, and before its first forward leaves a trace."""
+        handles.pop(layer).remove()
+        traces.append(_Trace([layer], device))
+
+    handles = {layer: layer.register_forward_pre_hook(built_now) for layer in lazy}
+    try:
+        with torch.no_grad(), autocast():
+            loss_of(model, _example(model, modules, source))
+    except Exception as error:
+        if isinstance(error, AutoaccumError) or is_out_of_memory(error):
+            raise
+        raise _refusal(model, f"a forward on an example batch failed ({type(error).__name__}: {error})") from error
+    finally:
+        for handle in handles.values():
+            handle.remove()
+        for trace in traces:
+            trace.remove()
+    if left := _unbuilt(modules):
+        raise _refusal(model, f"a forward on an example batch did not come to {', '.join(left)}")
+
+
+class _Trace:
+    """What a forward leaves in modules and random states, to be taken away again."""
+
+    def __init__(self, modules: list[nn.Module], device: torch.device) -> None:
+        self._snapshot = Snapshot(modules, device)
+        self._snapshot.take()
+        self._attributes = Attributes(modules)
+
+    def remove(self) -> None:
+        self._attributes.restore()
+        self._snapshot.restore()
+
+
+def _unbuilt(modules: Sequence[nn.Module]) -> list[str]:
+    """The names of parameters and buffers without a shape."""
+    named = ((name, t) for root in modules for name, t in (*root.named_parameters(), *root.named_buffers()))
+    return [name for name, tensor in named if is_lazy(tensor)]
+
+
+def _example(model: nn.Module, modules: Sequence[nn.Module], source: Source) -> Any:
+    try:
+        return source.example(smallest_micro_batch(modules))
+    except DataError as error:
+        raise _refusal(model, f"there is no example batch to build them by ({error})") from error
+
+
+def _refusal(model: nn.Module, reason: str) -> ArgumentError:
+    accepted = "a model whose lazy layers know their shapes, or learn them from a forward on an example batch"
+    return ArgumentError(
+        "model", type(model).__name__, accepted, f"Call it once on a batch, model(inputs), before: {reason}."
+    )

@@ -1,0 +1,153 @@
+"""The learning rate: what the user's scheduler says, times what the effective batch asks for.
+
+A scheduler is stepped once per window, and told how many windows there will be. Where only training will tell, it
+counts samples instead: one step for every ``base_batch`` of them, however large the windows are that bring them.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from autoaccum import _checks
+from autoaccum.errors import ArgumentError, ArgumentTypeError
+
+MakeScheduler = Callable[[torch.optim.Optimizer, int], LRScheduler]
+Scaling = Literal["none", "linear", "sqrt"]
+
+
+class LearningRate:
+    """Of every parameter group."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        lr_scheduler: MakeScheduler | None,
+        *,
+        num_steps: int | None,
+        most_samples: int | None,
+        lr_scaling: Scaling,
+        base_batch: int | None,
+        first_batch: int,
+    ) -> None:
+        """Make the scheduler.
+
+        Args:
+            optimizer: whose rates these are.
+            lr_scheduler: (optimizer, number of its steps) -> LRScheduler.
+            num_steps: windows to come, where that is known.
+            most_samples: samples to come at most, where that is known.
+            lr_scaling: how rates follow the effective batch.
+            base_batch: the effective batch that the optimizer's own rates are for.
+            first_batch: that of the first window, which a scheduler that counts samples goes by without base_batch.
+
+        Raises:
+            ArgumentError: an argument cannot be used, or is missing.
+        """
+        _checks.one_of("lr_scaling", lr_scaling, ("none", "linear", "sqrt"))
+        if base_batch is not None:
+            _checks.positive_int("base_batch", base_batch)
+        self._optimizer = optimizer
+        self._scaling = lr_scaling
+        self._base_batch = base_batch or 0
+        self._steps_taken = 0
+        self._samples_per_step: int | None = None  # None: a step for each window
+        if lr_scaling != "none" and base_batch is None:
+            cure = "Pass the effective batch that the learning rate is right for."
+            raise ArgumentError("base_batch", base_batch, f"an int of at least 1 beside {lr_scaling=}", cure)
+        if lr_scaling != "none" and any(group.get("lr") is None for group in optimizer.param_groups):
+            cure = "Leave lr_scaling out, or take an optimizer with a learning rate."
+            raise ArgumentError(
+                "lr_scaling", lr_scaling, f"'none' for {type(optimizer).__name__}, which has no lr", cure
+            )
+        counts_samples = lr_scheduler is not None and num_steps is None
+        if base_batch is not None and lr_scaling == "none" and not counts_samples:
+            cure = "It is what lr_scaling is relative to: pass 'linear' or 'sqrt', or leave base_batch out."
+            raise ArgumentError("base_batch", base_batch, "lr_scaling beside it", cure)
+        if counts_samples:
+            if most_samples is None:
+                raise ArgumentError(
+                    "lr_scheduler",
+                    lr_scheduler,
+                    "a budget in steps or samples when the data's length is unknown",
+                    "Pass steps= or samples=, so that the scheduler can be told how many steps there are.",
+                )
+            self._samples_per_step = base_batch or first_batch
+            num_steps = -(-most_samples // self._samples_per_step)
+        self.num_steps = None if lr_scheduler is None else num_steps
+        """Steps that the scheduler was told of."""
+        self.scheduler = None if lr_scheduler is None else _make(lr_scheduler, optimizer, num_steps or 0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        scheduler = None if self.scheduler is None else self.scheduler.state_dict()
+        return {"scheduler": scheduler, "steps_taken": self._steps_taken}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """What ``state_dict`` returned; the rates themselves are the optimizer's."""
+        self._steps_taken = state["steps_taken"]
+        if self.scheduler is not None and state["scheduler"] is not None:
+            self.scheduler.load_state_dict(state["scheduler"])
+
+    def now(self, effective_batch: int) -> float:
+        """Of the first parameter group, in a step on so many samples; NaN where it has none."""
+        lr = self._optimizer.param_groups[0].get("lr")  # None, too, in optimizers that find it themselves
+        return math.nan if lr is None else float(lr) * self._factor(effective_batch)
+
+    @contextmanager
+    def scaled(self, effective_batch: int) -> Iterator[None]:
+        """Within it, rates are those for so many samples. Schedulers, that may build on the last one, see their own."""
+        factor = self._factor(effective_batch)
+        if factor == 1:
+            yield
+            return
+        groups = self._optimizer.param_groups
+        before = [group["lr"] for group in groups]
+        for group in groups:
+            group["lr"] = group["lr"] * factor
+        try:
+            yield
+        finally:
+            for group, lr in zip(groups, before, strict=True):
+                group["lr"] = lr
+
+    def _factor(self, effective_batch: int) -> float:
+        """Linear: Goyal et al. 2017. Square root: Krizhevsky 2014, and Malladi et al. 2022 for Adam."""
+        if self._scaling == "none":
+            return 1.0
+        factor = effective_batch / self._base_batch
+        return factor if self._scaling == "linear" else math.sqrt(factor)
+
+    def advance(self, samples: int, stepped: bool) -> None:
+        """After a window: the scheduler's steps.
+
+        Args:
+            samples: trained on so far.
+            stepped: whether the optimizer took its step.
+        """
+        if self.scheduler is None:
+            return
+        due = self._steps_taken + 1 if self._samples_per_step is None else samples // self._samples_per_step
+        with warnings.catch_warnings():
+            if not stepped:  # the schedule counts windows; PyTorch would take it for a mistake
+                warnings.simplefilter("ignore", UserWarning)
+            while self._steps_taken < due:
+                self.scheduler.step()
+                self._steps_taken += 1
+
+
+def _make(lr_scheduler: MakeScheduler, optimizer: torch.optim.Optimizer, num_steps: int) -> LRScheduler:
+    accepted = "a function that returns an LRScheduler whose step needs no metric"
+    cure = "For example lambda optimizer, num_steps: CosineAnnealingLR(optimizer, num_steps)."
+    if not callable(lr_scheduler):
+        raise ArgumentTypeError("lr_scheduler", lr_scheduler, "a function (optimizer, num_steps) -> LRScheduler", cure)
+    made = lr_scheduler(optimizer, num_steps)
+    if not isinstance(made, LRScheduler) or isinstance(made, ReduceLROnPlateau):
+        raise ArgumentTypeError("lr_scheduler", made, accepted, cure)
+    return made

@@ -1,0 +1,153 @@
+"""Where a run stands in its epochs, and how large its next window is to be."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from autoaccum.data.base import Reader, Window
+from autoaccum.errors import EmptyDatasetError
+from autoaccum.events import Notice, StepReport
+from autoaccum.planning.budget import Budget
+from autoaccum.planning.schedules import REPORTS, Progress, Schedule
+from autoaccum.window.step import Engine
+
+
+class Pace:
+    """Asks the schedule, and keeps to the data, to the budget and to recorded plans."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        budget: Budget,
+        *,
+        num_samples: int | None,
+        drop_last: bool,
+        plans: Sequence[tuple[int, ...]],
+        engine: Engine,
+    ) -> None:
+        """At the beginning.
+
+        Args:
+            schedule: says how many samples windows are to have.
+            budget: when the run is over.
+            num_samples: in one pass over the data, when known.
+            drop_last: whether the short window at an epoch's end is left out.
+            plans: of a recorded run, one a window.
+            engine: counts the steps, and says how windows are cut.
+        """
+        self._schedule = schedule
+        self._budget = budget
+        self._num_samples = num_samples
+        self._drop_last = drop_last
+        self._plans = plans
+        self._engine = engine
+        self.epoch = 0
+        """The pass over the data that the next window belongs to."""
+        self.windows: list[int] = []
+        """The sizes of those of this epoch so far."""
+        self.epoch_seen = 0
+        """Their sum."""
+        self.samples_seen = 0
+        """Samples trained on."""
+        self.effective_batch = 0
+        """Samples that were asked for in the last window."""
+        self.epoch_samples = num_samples
+        """In one pass; of a stream as far as one has told."""
+        self.reports: deque[StepReport] = deque(maxlen=REPORTS)
+
+    def next_window(self, reader: Reader) -> tuple[Window, int] | None:
+        """With how many samples were asked for, which an epoch's end may not have; None after the epoch's last."""
+        if self.epoch_seen == self._num_samples:  # nothing is asked: a function may have no answer here
+            return None
+        asked = self.asked()
+        window = reader.window(self._allowed(asked), self._drop_last)
+        if window is None:
+            return None
+        if self._num_samples is None and self.epoch_samples is not None:  # a stream, which may have more than last time
+            self.epoch_samples = max(self.epoch_samples, window.num_samples)
+            asked = self._at_most(self.epoch_samples, asked)
+        self.effective_batch = asked
+        return window, asked
+
+    def asked(self) -> int:
+        """Samples that the schedule asks for next, and the data can give."""
+        return self._at_most(self._num_samples, self._schedule.at(self._progress()))
+
+    def _at_most(self, there: int | None, asked: int) -> int:
+        if there is None or asked <= there:
+            return asked
+        self._engine.announce_once(
+            Notice(
+                cause=f"effective_batch={asked} is more than the data's {there} samples",
+                consequence=f"Every epoch is one window of {there} samples",
+                cure=f"Pass effective_batch={there} to say so, or more data",
+            )
+        )
+        return there
+
+    def _allowed(self, asked: int) -> int:
+        """Samples that the next window may have."""
+        if (plan := self.recorded_plan()) is not None:
+            return sum(plan)
+        return asked if self._budget.samples is None else min(asked, self._budget.samples - self.samples_seen)
+
+    def recorded_plan(self) -> tuple[int, ...] | None:
+        """Of the next window, if one was passed."""
+        return self._plans[self._engine.step] if self._engine.step < len(self._plans) else None
+
+    def _progress(self) -> Progress:
+        return Progress(
+            step=self._engine.step,
+            epoch=self.epoch,
+            samples=self.samples_seen,
+            effective_batch=self.effective_batch or None,
+            reports=list(self.reports),
+        )
+
+    def sizes_ahead(self) -> Callable[[int], tuple[int, ...]]:
+        """(position) -> how the window that begins there will be cut, as things stand: for what workers collate.
+
+        They ask for one window of the epoch after the other, ahead of training.
+        """
+        step, before = self._engine.step, self.samples_seen - self.epoch_seen
+
+        def sizes_at(position: int) -> tuple[int, ...]:
+            nonlocal step
+            if position == self.epoch_samples or self._budget.spent(step, before + position):
+                return (1,)  # there will be no window
+            asked = self._schedule.at(replace(self._progress(), step=step, samples=before + position))
+            step += 1
+            left = asked if self.epoch_samples is None else self.epoch_samples - position
+            return self._engine.tuner.plan(max(1, min(asked, left)))
+
+        return sizes_at
+
+    def passed(self, num_samples: int) -> None:
+        """A window of so many samples has committed."""
+        self.windows.append(num_samples)
+        self.epoch_seen += num_samples
+        self.samples_seen += num_samples
+
+    def end_epoch(self) -> None:
+        """The data has no more.
+
+        Raises:
+            EmptyDatasetError: it had nothing.
+        """
+        if not self.windows:
+            raise EmptyDatasetError(
+                "data", f"epoch {self.epoch} has no window (an iterator yields its items only once)."
+            )
+        if self._num_samples is None and not self._drop_last:  # which leaves no window short
+            self.epoch_samples = max(self.epoch_samples or 0, self.epoch_seen)
+        self.epoch += 1
+        self.windows, self.epoch_seen = [], 0
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether the budget is used up."""
+        most = self._budget.max_epochs
+        spent = self._budget.spent(self._engine.step, self.samples_seen)
+        return spent or (most is not None and self.epoch >= most)

@@ -1,0 +1,251 @@
+"""``probe``: the search for the largest micro-batch on throw-away trials, for those who want only the answer."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from autoaccum import _checks
+from autoaccum.data.base import Source
+from autoaccum.data.sources import open_source
+from autoaccum.errors import NothingFitsError
+from autoaccum.loss.coupling import is_compiled, smallest_micro_batch
+from autoaccum.loss.functions import LossOf, loss_function
+from autoaccum.memory import clock
+from autoaccum.memory.base import Memory
+from autoaccum.memory.devices import find_device, memory_of
+from autoaccum.memory.oom import is_out_of_memory, room_for_model
+from autoaccum.planning.costs import MemoryModel, TimeModel, Trial, fit_memory_model, fit_time_model
+from autoaccum.planning.cuts import Plan, plan
+from autoaccum.planning.schedules import Progress, Schedule, schedule_of
+from autoaccum.planning.search import COARSE_FIRST, bounds, next_trial
+from autoaccum.training.lazy import build_lazy_layers
+from autoaccum.window.advice import Refused, advise
+from autoaccum.window.attributes import Attributes
+from autoaccum.window.optimizers import (
+    OptimizerLike,
+    allocate_state,
+    make_optimizer,
+    sparsely_trained,
+    trainable_parameters,
+)
+from autoaccum.window.precision import Autocast, Precision, autocast
+from autoaccum.window.snapshot import Snapshot
+
+GROWTH = 64
+"""How far beyond its largest success a probe may go where the device itself refuses what is too much."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProbeReport:
+    """What a probe found out."""
+
+    max_micro_batch: int
+    """The largest micro-batch that was tried and fitted, within 2 % of the largest there is."""
+    trials: tuple[Trial, ...]
+    """Everything that was tried, in order."""
+    memory_model: MemoryModel | None
+    """Peak bytes by samples; None when a single size was enough to know."""
+    time_model: TimeModel | None
+    """Seconds by samples; None likewise."""
+    limit_bytes: int
+    """Bytes this process may use on the device, the headroom included."""
+    plan: Plan | None
+    """For the effective batch that was passed; None where a function is to say it."""
+
+
+def probe(
+    model: nn.Module,
+    data: Any,
+    *,
+    effective_batch: int | str | Schedule | Callable[[Progress], int] | None = None,
+    loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
+    training_step: Callable[[Any, Any], torch.Tensor] | None = None,
+    optimizer: OptimizerLike | None = None,
+    max_micro_batch: int | None = None,
+    memory_limit: _checks.MemoryLimit = None,
+    headroom: float = 0.05,
+    precision: Precision = "fp32",
+    device: str | torch.device | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+) -> ProbeReport:
+    """Find the largest micro-batch that fits, by forwards and backwards that leave no trace.
+
+    Parameters, buffers, gradients, optimizer state, random states, training mode, what modules keep in attributes of
+    their own, and data are afterwards what they were, to the bit; lazy layers are unbuilt again. The memory of
+    gradients and of the optimizer's state is counted, whether they are there yet or not.
+
+    Args:
+        model: the module to train.
+        data: as for ``fit``; its first samples are repeated to make batches of any size.
+        effective_batch: samples per optimizer step, the most of them where it is a schedule: no larger micro-batch is
+            tried, and a plan is made.
+        loss_fn: (outputs, targets) -> loss, for batches that are (inputs, targets).
+        training_step: (model, batch) -> loss, for any batch. With neither, the model returns its loss.
+        optimizer: an Optimizer or a function (parameters) -> Optimizer; AdamW when left out. Its state must fit too.
+        max_micro_batch: the most samples to try at once.
+        memory_limit: device memory this process may use, as bytes, "8GiB", a share such as 0.5, or a function
+            () -> one of these.
+        headroom: fraction of the limit to leave free.
+        precision: fp32 (as the model is), bf16 or fp16 (both by autocast).
+        device: where to train, such as cpu or cuda:1; an accelerator where there is one.
+        collate_fn: makes a batch of a list of samples.
+
+    Raises:
+        ArgumentError: an argument cannot be used; it names the argument, the value and the cure.
+        NothingFitsError: not even one sample fits.
+        LimitBelowModelError: not even the model fits.
+
+    >>> import torch
+    >>> report = probe(
+    ...     torch.nn.Linear(3, 1), (torch.randn(10, 3), torch.randn(10, 1)), device="cpu",
+    ...     loss_fn=torch.nn.functional.mse_loss, effective_batch=8,
+    ... )
+    >>> report.max_micro_batch, report.plan.sizes
+    (8, (8,))
+    """
+    loss_of = loss_function(loss_fn, training_step)
+    most = None if effective_batch is None else schedule_of(effective_batch).largest
+    if max_micro_batch is not None:
+        _checks.positive_int("max_micro_batch", max_micro_batch)
+    _checks.number_between("headroom", headroom, 0, 1)
+    modules = [m for m in (model, loss_fn, training_step) if isinstance(m, nn.Module)]
+    parameters = trainable_parameters(model, modules)
+    on = find_device(device)
+    memory = memory_of(on)
+    available = memory.limit()
+    limit = _checks.memory_limit_bytes(memory_limit, available)
+    enforced = memory.enforced and limit == available
+    source = open_source(data, seed=0, shuffle=False, device=on, collate_fn=collate_fn)
+    ceiling = min(n for n in (max_micro_batch, most, source.num_samples, 2**20) if n is not None)
+    context = autocast(precision, on)
+    sparse = sparsely_trained(modules)
+
+    history: list[Trial] = []
+    with _no_trace(modules, optimizer, on):
+        with room_for_model(memory, limit):
+            for module in modules:
+                module.to(on)
+            if not model.training:
+                model.train()
+            build_lazy_layers(model, modules, source, loss_of, context, on)
+            state_of = make_optimizer(optimizer, None, parameters)
+            for p in parameters:  # as in every micro-batch of a window but the first
+                if not any(p is weight for weight in sparse):  # zeros would make its gradient dense
+                    p.grad = torch.zeros_like(p)
+            allocate_state(state_of, modules)
+        smallest = smallest_micro_batch(modules)
+        while size := next_trial(
+            history,
+            limit_bytes=int(limit * (1 - headroom)),
+            ceiling=ceiling,
+            smallest=smallest,
+            first=COARSE_FIRST if is_compiled(model) else None,
+            growth=GROWTH if enforced else 2,
+        ):
+            allowed = limit if size <= smallest else int(limit * (1 - headroom))
+            for weight in sparse:  # as long as all the trials before it, by now
+                weight.grad = None
+            trial = _try(size, model, source, loss_of, context, memory, on, allowed)
+            expected = fit_memory_model(history)
+            history.append(trial if expected is None else replace(trial, predicted_bytes=expected.predict(size)))
+        largest = bounds(history)[0]
+        if largest == 0:
+            peak_bytes = history[-1].peak_bytes
+            refused = Refused(
+                model=model,
+                modules=modules,
+                optimizer=state_of,
+                loss_of=loss_of,
+                batch=lambda: source.example(smallest),
+                precision=precision,
+                device=on,
+                memory=memory,
+                limit_bytes=limit,
+                peak_bytes=peak_bytes,
+            )
+            raise NothingFitsError(
+                phase="probe",
+                micro_batch=smallest,
+                peak_bytes=peak_bytes,
+                limit_bytes=limit,
+                advice=advise(refused),
+            )
+    return ProbeReport(
+        max_micro_batch=largest,
+        trials=tuple(history),
+        memory_model=fit_memory_model(history),
+        time_model=fit_time_model(history),
+        limit_bytes=limit,
+        plan=None if most is None else plan(most, largest),
+    )
+
+
+def _try(
+    size: int,
+    model: nn.Module,
+    source: Source,
+    loss_of: LossOf,
+    context: Autocast,
+    memory: Memory,
+    device: torch.device,
+    allowed_bytes: int,
+) -> Trial:
+    """One forward and backward."""
+    memory.release()
+    memory.reset_peak()
+    started = clock.now()
+    try:
+        batch = source.example(size)
+        with context():
+            loss = loss_of(model, batch)
+        torch.autograd.backward(loss)
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+        seconds = clock.now() - started
+        peak_bytes = memory.peak()
+        return Trial(micro_batch=size, fits=peak_bytes <= allowed_bytes, peak_bytes=peak_bytes, seconds=seconds)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+    gc.collect()  # a failed forward may have left reference cycles that hold tensors
+    return Trial(micro_batch=size, fits=False)
+
+
+@contextmanager
+def _no_trace(modules: Sequence[nn.Module], optimizer: object, device: torch.device) -> Iterator[None]:
+    """Whatever forwards, backwards and ``allocate_state`` do within it is undone."""
+    snapshot = Snapshot(modules, device)
+    snapshot.take()
+    everything = {id(m): m for module in modules for m in module.modules()}.values()
+    parameters = [p for module in everything for p in module.parameters(recurse=False)]
+    trained = [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]
+    tensors = [*parameters, *(b for module in everything for b in module.buffers(recurse=False))]
+    unbuilt = [(t, type(t), t.data) for t in tensors if is_lazy(t)]
+    elsewhere = [(p, p.data) for p in parameters if p.device != device]  # will be moved to the device, and back
+    gradients = [(p, p.grad) for p in (*parameters, *trained)]
+    for p, _ in gradients:
+        p.grad = None
+    owners = [*everything, *([optimizer] if isinstance(optimizer, torch.optim.Optimizer) else [])]
+    attributes = Attributes(owners)
+    try:
+        yield
+    finally:
+        for p, _ in gradients:
+            p.grad = None
+        for p, value in elsewhere:
+            p.data = value
+        for tensor, kind, value in unbuilt:
+            tensor.data = value
+            tensor.__class__ = kind
+        for p, gradient in gradients:
+            p.grad = gradient
+        attributes.restore()
+        snapshot.restore()

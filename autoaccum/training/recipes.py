@@ -1,0 +1,210 @@
+"""Recipes: the Python functions from which the command line learns what to train.
+
+A recipe is written ``path/to/file.py[:function]`` or ``package.module[:function]``; the function, ``recipe`` when none
+is named, returns the keyword arguments of ``autoaccum.fit`` as a dict. What parameters it has need defaults, but for
+those that a sweep gives it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from difflib import get_close_matches
+from functools import wraps
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar
+
+from autoaccum.errors import RecipeNotFoundError, RecipeResultError
+
+FORMS = "path/to/file.py[:function] or package.module[:function]"
+T = TypeVar("T")
+
+
+class RecipeRaised(Exception):
+    """The recipe's own code raised ``__cause__``, whose traceback begins in the recipe."""
+
+
+@contextmanager
+def opened(recipe: str) -> Iterator[dict[str, Any]]:
+    """Import the recipe, call its function and give the arguments it returned: see ``imported``.
+
+    Raises:
+        RecipeNotFoundError: there is no such file, module or function.
+        RecipeResultError: what the function returned is not a dict of ``fit``'s arguments, model and data included.
+        RecipeRaised: the recipe's own code raised.
+    """
+    with imported(recipe) as function:
+        yield function()
+
+
+@contextmanager
+def imported(recipe: str) -> Iterator[Callable[..., dict[str, Any]]]:
+    """Import the recipe and give its function, which raises RecipeResultError and RecipeRaised when it is called.
+
+    Within the context the recipe's folder is on ``sys.path``, as under ``python file.py``, and its module is in
+    ``sys.modules``, so that data loading processes can unpickle its classes and import what stands beside it.
+
+    Raises:
+        RecipeNotFoundError: there is no such file, module or function.
+        RecipeRaised: the recipe's own code raised.
+    """
+    target, function = _split(recipe)
+    is_file = target.endswith(".py") or "/" in target or os.sep in target
+    # For a module it is the current folder: python -m has it on the path, the console script has not.
+    folder = str(Path(target).resolve().parent if is_file else Path.cwd())
+    name = _free_name(Path(target).stem) if is_file else target
+    sys.path.insert(0, folder)
+    try:
+        module = _import_file(Path(target), name) if is_file else _import_module(target)
+        found = _find(module, target, function)
+
+        @wraps(found)
+        def call(**given: Any) -> dict[str, Any]:
+            return checked(_run(lambda: found(**given)), f"{target}:{function}")
+
+        yield call
+    finally:
+        with suppress(ValueError):
+            sys.path.remove(folder)
+        if is_file:
+            sys.modules.pop(name, None)
+
+
+def name_of(recipe: str | Callable[..., Any]) -> str:
+    """What is made of it is called.
+
+    >>> name_of("recipes/digits.py"), name_of("digits.py:small"), name_of("package.digits"), name_of(name_of)
+    ('digits', 'digits-small', 'digits', 'name_of')
+    """
+    if not isinstance(recipe, str):
+        return as_file_name(getattr(recipe, "__name__", type(recipe).__name__))
+    target, _, function = recipe.partition(":")
+    stem = Path(target).stem if target.endswith(".py") else target.rpartition(".")[2]
+    return as_file_name(f"{stem}-{function}" if function not in ("", "recipe") else stem)
+
+
+def as_file_name(text: str) -> str:
+    """Letters, digits, ``_`` and ``-``.
+
+    >>> as_file_name("../lr: 1e-4"), as_file_name("<lambda>")
+    ('lr-1e-4', 'lambda')
+    """
+    return re.sub(r"[^\w-]+", "-", text).strip("-")
+
+
+def _split(recipe: str) -> tuple[str, str]:
+    """What to import and the function's name; a colon may also stand in a path (``C:\\file.py``)."""
+    target, colon, function = recipe.rpartition(":")
+    return (target, function) if colon and function.isidentifier() else (recipe.removesuffix(":"), "recipe")
+
+
+def _free_name(stem: str) -> str:
+    """The module's name: the file's, by which spawned processes can import it, unless another module has it."""
+    name = stem.replace(".", "_")
+    while name in sys.modules:
+        name = f"recipe_{name}"
+    return name
+
+
+def _import_file(path: Path, name: str) -> ModuleType:
+    if not path.is_file() or path.suffix != ".py":
+        with suppress(OSError):
+            beside = [str(path.with_name(file.name)) for file in path.resolve().parent.glob("*.py")]
+        raise RecipeNotFoundError(
+            f"no recipe file {str(path)!r} (looked for {path.resolve()}).{_suggest(str(path), beside)} Pass {FORMS}."
+        )
+    spec = importlib.util.spec_from_file_location(name, path.resolve())
+    assert spec is not None  # it ends in .py
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    loader = spec.loader
+    _run(lambda: loader.exec_module(module))
+    return module
+
+
+def _import_module(name: str) -> ModuleType:
+    missing = RecipeNotFoundError(
+        f"no recipe module {name!r} (looked for in {Path.cwd()} and on Python's path). Pass {FORMS}."
+    )
+    if not all(name.split(".")):
+        raise missing
+    try:
+        return _run(lambda: importlib.import_module(name))
+    except RecipeRaised as raised:
+        error = raised.__cause__
+        # Without a frame of its own it is the recipe that was not found, not something that the recipe imports.
+        if isinstance(error, ModuleNotFoundError) and error.__traceback__ is None:
+            raise missing from None
+        raise
+
+
+def _find(module: ModuleType, target: str, function: str) -> Callable[..., object]:
+    found = getattr(module, function, None)
+    if callable(found):
+        return found  # type: ignore[no-any-return]
+    names = [
+        name
+        for name, value in vars(module).items()
+        if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
+    ]
+    there = f"is a {type(found).__name__}" if hasattr(module, function) else "is not there"
+    cure = (
+        f"Its functions: {', '.join(names)}.{_suggest(function, names)} Pass {target}:FUNCTION."
+        if names
+        else f"It has no functions: define {function}(), which returns fit's arguments as a dict."
+    )
+    raise RecipeNotFoundError(f"no function {function!r} in the recipe {target}: it {there}. {cure}")
+
+
+def checked(arguments: object, recipe: str) -> dict[str, Any]:
+    """What a recipe of that name returned.
+
+    Raises:
+        RecipeResultError: it is not a dict of ``fit``'s arguments, model and data included.
+    """
+    from autoaccum.training.trainer import (
+        Trainer,
+    )  # not at the top: it takes torch with it, which `autoaccum plan` has no use for
+
+    if not isinstance(arguments, dict):
+        raise RecipeResultError(
+            f"{recipe} returned {type(arguments).__name__}, expected a dict of fit's arguments, such as "
+            f'{{"model": ..., "data": ..., "loss_fn": ...}}.'
+        )
+    accepted = inspect.signature(Trainer).parameters
+    for key in arguments:
+        if key not in accepted:
+            raise RecipeResultError(
+                f"{recipe} returned {key!r}, which fit does not take.{_suggest(str(key), list(accepted))} fit takes "
+                f"{', '.join(accepted)}."
+            )
+    for key in ("model", "data"):
+        if key not in arguments:
+            raise RecipeResultError(f"{recipe} returned no {key!r}: add it to the dict.")
+    return arguments
+
+
+def _suggest(word: str, words: list[str]) -> str:
+    matches = get_close_matches(word, words, n=1)
+    return f" Did you mean {matches[0]!r}?" if matches else ""
+
+
+def _run(call: Callable[[], T]) -> T:
+    """Run the recipe's code; what it raises is cut down to the recipe's own frames."""
+    try:
+        return call()
+    except Exception as error:
+        traceback = error.__traceback__
+        while traceback is not None and (
+            (file := traceback.tb_frame.f_code.co_filename) in (__file__, importlib.__file__)
+            or file.startswith("<frozen importlib")
+        ):
+            traceback = traceback.tb_next
+        raise RecipeRaised from error.with_traceback(traceback)

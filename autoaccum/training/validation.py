@@ -1,0 +1,292 @@
+"""The loss on held-out data: a micro-batch of its own, and no trace on training."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoaccum.data import batches, randomness
+from autoaccum.data.base import Source, Window
+from autoaccum.errors import DataError, EmptyDatasetError, LossWithoutGradError, NothingFitsError
+from autoaccum.events import Event, Notice, OutOfMemory, Validated
+from autoaccum.loss.conclusions import conclude, stands_for_none
+from autoaccum.loss.functions import LossOf
+from autoaccum.loss.graph import graph_alone
+from autoaccum.loss.reductions import Reduction, read, without_graph
+from autoaccum.loss.weighting import CountItems, count_items
+from autoaccum.memory import clock
+from autoaccum.memory.base import Memory
+from autoaccum.memory.oom import is_out_of_memory
+from autoaccum.planning.costs import Trial
+from autoaccum.planning.search import bounds, next_trial
+from autoaccum.training.metrics import Kept, Metrics, Sums
+from autoaccum.window.attributes import Attributes
+from autoaccum.window.precision import Autocast
+from autoaccum.window.snapshot import Snapshot
+
+
+class Validator:
+    """Runs passes over validation data, and learns from them how large its micro-batches may be."""
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        modules: Sequence[nn.Module],
+        source: Source,
+        *,
+        loss_of: LossOf,
+        of_outputs: bool,
+        num_items: CountItems | None,
+        autocast: Autocast,
+        device: torch.device,
+        memory: Memory,
+        limit_bytes: int,
+        target_bytes: int,
+        watch: bool,
+        emit: Callable[[Event], None],
+        metrics: Metrics | None = None,
+    ) -> None:
+        """Set up: ``modules`` are put into eval mode; no size is kept whose peak passes ``target_bytes``, which with
+        ``watch`` nobody but us enforces. The loss is ``of_outputs`` when the model is only called for them."""
+        self._metrics = metrics
+        self._model = model if metrics is None else metrics.model
+        self._modules = list({id(m): m for root in modules for m in root.modules()}.values())
+        self._source = source
+        self._loss_of = loss_of
+        self._num_items = num_items
+        self._autocast = autocast
+        self._device = device
+        self._memory = memory
+        self.heed(limit_bytes, target_bytes)
+        self._watch = watch
+        self._emit = emit
+        # What can be read off a graph costs the memory of one, which is least where the model makes none.
+        self._ways = [*(["the loss's graph"] if of_outputs else []), "the graph alone", "all of the graph"]
+        self._history: list[Trial] = []
+        self._released_bytes = 0
+
+    def heed(self, limit_bytes: int, target_bytes: int) -> None:
+        """The limit has moved."""
+        self._limit_bytes = limit_bytes
+        self._target_bytes = target_bytes
+
+    def run(self, step: int, epoch: int, training_micro_batch: int) -> float:
+        """One pass, in micro-batches that grow up to training's, which fits without a backward if samples are alike.
+
+        Returns the loss.
+        """
+        started = clock.now()
+        losses: list[tuple[int, float, Reduction]] = []
+        num_samples = largest = 0
+        if self._metrics is not None:
+            self._metrics.begin()
+        with self._evaluating():
+            reader = self._source.read(0, lambda position: (self._size(training_micro_batch),))
+            while (window := reader.window(self._size(training_micro_batch))) is not None:
+                position = 0
+                while position < window.num_samples:
+                    size = min(self._size(training_micro_batch), window.num_samples - position)
+                    if (outcome := self._try(window, position, size)) is None:
+                        self._emit(OutOfMemory(step=step, phase="validation", micro_batch=size))
+                        if size == 1:
+                            raise self._nothing_fits(None)
+                        continue
+                    losses.append((size, *outcome))
+                    position += size
+                    largest = max(largest, size)
+                num_samples += position
+        if num_samples == 0:
+            raise EmptyDatasetError("validation_data", _NOTHING)
+        loss = _joined(losses)
+        self._emit(
+            Validated(
+                step=step,
+                epoch=epoch,
+                loss=loss,
+                metrics={} if self._metrics is None else self._metrics.read(),
+                num_samples=num_samples,
+                micro_batch=largest,
+                seconds=clock.now() - started,
+            )
+        )
+        return loss
+
+    def try_metrics(self, metrics: Metrics) -> None:
+        """Call each function on one sample and on two, of which nothing remains: what is wrong is said before training.
+
+        Raises:
+            ArgumentError: a function returned no tensor of values.
+            EmptyDatasetError: there is no sample.
+        """
+        snapshot, attributes = Snapshot(self._modules, self._device), Attributes(self._modules)
+        snapshot.take()
+        try:
+            with self._evaluating():
+                metrics.measure(Kept(self._source.example(1)), lambda: self._source.example(1))
+                two = self._source.example(2)
+                if _is_cut(two):
+                    metrics.check(two)
+        except EmptyDatasetError:
+            raise EmptyDatasetError("validation_data", _NOTHING) from None
+        except Exception as error:
+            if not is_out_of_memory(error):  # which training will say, or a validation
+                raise
+        finally:
+            attributes.restore()
+            snapshot.restore()
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """In eval mode; modes and random states are put back."""
+        training = [(module, module.training) for module in self._modules]
+        states = randomness.get_state(self._device)
+        for module in self._modules:
+            module.training = False
+        try:
+            yield
+        finally:
+            for module, mode in training:
+                module.training = mode
+            randomness.set_state(states, self._device)
+
+    def _size(self, ceiling: int) -> int:
+        trial = next_trial(self._history, limit_bytes=self._target_bytes, ceiling=ceiling)
+        return min(ceiling, trial or bounds(self._history)[0] or 1)
+
+    def _try(self, window: Window, position: int, size: int) -> tuple[float, Reduction] | None:
+        """The loss; None when memory ran out. What it took goes into the history."""
+        is_trial = size > bounds(self._history)[0]
+        if is_trial or self._is_cluttered():
+            self._memory.release()
+            self._released_bytes = self._memory.used()
+        if is_trial or self._watch:
+            self._memory.reset_peak()
+        try:
+            outcome, sums = self._outcome(lambda: window.micro_batch(position, size), size)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            ran_out = True
+        else:
+            ran_out = False
+            if self._metrics is not None:
+                self._metrics.keep(sums)
+        if ran_out:
+            gc.collect()
+            self._memory.release()
+            self._history.append(Trial(micro_batch=size, fits=False))
+            return None
+        if is_trial or self._watch:
+            self._learn(size, self._memory.peak())
+        return outcome
+
+    def _outcome(self, micro_batch: Callable[[], Any], size: int) -> tuple[tuple[float, Reduction], Sums]:
+        """The loss and what it is a mean over; and what the metrics add up to with it."""
+        batch = micro_batch()
+        if self._metrics is None:
+            return self._loss(batch, size), {}
+        kept = Kept(batch)
+        try:
+            loss = self._loss(batch, size)
+            states = randomness.get_state(self._device)
+            sums = self._metrics.measure(kept, micro_batch)
+            randomness.set_state(states, self._device)  # so that losses that draw are those without metrics
+            return loss, sums
+        finally:
+            self._metrics.forget()
+
+    def _loss(self, batch: Any, size: int) -> tuple[float, Reduction]:
+        if self._num_items is not None:
+            counted = float(count_items(self._num_items, batch))
+            if not counted:
+                return 0.0, Reduction(0.0)
+        else:
+            while self._ways:
+                try:
+                    return self._read(batch, size, self._ways[0])
+                except Exception as error:
+                    if is_out_of_memory(error):
+                        raise
+                    # Code that writes to its outputs, or asks for gradients itself, cannot be run like this; and if
+                    # the error was another, it comes up again.
+                    del self._ways[0]
+                    if not self._ways and not isinstance(error, LossWithoutGradError):
+                        self._emit(_BY_SAMPLES)
+        with torch.no_grad(), self._autocast():
+            loss = self._loss_of(self._model, batch)
+        return loss.item(), Reduction(size if self._num_items is None else counted)
+
+    def _read(self, batch: Any, size: int, way: str) -> tuple[float, Reduction]:
+        """A loss of which a graph is kept, and so what it is a mean over."""
+        with torch.enable_grad() if way == "all of the graph" else graph_alone(), self._autocast():
+            is_apart = way == "the loss's graph"
+            loss = self._loss_of(self._outputs if is_apart else self._model, batch)
+        reduction = without_graph(read(loss, size))
+        if stands_for_none(reduction, loss, size)[0]:
+            reduction = replace(reduction, items=0.0)
+        return loss.item() if reduction.items else 0.0, reduction
+
+    def _outputs(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's, without its graph: the loss makes one of its own, which is all that is read."""
+        with torch.no_grad():
+            leaves, spec = batches.flatten(self._model(*args, **kwargs))
+        return spec.unflatten([_with_grad(leaf) for leaf in leaves])
+
+    def _is_cluttered(self) -> bool:
+        """Whether what the allocator still holds, where nothing enforces the limit, is a good part of what is free."""
+        free = self._target_bytes - self._released_bytes
+        return self._watch and self._memory.used() - self._released_bytes > free / 4
+
+    def _learn(self, size: int, peak_bytes: int) -> None:
+        """One sample may use the headroom; nothing may pass the limit."""
+        if size == 1 and peak_bytes > self._limit_bytes:
+            raise self._nothing_fits(peak_bytes)
+        fits = size == 1 or peak_bytes <= self._target_bytes
+        if not fits:
+            self._memory.release()
+        if not fits or size > bounds(self._history)[0]:
+            self._history.append(Trial(micro_batch=size, fits=fits, peak_bytes=peak_bytes))
+
+    def _nothing_fits(self, peak_bytes: int | None) -> NothingFitsError:
+        return NothingFitsError(phase="validation", micro_batch=1, peak_bytes=peak_bytes, limit_bytes=self._limit_bytes)
+
+
+_NOTHING = "reading it yielded nothing."
+_BY_SAMPLES = Notice(
+    cause="What the validation loss is a mean over could not be read: the model or the loss cannot be run with a graph",
+    consequence="It is averaged over samples, and so may depend on the micro-batch of validation",
+    cure="Pass num_items=(micro-batch) -> how many items its loss is a mean over",
+)
+
+
+def _joined(losses: list[tuple[int, float, Reduction]]) -> float:
+    """The loss over everything, of the losses of micro-batches."""
+    there = [(size, loss, reduction) for size, loss, reduction in losses if float(reduction.items)]
+    if not there:
+        return float("nan")
+    counts = [float(reduction.items) for _, _, reduction in there]
+    found = conclude([size for size, _, _ in there], [reduction for _, _, reduction in there])
+    is_sum = found.is_sum if len(there) > 1 else False
+    return sum(loss * count for (_, loss, _), count in zip(there, counts, strict=True)) / (
+        counts[0] if is_sum else sum(counts)
+    )
+
+
+def _is_cut(two: Any) -> bool:
+    """Whether two samples, which a collate_fn may have made one thing of, can be taken one by one."""
+    try:
+        return batches.num_samples(two) == 2
+    except DataError:
+        return False
+
+
+def _with_grad(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
+        return leaf.detach().requires_grad_()
+    return leaf

@@ -1,0 +1,82 @@
+"""What a forward and backward changes besides gradients, saved before a window and put back when it is replayed."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from autoaccum.data import randomness
+
+
+class Snapshot:
+    """Buffers and random states as they were when it was taken.
+
+    A buffer's value is copied, and the tensor itself is remembered too: a forward may write into it (BatchNorm's
+    running mean) or put another one in its place. Every buffer is copied every time: a version counter would tell
+    which ones changed, but writing through ``.data``, as hand-written moving averages do, does not move it.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], device: torch.device) -> None:
+        self._device = device
+        self._owners = list({id(m): m for module in modules for m in module.modules()}.values())
+        self._buffers: list[tuple[nn.Module, dict[str, torch.Tensor | None]]] = []
+        self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._random: randomness.RandomState = ()
+
+    def take(self) -> None:
+        """Remember the present state, in place of the one before, in the same memory where the buffers are the same."""
+        self._random = randomness.get_state(self._device)
+        self._buffers = [(owner, dict(owner._buffers)) for owner in self._owners if owner._buffers]
+        if self._buffers:
+            self._copy_buffers()
+
+    @torch.no_grad()
+    def _copy_buffers(self) -> None:
+        before, self._copies = self._copies, {}
+        stale = []
+        for _, buffers in self._buffers:
+            for buffer in buffers.values():
+                # What a lazy layer has not built yet has no value. What is expanded shares its elements, so PyTorch
+                # lets nothing write through it.
+                if buffer is None or id(buffer) in self._copies or is_lazy(buffer) or is_expanded(buffer):
+                    continue
+                known = before.get(id(buffer))
+                if known is not None and known[1].shape == buffer.shape:
+                    self._copies[id(buffer)] = known
+                    stale.append(known)
+                else:
+                    self._copies[id(buffer)] = (buffer, buffer.detach().clone())
+        _copy([(copy, buffer) for buffer, copy in stale])
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put the remembered state back; it may be done again."""
+        randomness.set_state(self._random, self._device)
+        before = {id(owner): buffers for owner, buffers in self._buffers}
+        for owner in self._owners:
+            owner._buffers.clear()
+            owner._buffers.update(before.get(id(owner), {}))
+        for buffer, copy in self._copies.values():
+            if buffer.shape != copy.shape:
+                buffer.data = copy.clone()
+        _copy(list(self._copies.values()))
+
+
+def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copy each second tensor into its first, in one launch a dtype and device rather than one a buffer."""
+    groups: dict[tuple[torch.dtype, torch.device], list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
+    for target, source in pairs:
+        groups[target.dtype, target.device].append((target, source))
+    for group in groups.values():
+        targets, sources = zip(*group, strict=True)
+        torch._foreach_copy_(targets, sources)
+
+
+def is_expanded(tensor: torch.Tensor) -> bool:
+    """Whether elements share memory, so that nothing can write to it."""
+    strided = tensor.layout == torch.strided
+    return strided and any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

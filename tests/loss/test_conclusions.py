@@ -1,0 +1,60 @@
+"""What micro-batches add up to, seen together."""
+
+from __future__ import annotations
+
+import pytest
+
+from autoaccum.loss.conclusions import conclude
+from autoaccum.loss.reductions import Reduction, Term
+
+
+def mean(*items: float, counted: bool = True) -> Reduction:
+    terms = tuple(
+        Term("mean", divisor=count, numbers=100 + int(count), is_counted=counted, is_items=counted) for count in items
+    )
+    return Reduction(items[0], terms)
+
+
+def total(numbers: int, constants: tuple[float, ...] = ()) -> Reduction:
+    return Reduction(1.0, (Term("sum", divisor=1.0, numbers=numbers),), constants)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "reductions", "is_sum", "doubt"),
+    [
+        ([4, 3], [Reduction(7.0), Reduction(2.0)], False, None),
+        ([4, 3], [mean(7), mean(2)], False, None),
+        ([4, 4], [mean(7), mean(7)], False, None),
+        ([4, 3], [mean(7), mean(7)], False, None),  # counts may be equal by chance, numbers of a program not
+        ([4, 3], [mean(12, counted=False), mean(12, counted=False)], False, "reduces 112 numbers"),
+        ([4, 3], [Reduction(2.0, (Term("sum", divisor=2.0, numbers=n),)) for n in (4, 3)], True, None),
+        ([4, 4], [Reduction(2.0, (Term("sum", divisor=2.0, numbers=n),)) for n in (4, 4)], True, None),
+        ([2, 2], [Reduction(n, (Term("mean", divisor=n, numbers=1),) * 2) for n in (1.0, 1.0)], False, "as many terms"),
+        ([4, 3], [mean(7, 14), mean(5, 10)], False, None),
+        ([4, 3], [mean(7, 4), mean(5, 3)], False, "different numbers of items"),
+        ([4, 3], [mean(0, 4), mean(5, 3)], False, "different numbers of items"),
+        ([4, 3], [mean(7, 7), mean(5)], False, "not the same ones"),
+        ([4, 3], [total(4), total(3)], True, None),
+        ([4, 4], [total(4), total(4)], True, None),
+        ([4, 4], [total(4, (0.1,)), total(4, (0.1,))], True, None),
+        ([4, 3], [total(4, (0.25,)), total(3, (0.33,))], True, "by a count of samples"),
+        ([4, 4], [total(4, (8.0,)), total(4, (8.0,))], True, "by a count of samples"),
+        (
+            [4, 4],
+            [Reduction(4.0, (Term("sum", is_sure=False, divisor=4.0, numbers=4),))] * 2,
+            True,
+            "divides by 4 in every micro-batch",
+        ),
+        (
+            [4, 3],
+            [Reduction(n**2, (Term("mean", divisor=n**2, numbers=int(n), factor=1 / n),)) for n in (4.0, 3.0)],
+            False,
+            "another factor",
+        ),
+        ([4], [Reduction(4, (Term("unknown", operation="Sqrt"),))], False, "leads to Sqrt"),
+    ],
+)
+def test_conclude(sizes: list[int], reductions: list[Reduction], is_sum: bool, doubt: str | None) -> None:
+    found = conclude(sizes, reductions)
+    assert found.is_sum is is_sum
+    assert (found.doubt is None) if doubt is None else (found.doubt is not None and doubt in found.doubt[0])

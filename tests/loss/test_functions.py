@@ -1,0 +1,179 @@
+"""The three ways to say the loss, how each calls the model, and what each refuses."""
+
+from __future__ import annotations
+
+from collections import UserDict
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+from autoaccum.errors import ConflictingArgumentsError, DataError, LossError, LossWithoutGradError, NonScalarLossError
+from autoaccum.loss.functions import call, loss_function
+
+
+class Recorder(nn.Module):
+    """Remembers how it was called; returns what it was told to."""
+
+    def __init__(self, returns: Any = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(3.0))
+        self.returns = returns
+        self.args: tuple[Any, ...] = ()
+        self.kwargs: dict[str, Any] = {}
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.args, self.kwargs = args, kwargs
+        return self.weight * 2 if self.returns is None else self.returns
+
+
+class Pair(NamedTuple):
+    inputs: Any
+    targets: Any
+
+
+class TestCall:
+    @pytest.mark.parametrize(
+        ("inputs", "args", "kwargs"),
+        [
+            ({"a": 1, "b": 2}, (), {"a": 1, "b": 2}),
+            (UserDict(a=1), (), {"a": 1}),
+            ((1, 2), (1, 2), {}),
+            ([1, 2], (1, 2), {}),
+            ((1, {"a": 2}), (1, {"a": 2}), {}),
+            (Pair(1, 2), (1, 2), {}),
+            ("text", ("text",), {}),
+            (None, (None,), {}),
+        ],
+    )
+    def test_conventions(self, inputs: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        model = Recorder()
+        call(model, inputs)
+        assert (model.args, model.kwargs) == (args, kwargs)
+
+    def test_a_tensor_is_one_argument(self) -> None:
+        model, inputs = Recorder(), torch.zeros(2, 3)
+        call(model, inputs)
+        assert len(model.args) == 1
+        assert model.args[0] is inputs
+
+
+class TestForms:
+    def test_loss_fn_gets_outputs_and_targets(self) -> None:
+        model = Recorder()
+        loss_of = loss_function(lambda outputs, targets: outputs * 10 + targets, None)
+        for batch in ((5, 1.0), [5, 1.0], Pair(5, 1.0)):
+            assert loss_of(model, batch).item() == 61.0
+            assert model.args == (5,)
+        loss_of(model, ({"ids": 5}, 1.0))
+        assert model.kwargs == {"ids": 5}
+        assert loss_function(lambda outputs, targets: outputs * targets["scale"], None)(
+            model, (5, {"scale": 2.0})
+        ).item() == pytest.approx(12.0)
+
+    def test_training_step_gets_model_and_batch_as_they_are(self) -> None:
+        model = Recorder()
+        seen: list[Any] = []
+
+        def step(*args: Any) -> torch.Tensor:
+            seen.extend(args)
+            return model.weight * 4
+
+        batch = {"anything": object()}
+        assert loss_function(None, step)(model, batch).item() == 12.0
+        assert seen[0] is model
+        assert seen[1] is batch
+
+    def test_not_both(self) -> None:
+        with pytest.raises(ConflictingArgumentsError, match="at most one of training_step and loss_fn"):
+            loss_function(lambda outputs, targets: outputs, lambda model, batch: model(batch))
+
+    def test_the_models_own_loss(self) -> None:
+        loss = nn.Parameter(torch.tensor(7.0)) * 1
+        for outputs in (
+            loss,
+            {"loss": loss, "logits": torch.zeros(3)},
+            UserDict(loss=loss),
+            SimpleNamespace(loss=loss, logits=torch.zeros(3)),
+        ):
+            model = Recorder(outputs)
+            assert loss_function(None, None)(model, {"ids": 1, "labels": 2}) is loss
+            assert model.kwargs == {"ids": 1, "labels": 2}
+
+
+class TestRefuses:
+    @pytest.mark.parametrize(
+        ("batch", "found"),
+        [
+            (torch.zeros(4, 2), r"a tensor of shape \(4, 2\)"),
+            ((torch.zeros(2), torch.zeros(2), torch.zeros(2)), "a tuple of 3"),
+            ([torch.zeros(2)], "a list of 1"),
+            ({"x": torch.zeros(2)}, "a value of type dict"),
+        ],
+    )
+    def test_batches_that_are_no_pairs(self, batch: Any, found: str) -> None:
+        with pytest.raises(DataError, match=f"batches are .inputs, targets., but this one is {found}.*training_step="):
+            loss_function(mse_loss, None)(Recorder(), batch)
+
+    @pytest.mark.parametrize(
+        ("loss", "found"),
+        [
+            (torch.zeros(4, requires_grad=True), r"a tensor of shape \(4,\)"),
+            (torch.zeros(1, requires_grad=True), r"a tensor of shape \(1,\)"),
+            (1.5, "a value of type float"),
+            (None, "nothing"),
+            ((torch.zeros(()), torch.zeros(3)), "a tuple of 2"),
+        ],
+    )
+    def test_losses_that_are_no_scalar_tensor(self, loss: Any, found: str) -> None:
+        for source, loss_of in (
+            ("loss_fn", loss_function(lambda outputs, targets: loss, None)),
+            ("training_step", loss_function(None, lambda model, batch: loss)),
+        ):
+            with pytest.raises(NonScalarLossError, match=f"^{source} returned {found}: expected one scalar tensor"):
+                loss_of(Recorder(), (1, 2))
+        if loss is not None:
+            for outputs in ({"loss": loss}, SimpleNamespace(loss=loss)):
+                with pytest.raises(NonScalarLossError, match=f"^the model returned {found}: expected one scalar"):
+                    loss_function(None, None)(Recorder(outputs), (1, 2))
+
+    @pytest.mark.parametrize(
+        ("outputs", "found"),
+        [
+            (torch.zeros(2, 3), r"a tensor of shape \(2, 3\)"),
+            ({"logits": torch.zeros(2)}, "a value of type dict"),
+            ({"loss": None}, "a value of type dict"),
+            (SimpleNamespace(loss=None), "a value of type SimpleNamespace"),
+            ((torch.zeros(()), torch.zeros(2)), "a tuple of 2"),
+        ],
+    )
+    def test_models_without_a_loss(self, outputs: Any, found: str) -> None:
+        with pytest.raises(NonScalarLossError, match=rf"the model returned {found} without a \.loss or \['loss'\]"):
+            loss_function(None, None)(Recorder(outputs), (1, 2))
+
+    def test_losses_without_a_gradient(self) -> None:
+        constant = torch.tensor(2.0)
+        for source, loss_of in (
+            ("loss_fn", loss_function(lambda outputs, targets: outputs.detach(), None)),
+            ("training_step", loss_function(None, lambda model, batch: constant)),
+        ):
+            with pytest.raises(LossWithoutGradError, match=f"^{source} returned a loss without a gradient"):
+                loss_of(Recorder(), (1, 2))
+            with torch.no_grad():
+                loss_of(Recorder(), (1, 2))  # in validation none is wanted
+        with pytest.raises(LossWithoutGradError, match="^the model returned a loss without a gradient"):
+            loss_function(None, None)(Recorder(constant), (1, 2))
+
+    def test_what_the_users_code_raises_comes_through(self) -> None:
+        def broken(outputs: Any, targets: Any) -> torch.Tensor:
+            raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            loss_function(broken, None)(Recorder(), (1, 2))
+
+    def test_one_except_clause_catches_them_all(self) -> None:
+        assert issubclass(NonScalarLossError, LossError)
+        assert issubclass(LossWithoutGradError, LossError)

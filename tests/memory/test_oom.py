@@ -1,0 +1,170 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from autoaccum.errors import LimitBelowModelError
+from autoaccum.memory.devices import memory_of
+from autoaccum.memory.oom import is_out_of_memory, room_for_model
+from autoaccum.testing import simulated_memory
+
+OUT_OF_MEMORY = [
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.15 GiB of which 1 GiB is free.",
+    "HIP out of memory. Tried to allocate 3.31 GiB. GPU 0 has a total capacity of 128.00 GiB of which 780 MiB is free.",
+    "XPU out of memory. Tried to allocate 4.66 GiB. GPU 0 has a total capacity of 5.65 GiB of which 5.65 GiB is free.",
+    "MPS backend out of memory (MPS allocated: 17.21 GiB, other allocations: 1.30 GiB, max allowed: 20.13 GiB). Tried "
+    "to allocate 256 bytes on private pool.",
+    "Invalid buffer size: 12.00 GiB",
+    "backend='inductor' raised:\nOutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB.",
+    "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call",
+    "HIP error: out of memory\nHIP kernel errors might be asynchronously reported at some other API call",
+    "CUDA driver error: out of memory",
+    "Triton Error [CUDA]: out of memory",
+    "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    "CUDA error: HIPBLAS_STATUS_ALLOC_FAILED when calling `hipblasCreate(handle)`",
+    "cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`.",
+    "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+    "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+    "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED",
+    "miopenStatusAllocFailed",
+    'NVML_SUCCESS == r INTERNAL ASSERT FAILED at "../c10/cuda/CUDACachingAllocator.cpp":838, please report a bug to '
+    "PyTorch. ",
+    "NVML_SUCCESS == DriverAPI::get()->nvmlInit_v2_() INTERNAL ASSERT FAILED at "
+    '"/pytorch/c10/cuda/CUDACachingAllocator.cpp":1131, please report a bug to PyTorch. ',
+    "Native API failed. Native API returns: 39 (UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY)",
+    "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate "
+    "8589934592 bytes. Error code 12 (Cannot allocate memory)",
+    "[enforce fail at alloc_cpu.cpp:121] data. DefaultCPUAllocator: not enough memory: you tried to allocate 858993459 "
+    "bytes.",
+    "std::bad_alloc",
+    "could not create a primitive",
+    "could not create a memory object",
+]
+
+SOMETHING_ELSE = [
+    "CUDA error: an illegal memory access was encountered",
+    "CUDA error: device-side assert triggered",
+    "CUDA error: misaligned address",
+    "CUDA error: unspecified launch failure",
+    "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",
+    "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm( handle, opa, opb, m, n, k, &alpha, a, lda)`",
+    "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a non-contiguous input.",
+    "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR",
+    "GET was unable to find an engine to execute this computation",
+    "miopenStatusInternalError",
+    'NVML_SUCCESS == DriverAPI::get()->nvmlInit_v2_() INTERNAL ASSERT FAILED at "../c10/cuda/PeerToPeerAccess.cpp":83',
+    'handles_.at(i) INTERNAL ASSERT FAILED at "../c10/cuda/CUDACachingAllocator.cpp":403, please report a bug',
+    "level_zero backend failed with error: 20 (UR_RESULT_ERROR_DEVICE_LOST)",
+    "level_zero backend failed with error: 40 (UR_RESULT_ERROR_OUT_OF_RESOURCES)",
+    "NCCL error in: ProcessGroupNCCL.cpp:3356, unhandled cuda error, NCCL version 2.21.5\nncclUnhandledCudaError: Call "
+    "to CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'",
+    "out of resource: shared memory, Required: 132096, Hardware limit: 101376. Reducing block sizes may help.",
+    "[enforce fail at alloc_cpu.cpp:83] ((ptrdiff_t)nbytes) >= 0. alloc_cpu() seems to have been called with negative "
+    "number: 18446744073709551612",
+    "mat1 and mat2 shapes cannot be multiplied (4x3 and 4x3)",
+    "the memory bank is empty",
+    "could not create a primitive descriptor for the matmul primitive. Run workload with environment variable "
+    "ONEDNN_VERBOSE=all to get additional diagnostic information.",
+    "memory is full of wonders, and out of memory comes wisdom",
+    "Invalid buffer size: expected a multiple of 4",
+    "",
+]
+
+
+@pytest.mark.parametrize("text", OUT_OF_MEMORY)
+def test_every_known_text_of_an_out_of_memory_error_is_recognised(text: str) -> None:
+    assert is_out_of_memory(RuntimeError(text))
+    assert is_out_of_memory(torch.AcceleratorError(text))
+
+
+@pytest.mark.parametrize("text", SOMETHING_ELSE)
+def test_no_other_runtime_error_is_taken_for_one(text: str) -> None:
+    assert not is_out_of_memory(RuntimeError(text))
+    assert not is_out_of_memory(torch.AcceleratorError(text))
+
+
+@pytest.mark.parametrize("error_type", [torch.OutOfMemoryError, torch.cuda.OutOfMemoryError, MemoryError])
+def test_the_type_is_enough(error_type: type[Exception]) -> None:
+    assert is_out_of_memory(error_type())
+
+
+def test_numpy_s_own_error_is_recognised() -> None:
+    with pytest.raises(MemoryError) as raised:
+        np.ones(2**60, dtype=np.uint8)
+    assert is_out_of_memory(raised.value)
+
+
+@pytest.mark.parametrize("error_type", [ValueError, OSError, KeyError, KeyboardInterrupt])
+def test_the_text_counts_only_in_a_runtime_error(error_type: type[BaseException]) -> None:
+    assert not is_out_of_memory(error_type("CUDA out of memory. Tried to allocate 2.00 GiB."))
+
+
+def test_real_errors_of_a_wrong_shape_and_a_wrong_type_are_not_taken_for_one() -> None:
+    with pytest.raises(RuntimeError) as shape:
+        torch.ones(2, 3) @ torch.ones(2, 3)
+    with pytest.raises(RuntimeError) as kind:
+        torch.ones(2, 2) @ torch.ones(2, 2, dtype=torch.int64)
+    assert not is_out_of_memory(shape.value)
+    assert not is_out_of_memory(kind.value)
+
+
+CHILD = """
+import re, resource, torch
+from autoaccum.errors import LimitBelowModelError
+from autoaccum.memory.devices import memory_of
+from autoaccum.memory.oom import is_out_of_memory, room_for_model
+from autoaccum.testing import simulated_memory
+
+torch.set_num_threads(1)
+data = int(re.search(r"VmData:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
+resource.setrlimit(resource.RLIMIT_DATA, (data + 256 * 2**20, resource.RLIM_INFINITY))
+model = torch.nn.Linear(16, 16)
+held = [torch.ones(2**16, 16)]
+try:
+    while True:  # 4 MiB a forward, so that the allocator fails inside an operation and not at one giant request
+        held.append(model(held[-1]))
+except RuntimeError as error:
+    print(type(error).__name__, is_out_of_memory(error), str(error))
+held.clear()
+try:
+    bytearray(2**29)
+except MemoryError as error:
+    print(type(error).__name__, is_out_of_memory(error), str(error))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA holds back the allocator only on Linux")
+def test_the_cpu_allocator_s_real_failure_is_recognised() -> None:
+    child = subprocess.run([sys.executable, "-c", CHILD], capture_output=True, text=True)
+    assert child.returncode == 0, child.stderr
+    from_torch, from_python = child.stdout.splitlines()
+    assert from_torch.startswith("RuntimeError True [enforce fail at alloc_cpu.cpp")
+    assert from_python.startswith("MemoryError True")
+
+
+class TestRoomForModel:
+    def test_running_out_within_it_is_a_limit_below_the_model(self) -> None:
+        with (
+            pytest.raises(LimitBelowModelError) as caught,
+            room_for_model(memory_of(torch.device("cpu")), 5 << 30),
+        ):
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        assert caught.value.limit_bytes == 5 << 30
+        assert caught.value.needed_bytes > 5 << 30
+
+    def test_gradients_that_are_not_there_yet_must_fit_too(self) -> None:
+        with simulated_memory("1GiB"):
+            memory = memory_of(torch.device("cpu"))
+            parameters = [torch.zeros(1000)]
+            with room_for_model(memory, 8000, parameters):
+                parameters[0].add_(1)
+            with pytest.raises(LimitBelowModelError), room_for_model(memory, 7999, parameters):
+                pass
+
+    def test_other_errors_pass(self) -> None:
+        with pytest.raises(KeyError), room_for_model(memory_of(torch.device("cpu")), 1):
+            raise KeyError

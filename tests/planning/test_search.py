@@ -1,0 +1,206 @@
+"""Law 6, of the search: against every true limit, and a tuner that searches on windows."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autoaccum.planning.costs import MemoryModel, Trial
+from autoaccum.planning.search import bounds, has_plateaued, memory_model, next_trial
+
+FIXED, PER_SAMPLE = 1000, 7
+
+
+def probe(
+    peak: Callable[[int], int], limit_bytes: int, *, ceiling: int = 20_000, growth: int = 64, hidden: int = 0
+) -> list[Trial]:
+    """Trials on a device that refuses what passes ``limit_bytes``; ``hidden`` bytes show in no peak."""
+    history: list[Trial] = []
+    while size := next_trial(history, limit_bytes=limit_bytes, ceiling=ceiling, growth=growth):
+        assert size not in [t.micro_batch for t in history], "tried twice"
+        assert size <= ceiling
+        assert len(history) < 60
+        fits = peak(size) + hidden <= limit_bytes
+        history.append(Trial(micro_batch=size, fits=fits, peak_bytes=peak(size) if fits else None))
+    return history
+
+
+def linear(size: int) -> int:
+    return FIXED + PER_SAMPLE * size
+
+
+@pytest.mark.parametrize("thousand", range(10))
+def test_every_true_limit_with_a_linear_peak(thousand: int) -> None:
+    """Found within 2 %, by at most 5 trials, and never an out-of-memory error but for a limit of 1 or nothing."""
+    for truth in range(1000 * thousand + 1, 1000 * thousand + 1001):
+        history = probe(linear, FIXED + PER_SAMPLE * truth)
+        found, _ = bounds(history)
+        assert found in [t.micro_batch for t in history if t.fits]
+        assert truth * 0.98 - 1 < found <= truth
+        assert sum(not t.fits for t in history) <= (truth == 1)
+        assert len(history) <= 5
+
+
+@given(
+    truth=st.integers(0, 10_000),
+    step=st.integers(1, 64),
+    hidden=st.integers(0, 20_000),
+    growth=st.sampled_from([2, 4, 64]),
+    ceiling=st.integers(1, 12_000),
+)
+@settings(max_examples=500, deadline=None)
+def test_any_true_limit_with_a_stepped_peak_and_memory_that_no_peak_shows(
+    truth: int, step: int, hidden: int, growth: int, ceiling: int
+) -> None:
+    """However wrong the model, what is found was tried and fitted; it is within 2 % or a step of the truth."""
+
+    def peak(size: int) -> int:
+        return FIXED + PER_SAMPLE * (-(-size // step) * step)
+
+    limit = peak(truth) + hidden if truth else FIXED - 1
+    history = probe(peak, limit, ceiling=ceiling, growth=growth, hidden=hidden)
+    found, _ = bounds(history)
+    largest = max((size for size in range(ceiling + 1) if size == 0 or peak(size) + hidden <= limit), default=0)
+    assert found == 0 or found in [t.micro_batch for t in history if t.fits]
+    assert found <= largest
+    assert found >= min(1, largest)
+    assert sum(not t.fits for t in history) <= 15
+    if hidden == 0:
+        assert found >= 0.98 * largest - step - 1
+
+
+@given(truth=st.integers(1, 10_000))
+def test_without_peaks_it_bisects(truth: int) -> None:
+    history: list[Trial] = []
+    while size := next_trial(history, limit_bytes=1, ceiling=20_000):
+        history.append(Trial(micro_batch=size, fits=size <= truth))
+        assert len(history) < 30
+    assert truth * 0.98 - 1 < bounds(history)[0] <= truth
+
+
+def test_bounds_believes_the_newest() -> None:
+    history = [Trial(micro_batch=size, fits=True) for size in (1, 2, 4, 8)]
+    assert bounds(history) == (8, None)
+    assert bounds([*history, Trial(micro_batch=4, fits=False)]) == (2, 4)
+    assert bounds([*history, Trial(micro_batch=4, fits=False), Trial(micro_batch=6, fits=True)]) == (6, None)
+
+
+def fitted(*points: tuple[int, int]) -> list[Trial]:
+    return [Trial(micro_batch=size, fits=True, peak_bytes=peak) for size, peak in points]
+
+
+class TestFirst:
+    """Where every size is dear, the search begins with a large one."""
+
+    def test_is_where_the_search_begins(self) -> None:
+        assert next_trial([], limit_bytes=10**6, ceiling=64, first=16) == 16
+        assert next_trial([], limit_bytes=10**6, ceiling=9, first=16) == 9
+        assert next_trial([], limit_bytes=10**6, ceiling=64, smallest=20, first=16) == 20
+
+    def test_too_large_a_beginning_is_halved(self) -> None:
+        failed = [Trial(micro_batch=16, fits=False)]
+        assert next_trial(failed, limit_bytes=10**6, ceiling=64, first=16) == 8
+        assert next_trial(failed, limit_bytes=10**6, ceiling=64, smallest=9, first=16) == 9
+
+    def test_growth_without_a_model_doubles_unless_the_beginning_was_chosen(self) -> None:
+        history = fitted((16, linear(16)))
+        assert next_trial(history, limit_bytes=10**6, ceiling=10**4, growth=64) == 32
+        assert next_trial(history, limit_bytes=10**6, ceiling=10**4, first=16, growth=4) == 64
+
+    def test_growth_bounds_what_the_model_says(self) -> None:
+        history = fitted((1, linear(1)), (2, linear(2)))
+        assert next_trial(history, limit_bytes=linear(5000), ceiling=10**4, growth=8) == 16
+        assert next_trial(history, limit_bytes=linear(5000), ceiling=10**4, growth=64) == 32  # of two sizes
+        history += fitted((32, linear(32)))
+        assert next_trial(history, limit_bytes=linear(5000), ceiling=10**4, growth=64) == 2048
+        history = fitted((1, linear(1)), (2, linear(2)))
+        assert next_trial(history, limit_bytes=linear(30), ceiling=10**4, growth=64) == 30
+
+
+class TestPrior:
+    """The memory model of an earlier run."""
+
+    model = MemoryModel(fixed_bytes=500, bytes_per_sample=7)
+
+    def test_one_trial_moves_it_to_where_it_lies(self) -> None:
+        found = memory_model(fitted((16, linear(16))), self.model)
+        assert found is not None
+        assert [found.predict(size) for size in (1, 16, 100)] == [linear(size) for size in (1, 16, 100)]
+
+    def test_the_newest_trial_does(self) -> None:
+        found = memory_model([*fitted((16, linear(16))), *fitted((16, linear(16) + 90))], self.model)
+        assert found is not None
+        assert found.predict(10) == linear(10) + 90
+
+    def test_two_sizes_speak_for_themselves(self) -> None:
+        found = memory_model(fitted((1, 101), (2, 102)), self.model)
+        assert found is not None
+        assert found.bytes_per_sample == pytest.approx(1)
+
+    def test_without_a_trial_it_stands(self) -> None:
+        assert memory_model([], self.model) is self.model
+        assert memory_model([], None) is None
+
+    def test_the_second_trial_jumps(self) -> None:
+        history = fitted((40, linear(40)))
+        found = next_trial(history, limit_bytes=linear(77), ceiling=1000, first=40, prior=self.model)
+        assert found == 77
+
+
+def timed(seconds: Callable[[int], float], last: int) -> list[Trial]:
+    sizes = [2**power for power in range(last)]
+    return [Trial(micro_batch=size, fits=True, seconds=seconds(size)) for size in sizes]
+
+
+class TestPlateau:
+    def test_of_a_device_that_is_busy(self) -> None:
+        assert not has_plateaued(timed(lambda size: size, 3))  # too few to tell
+        assert has_plateaued(timed(lambda size: size, 5))
+        assert not has_plateaued(timed(lambda size: 1.0, 8))
+        assert has_plateaued(timed(lambda size: max(size, 16), 8))
+        assert not has_plateaued(timed(lambda size: max(size, 16), 6))  # 32 is the first without a gain
+
+    @pytest.mark.parametrize("seed", range(20))
+    def test_noise_does_not_end_the_search_while_doublings_gain_10_percent(self, seed: int) -> None:
+        rng = random.Random(seed)
+        history = timed(lambda size: size**0.8625 * rng.uniform(1, 1.1), 10)  # 2**(1 - 0.8625) = 1.1
+        assert not any(has_plateaued(history[:count]) for count in range(1, 11))
+
+    @pytest.mark.parametrize("seed", range(20))
+    def test_noise_keeps_it_going_a_few_doublings_at_most(self, seed: int) -> None:
+        rng = random.Random(seed)
+        history = timed(lambda size: size * rng.uniform(1, 1.1), 14)
+        assert next(count for count in range(1, 15) if has_plateaued(history[:count])) <= 10
+
+    def test_failures_and_untimed_trials_say_nothing(self) -> None:
+        history = timed(lambda size: size, 3)
+        assert not has_plateaued([*history, Trial(micro_batch=64, fits=False, seconds=64.0)])
+        assert not has_plateaued([*history, Trial(micro_batch=64, fits=True)])
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        ([1, 2, 4, 8], True),  # a sample takes what it takes
+        ([1, 1, 1, 1], False),
+        ([1, 9, 4, 8], True),  # one was disturbed
+        ([0.3, 88, 88, 88], False),  # threads that take a share of a busy machine's time slice to wake
+    ],
+)
+def test_a_plateau_is_where_larger_ones_gain_no_more(seconds: list[float], expected: bool) -> None:
+    trials = [
+        Trial(micro_batch=size, fits=True, seconds=time) for size, time in zip((1, 2, 4, 8), seconds, strict=True)
+    ]
+    assert has_plateaued(trials) is expected
+
+
+def test_the_size_to_begin_with_is_of_some_use_whatever_has_failed() -> None:
+    """A failure that an earlier run with larger windows has met says nothing of where to begin in smaller ones."""
+    failed = [Trial(micro_batch=64, fits=False)]
+    assert next_trial(failed, limit_bytes=1, ceiling=8, first=32) == 8
+    assert next_trial(failed, limit_bytes=1, ceiling=8, first=100) == 8
+    assert next_trial(failed, limit_bytes=1, ceiling=100, first=100) == 32

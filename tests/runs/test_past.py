@@ -1,0 +1,269 @@
+"""The store of past trials: what is kept comes back, and nothing that happens to the files is an error."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autoaccum.runs import past
+from autoaccum.planning.costs import Trial
+from autoaccum.runs.past import MAX_TRIALS, Entry, Past, directory
+
+KEY, OTHER = "0" * 31 + "a", "f" * 32
+TRIALS = (
+    Trial(micro_batch=1, fits=True, peak_bytes=1000, seconds=0.1 + 0.2),
+    Trial(micro_batch=8, fits=True, peak_bytes=8000, seconds=1.0),
+    Trial(micro_batch=16, fits=False),
+)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Past:
+    return Past(tmp_path / "not" / "there" / "yet")
+
+
+def save(store: Past, key: str = KEY, trials: tuple[Any, ...] = TRIALS, model: str = "Net") -> Path:
+    store.save(key, trials, model=model, device="cpu x86_64")
+    return store.where / f"trials-{key}.json"
+
+
+def rewrite(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+# What is kept.
+
+
+def test_what_was_saved_is_loaded_to_the_bit(store: Past) -> None:
+    save(store)
+    assert Past(store.where).load(KEY) == TRIALS
+    assert store.load(OTHER) == ()
+
+
+def test_a_second_save_replaces_the_first(store: Past) -> None:
+    save(store)
+    save(store, trials=TRIALS[:1])
+    assert store.load(KEY) == TRIALS[:1]
+    assert len(list(store.where.iterdir())) == 1
+
+
+def test_the_newest_word_on_a_size_is_kept_in_its_place(store: Past) -> None:
+    newer = replace(TRIALS[0], peak_bytes=1234, fits=False)
+    save(store, trials=(*TRIALS, newer))
+    assert store.load(KEY) == (*TRIALS[1:], newer)
+
+
+def test_no_more_trials_than_the_newest(store: Past) -> None:
+    many = tuple(Trial(micro_batch=size, fits=True, peak_bytes=size) for size in range(1, MAX_TRIALS + 6))
+    save(store, trials=many)
+    assert store.load(KEY) == many[5:]
+
+
+def test_entries_say_what_there_is_newest_first(store: Past) -> None:
+    rewrite(save(store, KEY, model="Old"), saved="2020-01-01T00:00:00+00:00")
+    path = save(store, OTHER)
+    (store.where / "notes.txt").write_text("mine")
+    (store.where / f"trials-{'1' * 32}.json").write_text("{")
+    new, old = store.entries()
+    assert old == Entry(saved="2020-01-01T00:00:00+00:00", model="Old", device="cpu x86_64", num_trials=3)
+    assert (new.model, new.saved) == ("Net", json.loads(path.read_text())["saved"])
+    assert store.num_bytes() == sum(path.stat().st_size for path in store.where.glob("trials-*"))
+
+
+def test_the_files_that_were_not_used_for_longest_are_dropped(store: Past, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(past, "MAX_FILES", 3)
+    for age, digit in enumerate("0123"):
+        os.utime(save(store, digit * 32), (10**9 + age, 10**9 + age))
+    assert store.load("1" * 32) == TRIALS, "0 was dropped; 1 is used"
+    save(store, OTHER)
+    assert [path.name[7] for path in sorted(store.where.iterdir())] == ["1", "3", "f"]
+
+
+# Other versions.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaterTrial:
+    micro_batch: int
+    depth: int = 0
+    fits: bool
+    peak_bytes: int | None = None
+    seconds: float | None = None
+
+
+def test_trials_with_a_further_field_are_read_by_both_versions(store: Past, monkeypatch: pytest.MonkeyPatch) -> None:
+    later = tuple(LaterTrial(micro_batch=4, depth=depth, fits=True, peak_bytes=depth) for depth in (64, 128))
+    save(store, KEY)
+    monkeypatch.setattr(past, "Trial", LaterTrial)
+    assert store.load(KEY)[0] == LaterTrial(micro_batch=1, fits=True, peak_bytes=1000, seconds=0.1 + 0.2)  # type: ignore[comparison-overlap]
+    save(store, OTHER, later)
+    assert store.load(OTHER) == later, "sizes of two depths are two sizes"
+    monkeypatch.undo()
+    assert [trial.peak_bytes for trial in store.load(OTHER)] == [64, 128]
+
+
+def test_another_format_is_unknown(store: Past) -> None:
+    rewrite(save(store), format=0)
+    assert store.load(KEY) == ()
+    assert store.entries() == []
+
+
+# Files that make no sense.
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"", b"{", b"\xff\xfe\x00", b"[]", b"null", b"3", b"{}", b"[" * 100_000,
+        b'{"format": 1}', b'{"format": 1, "trials": {}}', b'{"format": 1, "trials": [3]}',
+    ],
+)  # fmt: skip
+def test_a_corrupt_file_is_unknown_and_replaced(content: bytes, store: Past) -> None:
+    path = save(store)
+    path.write_bytes(content)
+    assert store.load(KEY) == ()
+    assert store.entries() == []
+    save(store)
+    assert store.load(KEY) == TRIALS
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"micro_batch": 0}, {"micro_batch": -3}, {"micro_batch": "8"}, {"micro_batch": 2.5}, {"micro_batch": True},
+        {"micro_batch": None}, {"fits": 1}, {"fits": None}, {"peak_bytes": -1}, {"peak_bytes": 1e9},
+        {"seconds": float("nan")}, {"seconds": float("inf")}, {"seconds": "fast"}, {"seconds": False},
+        {"micro_batch": 10**400}, {"peak_bytes": 10**400}, {"seconds": 10**400}, {"length": 10**400}, {"length": 0},
+    ],
+)  # fmt: skip
+def test_a_trial_that_cannot_have_been_makes_its_file_unknown(change: dict[str, Any], store: Past) -> None:
+    path = save(store)
+    sound = {"micro_batch": 2, "fits": True, "peak_bytes": 3, "seconds": 1}
+    rewrite(path, trials=[sound])
+    assert store.load(KEY) == (Trial(micro_batch=2, fits=True, peak_bytes=3, seconds=1),)
+    rewrite(path, trials=[sound, {**sound, **change}])
+    assert store.load(KEY) == ()
+
+
+def test_a_trial_without_its_size_makes_its_file_unknown(store: Past) -> None:
+    rewrite(save(store), trials=[{"fits": True}])
+    assert store.load(KEY) == ()
+
+
+# Directories that cannot be used.
+
+
+def test_a_directory_that_cannot_be_made_is_no_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    store = Past(tmp_path / "file" / "below")
+    save(store)
+    assert store.load(KEY) == ()
+    assert (store.entries(), store.num_bytes(), store.clear()) == ([], 0, 0)
+
+
+def test_a_directory_that_cannot_be_written_is_no_error(store: Past) -> None:
+    """In a child process that is not root, whom no permission stops; it is there before it loses the right to come."""
+    save(store).chmod(0o644)
+    script = (
+        "import os\n"
+        "from pathlib import Path\n"
+        "from autoaccum.planning.costs import Trial\n"
+        "from autoaccum.runs.past import Past\n"
+        "if os.geteuid() == 0: os.seteuid(65534)\n"
+        "assert not os.access('.', os.W_OK, effective_ids=True)\n"
+        "store = Past(Path())\n"
+        f"store.save({OTHER!r}, [Trial(micro_batch=1, fits=True)], model='', device='')\n"
+        f"print(len(store.load({KEY!r})), len(store.load({OTHER!r})))"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    store.where.chmod(0o555)
+    try:
+        child = subprocess.run(
+            [sys.executable, "-c", script], cwd=store.where, env=environment, capture_output=True, text=True
+        )
+    finally:
+        store.where.chmod(0o755)
+    assert (child.stdout, child.stderr) == ("3 0\n", "")
+
+
+def test_a_full_disk_leaves_the_old_file_and_nothing_half_written(store: Past, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    save(store)
+    monkeypatch.setattr(os, "replace", refuse)
+    save(store, trials=TRIALS[:1])
+    assert store.load(KEY) == TRIALS
+    assert len(list(store.where.iterdir())) == 1
+
+
+# Several processes.
+
+
+def test_processes_that_write_at_once_leave_whole_files(store: Past) -> None:
+    """Each writes trials that agree in their peak: a file of two would not."""
+    script = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from autoaccum.planning.costs import Trial\n"
+        "from autoaccum.runs.past import Past\n"
+        "store, mine = Past(Path(sys.argv[1])), int(sys.argv[2])\n"
+        "trials = [Trial(micro_batch=size, fits=True, peak_bytes=mine) for size in range(1, mine)]\n"
+        "for _ in range(200):\n"
+        f"    store.save({KEY!r}, trials, model='', device='')\n"
+        f"    found = store.load({KEY!r})\n"
+        "    assert {trial.peak_bytes for trial in found} == {len(found) + 1}, found\n"
+    )
+    children = [
+        subprocess.Popen([sys.executable, "-c", script, str(store.where), str(mine)], stderr=subprocess.PIPE, text=True)
+        for mine in (5, 12, 30)
+    ]
+    assert [child.communicate()[1] for child in children] == ["", "", ""]
+    assert len(list(store.where.iterdir())) == 1
+
+
+# Clearing.
+
+
+def test_clear_removes_our_files_and_no_others(store: Past) -> None:
+    save(store, KEY)
+    save(store, OTHER)
+    half = store.where / f"trials-{KEY}.x_1.tmp"
+    others = [store.where / name for name in ("notes.txt", "trials-2024.json", f"trials-{KEY}.json.bak", f"{KEY}.json")]
+    for path in (half, *others):
+        path.write_text("")
+    assert store.clear() == 3
+    assert sorted(store.where.iterdir()) == sorted(others)
+    assert store.clear() == 0
+    assert store.load(KEY) == ()
+
+
+# Where it is.
+
+
+def test_the_directory_is_the_users_unless_the_environment_names_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("AUTOACCUM_CACHE_DIR", "~/scratch")
+    assert directory() == tmp_path / "scratch"
+    for unset in (False, True):
+        monkeypatch.setenv("AUTOACCUM_CACHE_DIR", "")
+        if unset:
+            monkeypatch.delenv("AUTOACCUM_CACHE_DIR")
+        assert directory().name == "autoaccum"
+        assert tmp_path in directory().parents
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert sys.platform != "linux" or directory() == tmp_path / "xdg" / "autoaccum"
+
+
+def test_tests_leave_the_users_directory_alone() -> None:
+    assert Path(os.environ["AUTOACCUM_CACHE_DIR"]) == directory()
+    assert not directory().exists()

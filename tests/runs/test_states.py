@@ -1,0 +1,432 @@
+"""States in files: what goes in comes out, of the same types and to the bit, or is refused with its place."""
+
+from __future__ import annotations
+
+import copy
+import enum
+import json
+import math
+import random
+from collections import Counter, OrderedDict, defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+from torch.optim import lr_scheduler as schedulers
+from torch.optim.swa_utils import SWALR, AveragedModel
+
+from autoaccum.runs import states
+from autoaccum.errors import CheckpointStateError
+
+
+def through_files(tmp_path: Path, weights: Any, state: Any, *, copy: bool = True) -> tuple[Any, Any]:
+    packed = states.pack(weights, state, copy=copy)
+    for name, tensors in (("weights", packed.weights), ("others", packed.others)):
+        states.write(tmp_path / name, tensors)
+    tree = json.loads(json.dumps(packed.tree))
+    weights, others = (states.read(tmp_path / name) for name in ("weights", "others"))
+    return states.unpack(states.Packed(tree=tree, weights=weights, others=others))
+
+
+def same(a: Any, b: Any) -> bool:
+    """Of the same types and to the bit, NaN and the sign of zero too."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, torch.Tensor):
+        if (a.dtype, a.shape, a.device) != (b.dtype, b.shape, b.device):
+            return False
+        raw = [torch.empty(t.shape, dtype=t.dtype).copy_(t).reshape(-1).view(torch.uint8) for t in (a, b)]
+        return torch.equal(*raw)
+    if isinstance(a, (np.ndarray, np.generic)):
+        return (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes())
+    if isinstance(a, dict):
+        return same(list(a), list(b)) and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, complex):
+        return same(a.real, b.real) and same(a.imag, b.imag)
+    if isinstance(a, float):
+        return (math.isnan(a) and math.isnan(b)) or (a, math.copysign(1, a)) == (b, math.copysign(1, b))
+    return bool(a == b)
+
+
+DTYPES = sorted(states._DTYPES)
+VALUES: dict[str, Any] = {
+    "constants": [None, True, False, "", "ü\n\x00", "\ud800", b"", bytes(range(256))],
+    "ints": [0, -1, 2**63 - 1, 2**63, -(2**64), 10**6000],
+    "floats": [0.1 + 0.2, -0.0, 5e-324, 1.7976931348623157e308, math.inf, -math.inf, math.nan, 1e22],
+    "complex": [complex(-0.0, math.nan), complex(1, math.inf)],
+    "keys": {0: 1, "0": 2, None: 3, True: 4, -1.5: 5, (1, ("a",)): 6, b"b": 7, 2**70: 8, "tensor": 9},
+    "a dict that looks like ours": {"tensor": "0"},
+    "containers": ((), [], {}, [[]], ((1,), [2, (3,)]), {3, "a"}, frozenset({4}), torch.Size([2, 3])),
+    "dicts": (OrderedDict(b=1, a=2), Counter("abracadabra"), defaultdict(list, a=[1]), defaultdict(dict)),
+    "types": [torch.bfloat16, torch.device("cuda", 3), torch.device("cpu")],
+    "0-dim": [torch.tensor(value) for value in (3.5, 3, True, 1j)],
+    "empty": [torch.empty(0), torch.empty(0, 3, dtype=torch.bfloat16), torch.empty(2, 0, dtype=torch.complex128)],
+    "random states": {"torch": torch.get_rng_state(), "random": random.getstate()},
+    "NumPy's states": (np.random.get_state(), np.random.get_state(legacy=False), np.random.PCG64(3).state),
+    "arrays": [np.arange(6).reshape(2, 3).T, np.array([]), np.zeros((0, 3), ">i2"), np.array(1.5), np.array([1 + 2j])],
+    "scalars": [np.float64(0.1), np.int32(-3), np.bool_(True), np.float32("nan")],
+    "conjugated": torch.tensor([1 + 2j, 3 - 4j]).conj(),
+    "negated": [torch.tensor([1 + 2j, 3 - 4j], dtype=torch.complex128).conj().imag, torch.tensor([1 + 2j]).conj().imag],
+    "expanded": torch.arange(3.0).expand(4, 3),
+    "cut out": torch.arange(24).reshape(4, 6)[1:3, ::2],
+    "not a number": torch.tensor([math.nan, -math.nan, math.inf, -0.0]),
+}
+
+
+@pytest.mark.parametrize("copied", [True, False])
+@pytest.mark.parametrize("name", VALUES)
+def test_what_goes_in_comes_out(tmp_path: Path, name: str, copied: bool) -> None:
+    _, state = through_files(tmp_path, {}, VALUES[name], copy=copied)
+    assert same(state, VALUES[name])
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support")
+@pytest.mark.parametrize("copied", [True, False])
+@pytest.mark.parametrize("name", DTYPES)
+def test_every_dtype_in_weights_and_states(tmp_path: Path, name: str, copied: bool) -> None:
+    dtype = getattr(torch, name)
+    is_bool = dtype == torch.bool
+    generator = torch.Generator().manual_seed(1)
+    raw = torch.randint(2 if is_bool else 256, (6, 4 * dtype.itemsize), dtype=torch.uint8, generator=generator)
+    tensor = raw.view(dtype)
+    state = {"plain": tensor, "turned": tensor.t()}
+    loaded = through_files(tmp_path, state, state, copy=copied)
+    assert same(dict(loaded[0]), state)
+    assert same(loaded[1], state)
+
+
+def test_complex_half_is_a_dtype_like_others() -> None:
+    assert "complex32" in DTYPES
+    assert len(DTYPES) >= 21
+
+
+def test_a_tensor_keeps_the_order_of_its_dimensions_in_memory(tmp_path: Path) -> None:
+    """Kernels may round otherwise where the strides of a moment and its gradient differ."""
+    image = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    wide = torch.randn(3, 5, dtype=torch.complex128).t()
+    _, state = through_files(tmp_path, {}, [image, wide])
+    assert same(state, [image, wide])
+    assert [t.stride() for t in state] == [image.stride(), wide.stride()]
+
+
+def test_a_tensor_that_is_there_twice_comes_back_as_one(tmp_path: Path) -> None:
+    lr, other = torch.tensor(0.5), torch.tensor(0.5)
+    _, (first, second, third) = through_files(tmp_path, {}, [lr, lr, other])
+    assert first is second
+    assert first is not third
+
+
+def test_copies_do_not_follow_the_originals_and_come_back_in_memory_of_their_own(tmp_path: Path) -> None:
+    tensor = torch.ones(4)
+    packed = states.pack({"w": tensor}, {"m": tensor.view(2, 2)}, copy=True)
+    tensor.fill_(7.0)
+    weights, state = states.unpack(packed)
+    assert weights["w"].tolist() == [1, 1, 1, 1]
+    assert state["m"].tolist() == [[1, 1], [1, 1]]
+    assert weights["w"].data_ptr() != packed.weights["w"].data_ptr()
+    assert states.pack({"w": tensor}, None, copy=False).weights["w"].data_ptr() == tensor.data_ptr()
+
+
+# Weights.
+
+
+class Tied(nn.Module):
+    """Tied, transposed, non-contiguous, odd dtypes, odd names, extra state, modules with versions."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embedding = nn.Embedding(5, 4)
+        self.head = nn.Linear(4, 5)
+        self.head.weight = self.embedding.weight
+        self.conv = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("table", torch.randn(6).view(2, 3).t())
+        self.register_buffer("same_memory", self.table[:2])
+        self.register_buffer("wide", torch.randn(2, dtype=torch.complex128))
+        self.register_buffer("empty", torch.empty(0))
+        self.register_buffer("__metadata__", torch.randn(2))
+        self.register_buffer("line\nbreak", torch.randn(2))
+        self.extra: Any = {"seen": seed, "at": torch.randn(3)}
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+def test_weights_of_a_model_with_everything(tmp_path: Path) -> None:
+    model, other = Tied(1), Tied(2)
+    weights, _ = through_files(tmp_path, model.state_dict(), None)
+    assert weights["head.weight"] is weights["embedding.weight"]
+    assert weights._metadata == model.state_dict()._metadata
+    other.load_state_dict(weights)
+    assert same(dict(other.state_dict()), dict(model.state_dict()))
+    assert other.head.weight is other.embedding.weight
+
+
+def test_anyone_can_read_the_weights(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+    model[2].weight = nn.Parameter(model[2].weight.detach().bfloat16().t())
+    packed = states.pack(model.state_dict(), None, copy=True)
+    states.write(tmp_path / "m.safetensors", packed.weights)
+    read = safetensors.torch.load_file(tmp_path / "m.safetensors")
+    assert same(dict(sorted(read.items())), dict(sorted(model.state_dict().items())))
+
+
+def test_tied_weights_are_read_by_others_too(tmp_path: Path) -> None:
+    def tied(seed: int) -> nn.Sequential:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5))
+        model[1].weight = model[0].weight
+        return model
+
+    model, other = tied(1), tied(2)
+    packed = states.pack(model.state_dict(), None, copy=True)
+    assert list(packed.weights) == ["0.weight", "1.bias"]
+    states.write(tmp_path / "m.safetensors", packed.weights)
+    assert safetensors.torch.load_model(other, tmp_path / "m.safetensors") == (set(), [])
+    assert same(dict(other.state_dict()), dict(model.state_dict()))
+
+
+def test_data_are_aligned(tmp_path: Path) -> None:
+    tensors = {"a": torch.ones(3, dtype=torch.uint8), "b": torch.ones(1, dtype=torch.float64), "c": torch.ones(5)}
+    size, _ = states.write(tmp_path / "f", tensors)
+    raw = (tmp_path / "f").read_bytes()
+    assert size == len(raw)
+    length = int.from_bytes(raw[:8], "little")
+    assert length % 8 == 0
+    offsets = {name: entry.get("data_offsets") for name, entry in json.loads(raw[8 : 8 + length]).items()}
+    assert offsets == {"__metadata__": None, "b": [0, 8], "c": [8, 28], "a": [28, 31]}
+
+
+# What PyTorch's own objects hold.
+
+
+def stepped(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], seed: int, steps: int = 3) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        for parameter in parameters:
+            grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+            is_sparse = isinstance(optimizer, torch.optim.SparseAdam)
+            parameter.grad = grad.to_sparse() if is_sparse else torch.empty_like(parameter).copy_(grad)
+        optimizer.step(lambda: parameters[0].sum())
+
+
+OPTIMIZERS = sorted(
+    name
+    for name, kind in vars(torch.optim).items()
+    if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
+)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_optimizers_go_on_as_if_nothing_had_happened(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
+    def made() -> tuple[list[nn.Parameter], torch.optim.Optimizer]:
+        torch.manual_seed(3)
+        second = torch.randn(5, 4).to(dtype)
+        parameters = [
+            nn.Parameter(torch.randn(4, 3).to(dtype)),
+            nn.Parameter(second if name == "LBFGS" else second.t()),
+        ]
+        options = {"amsgrad": True} if name in ("Adam", "AdamW") else {}
+        return parameters, getattr(torch.optim, name)(parameters, lr=0.1, **options)
+
+    parameters, optimizer = made()
+    stepped(optimizer, parameters, seed=1)
+    weights, state = through_files(tmp_path, dict(enumerate_names(parameters)), optimizer.state_dict())
+    assert same(state, optimizer.state_dict())
+    outcomes = []
+    # load_state_dict itself may round what belongs to parameters in bfloat16: it is asked to in both cases.
+    for source in (state, copy.deepcopy(optimizer.state_dict())):
+        others, other = made()
+        other.load_state_dict(source)
+        with torch.no_grad():
+            for parameter, value in zip(others, weights.values(), strict=True):
+                parameter.copy_(value)
+        stepped(other, others, seed=2)
+        outcomes.append(([p.detach() for p in others], other.state_dict()))
+    assert same(*outcomes)
+    stepped(optimizer, parameters, seed=2)
+    if dtype == torch.float32:
+        assert same(outcomes[0], ([p.detach() for p in parameters], optimizer.state_dict()))
+
+
+def enumerate_names(parameters: list[nn.Parameter]) -> list[tuple[str, torch.Tensor]]:
+    return [(f"p{index}", parameter) for index, parameter in enumerate(parameters)]
+
+
+class Halving:
+    """A schedule with a state of its own: LambdaLR keeps its attributes."""
+
+    def __init__(self) -> None:
+        self.calls = torch.tensor(0)
+
+    def __call__(self, step: int) -> float:
+        self.calls += 1
+        return 0.5**step
+
+
+SCHEDULERS: dict[str, Any] = {
+    "LambdaLR": lambda o: schedulers.LambdaLR(o, lambda step: 0.5**step),
+    "LambdaLR with an object": lambda o: schedulers.LambdaLR(o, Halving()),
+    "MultiplicativeLR": lambda o: schedulers.MultiplicativeLR(o, lambda step: 0.9),
+    "StepLR": lambda o: schedulers.StepLR(o, 2),
+    "MultiStepLR": lambda o: schedulers.MultiStepLR(o, [2, 4, 4]),
+    "ConstantLR": schedulers.ConstantLR,
+    "LinearLR": schedulers.LinearLR,
+    "ExponentialLR": lambda o: schedulers.ExponentialLR(o, np.float64(0.9)),
+    "PolynomialLR": schedulers.PolynomialLR,
+    "CosineAnnealingLR": lambda o: schedulers.CosineAnnealingLR(o, 5),
+    "CosineAnnealingWarmRestarts": lambda o: schedulers.CosineAnnealingWarmRestarts(o, 2, 2),
+    "CyclicLR": lambda o: schedulers.CyclicLR(o, 0.01, 0.1, step_size_up=3, mode="exp_range", gamma=0.9),
+    "CyclicLR with a function": lambda o: schedulers.CyclicLR(o, 0.01, 0.1, 3, scale_fn=lambda x: 0.5),
+    "OneCycleLR": lambda o: schedulers.OneCycleLR(o, 0.2, total_steps=20),
+    "ReduceLROnPlateau": lambda o: schedulers.ReduceLROnPlateau(o, patience=1),
+    "SWALR": lambda o: SWALR(o, 0.05, anneal_epochs=4),
+    "SequentialLR": lambda o: schedulers.SequentialLR(
+        o, [schedulers.LinearLR(o), schedulers.LambdaLR(o, lambda step: 0.8**step)], [3]
+    ),
+    "ChainedScheduler": lambda o: schedulers.ChainedScheduler(
+        [schedulers.ConstantLR(o), schedulers.ExponentialLR(o, 0.9)], o
+    ),
+}
+
+
+def test_no_scheduler_is_left_out() -> None:
+    public = {name for name in schedulers.__all__ if name != "LRScheduler"}
+    assert public <= set(SCHEDULERS)
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_schedulers_go_on_as_if_nothing_had_happened(tmp_path: Path, name: str) -> None:
+    def made() -> tuple[torch.optim.Optimizer, Any]:
+        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1, momentum=0.9)
+        return optimizer, SCHEDULERS[name](optimizer)
+
+    def rates(optimizer: torch.optim.Optimizer, scheduler: Any, steps: int) -> list[Any]:
+        found = []
+        for _ in range(steps):
+            optimizer.step()
+            scheduler.step(*([1.0] if name == "ReduceLROnPlateau" else []))
+            found.append((optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["momentum"]))
+        return found
+
+    optimizer, scheduler = made()
+    assert len(set(rates(optimizer, scheduler, 5))) > 1, "a schedule that changes"
+    before = copy.deepcopy({"optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()})
+    _, state = through_files(tmp_path, {}, before)
+    assert same(state, before)
+    expected = rates(optimizer, scheduler, 6)
+    optimizer, scheduler = made()
+    optimizer.load_state_dict(state["optimizer"])
+    scheduler.load_state_dict(state["scheduler"])
+    assert rates(optimizer, scheduler, 6) == expected
+
+
+def test_scalers_and_averaged_models(tmp_path: Path) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**80, growth_interval=7)
+    scaler.scale(torch.ones(()))
+    averaged = AveragedModel(nn.BatchNorm1d(3))
+    state = {"scaler": scaler.state_dict(), "average": averaged.state_dict()}
+    _, loaded = through_files(tmp_path, {}, state)
+    assert same(loaded, state)
+    assert loaded["average"]._metadata == averaged.state_dict()._metadata
+
+
+# What is refused.
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+class Level(enum.IntEnum):
+    LOW = 1
+
+
+class Sub(torch.Tensor):
+    pass
+
+
+class Name(str):
+    pass
+
+
+ENDLESS: list[Any] = []
+ENDLESS.append(ENDLESS)
+PARAMETER = nn.Parameter(torch.zeros(2))
+
+REFUSED: dict[str, tuple[Any, str, str]] = {
+    "a function": ({"lr_scheduler": {"lr_lambdas": [len]}}, "lr_scheduler.lr_lambdas[0]", "builtin_function_or_method"),
+    "a lambda": ({"f": (0, lambda: 1)}, "f[1]", "function"),
+    "an enum": ({"a": {0: Colour.RED}}, "a[0]", "Colour"),
+    "an enum of ints": ({"a b": {"c": Level.LOW}}, "['a b'].c", "Level"),
+    "a kind of str": ([Name("x")], "[0]", "Name"),
+    "an object": (object(), "state", "builtins.object"),
+    "a module": ({"m": nn.Linear(1, 1)}, "m", "Linear"),
+    "a generator": ({"g": torch.Generator()}, "g", "torch._C.Generator"),
+    "a defaultdict of a function": ({"d": defaultdict(lambda: 1)}, "d", "defaultdict"),
+    "an optimizer's own state": ({"o": {PARAMETER: 1}}, "o", "key of type Parameter"),
+    "sparse": ({"t": torch.eye(2).to_sparse()}, "t", "torch.sparse_coo"),
+    "no data": ({"t": [torch.empty(2, device="meta")]}, "t[0]", "on meta"),
+    "a kind of tensor": ({"t": torch.ones(2).as_subclass(Sub)}, "t", "Sub"),
+    "an unbuilt parameter": ({"t": nn.UninitializedParameter()}, "t", "UninitializedParameter"),
+    "an array of objects": ({"n": np.array([None])}, "n", "numpy.ndarray"),
+    "an array of strings": ({"n": np.array(["a"])}, "n", "numpy.ndarray"),
+    "a bytearray": ({"n": bytearray(2)}, "n", "bytearray"),
+    "endless": (ENDLESS, "state", "without end"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_kept_is_refused_by_its_place(case: str) -> None:
+    state, key, kind = REFUSED[case]
+    with pytest.raises(CheckpointStateError) as caught:
+        states.pack({}, state, copy=True)
+    assert caught.value.key == key
+    assert str(caught.value).startswith(f"{key} is ")
+    assert kind in str(caught.value)
+    assert any(cure in str(caught.value) for cure in ("Have its state_dict() return", "to_dense()"))
+
+
+def test_weights_that_cannot_be_kept() -> None:
+    with pytest.raises(CheckpointStateError) as caught:
+        states.pack({"0.weight": torch.eye(2).to_sparse()}, None, copy=True)
+    assert caught.value.key == "weights['0.weight']"
+    with pytest.raises(CheckpointStateError) as caught:
+        states.pack({"_extra_state": {"f": len}}, None, copy=True)
+    assert caught.value.key == "weights['_extra_state'].f"
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"__reduce__": ["os.system", "true"]},
+        {"dict": [[[{"list": []}, 1]], None]},
+        {"array": ["0", "|O", [1]]},
+        {"scalar": ["|O", "AAAAAAAAAAA="]},
+        {"dtype": "__class__"},
+        {"device": "a/b"},
+        {"defaultdict": ["eval", []]},
+        {"tensor": "9"},
+        {"bits": ["0", "float64", [99]]},
+        {"permuted": [{"tensor": "0"}, [0, 5]]},
+        {"int": "__import__('os')"},
+        {"dict": [[], 1]},
+        {},
+        {"int": "1", "float": "1"},
+    ],
+)
+def test_trees_that_make_no_sense_make_nothing(tree: Any) -> None:
+    packed = states.Packed(tree={"weights": tree, "state": None}, weights={}, others={"0": torch.zeros(8).byte()})
+    with pytest.raises((KeyError, ValueError, TypeError, AttributeError, RuntimeError)):
+        states.unpack(packed)

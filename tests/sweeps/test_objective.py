@@ -1,0 +1,220 @@
+"""What a trial of a sweep is: the same data for each, its value, and when it is ended."""
+
+from __future__ import annotations
+
+import weakref
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+import torch
+from optuna.trial import TrialState
+from torch import nn
+
+from autoaccum.errors import (
+    ArgumentError,
+    AutoaccumWarning,
+    ConflictingArgumentsError,
+    RecipeResultError,
+)
+from autoaccum.events import StepReport
+from tests.models import classes
+from tests.sweeps.sweeping import pruner, read, run, small
+
+
+def test_what_the_recipe_takes_goes_to_it_and_the_rest_to_fit(tmp_path: Path) -> None:
+    seen = []
+
+    def recipe(lr: float, width: int) -> dict[str, Any]:
+        seen.append(width)
+        model = nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, 3))
+        return small() | {"model": model, "optimizer": lambda params: torch.optim.SGD(params, lr=lr)}
+
+    def space(trial: optuna.Trial) -> dict[str, Any]:
+        return {"width": trial.suggest_int("width", 4, 6), "clip_norm": trial.suggest_float("clip_norm", 1, 2)}
+
+    study = run(recipe, tmp_path, search_space=space, num_trials=2)
+    for trial in study.trials:
+        report = read(tmp_path, trial.number, StepReport)[0]
+        assert report.lr == trial.params["lr"]
+        assert report.grad_norm is not None, "clip_norm went to fit"
+    assert seen[1:] == [trial.params["width"] for trial in study.trials], "the first was to check"
+
+
+def test_lr_that_a_recipe_takes_and_makes_nothing_of_goes_to_fit_too(tmp_path: Path) -> None:
+    def recipe(lr: float) -> dict[str, Any]:
+        return small()
+
+    study = run(recipe, tmp_path, num_trials=1)
+    assert read(tmp_path, 0, StepReport)[0].lr == study.trials[0].params["lr"]
+
+
+def test_every_trial_gets_the_same_samples_and_its_own_seed(tmp_path: Path) -> None:
+    study = run(small, tmp_path, samples=96, seed=5, pruner=pruner())
+    assert [trial.user_attrs["num_samples"] for trial in study.trials] == [96] * 3
+    assert [trial.user_attrs["seed"] for trial in study.trials] == [5, 6, 7]
+    assert [trial.user_attrs["num_steps"] for trial in study.trials] == [
+        96 // trial.params["effective_batch"] for trial in study.trials
+    ]
+
+
+def test_the_budget_may_be_in_the_recipes_epochs(tmp_path: Path) -> None:
+    study = run(small, tmp_path, epochs=2, num_trials=1)
+    assert study.trials[0].user_attrs["num_samples"] == 256
+
+
+# Errors.
+
+
+def test_a_budget_in_steps_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConflictingArgumentsError, match="a step is more samples where the effective batch is larger"):
+        run(small, tmp_path, steps=5)
+
+
+def test_data_without_a_length_needs_a_budget(tmp_path: Path) -> None:
+    def recipe() -> dict[str, Any]:
+        inputs, targets = classes(64)
+        return small() | {"data": ((inputs[i : i + 16], targets[i : i + 16]) for i in range(0, 64, 16))}
+
+    with pytest.raises(ArgumentError, match="samples=None: expected a budget, as the data has no length"):
+        run(recipe, tmp_path)
+
+
+def test_settings_that_would_make_trials_incomparable_are_refused(tmp_path: Path) -> None:
+    run(small, tmp_path, num_trials=1)
+    for changed in ({"samples": 64}, {"metric": "seconds"}):
+        with pytest.raises(ArgumentError, match="as study 'small' has it. Trials of one study are compared by it"):
+            run(small, tmp_path, num_trials=2, **changed)
+
+
+@pytest.mark.parametrize("changed", [[16, 64], (16, 48)])
+def test_what_optuna_cannot_change_within_a_study_is_refused_before_a_trial(changed: Any, tmp_path: Path) -> None:
+    run(small, tmp_path, num_trials=1)
+    with pytest.raises(ArgumentError, match=r"effective_batch=.*choices=\(16, 32\).*choose another study_name"):
+        run(small, tmp_path, num_trials=2, effective_batch=changed)
+    study = run(small, tmp_path, num_trials=2, lr=(1e-2, 1.0))  # other than a range, which it can
+    assert [trial.state for trial in study.trials] == [TrialState.COMPLETE] * 2
+
+
+def test_a_recipe_takes_what_is_common_for_its_own_use(tmp_path: Path) -> None:
+    def recipe(seed: int) -> dict[str, Any]:
+        return small()
+
+    study = run(recipe, tmp_path, num_trials=2, search_space=lambda trial: {"seed": trial.suggest_int("seed", 5, 9)})
+    assert [trial.user_attrs["seed"] for trial in study.trials] == [0, 1]
+
+
+def test_a_recipe_that_was_edited_does_not_join_the_study_of_the_old_one(tmp_path: Path) -> None:
+    study = run(small, tmp_path, num_trials=1)
+
+    def wider() -> dict[str, Any]:
+        return small() | {"model": nn.Linear(8, 3)}
+
+    def other_data() -> dict[str, Any]:
+        return small() | {"validation_data": classes(33, seed=2)}
+
+    settings: dict[str, Any] = {"num_trials": 2, "study_name": "small"}
+    for changed, lr, difference in (
+        (wider, (1e-3, 1e-1), "model: Sequential .* -> Linear"),
+        (other_data, (1e-3, 1e-1), "validation_data samples: 32 -> 33"),
+        (other_data, (1e-3, 1.0), "validation_data samples: 32 -> 33"),
+    ):
+        with pytest.raises(ArgumentError, match=f"what study 'small' was begun with .*{difference}"):
+            run(changed, tmp_path, lr=lr, **settings)
+    with pytest.raises(ArgumentError, match="clip_norm: nothing -> 1.0"):
+        run(small, tmp_path, clip_norm=1.0, **settings)
+    more = run(small, tmp_path, lr=(1e-3, 1.0), micro_batch=3, **settings)
+    assert [trial.value for trial in more.trials][:1] == [study.trials[0].value]
+    assert [trial.state for trial in more.trials] == [TrialState.COMPLETE] * 2
+
+
+def test_a_model_that_trials_would_share_is_refused(tmp_path: Path) -> None:
+    body = nn.Linear(8, 16)
+
+    def recipe() -> dict[str, Any]:
+        return small() | {"model": nn.Sequential(body, nn.Tanh(), nn.Linear(16, 3))}
+
+    with pytest.raises(RecipeResultError, match="recipe returned a model that it has returned before, in whole or in"):
+        run(recipe, tmp_path)
+    body.requires_grad_(False)
+    assert len(run(recipe, tmp_path, num_trials=1).get_trials(states=(TrialState.COMPLETE,))) == 1
+
+
+def test_a_model_that_only_trials_would_share_is_refused(tmp_path: Path) -> None:
+    """Not the first draw, whose choices were others: models are cached by what they are made of."""
+    shared, calls = small()["model"], count()
+
+    def recipe() -> dict[str, Any]:
+        return small() | ({"model": shared} if next(calls) else {})
+
+    with pytest.raises(RecipeResultError, match="returned a model that it has returned before"):
+        run(recipe, tmp_path)
+    assert next(calls) == 3, "the second trial's is the first's"
+
+
+def test_what_a_draw_had_no_memory_for_is_gone_before_the_next(tmp_path: Path) -> None:
+    made: list[weakref.ref[nn.Module]] = []
+    alive: list[bool] = []
+
+    def recipe(width: int) -> dict[str, Any]:
+        alive.extend(reference() is not None for reference in made)
+        if len(made) < 2:
+            model = nn.Linear(8, 3)
+            made.append(weakref.ref(model))
+            raise torch.OutOfMemoryError("as of a model that is made on the device")
+        return small()
+
+    def space(trial: optuna.Trial) -> dict[str, Any]:
+        return {"width": trial.suggest_int("width", 0, 100)}
+
+    run(recipe, tmp_path, search_space=space, num_trials=1)
+    assert len(alive) > 2
+    assert not any(alive)
+
+
+def test_a_recipe_that_was_mended_joins_a_study_of_failed_trials(tmp_path: Path) -> None:
+    def broken(record: Any) -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        run(lambda: small() | {"callbacks": [broken], "clip_norm": 1.0}, tmp_path, study_name="a")
+    study = run(small, tmp_path, study_name="a", num_trials=1)
+    assert [trial.state for trial in study.trials] == [TrialState.FAIL, TrialState.COMPLETE]
+    with pytest.raises(ArgumentError, match="clip_norm: nothing -> 1.0"):
+        run(small, tmp_path, study_name="a", clip_norm=1.0)
+
+
+def test_data_that_trials_do_not_share_are_announced(tmp_path: Path) -> None:
+    def recipe() -> dict[str, Any]:
+        inputs, targets = classes(128)
+        return small() | {"data": (inputs + torch.randn(()), targets)}
+
+    with pytest.warns(AutoaccumWarning, match="The recipe has made other data for this trial than for another"):
+        run(recipe, tmp_path, num_trials=2)
+
+
+RECIPE = """
+import torch
+from tests.sweeps.sweeping import small
+
+def recipe(width):
+    if width:
+        raise torch.OutOfMemoryError("as of a model that is made on the device")
+    return small()
+"""
+
+
+def test_a_model_that_the_recipe_has_no_memory_for_does_not_fit(tmp_path: Path) -> None:
+    (tmp_path / "large.py").write_text(RECIPE)
+
+    def space(trial: optuna.Trial) -> dict[str, Any]:
+        return {"width": trial.suggest_int("width", 0, 1)}
+
+    study = run(str(tmp_path / "large.py"), tmp_path, search_space=space, num_trials=6)
+    assert {trial.params["width"]: trial.state for trial in study.trials} == {
+        0: TrialState.COMPLETE,
+        1: TrialState.PRUNED,
+    }
+    assert all(("not_fitting" in trial.user_attrs) == trial.params["width"] for trial in study.trials)

@@ -1,0 +1,236 @@
+"""Each check accepts what it says, and its error names the argument, the value and what is accepted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autoaccum._checks import (
+    cadence,
+    memory_limit_bytes,
+    non_negative_int,
+    number_between,
+    of_run_directory,
+    one_of,
+    positive_int,
+    positive_number,
+    recorded_plans,
+)
+from autoaccum.errors import ArgumentError, ArgumentTypeError
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize("value", [1, 2, 10**20])
+def test_positive_int(value: int) -> None:
+    assert positive_int("steps", value) == value
+
+
+@pytest.mark.parametrize("value", [0, -1])
+def test_positive_int_refuses_what_is_below_one(value: int) -> None:
+    with pytest.raises(ArgumentError) as caught:
+        positive_int("steps", value, "Leave it out.")
+    assert not isinstance(caught.value, TypeError)
+    assert str(caught.value) == f"steps={value}: expected an int of at least 1. Leave it out."
+    assert (caught.value.argument, caught.value.value) == ("steps", value)
+
+
+@pytest.mark.parametrize("value", [True, 1.0, "1", None])
+def test_ints_refuse_other_types(value: object) -> None:
+    with pytest.raises(ArgumentTypeError) as caught:
+        positive_int("steps", value, "Leave it out.")
+    assert str(caught.value) == f"steps={value!r}: expected an int of at least 1. Leave it out."
+    with pytest.raises(ArgumentTypeError) as caught:
+        non_negative_int("seed", value)
+    assert str(caught.value) == f"seed={value!r}: expected an int of at least 0."
+
+
+def test_non_negative_int() -> None:
+    assert [non_negative_int("seed", value) for value in (0, 7)] == [0, 7]
+    with pytest.raises(ArgumentError, match=r"^seed=-1: expected an int of at least 0\.$"):
+        non_negative_int("seed", -1)
+
+
+class TestNumbers:
+    def test_the_low_end_is_in_and_the_high_end_is_out(self) -> None:
+        assert [number_between("headroom", value, 0, 1) for value in (0, 0.5, 0.999)] == [0.0, 0.5, 0.999]
+        assert type(number_between("headroom", 0, 0, 1)) is float
+        for value in (1, 1.5, -0.001):
+            with pytest.raises(ArgumentError) as caught:
+                number_between("headroom", value, 0, 1, "Lower it.")
+            assert str(caught.value) == f"headroom={value}: expected a number of at least 0 and below 1. Lower it."
+
+    def test_positive(self) -> None:
+        assert [positive_number("clip_norm", value) for value in (1, 1e-300, 1e300)] == [1.0, 1e-300, 1e300]
+        for value in (0, 0.0, -1):
+            with pytest.raises(ArgumentError, match=r"expected a number above 0\.$"):
+                positive_number("clip_norm", value)
+
+    @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+    def test_finite(self, value: float) -> None:
+        for check in (lambda: positive_number("lr", value), lambda: number_between("lr", value, 0)):
+            with pytest.raises(ArgumentError, match=f"lr={value}: expected a number") as caught:
+                check()
+            assert not isinstance(caught.value, TypeError)
+
+    @pytest.mark.parametrize("value", [True, "0.1", None, 1j])
+    def test_other_types(self, value: object) -> None:
+        with pytest.raises(ArgumentTypeError, match=r"expected a number of at least 0\. Say how many\."):
+            number_between("lr", value, 0, cure="Say how many.")
+
+
+def test_one_of() -> None:
+    assert one_of("precision", "bf16", ("fp32", "bf16")) == "bf16"
+    with pytest.raises(ArgumentError, match=r"^precision='fp8': expected one of 'fp32', 'bf16'\.$"):
+        one_of("precision", "fp8", ("fp32", "bf16"))
+    with pytest.raises(ArgumentError, match="precision=None"):
+        one_of("precision", None, ("fp32", "bf16"))
+
+
+class TestMemoryLimit:
+    @pytest.mark.parametrize(
+        ("value", "expected"),
+        [
+            (None, 8 * GIB),
+            (1, 1),
+            ("1", 1),
+            (GIB, GIB),
+            ("1GiB", GIB),
+            ("1.5 GiB", 3 * GIB // 2),
+            (0.5, 4 * GIB),
+            ("0.5", 4 * GIB),
+            (" .25 ", 2 * GIB),
+            (1.0, 8 * GIB),
+            ("1.0", 8 * GIB),
+            (9 * GIB, 8 * GIB),
+            ("1TiB", 8 * GIB),
+        ],
+    )
+    def test_bytes_texts_and_shares_up_to_what_is_available(self, value: Any, expected: int) -> None:
+        assert memory_limit_bytes(value, 8 * GIB) == expected
+
+    @pytest.mark.parametrize("value", [0, -5, 0.0, -0.5, 1.5, "1.5", "0.0", "half", "", "-1GiB", float("nan")])
+    def test_refuses_values(self, value: Any) -> None:
+        with pytest.raises(ArgumentError, match="memory_limit=.*: expected bytes as an int, a text") as caught:
+            memory_limit_bytes(value, 8 * GIB)
+        assert not isinstance(caught.value, TypeError)
+
+    @pytest.mark.parametrize("value", [True, [1], 1j])
+    def test_refuses_types(self, value: Any) -> None:
+        with pytest.raises(ArgumentTypeError, match="memory_limit="):
+            memory_limit_bytes(value, 8 * GIB)
+
+    def test_a_share_above_one_says_what_a_share_is(self) -> None:
+        with pytest.raises(ArgumentError, match="A float is a share above 0 and up to 1"):
+            memory_limit_bytes(2.0, 8 * GIB)
+
+    @pytest.mark.parametrize(("returned", "expected"), [(GIB, GIB), ("1GiB", GIB), (0.5, 4 * GIB), ("1TiB", 8 * GIB)])
+    def test_a_function_is_called_for_any_of_these(self, returned: Any, expected: int) -> None:
+        assert memory_limit_bytes(lambda: returned, 8 * GIB) == expected
+
+    def test_a_function_is_called_each_time(self) -> None:
+        limits = iter([GIB, 0.25])
+        assert [memory_limit_bytes(lambda: next(limits), available) for available in (8 * GIB, 16)] == [GIB, 4]
+
+    @pytest.mark.parametrize("returned", [0, 1.5, "half", -1])
+    def test_refuses_values_that_a_function_returned_and_says_so(self, returned: Any) -> None:
+        with pytest.raises(ArgumentError) as caught:
+            memory_limit_bytes(lambda: returned, 8 * GIB)
+        assert str(caught.value).startswith(f"memory_limit={returned!r}: expected bytes as an int, a text")
+        assert str(caught.value).endswith("The function passed as memory_limit returned it.")
+
+    @pytest.mark.parametrize("returned", [None, True, int])
+    def test_refuses_types_that_a_function_returned_and_says_so(self, returned: Any) -> None:
+        with pytest.raises(ArgumentTypeError, match="memory_limit=.*such as 0.5. The function passed as memory_limit"):
+            memory_limit_bytes(lambda: returned, 8 * GIB)
+
+
+class TestCadence:
+    @pytest.mark.parametrize(
+        ("value", "expected"),
+        [
+            (1, ("steps", 1)),
+            (500, ("steps", 500)),
+            ("30s", ("seconds", 30)),
+            ("10m", ("seconds", 600)),
+            (" 1.5 h ", ("seconds", 5400)),
+            ("0.5s", ("seconds", 0.5)),
+            ("epoch", ("epoch", 1)),
+        ],
+    )
+    def test_steps_times_and_epochs(self, value: Any, expected: tuple[str, float]) -> None:
+        assert cadence("checkpoint_every", value) == expected
+
+    @pytest.mark.parametrize(
+        "value", [0, -1, "", "0s", "0.0m", "-1s", "10", "10d", "ten minutes", "1h30m", "epochs", "s"]
+    )
+    def test_refuses_values(self, value: Any) -> None:
+        with pytest.raises(
+            ArgumentError, match=r"checkpoint_every=.*: expected a number of steps, a time such as '30s'"
+        ):
+            cadence("checkpoint_every", value)
+
+    @pytest.mark.parametrize("value", [True, 1.0, None, ["epoch"], float("nan")])
+    def test_refuses_types(self, value: Any) -> None:
+        with pytest.raises(ArgumentTypeError, match=r"checkpoint_every=.*or 'epoch'"):
+            cadence("checkpoint_every", value)
+
+
+class TestRunDirectory:
+    @pytest.mark.parametrize(
+        "given",
+        [
+            (None, None, 2, "auto"),
+            (None, None, 2, False),
+            ("runs/a", "10m", 1, True),
+            (Path("runs/a"), None, 3, False),
+        ],
+    )
+    def test_accepts(self, given: tuple[Any, ...]) -> None:
+        of_run_directory(*given)
+
+    @pytest.mark.parametrize(
+        ("given", "match"),
+        [
+            ((3, None, 2, "auto"), "run_dir=3: expected a path"),
+            ((b"runs", None, 2, "auto"), "run_dir=b'runs': expected a path"),
+            (("", None, 2, "auto"), "run_dir='': expected a path. Pass '.'"),
+            ((None, 5, 2, "auto"), "checkpoint_every=5: expected run_dir beside it. Pass where checkpoints are to go"),
+            (("runs", None, 0, "auto"), "keep_checkpoints=0: expected an int of at least 1"),
+            (("runs", None, True, "auto"), "keep_checkpoints=True: expected an int of at least 1"),
+            (("runs", None, 2, "never"), "resume='never': expected 'auto', True or False"),
+            (("runs", None, 2, None), "resume=None: expected 'auto', True or False"),
+            (("runs", None, 2, 0), "resume=0: expected 'auto', True or False"),
+            (("runs", None, 2, 1), "resume=1: expected 'auto', True or False"),
+            ((None, None, 2, True), "resume=True: expected run_dir beside it. Pass the directory of the run to go on"),
+        ],
+    )
+    def test_refuses(self, given: tuple[Any, ...], match: str) -> None:
+        with pytest.raises(ArgumentError, match=match):
+            of_run_directory(*given)
+
+
+class TestRecordedPlans:
+    def test_none_where_the_micro_batch_is_a_number_or_to_be_found(self) -> None:
+        assert recorded_plans("auto") == recorded_plans(64) == []
+
+    def test_one_for_each_window_as_tuples(self) -> None:
+        assert recorded_plans([(8, 8), [5, 3], (1,)]) == [(8, 8), (5, 3), (1,)]
+        assert recorded_plans(((2,),)) == [(2,)]
+
+    @pytest.mark.parametrize("value", ["8", "Auto", 8.0, True, None, {8: 8}])
+    def test_neither(self, value: Any) -> None:
+        with pytest.raises(ArgumentTypeError, match=r"micro_batch=.*: expected an int of at least 1\. Leave it out"):
+            recorded_plans(value)
+
+    @pytest.mark.parametrize("value", [[8, 8], [(8,), ()], ["88"], [(8,), None]])
+    def test_lists_of_something_else(self, value: Any) -> None:
+        with pytest.raises(ArgumentTypeError, match="micro_batch=.*: expected 'auto', an int of at least 1, or a list"):
+            recorded_plans(value)
+
+    @pytest.mark.parametrize("size", [0, -1, 2.0])
+    def test_sizes_that_are_none(self, size: Any) -> None:
+        with pytest.raises(ArgumentError, match=f"micro_batch={size}: expected an int of at least 1"):
+            recorded_plans([(8, 8), (8, size)])

@@ -1,0 +1,105 @@
+"""Python attributes come back as they were, in the very containers that held them."""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict, deque
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoaccum.window.attributes import Attributes
+
+
+class Owner:
+    def __init__(self) -> None:
+        self.calls = 0
+        self.names = ["a", "b"]
+        self.seen = {1, 2}
+        self.queue = deque([1, 2], maxlen=2)
+        self.nested: dict[str, Any] = {"inner": {"deep": [1]}}
+        self.hooks: OrderedDict[int, str] = OrderedDict({2: "second", 1: "first"})
+
+
+def test_everything_comes_back_twice() -> None:
+    owner = Owner()
+    expected = repr(vars(Owner()))
+    containers = [owner.names, owner.seen, owner.queue, owner.nested["inner"]["deep"], owner.hooks, vars(owner)]
+    attributes = Attributes([owner])
+    for _ in range(2):
+        owner.calls += 1
+        owner.names.append("c")
+        owner.seen.clear()
+        owner.queue.append(3)
+        owner.nested["inner"]["deep"][0] = 5
+        owner.nested["inner"] = None
+        del owner.hooks[2]
+        owner.hooks[2] = "other"
+        owner.late = True  # type: ignore[attr-defined]
+        del owner.names
+        attributes.restore()
+        assert repr(vars(owner)) == expected
+        now = [owner.names, owner.seen, owner.queue, owner.nested["inner"]["deep"], owner.hooks, vars(owner)]
+        assert all(a is b for a, b in zip(now, containers, strict=True))
+
+
+def test_the_class_comes_back() -> None:
+    class Other(Owner):
+        pass
+
+    owner = Owner()
+    attributes = Attributes([owner])
+    owner.__class__ = Other
+    attributes.restore()
+    assert type(owner) is Owner
+
+
+def test_a_dict_that_holds_itself() -> None:
+    owner = Owner()
+    owner.nested["self"] = owner.nested
+    attributes = Attributes([owner])
+    owner.nested.clear()
+    attributes.restore()
+    assert owner.nested["self"] is owner.nested
+    assert owner.nested["inner"] == {"deep": [1]}
+
+
+def test_containers_of_other_classes_are_left_alone() -> None:
+    """Nobody knows what their methods do: some refuse ``clear`` and ``update``."""
+
+    class Closed(dict[str, int]):
+        def clear(self) -> None:
+            raise AssertionError("cleared")
+
+    owner = Owner()
+    owner.nested = closed = Closed(a=1)
+    attributes = Attributes([owner])
+    owner.nested = {}
+    attributes.restore()
+    assert owner.nested is closed
+
+
+def test_the_handle_of_a_hook_still_removes_it() -> None:
+    layer = nn.Linear(1, 1)
+    calls: list[int] = []
+    handle = layer.register_forward_hook(lambda *_: calls.append(1))
+    attributes = Attributes([layer])
+    handle.remove()
+    attributes.restore()
+    layer(torch.ones(1, 1))
+    assert calls == [1]
+    handle.remove()
+    layer(torch.ones(1, 1))
+    assert calls == [1]
+
+
+def test_keeps_what_it_holds_no_longer_than_itself() -> None:
+    owner = Owner()
+    attributes = Attributes([owner])
+    tensor = torch.ones(1)
+    gone = weakref.ref(tensor)
+    owner.names = [tensor]  # type: ignore[list-item]
+    del tensor
+    attributes.restore()
+    assert gone() is None

@@ -1,0 +1,232 @@
+"""Measuring what micro-batches add changes no bit of what they add up to, and is what a backward of their own gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from autoaccum.loss.functions import loss_function
+from autoaccum.memory.devices import memory_of
+from autoaccum.training.accumulator import _Batch
+from autoaccum.window import contributions
+from autoaccum.window.step import Engine
+from tests.models import classes, mlp, same
+
+CPU = torch.device("cpu")
+PLAN = (5, 2, 4, 1)
+
+
+class Tied(nn.Module):
+    """One matrix at both ends."""
+
+    def __init__(self, sparse: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6, sparse=sparse)
+        self.bias = nn.Parameter(torch.zeros(11))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        inner = self.embedding(ids).mean(1)
+        return (
+            inner @ self.embedding.weight.T if not self.embedding.sparse else inner.repeat(1, 2)[:, :11]
+        ) + self.bias
+
+
+class Convolutions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Conv2d(1, 3, 2), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(27, 11))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.net(ids.reshape(-1, 1, 4, 1).expand(-1, 1, 4, 4).float())  # type: ignore[no-any-return]
+
+
+class Experts(nn.Module):
+    """Parameters that take part in some micro-batches only: the first in the first one, the second in later ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(4, 11) for _ in range(2))
+        self.never = nn.Parameter(torch.ones(3))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.experts[0 if len(ids) in (5, 1) else 1](ids.float() / 10)  # type: ignore[no-any-return]
+
+
+class SparseOrDense(nn.Module):
+    """A matrix whose gradient is sparse in some micro-batches and dense in others."""
+
+    def __init__(self, sparse_first: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(11, 11))
+        self.sparse_first = sparse_first
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        sparse = (len(ids) in (5, 4)) is self.sparse_first
+        return nn.functional.embedding(ids, self.weight, sparse=sparse).mean(1)
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 11, dtype=torch.complex64))
+        self.real = nn.Parameter(torch.randn(11, dtype=torch.float64))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return (ids.to(torch.complex64) @ self.weight).abs().double() + self.real
+
+
+def plain() -> nn.Module:
+    return nn.Sequential(Floats(), nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 11))
+
+
+class Floats(nn.Module):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return ids.float() / 10
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "plain": plain,
+    "tied": Tied,
+    "sparse": lambda: Tied(sparse=True),
+    "sparse, then dense": lambda: SparseOrDense(True),
+    "dense, then sparse": lambda: SparseOrDense(False),
+    "convolutions": Convolutions,
+    "experts": Experts,
+    "complex": Complex,
+}
+
+
+def ids() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return torch.randint(0, 11, (12, 4), generator=generator), torch.randint(0, 11, (12,), generator=generator)
+
+
+def engine(model: nn.Module, noise_scale: bool, **options: Any) -> Engine:
+    arguments: dict[str, Any] = {
+        "loss_of": loss_function(cross_entropy, None),
+        "num_items": None,
+        "micro_batch": 12,
+        "max_micro_batch": None,
+        "full_window": 12,
+        "memory": memory_of(CPU),
+        "total_bytes": 2**60,
+        "limit_now": lambda: 2**60,
+        "limit_bytes": 2**60,
+        "headroom": 0.05,
+        "precision": "fp32",
+        "clip_norm": None,
+        "device": CPU,
+        "emit": lambda event: None,
+        **options,
+    }
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return Engine(model, [model], optimizer, noise_scale=noise_scale, **arguments)
+
+
+def ran(make: Callable[[], nn.Module], noise_scale: bool, batch: Any, **options: Any) -> tuple[Any, list[Any]]:
+    """A window's outcome, and its gradients."""
+    torch.manual_seed(0)
+    model = make()
+    gradient = engine(model, noise_scale, **options).run(_Batch(batch, 12, CPU), PLAN)[0]
+    return gradient, [p.grad for p in model.parameters()]
+
+
+def same_gradients(first: list[Any], second: list[Any]) -> bool:
+    """Bit for bit, as they are laid out."""
+    assert [g is None for g in first] == [g is None for g in second]
+    pairs = [(a, b) for a, b in zip(first, second, strict=True) if a is not None]
+    assert [a.layout for a, _ in pairs] == [b.layout for _, b in pairs]
+    return same([a.to_dense() for a, _ in pairs], [b.to_dense() for _, b in pairs])
+
+
+@pytest.mark.filterwarnings("ignore:The model holds 1 BatchNorm")
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [
+        (name, precision)
+        for name in MODELS
+        for precision in ("fp32", "bf16", "fp16")
+        if name != "complex" or precision == "fp32"  # autocast knows no complex numbers
+    ],
+)
+def test_no_bit_of_the_gradient_changes(name: str, precision: Any) -> None:
+    without, expected = ran(MODELS[name], False, ids(), precision=precision)
+    measured, found = ran(MODELS[name], True, ids(), precision=precision)
+    assert same_gradients(found, expected)
+    assert torch.equal(measured.loss, without.loss)
+    assert (without.parts, without.noise) == ((), None)
+    assert measured.noise is not None
+
+
+@pytest.mark.filterwarnings("ignore:The model holds 1 BatchNorm")
+@pytest.mark.parametrize("name", MODELS)
+def test_parts_are_what_a_backward_of_their_own_gives(name: str) -> None:
+    measured, _ = ran(MODELS[name], True, ids())
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    assert [part[:2] for part in measured.parts] == [(size, size) for size in PLAN]
+    for inputs, targets, (size, _, square) in zip(*(t.split(PLAN) for t in ids()), measured.parts, strict=True):
+        model.zero_grad()
+        (cross_entropy(model(inputs), targets) * (size / 12)).backward()
+        expected = sum(p.grad.to_dense().abs().square().sum().item() for p in model.parameters() if p.grad is not None)
+        assert square == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_parts_are_in_the_unit_of_the_gradient(precision: Any) -> None:
+    """Not in that of a scaled loss, and not as they are before counts are known."""
+    inputs, targets = ids()
+    targets[:4] = -100  # so that the first micro-batch, whose items per sample are taken for all, has fewer
+    exact, _ = ran(plain, True, (inputs, targets))
+    found, gradients = ran(plain, True, (inputs, targets), precision=precision)
+    assert [part[:2] for part in found.parts] == [(5, 1), (2, 2), (4, 4), (1, 1)]
+    for part, expected in zip(found.parts, exact.parts, strict=True):
+        assert part[2] == pytest.approx(expected[2], rel=0.05)
+    whole = sum(g.square().sum().item() for g in gradients)
+    noise = exact.noise
+    assert noise.gradient_squared + noise.gradient_variance / 12 == pytest.approx(whole, rel=0.05)
+
+
+def test_squares_of_sixteen_bits_do_not_overflow() -> None:
+    parameter = nn.Parameter(torch.zeros(4, dtype=torch.float16))
+    parameter.grad = torch.full_like(parameter, 3e4)
+    norm = contributions.norm([parameter])
+    assert norm.dtype is torch.float32
+    assert norm.item() == pytest.approx(6e4, rel=1e-3)
+
+
+def test_types_may_be_mixed() -> None:
+    parameters = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2, dtype=torch.float64))]
+    for parameter in parameters:
+        parameter.grad = 2 * torch.ones_like(parameter)
+    norm = contributions.norm(parameters)
+    assert norm.dtype is torch.float64
+    assert norm.item() == 20**0.5
+
+
+def test_entries_that_several_samples_add_to_count_once() -> None:
+    parameter = nn.Parameter(torch.zeros(5))
+    parameter.grad = torch.sparse_coo_tensor([[1, 1, 4]], [1.0, 2.0, 4.0], (5,), check_invariants=True)
+    assert contributions.norm([parameter]).item() == 5.0
+
+
+def test_no_gradient_has_norm_zero() -> None:
+    assert contributions.norm([nn.Parameter(torch.ones(3))]).item() == 0.0
+
+
+def test_the_accumulated_tensors_stay_the_same_ones() -> None:
+    """No memory moves from one micro-batch to the next."""
+    model = mlp()
+    inputs, targets = classes(4)
+    cross_entropy(model(inputs), targets).backward()
+    gradients = [p.grad for p in model.parameters()]
+    before = contributions.set_aside(list(model.parameters()))
+    assert all(p.grad is None for p in model.parameters())
+    cross_entropy(model(inputs), targets).backward()
+    contributions.add_back(before)
+    assert all(p.grad is g for p, g in zip(model.parameters(), gradients, strict=True))

@@ -1,0 +1,498 @@
+"""Optimizers are made or taken as they are, and their state is there before the first step without a trace."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.optim import Optimizer
+
+from autoaccum.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    ConflictingArgumentsError,
+    ForeignOptimizerError,
+    NoTrainableParametersError,
+    OptimizerOutOfMemoryError,
+)
+from autoaccum.memory.devices import memory_of
+from autoaccum.testing import oom_at, simulated_memory
+from autoaccum.training.trainer import Trainer
+from autoaccum.window.optimizers import allocate_state, make_optimizer, take_step, trainable_parameters
+from tests.models import classes, mlp
+
+CONFIGURATIONS: dict[str, list[dict[str, Any]]] = {
+    "ASGD": [{}, {"foreach": True}, {"foreach": False}, {"weight_decay": 0.1, "t0": 1.0}],
+    "Adadelta": [{}, {"foreach": True}, {"foreach": False}, {"weight_decay": 0.1, "maximize": True}],
+    "Adafactor": [{}, {"foreach": True}, {"weight_decay": 0.1}],
+    "Adagrad": [{}, {"foreach": True}, {"foreach": False}, {"fused": True}, {"initial_accumulator_value": 0.5}],
+    "Adam": [{}, {"foreach": True}, {"foreach": False}, {"fused": True}, {"amsgrad": True}, {"weight_decay": 0.1}],
+    "AdamW": [{}, {"foreach": True}, {"foreach": False}, {"fused": True}, {"amsgrad": True, "fused": True}],
+    "Adamax": [{}, {"foreach": True}, {"foreach": False}, {"weight_decay": 0.1}],
+    "LBFGS": [{}],
+    "Muon": [{}, {"nesterov": False}],
+    "NAdam": [{}, {"foreach": True}, {"foreach": False}, {"weight_decay": 0.1, "decoupled_weight_decay": True}],
+    "RAdam": [{}, {"foreach": True}, {"foreach": False}, {"weight_decay": 0.1}],
+    "RMSprop": [{}, {"foreach": True}, {"momentum": 0.9}, {"centered": True, "momentum": 0.9}],
+    "Rprop": [{}, {"foreach": True}, {"foreach": False}, {"maximize": True}],
+    "SGD": [
+        {},
+        {"momentum": 0.9},
+        {"momentum": 0.9, "foreach": True},
+        {"momentum": 0.9, "foreach": False},
+        {"momentum": 0.9, "fused": True},
+        {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+        {"momentum": 0.9, "dampening": 0.5},
+        {"momentum": 0.9, "maximize": True},
+    ],
+    "SparseAdam": [{}],
+}
+CASES = [
+    pytest.param(name, options, id=f"{name}-{'-'.join(f'{key}={value}' for key, value in options.items())}")
+    for name, configurations in CONFIGURATIONS.items()
+    for options in configurations
+]
+ALLOCATING = [
+    pytest.param(*case.values, id=case.id)
+    for case in CASES
+    if case.values[0] != "LBFGS" and "dampening" not in case.values[1]
+]
+"""All but those that make their state of the gradient."""
+every_case = pytest.mark.parametrize(("name", "options"), CASES)
+
+
+def parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    """Matrices, of which the last is frozen; one is not contiguous."""
+    generator = torch.Generator().manual_seed(0)
+    made = [
+        torch.randn(4, 3, generator=generator, dtype=dtype),
+        torch.randn(3, 5, generator=generator, dtype=dtype).t(),
+    ]
+    return [*(nn.Parameter(tensor) for tensor in made), nn.Parameter(torch.ones(2, 2), requires_grad=False)]
+
+
+def make(name: str, options: dict[str, Any], trained: list[nn.Parameter]) -> Optimizer:
+    optimizer: Optimizer = getattr(torch.optim, name)(trained, **{"lr": 0.01, **options})
+    return optimizer
+
+
+def step(optimizer: Optimizer, trained: list[nn.Parameter], seed: int) -> None:
+    """Gradients with exact zeros in them, of both signs, and laid out like their parameters, as autograd's are."""
+    generator = torch.Generator().manual_seed(seed)
+    for p in trained:
+        if p.requires_grad:
+            dense = torch.empty_like(p, requires_grad=False)
+            dense.copy_(torch.randn(p.shape, generator=generator, dtype=p.dtype))
+            dense[0] = 0.0
+            dense[-1, 0] = -0.0
+            p.grad = dense
+            if isinstance(optimizer, torch.optim.SparseAdam):
+                p.grad = dense.to_sparse(1)
+            elif isinstance(optimizer, torch.optim.LBFGS):
+                p.grad = dense.contiguous()  # it takes no other
+    if isinstance(optimizer, torch.optim.LBFGS):
+        optimizer.step(lambda: torch.tensor(1.0))  # type: ignore[arg-type, return-value]
+    else:
+        optimizer.step()
+    optimizer.zero_grad()
+
+
+def run(name: str, options: dict[str, Any], *, allocate: bool, num_steps: int = 3) -> tuple[Any, Any]:
+    """(parameters, state) after some steps."""
+    trained = parameters()
+    optimizer = make(name, options, trained)
+    if allocate:
+        allocate_state(optimizer)
+    for seed in range(num_steps):
+        step(optimizer, trained, seed)
+    return exactly(trained), exactly(optimizer.state_dict())
+
+
+def exactly(value: Any) -> Any:
+    """Comparable by ==, bit for bit but for the sign of zero, with the order of keys."""
+    if isinstance(value, torch.Tensor):
+        value = value.detach()
+        return str(value.dtype), tuple(value.shape), value.tolist()
+    if isinstance(value, dict):
+        return [(key, exactly(entry)) for key, entry in value.items()]
+    if isinstance(value, list | tuple):
+        return [exactly(entry) for entry in value]
+    return value
+
+
+def test_every_optimizer_of_pytorch_is_tested() -> None:
+    found = {
+        name
+        for name, value in vars(torch.optim).items()
+        if isinstance(value, type) and issubclass(value, Optimizer) and value is not Optimizer
+    }
+    assert found == set(CONFIGURATIONS)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
+class TestAllocateState:
+    @every_case
+    def test_three_steps_are_bit_identical(self, name: str, options: dict[str, Any]) -> None:
+        plain, allocated = (run(name, options, allocate=allocate) for allocate in (False, True))
+        assert plain[0] != exactly(parameters())
+        assert allocated == plain
+
+    @pytest.mark.parametrize(("name", "options"), ALLOCATING)
+    def test_allocates_what_the_first_step_would(self, name: str, options: dict[str, Any]) -> None:
+        def sizes(optimizer: Optimizer) -> list[Any]:
+            return [
+                [
+                    (key, tuple(entry.shape), entry.dtype)
+                    for key, entry in optimizer.state[p].items()
+                    if torch.is_tensor(entry)
+                ]
+                for p in optimizer.param_groups[0]["params"]
+                if p in optimizer.state
+            ]
+
+        allocated = make(name, options, parameters())
+        allocate_state(allocated)
+        stepped_parameters = parameters()
+        stepped = make(name, options, stepped_parameters)
+        step(stepped, stepped_parameters, 0)
+        assert sizes(allocated) == sizes(stepped)
+
+    @every_case
+    def test_takes_no_step(self, name: str, options: dict[str, Any]) -> None:
+        trained = parameters()
+        optimizer = make(name, options, trained)
+        groups = exactly(optimizer.state_dict()["param_groups"])
+        allocate_state(optimizer)
+        assert exactly(trained) == exactly(parameters())
+        assert exactly(optimizer.state_dict()["param_groups"]) == groups
+        counters = [state["step"] for state in optimizer.state.values() if "step" in state]
+        assert [float(counter) for counter in counters] == [0.0] * len(counters)
+
+    @every_case
+    def test_leaves_no_gradients(self, name: str, options: dict[str, Any]) -> None:
+        trained = parameters()
+        allocate_state(make(name, options, trained))
+        assert [p.grad for p in trained] == [None] * 3
+
+    @every_case
+    def test_changes_no_state_that_is_there(self, name: str, options: dict[str, Any]) -> None:
+        trained = parameters()
+        optimizer = make(name, options, trained)
+        for seed in range(2):
+            step(optimizer, trained, seed)
+        before = exactly(optimizer.state_dict())
+        allocate_state(optimizer)
+        allocate_state(optimizer)
+        assert exactly(optimizer.state_dict()) == before
+
+    def test_twice_is_once(self) -> None:
+        trained = parameters()
+        optimizer = torch.optim.Adam(trained)
+        allocate_state(optimizer)
+        tensors = [entry for state in optimizer.state.values() for entry in state.values()]
+        allocate_state(optimizer)
+        again = [entry for state in optimizer.state.values() for entry in state.values()]
+        assert all(first is second for first, second in zip(tensors, again, strict=True))
+
+    @pytest.mark.parametrize("name", ["Adam", "SGD", "RMSprop"])
+    def test_frozen_parameters_get_none(self, name: str) -> None:
+        trained = parameters()
+        optimizer = make(name, {"momentum": 0.9} if name != "Adam" else {}, trained)
+        allocate_state(optimizer)
+        assert set(optimizer.state) == set(trained[:2])
+        assert trained[2].grad is None
+
+    def test_gradients_that_are_there_stay(self) -> None:
+        trained = parameters()
+        trained[0].grad = gradient = torch.full((4, 3), 2.0)
+        allocate_state(torch.optim.Adam(trained))
+        assert trained[0].grad is gradient
+        assert gradient.eq(2.0).all()
+        assert trained[1].grad is None
+
+    def test_all_groups(self) -> None:
+        trained = parameters()
+        groups = [{"params": trained[:1]}, {"params": trained[1:], "momentum": 0.0}]
+        optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+        allocate_state(optimizer)
+        assert set(optimizer.state) == {trained[0]}
+        optimizer.param_groups[1]["momentum"] = 0.5
+        allocate_state(optimizer)
+        assert set(optimizer.state) == {trained[0], trained[1]}
+        buffers = [optimizer.state[p]["momentum_buffer"] for p in trained[:2]]
+        assert [buffer.shape for buffer in buffers] == [p.shape for p in trained[:2]]
+
+    @pytest.mark.parametrize("name", ["AdamW", "SGD"])
+    def test_no_call_at_all_to_an_optimizer_of_others(self, name: str) -> None:
+        """Also where it derives from one of PyTorch's: nobody knows what its methods do."""
+        base: Any = getattr(torch.optim, name)
+        calls: list[str] = []
+
+        class Foreign(base):  # type: ignore[misc]
+            def __getattribute__(self, attribute: str) -> Any:
+                if attribute not in ("__class__", "__dict__"):
+                    calls.append(attribute)
+                return super().__getattribute__(attribute)
+
+            def step(self, closure: Any = None) -> None:
+                raise AssertionError("stepped")
+
+        trained = parameters()
+        optimizer = Foreign(trained, lr=0.1)
+        calls.clear()
+        allocate_state(optimizer)
+        assert calls == []
+        assert len(optimizer.state) == 0
+        assert [p.grad for p in trained] == [None] * 3
+
+    @pytest.mark.parametrize(("name", "options"), ALLOCATING)
+    @pytest.mark.parametrize("begun", [False, True])
+    def test_an_oom_at_any_operation_leaves_no_trace(self, name: str, options: dict[str, Any], begun: bool) -> None:
+        """Half of a state would fail the next step, with a KeyError."""
+
+        def start() -> tuple[list[nn.Parameter], Optimizer]:
+            trained = parameters()
+            optimizer = make(name, options, trained)
+            if begun:  # as when parameters were added since
+                step(optimizer, trained[:1], seed=5)
+            return trained, optimizer
+
+        if begun and options.get("momentum") and options.get("fused"):
+            return  # PyTorch's fused SGD takes no step where some have a buffer and others have none
+        _, optimizer = start()
+        with oom_at(None) as counter:
+            allocate_state(optimizer)
+        results = []
+        for operation in range(1, counter.operations + 1):
+            trained, optimizer = start()
+            before = exactly(optimizer.state_dict())
+            entries = {p: (state, dict(state)) for p, state in optimizer.state.items()}
+            attributes = dict(vars(optimizer))
+            with oom_at(operation), pytest.raises(torch.OutOfMemoryError):
+                allocate_state(optimizer)
+            assert exactly(optimizer.state_dict()) == before
+            assert vars(optimizer) == attributes
+            for p, (state, held) in entries.items():
+                assert optimizer.state[p] is state
+                assert all(state[key] is value for key, value in held.items())
+            assert [p.grad for p in trained] == [None] * 3
+            step(optimizer, trained, seed=6)
+            results.append((exactly(trained), exactly(optimizer.state_dict())))
+        trained, optimizer = start()
+        step(optimizer, trained, seed=6)
+        assert counter.operations
+        assert results == [(exactly(trained), exactly(optimizer.state_dict()))] * counter.operations
+
+    def test_an_interrupt_leaves_no_trace_either(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        trained = parameters()
+        optimizer = torch.optim.Adam(trained)
+
+        def fail(group: Any, *lists: Any) -> None:
+            optimizer.state[trained[0]]["step"] = 1
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(optimizer, "_init_group", fail)
+        with pytest.raises(KeyboardInterrupt):
+            allocate_state(optimizer)
+        assert [p.grad for p in trained] == [None] * 3
+        assert len(optimizer.state) == 0
+
+    @pytest.mark.parametrize("layer", [nn.Embedding, nn.EmbeddingBag])
+    def test_no_dense_buffer_for_a_sparse_gradient(self, layer: Any) -> None:
+        model = nn.ModuleList([layer(4, 2, sparse=True), layer(4, 2)])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        allocate_state(optimizer, [model])
+        assert set(optimizer.state) == {model[1].weight}
+
+
+class Foreign(Optimizer):
+    """One that PyTorch does not know, and that remembers which of its methods were called from outside of its step."""
+
+    def __init__(self, trained: Any) -> None:
+        self.calls: list[str] = []
+        self.depth = 1
+        super().__init__(trained, {"lr": 0.1})
+        self.depth = 0
+
+    def __getattribute__(self, name: str) -> Any:
+        value = super().__getattribute__(name)
+        if not callable(value) or name.startswith("__"):
+            return value
+
+        @functools.wraps(value)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not self.depth:
+                self.calls.append(name)
+            self.depth += 1
+            try:
+                return value(*args, **kwargs)
+            finally:
+                self.depth -= 1
+
+        return call
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p -= group["lr"] * p.grad
+
+
+class TestForeign:
+    """An optimizer of others sees one ``step`` a window, and no other call."""
+
+    @pytest.mark.parametrize("precision", ["fp32", "fp16"])
+    @pytest.mark.parametrize("fails_at", [None, 20])
+    @pytest.mark.parametrize("is_function", [False, True])
+    def test_one_step_a_window(self, precision: Any, fails_at: int | None, is_function: bool) -> None:
+        model = mlp()
+        optimizer = Foreign(model.parameters())
+        trainer = Trainer(
+            model,
+            classes(20),
+            effective_batch=8,
+            micro_batch=3,
+            loss_fn=cross_entropy,
+            optimizer=(lambda given: optimizer) if is_function else optimizer,
+            clip_norm=0.5,
+            precision=precision,
+            epochs=2,
+            validation_data=classes(5),
+            device="cpu",
+            progress=False,
+        )
+        assert optimizer.calls == []
+        with oom_at(fails_at):
+            result = trainer.fit()
+        assert sum(report.replays for report in result.history) == (fails_at is not None)
+        assert optimizer.calls == ["step"] * 6
+        assert result.num_steps == 6
+
+
+class TestMakeOptimizer:
+    def test_adamw_fused_by_default(self) -> None:
+        trained = parameters()[:2]
+        for lr, expected in ((None, 1e-3), (0.25, 0.25), (0, 0)):
+            optimizer = make_optimizer(None, lr, trained)
+            assert type(optimizer) is torch.optim.AdamW
+            assert optimizer.param_groups[0]["params"] == trained
+            assert optimizer.param_groups[0]["lr"] == expected
+            assert optimizer.param_groups[0]["fused"] is True
+
+    def test_adamw_where_there_is_no_fused_one(self) -> None:
+        optimizer = make_optimizer(None, 0.5, [nn.Parameter(torch.ones(2, dtype=torch.complex64))])
+        assert type(optimizer) is torch.optim.AdamW
+        assert optimizer.param_groups[0]["lr"] == 0.5
+        allocate_state(optimizer)
+        assert not optimizer.param_groups[0]["fused"]
+
+    def test_an_instance_is_used_as_it_is(self) -> None:
+        trained = parameters()
+        optimizer = torch.optim.Adagrad(trained)
+        assert make_optimizer(optimizer, None, trained) is optimizer
+
+    def test_a_function_gets_the_parameters(self) -> None:
+        trained = parameters()
+        for function in (torch.optim.SGD, lambda given: torch.optim.SGD(given, lr=0.5)):
+            optimizer = make_optimizer(function, None, trained)
+            assert type(optimizer) is torch.optim.SGD
+            assert optimizer.param_groups[0]["params"] == trained
+
+    def test_one_that_holds_some_of_the_parameters(self) -> None:
+        trained = parameters()
+        other = nn.Parameter(torch.zeros(1))
+        optimizer = torch.optim.SGD([{"params": [other]}, {"params": [trained[1]]}], lr=0.1)
+        assert make_optimizer(optimizer, None, trained) is optimizer
+
+    def test_lr_beside_an_optimizer(self) -> None:
+        for optimizer in (torch.optim.SGD, torch.optim.SGD(parameters(), lr=0.1)):
+            for lr in (0.1, 0.0):
+                with pytest.raises(ConflictingArgumentsError, match="lr=.*at most one of lr and optimizer"):
+                    make_optimizer(optimizer, lr, parameters())
+
+    def test_one_of_other_parameters(self) -> None:
+        with pytest.raises(ForeignOptimizerError, match="optimizer='SGD'"):
+            make_optimizer(torch.optim.SGD(parameters(), lr=0.1), None, parameters())
+
+    @pytest.mark.parametrize("optimizer", ["adam", 3, lambda given: None, lambda given: given])
+    def test_no_optimizer(self, optimizer: Any) -> None:
+        with pytest.raises(ArgumentTypeError, match=r"expected a torch\.optim\.Optimizer, or a function"):
+            make_optimizer(optimizer, None, parameters())
+
+    def test_one_that_needs_a_closure(self) -> None:
+        with pytest.raises(ArgumentTypeError, match="optimizer='LBFGS': expected .* needs no closure"):
+            make_optimizer(torch.optim.LBFGS, None, parameters())
+
+
+class TestTrainableParameters:
+    def test_those_that_require_a_gradient_once_each(self) -> None:
+        model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 3), nn.Linear(3, 3))
+        model[1].weight.requires_grad_(False)
+        model[2].weight = model[1].weight
+        model[2].bias = model[0].bias
+        found = trainable_parameters(model, [model])
+        assert [id(p) for p in found] == [id(p) for p in (model[0].weight, model[0].bias, model[1].bias)]
+
+    def test_refuses(self) -> None:
+        frozen = nn.Linear(2, 2).requires_grad_(False)
+        with pytest.raises(NoTrainableParametersError, match="model='Linear'") as caught:
+            trainable_parameters(frozen, [frozen])
+        assert isinstance(caught.value, ArgumentError)
+        for model in (nn.Linear, None, lambda inputs: inputs):
+            with pytest.raises(ArgumentTypeError, match=r"expected a torch\.nn\.Module"):
+                trainable_parameters(model, [])
+
+
+class TestTakeStep:
+    def trained(self, gradient: float) -> tuple[nn.Parameter, Optimizer]:
+        parameter = nn.Parameter(torch.ones(2))
+        parameter.grad = torch.full((2,), gradient)
+        return parameter, torch.optim.SGD([parameter], lr=0.5)
+
+    def test_steps(self) -> None:
+        parameter, optimizer = self.trained(1.0)
+        assert take_step(optimizer, None, 1, memory_of(torch.device("cpu")), 2**20) is None
+        assert parameter.tolist() == [0.5, 0.5]
+
+    @pytest.mark.parametrize(("factor", "reason"), [(1.0, None), (float("inf"), "overflowed at a loss scale of 1024")])
+    def test_a_scaler_steps_unless_the_gradient_overflowed(self, factor: float, reason: str | None) -> None:
+        parameter, optimizer = self.trained(0.0)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        scaler.scale((parameter * factor).sum()).backward()
+        scaler.unscale_(optimizer)
+        found = take_step(optimizer, scaler, 1, memory_of(torch.device("cpu")), 2**20)
+        if reason is None:
+            assert (found, parameter.tolist(), scaler.get_scale()) == (None, [0.5, 0.5], 1024.0)
+        else:
+            assert found is not None
+            assert found.endswith(reason)
+            assert (parameter.tolist(), scaler.get_scale()) == ([1.0, 1.0], 512.0)
+
+    def test_an_oom_is_told_with_the_step_and_the_memory(self) -> None:
+        _, optimizer = self.trained(1.0)
+        with simulated_memory("1MiB") as device:
+            kept = torch.zeros(1000)
+            memory = memory_of(torch.device("cpu"))
+            with (
+                oom_at(1),
+                pytest.raises(OptimizerOutOfMemoryError, match="SGD.step ran out of memory in step 9") as caught,
+            ):
+                take_step(optimizer, None, 9, memory, 2**20)
+            assert (caught.value.step, caught.value.limit_bytes) == (9, 2**20)
+            assert caught.value.peak_bytes == device.peak >= kept.nbytes
+        assert caught.value.__cause__ is None
+        assert caught.value.__context__ is None, "else it would pin what the failed step held"
+
+    def test_other_errors_come_through(self) -> None:
+        _, optimizer = self.trained(1.0)
+
+        def fail() -> None:
+            raise KeyError
+
+        optimizer.step = fail  # type: ignore[assignment, method-assign]
+        with pytest.raises(KeyError):
+            take_step(optimizer, None, 1, memory_of(torch.device("cpu")), 2**20)
