@@ -53,6 +53,18 @@ def set_state(state: RandomState, device: torch.device | None = None) -> None:
         torch.get_device_module(device).set_rng_state(state[3], *_index(device))
 
 
+def state_dict(device: torch.device) -> dict[str, Any]:
+    """Return what ``get_state`` does by names, for a checkpoint."""
+    of_torch, python, numpy, on_device = get_state(device)
+    return {"torch": of_torch, "python": python, "numpy": numpy, "device": on_device}
+
+
+def load_state_dict(state: dict[str, Any], device: torch.device) -> None:
+    """Put back what ``state_dict`` returned; for another kind of device there is nothing to put back."""
+    on_device = state["device"] if device.type != "cpu" else None
+    set_state((state["torch"], state["python"], state["numpy"], on_device), device)
+
+
 def _index(device: torch.device) -> tuple[torch.device, ...]:
     return () if device.type == "mps" else (device,)  # torch.mps has one device and takes no argument
 

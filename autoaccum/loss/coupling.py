@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from autoaccum.events import Notice
 from autoaccum.loss.graph import is_linear_operation, only_parameters, operation_of, signed
 from autoaccum.memory.oom import is_out_of_memory
 
@@ -35,19 +34,6 @@ def smallest_micro_batch(modules: Sequence[nn.Module]) -> int:
 def is_compiled(model: object) -> bool:
     """Whether every size of its micro-batches may be compiled for."""
     return hasattr(model, "_orig_mod")
-
-
-def batch_norm_notices(modules: Sequence[nn.Module]) -> list[Notice]:
-    """What to say when windows of a model with BatchNorm are cut."""
-    layers = count_batch_norms(modules)
-    notice = Notice(
-        cause=f"The model holds {layers} BatchNorm layer{'s' if layers > 1 else ''} in training mode",
-        consequence="Each normalises by the statistics of a micro-batch instead of the window, so that the gradient "
-        "depends on how windows are cut",
-        cure="Use GroupNorm or LayerNorm, put the BatchNorm layers in eval mode, or pass micro_batch= the whole window "
-        "if it fits",
-    )
-    return [notice] if layers else []
 
 
 DEPTH = 200
@@ -181,13 +167,3 @@ def _all_with_all(node: Any, operation: str, num_samples: int) -> set[tuple[str,
 def _is_weight(factor: torch.Tensor | None) -> bool:
     """Whether it is a parameter, or a view of one such as its transpose."""
     return factor is not None and isinstance(factor if factor._base is None else factor._base, nn.Parameter)
-
-
-def coupling_notice() -> Notice:
-    """What to say when windows are cut whose loss compares samples with each other."""
-    return Notice(
-        cause="The loss lets the samples of a batch meet, as contrastive losses and statistics over a batch do",
-        consequence="Each sample meets those of its micro-batch only, instead of all in the window: another loss",
-        cure="Pass micro_batch= the whole window if it fits, lower effective_batch if it does not, or let samples meet "
-        "what does not come from the batch, such as a queue of past ones or running statistics",
-    )

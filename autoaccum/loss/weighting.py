@@ -17,16 +17,13 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from autoaccum.errors import ArgumentError, ArgumentTypeError
-from autoaccum.events import Notice
-from autoaccum.loss.conclusions import conclude, proportional
 from autoaccum.loss.reductions import Count, Reduction
 from autoaccum.memory.oom import is_out_of_memory
 
@@ -150,60 +147,3 @@ def _scaling(indices: list[int], share: float) -> Callable[[Any, Any], Any]:
         return tuple(g * share if index in indices and g is not None else g for index, g in enumerate(to_inputs))
 
     return hook
-
-
-def doubt_notice(reason: str, cure: str) -> Notice:
-    """What to say when it does not show how micro-batches add up to their window."""
-    return Notice(
-        cause=f"How the loss averages over a micro-batch cannot be told: {reason}",
-        consequence="Micro-batches may be weighted wrongly, so that the gradient depends on how windows are cut",
-        cure=cure,
-    )
-
-
-def contradiction(claimed: Sequence[float], sizes: Sequence[int], reductions: Sequence[Reduction]) -> Notice | None:
-    """What to say when the user's ``num_items`` is not what the loss shows; None when it is, or nothing shows."""
-    found = conclude(sizes, reductions)
-    if found.doubt is not None:
-        return None
-    counts = [float(reduction.items) for reduction in reductions]
-    if not found.is_sum and proportional(claimed, counts):
-        return None
-    listed = [", ".join(f"{count:g}" for count in numbers[:4]) for numbers in (claimed, counts)]
-    return Notice(
-        cause=f"num_items says {listed[0]} for the first micro-batches, but their loss is "
-        + ("a sum" if found.is_sum else f"a mean over {listed[1]}"),
-        consequence="The gradient is weighted by num_items, and so depends on how windows are cut",
-        cure="Leave num_items out: what the loss is a mean over was read off it; labels that a model shifts are "
-        "counted as shifted",
-    )
-
-
-def penalty_notice() -> Notice:
-    """What to say of terms that depend on parameters alone, beside a sum over samples."""
-    return Notice(
-        cause="The loss is a sum over samples and terms that depend on the parameters alone",
-        consequence="The gradient counts those once a window, but the loss that is reported counts them once a "
-        "micro-batch",
-        cure="Let the loss be a mean, whose report is exact too, or look at its data term alone",
-    )
-
-
-@torch.no_grad()
-def scale_gradients(parameters: Sequence[torch.Tensor], factor: float) -> None:
-    """Multiply the gradients in place, in one launch."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    if gradients:
-        torch._foreach_mul_(gradients, factor)
-
-
-@torch.no_grad()
-def clip_gradients(parameters: Sequence[torch.Tensor], max_norm: float) -> torch.Tensor:
-    """``torch.nn.utils.clip_grad_norm_``, which alone knows no norm of sparse gradients; the norm before clipping."""
-    for p in parameters:
-        if p.grad is not None and p.grad.is_sparse:
-            p.grad = p.grad.coalesce()  # an entry that several samples add to must not count several times
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    norm = get_total_norm([g._values() if g.is_sparse else g for g in gradients])
-    clip_grads_with_norm_(parameters, max_norm, norm)
-    return norm

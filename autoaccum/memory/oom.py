@@ -8,8 +8,10 @@ a library under it, is known to raise for memory and for nothing else.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from enum import Enum
+from typing import Literal, TypeVar
 
 import torch
 
@@ -78,6 +80,33 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     # torch.AcceleratorError is a RuntimeError too.
     return isinstance(error, RuntimeError) and _TEXTS.search(str(error)) is not None
+
+
+T = TypeVar("T")
+
+
+class RanOut(Enum):
+    """What ``attempt`` returns when memory ran out."""
+
+    RAN_OUT = "memory ran out"
+
+
+RAN_OUT = RanOut.RAN_OUT
+
+
+def attempt(function: Callable[[], T]) -> T | Literal[RanOut.RAN_OUT]:
+    """Call a function and return what it returns, or ``RAN_OUT`` when memory ran out in it; other errors come through.
+
+    The caller recovers after this has returned, and never within an ``except`` block: an exception that is being
+    handled pins, through its traceback, the frames of the failed forward, and with them the very tensors that have to
+    go (pytorch/pytorch#18853).
+    """
+    try:
+        return function()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+    return RAN_OUT
 
 
 @contextmanager

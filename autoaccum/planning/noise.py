@@ -90,6 +90,14 @@ class Smoothed:
         self.gradient_squared = self.smoothing * self.gradient_squared + new * noise.gradient_squared
         self.gradient_variance = self.smoothing * self.gradient_variance + new * noise.gradient_variance
 
+    def state_dict(self) -> tuple[float, float]:
+        """Return the averages, for a checkpoint."""
+        return self.gradient_squared, self.gradient_variance
+
+    def load_state_dict(self, state: tuple[float, float]) -> None:
+        """Put back what ``state_dict`` returned."""
+        self.gradient_squared, self.gradient_variance = state
+
     @property
     def scale(self) -> float | None:
         """The noise scale in samples: infinite where no gradient shows through the noise; None before the first."""

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoaccum.planning.costs import Trial
 from autoaccum.data.base import Window
 from autoaccum.memory.oom import is_out_of_memory
-from autoaccum.runs.past import Past
-from autoaccum.runs.cost_key import describe, key
+from autoaccum.planning.costs import Trial
 from autoaccum.planning.tuner import SURELY_MORE, Tuner
+from autoaccum.runs.cost_key import describe, key
+from autoaccum.runs.past import Past
 
 _refused: dict[tuple[Path, str], tuple[Trial, int]] = {}
 """By directory and key, what ran out of memory, and with how many bytes for it. In a file it would outlive its reasons:
@@ -53,7 +53,7 @@ class Cache:
         gradient_bytes = sum(p.nbytes for group in self._optimizer.param_groups for p in group["params"])
         self._used_bytes = used_bytes
         refused, room = _refused.get((self._past.where, self._key), (None, 0))
-        is_still = tuner.limit_bytes - used_bytes < SURELY_MORE * room
+        is_still = tuner.limits.limit_bytes - used_bytes < SURELY_MORE * room
         tuner.recall(self._past.load(self._key), used_bytes + gradient_bytes, refused if is_still else None)
 
     def keep(self, tuner: Tuner) -> None:

@@ -24,8 +24,6 @@ from typing import Any
 
 import torch
 
-from autoaccum.memory import clock
-from autoaccum.runs import states
 from autoaccum.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -34,7 +32,9 @@ from autoaccum.errors import (
     CheckpointUnsafeError,
     CheckpointWriteError,
 )
+from autoaccum.memory import clock
 from autoaccum.memory.oom import is_out_of_memory
+from autoaccum.runs import states
 from autoaccum.runs.records import NO_LINK
 
 if sys.platform != "win32":

@@ -16,17 +16,17 @@ import json
 import mmap
 import os
 import struct
-from autoaccum.memory import clock
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args, overload
 
-from autoaccum.runs import checkpoint
 from autoaccum._checks import Cadence
-from autoaccum.runs.checkpoint import Checkpoint, Checkpoints
 from autoaccum.errors import CheckpointCorruptError, CheckpointWriteError, ResumeError
 from autoaccum.events import Event, Finished, Notice, Record, Resumed, Started, StepReport
+from autoaccum.memory import clock
 from autoaccum.memory.kills import OomKills, have_risen
+from autoaccum.runs import checkpoint
+from autoaccum.runs.checkpoint import Checkpoint, Checkpoints
 from autoaccum.runs.records import HISTORY, NO_LINK, RecordWriter, environment, read_records, write_json
 
 

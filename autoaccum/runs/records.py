@@ -11,8 +11,6 @@ import math
 import os
 import platform
 import time
-
-from autoaccum.memory import clock
 from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter
 from pathlib import Path
@@ -20,6 +18,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from autoaccum._version import __version__
 from autoaccum.events import Record
+from autoaccum.memory import clock
 
 NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 """A link in a directory from a stranger could lead to any file of ours."""

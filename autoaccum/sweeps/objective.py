@@ -23,7 +23,6 @@ from optuna.exceptions import TrialPruned
 from optuna.trial import Trial, TrialState
 
 from autoaccum.data import randomness
-from autoaccum.training import recipes
 from autoaccum.data.sources import open_source
 from autoaccum.errors import (
     ArgumentError,
@@ -34,9 +33,10 @@ from autoaccum.errors import (
     RecipeResultError,
 )
 from autoaccum.memory.oom import is_out_of_memory
-from autoaccum.sweeps.facts import SETTINGS
 from autoaccum.runs.directory import differing
+from autoaccum.sweeps.facts import SETTINGS
 from autoaccum.sweeps.spaces import MINIMISED, Batches, Direction, LearningRates
+from autoaccum.training import recipes
 from autoaccum.training.trainer import Trainer
 
 Arguments = dict[str, Any]

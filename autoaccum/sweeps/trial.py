@@ -15,7 +15,6 @@ import optuna
 from optuna.exceptions import StorageInternalError, TrialPruned, UpdateFinishedTrialError
 from optuna.trial import Trial, TrialState
 
-from autoaccum.sweeps.claims import SEED
 from autoaccum.errors import (
     AutoaccumWarning,
     CheckpointCorruptError,
@@ -25,8 +24,9 @@ from autoaccum.errors import (
     StopTraining,
 )
 from autoaccum.events import Finished, OutOfMemory, Record, Resumed, StepReport, Validated
-from autoaccum.sweeps.objective import Arguments, Objective, cause_of, set_seed
 from autoaccum.memory.oom import is_out_of_memory
+from autoaccum.sweeps.claims import SEED
+from autoaccum.sweeps.objective import Arguments, Objective, cause_of, set_seed
 from autoaccum.sweeps.spaces import MINIMISED
 from autoaccum.training.trainer import Trainer
 
@@ -178,5 +178,5 @@ def _facts(trainer: Trainer) -> Arguments:
         "wasted_samples": sum(report.replays * report.effective_batch for report in replays),
         "search_trials": sum(tried is not tuner.told for tried in tuner.history),
         "peak_bytes": max((report.peak_bytes for report in history), default=0),
-        "micro_batches": tuner.plan(*tuner.window),
+        "micro_batches": tuner.plan(*tuner.full_window),
     }

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
 
 from autoaccum._checks import one_of
-from autoaccum.events import Notice
 
 Precision = Literal["fp32", "bf16", "fp16"]
 Autocast = Callable[[], AbstractContextManager[Any]]
@@ -27,15 +26,3 @@ def autocast(precision: Precision, device: torch.device) -> Autocast:
         return nullcontext
     dtype = torch.bfloat16 if precision == "bf16" else torch.float16
     return lambda: torch.autocast(device.type, dtype=dtype)
-
-
-def half_precision_notices(parameters: Sequence[torch.Tensor]) -> list[Notice]:
-    """What to say when windows of a model whose parameters have 16 bits themselves are cut."""
-    dtypes = {str(p.dtype).removeprefix("torch.") for p in parameters if p.dtype in (torch.bfloat16, torch.float16)}
-    notice = Notice(
-        cause=f"The model's parameters are {' and '.join(sorted(dtypes))}",
-        consequence="Gradients are summed over micro-batches in that type too, each addition rounding: the more "
-        "micro-batches, the further from the gradient of the window",
-        cure="Keep the parameters in float32 and pass precision='bf16' or 'fp16'",
-    )
-    return [notice] if dtypes else []

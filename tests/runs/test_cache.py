@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from autoaccum.runs.cache import Cache
-from autoaccum.planning.costs import Trial
 from autoaccum.errors import NothingFitsError
-from autoaccum.runs.past import Past
+from autoaccum.planning.costs import Trial
 from autoaccum.planning.tuner import Tuner
+from autoaccum.runs.cache import Cache
+from autoaccum.runs.past import Past
 from tests.models import mlp
 
 CPU = torch.device("cpu")

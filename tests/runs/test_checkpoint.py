@@ -24,8 +24,7 @@ import torch
 from torch import nn
 
 from autoaccum import errors
-from autoaccum.runs import checkpoint
-from autoaccum.runs import states
+from autoaccum.runs import checkpoint, states
 from autoaccum.runs.checkpoint import MANIFEST, STATE, WEIGHTS, Checkpoint, Checkpoints, best, every, newest
 
 
@@ -511,7 +510,7 @@ CHILD = """
     sys.path.insert(0, {root!r})
     from autoaccum import errors
     from autoaccum.runs.checkpoint import Checkpoints
-    from tests.test_checkpoint import content
+    from tests.runs.test_checkpoint import content
     directory = Path({directory!r})
 """
 ROOT = str(Path(checkpoint.__file__).parents[2])

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,10 +23,6 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from torch.utils.data import Dataset
 
 import autoaccum
-from autoaccum.runs import checkpoint
-from autoaccum.training import resuming
-from autoaccum.runs import directory as run_directory
-from autoaccum.runs.checkpoint import Checkpoints
 from autoaccum.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -40,11 +35,13 @@ from autoaccum.errors import (
 )
 from autoaccum.events import Finished, Notice, Replanned, Resumed, Saved, Started, StepReport, StepSkipped, Validated
 from autoaccum.memory.kills import OomKills
-from autoaccum.runs.records import RecordWriter
+from autoaccum.runs import checkpoint
+from autoaccum.runs import directory as run_directory
+from autoaccum.runs.checkpoint import Checkpoints
 from autoaccum.runs.directory import Recorded, RunDirectory, WindowMark, differing
-from autoaccum.testing import simulated_memory
-from autoaccum.training.trainer import FitResult
-from autoaccum.testing import manual_clock
+from autoaccum.runs.records import RecordWriter
+from autoaccum.testing import manual_clock, simulated_memory
+from autoaccum.training.trainer import FitResult, Trainer
 from tests.models import classes, mlp, noisy, same, state_of, wide
 
 pytestmark = [
@@ -828,7 +825,7 @@ def test_a_link_in_a_directory_from_a_stranger_is_not_followed(tmp_path: Path, n
 
 
 def test_a_state_of_another_version_is_a_typed_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = resuming.state_of
+    whole = Trainer.state_dict
 
     def without(trainer: Any) -> Any:
         weights, state = whole(trainer)
@@ -836,7 +833,7 @@ def test_a_state_of_another_version_is_a_typed_error(tmp_path: Path, monkeypatch
         return weights, state
 
     with monkeypatch.context() as patched:
-        patched.setattr(resuming, "state_of", without)
+        patched.setattr(Trainer, "state_dict", without)
         fit(tmp_path, epochs=1)
     with pytest.raises(CheckpointCorruptError, match="is of another version, or was made by hand"):
         fit(tmp_path, epochs=2)
