@@ -360,7 +360,7 @@ def run_rank(rank: int, store: str) -> None:
 
 
 def test_two_ranks_find_what_one_finds(tmp_path: Path) -> None:
-    script = "import sys; from tests.test_noise import run_rank; run_rank(int(sys.argv[1]), sys.argv[2])"
+    script = "import sys; from tests.planning.test_noise import run_rank; run_rank(int(sys.argv[1]), sys.argv[2])"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     ranks = [
         subprocess.Popen(
