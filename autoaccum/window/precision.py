@@ -11,12 +11,15 @@ import torch
 from autoaccum._checks import one_of
 
 Precision = Literal["fp32", "bf16", "fp16"]
+"""The type that forwards compute in: float32, or 16 bits where autocast deems them safe."""
 Autocast = Callable[[], AbstractContextManager[Any]]
-"""Makes the context of one forward."""
+"""() -> the context of one forward."""
 
 
 def autocast(precision: Precision, device: torch.device) -> Autocast:
-    """Autocast for bf16 and fp16; for fp32 a context that does nothing, so that the model computes as it is.
+    """Return what makes the context of a forward: autocast for bf16 and fp16, and for fp32 one that does nothing.
+
+    So with fp32 the model computes in whatever types its parameters have.
 
     Raises:
         ArgumentError: there is no such precision.
@@ -25,4 +28,5 @@ def autocast(precision: Precision, device: torch.device) -> Autocast:
     if precision == "fp32":
         return nullcontext
     dtype = torch.bfloat16 if precision == "bf16" else torch.float16
+    # Anew for each forward: autocast keeps copies of weights in 16 bits until its context is left, and weights change.
     return lambda: torch.autocast(device.type, dtype=dtype)
