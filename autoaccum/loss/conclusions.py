@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from autoaccum.loss.reductions import Count, Kind, Reduction, Term
+from autoaccum.loss.reductions import Reduction
+from autoaccum.loss.terms import Count, Kind, Term
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,8 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from autoaccum.errors import ArgumentError, ArgumentTypeError
 from autoaccum.events import Notice
 from autoaccum.loss.conclusions import conclude, proportional
-from autoaccum.loss.reductions import Count, Reduction
+from autoaccum.loss.reductions import Reduction
+from autoaccum.loss.terms import Count
 from autoaccum.memory.oom import is_out_of_memory
 
 CountItems = Callable[[Any], Any]
