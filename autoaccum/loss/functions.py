@@ -22,7 +22,7 @@ LossOf = Callable[[Any, Any], torch.Tensor]
 
 
 def loss_function(loss_fn: Callable[[Any, Any], Any] | None, training_step: Callable[[Any, Any], Any] | None) -> LossOf:
-    """Make a function of the loss: ``loss_fn(outputs, targets)``, ``training_step(model, batch)`` or the model's own.
+    """Make the loss of a batch of ``loss_fn(outputs, targets)``, ``training_step(model, batch)`` or the model itself.
 
     A model is called with a mapping's values as keywords, a tuple's or list's as positional arguments, and anything
     else as its one argument.

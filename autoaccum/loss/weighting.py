@@ -133,7 +133,7 @@ class Tally:
             is_sum: whether they are sums over samples.
         """
         stacked = torch.stack(losses)
-        wide = torch.promote_types(stacked.dtype, torch.float32)  # of 16 bits few losses could be added up
+        wide = torch.promote_types(stacked.dtype, torch.float32)  # in 16 bits a sum of losses would lose digits
         counts = [count for count in self.read() if count]
         # Most windows are of equal counts: these need no tensor of shares, which would have to be sent to the device.
         if min(counts) == max(counts):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from autoaccum.data.randomness import IsolatedRandomness, get_state, mix, preserved, seed_host, set_state
+from autoaccum.data.randomness import IsolatedRandomness, get_state, mix, preserved_randomness, seed_host, set_state
 
 
 def draw() -> list[Any]:
@@ -64,14 +64,14 @@ def test_preserved_leaves_no_mark_also_when_it_raises() -> None:
     state = get_state()
     expected = draw()
     set_state(state)
-    with preserved():
+    with preserved_randomness():
         draw()
         seed_host(1)
     assert draw() == expected
     set_state(state)
 
     def body() -> None:
-        with preserved():
+        with preserved_randomness():
             draw()
             raise KeyError
 
