@@ -125,6 +125,7 @@ def _draw(sampler: Any, epoch: int, seed: int) -> list[Any]:
         if isinstance(generator, torch.Generator):
             generators.append(generator)
     states = [generator.get_state() for generator in generators]
+    # A sampler with a generator draws from it, and any other from the global ones, of torch, NumPy or Python.
     with preserved_randomness():
         seed_host(seed)
         for generator in generators:

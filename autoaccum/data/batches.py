@@ -27,7 +27,7 @@ def _is_leaf(node: object) -> bool:
     if isinstance(node, list):
         # A list of texts or numbers has one for each sample; one that holds tensors holds several parts of a batch.
         return not any(map(_holds_tensors, node))
-    if type(node) is tuple:  # what default_collate makes of texts
+    if type(node) is tuple:  # what default_collate makes of texts; subclasses are named tuples, which are structure
         return bool(node) and all(isinstance(item, str | bytes) for item in node)
     # Else it would be one leaf without rows, and go along whole with every micro-batch.
     if isinstance(node, Mapping) and type(node) not in pytree.SUPPORTED_NODES:
@@ -160,6 +160,7 @@ def to_device(batch: Any, device: torch.device, *, copy: bool) -> Any:
 
     def move(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
+            # What a DataLoader with workers sends is pinned already, by a thread of its own.
             if overlap and leaf.device.type == "cpu" and not leaf.is_pinned():
                 leaf = leaf.pin_memory()
             return leaf.to(device, non_blocking=True, copy=copy)

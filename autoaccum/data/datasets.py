@@ -55,7 +55,9 @@ class _StartWorker:
         if hasattr(signal, "SIGUSR1"):
             signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         info = get_worker_info()
-        if info is not None:  # a user's worker_init_fn expects to find the user's dataset there
+        if info is not None:
+            # A user's worker_init_fn expects to find the user's dataset there, and not our reader of it. The object
+            # refuses assignments.
             object.__setattr__(info, "dataset", info.dataset.dataset)  # type: ignore[attr-defined]
         if self._worker_init_fn is not None:
             self._worker_init_fn(worker)
@@ -108,6 +110,7 @@ class DatasetSource:
             tensors = tuple(self._reader.dataset.tensors)
             return TensorSource(tensors, order=self._order, device=self._device).description()
         found = {"samples": self.num_samples, "dataset": type(self._reader.dataset).__name__}
+        # Two splits of a dataset may be of one length: their indices tell them apart.
         if type(self._reader.dataset) is Subset:
             with suppress(ValueError, TypeError, OverflowError):  # keys of a mapping, say
                 indices = np.asarray(self._reader.dataset.indices, np.int64)
@@ -130,13 +133,14 @@ class DatasetSource:
 
         def items_at(positions: Sequence[int]) -> list[Item]:
             """Read those positions in this process."""
+            # Each sample is read under a seed of its own, which is set on the generators that training draws from.
             with preserved_randomness():
                 return self._reader.__getitems__(keys(positions))
 
         position = start
 
         def next_items(wished: int) -> tuple[int, list[Item]]:
-            """Read the next items in this process: it is a ``NextPiece``."""
+            """Read the next items in this process, as a ``NextPiece``."""
             nonlocal position
             if not (items := items_at(range(position, position + wished))):
                 raise StopIteration
@@ -151,7 +155,7 @@ class DatasetSource:
             "start": start,
         }
         if padding := self._padding_to_group_by():
-            # Which samples make a micro-batch is known when the window has been read: workers send them one by one.
+            # Which samples make a micro-batch is known only when the window has been read: workers do not collate.
             read_on: NextPiece = next_items
             if self._num_workers:
                 chunks_at = partial(_chunks, plan_at, self._num_workers)
@@ -195,6 +199,8 @@ class DatasetSource:
         ordered: deque[range] = deque()  # the positions of those under way, first come first
 
         def cuts() -> Iterator[list[Key]]:
+            # The DataLoader takes cuts as far ahead as it prefetches, and no further: so the plan is asked for as late
+            # as can be.
             position = start
             while True:
                 for size in plan_at(position):
@@ -233,6 +239,7 @@ class DatasetSource:
     ) -> DataLoader[Any]:
         """Make a DataLoader whose workers read the keys of each cut, and collate them."""
         options = self._loader_options
+        # With a generator of its own, for it draws the seed of its workers from the global one else, once an epoch.
         return DataLoader(
             self._reader,  # type: ignore[arg-type]
             batch_sampler=cuts,

@@ -108,7 +108,8 @@ class Pieces:
         self._drop(bisect_right(self._kept, start, key=attrgetter("stop")))
         total = self._num_samples
         if total is None:
-            # A stream is read to the window's end, for nothing else tells how much there is.
+            # A stream is read to the window's end, for nothing else tells how much there is. All else is read only when
+            # a micro-batch is asked for.
             self._read_until(start + num_samples, num_samples)
             total = self._arrived
         available = min(num_samples, total - start)
@@ -129,6 +130,7 @@ class Pieces:
         held = self._kept[first:last]
         # Some of them may have been dropped to keep the budget: the oldest, so that the first one tells.
         is_complete = bool(held) and held[0].start <= start
+        # A user's collate_fn may pad by the size of its batch, so that what it made is good for that size alone.
         is_one_piece = len(held) == 1 and (held[0].start, held[0].stop) == (start, stop)
         if is_complete and (self._cuttable or is_one_piece):
             parts = [self._part(piece, start, stop) for piece in held]
@@ -139,12 +141,13 @@ class Pieces:
         # Only what this micro-batch has passed is dropped: what workers collated for those to come is yet to be used.
         while self._budget_bytes is not None and self._kept_bytes > self._budget_bytes and self._kept[0].stop <= stop:
             self._drop(1)
+        # A copy, for the pieces are kept for a replay, and the caller may edit what it gets.
         return batches.to_device(batch, self._device, copy=True)
 
     def _part(self, piece: _Piece, start: int, stop: int) -> Any:
         """Return what lies between two positions of a piece."""
         if start <= piece.start and piece.stop <= stop:
-            return piece.content
+            return piece.content  # as workers made it, when the plan has not changed since
         return self._form.take(piece.content, max(start - piece.start, 0), min(stop, piece.stop) - piece.start)
 
     def _read_until(self, stop: int, wished: int) -> bool:
@@ -207,6 +210,7 @@ class SampleReader:
     def __call__(self, items: list[Item]) -> Any:
         """Collate items to one batch, under the seed of the first one."""
         epoch, position, _ = items[0]
+        # The 1 sets it apart from the seed under which that item was read.
         seed_host(mix(self._seed, epoch, position, 1))
         samples = []
         for _, _, sample in items:

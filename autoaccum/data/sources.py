@@ -60,31 +60,14 @@ def open_source(
     if isinstance(data, DataLoader):
         for name, value in (("collate_fn", collate_fn), ("num_workers", num_workers)):
             if value:
-                raise ConflictingArgumentsError(
-                    name, value, f"a DataLoader as {argument}", "The DataLoader brings its own."
-                )
-        # A stream, or without a batch_sampler a dataset whose samples are batches already: what it yields is cut.
-        if isinstance(data.dataset, IterableDataset) or data.batch_sampler is None:
-            return StreamSource(data, collate=None, seed=seed, device=device)
-        # A sampler without a length may never end, and cannot be drawn for a whole epoch in advance.
-        if not hasattr(data.sampler, "__len__") or not hasattr(data.batch_sampler, "__len__"):
-            return StreamSource(_SamplerStream(data), collate=data.collate_fn, seed=seed, device=device)
-        # Of any other DataLoader the parts are taken, and not its batches: a window is cut from samples.
-        options = {name: getattr(data, name) for name in _LOADER_OPTIONS} if data.num_workers else {}
-        return _open_dataset(
-            data.dataset,
-            order=_loader_order(data, seed, argument),
-            collate=data.collate_fn,
-            seed=seed,
-            device=device,
-            num_workers=data.num_workers,
-            loader_options=options,
-            budget_bytes=budget_bytes,
-        )
+                cure = "The DataLoader brings its own."
+                raise ConflictingArgumentsError(name, value, f"a DataLoader as {argument}", cure)
+        return _open_loader(data, seed=seed, device=device, budget_bytes=budget_bytes, argument=argument)
     # An IterableDataset is a Dataset too, by PyTorch's classes, without indices: it comes first.
     if isinstance(data, IterableDataset):
         stream: Any = DataLoader(data, batch_size=None, num_workers=num_workers) if num_workers else data
         return StreamSource(stream, collate=collate_fn or default_collate, seed=seed, device=device)
+    # Tensors with a row for each sample, though a tuple and a mapping have indices and a length as a dataset has.
     if isinstance(data, torch.Tensor | tuple | Mapping):
         if collate_fn is not None:
             cure = "Tensors are batches already; wrap them in a Dataset to have a collate_fn called on their samples."
@@ -102,6 +85,7 @@ def open_source(
             loader_options={},
             budget_bytes=budget_bytes,
         )
+    # Whatever else can be iterated yields batches: a list of them, a loader of another library.
     if hasattr(data, "__iter__") and not isinstance(data, str | bytes):
         if collate_fn is not None:
             cure = "An iterable, a list too, is one of batches; wrap samples in a Dataset."
@@ -114,6 +98,30 @@ def open_source(
         data,
         "a Dataset, a DataLoader, a tuple or dict of tensors, or an iterable of batches",
         "Wrap what you have in a torch.utils.data.Dataset.",
+    )
+
+
+def _open_loader(
+    loader: DataLoader[Any], *, seed: int, device: torch.device, budget_bytes: int | None, argument: str
+) -> Source:
+    """Open a DataLoader: its parts, where windows can be cut from the samples of its dataset, else what it yields."""
+    # A stream, or without a batch_sampler a dataset whose samples are batches already: what it yields is cut.
+    if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
+        return StreamSource(loader, collate=None, seed=seed, device=device)
+    # A sampler without a length may never end, and cannot be drawn for a whole epoch in advance.
+    if not hasattr(loader.sampler, "__len__") or not hasattr(loader.batch_sampler, "__len__"):
+        return StreamSource(_SamplerStream(loader), collate=loader.collate_fn, seed=seed, device=device)
+    # Of any other DataLoader the parts are taken, and not its batches: a window is cut from samples.
+    options = {name: getattr(loader, name) for name in _LOADER_OPTIONS} if loader.num_workers else {}
+    return _open_dataset(
+        loader.dataset,
+        order=_loader_order(loader, seed, argument),
+        collate=loader.collate_fn,
+        seed=seed,
+        device=device,
+        num_workers=loader.num_workers,
+        loader_options=options,
+        budget_bytes=budget_bytes,
     )
 
 
@@ -144,6 +152,8 @@ def _plain_order(num_samples: int, seed: int, shuffle: bool, argument: str) -> O
 
 def _loader_order(loader: DataLoader[Any], seed: int, argument: str) -> Order:
     """Return the order of a DataLoader's samplers; what its own ``shuffle=`` made is replaced by a seeded one."""
+    # A plain sequential or random sampler is replaced by an order that is a function of (seed, epoch). Any other sampler
+    # draws by itself, under a seed.
     size = len(loader.dataset)  # type: ignore[arg-type]
     # By type() throughout, for a subclass may draw otherwise. A BatchSampler itself only cuts what its sampler draws,
     # and windows are cut here.

@@ -84,6 +84,7 @@ class StreamSource:
 
         def next_piece(wished: int) -> tuple[int, Any]:
             nonlocal position
+            # An iterator that has failed yields no more, as generators do: unlike a dataset it is not asked again.
             try:
                 with isolated():
                     if not self._of_samples:
@@ -91,7 +92,7 @@ class StreamSource:
                         return batches.num_samples(batch), batch
                     items = [(epoch, position + i, sample) for i, sample in enumerate(islice(iterator, wished))]
             except Exception as error:
-                if is_out_of_memory(error):  # an iterator that has failed yields no more: its samples would be lost
+                if is_out_of_memory(error):  # not to be taken for a micro-batch that does not fit
                     raise DataError(f"data: iterating over it ran out of memory ({error}); it cannot go on.") from error
                 raise
             if not items:

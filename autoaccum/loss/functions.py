@@ -42,6 +42,7 @@ def loss_function(loss_fn: Callable[[Any, Any], Any] | None, training_step: Call
         raise ConflictingArgumentsError(
             "training_step", training_step, "loss_fn", "A training_step computes the whole loss: leave loss_fn out."
         )
+    # Each of the three checks what it gets, so that an error names what the user passed.
     if loss_fn is not None:
 
         def by_loss_fn(model: Any, batch: Any) -> torch.Tensor:
@@ -60,7 +61,7 @@ def inputs_and_targets(batch: Any) -> tuple[Any, Any]:
     Raises:
         DataError: the batch is no pair.
     """
-    if isinstance(batch, tuple | list) and len(batch) == 2:
+    if isinstance(batch, tuple | list) and len(batch) == 2:  # a list is what default_collate makes of pairs
         return batch[0], batch[1]
     raise DataError(
         f"data: with loss_fn, batches are (inputs, targets), but this one is {_describe(batch)}. Let the data yield "

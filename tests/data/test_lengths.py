@@ -1,4 +1,4 @@
-"""How long samples are, and what a collate_fn makes of it."""
+"""Lengths of samples are told, and what a collate_fn makes of them is learned."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class TestPadding:
         assert truncated(padding, 30, 12, 8, 7, 1) == (8, 8, 8, 7, 1)
 
     def test_few_samples_are_collated(self) -> None:
-        """The longest, when it is longer than any before, and some by bisection when its batch is larger too."""
+        """Collate the longest, when it is longer than any before, and some by bisection when its batch is larger too."""
         collate = Collating(6)
         padding = Padding(collate)
         truncated(padding, *range(1000, 0, -1))
