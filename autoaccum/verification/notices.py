@@ -65,6 +65,7 @@ def contradiction_notice(
     if found.doubt is not None:
         return None
     counts = [float(reduction.items) for reduction in reductions]
+    # Counts that are the same but for a factor, as those of tokens and of pairs of tokens, are the same weights.
     if not found.is_sum and proportional(claimed, counts):
         return None
     listed = [", ".join(f"{count:g}" for count in numbers[:4]) for numbers in (claimed, counts)]

@@ -23,7 +23,8 @@ import torch
 
 from autoaccum.data.base import Window
 from autoaccum.loss.conclusions import Conclusion, conclude, stands_for_none
-from autoaccum.loss.reductions import Count, Reduction, read, without_graph
+from autoaccum.loss.reductions import Reduction, read, without_graph
+from autoaccum.loss.terms import Count
 from autoaccum.loss.weighting import Tally, by_user, counted_once
 from autoaccum.memory.devices import is_slow_to_read
 from autoaccum.planning.attempts import Piece
