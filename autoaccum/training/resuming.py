@@ -7,7 +7,7 @@ timing of plans that goes on begins anew, and so does the calm that growth waits
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import groupby
 from typing import Any
@@ -18,7 +18,6 @@ from torch import nn
 from autoaccum.data import randomness
 from autoaccum.events import StepReport
 from autoaccum.planning.costs import TimeModel, Trial
-from autoaccum.planning.schedules import Schedule
 from autoaccum.planning.tuner import Tuner
 from autoaccum.runs.cost_key import describe
 from autoaccum.training.validation import Validator
@@ -48,64 +47,8 @@ OF_TRAINER = ("_validated", "_validation_loss", "_best_loss")
 """What validations have shown."""
 OF_PACE = ("epoch", "epoch_samples", "epoch_seen", "samples_seen", "effective_batch")
 """Where it stands."""
-ONLY_HOW = ("foreach", "fused", "capturable", "differentiable")
-"""Options of optimizers that decide how a step is computed, which may depend on the device."""
 OF_RUNNER = ("_checked", "_has_sums", "_examining", "_deferred")
 """What a ``WindowRunner`` has found out about the loss."""
-
-
-def description(model: nn.Module) -> dict[str, Any]:
-    """What tells one model from another: its class, the shapes and types it begins with, and what is not trained."""
-    shapes = {
-        name: f"{str(p.dtype).removeprefix('torch.')} {tuple(p.shape)}{'' if p.requires_grad else ' frozen'}"
-        for name, p in model.named_parameters()
-    }
-    buffers = {
-        name: f"buffer {str(b.dtype).removeprefix('torch.')} {tuple(b.shape)}" for name, b in model.named_buffers()
-    }
-    return {"class": type(model).__name__, **shapes, **buffers}
-
-
-def options(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Its class, and of each group how many parameters it has and what decides what they become.
-
-    What is off is left out, for that is what options of a later PyTorch will be.
-    """
-    groups = {
-        f"group {number}": {"parameters": len(group["params"])}
-        | plain(
-            {
-                name: value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
-                for name, value in group.items()
-                if name not in ("params", *ONLY_HOW) and value is not None and value is not False
-            }
-        )
-        for number, group in enumerate(optimizer.param_groups)
-    }
-    return {"class": type(optimizer).__name__, **groups}
-
-
-def plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What of them JSON can hold; of the rest a text."""
-    return {
-        name: value if value is None or isinstance(value, bool | int | float | str) else text_of(value)
-        for name, value in values.items()
-    }
-
-
-def text_of(value: Any) -> str:
-    """What a person recognises it by.
-
-    >>> text_of(len), text_of((0.9, 0.999)), text_of([(3, 3, 2)]), text_of(object())
-    ('len', '(0.9, 0.999)', 'list of 1', 'object')
-    """
-    if isinstance(value, Schedule | torch.device):
-        return str(value)
-    if isinstance(value, tuple | list | dict):
-        if len(value) <= 8 and all(isinstance(entry, bool | int | float | str) for entry in value):
-            return str(value)
-        return f"{type(value).__name__} of {len(value)}"
-    return str(getattr(value, "__qualname__", type(value).__name__))
 
 
 def state_of(trainer: Any) -> tuple[State, State]:

@@ -11,8 +11,8 @@ import pytest
 from torch.nn.functional import cross_entropy
 
 import autoaccum
-from autoaccum.memory.clock import ManualClock, given
 from autoaccum.events import Finished, Notice, Record, Replanned, Resumed, Saved, StepReport
+from autoaccum.memory.clock import ManualClock, given
 from autoaccum.reporting import RecordWriter, environment, load_run, read_records, write_json
 from autoaccum.runs.records import FIELDS, value_of
 from tests.models import classes, mlp
