@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ROWS = 200
-"""Most rows of a table; of more, the first and the last ones."""
+"""Show at most so many rows of a table; of more, the first and the last ones."""
 
+# Light or dark as the reader's system is; on paper always light. Pictures take the colour of the text.
 _CSS = """
 :root { color-scheme: light dark; --ink: #24282e; --soft: #667; --paper: #fff; --card: #f6f7f9; --line: #dde1e6;
   --good: #2f9e77; --bad: #d1495b; --none: #8a8f98; }
@@ -64,11 +65,12 @@ footer { margin-top: 2rem; color: var(--soft); font-size: .8rem; }
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """What ``write_report`` wrote."""
+    """What ``write_report`` wrote, and what it is about."""
 
     path: Path
     """The page."""
     images: tuple[Path, ...]
+    """Its pictures, as files of their own."""
     runs: tuple[Facts, ...]
 
 
@@ -91,7 +93,7 @@ def write_report(run_dirs: Sequence[str | os.PathLike[str]], output: str | os.Pa
 
 
 def write_page(folder: Path, title: str, body: str, figures: Mapping[str, Figure]) -> tuple[Path, tuple[Path, ...]]:
-    """Write the page and its pictures to the folder, made where there is none; the paths of both."""
+    """Write the page and its pictures to the folder, made where there is none; return the paths of both."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "report.html"
     path.unlink(missing_ok=True)  # a link could lead anywhere
@@ -103,6 +105,7 @@ def write_page(folder: Path, title: str, body: str, figures: Mapping[str, Figure
 
 
 def _page(title: str, body: str) -> str:
+    """Return the document; there is no script in it, and nothing that is loaded from elsewhere."""
     written = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(clock.stamp()))
     return (
         f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -113,6 +116,7 @@ def _page(title: str, body: str) -> str:
 
 
 def _one(run: Run, facts: Facts, figures: str) -> str:
+    """Return the body of a page about one run."""
     parts = [
         html_head(facts.name, facts.state, _what(facts), facts.answers),
         figures,
@@ -127,6 +131,7 @@ def _one(run: Run, facts: Facts, figures: str) -> str:
 
 
 def _several(runs: Sequence[Run], facts: Sequence[Facts], labels: Sequence[str], figures: str) -> str:
+    """Return the body of a page about several runs: a row for each, and what is said of each folded below."""
     rows = [
         [
             f'<span class="swatch" style="background: {COLORS[at % len(COLORS)]}"></span>{escaped(label)}',
@@ -166,7 +171,7 @@ def _several(runs: Sequence[Run], facts: Sequence[Facts], labels: Sequence[str],
 
 
 def _what(facts: Facts) -> str:
-    """What the run was, in a line."""
+    """Say in a line what the run was."""
     parts = [
         facts.model,
         f"effective batch {facts.effective_batch}",
@@ -178,8 +183,9 @@ def _what(facts: Facts) -> str:
 
 
 def _plans(run: Run) -> str:
-    """Every plan and what it gave way to, and of a schedule's ramp what is news."""
+    """Return the table of plans: each and what it gave way to, and of a schedule's ramp what is news."""
     planned, replanned = run.events["Planned"], run.events["Replanned"]
+    # Both kinds as (time, step, sizes, reason, the plan before it), which a plan that was settled on does not name.
     plans = [
         *((*row, None) for row in zip(*(planned[k] for k in ("time", "step", "sizes", "reason")), strict=True)),
         *zip(*(replanned[k] for k in ("time", "step", "new", "reason", "old")), strict=True),
@@ -195,17 +201,22 @@ def _plans(run: Run) -> str:
 
 
 def _notices(run: Run) -> str:
+    """Return the table of notices, each of them once."""
     notices = run.events["Notice"]
-    rows = [[escaped(cell) for cell in row] for row in zip(*(notices[k] for k in _NOTICE), strict=True)]
-    rows = list(map(list, dict.fromkeys(map(tuple, rows))))  # a resumed run says them again
+    said = zip(*(notices[field] for field in _NOTICE), strict=True)
+    rows = []
+    for notice in dict.fromkeys(said):  # a resumed run says them again
+        rows.append([escaped(cell) for cell in notice])
     return f"<h2>Notices</h2>\n{html_table(_NOTICE, rows)}" if rows else ""
 
 
 _NOTICE = ("cause", "consequence", "cure")
+"""Fields of a notice, and the heads of their columns."""
 
 
 def _differences(runs: Sequence[Run], labels: Sequence[str]) -> str:
-    """What the runs' configurations do not have in common."""
+    """Return the table of what the runs' configurations do not have in common; nothing where they are the same."""
+    # Compared as the texts that are shown. A key that a configuration lacks is null in it.
     keys = dict.fromkeys(key for run in runs for key in run.config)
     differing = [key for key in keys if len({_value(run.config.get(key)) for run in runs}) > 1]
     if not differing:
@@ -215,6 +226,7 @@ def _differences(runs: Sequence[Run], labels: Sequence[str]) -> str:
 
 
 def _folded(title: str, values: Mapping[str, Any]) -> str:
+    """Return a table that is shown when its title is clicked; nothing without values."""
     if not values:
         return ""
     rows = [[escaped(key), escaped(_value(value))] for key, value in values.items()]
@@ -222,7 +234,7 @@ def _folded(title: str, values: Mapping[str, Any]) -> str:
 
 
 def html_head(title: str, state: str, what: str, answers: Sequence[Answer]) -> str:
-    """What a page is about, and the answers; all of it text."""
+    """Return the head of a page, what it is about and the answers; all arguments are text and not HTML."""
     listed = "\n".join(
         f'<dt class="{ {True: "good", False: "bad", None: "none"}[answer.good] }">{escaped(answer.question)}</dt>'
         f"<dd>{escaped(answer.text)}</dd>"
@@ -235,7 +247,7 @@ def html_head(title: str, state: str, what: str, answers: Sequence[Answer]) -> s
 
 
 def html_pictures(figures: Mapping[str, Figure]) -> str:
-    """Of the figures by their names; nothing without one."""
+    """Return the figures as a block of pictures; nothing without one."""
     elements = "".join(f"<figure>{svg(figure, salt=name)}</figure>\n" for name, figure in figures.items())
     return f'<div class="pictures">\n{elements}</div>' if elements else ""
 
@@ -243,14 +255,22 @@ def html_pictures(figures: Mapping[str, Figure]) -> str:
 def html_table(
     head: Sequence[str], rows: list[list[str]], *, numbers: Iterable[int] = (), cuts: Iterable[int] = ()
 ) -> str:
-    """Cells are HTML already; the head is text."""
+    """Return a table, whose cells are HTML already and whose head is text.
+
+    Args:
+        head: titles of the columns; all empty for a table without a head.
+        rows: of as many cells.
+        numbers: columns that are aligned to the right.
+        cuts: columns whose cells are not broken into lines.
+    """
     kinds = {**dict.fromkeys(cuts, ' class="cut"'), **dict.fromkeys(numbers, ' class="number"')}
 
     def line(cells: Sequence[str], tag: str) -> str:
         filled = "".join(f"<{tag}{kinds.get(at, '')}>{cell}</{tag}>" for at, cell in enumerate(cells))
         return f"<tr>{filled}</tr>\n"
 
-    lines = [line(row, "td") for row in (rows if len(rows) <= ROWS else [*rows[: ROWS // 2], *rows[-ROWS // 2 :]])]
+    shown = rows if len(rows) <= ROWS else [*rows[: ROWS // 2], *rows[-ROWS // 2 :]]
+    lines = [line(row, "td") for row in shown]
     if len(rows) > ROWS:
         lines.insert(ROWS // 2, f'<tr><td colspan="{len(head)}">… {len(rows) - ROWS:,} more …</td></tr>\n')
     header = line([escaped(title) for title in head], "th") if any(head) else ""
@@ -258,14 +278,15 @@ def html_table(
 
 
 def _value(value: Any) -> str:
+    """Return a value of a configuration as a text."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
 def number_cell(value: float | None, form: str = ",") -> str:
-    """A dash for None."""
+    """Return a number as the text of a cell, a dash for None."""
     return "-" if value is None else escaped(format(value, form))
 
 
 def escaped(text: object) -> str:
-    """As text in a page."""
+    """Return a text as it stands in a page, whatever is in it: names of files and models are a stranger's."""
     return html.escape(str(text))

@@ -17,11 +17,12 @@ from autoaccum.sweeps.plots import pictures
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StudyReport:
-    """What ``write_study_report`` wrote."""
+    """What ``write_study_report`` wrote, and what it is about."""
 
     path: Path
     """The page."""
     images: tuple[Path, ...]
+    """Its pictures, as files of their own."""
     study: StudyFacts
 
 
@@ -55,7 +56,7 @@ def write_study_report(
 
 
 def _what(facts: StudyFacts) -> str:
-    """What the study was, in a line."""
+    """Say in a line what the study was."""
     count = len(facts.trials)
     return (
         f"sweep · {count:,} trial{'' if count == 1 else 's'} of {facts.num_samples:,} samples · "
@@ -64,16 +65,19 @@ def _what(facts: StudyFacts) -> str:
 
 
 def _important(facts: StudyFacts, importances: dict[str, float], unknown: str) -> Answer:
+    """Say which parameters matter, or why that cannot be said."""
     shares = ", ".join(f"{name} {share:.0%}" for name, share in importances.items())
     text = unknown or f"For {facts.metrics[0]}: {shares}."
     return Answer(question="Which parameter matters most?", text=text, good=None)
 
 
 def _trials(facts: StudyFacts) -> str:
+    """Return the table of trials, the best first; nothing without one."""
     if not facts.trials:
         return ""
+    # Of all trials, for search_space may draw something in one and not in another.
     names = list(dict.fromkeys(name for trial in facts.trials for name in trial.params))
-    # Optuna takes no reports of several metrics.
+    # Optuna takes no reports of several metrics: then there is no such column.
     last = [f"last {facts.reported}"] if any(trial.reports for trial in facts.trials) else []
     head = ("trial", "state", *names, *facts.metrics, *last, "samples", "training time", "OOMs", "micro-batches")
     rows = [
