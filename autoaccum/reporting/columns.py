@@ -20,11 +20,10 @@ from autoaccum.runs.records import FIELDS, HISTORY, documents, value_of
 Columns = Mapping[str, NDArray[Any]]
 
 # By name the dtypes of the columns that every version has written, in the order in which they are kept.
-_WINDOWS = {
-    name: np.dtype(np.int64 if kind is int else np.float64)
-    for name, kind in {"time": float, **FIELDS["StepReport"], "micro_batch": int, "accumulation_steps": int}.items()
-    if kind in (int, float)
-}
+_WINDOWS: dict[str, np.dtype[Any]] = {}
+for _name, _kind in {"time": float, **FIELDS["StepReport"], "micro_batch": int, "accumulation_steps": int}.items():
+    if _kind in (int, float):
+        _WINDOWS[_name] = np.dtype(np.int64 if _kind is int else np.float64)
 _OPTIONAL = [name for name, kind in FIELDS["StepReport"].items() if kind == float | None]
 """Names of columns that a run need not have: older versions wrote fewer of them."""
 _ROWS = 20_000

@@ -102,6 +102,7 @@ def facts_of(run: Run, now: float | None = None) -> Facts:
         num_samples=num_samples,
         seconds=seconds,
         samples_per_second=int(windows["effective_batch"].sum()) / seconds if seconds else None,
+        # Of the last windows together: a single one says more of its samples than of the model.
         loss=_mean(windows["loss"][-twentieth(run) :]),
         validation_loss=float(validated[-1]) if len(validated) else None,
         best_validation_loss=float(np.nanmin(validated)) if np.isfinite(validated).any() else None,
@@ -140,8 +141,10 @@ def periods(run: Run) -> list[Period]:
         *zip(planned["time"], np.searchsorted(steps, planned["step"], "right"), planned["sizes"], strict=True),
         *zip(replanned["time"], np.searchsorted(steps, replanned["step"], "left"), replanned["new"], strict=True),
     ]
+    # Of the same indices; a re-plan records none.
     predictions: list[int | None] = [*planned["predicted_bytes"], *([None] * len(replanned["step"]))]
     found: list[tuple[int, int, int | None]] = []  # first window, largest micro-batch, prediction
+    # In the order in which they happened: two of the same window tell by their time which came last.
     for index in sorted(range(len(starts)), key=lambda index: starts[index][0]):
         _, first, sizes = starts[index]
         predicted, largest = predictions[index], max(sizes)
@@ -169,6 +172,7 @@ def _state(run: Run, now: float) -> str:
 def _memory(run: Run) -> Answer:
     """Say how much of the limit was used, and what happened where that was too much."""
     peak, limit = run.windows["peak_bytes"], run.windows["limit_bytes"]
+    # Shares and not bytes: the limit may have moved, and the largest peak may have been well within it.
     share = _shares(run)
     at, over = int(share.argmax()), int((share > 1).sum())
     worst = (
@@ -180,6 +184,7 @@ def _memory(run: Run) -> Answer:
     else:
         text = f"It used at most {worst}."
     if failed := len(run.events["OutOfMemory"]["step"]):
+        # Not the number of failures: a window may fail more than once, and validation has no windows.
         replayed = int((run.windows["replays"] > 0).sum())
         text += f" The device ran out of memory {_times(failed)}"
         if replayed:
@@ -203,6 +208,7 @@ def _prediction(run: Run) -> tuple[float | None, Answer]:
         now = slice(period.first, period.end)
         # Of windows that were cut as planned: short ones, and replays in smaller pieces, say nothing of the prediction.
         measured = run.windows["peak_bytes"][now][run.windows["micro_batch"][now] == period.micro_batch]
+        # The largest peak of the period, for the model predicts the most that a micro-batch takes.
         if period.predicted_bytes is not None and len(measured) and measured.max() > 0:
             compared.append((period, int(measured.max())))
     if not compared:
@@ -223,7 +229,9 @@ def _prediction(run: Run) -> tuple[float | None, Answer]:
 
 def _off(error: float) -> str:
     """Return a relative error in words."""
-    return f"{abs(error):.1%} too {'high' if error > 0 else 'low'}" if abs(error) >= 0.0005 else "right"
+    if abs(error) < 0.0005:  # it would be shown as 0.0 %
+        return "right"
+    return f"{abs(error):.1%} too {'high' if error > 0 else 'low'}"
 
 
 def _changes(run: Run) -> Answer:
@@ -243,12 +251,13 @@ def _changes(run: Run) -> Answer:
         )
     else:
         sentences.append("Nothing made it re-plan.")
+    # The schedule's own re-plans are told by their number: a ramp may have thousands.
     if scheduled := len(run.events["Replanned"]["step"]) - len(changed):
         batches = _range(run.windows["effective_batch"])
         sentences.append(f"The effective batch changed {_times(scheduled)} ({batches}).")
     if resumed := len(run.events["Resumed"]["step"]):
-        again = f"; {_many(run.voided, 'window')} had to be run again" if run.voided else ""
-        sentences.append(f"It was resumed {_times(resumed)}{again}.")
+        repeated = f"; {_many(run.voided, 'window')} had to be run again" if run.voided else ""
+        sentences.append(f"It was resumed {_times(resumed)}{repeated}.")
     return Answer(question="What changed, and why?", text=" ".join(sentences), good=None)
 
 
@@ -265,7 +274,7 @@ def _speed(run: Run) -> Answer:
     )
     # Beside the mean over the whole run, which has the search in it, how fast it has become.
     tail = slice(-max(1, len(run) // 10), None)
-    if len(run) >= 20 and seconds[tail].sum():
+    if len(run) >= 20 and seconds[tail].sum():  # a tenth of fewer would be a single window
         text += f" In the last tenth it was {format_rate(batches[tail].sum() / seconds[tail].sum())} samples/s."
     if replayed := float(seconds[run.windows["replays"] > 0].sum()):
         text += f" Windows that were replayed took {replayed / total:.1%} of the time."
@@ -300,6 +309,7 @@ def _learning(run: Run) -> Answer:
     if odd := np.flatnonzero(~np.isfinite(losses)).tolist():
         where = f"the first in step {run.windows['step'][odd[0]]:,}"
         sentences.append(f"The loss of {_many(len(odd), 'window')} was NaN or infinite, {where}.")
+    # A loss that is not finite, if only once, is no good news, however low the last ones are.
     good = first is not None and last is not None and last < first and not odd
     return Answer(question="Did it learn?", text=" ".join(sentences), good=good)
 
@@ -320,8 +330,9 @@ def _range(values: NDArray[Any]) -> str:
     """Return the smallest and the largest effective batch, as a text."""
     if not len(values):
         return "unknown"
+    # All alike but for the last window, which has the samples that were left over.
     if len(values) > 1 and values[-1] < values[:-1].min() and values[:-1].min() == values[:-1].max():
-        values = values[:-1]  # a short last window is not what was asked for
+        values = values[:-1]
     low, high = values.min(), values.max()
     return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 

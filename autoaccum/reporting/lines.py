@@ -60,7 +60,7 @@ class Narrator:
 
     def __call__(self, record: Record) -> str | None:
         """Return the line, which for the end of a run is several; None for a window, and what is not worth one."""
-        if isinstance(record, StepReport):
+        if isinstance(record, StepReport):  # by far the most frequent
             self._first = self._first or record
             self.last = record
             self._peak_bytes = max(self._peak_bytes, record.peak_bytes)
@@ -89,6 +89,7 @@ class Narrator:
         """Return what the run has come to in three lines; None where it has trained nothing."""
         if self._first is None or self.last is None:
             return None
+        # Of this process: what was trained before a resume took its own time, which nobody has measured here.
         seconds = clock.now() - self._started
         samples = self.last.num_samples
         speed = ""
@@ -113,6 +114,7 @@ def line(event: Event) -> str | None:
     'step 12: out of memory: 85-86 x 3 -> 42-43 x 6'
     """
     if isinstance(event, Planned):
+        # Whatever is not known is left out: a plan that needed no memory model has no prediction to tell.
         predicted = "" if event.predicted_bytes is None else f"{format_bytes(event.predicted_bytes)} predicted"
         if event.prediction_error is not None:
             predicted += f" ({event.prediction_error:.1%} off last time)"
@@ -162,6 +164,7 @@ def cut_text(sizes: tuple[int, ...]) -> str:
     >>> cut_text((64, 64, 64)), cut_text((86, 85, 85)), cut_text((1, 2, 4, 1))
     ('64 x 3', '85-86 x 3', '1-4 x 4')
     """
+    # Sizes of a plan are as equal as can be, but for samples that differ in length: their span says enough.
     largest, smallest = max(sizes), min(sizes)
     span = f"{largest}" if smallest == largest else f"{smallest}-{largest}"
     return f"{span} x {len(sizes)}"

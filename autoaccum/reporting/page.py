@@ -81,9 +81,11 @@ def write_report(run_dirs: Sequence[str | os.PathLike[str]], output: str | os.Pa
         NoHistoryError: a directory holds no ``history.jsonl``.
         OSError: something cannot be read or written.
     """
+    # Everything is read before anything is written: of a directory without a run there is no half a page.
     runs = [load_run(run_dir) for run_dir in run_dirs]
     folder = runs[0].path if output is None else Path(output)
     facts = tuple(facts_of(run) for run in runs)
+    # Numbered, for two runs may have directories of the same name.
     labels = [f"{number}: {one.name}" for number, one in enumerate(facts, start=1)]
     figures = pictures(runs[0]) if len(runs) == 1 else comparison(runs, labels)
     shown = html_pictures(figures)
@@ -106,6 +108,7 @@ def write_page(folder: Path, title: str, body: str, figures: Mapping[str, Figure
 
 def _page(title: str, body: str) -> str:
     """Return the document; there is no script in it, and nothing that is loaded from elsewhere."""
+    # In UTC, since nobody knows where the page is read.
     written = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(clock.stamp()))
     return (
         f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -125,32 +128,14 @@ def _one(run: Run, facts: Facts, figures: str) -> str:
         _folded("Configuration", run.config),
         _folded("Environment", run.environment),
     ]
-    if run.garbled:
+    if run.garbled:  # one line is usual after a kill; many tell of a disk, or of another file
         parts.append(f"<p>Lines of the history that could not be read: {run.garbled:,}.</p>")
     return "\n".join(filter(None, parts))
 
 
 def _several(runs: Sequence[Run], facts: Sequence[Facts], labels: Sequence[str], figures: str) -> str:
     """Return the body of a page about several runs: a row for each, and what is said of each folded below."""
-    rows = [
-        [
-            f'<span class="swatch" style="background: {COLORS[at % len(COLORS)]}"></span>{escaped(label)}',
-            escaped(one.state),
-            escaped(one.effective_batch),
-            number_cell(one.num_samples),
-            number_cell(one.num_steps),
-            escaped(format_seconds(one.seconds)),
-            "-" if one.samples_per_second is None else format_rate(one.samples_per_second),
-            number_cell(one.loss, ".4g"),
-            number_cell(one.best_validation_loss, ".4g"),
-            escaped(format_bytes(one.peak_bytes)),
-            number_cell(one.limit_share, ".0%"),
-            number_cell(one.num_out_of_memory),
-            number_cell(one.num_replans),
-            number_cell(one.prediction_error, "+.1%"),
-        ]
-        for at, (one, label) in enumerate(zip(facts, labels, strict=True))
-    ]
+    rows = [_row(at, one, label) for at, (one, label) in enumerate(zip(facts, labels, strict=True))]
     head = (
         "run", "state", "effective batch", "samples", "steps", "training time", "samples/s", "loss at the end",
         "best validation", "peak", "most of the limit", "out of memory", "re-plans", "prediction off by",
@@ -170,6 +155,26 @@ def _several(runs: Sequence[Run], facts: Sequence[Facts], labels: Sequence[str],
     return "\n".join(filter(None, parts))
 
 
+def _row(at: int, facts: Facts, label: str) -> list[str]:
+    """Return the cells of the run at this place, beside a swatch of the colour that it has in the pictures."""
+    return [
+        f'<span class="swatch" style="background: {COLORS[at % len(COLORS)]}"></span>{escaped(label)}',
+        escaped(facts.state),
+        escaped(facts.effective_batch),
+        number_cell(facts.num_samples),
+        number_cell(facts.num_steps),
+        escaped(format_seconds(facts.seconds)),
+        "-" if facts.samples_per_second is None else format_rate(facts.samples_per_second),
+        number_cell(facts.loss, ".4g"),
+        number_cell(facts.best_validation_loss, ".4g"),
+        escaped(format_bytes(facts.peak_bytes)),
+        number_cell(facts.limit_share, ".0%"),
+        number_cell(facts.num_out_of_memory),
+        number_cell(facts.num_replans),
+        number_cell(facts.prediction_error, "+.1%"),
+    ]
+
+
 def _what(facts: Facts) -> str:
     """Say in a line what the run was."""
     parts = [
@@ -186,10 +191,10 @@ def _plans(run: Run) -> str:
     """Return the table of plans: each and what it gave way to, and of a schedule's ramp what is news."""
     planned, replanned = run.events["Planned"], run.events["Replanned"]
     # Both kinds as (time, step, sizes, reason, the plan before it), which a plan that was settled on does not name.
-    plans = [
-        *((*row, None) for row in zip(*(planned[k] for k in ("time", "step", "sizes", "reason")), strict=True)),
-        *zip(*(replanned[k] for k in ("time", "step", "new", "reason", "old")), strict=True),
-    ]
+    settled = zip(planned["time"], planned["step"], planned["sizes"], planned["reason"], strict=True)
+    plans: list[tuple[Any, ...]] = [(*plan, None) for plan in settled]
+    plans += zip(*(replanned[field] for field in ("time", "step", "new", "reason", "old")), strict=True)
+    # By time: the step alone does not tell what came first, and a resumed run has steps twice.
     rows, is_news = [], News()
     for _, step, new, reason, old in sorted(plans, key=lambda plan: plan[0]):
         if (old is not None and not is_scheduled(old, new)) or is_news(new):
@@ -218,10 +223,13 @@ def _differences(runs: Sequence[Run], labels: Sequence[str]) -> str:
     """Return the table of what the runs' configurations do not have in common; nothing where they are the same."""
     # Compared as the texts that are shown. A key that a configuration lacks is null in it.
     keys = dict.fromkeys(key for run in runs for key in run.config)
-    differing = [key for key in keys if len({_value(run.config.get(key)) for run in runs}) > 1]
-    if not differing:
+    rows = []
+    for key in keys:
+        values = [_value(run.config.get(key)) for run in runs]
+        if len(set(values)) > 1:
+            rows.append([escaped(key), *map(escaped, values)])
+    if not rows:
         return ""
-    rows = [[escaped(key), *(escaped(_value(run.config.get(key))) for run in runs)] for key in differing]
     return f"<h2>What differs in the configuration</h2>\n{html_table(('', *labels), rows)}"
 
 
@@ -263,12 +271,14 @@ def html_table(
         numbers: columns that are aligned to the right.
         cuts: columns whose cells are not broken into lines.
     """
+    # By the column's index; a column of both kinds is one of numbers.
     kinds = {**dict.fromkeys(cuts, ' class="cut"'), **dict.fromkeys(numbers, ' class="number"')}
 
     def line(cells: Sequence[str], tag: str) -> str:
         filled = "".join(f"<{tag}{kinds.get(at, '')}>{cell}</{tag}>" for at, cell in enumerate(cells))
         return f"<tr>{filled}</tr>\n"
 
+    # A run with thousands of re-plans is told by how it began and how it ended.
     shown = rows if len(rows) <= ROWS else [*rows[: ROWS // 2], *rows[-ROWS // 2 :]]
     lines = [line(row, "td") for row in shown]
     if len(rows) > ROWS:

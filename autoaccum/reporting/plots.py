@@ -15,8 +15,7 @@ import numpy as np
 from autoaccum.errors import MissingExtraError
 from autoaccum.reporting.columns import Run
 from autoaccum.reporting.curves import SMOOTH, Values, binned, smoothed, thinned
-from autoaccum.reporting.facts import periods
-from autoaccum.reporting.lines import is_scheduled
+from autoaccum.reporting.facts import periods, replans
 
 try:
     import matplotlib
@@ -87,11 +86,11 @@ def _steps_of(event: str) -> Callable[[Run], Values]:
 
 def _replanned(run: Run) -> Values:
     """Return the steps of re-plans, but for those that a schedule asked for, which the picture of the batch shows."""
-    columns = run.events["Replanned"]
-    rows = zip(columns["old"], columns["new"], strict=True)
-    return columns["step"][[not is_scheduled(old, new) for old, new in rows]] if len(columns["step"]) else np.empty(0)
+    return np.array([step for step, *_ in replans(run)])
 
 
+# In red what failed, in orange what was planned anew, in green where the run went on. Validations have a row of their
+# own above the others, for they are many and no news.
 _MARKS = (
     _Mark(label="out of memory", color=RED, marker="X", steps=_steps_of("OutOfMemory"), before=True),
     _Mark(label="re-plan", color=ORANGE, marker="v", steps=_replanned, before=True),
@@ -139,6 +138,7 @@ def comparison(runs: Sequence[Run], labels: Sequence[str]) -> dict[str, Figure]:
     if not shown:
         return found
     with matplotlib.rc_context(STYLE):
+        # The same samples tell which run learns more from them; the same seconds, which is done sooner.
         for name, title, over in (
             ("loss", "Loss over samples", _samples),
             ("loss-seconds", "Loss over seconds of training", _seconds),
@@ -150,8 +150,10 @@ def comparison(runs: Sequence[Run], labels: Sequence[str]) -> dict[str, Figure]:
                     events = run.events["Validated"]
                     at = np.searchsorted(run.windows["step"], events["step"], "right")
                     axes.plot(np.concatenate(([0], x))[at], events["loss"], "o", color=color, markersize=4)
+                # Points of all runs are named once in the legend, by one that is not there.
                 if any(len(run.events["Validated"]["step"]) for run, _, _ in shown):
                     axes.plot([], [], "o", color=INK, markersize=4, label="validation")
+                # By the smoothed losses: single windows of a small batch lie far apart.
                 scale_loss(
                     axes, np.concatenate([smoothed(_samples(run), run.windows["loss"])[1] for run, _, _ in shown])
                 )
@@ -181,6 +183,7 @@ def svg(figure: Figure, salt: str) -> str:
     ``salt`` keeps its ids its own, for several figures share a page.
     """
     file = io.StringIO()
+    # Without a date and with a fixed salt the same run makes the same page, byte for byte but for its footer.
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": salt}):
         figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     text = file.getvalue()
@@ -206,7 +209,8 @@ def _axes(title: str, run: Run | None, x_label: str = "samples") -> Iterator[tup
     yield figure, axes
     axes.set_xlabel(x_label)
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    axes.margins(x=0.01)
+    axes.margins(x=0.01)  # the first and the last window stand off the frame
+    # Once all is drawn, so that the marks lie on the final axis; they take the room of the title's first line.
     marked = run is not None and _mark_events(axes, run)
     axes.set_title(title, pad=18 if marked else 8)
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower left", ncols=5, handlelength=1.6)
@@ -289,6 +293,7 @@ def _draw_memory(axes: Axes, run: Run) -> None:
     unit, name = _unit(float(limit.max() if near else peak.max()))
     axes.plot(*thinned(x, peak / unit), color=BLUE, drawstyle="steps-pre", label="peak of a window")
     edges = np.concatenate(([0], x))  # samples at which windows begin, and the last one ends
+    # A line for each prediction over the windows that it was good for; the first is named in the legend.
     for index, period in enumerate([p for p in periods(run) if p.predicted_bytes is not None]):
         predicted = (period.predicted_bytes or 0) / unit
         span = [edges[period.first], edges[period.end]]
@@ -297,7 +302,7 @@ def _draw_memory(axes: Axes, run: Run) -> None:
     if near:
         at, allowed = thinned(x, limit / unit)
         axes.plot(at, allowed, color=RED, drawstyle="steps-pre", linewidth=1.2, label="limit")
-        headroom = run.config.get("headroom")
+        headroom = run.config.get("headroom")  # the user may have edited the file, or deleted it
         if isinstance(headroom, int | float) and headroom > 0:
             axes.fill_between(
                 at, allowed * (1 - headroom), allowed, color=RED, alpha=0.13, linewidth=0, step="pre", label="headroom"
@@ -316,7 +321,7 @@ def _draw_batch(axes: Axes, run: Run) -> None:
     batch, micro = run.windows["effective_batch"], run.windows["micro_batch"]
     axes.plot(*thinned(_samples(run), batch), color=BLUE, drawstyle="steps-pre", label="effective batch")
     axes.plot(*thinned(_samples(run), micro), color=GREEN, drawstyle="steps-pre", label="largest micro-batch")
-    if batch.max() > WIDE * micro.min():
+    if batch.max() > WIDE * micro.min():  # both are read by their ratio, in powers of two
         _scale_logarithmically(axes, base=2, subs=(1.0,))
         axes.set_ylim(micro.min() / 1.3, batch.max() * 1.3)
     else:
@@ -329,6 +334,7 @@ def _draw_throughput(axes: Axes, run: Run) -> None:
     _faint(axes, _samples(run), raw, GREEN)
     axes.plot(x, mean, color=GREEN, label=_kind(run))
     finite = raw[np.isfinite(raw)]
+    # Without the quickest windows of a hundred, but never below the means.
     high = max(float(np.percentile(finite, 99)) if len(finite) else 0.0, float(np.nanmax(mean, initial=0)))
     axes.set_ylim(0, 1.08 * high or 1.0)
     axes.yaxis.set_major_formatter(EngFormatter(sep=""))

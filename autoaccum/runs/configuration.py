@@ -50,10 +50,11 @@ def describe_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 def plain(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values as JSON can hold them: what it cannot hold, as a text."""
-    return {
-        name: value if value is None or isinstance(value, bool | int | float | str) else text_of(value)
-        for name, value in values.items()
-    }
+    found = {}
+    for name, value in values.items():
+        is_plain = value is None or isinstance(value, bool | int | float | str)
+        found[name] = value if is_plain else text_of(value)
+    return found
 
 
 def text_of(value: Any) -> str:

@@ -38,7 +38,7 @@ def key(
     batch: Any,
     device: torch.device,
     compiled: bool,
-    ragged: bool = False,
+    differ_in_length: bool = False,
     functions: Iterable[Callable[..., Any] | None] = (),
 ) -> str:
     """Return a digest of 32 hexadecimal digits, the same in every process.
@@ -52,7 +52,7 @@ def key(
         batch: any pytree; of its rows only the shape of one sample counts.
         device: where to compute.
         compiled: whether the model runs through torch.compile.
-        ragged: whether samples differ in length, so that their shapes do not count.
+        differ_in_length: whether samples do, so that their shapes do not count.
         functions: what computes the loss; of one that is no module the name counts.
     """
     facts = {
@@ -63,7 +63,7 @@ def key(
         "optimizer": _optimizer(optimizer),
         "precision": precision,
         "compiled": compiled,
-        "batch": _batch(batch, ragged),
+        "batch": _batch(batch, differ_in_length),
         "device": [describe(device), _size(device), type(memory_of(device)).__name__],
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
@@ -125,16 +125,17 @@ def _optimizer(optimizer: torch.optim.Optimizer) -> list[Any]:
     return [_name(type(optimizer)), groups]
 
 
-def _batch(batch: Any, ragged: bool) -> list[Any]:
+def _batch(batch: Any, differ_in_length: bool) -> list[Any]:
     """Return the structure of a batch, and what one sample of each of its leaves is."""
     leaves, structure = batches.flatten(batch)
-    return [_ADDRESS.sub("", str(structure)), [_leaf(leaf, ragged) for leaf in leaves]]
+    return [_ADDRESS.sub("", str(structure)), [_leaf(leaf, differ_in_length) for leaf in leaves]]
 
 
-def _leaf(leaf: Any, ragged: bool) -> list[Any]:
-    # Dim 0 is the samples, of which a micro-batch has any number; of ragged ones not even the other sizes count.
+def _leaf(leaf: Any, differ_in_length: bool) -> list[Any]:
+    # Dim 0 is the samples, of which a micro-batch has any number; lengths that differ do not count either.
     if isinstance(leaf, torch.Tensor | np.ndarray):
-        return [_name(type(leaf)), leaf.ndim if ragged else list(leaf.shape[1:]), str(leaf.dtype)]
+        shape = leaf.ndim if differ_in_length else list(leaf.shape[1:])
+        return [_name(type(leaf)), shape, str(leaf.dtype)]
     return [_name(type(leaf))]
 
 

@@ -184,7 +184,11 @@ def _trials(document: dict[str, Any]) -> tuple[Trial, ...] | None:
     if not isinstance(trials, list) or not all(isinstance(trial, dict) and _is_sound(trial) for trial in trials):
         return None
     names = {field.name for field in fields(Trial)}
-    return tuple(Trial(**{name: value for name, value in trial.items() if name in names}) for trial in trials)
+    found = []
+    for trial in trials:
+        known = {name: value for name, value in trial.items() if name in names}
+        found.append(Trial(**known))
+    return tuple(found)
 
 
 def _is_sound(trial: dict[str, Any]) -> bool:

@@ -53,7 +53,7 @@ class PastOfRun:
                 raise
             return
         try:
-            self._key = self._key_of(batch=example, ragged=window.lengths is not None)
+            self._key = self._key_of(batch=example, differ_in_length=window.lengths is not None)
         except Exception:  # code of others is asked what it is, and no answer of it may end the run
             return
         # The gradients are not there yet, and every peak that was measured has them in it.

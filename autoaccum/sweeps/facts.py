@@ -96,10 +96,12 @@ def facts_of(study: optuna.Study) -> StudyFacts:
     metrics = tuple(settings["metric"])
     directions = tuple(direction.name.lower() for direction in study.directions)
     # Values times their signs are the better the lower, which is how everything below compares them.
-    signs = [-1 if direction == "maximize" else 1 for direction in directions]
+    signs = [{"minimize": 1, "maximize": -1}[direction] for direction in directions]
+    # Read once: trials may finish meanwhile, and the numbers below should be of one moment.
     frozen = study.get_trials(deepcopy=False)
     front = {trial.number for trial in study.best_trials} if len(metrics) > 1 else set()
     trials = sorted(map(_trial, frozen), key=lambda trial: _rank(trial, front, signs))
+    # Of one metric all complete trials in their order, so that the second best can be told too.
     best = [trial.number for trial in trials if trial.values and (len(metrics) == 1 or trial.number in front)]
     counts = {state: sum(trial.state == state for trial in trials) for state in _STATES}
     # A trial that has not ended has no such attributes yet, and counts nothing.
@@ -136,6 +138,7 @@ def facts_of(study: optuna.Study) -> StudyFacts:
 
 def runs_of(study: optuna.Study, directory: Path) -> dict[int, Run]:
     """Return what trials have recorded there, by their numbers; those run in other directories are left out."""
+    # By the directory's id, for a number alone does not say in which directory the trial was run.
     try:
         name = (directory / "id").read_text()
     except FileNotFoundError:
@@ -199,8 +202,12 @@ def _rank(trial: TrialFacts, front: set[int], signs: Sequence[int]) -> tuple[Any
 
 def _points(trials: Sequence[TrialFacts], sign: int) -> list[tuple[int, float, float | None]]:
     """Return effective batch, lr and signed value, the lowest the best, of finished trials; None of one ended early."""
-    finished = [trial for trial in trials if trial.state in _FINISHED]
-    return [(*trial.place, sign * trial.values[0] if trial.values else None) for trial in finished if trial.place]
+    found = []
+    for trial in trials:
+        if trial.state in _FINISHED and trial.place is not None:
+            batch, lr = trial.place
+            found.append((batch, lr, sign * trial.values[0] if trial.values else None))
+    return found
 
 
 def _searched(
@@ -226,7 +233,7 @@ def _space(trials: Sequence[FrozenTrial]) -> dict[str, BaseDistribution]:
     space: dict[str, Any] = {}
     for trial in trials:
         for name, new in trial.distributions.items():
-            old: Any = space.setdefault(name, new)
+            old: Any = space.setdefault(name, new)  # the first trial's
             if old != new and isinstance(new, IntDistribution | FloatDistribution):
                 space[name] = type(new)(min(old.low, new.low), max(old.high, new.high), log=new.log)
     return space
@@ -280,7 +287,7 @@ def _found(best: Sequence[TrialFacts], metrics: Sequence[str], signs: Sequence[i
     first = best[0]
     text = f"{metrics[0]} {first.values[0]:.4g} of {_named(first)}"
     text += "." if first.seconds is None else f", after {format_seconds(first.seconds)} of training."
-    if len(best) > 1:
+    if len(best) > 1:  # by how much the best is ahead says whether it is more than luck
         text += f" Next is {best[1].values[0]:.4g} of {_named(best[1])}."
     return Answer(question=question, text=text, good=None)
 
@@ -303,7 +310,7 @@ def _cost(trials: Sequence[FrozenTrial], totals: Mapping[str, float], counts: Ma
         f"the device ran out of memory {ooms:,} time{'' if ooms == 1 else 's'}, and at most {wasted:,} of {samples:,} "
         f"samples{f' ({wasted / samples:.1%})' if wasted else ''} had to be run again."
     )
-    if ooms and not counts["failed"]:
+    if ooms and not counts["failed"]:  # where a trial has failed, the storage does not say whether it was by that
         text += " No trial was lost by it."
     return Answer(question="What did the search for micro-batches cost?", text=text, good=not counts["failed"])
 
@@ -334,7 +341,10 @@ def importances_of(study: optuna.Study) -> tuple[dict[str, float], str]:
         return {}, few
     # Only what every trial has drawn, and not all alike: else there is nothing to compare.
     varied = set.intersection(*({*trial.params} for trial in complete))
-    names = [name for name in sorted(varied) if len({trial.params[name] for trial in complete}) > 1]
+    names = []
+    for name in sorted(varied):
+        if len({trial.params[name] for trial in complete}) > 1:
+            names.append(name)
     if len({trial.values[0] for trial in complete if math.isfinite(trial.values[0])}) < 2 or not names:
         return {}, "All complete trials are alike."
     try:

@@ -152,6 +152,7 @@ class Objective:
         if arguments.get("validation_data") is None:
             cure = "Return it from the recipe, or pass it."
             raise ArgumentError("validation_data", None, "data by whose loss trials are compared", cure)
+        # Metrics of fit are a dict of functions by name.
         known = (*MINIMISED, *(arguments.get("metrics") or ()))
         for name in self.metrics:
             if name not in known:
@@ -166,6 +167,7 @@ class Objective:
         if arguments.get("steps") is not None:
             cure = "Pass samples: a step is more samples where the effective batch is larger."
             raise ConflictingArgumentsError("steps", arguments["steps"], "a sweep", cure)
+        # Opened only to be counted, as the data of a fit would be.
         source = open_source(
             arguments["data"],
             seed=0,
@@ -183,6 +185,7 @@ class Objective:
         Raises:
             ArgumentError: it was begun with other settings.
         """
+        # What trials are compared by: after how many samples, by which metric, and which way.
         settings = {"samples": self.samples, "metric": list(self.metrics), "direction": list(self.directions)}
         known = study.user_attrs.get(SETTINGS)
         if known is None:  # a new study
@@ -249,6 +252,7 @@ class Objective:
 
 def _parameters(arguments: Arguments) -> list[torch.nn.Parameter]:
     """Return the parameters that a trial trains."""
+    # A loss, or a training step, may be a module with parameters of its own.
     modules = [arguments.get(name) for name in ("model", "loss_fn", "training_step")]
     return [p for m in modules if isinstance(m, torch.nn.Module) for p in m.parameters() if p.requires_grad]
 

@@ -47,7 +47,7 @@ def pictures(facts: StudyFacts, runs: Mapping[int, Run], importances: Mapping[st
     with matplotlib.rc_context(STYLE):
         if any(trial.place for trial in facts.trials):
             found["map"] = _drawn(f"{_titled(facts.metrics[0])} by lr and effective batch", _draw_map, facts)
-        if facts.best_lrs:
+        if facts.best_lrs:  # of several metrics by the first, which the title says
             by = f", by {_worded(facts.metrics[0])}" if len(facts.metrics) > 1 else ""
             found["best-lr"] = _drawn(f"Best lr of each effective batch{by}", _draw_best_lrs, facts)
         # Over samples and over seconds of training: the one says what is learnt from, the other what it takes.
@@ -123,7 +123,7 @@ def _draw_map(axes: Axes, facts: StudyFacts) -> None:
         if some := [trial for trial in placed if trial.state in states]:
             axes.plot(*_places(some), label=label, **_mark(marker, GREY, size=6))
     complete = [trial for trial in placed if trial.values and np.isfinite(trial.values[0])]
-    if not complete:
+    if not complete:  # nothing to colour, and no bar
         return
     values = np.array([trial.values[0] for trial in complete])
     maximised = facts.is_maximised()
@@ -181,6 +181,7 @@ def _draw_best_lrs(axes: Axes, facts: StudyFacts) -> None:
         axes.plot(span, height * (span / middle), ":", color=PURPLE, linewidth=1.8, label="linear")
         fitted = growth.factor * span**growth.exponent
         axes.plot(span, fitted, color=BLUE, label=f"fitted: power {growth.exponent:z.2f}")
+    # Hollow where the best may lie beyond what was tried.
     edge = np.array([best.is_edge for best in facts.best_lrs])
     for which, face, label in ((~edge, ORANGE, "best"), (edge, "none", "best, at the edge of what was tried")):
         if which.any():
@@ -221,7 +222,7 @@ def _draw_curves(axes: Axes, facts: StudyFacts, curves: Mapping[int, Curve], met
         axes.plot(*curves[number], color=RED, linewidth=2.2, marker="o", markersize=3, zorder=3, label=name)
     maximised = metric == facts.metrics[0] and facts.is_maximised()
     scale_loss(axes, np.concatenate([y for _, y in curves.values()]), logarithmic=not maximised)
-    axes.set_xlim(left=0)
+    axes.set_xlim(left=0)  # where every trial began
 
 
 def _draw_front(axes: Axes, facts: StudyFacts, complete: Sequence[TrialFacts], at: int) -> None:
@@ -236,6 +237,7 @@ def _draw_front(axes: Axes, facts: StudyFacts, complete: Sequence[TrialFacts], a
     x, y = [x for x, _ in front], [y for _, y in front]
     axes.plot(x, y, marker="D", color=RED, label="Pareto front", clip_on=False, **style)
     if len(complete) <= _NUMBERED:
+        # Trials of the same values are one point, and one number stands beside it.
         number_of = {(trial.values[at], trial.values[0]): trial.number for trial in complete}
         for place in front:
             axes.annotate(str(number_of[place]), place, (5, 4), textcoords="offset points", fontsize=8, color=INK)
@@ -253,7 +255,7 @@ def _draw_importances(axes: Axes, importances: Mapping[str, float]) -> None:
     bars = axes.barh([name for name, _ in ranked], [share for _, share in ranked], color=BLUE, height=0.6)
     axes.bar_label(bars, [f"{share:.0%}" for _, share in ranked], padding=4, color=INK)
     axes.grid(visible=False, axis="y")
-    axes.set_xlim(0, 1.05)
+    axes.set_xlim(0, 1.05)  # shares of 1, and room for the text of a large one
     spare = max(0, 4 - len(ranked)) / 2  # a bar or two would fill the picture
     axes.set_ylim(-0.6 - spare, len(ranked) - 0.4 + spare)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0%}"))

@@ -93,6 +93,7 @@ def _values(
             # "8, 3:16" is a schedule's text, which fit takes; a list of such ones would be read as numbers.
             cure = "For schedules to choose from pass search_space." if argument == "effective_batch" else ""
             raise ArgumentError(argument, given, accepted, cure)
+        # "a:b" is a range and "a,b" a list, as (a, b) and [a, b] are.
         try:
             numbers = [kind(part) for part in re.split("[:,]", value)]
         except ValueError:
@@ -185,6 +186,7 @@ def pruner_of(value: Any, samples: int) -> BasePruner:
         accepted = f"a pruner of Optuna, or one of {', '.join(('median', *PRUNERS))}"
         raise ArgumentTypeError("pruner", value, accepted)
     if one_of("pruner", value, ("median", *PRUNERS)) == "median":
+        # Steps of a report are samples; early on a high learning rate, which may be the best in the end, looks worst.
         return pruners.MedianPruner(n_warmup_steps=samples // 3)
     with warnings.catch_warnings():  # who asks for one by name need not be told how new it is
         warnings.simplefilter("ignore", ExperimentalWarning)
@@ -193,6 +195,7 @@ def pruner_of(value: Any, samples: int) -> BasePruner:
 
 def _installed(argument: str, name: str) -> str:
     """Return the name; refuse it if the package that it needs is not there."""
+    # Said before the sweep begins, where Optuna would raise in the midst of the first trial.
     package = _PACKAGES.get(name)
     if package is not None and find_spec(package) is None:
         cure = f"python -m pip install {package}."
