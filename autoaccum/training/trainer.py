@@ -39,10 +39,10 @@ from autoaccum.planning.cuts import Plan
 from autoaccum.planning.noise import Smoothed
 from autoaccum.planning.schedules import SMOOTHING, NoiseScale, Progress, Schedule, schedule_of
 from autoaccum.reporting import ProgressBar
-from autoaccum.runs.cache import Cache
+from autoaccum.runs import configuration
 from autoaccum.runs.cost_key import describe
 from autoaccum.runs.directory import RunDirectory
-from autoaccum.training import resuming
+from autoaccum.runs.past_of_run import PastOfRun
 from autoaccum.training.interrupts import interrupt_calls
 from autoaccum.training.lazy import build_lazy_layers
 from autoaccum.training.learning_rate import LearningRate, MakeScheduler, Scaling
@@ -229,7 +229,7 @@ class Trainer:
             raise ArgumentError("effective_batch", str(self.schedule), "a min of at least 4", cure)
         self._cache = None
         if cache and self._tuner.searching:
-            self._cache = Cache(
+            self._cache = PastOfRun(
                 modules,
                 self.optimizer,
                 precision=precision,
@@ -394,7 +394,7 @@ class Trainer:
                 )
             )
             return False
-        if self._directory is not None and (died := self._directory.window.died_of_memory) is not None:
+        if self._directory is not None and (died := self._directory.window_mark.died_of_memory) is not None:
             self._engine.killed(*died, self._pace.asked())
         if not self._tuner.searching:
             self._engine.announce_plan(self._pace.asked())
@@ -422,7 +422,7 @@ class Trainer:
             self._engine.resize(asked, window.lengths)
         if self._directory is not None:
             largest = max(plan) if plan else self._tuner.plan(window.num_samples, window.lengths)[0]
-            self._directory.window.enter(largest, window.lengths[0] if window.lengths else 1)
+            self._directory.window_mark.enter(largest, window.lengths[0] if window.lengths else 1)
         gradient, replays = self._engine.run(window, plan)
         num_samples = sum(gradient.sizes)
         self._pace.passed(num_samples)
@@ -456,7 +456,7 @@ class Trainer:
         self._mark = now
         self._pace.reports.append(report)
         if self._directory is not None:
-            self._directory.window.leave()
+            self._directory.window_mark.leave()
         if stepped:
             self._engine.announce_if_not_finite(report.loss)
         if self._noise is not None and window.num_samples == asked and len(gradient.sizes) == 1:
@@ -490,15 +490,15 @@ class Trainer:
     def _configuration(self) -> dict[str, Any]:
         """What was asked for; under "trained" what a run that goes on has to have in common with this one."""
         trained = {
-            "model": resuming.description(self.model),
-            "loss": resuming.description(self._modules[-1]) if self._modules[-1] is not self.model else None,
+            "model": configuration.describe_model(self.model),
+            "loss": configuration.describe_model(self._modules[-1]) if self._modules[-1] is not self.model else None,
             "data": self._source.description(),
             "effective_batch": str(self.schedule),
-            "optimizer": resuming.options(self.optimizer),
+            "optimizer": configuration.describe_optimizer(self.optimizer),
             "steps of the lr_scheduler": self._learning_rate.num_steps,
             **{name: self._given[name] for name in DECIDE},
         }
-        return {"model": type(self.model).__name__, **resuming.plain(self._given), "trained": trained}
+        return {"model": type(self.model).__name__, **configuration.plain(self._given), "trained": trained}
 
     def _open(self, path: Path) -> RunDirectory:
         """The run's directory; what an earlier process left there of this run is taken up."""
@@ -511,7 +511,7 @@ class Trainer:
             anew=anew,
             background=self.device.type != "cpu",  # there the copy is in the memory that windows are planned for
         )
-        self._engine.meter.before_trial = directory.window.enter
+        self._engine.meter.before_trial = directory.window_mark.enter
         try:
             found = directory.resume()
             if found is not None:

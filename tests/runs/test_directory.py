@@ -34,15 +34,15 @@ from autoaccum.errors import (
     ResumeError,
 )
 from autoaccum.events import Finished, Notice, Replanned, Resumed, Saved, Started, StepReport, StepSkipped, Validated
-from autoaccum.memory.kills import OomKills
 from autoaccum.runs import checkpoint
 from autoaccum.runs import directory as run_directory
 from autoaccum.runs.checkpoint import Checkpoints
-from autoaccum.runs.directory import Recorded, RunDirectory, WindowMark, differing
+from autoaccum.runs.directory import Recorded, RunDirectory
 from autoaccum.runs.records import RecordWriter
 from autoaccum.testing import manual_clock, simulated_memory
 from autoaccum.training.trainer import FitResult, Trainer
 from tests.models import classes, mlp, noisy, same, state_of, wide
+from tests.runs.machine import Machine, begun
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::autoaccum.errors.AutoaccumWarning"),
@@ -219,17 +219,6 @@ class TestWhoMayGoOn:
             "model mask: buffer float32 (2,) -> buffer float32 (3,)",
             "loss scale: float32 (1,) -> float32 (3,)",
         )
-
-    def test_every_difference_is_shown(self) -> None:
-        before = {"a": 1, "b": {"c": [0.1], "d": {"e": None}}, "f": "x"}
-        assert list(differing(before, before)) == []
-        now = {"a": 1, "b": {"c": [0.2], "d": {"e": 0}}, "g": 2}
-        assert list(differing(before, now)) == [
-            "b c: [0.1] -> [0.2]",
-            "b d e: nothing -> 0",
-            "f: x -> nothing",
-            "g: nothing -> 2",
-        ]
 
 
 class TestFinished:
@@ -628,84 +617,6 @@ class TestRecorded:
         monkeypatch.setattr(run_directory, "read_records", None)
         assert len(result.history) == 10
         assert result.history[3].step == 4
-
-
-class Machine:
-    """A procfs with a count of kills, and no control groups."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        (root / "proc/sys/kernel/random").mkdir(parents=True)
-        (root / "proc/self").mkdir()
-        (root / "proc/self/cgroup").write_text("")
-        self.boot("first")
-        self.kills(3)
-
-    def boot(self, name: str) -> None:
-        (self.root / "proc/sys/kernel/random/boot_id").write_text(f"{name}\n")
-
-    def kills(self, count: int) -> None:
-        (self.root / "proc/vmstat").write_text(f"pgfault 7\noom_kill {count}\n")
-
-
-@pytest.fixture
-def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
-    made = Machine(tmp_path / "machine")
-    monkeypatch.setattr(run_directory, "OomKills", lambda: OomKills(made.root / "proc", made.root / "none"))
-    return made
-
-
-def begun(folder: Path) -> WindowMark:
-    mark = WindowMark(folder)
-    mark.begin()
-    return mark
-
-
-class TestWindowMark:
-    def test_a_window_that_the_kernel_ended(self, tmp_path: Path, machine: Machine) -> None:
-        mark = begun(tmp_path)
-        assert mark.died_of_memory is None
-        mark.enter(64, 10)
-        machine.kills(4)
-        mark = WindowMark(tmp_path)
-        assert mark.died_of_memory == (64, 10)
-        mark.close()
-        assert begun(tmp_path).died_of_memory == (64, 10), "nothing was begun in between"
-        assert begun(tmp_path).died_of_memory is None, "that was the process before the last"
-
-    def test_another_end(self, tmp_path: Path, machine: Machine) -> None:
-        begun(tmp_path).enter(64, 10)
-        assert WindowMark(tmp_path).died_of_memory is None, "the kernel killed nobody"
-        mark = begun(tmp_path)
-        mark.enter(64, 10)
-        mark.leave()
-        machine.kills(5)
-        assert WindowMark(tmp_path).died_of_memory is None, "not inside a window"
-        mark = begun(tmp_path)
-        mark.enter(64, 10)
-        mark.close()
-        machine.kills(6)
-        assert WindowMark(tmp_path).died_of_memory is None, "an error, which was told"
-        begun(tmp_path).enter(64, 10)
-        machine.boot("second")
-        machine.kills(9)
-        assert WindowMark(tmp_path).died_of_memory is None, "another boot, whose count says nothing"
-
-    @pytest.mark.parametrize("content", ["", "{"])
-    def test_files_that_are_torn(self, content: str, tmp_path: Path, machine: Machine) -> None:
-        begun(tmp_path).enter(64, 10)
-        (tmp_path / "kills.json").write_text(content)
-        machine.kills(9)
-        assert WindowMark(tmp_path).died_of_memory is None
-        (tmp_path / "window").write_bytes(b"\x01")
-        assert WindowMark(tmp_path).died_of_memory is None
-
-    def test_it_is_in_the_file_at_once(self, tmp_path: Path, machine: Machine) -> None:
-        mark = begun(tmp_path)
-        mark.enter(64, 10)
-        assert struct.unpack("<3q", (tmp_path / "window").read_bytes()) == (1, 64, 10)
-        mark.leave()
-        assert (tmp_path / "window").read_bytes() == bytes(24)
 
 
 class TestKilledByTheKernel:

@@ -24,7 +24,6 @@ import autoaccum
 from autoaccum.errors import StopTraining
 from autoaccum.events import Notice, Planned, Resumed, StepReport, StepSkipped, Validated
 from autoaccum.testing import manual_clock, simulated_memory
-from autoaccum.training import resuming
 from autoaccum.training.pace import runs_of
 from autoaccum.training.trainer import FitResult, Trainer
 from tests.models import classes, mlp, noisy, relative_error, wide
@@ -551,37 +550,6 @@ def test_a_lower_limit_is_heeded_from_the_first_window(tmp_path: Path) -> None:
 def test_of_windows() -> None:
     assert runs_of([]) == []
     assert runs_of([8, 8, 5, 8]) == [(8, 2), (5, 1), (8, 1)]
-
-
-def test_description_tells_models_apart() -> None:
-    assert resuming.description(mlp())["0.weight"] == "float32 (16, 8)"
-    model = mlp()
-    model[0].requires_grad_(False)  # type: ignore[index]
-    assert resuming.description(model)["0.weight"] == "float32 (16, 8) frozen"
-
-
-def test_options_are_what_decides() -> None:
-    one = resuming.options(torch.optim.AdamW(mlp().parameters(), lr=0.1, fused=True))
-    assert one == resuming.options(
-        torch.optim.AdamW(mlp().parameters(), lr=torch.tensor(0.1, dtype=torch.float64), fused=True)
-    )
-    assert one["group 0"] | {"lr": 0.1, "betas": "(0.9, 0.999)", "parameters": 4} == one["group 0"]
-    assert "amsgrad" not in one["group 0"]
-    other = resuming.options(torch.optim.AdamW(mlp().parameters(), lr=0.1, amsgrad=True))
-    assert other["group 0"] == {**one["group 0"], "amsgrad": True}
-
-
-def test_plain_values() -> None:
-    class Loss:
-        pass
-
-    assert resuming.plain({"a": 1, "b": None, "c": Loss(), "d": cross_entropy, "e": (1, 2)}) == {
-        "a": 1,
-        "b": None,
-        "c": "Loss",
-        "d": "cross_entropy",
-        "e": "(1, 2)",
-    }
 
 
 # Nothing that changes in a run is forgotten.
