@@ -226,7 +226,6 @@ class Transaction:
     def commit(self) -> None:
         """Give up the window and all that was kept to run it again."""
         del self._window
-        self._begin_anew()
 
     def roll_back(self) -> None:
         """Undo the window as if it had never run: gradients, buffers, random states, scaler. It may then run again."""
