@@ -17,7 +17,7 @@ MemoryLimit = int | float | str | Callable[[], int | float | str] | None
 
 
 def positive_int(argument: str, value: object, cure: str = "") -> int:
-    """An int of at least 1; a bool is a mistake, and a float is one even when it is whole."""
+    """Return an int of at least 1; a bool is a mistake, and a float is one even when it is whole."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise ArgumentTypeError(argument, value, "an int of at least 1", cure)
     if value < 1:
@@ -26,7 +26,7 @@ def positive_int(argument: str, value: object, cure: str = "") -> int:
 
 
 def non_negative_int(argument: str, value: object) -> int:
-    """An int of at least 0."""
+    """Return an int of at least 0, and of at most 63 bits."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise ArgumentTypeError(argument, value, "an int of at least 0")
     if value < 0:
@@ -37,7 +37,7 @@ def non_negative_int(argument: str, value: object) -> int:
 
 
 def number_between(argument: str, value: object, low: float, high: float = math.inf, cure: str = "") -> float:
-    """A finite number with ``low <= value < high``."""
+    """Return a finite number with ``low <= value < high``."""
     accepted = ("a number above 0" if low == sys.float_info.min else f"a number of at least {low:g}") + (
         "" if high == math.inf else f" and below {high:g}"
     )
@@ -49,19 +49,23 @@ def number_between(argument: str, value: object, low: float, high: float = math.
 
 
 def positive_number(argument: str, value: object) -> float:
-    """A finite number above 0."""
+    """Return a finite number above 0."""
     return number_between(argument, value, sys.float_info.min)
 
 
 def one_of(argument: str, value: object, choices: tuple[str, ...]) -> str:
-    """One of a few texts."""
+    """Return one of a few texts."""
     if value not in choices:
         raise ArgumentError(argument, value, f"one of {', '.join(map(repr, choices))}")
     return str(value)
 
 
+# Checks of arguments by their names, each of those that have to be looked at together: ``training.options`` says which
+# argument has which.
+
+
 def of_windows(num_items: object, max_micro_batch: object, headroom: object, clip_norm: object) -> None:
-    """The arguments that say how windows are run."""
+    """Check the arguments that say how windows are run."""
     if num_items is not None and not callable(num_items):
         raise ArgumentTypeError("num_items", num_items, "a function")
     if max_micro_batch is not None:
@@ -71,12 +75,39 @@ def of_windows(num_items: object, max_micro_batch: object, headroom: object, cli
         positive_number("clip_norm", clip_norm)
 
 
+def of_micro_batch(micro_batch: object) -> None:
+    """Check a micro-batch that is "auto" or a number: there is no recorded run to repeat."""
+    if micro_batch != "auto":
+        positive_int("micro_batch", micro_batch, "Leave it out to have it found.")
+
+
+def of_num_workers(num_workers: object) -> None:
+    """Check the number of processes that read the data."""
+    non_negative_int("num_workers", num_workers)
+
+
+def of_seed(seed: object) -> None:
+    """Check a seed, which torch's generators take as 64 bits."""
+    non_negative_int("seed", seed)
+
+
+def of_lr(lr: object) -> None:
+    """Check a learning rate, where there is one: 0 trains nothing, but is no mistake."""
+    if lr is not None:
+        number_between("lr", lr, 0)
+
+
+def of_callbacks(callbacks: object) -> list[Any]:
+    """Return the callbacks as a list: they may come as an iterator, which can be read only once."""
+    return functions("callbacks", callbacks)
+
+
 TAKEN = ("loss", "validation_loss", "seconds", "samples")
-"""What validations and sweeps report already."""
+"""Names of what validations and sweeps report already; no metric of a user's may have one of them."""
 
 
 def of_validation(validation_data: object, validate_every: object, metrics: object) -> None:
-    """The arguments that say when validations are, and what they report beside the loss."""
+    """Check the arguments that say when validations are, and what they report beside the loss."""
     if validate_every is not None:
         positive_int("validate_every", validate_every, "It is in samples.")
         if validation_data is None:
@@ -105,7 +136,7 @@ def of_validation(validation_data: object, validate_every: object, metrics: obje
 
 
 def memory_limit_bytes(value: MemoryLimit, available_bytes: int) -> int:
-    """The limit in bytes: ``None`` for all that is available, bytes as int or text, a float for that share of it.
+    """Return the limit in bytes: ``None`` is all that is available, a float that share of it, else they are bytes.
 
     A share may arrive as a text from the command line: ``"0.5"`` is half, ``"1"`` is one byte. A function is called.
     """
@@ -138,7 +169,7 @@ def _limit_bytes(value: object, available_bytes: int, or_else: str, cure: str) -
 
 
 def moving_limit(value: Any, available_bytes: Callable[[], int]) -> Callable[[], int]:
-    """() -> the limit in bytes as it is now; a share is one of what was available at first."""
+    """Return a function that gives the limit in bytes as it is now; a share is one of what was available at first."""
     if value is None:
         return available_bytes
     if callable(value):
@@ -154,7 +185,7 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600}
 
 
 def cadence(argument: str, value: object) -> Cadence:
-    """Steps as an int, a time as "30s", "10m" or "2h", or "epoch".
+    """Read how often: steps as an int, a time as "30s", "10m" or "2h", or "epoch".
 
     >>> cadence("checkpoint_every", "10m")
     ('seconds', 600.0)
@@ -174,8 +205,13 @@ def cadence(argument: str, value: object) -> Cadence:
     return "steps", value
 
 
+def of_checkpoint_every(checkpoint_every: object) -> Cadence:
+    """Return how often checkpoints are written: every ten minutes, unless told otherwise."""
+    return cadence("checkpoint_every", "10m" if checkpoint_every is None else checkpoint_every)
+
+
 def of_run_directory(run_dir: object, checkpoint_every: object, keep_checkpoints: object, resume: object) -> None:
-    """The arguments that say what outlives the process."""
+    """Check the arguments that say what outlives the process."""
     if run_dir is not None and not isinstance(run_dir, str | os.PathLike):
         raise ArgumentTypeError("run_dir", run_dir, "a path")
     if run_dir == "":
@@ -191,7 +227,7 @@ def of_run_directory(run_dir: object, checkpoint_every: object, keep_checkpoints
 
 
 def recorded_plans(micro_batch: object) -> list[tuple[int, ...]]:
-    """The plans of a recorded run, one a window; none when the micro-batch is a number or to be found."""
+    """Return the plans of a recorded run, one a window; none when the micro-batch is a number or to be found."""
     accepted = "'auto', an int of at least 1, or a list of plans, each a tuple of micro-batch sizes"
     if micro_batch == "auto":
         return []
@@ -209,7 +245,7 @@ def recorded_plans(micro_batch: object) -> list[tuple[int, ...]]:
 
 
 def functions(argument: str, value: object) -> list[Any]:
-    """Functions, in any iterable."""
+    """Return the functions of any iterable as a list."""
     found = list(value) if isinstance(value, Iterable) else [None]
     if not all(callable(item) for item in found):
         raise ArgumentTypeError(argument, value, "a list of functions")

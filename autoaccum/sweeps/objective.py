@@ -14,7 +14,6 @@ import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import optuna
 import torch
@@ -23,7 +22,6 @@ from optuna.exceptions import TrialPruned
 from optuna.trial import Trial, TrialState
 
 from autoaccum.data import randomness
-from autoaccum.training import recipes
 from autoaccum.data.sources import open_source
 from autoaccum.errors import (
     ArgumentError,
@@ -34,22 +32,18 @@ from autoaccum.errors import (
     RecipeResultError,
 )
 from autoaccum.memory.oom import is_out_of_memory
-from autoaccum.sweeps.facts import SETTINGS
 from autoaccum.runs.directory import differing
+from autoaccum.sweeps.facts import SETTINGS
+from autoaccum.sweeps.options import Arguments
 from autoaccum.sweeps.spaces import MINIMISED, Batches, Direction, LearningRates
+from autoaccum.training import recipes
+from autoaccum.training.options import OF_FIT
 from autoaccum.training.trainer import Trainer
 
-Arguments = dict[str, Any]
-OWN = ("model", "data", "run_dir", "resume")
-"""Arguments of fit that no sweep passes on."""
-COMMON = ("samples", "epochs", "steps", "validate_every", "seed")
-"""Arguments of fit that are for all trials, and not to be searched for."""
 DATA = ("data", "validation_data")
 """What is the same whatever is searched for."""
 _DRAWS = 20
 """Tried for one that can be looked at."""
-OF_FIT = inspect.signature(Trainer).parameters
-"""All of its arguments."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,16 +113,16 @@ class Objective:
             arguments["samples"] = self.samples
         has_optimizer = arguments.get("optimizer") is not None
         for name, value in chosen.items():
-            if name in taken and (
-                name not in OF_FIT or name in arguments or name in COMMON or (name == "lr" and has_optimizer)
-            ):
+            known = OF_FIT.get(name)
+            is_shared = known is not None and known.in_sweeps == "shared"
+            if name in taken and (known is None or name in arguments or is_shared or (name == "lr" and has_optimizer)):
                 continue
-            if name in COMMON and name not in self.metrics:  # of loss and samples there is a front
+            if is_shared and name not in self.metrics:  # of loss and samples there is a front
                 raise ArgumentError(name, value, "the same for all trials", "Leave it out of search_space.")
             if name == "lr" and has_optimizer:
                 cure = "Write 'def recipe(lr): ...' and make the optimizer with it."
                 raise ArgumentError(name, value, "a recipe that takes it, as it makes its own optimizer", cure)
-            if name not in OF_FIT or name in OWN:
+            if known is None or known.in_sweeps == "own":
                 cure = f"Write 'def recipe({name}): ...' and use it there."
                 raise ArgumentError(name, value, "an argument of fit, or a parameter of the recipe", cure)
             arguments[name] = value

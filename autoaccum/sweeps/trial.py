@@ -15,7 +15,6 @@ import optuna
 from optuna.exceptions import StorageInternalError, TrialPruned, UpdateFinishedTrialError
 from optuna.trial import Trial, TrialState
 
-from autoaccum.sweeps.claims import SEED
 from autoaccum.errors import (
     AutoaccumWarning,
     CheckpointCorruptError,
@@ -25,8 +24,10 @@ from autoaccum.errors import (
     StopTraining,
 )
 from autoaccum.events import Finished, OutOfMemory, Record, Resumed, StepReport, Validated
-from autoaccum.sweeps.objective import Arguments, Objective, cause_of, set_seed
 from autoaccum.memory.oom import is_out_of_memory
+from autoaccum.sweeps.claims import SEED
+from autoaccum.sweeps.objective import Objective, cause_of, set_seed
+from autoaccum.sweeps.options import Arguments
 from autoaccum.sweeps.spaces import MINIMISED
 from autoaccum.training.trainer import Trainer
 

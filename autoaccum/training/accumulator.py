@@ -18,8 +18,9 @@ from autoaccum.events import Event
 from autoaccum.loss.coupling import batch_norms, smallest_micro_batch
 from autoaccum.loss.functions import loss_function
 from autoaccum.loss.weighting import CountItems
-from autoaccum.memory.devices import find_device, memory_of
 from autoaccum.memory.oom import room_for_model
+from autoaccum.training.options import OF_ACCUMULATOR, check, modules_of
+from autoaccum.training.setup import place_of
 from autoaccum.window.optimizers import allocate_state, check_optimizer, needs_closure, trainable_parameters
 from autoaccum.window.precision import Precision
 from autoaccum.window.step import Engine
@@ -42,6 +43,7 @@ class Accumulator:
     the model. Batches may be of any size, and on the host.
     """
 
+    # Its parameters, their texts, and those checked, are written by tests/write_signatures.py.
     def __init__(
         self,
         model: nn.Module,
@@ -63,13 +65,14 @@ class Accumulator:
         Args:
             model: the module to train; compiled or not.
             optimizer: over its parameters. One whose ``step`` needs a closure, such as LBFGS, is given one.
-            loss_fn: (outputs, targets) -> loss, for batches that are (inputs, targets).
-            training_step: (model, batch) -> loss, for any batch. With neither, the model returns its loss.
+            loss_fn: (outputs, targets) -> loss, a mean or a sum, for batches that are (inputs, targets).
+            training_step: (model, batch) -> loss, for any batch. With neither, the model returns its loss, as ``.loss``
+                or ``["loss"]``.
             num_items: (micro-batch) -> how many items its loss is a mean over, where that cannot be read off the loss.
             micro_batch: "auto", or the samples of one forward and backward.
             max_micro_batch: the most samples to try at once.
-            memory_limit: device memory this process may use, as bytes, "8GiB", a share such as 0.5, or a function
-                () -> one of these.
+            memory_limit: device memory this process may use, as bytes, "8GiB", a share such as 0.5, or a function () ->
+                one of these, asked again as training goes on.
             headroom: fraction of the limit that plans leave free.
             precision: fp32 (as the model is), bf16 or fp16 (both by autocast).
             clip_norm: clip each batch's gradient to this 2-norm.
@@ -79,12 +82,14 @@ class Accumulator:
             ArgumentError: an argument cannot be used; it names the argument, the value and the cure.
             LimitBelowModelError: the limit is below what is needed before the first sample.
         """
-        _checks.of_windows(num_items, max_micro_batch, headroom, clip_norm)
-        if micro_batch != "auto":
-            _checks.positive_int("micro_batch", micro_batch, "Leave it out to have it found.")
-        loss_of = loss_function(loss_fn, training_step)
-        self._callbacks = _checks.functions("callbacks", callbacks)
-        self._modules = [m for m in (model, loss_fn, training_step) if isinstance(m, nn.Module)]
+        checked = check(
+            OF_ACCUMULATOR, model=model, optimizer=optimizer, loss_fn=loss_fn, training_step=training_step,
+            num_items=num_items, micro_batch=micro_batch, max_micro_batch=max_micro_batch, memory_limit=memory_limit,
+            headroom=headroom, precision=precision, clip_norm=clip_norm, callbacks=callbacks,
+        )  # fmt: skip
+        loss_of = checked[loss_function]
+        self._callbacks = checked[_checks.of_callbacks]
+        self._modules = modules_of(model, loss_fn, training_step)
         parameters = trainable_parameters(model, self._modules)
         check_optimizer(optimizer, parameters)
         self._closes = needs_closure(optimizer)
@@ -98,12 +103,9 @@ class Accumulator:
         if len(devices) > 1:
             found = " and ".join(sorted(map(str, devices)))
             raise ArgumentError("model", type(model).__name__, "a model on one device", f"It is on {found}.")
-        self._device = find_device(devices.pop())
-        memory = memory_of(self._device)
-        total_bytes = memory.limit()
-        limit_now = _checks.moving_limit(memory_limit, memory.limit)
-        limit_bytes = limit_now()
-        with room_for_model(memory, limit_bytes, parameters):
+        place = place_of(devices.pop(), memory_limit)
+        self._device = place.device
+        with room_for_model(place.memory, place.limit_bytes, parameters):
             allocate_state(optimizer, self._modules)
         self.events: list[Event] = []
         """Everything that happened, in order."""
@@ -126,10 +128,10 @@ class Accumulator:
             micro_batch=micro_batch if isinstance(micro_batch, int) else None,
             max_micro_batch=max_micro_batch,
             full_window=None,
-            memory=memory,
-            total_bytes=total_bytes,
-            limit_now=limit_now,
-            limit_bytes=limit_bytes,
+            memory=place.memory,
+            total_bytes=place.total_bytes,
+            limit_now=place.limit_now,
+            limit_bytes=place.limit_bytes,
             headroom=headroom,
             precision=precision,
             clip_norm=clip_norm,

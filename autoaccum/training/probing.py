@@ -24,9 +24,10 @@ from autoaccum.memory.devices import find_device, memory_of
 from autoaccum.memory.oom import is_out_of_memory, room_for_model
 from autoaccum.planning.costs import MemoryModel, TimeModel, Trial, fit_memory_model, fit_time_model
 from autoaccum.planning.cuts import Plan, plan
-from autoaccum.planning.schedules import Progress, Schedule, schedule_of
+from autoaccum.planning.schedules import Progress, Schedule
 from autoaccum.planning.search import COARSE_FIRST, bounds, next_trial
 from autoaccum.training.lazy import build_lazy_layers
+from autoaccum.training.options import OF_PROBE, check, modules_of, schedule_if_any
 from autoaccum.window.advice import Refused, advise
 from autoaccum.window.attributes import Attributes
 from autoaccum.window.optimizers import (
@@ -61,6 +62,7 @@ class ProbeReport:
     """For the effective batch that was passed; None where a function is to say it."""
 
 
+# Its parameters, their texts, and those checked, are written by tests/write_signatures.py.
 def probe(
     model: nn.Module,
     data: Any,
@@ -87,12 +89,13 @@ def probe(
         data: as for ``fit``; its first samples are repeated to make batches of any size.
         effective_batch: samples per optimizer step, the most of them where it is a schedule: no larger micro-batch is
             tried, and a plan is made.
-        loss_fn: (outputs, targets) -> loss, for batches that are (inputs, targets).
-        training_step: (model, batch) -> loss, for any batch. With neither, the model returns its loss.
+        loss_fn: (outputs, targets) -> loss, a mean or a sum, for batches that are (inputs, targets).
+        training_step: (model, batch) -> loss, for any batch. With neither, the model returns its loss, as ``.loss`` or
+            ``["loss"]``.
         optimizer: an Optimizer or a function (parameters) -> Optimizer; AdamW when left out. Its state must fit too.
         max_micro_batch: the most samples to try at once.
-        memory_limit: device memory this process may use, as bytes, "8GiB", a share such as 0.5, or a function
-            () -> one of these.
+        memory_limit: device memory this process may use, as bytes, "8GiB", a share such as 0.5, or a function () -> one
+            of these.
         headroom: fraction of the limit to leave free.
         precision: fp32 (as the model is), bf16 or fp16 (both by autocast).
         device: where to train, such as cpu or cuda:1; an accelerator where there is one.
@@ -111,12 +114,14 @@ def probe(
     >>> report.max_micro_batch, report.plan.sizes
     (8, (8,))
     """
-    loss_of = loss_function(loss_fn, training_step)
-    most = None if effective_batch is None else schedule_of(effective_batch).largest
-    if max_micro_batch is not None:
-        _checks.positive_int("max_micro_batch", max_micro_batch)
-    _checks.number_between("headroom", headroom, 0, 1)
-    modules = [m for m in (model, loss_fn, training_step) if isinstance(m, nn.Module)]
+    checked = check(
+        OF_PROBE, model=model, data=data, effective_batch=effective_batch, loss_fn=loss_fn, training_step=training_step,
+        optimizer=optimizer, max_micro_batch=max_micro_batch, memory_limit=memory_limit, headroom=headroom,
+        precision=precision, device=device, collate_fn=collate_fn,
+    )  # fmt: skip
+    loss_of, schedule = checked[loss_function], checked[schedule_if_any]
+    most = None if schedule is None else schedule.largest
+    modules = modules_of(model, loss_fn, training_step)
     parameters = trainable_parameters(model, modules)
     on = find_device(device)
     memory = memory_of(on)

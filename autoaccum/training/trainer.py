@@ -11,13 +11,10 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 
 from autoaccum import _checks
-from autoaccum.data import randomness
 from autoaccum.data.base import Window
-from autoaccum.data.sources import open_source
-from autoaccum.errors import ArgumentError, ArgumentTypeError, CheckpointCorruptError, StopTraining
+from autoaccum.errors import ArgumentError, CheckpointCorruptError, StopTraining
 from autoaccum.events import (
     Event,
     Finished,
@@ -31,30 +28,19 @@ from autoaccum.events import (
 from autoaccum.loss.functions import loss_function
 from autoaccum.loss.weighting import CountItems
 from autoaccum.memory import clock
-from autoaccum.memory.devices import find_device, memory_of
-from autoaccum.memory.oom import room_for_model
 from autoaccum.planning.budget import Budget
 from autoaccum.planning.cuts import Plan
-from autoaccum.planning.noise import Smoothed
-from autoaccum.planning.schedules import SMOOTHING, NoiseScale, Progress, Schedule, schedule_of
+from autoaccum.planning.schedules import Progress, Schedule, schedule_of
 from autoaccum.reporting import ProgressBar
-from autoaccum.runs.cache import Cache
 from autoaccum.runs.directory import RunDirectory
-from autoaccum.training import resuming
+from autoaccum.training import resuming, setup
 from autoaccum.training.interrupts import interrupt_calls
-from autoaccum.training.lazy import build_lazy_layers
-from autoaccum.training.learning_rate import LearningRate, MakeScheduler, Scaling
-from autoaccum.training.metrics import Metric, Metrics
+from autoaccum.training.learning_rate import MakeScheduler, Scaling
+from autoaccum.training.metrics import Metric
+from autoaccum.training.options import OF_FIT, Callback, FitArguments, values_of
 from autoaccum.training.pace import Pace
-from autoaccum.training.validation import Validator
-from autoaccum.window.optimizers import OptimizerLike, allocate_state, make_optimizer, trainable_parameters
-from autoaccum.window.precision import Precision, autocast
-from autoaccum.window.step import Engine
-
-Callback = Callable[[Record], None]
-
-DECIDE = ("lr_scaling", "base_batch", "precision", "clip_norm", "seed", "shuffle", "drop_last")
-"""Arguments that decide what is trained, besides model, data, optimizer and schedules; others only decide how."""
+from autoaccum.window.optimizers import OptimizerLike, trainable_parameters
+from autoaccum.window.precision import Precision
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,6 +69,7 @@ class Trainer:
     Everything that can be checked before training is checked when it is made.
     """
 
+    # Its parameters, and those passed on, are written by tests/write_signatures.py.
     def __init__(
         self,
         model: nn.Module,
@@ -125,166 +112,82 @@ class Trainer:
         callbacks: Iterable[Callback] = (),
         progress: bool = True,
     ) -> None:
-        """See ``fit``, which takes the same arguments."""
-        given = {name: value for name, value in locals().items() if name not in ("self", "model", "data")}
-        self.schedule = schedule_of(effective_batch)
-        _checks.of_windows(num_items, max_micro_batch, headroom, clip_norm)
-        _checks.non_negative_int("num_workers", num_workers)
-        _checks.non_negative_int("seed", seed)
-        if lr is not None:
-            _checks.number_between("lr", lr, 0)
-        loss_of = loss_function(loss_fn, training_step)
-        _checks.of_validation(validation_data, validate_every, metrics)
-        self._validate_every = validate_every
-        _checks.of_run_directory(run_dir, checkpoint_every, keep_checkpoints, resume)
-        self._run_dir = None if run_dir is None else Path(run_dir).absolute()  # callbacks may change directory
-        self._resume, self._keep_checkpoints = resume, keep_checkpoints
-        self._cadence = _checks.cadence("checkpoint_every", "10m" if checkpoint_every is None else checkpoint_every)
+        """Set up a run, up to its first window; ``fit`` says what the arguments are."""
+        given = FitArguments(
+            model=model, data=data, effective_batch=effective_batch, loss_fn=loss_fn, training_step=training_step,
+            num_items=num_items, optimizer=optimizer, lr=lr, lr_scheduler=lr_scheduler, lr_scaling=lr_scaling,
+            base_batch=base_batch, epochs=epochs, steps=steps, samples=samples, micro_batch=micro_batch,
+            max_micro_batch=max_micro_batch, memory_limit=memory_limit, headroom=headroom, precision=precision,
+            clip_norm=clip_norm, compile=compile, device=device, seed=seed, shuffle=shuffle, drop_last=drop_last,
+            collate_fn=collate_fn, num_workers=num_workers, validation_data=validation_data,
+            validate_every=validate_every, metrics=metrics, run_dir=run_dir, checkpoint_every=checkpoint_every,
+            keep_checkpoints=keep_checkpoints, resume=resume, noise_scale=noise_scale, cache=cache, callbacks=callbacks,
+            progress=progress,
+        )  # fmt: skip
+        self._set_up(given)
+
+    def _set_up(self, arguments: FitArguments) -> None:
+        """Check the arguments and make the parts of the run, in the order that the parts need.
+
+        What a user can have got wrong is said before the first side effect, as far as the arguments alone show it.
+        """
+        checked = arguments.check()
+        self._arguments = arguments
+        self.schedule = checked[schedule_of]
+        # Looked up now, for callbacks may change directory.
+        self._run_dir = None if arguments.run_dir is None else Path(arguments.run_dir).absolute()
+        self._cadence = checked[_checks.of_checkpoint_every]
         self._directory: RunDirectory | None = None
         self._resumed: Resumed | None = None
-        budget = Budget(epochs=epochs, steps=steps, samples=samples)
-        plans = _checks.recorded_plans(micro_batch)
-        callbacks = _checks.functions("callbacks", callbacks)
-        modules = [m for m in (model, loss_fn, training_step) if isinstance(m, nn.Module)]
-        of_metrics = [m for m in (metrics or {}).values() if isinstance(m, nn.Module)]
-        parameters = trainable_parameters(model, modules)
+        budget, loss_of = checked[Budget], checked[loss_function]
+        self.model = arguments.model
+        self._modules = arguments.modules()
+        parameters = trainable_parameters(self.model, self._modules)
 
-        self.device = find_device(device)
-        self.memory = memory_of(self.device)
-        total_bytes = self.memory.limit()
-        limit_now = _checks.moving_limit(memory_limit, self.memory.limit)
-        self.limit_bytes = limit_now()
-        host = memory_of(torch.device("cpu"))
-        host_bytes = min(host.limit(), self.limit_bytes) if self.device.type == "cpu" else host.limit()
-        # Kept for replays before samples are read again; on a CPU it is taken from what micro-batches have.
-        budget_bytes = max(0, host_bytes - host.used()) // (64 if self.device.type == "cpu" else 8)
-        self._source = open_source(
-            data,
-            seed=seed,
-            shuffle=shuffle,
-            device=self.device,
-            collate_fn=collate_fn,
-            num_workers=num_workers,
-            budget_bytes=budget_bytes,
-        )
+        place = setup.place_of(arguments.device, arguments.memory_limit)
+        self.device, self.memory, self.limit_bytes = place.device, place.memory, place.limit_bytes
+        self._source = setup.open_data(arguments, place)
         epoch_samples = self._source.num_samples
-        if hasattr(data, "__next__") and (epochs or 1) > 1:
-            raise ArgumentError("epochs", epochs, "1 for an iterator, which can be read only once", "Pass a Dataset.")
-        self.num_steps, self.num_samples = budget.totals(epoch_samples, self.schedule, drop_last)
+        self.num_steps, self.num_samples = budget.totals(epoch_samples, self.schedule, arguments.drop_last)
 
-        torch.manual_seed(seed)
-        randomness.seed_host(seed)
-        self.model = model
-        if not model.training:  # a model in training mode may hold layers that were frozen in eval mode on purpose
-            model.train()
-        with room_for_model(self.memory, self.limit_bytes, parameters):
-            for module in (*modules, *of_metrics):
-                module.to(self.device)
-            build_lazy_layers(model, modules, self._source, loss_of, autocast(precision, self.device), self.device)
-            self.optimizer = make_optimizer(optimizer, lr, parameters)
-            self._learning_rate = LearningRate(
-                self.optimizer,
-                lr_scheduler,
-                num_steps=self.num_steps,
-                most_samples=budget.most_samples(epoch_samples),
-                lr_scaling=lr_scaling,
-                base_batch=base_batch,
-                first_batch=self.schedule.at(Progress()),
-            )
-            allocate_state(self.optimizer, modules)
-
-        self._noise = None
-        if noise_scale or isinstance(self.schedule, NoiseScale):
-            self._noise = Smoothed(smoothing=getattr(self.schedule, "smoothing", SMOOTHING))
-        fixed = micro_batch if isinstance(micro_batch, int) else max((max(plan) for plan in plans), default=None)
-        step_model: Any = torch.compile(model) if compile else model
-        self._modules = modules
-        self._engine = Engine(
+        setup.seed_all(arguments)
+        self.optimizer, self._learning_rate = setup.build(
+            arguments, checked, place, self._source, parameters, self.num_steps
+        )
+        self._noise = setup.noise_of(arguments, self.schedule)
+        step_model: Any = torch.compile(self.model) if arguments.compile else self.model
+        self._engine = setup.engine_of(
+            arguments,
+            checked,
+            place,
             step_model,
-            modules,
             self.optimizer,
-            loss_of=loss_of,
-            num_items=num_items,
-            micro_batch=fixed,
-            max_micro_batch=max_micro_batch,
-            full_window=min((n for n in (self.schedule.largest, epoch_samples) if n is not None), default=None),
-            memory=self.memory,
-            total_bytes=total_bytes,
-            limit_now=limit_now,
-            limit_bytes=self.limit_bytes,
-            headroom=headroom,
-            precision=precision,
-            clip_norm=clip_norm,
+            epoch_samples,
+            self._emit,
             noise_scale=self._noise is not None,
-            device=self.device,
-            emit=self._emit,
         )
         self._tuner = self._engine.tuner
-        if isinstance(self.schedule, NoiseScale) and self.schedule.min < 2 * self._tuner.smallest:
-            cure = "A noise scale is estimated from two micro-batches, and BatchNorm has no statistics of one sample."
-            raise ArgumentError("effective_batch", str(self.schedule), "a min of at least 4", cure)
-        self._cache = None
-        if cache and self._tuner.searching:
-            self._cache = Cache(
-                modules,
-                self.optimizer,
-                precision=precision,
-                device=self.device,
-                compiled=compile,
-                functions=(loss_fn, training_step),
-            )
-        self._validator = None
-        if hasattr(validation_data, "__next__"):
-            cure = "It is read after each epoch, and an iterator yields its items only once: pass a Dataset or a list."
-            raise ArgumentTypeError("validation_data", validation_data, "data that can be read again", cure)
-        if validation_data is not None:
-            source = open_source(
-                validation_data,
-                seed=seed,
-                shuffle=False,
-                device=self.device,
-                collate_fn=None if isinstance(validation_data, DataLoader) else collate_fn,
-                num_workers=0 if isinstance(validation_data, DataLoader) else num_workers,
-                argument="validation_data",
-            )
-            of: Any = "loss_fn" if loss_fn is not None else "training_step" if training_step is not None else "model"
-            self._validator = Validator(
-                step_model,
-                [*modules, *of_metrics],
-                source,
-                loss_of=loss_of,
-                of_outputs=loss_fn is not None,
-                num_items=num_items,
-                autocast=self._engine.autocast,
-                device=self.device,
-                memory=self.memory,
-                limit_bytes=self.limit_bytes,
-                target_bytes=self._tuner.target_bytes,
-                watch=self._engine.watch,
-                emit=self._emit,
-                metrics=Metrics(metrics, step_model, of=of, autocast=self._engine.autocast) if metrics else None,
-            )
-            if metrics:
-                self._validator.try_metrics(Metrics(metrics, model, of=of, autocast=self._engine.autocast))
+        self._cache = setup.cache_of(arguments, place, self.optimizer, self._tuner)
+        self._validator = setup.validator_of(arguments, loss_of, place, step_model, self._engine, self._emit)
 
-        self._given = given | {"metrics": ", ".join(metrics or ()) or None}
+        # What changes in the course of the run.
         self._history: list[Any] = []  # empty where there is a run_dir
         self._events: list[Any] = []
         self._pace = Pace(
             self.schedule,
             budget,
             num_samples=epoch_samples,
-            drop_last=drop_last,
-            plans=plans,
+            drop_last=arguments.drop_last,
+            plans=checked[_checks.recorded_plans],
             engine=self._engine,
         )
-        self._best_loss, self._is_best = math.inf, False
+        self._best_loss, self._is_best = math.inf, False  # of validations; is the newest the best, and not yet saved?
         self._validation_loss: float | None = None
-        self._bar = ProgressBar() if progress else None
-        self._callbacks: list[Callback] = [*([self._bar] if self._bar else []), *callbacks]
-        self._stop_reason: str | None = None
+        self._bar = ProgressBar() if arguments.progress else None
+        self._callbacks: list[Callback] = [*([self._bar] if self._bar else []), *checked[_checks.of_callbacks]]
+        self._stop_reason: str | None = None  # set once the run is to end after its window
         self._validated = 0  # the step after which it was done last
-        self._mark = 0.0
+        self._mark = 0.0  # when the window began, so that reports leave out validations and checkpoints
 
     @property
     def history(self) -> Sequence[StepReport]:
@@ -401,7 +304,7 @@ class Trainer:
         self._pace.end_epoch()
         if self._pace.is_spent:
             self._end("budget")
-        if self._validate_every is None or self._stop_reason is not None:
+        if self._arguments.validate_every is None or self._stop_reason is not None:
             self._validate(self._pace.epoch - 1)
         self._save(epoch_ended=True)
 
@@ -469,7 +372,7 @@ class Trainer:
 
     def _validate_if_due(self) -> None:
         """After a window that passed another ``validate_every`` samples."""
-        every, seen, windows = self._validate_every, self.samples_seen, self._pace.windows
+        every, seen, windows = self._arguments.validate_every, self.samples_seen, self._pace.windows
         if every is not None and windows and seen // every > (seen - windows[-1]) // every:
             self._validate(self._pace.epoch)
 
@@ -486,7 +389,9 @@ class Trainer:
     # What outlives the process.
 
     def _configuration(self) -> dict[str, Any]:
-        """What was asked for; under "trained" what a run that goes on has to have in common with this one."""
+        """Return what was asked for; under "trained" what a run that goes on has to have in common with this one."""
+        given = {name: value for name, value in values_of(self._arguments).items() if name not in ("model", "data")}
+        given["metrics"] = ", ".join(self._arguments.metrics or ()) or None
         trained = {
             "model": resuming.description(self.model),
             "loss": resuming.description(self._modules[-1]) if self._modules[-1] is not self.model else None,
@@ -494,13 +399,13 @@ class Trainer:
             "effective_batch": str(self.schedule),
             "optimizer": resuming.options(self.optimizer),
             "steps of the lr_scheduler": self._learning_rate.num_steps,
-            **{name: self._given[name] for name in DECIDE},
+            **{name: given[name] for name, argument in OF_FIT.items() if argument.decides == "training"},
         }
-        return {"model": type(self.model).__name__, **resuming.plain(self._given), "trained": trained}
+        return {"model": type(self.model).__name__, **resuming.plain(given), "trained": trained}
 
     def _open(self, path: Path) -> RunDirectory:
         """The run's directory; what an earlier process left there of this run is taken up."""
-        keep, anew = self._keep_checkpoints, self._resume is False
+        keep, anew = self._arguments.keep_checkpoints, self._arguments.resume is False
         directory = RunDirectory(
             path,
             keep=keep,
@@ -520,7 +425,7 @@ class Trainer:
                     problem = f"is of another version, or was made by hand ({error!r})"
                     raise CheckpointCorruptError(checkpoint.path, problem) from error
                 self._resumed = Resumed(step=self.step, num_samples=self.samples_seen, checkpoint=checkpoint.path.name)
-            elif self._resume is True:
+            elif self._arguments.resume is True:
                 cure = "Pass resume='auto' to begin where there is nothing to go on from."
                 raise ArgumentError("resume", True, f"a checkpoint in {path}", cure)
         except BaseException:

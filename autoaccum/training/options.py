@@ -1,0 +1,502 @@
+"""The arguments of ``fit``, each declared once: its type, default, text, check, and what it decides.
+
+What else needs to know the arguments takes them from here. ``FitArguments`` is what ``Trainer`` works with. ``probe``
+and ``Accumulator`` share some of its fields, as these say themselves; ``sweep`` declares those of its own in the same
+manner. The plain signatures of these functions, with the texts in their docstrings, are written from the declarations
+by ``python -m tests.write_signatures``. The command line makes its options of them, recipes and sweeps check names
+against them, and a run's directory keeps their values.
+
+A check that needs no more than arguments is declared with them, and is made before anything else is done. What needs
+the model, the data or the device to be judged is judged where it is first used.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass
+from typing import Any, Literal, TypeVar, cast, dataclass_transform, overload
+
+import torch
+from torch import nn
+
+from autoaccum import _checks
+from autoaccum.events import Record
+from autoaccum.loss.functions import loss_function
+from autoaccum.loss.weighting import CountItems
+from autoaccum.planning.budget import Budget
+from autoaccum.planning.schedules import Progress, Schedule, schedule_of
+from autoaccum.training.learning_rate import MakeScheduler, Scaling
+from autoaccum.training.metrics import Metric
+from autoaccum.window.optimizers import OptimizerLike
+from autoaccum.window.precision import Precision
+
+Callback = Callable[[Record], None]
+T = TypeVar("T")
+C = TypeVar("C", bound=type)
+_AS_IN_FIT: Any = object()
+
+Verb = Literal["probe", "accumulator"]
+"""What else takes arguments of ``fit``."""
+
+Decides = Literal["training", "budget", "how"]
+"""What an argument decides.
+
+* ``training``: what is trained. A run that is resumed has to be given the same value.
+* ``budget``: how long. Of several ways to say it, one replaces the other.
+* ``how``: by what means, what is looked at and what is kept; or it decides what is trained, and a run's directory
+  describes the object itself: the model, the data, the optimizer and the schedules.
+"""
+
+InSweeps = Literal["searched", "shared", "own"]
+"""What a sweep does with an argument: its search may set it for each trial; all trials share it; or none passes it on,
+as the recipe returns it or the sweep itself decides it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Own:
+    """How an argument of ``fit`` differs where something else takes it too; what is left out is as in ``fit``."""
+
+    text: str = ""
+    annotation: str = ""
+    default: Any = _AS_IN_FIT
+    """MISSING where a value has to be passed."""
+    check: Callable[..., Any] | None = None
+    is_positional: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Argument:
+    """One argument, as a function takes it."""
+
+    name: str
+    annotation: str
+    """Its type, as it is written in a signature."""
+    default: Any
+    """MISSING where a value has to be passed."""
+    text: str
+    check: Callable[..., Any] | None
+    """Its parameters bear the names of the arguments that it looks at; see ``check``."""
+    is_positional: bool
+    is_rest: bool
+    """Whether it gathers further arguments by their names."""
+    decides: Decides
+    in_sweeps: InSweeps
+    module: str
+    """Where it is declared, and the names in its type are known."""
+
+    @property
+    def is_required(self) -> bool:
+        """Return whether a value has to be passed."""
+        return self.default is MISSING
+
+    @property
+    def type(self) -> Any:
+        """Return the type itself, of which ``annotation`` is the text."""
+        return eval(self.annotation, vars(sys.modules[self.module]))
+
+
+@overload
+def option(
+    text: str,
+    *,
+    default: T,
+    check: Callable[..., Any] | None = None,
+    decides: Decides = "how",
+    in_sweeps: InSweeps = "searched",
+    probe: Own | None = None,
+    accumulator: Own | None = None,
+) -> T: ...
+
+
+@overload
+def option(
+    text: str,
+    *,
+    check: Callable[..., Any] | None = None,
+    is_positional: bool = False,
+    is_rest: bool = False,
+    decides: Decides = "how",
+    in_sweeps: InSweeps = "searched",
+    probe: Own | None = None,
+    accumulator: Own | None = None,
+) -> Any: ...
+
+
+def option(text: str, *, default: Any = MISSING, **facts: Any) -> Any:
+    """Declare an argument: a field of a class that ``arguments`` decorates.
+
+    Args:
+        text: what users read of it.
+        default: what it is when it is left out; without one it has to be passed.
+        facts: what else an ``Argument`` holds; and under ``probe`` and ``accumulator`` how it differs there, for those
+            arguments that these take too.
+    """
+    return dataclasses.field(default=default, metadata={"text": text, **facts})
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(option,))
+def arguments(cls: C) -> C:
+    """Make a class of options a frozen dataclass; two of them are equal only if they are the same."""
+    decorated: Any = dataclass(frozen=True, kw_only=True, slots=True, eq=False, repr=False)(cls)
+    return cast(C, decorated)
+
+
+def arguments_of(declared: type, verb: Verb | None = None) -> dict[str, Argument]:
+    """Return the arguments that a class declares by their names, those that stand before the ``*`` first.
+
+    Args:
+        declared: a class that ``arguments`` has decorated.
+        verb: return those that it shares with this, as they are there.
+    """
+    found = []
+    for field in dataclasses.fields(declared):
+        facts = dict(field.metadata)
+        own = {"probe": facts.pop("probe", None), "accumulator": facts.pop("accumulator", None)}
+        differs = Own() if verb is None else own[verb]
+        if differs is None:
+            continue
+        argument = Argument(
+            name=field.name,
+            annotation=differs.annotation or str(field.type),
+            default=field.default if differs.default is _AS_IN_FIT else differs.default,
+            text=differs.text or facts["text"],
+            check=differs.check or facts.get("check"),
+            is_positional=differs.is_positional or facts.get("is_positional", False),
+            is_rest=facts.get("is_rest", False),
+            decides=facts.get("decides", "how"),
+            in_sweeps=facts.get("in_sweeps", "searched"),
+            module=declared.__module__,
+        )
+        found.append(argument)
+    found.sort(key=lambda argument: not argument.is_positional)
+    return {argument.name: argument for argument in found}
+
+
+def values_of(given: Any) -> dict[str, Any]:
+    """Return the values of such an object by their arguments' names."""
+    return {field.name: getattr(given, field.name) for field in dataclasses.fields(given)}
+
+
+class Checked:
+    """What the checks of arguments have returned: ``checked[schedule_of]`` is the schedule."""
+
+    def __init__(self, results: Mapping[Callable[..., Any], Any]) -> None:
+        self._results = results
+
+    def __getitem__(self, check: Callable[..., T]) -> T:
+        """Return what that check has returned."""
+        return self._results[check]  # type: ignore[no-any-return]
+
+
+def schedule_if_any(
+    effective_batch: int | str | Schedule | Callable[[Progress], int] | None,
+) -> Schedule | None:
+    """Return the schedule of a probe, which needs none."""
+    return None if effective_batch is None else schedule_of(effective_batch)
+
+
+CHECKS: tuple[Callable[..., Any], ...] = (
+    schedule_of,
+    schedule_if_any,
+    _checks.of_windows,
+    _checks.of_micro_batch,
+    _checks.of_num_workers,
+    _checks.of_seed,
+    _checks.of_lr,
+    loss_function,
+    _checks.of_validation,
+    _checks.of_run_directory,
+    _checks.of_checkpoint_every,
+    Budget,
+    _checks.recorded_plans,
+    _checks.of_callbacks,
+)
+"""The order in which checks are made, so that of several mistakes the same one is always named."""
+
+
+def check(declared: Mapping[str, Argument], order: Sequence[Callable[..., Any]] = CHECKS, /, **values: Any) -> Checked:
+    """Make the checks of these arguments, each once, in this order.
+
+    A check is called with the arguments that its parameters are named after. What the caller does not take is None.
+
+    Raises:
+        ArgumentError: an argument cannot be used; it names the argument, the value and the cure.
+    """
+    named = {argument.check for argument in declared.values()}
+    results = {}
+    for function in order:
+        if function in named:
+            results[function] = function(**{name: values.get(name) for name in inspect.signature(function).parameters})
+    return Checked(results)
+
+
+@arguments
+class FitArguments:
+    """The arguments of one call of ``fit``."""
+
+    model: nn.Module = option(
+        "the module to train, in place.",
+        is_positional=True,
+        in_sweeps="own",
+        probe=Own(text="the module to train."),
+        accumulator=Own(text="the module to train; compiled or not."),
+    )
+    data: Any = option(
+        "a Dataset, a DataLoader (its dataset, collate_fn, workers and sampler are used, its batch size is not), a "
+        "tuple or dict of tensors with one row per sample, or any iterable of batches. A batch is any pytree whose "
+        "tensors have one row per sample.",
+        is_positional=True,
+        in_sweeps="own",
+        probe=Own(text="as for ``fit``; its first samples are repeated to make batches of any size."),
+    )
+    effective_batch: int | str | Schedule | Callable[[Progress], int] = option(
+        'samples per optimizer step; or a schedule, its text such as "64, 1000:256", or a function (Progress) -> '
+        "samples: see autoaccum.schedules.",
+        check=schedule_of,
+        probe=Own(
+            text="samples per optimizer step, the most of them where it is a schedule: no larger micro-batch is tried, "
+            "and a plan is made.",
+            annotation="int | str | Schedule | Callable[[Progress], int] | None",
+            default=None,
+            check=schedule_if_any,
+        ),
+    )
+    loss_fn: Callable[[Any, Any], torch.Tensor] | None = option(
+        "(outputs, targets) -> loss, a mean or a sum, for batches that are (inputs, targets).",
+        default=None,
+        check=loss_function,
+        probe=Own(),
+        accumulator=Own(),
+    )
+    training_step: Callable[[Any, Any], torch.Tensor] | None = option(
+        "(model, batch) -> loss, for any batch. With neither, the model returns its loss, as ``.loss`` or "
+        '``["loss"]``.',
+        default=None,
+        check=loss_function,
+        probe=Own(),
+        accumulator=Own(),
+    )
+    num_items: CountItems | None = option(
+        "(micro-batch) -> how many items its loss is a mean over, where that cannot be read off the loss.",
+        default=None,
+        check=_checks.of_windows,
+        accumulator=Own(),
+    )
+    optimizer: OptimizerLike | None = option(
+        "an Optimizer or a function (parameters) -> Optimizer; AdamW when left out.",
+        default=None,
+        probe=Own(
+            text="an Optimizer or a function (parameters) -> Optimizer; AdamW when left out. Its state must fit too."
+        ),
+        accumulator=Own(
+            text="over its parameters. One whose ``step`` needs a closure, such as LBFGS, is given one.",
+            annotation="torch.optim.Optimizer",
+            default=MISSING,
+            is_positional=True,
+        ),
+    )
+    lr: float | None = option(
+        "learning rate of the AdamW that is made when optimizer is left out; 1e-3 when left out too.",
+        default=None,
+        check=_checks.of_lr,
+    )
+    lr_scheduler: MakeScheduler | None = option(
+        "function (optimizer, num_steps) -> LRScheduler; stepped once per window, or for every base_batch samples "
+        "where only training tells how many windows there are.",
+        default=None,
+    )
+    lr_scaling: Scaling = option(
+        "none, linear or sqrt: lr times effective_batch / base_batch, or its root.",
+        default="none",
+        decides="training",
+    )
+    base_batch: int | None = option(
+        "effective batch that lr is right for.",
+        default=None,
+        decides="training",
+    )
+    epochs: int | None = option(
+        "passes over the data; one when no budget is given.",
+        default=None,
+        check=Budget,
+        decides="budget",
+        in_sweeps="shared",
+    )
+    steps: int | None = option(
+        "optimizer steps, over as many epochs as that takes.",
+        default=None,
+        check=Budget,
+        decides="budget",
+        in_sweeps="shared",
+    )
+    samples: int | None = option(
+        "samples to train on; the last window is cut to it.",
+        default=None,
+        check=Budget,
+        decides="budget",
+        in_sweeps="shared",
+    )
+    micro_batch: int | Literal["auto"] | Sequence[Sequence[int]] = option(
+        '"auto", the samples of one forward and backward, or the plans of a recorded run ([report.micro_batches for '
+        "report in history]) to repeat it bit for bit.",
+        default="auto",
+        check=_checks.recorded_plans,
+        accumulator=Own(
+            text='"auto", or the samples of one forward and backward.',
+            annotation='int | Literal["auto"]',
+            check=_checks.of_micro_batch,
+        ),
+    )
+    max_micro_batch: int | None = option(
+        "the most samples to try at once.",
+        default=None,
+        check=_checks.of_windows,
+        probe=Own(),
+        accumulator=Own(),
+    )
+    memory_limit: _checks.MemoryLimit = option(
+        'device memory this process may use, as bytes, "8GiB", a share such as 0.5, or a function () -> one of these, '
+        "asked again as training goes on.",
+        default=None,
+        probe=Own(
+            text='device memory this process may use, as bytes, "8GiB", a share such as 0.5, or a function () -> one '
+            "of these."
+        ),
+        accumulator=Own(),
+    )
+    headroom: float = option(
+        "fraction of the limit that plans leave free.",
+        default=0.05,
+        check=_checks.of_windows,
+        probe=Own(text="fraction of the limit to leave free."),
+        accumulator=Own(),
+    )
+    precision: Precision = option(
+        "fp32 (as the model is), bf16 or fp16 (both by autocast).",
+        default="fp32",
+        decides="training",
+        probe=Own(),
+        accumulator=Own(),
+    )
+    clip_norm: float | None = option(
+        "clip each window's gradient to this 2-norm.",
+        default=None,
+        check=_checks.of_windows,
+        decides="training",
+        accumulator=Own(text="clip each batch's gradient to this 2-norm."),
+    )
+    compile: bool = option("run the model through torch.compile.", default=False)
+    device: str | torch.device | None = option(
+        "where to train, such as cpu or cuda:1; an accelerator where there is one.",
+        default=None,
+        probe=Own(),
+    )
+    seed: int = option(
+        "of the order of samples, of what datasets draw, and of dropout.",
+        default=0,
+        check=_checks.of_seed,
+        decides="training",
+        in_sweeps="shared",
+    )
+    shuffle: bool = option(
+        "read the data in a new order each epoch; a DataLoader says so itself.",
+        default=True,
+        decides="training",
+    )
+    drop_last: bool = option(
+        "leave out the short window at the end of an epoch.",
+        default=False,
+        decides="training",
+    )
+    collate_fn: Callable[[list[Any]], Any] | None = option(
+        "makes a batch of a list of samples.",
+        default=None,
+        probe=Own(),
+    )
+    num_workers: int = option(
+        "processes that read the data ahead of time.",
+        default=0,
+        check=_checks.of_num_workers,
+    )
+    validation_data: Any = option(
+        "like data; its loss is reported at the end of each epoch, and of the run.",
+        default=None,
+        check=_checks.of_validation,
+    )
+    validate_every: int | None = option(
+        "samples from one validation to the next, instead of epochs.",
+        default=None,
+        check=_checks.of_validation,
+        in_sweeps="shared",
+    )
+    metrics: Mapping[str, Metric] | None = option(
+        'what else validations report, {"accuracy": function}: (outputs, targets) beside loss_fn, (model, batch) '
+        "beside training_step, which takes a forward of its own, (outputs, batch) where the model returns its loss -> "
+        "a tensor of one value per sample or item (a token that counts), over all of which the mean is taken.",
+        default=None,
+        check=_checks.of_validation,
+    )
+    run_dir: str | os.PathLike[str] | None = option(
+        "directory for checkpoints and records; the same call again goes on where the last one was killed.",
+        default=None,
+        check=_checks.of_run_directory,
+        in_sweeps="own",
+    )
+    checkpoint_every: int | str | None = option(
+        'steps, a time such as "30s" or "10m", or "epoch"; ten minutes when left out. One more is written after the '
+        "first window, after each validation that is the best so far, and at the end.",
+        default=None,
+        check=_checks.of_checkpoint_every,
+    )
+    keep_checkpoints: int = option(
+        "how many of the newest stay; the best stays besides.",
+        default=2,
+        check=_checks.of_run_directory,
+    )
+    resume: Literal["auto"] | bool = option(
+        "go on from what run_dir holds, where it holds something (auto), in any case (true), or not (false).",
+        default="auto",
+        check=_checks.of_run_directory,
+        in_sweeps="own",
+    )
+    noise_scale: bool = option("report the gradient noise scale of windows.", default=False)
+    cache: bool = option(
+        "begin from what earlier runs of the same model, data shapes and device found, and keep what this one finds.",
+        default=True,
+    )
+    callbacks: Iterable[Callback] = option(
+        "functions (record) -> None, called with every StepReport and event; StopTraining ends the run.",
+        default=(),
+        check=_checks.of_callbacks,
+        accumulator=Own(
+            text="functions (event) -> None, called with every event: a plan, a re-plan, memory that ran out.",
+            annotation="Iterable[Callable[[Event], None]]",
+        ),
+    )
+    progress: bool = option("show a progress bar and a summary on standard error.", default=True)
+
+    def check(self) -> Checked:
+        """Make the checks that need no more than the arguments.
+
+        Raises:
+            ArgumentError: an argument cannot be used; it names the argument, the value and the cure.
+        """
+        return check(OF_FIT, **values_of(self))
+
+    def modules(self) -> list[nn.Module]:
+        """Return the model, and the loss or the training step where it is a module too."""
+        return modules_of(self.model, self.loss_fn, self.training_step)
+
+
+def modules_of(model: object, loss_fn: object, training_step: object) -> list[nn.Module]:
+    """Return those of a call's objects that may have parameters to train."""
+    return [module for module in (model, loss_fn, training_step) if isinstance(module, nn.Module)]
+
+
+OF_FIT = arguments_of(FitArguments)
+OF_PROBE = arguments_of(FitArguments, "probe")
+OF_ACCUMULATOR = arguments_of(FitArguments, "accumulator")
