@@ -15,7 +15,8 @@ from pathlib import Path
 
 import autoaccum
 from autoaccum.sweeps.options import OF_SWEEP, PASSED_ON
-from autoaccum.training.options import OF_ACCUMULATOR, OF_FIT, OF_PROBE, Argument
+from autoaccum.training.declarations import Argument
+from autoaccum.training.options import OF_ACCUMULATOR, OF_FIT, OF_PROBE
 
 PACKAGE = Path(autoaccum.__file__).parent
 WIDTH = 120

@@ -15,7 +15,7 @@ from cyclopts import Parameter, Token
 from autoaccum.training.recipes import FORMS
 
 if TYPE_CHECKING:  # it takes torch with it, which `plan` and `--help` have no use for
-    from autoaccum.training.options import Argument
+    from autoaccum.training.declarations import Argument
 
 _RECIPE_HELP = f"{FORMS}: a function (recipe() when none is named) that returns fit's arguments as a dict."
 

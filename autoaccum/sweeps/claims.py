@@ -15,7 +15,6 @@ be had, is one to go on with: from its checkpoint, under its own number.
 
 from __future__ import annotations
 
-from autoaccum.memory import clock
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,8 +24,9 @@ import optuna
 from optuna.samplers import BaseSampler
 from optuna.trial import FrozenTrial, Trial, TrialState
 
-from autoaccum.runs.checkpoint import DirectoryLock
 from autoaccum.errors import ArgumentError, CheckpointLockedError
+from autoaccum.memory import clock
+from autoaccum.runs.checkpoint import DirectoryLock
 from autoaccum.training.recipes import as_file_name
 
 POLL_SECONDS = 0.1

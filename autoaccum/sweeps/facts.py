@@ -13,9 +13,9 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, Floa
 from optuna.trial import FrozenTrial, TrialState
 
 from autoaccum.errors import NoHistoryError
-from autoaccum.sweeps.best_lr import BestLr, Growth, best_lrs_of, growth_answer, growth_of
-from autoaccum.reporting.facts import Answer, format_seconds
 from autoaccum.reporting.columns import Run, load_run
+from autoaccum.reporting.facts import Answer, format_seconds
+from autoaccum.sweeps.best_lr import BestLr, Growth, best_lrs_of, growth_answer, growth_of
 
 SETTINGS = "autoaccum"
 """User attribute of a study that a sweep has made."""

@@ -6,10 +6,7 @@ speed and nothing else (laws 1 and 2), so trials differ by what was searched ove
 
 from __future__ import annotations
 
-import hashlib
 import inspect
-import json
-import os
 import warnings
 import weakref
 from collections.abc import Callable
@@ -38,7 +35,6 @@ from autoaccum.sweeps.options import Arguments
 from autoaccum.sweeps.spaces import MINIMISED, Batches, Direction, LearningRates
 from autoaccum.training import recipes
 from autoaccum.training.options import OF_FIT
-from autoaccum.training.trainer import Trainer
 
 DATA = ("data", "validation_data")
 """What is the same whatever is searched for."""
@@ -128,10 +124,13 @@ class Objective:
             arguments[name] = value
         return arguments
 
-    def foreseen(self) -> Objective:
-        """The same with its budget and cadence known, and found to make sense in one draw that is not kept.
+    def foreseen(self, trained_by: Callable[[Arguments], Arguments]) -> Objective:
+        """Return the same with its budget and cadence known, and found to make sense in one draw that is not kept.
 
         The draw is the same in every process that makes the same call.
+
+        Args:
+            trained_by: (arguments of fit) -> what decides the values of a trial that is given them.
 
         Raises:
             ArgumentError: no trial could be run, or compared with another.
@@ -156,7 +155,7 @@ class Objective:
                 raise ArgumentError("metric", name, f"one of {', '.join(known)}", cure)
         trained: Arguments = {}
         try:
-            trained = _trained(Trainer(**{**arguments, "run_dir": os.curdir, "progress": False}))
+            trained = trained_by(arguments)
         except Exception as error:  # one of another effective batch may fit
             if not (isinstance(error, MemoryLimitError) or is_out_of_memory(error)):
                 raise
@@ -248,9 +247,9 @@ class Objective:
         alive = [reference for reference in self.taken_parameters if reference() is not None]
         self.taken_parameters[:] = [*alive, *map(weakref.ref, parameters)]
 
-    def check_data(self, trainer: Trainer) -> None:
-        """Say so where trials have other data each."""
-        if self.trained and any(self.trained[name] != facts for name, facts in _data(trainer).items()):
+    def check_data(self, data: Arguments) -> None:
+        """Warn where the data of a trial are others than those of the first draw."""
+        if self.trained and any(self.trained[name] != facts for name, facts in data.items()):
             warnings.warn(
                 "The recipe has made other data for this trial than for another. Trials that are trained or validated "
                 "on other data are hardly comparable. Where that is not what is searched for, draw or split the data "
@@ -281,29 +280,3 @@ def _parameters(arguments: Arguments) -> list[torch.nn.Parameter]:
     """What of a trial is trained."""
     modules = [arguments.get(name) for name in ("model", "loss_fn", "training_step")]
     return [p for m in modules if isinstance(m, torch.nn.Module) for p in m.parameters() if p.requires_grad]
-
-
-def _data(trainer: Trainer) -> Arguments:
-    validator = trainer._validator
-    return {
-        "data": trainer._source.description(),
-        "validation_data": None if validator is None else validator._source.description(),
-    }
-
-
-def _trained(trainer: Trainer) -> Arguments:
-    """What decides the values of a trial, in a few short texts: those of large models would not fit into a storage."""
-    trained = trainer._configuration()["trained"]
-    return {
-        **{name: _digest(facts) if name in _LONG else facts for name, facts in trained.items()},
-        **_data(trainer),
-    }
-
-
-_LONG = ("model", "loss", "optimizer")
-
-
-def _digest(facts: Arguments | None) -> str | None:
-    if facts is None:
-        return None
-    return f"{facts['class']} {hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]}"

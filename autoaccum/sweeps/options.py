@@ -19,9 +19,10 @@ from autoaccum import _checks
 from autoaccum.errors import ArgumentError, ArgumentTypeError
 from autoaccum.loss.weighting import CountItems
 from autoaccum.sweeps import spaces
+from autoaccum.training.declarations import Checked, arguments, arguments_of, check, option, values_of
 from autoaccum.training.learning_rate import MakeScheduler, Scaling
 from autoaccum.training.metrics import Metric
-from autoaccum.training.options import OF_FIT, Callback, Checked, arguments, arguments_of, check, option, values_of
+from autoaccum.training.options import OF_FIT, Callback
 from autoaccum.window.optimizers import OptimizerLike
 from autoaccum.window.precision import Precision
 

@@ -15,8 +15,8 @@ from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FixedLocator, FuncFormatter, LogLocator, NullLocator
 
-from autoaccum.reporting.plots import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, RED, STYLE, Values, scale_loss, thinned
 from autoaccum.reporting.columns import Run
+from autoaccum.reporting.plots import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, RED, STYLE, Values, scale_loss, thinned
 from autoaccum.sweeps.facts import StudyFacts, TrialFacts, shown
 
 Curve = tuple[Values, Values]

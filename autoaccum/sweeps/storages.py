@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import sqlite3
-from autoaccum.memory import clock
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -18,6 +17,7 @@ from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
 from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 
 from autoaccum.errors import ArgumentError, ArgumentTypeError, StorageError
+from autoaccum.memory import clock
 
 RACE_SECONDS = 0.1
 """Until what another process has begun to make is looked for again."""

@@ -8,8 +8,8 @@ from typing import Any
 import optuna
 from optuna.trial import FrozenTrial
 
-from autoaccum.sweeps.claims import directory_of
 from autoaccum.errors import ArgumentError
+from autoaccum.sweeps.claims import directory_of
 from autoaccum.sweeps.facts import SETTINGS, WHY, facts_of
 from autoaccum.sweeps.storages import open_storage
 

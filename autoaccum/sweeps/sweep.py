@@ -33,7 +33,7 @@ from autoaccum.sweeps.claims import FINISHED, Claims, directory_of
 from autoaccum.sweeps.objective import Objective
 from autoaccum.sweeps.options import Arguments, PassedOn, Recipe, SweepArguments, of_sampler
 from autoaccum.sweeps.storages import answering, open_storage
-from autoaccum.sweeps.trial import Interrupted, run_trial
+from autoaccum.sweeps.trial import Interrupted, run_trial, trained_by
 from autoaccum.training import recipes
 
 
@@ -136,7 +136,7 @@ def _sweep(given: SweepArguments) -> optuna.Study:
             fit_arguments={**given.fit_arguments},
         )
         with _quiet():
-            objective = objective.foreseen()
+            objective = objective.foreseen(trained_by)
         if given.sampler == "grid":
             spaces.check_grid(objective.distributions)
         gc.collect()  # what was made of a first draw refers to itself

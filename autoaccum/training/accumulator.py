@@ -19,7 +19,8 @@ from autoaccum.loss.coupling import batch_norms, smallest_micro_batch
 from autoaccum.loss.functions import loss_function
 from autoaccum.loss.weighting import CountItems
 from autoaccum.memory.oom import room_for_model
-from autoaccum.training.options import OF_ACCUMULATOR, check, modules_of
+from autoaccum.training.declarations import check
+from autoaccum.training.options import CHECKS, OF_ACCUMULATOR, modules_of
 from autoaccum.training.setup import place_of
 from autoaccum.window.optimizers import allocate_state, check_optimizer, needs_closure, trainable_parameters
 from autoaccum.window.precision import Precision
@@ -83,7 +84,7 @@ class Accumulator:
             LimitBelowModelError: the limit is below what is needed before the first sample.
         """
         checked = check(
-            OF_ACCUMULATOR, model=model, optimizer=optimizer, loss_fn=loss_fn, training_step=training_step,
+            OF_ACCUMULATOR, CHECKS, model=model, optimizer=optimizer, loss_fn=loss_fn, training_step=training_step,
             num_items=num_items, micro_batch=micro_batch, max_micro_batch=max_micro_batch, memory_limit=memory_limit,
             headroom=headroom, precision=precision, clip_norm=clip_norm, callbacks=callbacks,
         )  # fmt: skip

@@ -26,8 +26,9 @@ from autoaccum.planning.costs import MemoryModel, TimeModel, Trial, fit_memory_m
 from autoaccum.planning.cuts import Plan, plan
 from autoaccum.planning.schedules import Progress, Schedule
 from autoaccum.planning.search import COARSE_FIRST, bounds, next_trial
+from autoaccum.training.declarations import check
 from autoaccum.training.lazy import build_lazy_layers
-from autoaccum.training.options import OF_PROBE, check, modules_of, schedule_if_any
+from autoaccum.training.options import CHECKS, OF_PROBE, modules_of, schedule_if_any
 from autoaccum.window.advice import Refused, advise
 from autoaccum.window.attributes import Attributes
 from autoaccum.window.optimizers import (
@@ -115,9 +116,9 @@ def probe(
     (8, (8,))
     """
     checked = check(
-        OF_PROBE, model=model, data=data, effective_batch=effective_batch, loss_fn=loss_fn, training_step=training_step,
-        optimizer=optimizer, max_micro_batch=max_micro_batch, memory_limit=memory_limit, headroom=headroom,
-        precision=precision, device=device, collate_fn=collate_fn,
+        OF_PROBE, CHECKS, model=model, data=data, effective_batch=effective_batch, loss_fn=loss_fn,
+        training_step=training_step, optimizer=optimizer, max_micro_batch=max_micro_batch, memory_limit=memory_limit,
+        headroom=headroom, precision=precision, device=device, collate_fn=collate_fn,
     )  # fmt: skip
     loss_of, schedule = checked[loss_function], checked[schedule_if_any]
     most = None if schedule is None else schedule.largest

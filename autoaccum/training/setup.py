@@ -29,10 +29,11 @@ from autoaccum.planning.noise import Smoothed
 from autoaccum.planning.schedules import SMOOTHING, NoiseScale, Progress, Schedule, schedule_of
 from autoaccum.planning.tuner import Tuner
 from autoaccum.runs.cache import Cache
+from autoaccum.training.declarations import Checked
 from autoaccum.training.lazy import build_lazy_layers
 from autoaccum.training.learning_rate import LearningRate
 from autoaccum.training.metrics import Metrics
-from autoaccum.training.options import Checked, FitArguments
+from autoaccum.training.options import FitArguments
 from autoaccum.training.validation import Validator
 from autoaccum.window.optimizers import allocate_state, make_optimizer
 from autoaccum.window.precision import autocast

@@ -34,10 +34,11 @@ from autoaccum.planning.schedules import Progress, Schedule, schedule_of
 from autoaccum.reporting import ProgressBar
 from autoaccum.runs.directory import RunDirectory
 from autoaccum.training import resuming, setup
+from autoaccum.training.declarations import values_of
 from autoaccum.training.interrupts import interrupt_calls
 from autoaccum.training.learning_rate import MakeScheduler, Scaling
 from autoaccum.training.metrics import Metric
-from autoaccum.training.options import OF_FIT, Callback, FitArguments, values_of
+from autoaccum.training.options import OF_FIT, Callback, FitArguments
 from autoaccum.training.pace import Pace
 from autoaccum.window.optimizers import OptimizerLike, trainable_parameters
 from autoaccum.window.precision import Precision
