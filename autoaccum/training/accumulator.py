@@ -97,6 +97,7 @@ class Accumulator:
         if self._closes and precision == "fp16":
             cure = "It looks at the loss between its own updates, which no gradient scaler can follow: take 'bf16'."
             raise ConflictingArgumentsError("precision", precision, f"optimizer={type(optimizer).__name__}", cure)
+        # Its layers are built by a first forward, which is not ours to make in a loop of the caller's.
         if any(map(is_lazy, parameters)):
             cure = "Call it once on a batch: model(inputs)."
             raise ArgumentError("model", type(model).__name__, "a model whose lazy layers know their shapes", cure)
@@ -116,9 +117,9 @@ class Accumulator:
         """2-norm of the last batch's gradient before clipping; None without ``clip_norm``."""
         self._is_scaled = precision == "fp16"
         self._searches = micro_batch == "auto"
-        self._largest_batch = 0
+        self._largest_batch = 0  # samples; plans are settled for batches as large as this one
         self._length_of = BatchLengths()
-        self._batch_norms = batch_norms(self._modules)
+        self._batch_norms = batch_norms(self._modules)  # whose modes decide how small a micro-batch may be
         self._modes = [layer.training for layer in self._batch_norms]
         self._engine = Engine(
             model,
@@ -141,7 +142,7 @@ class Accumulator:
         )
 
     def step(self, batch: Any) -> torch.Tensor:
-        """One step of the optimizer on the gradient of a batch, which is dropped when the next one begins.
+        """Take one step of the optimizer on the gradient of a batch, which is dropped when the next one begins.
 
         Args:
             batch: any pytree whose tensors have one row per sample.
@@ -160,6 +161,7 @@ class Accumulator:
             gradient = self._run(window)
             self._engine.apply(gradient)
             return gradient.loss
+        # An optimizer that asks for gradients itself, several times in a step: each is a window of the same batch.
         losses: list[torch.Tensor] = []
 
         def closure() -> torch.Tensor:
@@ -172,7 +174,7 @@ class Accumulator:
         return losses[0]
 
     def backward(self, batch: Any) -> torch.Tensor:
-        """The gradient of a batch, left in ``.grad`` for a step of one's own; clipped, and nothing before it remains.
+        """Leave the gradient of a batch in ``.grad`` for a step of one's own; clipped, and nothing before it remains.
 
         Returns and raises what ``step`` does. With it, a closure is ``lambda: accumulator.backward(batch)``.
         """
@@ -184,6 +186,7 @@ class Accumulator:
         return gradient.loss
 
     def _window(self, batch: Any) -> _Batch:
+        """Return a batch as a window, with the length of its samples where they have one."""
         num_samples = batches.num_samples(batch, "batch")
         if num_samples == 0:
             raise EmptyDatasetError("batch", "its tensors have no rows.")
@@ -192,6 +195,8 @@ class Accumulator:
 
     @torch.enable_grad()
     def _run(self, window: _Batch) -> Gradient:
+        """Run a window, and keep what users may look at after it."""
+        # The mode of the model is the caller's, and BatchNorm in eval mode takes single samples.
         modes = [layer.training for layer in self._batch_norms]
         if modes != self._modes:
             self._modes = modes
@@ -206,6 +211,7 @@ class Accumulator:
         return gradient
 
     def _emit(self, event: Event) -> None:
+        """Keep an event, and tell every callback of it."""
         self.events.append(event)
         for callback in self._callbacks:
             callback(event)
@@ -213,7 +219,7 @@ class Accumulator:
 
 @dataclass(slots=True)
 class _Batch:
-    """A window in one's hand."""
+    """A window whose samples are all there: the batch itself, which is sliced."""
 
     batch: Any
     num_samples: int
@@ -221,4 +227,5 @@ class _Batch:
     lengths: tuple[int, ...] | None = None
 
     def micro_batch(self, start: int, size: int) -> Any:
+        """Return some of the samples, on the device."""
         return batches.to_device(batches.take(self.batch, start, start + size), self.device, copy=True)

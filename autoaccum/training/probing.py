@@ -42,12 +42,12 @@ from autoaccum.window.precision import Autocast, Precision, autocast
 from autoaccum.window.snapshot import Snapshot
 
 GROWTH = 64
-"""How far beyond its largest success a probe may go where the device itself refuses what is too much."""
+"""How many times its largest success a probe may try next, where the device itself refuses what is too much."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProbeReport:
-    """What a probe found out."""
+    """All that a probe found out."""
 
     max_micro_batch: int
     """The largest micro-batch that was tried and fitted, within 2 % of the largest there is."""
@@ -128,6 +128,7 @@ def probe(
     memory = memory_of(on)
     available = memory.limit()
     limit = _checks.memory_limit_bytes(memory_limit, available)
+    # Beyond a limit that only we know of, an allocation would succeed, and could take the machine's last memory.
     enforced = memory.enforced and limit == available
     source = open_source(data, seed=0, shuffle=False, device=on, collate_fn=collate_fn)
     ceiling = min(n for n in (max_micro_batch, most, source.num_samples, 2**20) if n is not None)
@@ -147,7 +148,7 @@ def probe(
                 if not any(p is weight for weight in sparse):  # zeros would make its gradient dense
                     p.grad = torch.zeros_like(p)
             allocate_state(state_of, modules)
-        smallest = smallest_micro_batch(modules)
+        smallest = smallest_micro_batch(modules)  # 2 with BatchNorm, which has no statistics of one sample
         while size := next_trial(
             history,
             limit_bytes=int(limit * (1 - headroom)),
@@ -156,6 +157,7 @@ def probe(
             first=COARSE_FIRST if is_compiled(model) else None,
             growth=GROWTH if enforced else 2,
         ):
+            # Nothing is smaller, so the smallest may use the headroom too.
             allowed = limit if size <= smallest else int(limit * (1 - headroom))
             for weight in sparse:  # as long as all the trials before it, by now
                 weight.grad = None
@@ -204,7 +206,7 @@ def _try(
     device: torch.device,
     allowed_bytes: int,
 ) -> Trial:
-    """One forward and backward."""
+    """Run one forward and backward of so many samples, and return what was observed."""
     memory.release()
     memory.reset_peak()
     started = clock.now()
@@ -213,7 +215,7 @@ def _try(
         with context():
             loss = loss_of(model, batch)
         torch.autograd.backward(loss)
-        if device.type != "cpu":
+        if device.type != "cpu":  # kernels run behind the host, and errors and peaks come as late
             torch.accelerator.synchronize(device)
         seconds = clock.now() - started
         peak_bytes = memory.peak()
@@ -221,13 +223,14 @@ def _try(
     except Exception as error:
         if not is_out_of_memory(error):
             raise
+    # Outside of the except block, whose traceback holds the frames with the tensors that have to be freed.
     gc.collect()  # a failed forward may have left reference cycles that hold tensors
     return Trial(micro_batch=size, fits=False)
 
 
 @contextmanager
 def _no_trace(modules: Sequence[nn.Module], optimizer: object, device: torch.device) -> Iterator[None]:
-    """Whatever forwards, backwards and ``allocate_state`` do within it is undone."""
+    """Undo, at its end, whatever forwards, backwards and ``allocate_state`` have done within it."""
     snapshot = Snapshot(modules, device)
     snapshot.take()
     everything = {id(m): m for module in modules for m in module.modules()}.values()

@@ -46,7 +46,7 @@ from autoaccum.window.precision import Precision
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FitResult:
-    """What a run leaves."""
+    """All that a run leaves to whoever called it."""
 
     history: Sequence[StepReport]
     """One report per window; with a ``run_dir`` read from there when it is looked at."""
@@ -192,22 +192,22 @@ class Trainer:
 
     @property
     def history(self) -> Sequence[StepReport]:
-        """One report per window so far."""
+        """Return one report per window so far."""
         return tuple(self._history) if self._directory is None else self._directory.history
 
     @property
     def events(self) -> Sequence[Event]:
-        """Everything else that happened so far."""
+        """Return everything else that happened so far."""
         return tuple(self._events) if self._directory is None else self._directory.events
 
     @property
     def step(self) -> int:
-        """Optimizer steps taken."""
+        """Return the optimizer steps taken."""
         return self._engine.step
 
     @property
     def samples_seen(self) -> int:
-        """Samples trained on."""
+        """Return the samples trained on."""
         return self._pace.samples_seen
 
     @torch.enable_grad()
@@ -222,6 +222,7 @@ class Trainer:
                 self._directory.record(Finished(step=self.step, reason=type(error).__name__))
             raise
         finally:
+            # What was measured is true of a run that failed too, and spares the next one the same search.
             if self._cache is not None:
                 self._cache.keep(self._tuner)
             if self._bar is not None:
@@ -230,6 +231,7 @@ class Trainer:
                 self._directory.close()
 
     def _fit(self) -> FitResult:
+        """Train, unless there is nothing left to do, and return what the run leaves."""
         if self._start():
             self._run()
         self._emit(Finished(step=self.step, reason=self._stop_reason or ""))
@@ -244,9 +246,12 @@ class Trainer:
         )
 
     def _run(self) -> None:
+        """Run one epoch's windows after the other, until the budget, a callback or a signal ends the run."""
+        # What clusters send before they kill ends a run only where it can go on from a checkpoint.
         with interrupt_calls(lambda: self._end("interrupted"), clusters=self._directory is not None):
             self._validate_if_due()  # which the end of an earlier process may have kept it from
             while self._stop_reason is None:
+                # After a resume the epoch begins behind the windows that an earlier process has had of it.
                 reader = self._source.read(self._pace.epoch, self._pace.sizes_ahead(), self._pace.windows)
                 while self._stop_reason is None:
                     if (found := self._pace.next_window(reader)) is None:
@@ -265,10 +270,12 @@ class Trainer:
             )
 
     def _start(self) -> bool:
-        """Say so; whether there is anything to do."""
+        """Announce the start; return False if the run is already finished."""
         self._mark = clock.now()
+        # A resumed run may have had its budget but not its last validation, which is then made up for.
         is_spent = self._resumed is not None and self._pace.is_spent
         is_finished = is_spent and (self._validator is None or self._validated == self.step)
+        # A finished run's records stay as they are, so that the same call may be made any number of times.
         if self._directory is not None and not (is_finished and self._directory.is_finished()):
             self._directory.begin()
         self._emit(
@@ -295,22 +302,27 @@ class Trainer:
                 )
             )
             return False
+        # The kernel left no error to learn from: the mark of the window is all there is of it.
         if self._directory is not None and (died := self._directory.window.died_of_memory) is not None:
             self._engine.killed(*died, self._pace.asked())
+        # A search ends with a plan that is announced then.
         if not self._tuner.searching:
             self._engine.announce_plan(self._pace.asked())
         return True
 
     def _end_epoch(self) -> None:
+        """Go on to the next pass over the data, after a validation and a checkpoint where these are due."""
         self._pace.end_epoch()
         if self._pace.is_spent:
             self._end("budget")
+        # With validate_every an epoch's end is no occasion, but the run's end always is one.
         if self._arguments.validate_every is None or self._stop_reason is not None:
             self._validate(self._pace.epoch - 1)
         self._save(epoch_ended=True)
 
     def _train(self, window: Window, asked: int) -> None:
-        """One window: its gradient, the optimizer's step, the report."""
+        """Run one window: its gradient, the optimizer's step, the report."""
+        # Not sooner, for past runs are known by the shapes of their data, and these by the first window.
         if self.step == 0 and self._cache is not None:
             self._cache.recall(window, self._tuner, self.memory.used())
         plan = self._pace.recorded_plan()
@@ -321,13 +333,14 @@ class Trainer:
         is_full = window.lengths is None or window.num_samples == asked  # samples that are alike need not be there
         if is_full and asked != self._tuner.window[0]:
             self._engine.resize(asked, window.lengths)
+        # Written where it outlives a process that the kernel kills: what was tried, and that it was not survived.
         if self._directory is not None:
             largest = max(plan) if plan else self._tuner.plan(window.num_samples, window.lengths)[0]
             self._directory.window.enter(largest, window.lengths[0] if window.lengths else 1)
         gradient, peak_bytes, replays = self._engine.run(window, plan)
         num_samples = sum(gradient.sizes)
         self._pace.passed(num_samples)
-        lr = self._learning_rate.now(asked)
+        lr = self._learning_rate.now(asked)  # that of this step, before the scheduler goes on
         with self._learning_rate.scaled(asked):
             stepped = self._engine.apply(gradient)
         self._learning_rate.advance(self.samples_seen, stepped)
@@ -337,6 +350,7 @@ class Trainer:
         if noise is not None and self._noise is not None:
             self._noise.observe(noise)
         now = clock.now()
+        # Reading the loss waits for the device, once in a window and after its step.
         report = StepReport(
             step=self.step,
             epoch=self._pace.epoch,
@@ -372,20 +386,21 @@ class Trainer:
         self._save()
 
     def _validate_if_due(self) -> None:
-        """After a window that passed another ``validate_every`` samples."""
+        """Validate after a window that passed another ``validate_every`` samples."""
         every, seen, windows = self._arguments.validate_every, self.samples_seen, self._pace.windows
         if every is not None and windows and seen // every > (seen - windows[-1]) // every:
             self._validate(self._pace.epoch)
 
     def _validate(self, epoch: int) -> None:
-        """After an epoch, so many samples, or the run; not after one that was broken off."""
+        """Validate, unless it was done after this step, or the run was broken off."""
         if self._validator is not None and self._stop_reason in (None, "budget") and self._validated != self.step:
             self._validated = self.step
+            # The limit may have moved since, and training's own micro-batch is known to fit.
             self._validator.heed(self._engine.limit_bytes, self._tuner.target_bytes)
             self._validation_loss = self._validator.run(self.step, epoch, self._tuner.micro_batch)
             if self._validation_loss < self._best_loss:
                 self._best_loss, self._is_best = self._validation_loss, True
-            self._mark = clock.now()
+            self._mark = clock.now()  # its seconds are reported by the validation itself
 
     # What outlives the process.
 
@@ -405,7 +420,7 @@ class Trainer:
         return {"model": type(self.model).__name__, **resuming.plain(given), "trained": trained}
 
     def _open(self, path: Path) -> RunDirectory:
-        """The run's directory; what an earlier process left there of this run is taken up."""
+        """Return the run's directory, having taken up what an earlier process left there of this run."""
         keep, anew = self._arguments.keep_checkpoints, self._arguments.resume is False
         directory = RunDirectory(
             path,
@@ -415,6 +430,7 @@ class Trainer:
             anew=anew,
             background=self.device.type != "cpu",  # there the copy is in the memory that windows are planned for
         )
+        # The mark says which size was being tried, for larger ones are tried within a window.
         self._engine.before_trials(directory.window.enter)
         try:
             found = directory.resume()
@@ -435,7 +451,7 @@ class Trainer:
         return directory
 
     def _save(self, *, epoch_ended: bool = False, is_last: bool = False) -> None:
-        """A checkpoint, where one is due; the last one waits until it is on the disk."""
+        """Write a checkpoint, where one is due; the last one waits until it is on the disk."""
         directory = self._directory
         if directory is None:
             return
@@ -451,9 +467,10 @@ class Trainer:
                 directory.wait()
             seconds = clock.now() - started
             self._emit(Saved(step=self.step, path=str(path), seconds=seconds))
-            self._mark += seconds
+            self._mark += seconds  # the next report leaves it out
 
     def _announce_no_noise(self) -> None:
+        """Announce, once, that windows are not cut and so show no noise."""
         self._engine.announce_once(
             Notice(
                 cause=f"Window {self.step} was one micro-batch, and it takes two to estimate the noise scale",
@@ -465,6 +482,7 @@ class Trainer:
         )
 
     def _announce_sorted(self) -> None:
+        """Announce, once, that the noise scale is off where micro-batches differ in length."""
         self._engine.announce_once(
             Notice(
                 cause="Windows are sorted by length, so their micro-batches are no random parts of them",
@@ -475,6 +493,7 @@ class Trainer:
         )
 
     def _emit(self, record: Record) -> None:
+        """Keep a record, then tell every callback of it, those after one that ends the run too."""
         if self._directory is not None:
             self._directory.record(record)
         else:
