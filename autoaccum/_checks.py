@@ -18,6 +18,7 @@ MemoryLimit = int | float | str | Callable[[], int | float | str] | None
 
 def positive_int(argument: str, value: object, cure: str = "") -> int:
     """Return an int of at least 1; a bool is a mistake, and a float is one even when it is whole."""
+    # bool is a subclass of int, and epochs=True is not one epoch but a flag in the wrong place.
     if isinstance(value, bool) or not isinstance(value, int):
         raise ArgumentTypeError(argument, value, "an int of at least 1", cure)
     if value < 1:
@@ -38,6 +39,7 @@ def non_negative_int(argument: str, value: object) -> int:
 
 def number_between(argument: str, value: object, low: float, high: float = math.inf, cure: str = "") -> float:
     """Return a finite number with ``low <= value < high``."""
+    # The smallest positive float stands for "above 0", so that both kinds of bound are one comparison.
     accepted = ("a number above 0" if low == sys.float_info.min else f"a number of at least {low:g}") + (
         "" if high == math.inf else f" and below {high:g}"
     )
@@ -66,6 +68,7 @@ def one_of(argument: str, value: object, choices: tuple[str, ...]) -> str:
 
 def of_windows(num_items: object, max_micro_batch: object, headroom: object, clip_norm: object) -> None:
     """Check the arguments that say how windows are run."""
+    # A number would be right for one micro-batch size at most, and it is not the user who chooses that.
     if num_items is not None and not callable(num_items):
         raise ArgumentTypeError("num_items", num_items, "a function")
     if max_micro_batch is not None:
@@ -87,7 +90,7 @@ def of_num_workers(num_workers: object) -> None:
 
 
 def of_seed(seed: object) -> None:
-    """Check a seed, which torch's generators take as 64 bits."""
+    """Check the seed of a run, or of a sweep."""
     non_negative_int("seed", seed)
 
 
@@ -117,6 +120,7 @@ def of_validation(validation_data: object, validate_every: object, metrics: obje
         return
     if not isinstance(metrics, Mapping):
         raise ArgumentTypeError("metrics", metrics, "names and functions, {'accuracy': function}")
+    # They name entries of records and a sweep's metrics, of which a command line writes several with commas between.
     for name, function in metrics.items():
         if not isinstance(name, str):
             raise ArgumentTypeError("metrics", name, "names that are texts, such as 'accuracy'")
@@ -125,7 +129,7 @@ def of_validation(validation_data: object, validate_every: object, metrics: obje
         if name in TAKEN:
             cure = "It would stand for two things: choose another."
             raise ArgumentError("metrics", name, f"other names than {', '.join(TAKEN)}", cure)
-        if isinstance(function, type):
+        if isinstance(function, type):  # callable, but what it returns is an object and not the metric
             cure = f"It is the class: make one, {function.__name__}()."
             raise ArgumentTypeError("metrics", f"{name}: {function.__name__}", "a function for each name", cure)
         if not callable(function):
@@ -214,7 +218,7 @@ def of_run_directory(run_dir: object, checkpoint_every: object, keep_checkpoints
     """Check the arguments that say what outlives the process."""
     if run_dir is not None and not isinstance(run_dir, str | os.PathLike):
         raise ArgumentTypeError("run_dir", run_dir, "a path")
-    if run_dir == "":
+    if run_dir == "":  # pathlib reads it as the current directory, which is seldom what an unset variable means
         raise ArgumentError("run_dir", run_dir, "a path", "Pass '.' for the directory that you are in.")
     if run_dir is None and checkpoint_every is not None:
         cure = "Pass where checkpoints are to go, or leave checkpoint_every out."
@@ -231,7 +235,7 @@ def recorded_plans(micro_batch: object) -> list[tuple[int, ...]]:
     accepted = "'auto', an int of at least 1, or a list of plans, each a tuple of micro-batch sizes"
     if micro_batch == "auto":
         return []
-    if isinstance(micro_batch, str) or not isinstance(micro_batch, Sequence):
+    if isinstance(micro_batch, str) or not isinstance(micro_batch, Sequence):  # a str is a Sequence of str
         positive_int("micro_batch", micro_batch, "Leave it out to have it found.")
         return []
     if not micro_batch:
@@ -246,7 +250,7 @@ def recorded_plans(micro_batch: object) -> list[tuple[int, ...]]:
 
 def functions(argument: str, value: object) -> list[Any]:
     """Return the functions of any iterable as a list."""
-    found = list(value) if isinstance(value, Iterable) else [None]
+    found = list(value) if isinstance(value, Iterable) else [None]  # which is no function, and so is refused below
     if not all(callable(item) for item in found):
         raise ArgumentTypeError(argument, value, "a list of functions")
     return found

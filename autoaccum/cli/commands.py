@@ -40,6 +40,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from autoaccum.training.options import OF_FIT, OF_PROBE
 
+    # Made anew each time: a process runs one command, and tests call several.
     if name == "fit":
         return options.command(_fit, options.of_declared(OF_FIT.values()))
     if name == "probe":
@@ -70,6 +71,7 @@ def _fit(recipe: Recipe, /, *, json: Json = False, **given: Any) -> int:
         result = fit(**arguments)
     if json:
         print_json(fit_document(result))
+    # A run that was ended by a signal has come to its last checkpoint, if it has any: 4 says that it can go on.
     finished = [event.reason for event in result.events if isinstance(event, Finished)]  # of each process of the run
     if finished[-1:] != ["interrupted"]:
         return 0
@@ -104,7 +106,7 @@ def _sweep(
     from autoaccum.sweeps.studies import best_trials, totals
     from autoaccum.sweeps.sweep import sweep
 
-    positive_int("trials", trials)
+    positive_int("trials", trials)  # by its name here, which is not that of sweep's argument
     with stdout_kept(json):
         try:
             study = sweep(recipe, num_trials=trials, **given)
@@ -127,6 +129,7 @@ def _sweep(
         print_json({"study": study.study_name, **found, "best": best, "trials": trials_of})
     else:
         print("\n".join(study_lines(best_trials(study), found)))
+    # Trials that do not fit are pruned, so the study has ended well; but nothing was learnt from it.
     if found["finished"] and found["not_fitting"] == found["finished"]:
         print(f"error: none of {counted(found['finished'], 'trial')} fits: see their not_fitting", file=sys.stderr)
         return 3

@@ -41,6 +41,7 @@ def stdout_kept(json: bool) -> Iterator[None]:
 
 def print_json(document: dict[str, Any]) -> None:
     """Print one document on one line."""
+    # json would write NaN, which most other readers refuse.
     print(dumps(_finite(document), allow_nan=False))
 
 
@@ -77,6 +78,7 @@ def plan_document(plan: Plan) -> dict[str, Any]:
 
 def plan_line(plan: Plan) -> str:
     """Return one line, however many micro-batches there are: ``86 x 1 + 85 x 2 = 256 samples, ...``."""
+    # A window may have thousands of micro-batches, of two sizes at most.
     counts = sorted(Counter(plan.sizes).items(), reverse=True)
     cut = " + ".join(f"{size} x {count}" for size, count in counts)
     steps, ranks = plan.accumulation_steps, len(plan.ranks)
@@ -98,7 +100,7 @@ def probe_lines(report: ProbeReport) -> Iterable[str]:
         fits = "yes" if trial.fits else "no"
         yield f"{trial.micro_batch:>11}  {fits:<4}  {peak:>10}  {predicted:>10}  {seconds:>8}  {rate:>9}"
     yield ""
-    if (model := report.memory_model) is not None:
+    if (model := report.memory_model) is not None:  # it takes two sizes to fit one
         error = prediction_error(report.trials)
         off = "" if error is None else f"; its last prediction was {error:.1%} off"
         each = format_bytes(model.bytes_per_sample)
@@ -113,7 +115,7 @@ def study_lines(best: Sequence[FrozenTrial], found: Mapping[str, Any]) -> Iterab
     """Return the table of a study's best trials, and below it how all of them have ended and what they cost."""
     names = list(best[0].params) if best else []
     yield "  ".join([f"{'trial':>5}", *(f"{title:>15}" for title in (*found["metric"], *names))])
-    for trial in best[:10]:
+    for trial in best[:10]:  # of several metrics it is a front, which may be long
         values = [f"{value:.6g}" if isinstance(value, float) else f"{value}" for value in trial.params.values()]
         yield "  ".join(
             [f"{trial.number:>5}", *(f"{text:>15}" for text in (*(f"{v:.6g}" for v in trial.values), *values))]

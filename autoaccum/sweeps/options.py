@@ -96,6 +96,7 @@ def of_study_name(study_name: object) -> None:
 
 def of_fit_arguments(fit_arguments: Arguments) -> None:
     """Refuse names that ``fit`` does not have, and those that no sweep passes on."""
+    # What sweep has itself cannot be among them: Python has given it to the parameter of that name.
     for name, value in fit_arguments.items():
         if name not in OF_FIT or OF_FIT[name].in_sweeps == "own":
             taken = [argument.name for argument in OF_FIT.values() if argument.in_sweeps != "own"]
@@ -131,12 +132,14 @@ CHECKS: tuple[Callable[..., Any], ...] = (
 class SweepArguments:
     """The arguments of one call of ``sweep``."""
 
+    # What is trained.
     recipe: Recipe = option(
         "a function that returns the keyword arguments of ``fit``, a new model among them each time; or the text by "
         "which the command line names it.",
         check=of_recipe,
         is_positional=True,
     )
+    # What is searched. A tuple is a range and a list a choice; texts are for the command line.
     lr: float | tuple[float, float] | list[float] | str | None = option(
         '(low, high), or "low:high": searched for on a logarithmic scale; [1e-4, 1e-3] or "1e-4,1e-3": one of these; '
         "a number is taken by all trials.",
@@ -152,6 +155,7 @@ class SweepArguments:
         default=None,
         check=of_search_space,
     )
+    # How long, in all and for each trial.
     num_trials: int = option(
         "trials that the study is to end with, finished or pruned.", default=20, check=of_num_trials
     )
@@ -159,6 +163,7 @@ class SweepArguments:
         "training samples of each trial; what the recipe says when left out, in samples or epochs.",
         default=None,
     )
+    # What trials are compared by.
     metric: str | Sequence[str] = option(
         "validation_loss, or what fit's argument metrics reports: of the trial's last validation (the best of several "
         "would be better the more there are); seconds (of training) or samples. Of several the study has a Pareto "
@@ -171,6 +176,7 @@ class SweepArguments:
         default=None,
         check=spaces.metrics,
     )
+    # How Optuna draws and gives up. Objects of Optuna are taken too, so that nothing of it is out of reach.
     sampler: BaseSampler | Callable[[int], BaseSampler] | str = option(
         "tpe, random, grid, gp, cmaes or nsgaii; a sampler of Optuna; or a function (seed) -> sampler, called for "
         "each trial with its seed, as one that was made with a seed draws the same again after each start.",
@@ -184,6 +190,7 @@ class SweepArguments:
         default="median",
         check=of_pruner,
     )
+    # What outlives the processes.
     storage: str | BaseStorage | None = option(
         "any URL of Optuna, journal:PATH or a path that ends in .log for a journal file, or a storage; a SQLite file "
         "in the directory when left out.",
@@ -194,6 +201,7 @@ class SweepArguments:
         "for checkpoints and records, a run directory a trial; sweeps/STUDY_NAME when left out.",
         default=None,
     )
+    # Who runs the trials, and what is seen of it.
     jobs: int = option("processes that share the trials.", default=1, check=of_jobs)
     seed: int = option(
         "a trial's own is its number more, and is among its user attributes.", default=0, check=_checks.of_seed
@@ -219,6 +227,7 @@ class SweepArguments:
 
 
 OF_SWEEP = arguments_of(SweepArguments)
+# What both have, such as lr, means something else in a sweep, which passes it on trial by trial.
 PASSED_ON = {
     name: argument for name, argument in OF_FIT.items() if argument.in_sweeps != "own" and name not in OF_SWEEP
 }

@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar, cast, dataclass_transform, overload
 
 T = TypeVar("T")
 C = TypeVar("C", bound=type)
-_AS_IN_FIT: Any = object()
+_AS_IN_FIT: Any = object()  # None is a default like any other, and dataclasses' MISSING says that there is none
 
 Verb = Literal["probe", "accumulator"]
 """What else takes arguments of ``fit``."""
@@ -74,6 +74,7 @@ class Argument:
     @property
     def type(self) -> Any:
         """Return the type itself, of which ``annotation`` is the text."""
+        # With postponed annotations, fields know the texts of their types: which is what signatures are written of.
         return eval(self.annotation, vars(sys.modules[self.module]))
 
 
@@ -113,12 +114,14 @@ def option(text: str, *, default: Any = MISSING, **facts: Any) -> Any:
         facts: what else an ``Argument`` holds; and under ``probe`` and ``accumulator`` how it differs there, for those
             arguments that these take too.
     """
+    # Kept as a field's metadata, which dataclasses hand on and do not look at.
     return dataclasses.field(default=default, metadata={"text": text, **facts})
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(option,))
 def arguments(cls: C) -> C:
     """Make a class of options a frozen dataclass; two of them are equal only if they are the same."""
+    # Values may be tensors and data sets, of which neither a comparison nor a text would be of use.
     decorated: Any = dataclass(frozen=True, kw_only=True, slots=True, eq=False, repr=False)(cls)
     return cast(C, decorated)
 
@@ -150,6 +153,7 @@ def arguments_of(declared: type, verb: Verb | None = None) -> dict[str, Argument
             module=declared.__module__,
         )
         found.append(argument)
+    # An optimizer is positional in one place and named in another. The sort keeps the order within both kinds.
     found.sort(key=lambda argument: not argument.is_positional)
     return {argument.name: argument for argument in found}
 
@@ -178,6 +182,7 @@ def check(declared: Mapping[str, Argument], order: Sequence[Callable[..., Any]],
     Raises:
         ArgumentError: an argument cannot be used; it names the argument, the value and the cure.
     """
+    # Several arguments may name the same check.
     named = {argument.check for argument in declared.values()}
     results = {}
     for function in order:

@@ -43,6 +43,7 @@ def schedule_if_any(
     return None if effective_batch is None else schedule_of(effective_batch)
 
 
+# One function may check several arguments that only make sense together, and what it returns is used further on.
 CHECKS: tuple[Callable[..., Any], ...] = (
     schedule_of,
     schedule_if_any,
@@ -66,6 +67,8 @@ CHECKS: tuple[Callable[..., Any], ...] = (
 class FitArguments:
     """The arguments of one call of ``fit``."""
 
+    # What is trained, on what. A run's directory keeps descriptions of these objects, and a run that goes on is
+    # compared with them.
     model: nn.Module = option(
         "the module to train, in place.",
         is_positional=True,
@@ -81,6 +84,7 @@ class FitArguments:
         in_sweeps="own",
         probe=Own(text="as for ``fit``; its first samples are repeated to make batches of any size."),
     )
+    # The one argument besides that has no default: any number would be a guess at what the user wants to learn.
     effective_batch: int | str | Schedule | Callable[[Progress], int] = option(
         'samples per optimizer step; or a schedule, its text such as "64, 1000:256", or a function (Progress) -> '
         "samples: see autoaccum.schedules.",
@@ -93,6 +97,7 @@ class FitArguments:
             check=schedule_if_any,
         ),
     )
+    # How its loss is computed: by one of these two functions, or by the model itself.
     loss_fn: Callable[[Any, Any], torch.Tensor] | None = option(
         "(outputs, targets) -> loss, a mean or a sum, for batches that are (inputs, targets).",
         default=None,
@@ -114,12 +119,14 @@ class FitArguments:
         check=_checks.of_windows,
         accumulator=Own(),
     )
+    # How the optimizer steps.
     optimizer: OptimizerLike | None = option(
         "an Optimizer or a function (parameters) -> Optimizer; AdamW when left out.",
         default=None,
         probe=Own(
             text="an Optimizer or a function (parameters) -> Optimizer; AdamW when left out. Its state must fit too."
         ),
+        # Whoever writes a loop has an optimizer at hand, for a scheduler and its own state.
         accumulator=Own(
             text="over its parameters. One whose ``step`` needs a closure, such as LBFGS, is given one.",
             annotation="torch.optim.Optimizer",
@@ -147,6 +154,7 @@ class FitArguments:
         default=None,
         decides="training",
     )
+    # How long. Trials of a sweep are compared after the same samples, so a search may not set any of these.
     epochs: int | None = option(
         "passes over the data; one when no budget is given.",
         default=None,
@@ -168,11 +176,13 @@ class FitArguments:
         decides="budget",
         in_sweeps="shared",
     )
+    # How windows are run. Laws 1 and 2 say that this decides speed and memory, and nothing of what is trained.
     micro_batch: int | Literal["auto"] | Sequence[Sequence[int]] = option(
         '"auto", the samples of one forward and backward, or the plans of a recorded run ([report.micro_batches for '
         "report in history]) to repeat it bit for bit.",
         default="auto",
         check=_checks.recorded_plans,
+        # Batches are what its caller makes of them, so there is no recorded run to repeat.
         accumulator=Own(
             text='"auto", or the samples of one forward and backward.',
             annotation='int | Literal["auto"]',
@@ -190,6 +200,7 @@ class FitArguments:
         'device memory this process may use, as bytes, "8GiB", a share such as 0.5, or a function () -> one of these, '
         "asked again as training goes on.",
         default=None,
+        # A function is asked once: a probe has ended before a limit has moved.
         probe=Own(
             text='device memory this process may use, as bytes, "8GiB", a share such as 0.5, or a function () -> one '
             "of these."
@@ -203,6 +214,7 @@ class FitArguments:
         probe=Own(text="fraction of the limit to leave free."),
         accumulator=Own(),
     )
+    # From here on some decide the numbers: a rounding, a clipping.
     precision: Precision = option(
         "fp32 (as the model is), bf16 or fp16 (both by autocast).",
         default="fp32",
@@ -217,6 +229,7 @@ class FitArguments:
         decides="training",
         accumulator=Own(text="clip each batch's gradient to this 2-norm."),
     )
+    # Where and from which seed it is computed.
     compile: bool = option("run the model through torch.compile.", default=False)
     device: str | torch.device | None = option(
         "where to train, such as cpu or cuda:1; an accelerator where there is one.",
@@ -230,6 +243,7 @@ class FitArguments:
         decides="training",
         in_sweeps="shared",
     )
+    # How the data are read.
     shuffle: bool = option(
         "read the data in a new order each epoch; a DataLoader says so itself.",
         default=True,
@@ -250,6 +264,7 @@ class FitArguments:
         default=0,
         check=_checks.of_num_workers,
     )
+    # What is looked at beside the training loss. Validations are where trials are compared, so all have the same.
     validation_data: Any = option(
         "like data; its loss is reported at the end of each epoch, and of the run.",
         default=None,
@@ -268,6 +283,7 @@ class FitArguments:
         default=None,
         check=_checks.of_validation,
     )
+    # What outlives the process. Each trial of a sweep has a directory that the sweep finds again after a kill.
     run_dir: str | os.PathLike[str] | None = option(
         "directory for checkpoints and records; the same call again goes on where the last one was killed.",
         default=None,
@@ -291,6 +307,7 @@ class FitArguments:
         check=_checks.of_run_directory,
         in_sweeps="own",
     )
+    # What is reported, and kept for other runs.
     noise_scale: bool = option("report the gradient noise scale of windows.", default=False)
     cache: bool = option(
         "begin from what earlier runs of the same model, data shapes and device found, and keep what this one finds.",

@@ -60,6 +60,7 @@ def imported(recipe: str) -> Iterator[Callable[..., dict[str, Any]]]:
     # For a module it is the current folder: python -m has it on the path, the console script has not.
     folder = str(Path(target).resolve().parent if is_file else Path.cwd())
     name = _free_name(Path(target).stem) if is_file else target
+    # First, as for a script that Python runs; whatever the recipe imports stands beside it.
     sys.path.insert(0, folder)
     try:
         module = _import_file(Path(target), name) if is_file else _import_module(target)
@@ -71,6 +72,7 @@ def imported(recipe: str) -> Iterator[Callable[..., dict[str, Any]]]:
 
         yield call
     finally:
+        # The recipe may have changed the path itself.
         with suppress(ValueError):
             sys.path.remove(folder)
         if is_file:
@@ -130,6 +132,7 @@ def _import_file(path: Path, name: str) -> ModuleType:
 
 
 def _import_module(name: str) -> ModuleType:
+    # Made here for two places: a name that cannot be one, and one that is not found.
     missing = RecipeNotFoundError(
         f"no recipe module {name!r} (looked for in {Path.cwd()} and on Python's path). Pass {FORMS}."
     )
@@ -149,6 +152,7 @@ def _find(module: ModuleType, target: str, function: str) -> Callable[..., objec
     found = getattr(module, function, None)
     if callable(found):
         return found  # type: ignore[no-any-return]
+    # Its own, and not those that it has imported.
     names = [
         name
         for name, value in vars(module).items()
@@ -198,6 +202,7 @@ def _run(call: Callable[[], T]) -> T:
     try:
         return call()
     except Exception as error:
+        # Our frames and those of the import system come first, and say nothing of where the mistake is.
         traceback = error.__traceback__
         while traceback is not None and (
             (file := traceback.tb_frame.f_code.co_filename) in (__file__, importlib.__file__)

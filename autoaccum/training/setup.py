@@ -62,6 +62,7 @@ def place_of(device: str | torch.device | None, memory_limit: _checks.MemoryLimi
     """
     found = find_device(device)
     memory = memory_of(found)
+    # Both are kept, for a limit below all that the device gives is one that only we can watch.
     total_bytes = memory.limit()
     limit_now = _checks.moving_limit(memory_limit, memory.limit)
     return Place(device=found, memory=memory, total_bytes=total_bytes, limit_now=limit_now, limit_bytes=limit_now())
@@ -74,6 +75,7 @@ def open_data(arguments: FitArguments, place: Place) -> Source:
         DataError: it cannot be cut into windows.
         ArgumentError: it can be read only once, and is to be read more often.
     """
+    # Samples wait for their window in host memory, wherever that is computed.
     on_cpu = place.device.type == "cpu"
     host = memory_of(torch.device("cpu"))
     host_bytes = min(host.limit(), place.limit_bytes) if on_cpu else host.limit()
@@ -88,6 +90,7 @@ def open_data(arguments: FitArguments, place: Place) -> Source:
         num_workers=arguments.num_workers,
         budget_bytes=budget_bytes,
     )
+    # An iterable that is no iterator begins anew for each epoch.
     epochs = arguments.epochs
     if hasattr(arguments.data, "__next__") and (epochs or 1) > 1:
         raise ArgumentError("epochs", epochs, "1 for an iterator, which can be read only once", "Pass a Dataset.")
@@ -120,7 +123,7 @@ def open_validation_data(arguments: FitArguments, place: Place) -> Source:
 
 def seed_all(arguments: FitArguments) -> None:
     """Set the seeds of torch, Python and NumPy."""
-    torch.manual_seed(arguments.seed)
+    torch.manual_seed(arguments.seed)  # of every device
     randomness.seed_host(arguments.seed)
 
 
@@ -146,6 +149,7 @@ def build(
     with room_for_model(place.memory, place.limit_bytes, parameters):
         for module in (*modules, *metric_modules(arguments)):
             module.to(place.device)
+        # A first forward builds them, as it will be in training: an optimizer can only be made of what is there.
         context = autocast(arguments.precision, place.device)
         build_lazy_layers(model, modules, source, checked[loss_function], context, place.device)
         optimizer = make_optimizer(arguments.optimizer, arguments.lr, parameters)
@@ -191,6 +195,7 @@ def engine_of(
     Raises:
         ArgumentError: BatchNorm, and micro-batches of one sample; or a noise scale of fewer than two micro-batches.
     """
+    # A recorded run's plans leave nothing to search for; the largest of them stands for the size of micro-batches.
     schedule, plans = checked[schedule_of], checked[_checks.recorded_plans]
     micro_batch = arguments.micro_batch
     fixed = micro_batch if isinstance(micro_batch, int) else max((max(plan) for plan in plans), default=None)
@@ -202,6 +207,7 @@ def engine_of(
         num_items=arguments.num_items,
         micro_batch=fixed,
         max_micro_batch=arguments.max_micro_batch,
+        # No micro-batch need be larger than a window, and no window is larger than the data.
         full_window=min((n for n in (schedule.largest, epoch_samples) if n is not None), default=None),
         memory=place.memory,
         total_bytes=place.total_bytes,
@@ -222,6 +228,7 @@ def engine_of(
 
 def cache_of(arguments: FitArguments, place: Place, optimizer: torch.optim.Optimizer, tuner: Tuner) -> Cache | None:
     """Return what earlier runs have found out, where there is something to search for."""
+    # A micro-batch that was passed is no discovery: it may not even be near what fits.
     if not arguments.cache or not tuner.searching:
         return None
     return Cache(

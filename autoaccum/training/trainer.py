@@ -350,7 +350,7 @@ class Trainer:
         if noise is not None and self._noise is not None:
             self._noise.observe(noise)
         now = clock.now()
-        # Reading the loss waits for the device, once in a window and after its step.
+        # Reading the loss waits for the device, which the optimizer's step has been given to by now.
         report = StepReport(
             step=self.step,
             epoch=self._pace.epoch,
