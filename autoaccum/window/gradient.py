@@ -41,8 +41,9 @@ class Gradients:
 
     def __init__(self, modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> None:
         """Set up for the parameters of modules, and for those that an optimizer holds."""
-        self._parameters = list({id(p): p for module in modules for p in module.parameters()}.values())
-        self._known = {id(p) for p in self._parameters}
+        own = {id(p): p for module in modules for p in module.parameters()}
+        self._parameters: list[torch.Tensor] = list(own.values())
+        self._known = set(own)
         self._optimizer = optimizer
 
     def trained(self) -> list[torch.Tensor]:
