@@ -26,7 +26,7 @@ from autoaccum.cli.printing import (
 )
 from autoaccum.errors import ArgumentError
 from autoaccum.events import Finished
-from autoaccum.planning import cuts
+from autoaccum.planning import plans
 from autoaccum.runs.past import Past
 from autoaccum.training.recipes import opened
 
@@ -138,14 +138,14 @@ def _sweep(
 
 def _plan(*, json: Json = False, **given: Any) -> None:
     """Cut a window, and print how."""
-    plan = cuts.plan(**given)
+    plan = plans.plan(**given)
     if json:
         print_json(plan_document(plan))
     else:
         print(plan_line(plan))
 
 
-plan = options.command(_plan, options.of_function(cuts.plan), cuts.plan.__doc__ or "")
+plan = options.command(_plan, options.of_function(plans.plan), plans.plan.__doc__ or "")
 
 cache = App(name="cache")
 

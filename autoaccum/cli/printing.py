@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from autoaccum._units import format_bytes
 from autoaccum.errors import AutoaccumWarning
 from autoaccum.planning.costs import prediction_error
-from autoaccum.planning.cuts import Plan
+from autoaccum.planning.plans import Plan
 
 if TYPE_CHECKING:  # they take torch with them, which `plan` and `--help` have no use for
     from optuna.trial import FrozenTrial

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autoaccum.planning.attempts import Lengths
-from autoaccum.planning.cuts import cut, cut_by_weight
+from autoaccum.planning.cuts import Lengths, cut, cut_by_weight
 from autoaccum.planning.history import History
 
 

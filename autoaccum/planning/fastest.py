@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from autoaccum.planning.attempts import Lengths
 from autoaccum.planning.costs import TimeModel
-from autoaccum.planning.cuts import cheapest
+from autoaccum.planning.cuts import Lengths, cheapest
 from autoaccum.planning.cutter import Cutter
 from autoaccum.planning.timing import Timing
 
@@ -95,6 +94,10 @@ class Fastest:
             return cheapest(num_samples, most, model.predict, self._cutter.smallest)[0]
         weights = [max(largest >> halvings, 1) for halvings in range(6)]
         return min(weights, key=lambda weight: sum(map(model.predict, self._cutter.weights_of_full(weight))))
+
+    def up_to(self, largest: int) -> int | None:
+        """Return the same by the times that are known; None where none are."""
+        return None if self.model is None else self.of(self.model, largest)
 
     def observe(self, seconds: float, num_samples: int, lengths: Lengths) -> None:
         """Take the time of a window; it is of use if the window was one of those that plans are made for."""

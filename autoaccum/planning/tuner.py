@@ -15,8 +15,9 @@ from typing import Any
 
 from autoaccum._units import format_bytes
 from autoaccum.errors import NothingFitsError
-from autoaccum.planning.attempts import Attempt, Lengths, Piece, length_at, pieces_of
+from autoaccum.planning.attempts import Attempt, Piece, length_at, pieces_of
 from autoaccum.planning.costs import MemoryModel, TimeModel, Trial, fit_memory_model, fit_time_model, weigher
+from autoaccum.planning.cuts import Lengths
 from autoaccum.planning.cutter import Cutter
 from autoaccum.planning.fastest import Fastest
 from autoaccum.planning.history import History, in_weights
@@ -65,7 +66,7 @@ class Tuner:
         self._cutter = Cutter(smallest=smallest, fewest=fewest, ceiling=ceiling, by_samples=not search)
         self.limits = Limits(limit_bytes, headroom)
         self._fastest = Fastest(self._cutter, lambda: self.largest, few_sizes=few_sizes)
-        self._search = Searching(self._cutter, self._fastest, self.limits, few_sizes=few_sizes)
+        self._search = Searching(self._cutter, self.limits, self._fastest.up_to, few_sizes=few_sizes)
         self._pressure = Pressure()
         self.searching = search
         """Whether sizes are being tried, in this run or once more since memory came back."""

@@ -22,8 +22,7 @@ from autoaccum.memory.limit import MemoryLimit
 from autoaccum.memory.oom import room_for_model
 from autoaccum.training.declarations import check
 from autoaccum.training.options import CHECKS, OF_ACCUMULATOR, modules_of
-from autoaccum.training.setup import place_of
-from autoaccum.training.steps import make_step
+from autoaccum.training.setup import make_step, place_of
 from autoaccum.window.gradient import Gradient
 from autoaccum.window.job import Job
 from autoaccum.window.optimizers import allocate_state, check_optimizer, needs_closure, trainable_parameters

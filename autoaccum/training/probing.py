@@ -24,8 +24,8 @@ from autoaccum.memory.limit import Limit, MemoryLimit
 from autoaccum.memory.oom import RAN_OUT, attempt, room_for_model
 from autoaccum.planning.attempts import Piece
 from autoaccum.planning.costs import MemoryModel, TimeModel, Trial, fit_time_model
-from autoaccum.planning.cuts import Plan, plan
 from autoaccum.planning.limits import Limits
+from autoaccum.planning.plans import Plan, plan
 from autoaccum.planning.schedules import Progress, Schedule
 from autoaccum.planning.search import COARSE_FIRST
 from autoaccum.planning.trials import Trials
@@ -170,7 +170,6 @@ def probe(
                     limits.learn_least(reading[0])
         history, largest = search.history, search.largest
         if largest == 0:
-            peak_bytes = history[-1].peak_bytes
             refused = Refused(
                 model=model,
                 modules=modules,
@@ -181,15 +180,9 @@ def probe(
                 device=on,
                 memory=memory,
                 limit_bytes=limit.bytes,
-                peak_bytes=peak_bytes,
+                peak_bytes=history[-1].peak_bytes,
             )
-            raise NothingFitsError(
-                phase="probe",
-                micro_batch=smallest,
-                peak_bytes=peak_bytes,
-                limit_bytes=limit.bytes,
-                advice=advise(refused),
-            )
+            raise _nothing_fits(refused, smallest)
     return ProbeReport(
         max_micro_batch=largest,
         trials=tuple(history),
@@ -197,6 +190,17 @@ def probe(
         time_model=fit_time_model(history),
         limit_bytes=limit.bytes,
         plan=None if most is None else plan(most, largest),
+    )
+
+
+def _nothing_fits(refused: Refused, micro_batch: int) -> NothingFitsError:
+    """Return the error for a smallest micro-batch that was refused, with what would make it fit."""
+    return NothingFitsError(
+        phase="probe",
+        micro_batch=micro_batch,
+        peak_bytes=refused.peak_bytes,
+        limit_bytes=refused.limit_bytes,
+        advice=advise(refused),
     )
 
 

@@ -31,7 +31,7 @@ from autoaccum.loss.weighting import CountItems
 from autoaccum.memory import clock
 from autoaccum.memory.limit import MemoryLimit
 from autoaccum.planning.budget import Budget
-from autoaccum.planning.cuts import Plan
+from autoaccum.planning.plans import Plan
 from autoaccum.planning.schedules import Progress, Schedule, schedule_of
 from autoaccum.reporting import ProgressBar
 from autoaccum.runs import configuration

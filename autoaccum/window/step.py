@@ -20,9 +20,9 @@ from autoaccum.memory import clock
 from autoaccum.memory.base import Memory
 from autoaccum.memory.limit import Limit
 from autoaccum.memory.oom import RAN_OUT, attempt
-from autoaccum.planning.attempts import Attempt, Lengths, Piece
+from autoaccum.planning.attempts import Attempt, Piece
 from autoaccum.planning.costs import prediction_error
-from autoaccum.planning.cuts import cut
+from autoaccum.planning.cuts import Lengths, cut
 from autoaccum.planning.tuner import Tuner
 from autoaccum.window.advice import Refused, advise
 from autoaccum.window.announcer import Announcer

@@ -581,13 +581,20 @@ NOT_KEPT = {
     "Transaction.scaler": "has a state_dict of its own, which is kept",
     "Transaction._tally": "of the window that runs",
     "Transaction._num_samples": "of the window that runs",
+    "Transaction._sizes": "of the window that runs",
+    "Transaction._losses": "of the window that runs",
+    "Transaction._reductions": "of the window that runs",
+    "Transaction._norms": "of the window that runs",
+    "Tally._num_samples": "of the window that runs",
+    "Tally._counts": "of the window that runs",
+    "Tally._guess": "of the window that runs",
     "Trials._done": "of the window that is validated",
     "Snapshot._copies": "taken before each window",
     "Snapshot._buffers": "taken before each window",
     "Snapshot._random": "taken before each window",
 }
 """What may differ between a run and one that was resumed where it stands, with the reason."""
-READ_ANEW = {"Meter", "Pressure", "SimulatedMemory", "Retries", "RunDirectory", "Cache", "ProgressBar", "Narrator"}
+READ_ANEW = {"Meter", "Pressure", "SimulatedMemory", "Retries", "RunDirectory", "PastOfRun", "ProgressBar", "Narrator"}
 """Classes whose state is readings of this process, or what the disk holds."""
 
 

@@ -25,9 +25,9 @@ def given(**options: Any) -> FitArguments:
 def test_the_limit_of_a_place_is_read_once_and_can_be_asked_for_again() -> None:
     with simulated_memory("1MiB") as device:
         place = setup.place_of("cpu", 0.5)
-        assert (place.device, place.total_bytes, place.limit_bytes) == (torch.device("cpu"), 2**20, 2**19)
+        assert (place.device, place.limit.bytes, place.limit.is_enforced) == (torch.device("cpu"), 2**19, False)
         device.limit = 2**18
-        assert (place.limit_now(), place.limit_bytes) == (2**18, 2**19)
+        assert (place.limit.now(), place.limit.bytes) == (2**18, 2**19)
 
 
 def test_an_iterator_is_no_data_for_two_epochs() -> None:
@@ -84,8 +84,8 @@ def test_there_is_nothing_to_validate_or_to_recall_where_it_was_not_asked_for() 
     checked = arguments.check()
     parameters = list(arguments.model.parameters())
     optimizer, _ = setup.build(arguments, checked, place, setup.open_data(arguments, place), parameters, 1)
-    engine = setup.engine_of(arguments, checked, place, arguments.model, optimizer, 6, nothing, noise_scale=False)
+    step = setup.step_of(arguments, checked, place, arguments.model, optimizer, 6, nothing, noise_scale=False)
     assert optimizer.state[parameters[0]], "it is allocated"
-    assert engine.tuner.searching
-    assert setup.cache_of(arguments, place, optimizer, engine.tuner) is None
-    assert setup.validator_of(arguments, lambda model, batch: batch, place, arguments.model, engine, nothing) is None
+    assert step.tuner.searching
+    assert setup.cache_of(arguments, place, optimizer, step.tuner) is None
+    assert setup.validator_of(arguments, lambda model, batch: batch, place, arguments.model, step, nothing) is None
