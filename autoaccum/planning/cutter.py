@@ -38,7 +38,8 @@ class Cutter:
         fewest = self.fewest if fewest is None else fewest
         most = -(-num_samples // fewest)
         if lengths is None or lengths[0] == lengths[-1]:
-            return cut(num_samples, min(most, max(1, weight // self.history.each(lengths))), self.smallest)
+            each = 1 if lengths is None else self.history.each(lengths)
+            return cut(num_samples, min(most, max(1, weight // each)), self.smallest)
         sizes = cut_by_weight([self.history.weight(length) for length in lengths], weight, self.smallest)
         return sizes if len(sizes) >= fewest else cut(num_samples, most, self.smallest)
 

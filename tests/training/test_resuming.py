@@ -570,11 +570,11 @@ NOT_KEPT = {
     "Tuner._passed_limit": "of readings of this process",
     "Validator._released_bytes": "a reading of this process",
     # Begins anew, which costs time and changes nothing that is computed.
-    "Fastest._timing": "a comparison of plans begins anew",
+    "Fastest.timing": "a comparison of plans begins anew",
     "Fastest._timed_window": "goes with it",
     "Fastest._broken_off": "goes with it",
     "Fastest._not_full": "goes with it",
-    "Fastest._checks": "goes with it",
+    "Fastest.checks": "goes with it",
     "Fastest._rises": "goes with it",
     # What only makes a run fast, or is read anew.
     "Transaction._seeds": "a cache of constants",
@@ -588,6 +588,7 @@ NOT_KEPT = {
     "Tally._num_samples": "of the window that runs",
     "Tally._counts": "of the window that runs",
     "Tally._guess": "of the window that runs",
+    "Tuner._last_cut": "a cache of the last cut",
     "Trials._done": "of the window that is validated",
     "Snapshot._copies": "taken before each window",
     "Snapshot._buffers": "taken before each window",
