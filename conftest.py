@@ -29,6 +29,7 @@ class WorkClock(ManualClock):
     """
 
     def sleep(self, seconds: float) -> None:
+        """Return after so many of the machine's seconds."""
         time.sleep(seconds)
 
 

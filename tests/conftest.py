@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -27,11 +26,10 @@ for logger in logging.root.manager.loggerDict.values():
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _quick_collections() -> Iterator[None]:
+def _quick_collections() -> None:
     """Recovery collects garbage: it need not look at torch's hundreds of thousands of objects, nor at pytest's."""
     gc.collect()
     gc.freeze()
-    yield
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

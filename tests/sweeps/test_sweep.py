@@ -37,14 +37,6 @@ forks = pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
 Recipe = Callable[..., dict[str, Any]]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _quick_collections() -> Iterator[None]:
-    """What other tests have left is not looked through after each trial."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 class Broad(nn.Module):
     """A few weights, and activations of 2 KiB a sample: in the first operation, and in the second."""
 
