@@ -41,7 +41,7 @@ def run(command: list[str]) -> tuple[subprocess.CompletedProcess[str], int]:
 
 def fit(limit_bytes: int, num_samples: int) -> tuple[subprocess.CompletedProcess[str], int]:
     return run(
-        ["-m", "autoaccum", "fit", str(EXAMPLE), "--effective-batch", "256", "--memory-limit", str(limit_bytes),
+        ["-m", "autoaccum", "fit", str(EXAMPLE), "--effective-batch", "128", "--memory-limit", str(limit_bytes),
          "--samples", str(num_samples), "--json"]
     )  # fmt: skip
 
@@ -63,13 +63,13 @@ except autoaccum.AutoaccumError as error:
     return int(outcome.stdout)
 
 
-@pytest.mark.parametrize(("extra_mib", "smallest", "largest"), [(42, 1, 7), (130, 12, 64), (500, 8, 256)])
+@pytest.mark.parametrize(("extra_mib", "smallest", "largest"), [(42, 1, 7), (130, 12, 64), (500, 8, 128)])
 def test_resident_set_stays_below_the_limit(needed_bytes: int, extra_mib: int, smallest: int, largest: int) -> None:
     limit_bytes = needed_bytes + extra_mib * MIB
-    outcome, peak_bytes = fit(limit_bytes, 600)
+    outcome, peak_bytes = fit(limit_bytes, 300)
     assert outcome.returncode == 0, outcome.stderr
     document: dict[str, Any] = json.loads(outcome.stdout)
-    assert [report["effective_batch"] for report in document["history"]] == [256, 256, 88]
+    assert [report["effective_batch"] for report in document["history"]] == [128, 128, 44]
     assert all(sum(report["micro_batches"]) == report["effective_batch"] for report in document["history"])
     settled = max(document["history"][1]["micro_batches"])
     assert smallest <= settled <= largest
