@@ -6,14 +6,10 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from autoaccum._units import parse_bytes
 from autoaccum.errors import ArgumentError, ArgumentTypeError
-
-MemoryLimit = int | float | str | Callable[[], int | float | str] | None
-"""Bytes, a text, a share of what there is, a function that returns one of these, or ``None`` for all there is."""
 
 
 def positive_int(argument: str, value: object, cure: str = "") -> int:
@@ -102,49 +98,6 @@ def of_validation(validation_data: object, validate_every: object, metrics: obje
     if metrics and validation_data is None:
         cure = "Pass what to compute them on, or leave metrics out."
         raise ArgumentError("metrics", ", ".join(metrics), "validation_data beside them", cure)
-
-
-def memory_limit_bytes(value: MemoryLimit, available_bytes: int) -> int:
-    """The limit in bytes: ``None`` for all that is available, bytes as int or text, a float for that share of it.
-
-    A share may arrive as a text from the command line: ``"0.5"`` is half, ``"1"`` is one byte. A function is called.
-    """
-    if value is None:
-        return available_bytes
-    if callable(value):
-        return _limit_bytes(value(), available_bytes, "", "The function passed as memory_limit returned it.")
-    return _limit_bytes(value, available_bytes, ", or a function that returns one of these", "")
-
-
-def _limit_bytes(value: object, available_bytes: int, or_else: str, cure: str) -> int:
-    accepted = f"bytes as an int, a text such as '8GiB', or a share of the memory such as 0.5{or_else}"
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise ArgumentTypeError("memory_limit", value, accepted, cure)
-    if isinstance(value, str) and value.strip().replace(".", "", 1).isdigit() and "." in value:
-        value = float(value)
-    if isinstance(value, float):
-        if not 0 < value <= 1:
-            raise ArgumentError(
-                "memory_limit", value, accepted, f"A float is a share above 0 and up to 1. {cure}".strip()
-            )
-        return int(value * available_bytes)
-    try:
-        limit = parse_bytes(value)
-    except ValueError:
-        raise ArgumentError("memory_limit", value, accepted, cure) from None
-    if limit < 1:
-        raise ArgumentError("memory_limit", value, accepted, cure)
-    return min(limit, available_bytes)
-
-
-def moving_limit(value: Any, available_bytes: Callable[[], int]) -> Callable[[], int]:
-    """() -> the limit in bytes as it is now; a share is one of what was available at first."""
-    if value is None:
-        return available_bytes
-    if callable(value):
-        return lambda: memory_limit_bytes(value(), available_bytes())
-    limit = memory_limit_bytes(value, available_bytes())
-    return lambda: min(limit, available_bytes())
 
 
 Cadence = tuple[Literal["steps", "seconds", "epoch"], float]

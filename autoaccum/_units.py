@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 
+# Bytes of each unit, by its name in lower case.
 _FACTORS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgtp", start=1):
     _FACTORS[_letter] = _FACTORS[f"{_letter}ib"] = 1024**_power  # "8G" means GiB, as in Docker and systemd
@@ -17,7 +18,7 @@ for _power, _letter in enumerate("kmgtp", start=1):
 
 
 def parse_bytes(text: int | str) -> int:
-    """Bytes from an int or a text such as ``"8GiB"``, ``"500 MB"`` or ``"2G"`` (K, M, G alone are powers of 1024).
+    """Read bytes from an int or a text such as ``"8GiB"``, ``"500 MB"`` or ``"2G"`` (K, M, G alone are powers of 1024).
 
     Raises:
         ValueError: the text is not a number with one of those units.
@@ -31,7 +32,7 @@ def parse_bytes(text: int | str) -> int:
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Bytes with a binary unit and three digits or so, for people."""
+    """Format bytes for people, with a binary unit and three digits or so."""
     value = float(num_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(value) < 1024:

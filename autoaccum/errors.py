@@ -59,13 +59,19 @@ class AutoaccumError(Exception):
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle what was made, not how: the constructors take facts, and an exception keeps its message."""
+        # Exception's own way is to call the class with ``args``, the message. Most constructors here would refuse that,
+        # and the error could not come back from a worker process.
         return _remake, (type(self), self.args, self.__dict__)
 
 
 def _remake(cls: type[AutoaccumError], args: tuple[object, ...], facts: dict[str, object]) -> AutoaccumError:
+    """Make an error again from its message and its facts, without its constructor."""
     error = cls.__new__(cls, *args)
     error.__dict__.update(facts)
     return error
+
+
+# Arguments. They are ValueErrors too, and of a wrong type TypeErrors, for code that catches those.
 
 
 class ArgumentError(AutoaccumError, ValueError):
@@ -135,6 +141,7 @@ class ScheduleError(ArgumentError):
 
     def __init__(self, text: str, position: int, expected: str, cure: str = "") -> None:
         self.position = position
+        # Each white space as one space, so that the mark below stands under its character.
         shown = "".join(" " if character.isspace() else character for character in text)
         super().__init__(
             "effective_batch",
@@ -142,6 +149,9 @@ class ScheduleError(ArgumentError):
             f"{expected} at character {position}",
             f"{cure or 'Here:'}\n  {shown}\n  {'^':>{position}}",
         )
+
+
+# Data.
 
 
 class DataError(AutoaccumError, ValueError):
@@ -161,11 +171,15 @@ class RaggedBatchError(DataError):
 
     def __init__(self, sizes: dict[str, int], argument: str = "data") -> None:
         self.sizes = sizes
+        # The name of a batch that is one tensor is empty.
         listed = ", ".join(f"{name or 'batch'}: {size}" for name, size in sizes.items())
         super().__init__(
             f"{argument}: the tensors of one batch disagree on dim 0, the samples ({listed}). Give every tensor one "
             f"row a sample, or keep what is shared by all samples out of the batch (in the model, or in a closure)."
         )
+
+
+# The loss.
 
 
 class LossError(AutoaccumError, ValueError):
@@ -213,6 +227,9 @@ class NonFiniteLossError(LossError):
         )
 
 
+# Memory. What a smaller plan can get round raises nothing; these are what is left.
+
+
 class MemoryLimitError(AutoaccumError):
     """Memory that no plan can get round, with the numbers: samples tried, bytes reached, bytes allowed."""
 
@@ -227,16 +244,16 @@ class MemoryLimitError(AutoaccumError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Advice:
-    """Something that makes the smallest micro-batch need less memory, by estimate."""
+    """One thing that makes the smallest micro-batch need less memory, by estimate."""
 
     name: str
-    """activation checkpointing, save_on_cpu, bf16, SGD, Adafactor, all together"""
+    """``activation checkpointing``, ``save_on_cpu``, ``bf16``, ``SGD``, ``Adafactor`` or ``all together``."""
     saves_bytes: int
-    """How much less."""
+    """Bytes that it saves of the peak."""
     needed_bytes: int | None
-    """The peak with it; None when the micro-batch could not be measured."""
+    """Peak with it, in bytes; None when the micro-batch could not be measured."""
     fits: bool
-    """Whether that is within the limit; False when it is not known."""
+    """True if that is within the limit; False when it is not known."""
     how: str
     """What to write, and where."""
 
@@ -262,6 +279,7 @@ class NothingFitsError(MemoryLimitError):
     ) -> None:
         self.phase = phase
         self.advice = advice
+        # Either is left out where it is not known.
         reached = "" if peak_bytes is None else f", {format_bytes(peak_bytes)} in use"
         allowed = "" if limit_bytes is None else f" (limit {format_bytes(limit_bytes)})"
         cure = "Raise memory_limit or free the device for this process, make the samples smaller, "
@@ -280,7 +298,7 @@ class NothingFitsError(MemoryLimitError):
         )
 
     def advised(self, advice: tuple[Advice, ...]) -> NothingFitsError:
-        """The same, with advice."""
+        """Return the same error with advice, which is made only once it is known that the run ends."""
         return NothingFitsError(
             phase=self.phase,
             micro_batch=self.micro_batch or 1,
@@ -320,6 +338,9 @@ class OptimizerOutOfMemoryError(MemoryLimitError):
         )
 
 
+# Checkpoints and runs on the disk.
+
+
 class CheckpointError(AutoaccumError):
     """A checkpoint that cannot be written or read; ``path`` is its file or directory, empty where there is none yet."""
 
@@ -345,7 +366,7 @@ class CheckpointWriteError(CheckpointError):
 
     def __init__(self, path: object, needed_bytes: int, reason: str) -> None:
         self.needed_bytes = needed_bytes
-        if needed_bytes:
+        if needed_bytes:  # else not even a directory could be made, and room is not what is missing
             needed = f"; {format_bytes(needed_bytes)} were to be written"
             cure = (
                 "Free that much (one more than is kept is on the disk for a moment), or choose a directory elsewhere."
@@ -388,6 +409,7 @@ class ResumeError(CheckpointError):
 
     def __init__(self, path: object, differences: Sequence[str]) -> None:
         self.differences = tuple(differences)
+        # Another model differs in every layer: the first twenty say so.
         listed = "\n".join(f"  {difference}" for difference in differences[:20])
         more = f"\n  and {len(differences) - 20} more" if len(differences) > 20 else ""
         super().__init__(
@@ -395,6 +417,9 @@ class ResumeError(CheckpointError):
             f"Start it as it was, choose another run_dir, or pass resume=False to begin anew.",
             path=path,
         )
+
+
+# Sweeps, optional parts and recipes.
 
 
 class StorageError(AutoaccumError):
@@ -427,6 +452,9 @@ class RecipeNotFoundError(RecipeError):
 
 class RecipeResultError(RecipeError):
     """A recipe's function returned something else than a dict of fit's arguments."""
+
+
+# No errors. StopTraining is no AutoaccumError, so that code that catches those does not keep a run going by accident.
 
 
 class StopTraining(Exception):

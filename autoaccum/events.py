@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+# Records of runs are written field by field (runs/records.py) and read by later versions: a field that is added needs a
+# default, and its type is one that records can hold.
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepReport:

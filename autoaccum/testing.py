@@ -37,7 +37,7 @@ from contextlib import contextmanager
 
 from autoaccum._units import parse_bytes
 from autoaccum.errors import ArgumentError, ArgumentTypeError
-from autoaccum.memory.clock import ManualClock, given
+from autoaccum.memory.clock import ManualClock, using
 from autoaccum.memory.simulated import MemorySimulation, OutOfMemoryAt
 
 __all__ = ["manual_clock", "oom_at", "simulated_memory"]
@@ -109,5 +109,5 @@ def manual_clock(seconds: float = 0.0) -> Iterator[ManualClock]:
     1.5
     """
     clock = ManualClock(seconds)
-    with given(clock):
+    with using(clock):
         yield clock

@@ -172,7 +172,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print what came out, and write no table")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore", autoaccum.errors.AutoaccumWarning)
+    warnings.simplefilter("ignore", autoaccum.AutoaccumWarning)
     outcome, generator = Outcome(), random.Random(options.seed)
     with tempfile.TemporaryDirectory() as name:
         (Path(name) / "whole").mkdir()

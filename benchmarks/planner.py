@@ -23,6 +23,7 @@ from results import write_table
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from autoaccum.planning.attempts import Reading
 from autoaccum.planning.tuner import Tuner
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
@@ -95,16 +96,14 @@ def choose(curve: Curve, largest: int, num_samples: int, seed: int) -> tuple[tup
     tuner = Tuner(ceiling=num_samples, limit_bytes=limit, headroom=0, search=True)
     for window in range(1, 100):
         sizes, total = [], 0.0
-        is_timing = tuner.is_timing
-        for size, is_trial in tuner.sizes(num_samples):
-            seconds = draw.choice(curve[size])
-            if is_trial:
-                tuner.observe(size, FIXED + PER_SAMPLE * size, seconds)
+        attempt = tuner.window(num_samples)
+        for piece in attempt:
+            seconds = draw.choice(curve[piece.size])
+            if piece.is_trial:
+                attempt.fitted(Reading(piece, FIXED + PER_SAMPLE * piece.size, seconds))
             total += seconds
-            sizes.append(size)
-        if is_timing:
-            tuner.timed(total, num_samples)
-        tuner.committed(sizes)
+            sizes.append(piece.size)
+        attempt.committed(tuple(sizes), total if attempt.is_timed else None)
         if tuner.settle(num_samples):
             return tuner.plan(num_samples), window
     raise RuntimeError("it did not settle")

@@ -16,4 +16,8 @@ iterable of batches            the batches, cut and joined
 Where a user's collate_fn makes larger batches of longer samples, a window is read whole, also by workers, and serves
 its samples longest first: a micro-batch is then one of neighbours, which need little padding. What it serves is still
 a function of (seed, epoch) alone.
+
+sources opens what the user passes, and base says what each kind of source promises. tensors, datasets and streams are
+the kinds; pieces and grouped keep a window until it commits; batches cuts and joins; lengths, packing and randomness
+are what these need.
 """

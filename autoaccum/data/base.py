@@ -1,4 +1,4 @@
-"""What training asks of data: windows, each readable again until the next is asked for; and the order of samples."""
+"""States what training asks of data: windows, each readable again until the next is asked for, in a given order."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Any, Protocol
 
 import torch
 
-from autoaccum.data.randomness import mix, preserved, seed_host
+from autoaccum.data.randomness import mix, preserved_randomness, seed_host
 
 Collate = Callable[[list[Any]], Any]
+"""(samples) -> a batch of them"""
 PlanAt = Callable[[int], Iterable[int]]
 """(position) -> micro-batch sizes to prefetch for the window that begins there; asked for one after the other"""
 Item = tuple[int, int, Any]
@@ -23,26 +24,27 @@ class Window(Protocol):
 
     @property
     def num_samples(self) -> int:
-        """Samples; for a stream of unknown length the most there can be."""
+        """Return how many samples it has."""
 
     @property
     def lengths(self) -> Sequence[int] | None:
-        """How long each sample is, longest first, in the order that ``micro_batch`` serves them.
+        """Return how long each sample is, longest first, in the order that ``micro_batch`` serves them.
 
-        None when samples are alike in length, their length cannot be told, or grouping them by it is of no use.
+        It is None when samples are alike in length, when their length cannot be told, and when grouping them by it is
+        of no use.
         """
 
     def micro_batch(self, start: int, size: int) -> Any:
-        """The ``size`` samples from position ``start`` of the window, on the device, the caller's to edit."""
+        """Return the ``size`` samples from position ``start`` of the window, on the device, the caller's to edit."""
 
 
 class Reader(Protocol):
     """One pass over the data."""
 
     def window(self, num_samples: int, whole: bool = False) -> Window | None:
-        """The next window, of up to ``num_samples``; None after the last. The window before it is given up.
+        """Return the next window, of up to ``num_samples``, and give up the one before it; None after the last.
 
-        With ``whole``, None too when fewer samples are left.
+        With ``whole`` it is None as well when fewer samples are left.
         """
 
 
@@ -53,16 +55,20 @@ class Source(Protocol):
     """Samples in one pass; None when only reading tells."""
 
     def description(self) -> dict[str, Any]:
-        """What tells it from other data, as JSON; nothing is read that only training reads."""
+        """Return what tells it from other data, as JSON; read nothing that only training reads."""
 
     def read(self, epoch: int, plan_at: PlanAt, passed: Sequence[int] = ()) -> Reader:
-        """One pass over the data, in the order of that epoch, from behind the windows that were ``passed`` already.
+        """Begin a pass over the data, in the order of that epoch.
 
-        These are sizes: the samples that follow are those that would follow if they had been read.
+        Args:
+            epoch: which one, from 0 on.
+            plan_at: says the micro-batches to come, so that workers can read ahead.
+            passed: sizes of windows that an earlier process took already. The samples that follow are those that would
+                follow if these had been read.
         """
 
     def example(self, num_samples: int) -> Any:
-        """A batch of that many samples (repeated where there are not enough) that leaves the data as it was.
+        """Return a batch of that many samples (repeated where there are not enough); leave the data as it was.
 
         Where a collate_fn takes samples of different lengths, the longest of the first few is repeated.
         """
@@ -74,34 +80,53 @@ class Order:
     def __init__(
         self, num_samples: int, *, seed: int, shuffle: bool = False, sampler: Any = None, in_batches: bool = False
     ) -> None:
-        """``sampler`` yields indices, or ``in_batches`` lists of them, and takes precedence over ``shuffle``."""
+        """Set up an order of ``num_samples``.
+
+        Args:
+            num_samples: samples of the dataset.
+            seed: of the shuffling.
+            shuffle: whether each epoch has an order of its own; else it is that of the dataset.
+            sampler: yields the indices of an epoch, or lists of them; it takes precedence over ``shuffle``.
+            in_batches: whether the sampler yields lists.
+        """
         self._seed = seed
         self._shuffle = shuffle
         self._sampler = sampler
         self._in_batches = in_batches
         self.num_samples = num_samples
         if sampler is not None:
+            # The length of a sampler of batches is a count of batches: its samples are counted by drawing an epoch.
             self.num_samples = len(self(0)) if in_batches else len(sampler)
 
     def __call__(self, epoch: int) -> torch.Tensor | list[Any]:
-        """Indices into the dataset, in the order of that epoch."""
-        seed = mix(self._seed, epoch) >> 1
+        """Return indices into the dataset, in the order of that epoch."""
+        seed = mix(self._seed, epoch) >> 1  # 63 bits: torch takes a seed with a sign
         if self._sampler is not None:
             drawn = _draw(self._sampler, epoch, seed)
-            return [index for indices in drawn for index in indices] if self._in_batches else drawn
+            if not self._in_batches:
+                return drawn
+            # The user's batches say which samples come, in which order, and not how windows are cut.
+            return [index for indices in drawn for index in indices]
         if self._shuffle:
             return torch.randperm(self.num_samples, generator=torch.Generator().manual_seed(seed))
         return torch.arange(self.num_samples)
 
 
 def _draw(sampler: Any, epoch: int, seed: int) -> list[Any]:
-    """All that a sampler yields in an epoch, with its generators and the global ones seeded, and put back."""
+    """List all that a sampler yields in an epoch.
+
+    Its generators and the global ones are seeded for it, and put back.
+    """
     if hasattr(sampler, "set_epoch"):
         sampler.set_epoch(epoch)
-    inner = getattr(sampler, "sampler", None)
-    generators = [g for s in (sampler, inner) if isinstance(g := getattr(s, "generator", None), torch.Generator)]
+    generators = []
+    for part in (sampler, getattr(sampler, "sampler", None)):  # a sampler of batches often wraps one of indices
+        generator = getattr(part, "generator", None)
+        if isinstance(generator, torch.Generator):
+            generators.append(generator)
     states = [generator.get_state() for generator in generators]
-    with preserved():
+    # A sampler with a generator draws from it, and any other from the global ones, of torch, NumPy or Python.
+    with preserved_randomness():
         seed_host(seed)
         for generator in generators:
             generator.manual_seed(seed)

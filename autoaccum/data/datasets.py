@@ -1,4 +1,4 @@
-"""Map-style datasets as data, read in this process or by workers that collate micro-batches ahead of time."""
+"""Serves map-style datasets as data, read in this process or by workers that collate micro-batches ahead of time."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate,
 from autoaccum.data import batches
 from autoaccum.data.base import Collate, Item, NextPiece, Order, PlanAt, Reader
 from autoaccum.data.grouped import GroupedSamples
-from autoaccum.data.lengths import PEEK, Padding, again, in_turn, lengths_of, longest
+from autoaccum.data.lengths import PEEK, Padding, lengths_of, repeat_in_turn, repeat_longest, try_twice
 from autoaccum.data.packing import pack, unpack
-from autoaccum.data.pieces import BATCHES, Pieces, SampleReader, items_form, quietly
-from autoaccum.data.randomness import mix, preserved
+from autoaccum.data.pieces import BATCHES, Pieces, SampleReader, items_form, with_preserved_randomness
+from autoaccum.data.randomness import mix, preserved_randomness
 from autoaccum.data.tensors import TensorSource
 from autoaccum.memory.oom import is_out_of_memory
 from autoaccum.planning.cuts import near_equal
@@ -29,30 +29,38 @@ Key = tuple[int, int, Any]
 """(epoch, position in the epoch, index into the dataset)"""
 
 
-def _survive(number: int, frame: Any) -> None:
-    """Once: a second time it is meant for this process alone, by a DataLoader that gives its workers up."""
+def _ignore_once(number: int, frame: Any) -> None:
+    """Ignore a signal this time, and let the next one end the process.
+
+    A second one is meant for this process alone, by a DataLoader that gives its workers up.
+    """
     signal.signal(number, signal.SIG_DFL)
 
 
 class _StartWorker:
-    """Starts a worker that leaves Ctrl-C, and what clusters send to all processes, to the main process.
+    """A worker_init_fn by which workers leave Ctrl-C, and what clusters send to all processes, to the main process.
 
-    That one ends the run after the window, for which it still needs its workers.
+    That one ends the run after the window, for which it still needs its workers. It is a class and no closure, for a
+    worker that is spawned gets it pickled.
     """
 
-    def __init__(self, then: Callable[[int], None] | None) -> None:
-        self._then = then
+    def __init__(self, worker_init_fn: Callable[[int], None] | None) -> None:
+        """Remember the user's own ``worker_init_fn``, which is called last."""
+        self._worker_init_fn = worker_init_fn
 
     def __call__(self, worker: int) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, _survive)
+        signal.signal(signal.SIGTERM, _ignore_once)
+        # Clusters announce with it that a job is about to be killed; Windows has none.
         if hasattr(signal, "SIGUSR1"):
             signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         info = get_worker_info()
-        if info is not None:  # a user's worker_init_fn expects to find the user's dataset there
+        if info is not None:
+            # A user's worker_init_fn expects to find the user's dataset there, and not our reader of it. The object
+            # refuses assignments.
             object.__setattr__(info, "dataset", info.dataset.dataset)  # type: ignore[attr-defined]
-        if self._then is not None:
-            self._then(worker)
+        if self._worker_init_fn is not None:
+            self._worker_init_fn(worker)
 
 
 class DatasetSource:
@@ -70,6 +78,18 @@ class DatasetSource:
         loader_options: dict[str, Any] | None = None,
         budget_bytes: int | None = None,
     ) -> None:
+        """Set up.
+
+        Args:
+            dataset: anything with ``len`` and indices.
+            order: of its samples.
+            collate: makes a batch of a list of samples.
+            seed: of what samples draw while they are read and collated.
+            device: where micro-batches go.
+            num_workers: processes that read ahead; 0: this process reads.
+            loader_options: further arguments of the DataLoader that starts the workers.
+            budget_bytes: most to keep of what was read; past it samples are read again. None: keep all.
+        """
         self._reader = SampleReader(dataset, collate, seed)
         self._size = len(dataset)
         self._order = order
@@ -80,15 +100,17 @@ class DatasetSource:
         self._loader_options = dict(loader_options or {})
         self._budget_bytes = budget_bytes
         self._padding: Padding | None = None  # None too where samples are not grouped
-        self._peeked = collate is default_collate  # which needs samples of one shape
+        self._padding_is_known = collate is default_collate  # which needs samples of one shape: nothing to group
         self.num_samples: int | None = order.num_samples
 
     def description(self) -> dict[str, Any]:
-        """Its class and its length; of tensors what tells them apart without workers too, of a split its indices."""
+        """Return its class and its length, of a split its indices, and of tensors what a ``TensorSource`` says."""
+        # With or without workers tensors are the same data: a run may be resumed with another number of them.
         if type(self._reader.dataset) is TensorDataset:
             tensors = tuple(self._reader.dataset.tensors)
             return TensorSource(tensors, order=self._order, device=self._device).description()
         found = {"samples": self.num_samples, "dataset": type(self._reader.dataset).__name__}
+        # Two splits of a dataset may be of one length: their indices tell them apart.
         if type(self._reader.dataset) is Subset:
             with suppress(ValueError, TypeError, OverflowError):  # keys of a mapping, say
                 indices = np.asarray(self._reader.dataset.indices, np.int64)
@@ -96,49 +118,63 @@ class DatasetSource:
         return found
 
     def read(self, epoch: int, plan_at: PlanAt, passed: Sequence[int] = ()) -> Reader:
-        """One pass over the samples; those that were passed are not read."""
+        """Begin a pass over the samples; those that were passed are not read."""
         indices = self._order(epoch)
         start = sum(passed)
 
         def keys(positions: Sequence[int]) -> list[Key]:
-            there = [position for position in positions if position < len(indices)]
+            """List what a reader is asked for by those positions; fewer where the pass ends before."""
+            available = [position for position in positions if position < len(indices)]
             if isinstance(indices, torch.Tensor):  # datasets take ints
-                chosen = indices[there].tolist()
+                chosen = indices[available].tolist()
             else:
-                chosen = [indices[position] for position in there]
-            return [(epoch, position, index) for position, index in zip(there, chosen, strict=True)]
+                chosen = [indices[position] for position in available]
+            return [(epoch, position, index) for position, index in zip(available, chosen, strict=True)]
 
         def items_at(positions: Sequence[int]) -> list[Item]:
-            with preserved():
+            """Read those positions in this process."""
+            # Each sample is read under a seed of its own, which is set on the generators that training draws from.
+            with preserved_randomness():
                 return self._reader.__getitems__(keys(positions))
 
         position = start
 
         def next_items(wished: int) -> tuple[int, list[Item]]:
+            """Read the next items in this process, as a ``NextPiece``."""
             nonlocal position
             if not (items := items_at(range(position, position + wished))):
                 raise StopIteration
-            position += len(items)
+            position += len(items)  # only now: when reading fails, the same items can be asked for again
             return len(items), items
 
-        collate = quietly(self._reader)
+        collate = with_preserved_randomness(self._reader)
         shared: dict[str, Any] = {
             "device": self._device,
             "num_samples": len(indices),
             "budget_bytes": self._budget_bytes,
             "start": start,
         }
-        if padding := self._grouping():
-            chunks_at = partial(_chunks, plan_at, self._num_workers)
-            read_on = self._load(epoch, start, keys, chunks_at, items_at, None) if self._num_workers else next_items
+        if padding := self._padding_to_group_by():
+            # Which samples make a micro-batch is known only when the window has been read: workers do not collate.
+            read_on: NextPiece = next_items
+            if self._num_workers:
+                chunks_at = partial(_chunks, plan_at, self._num_workers)
+                read_on = self._read_by_workers(epoch, start, keys, chunks_at, items_at, None)
             return GroupedSamples(read_on, collate=collate, padding=padding, reread=items_at, **shared)
-        shared["reread"] = lambda start, stop: collate(items_at(range(start, stop)))
+
+        def reread(positions: Sequence[int]) -> Any:
+            """Read and collate those positions in this process."""
+            return collate(items_at(positions))
+
+        shared["reread"] = lambda start, stop: reread(range(start, stop))
         if self._num_workers:
-            next_batch = self._load(epoch, start, keys, plan_at, lambda at: collate(items_at(at)), self._reader)
+            # Workers collate. What default_collate makes can be cut to other sizes; padding depends on the size, so
+            # that of a user's collate_fn is made anew where the plan has changed.
+            next_batch = self._read_by_workers(epoch, start, keys, plan_at, reread, self._reader)
             return Pieces(next_batch, form=BATCHES, cuttable=self._collate is default_collate, **shared)
         return Pieces(next_items, form=items_form(collate), **shared)
 
-    def _load(
+    def _read_by_workers(
         self,
         epoch: int,
         start: int,
@@ -147,13 +183,24 @@ class DatasetSource:
         reread: Callable[[Sequence[int]], Any],
         collate: Callable[[list[Item]], Any] | None,
     ) -> NextPiece:
-        """What worker processes read ahead of time, cut as the plan stood when it was ordered.
+        """Let worker processes read ahead, cut as the plan stands when they are told.
 
-        They collate it to micro-batches; without ``collate`` it comes as items.
+        Args:
+            epoch: seeds the DataLoader.
+            start: position in the pass to begin at.
+            keys: (positions) -> what the reader is asked for.
+            plan_at: says the sizes to read.
+            reread: (positions) -> the same, read in this process.
+            collate: by which workers make micro-batches; without it items come.
+
+        Returns:
+            What yields one piece after the other, each of the size that it was ordered in.
         """
-        ordered: deque[range] = deque()  # the positions of those under way
+        ordered: deque[range] = deque()  # the positions of those under way, first come first
 
         def cuts() -> Iterator[list[Key]]:
+            # The DataLoader takes cuts as far ahead as it prefetches, and no further: so the plan is asked for as late
+            # as can be.
             position = start
             while True:
                 for size in plan_at(position):
@@ -164,7 +211,7 @@ class DatasetSource:
                     yield wanted
 
         iterator = iter(self._loader(cuts(), collate or pack, self._num_workers, epoch))
-        lost = False
+        lost = False  # whether the next piece, ordered[0], has been asked for and will not come
 
         def next_piece(wished: int) -> tuple[int, Any]:
             nonlocal lost
@@ -179,7 +226,8 @@ class DatasetSource:
                     lost = True
                 else:
                     return len(ordered.popleft()), piece
-            # Memory ran out in a worker, or for what it sent, which will not come again: it is read here.
+            # Memory ran out in a worker, or for what it sent, which will not come again: it is read here. Should memory
+            # run out here too, it stays lost, and is read when it is asked for again.
             piece = reread(ordered[0])
             lost = False
             return len(ordered.popleft()), piece
@@ -189,7 +237,9 @@ class DatasetSource:
     def _loader(
         self, cuts: Iterable[list[Key]], collate: Callable[[list[Item]], Any], num_workers: int, epoch: int
     ) -> DataLoader[Any]:
+        """Make a DataLoader whose workers read the keys of each cut, and collate them."""
         options = self._loader_options
+        # With a generator of its own, for it draws the seed of its workers from the global one else, once an epoch.
         return DataLoader(
             self._reader,  # type: ignore[arg-type]
             batch_sampler=cuts,
@@ -200,47 +250,50 @@ class DatasetSource:
             **{**options, "worker_init_fn": _StartWorker(options.get("worker_init_fn"))},
         )
 
-    def _grouping(self) -> Padding | None:
-        """What to group samples by length by; None where that gains nothing, as a few of the dataset tell.
+    def _padding_to_group_by(self) -> Padding | None:
+        """Return by what samples are grouped by length; None where that gains nothing, as a few of the dataset tell.
 
         They are the same few in every epoch, so that what is found does not depend on where a run begins.
         """
-        if not self._peeked:
-            self._peeked = True
+        if not self._padding_is_known:
+            self._padding_is_known = True
             try:
-                gains = again(self._peek)
+                gains = try_twice(self._gains_by_grouping)
             except Exception:  # it will come up again in training, if it does not lie in how a few are read here
                 gains = False
-            self._padding = Padding(quietly(self._reader), follows=True) if gains else None
+            self._padding = Padding(with_preserved_randomness(self._reader), grows=True) if gains else None
         return self._padding
 
-    def _peek(self) -> bool:
+    def _gains_by_grouping(self) -> bool:
+        """Read a few samples, evenly spread over the dataset; return whether longer ones make larger batches."""
         count = min(self._size, PEEK)
         spread = [(0, i, i * self._size // count) for i in range(count)]
         if self._num_workers:  # a dataset may open, at its first read, files that cannot be shared with workers
-            (gains,) = self._loader([spread], partial(_gains, self._reader), 1, epoch=0)
+            (gains,) = self._loader([spread], partial(_longer_make_larger, self._reader), 1, epoch=0)
             return bool(gains)
-        with preserved():
-            return _gains(self._reader, self._reader.__getitems__(spread))
+        with preserved_randomness():
+            return _longer_make_larger(self._reader, self._reader.__getitems__(spread))
 
     def example(self, num_samples: int) -> Any:
-        """The first few samples, repeated and collated: with a collate_fn, the longest of them where they differ."""
+        """Return the first few samples, repeated and collated: with a collate_fn, the longest where they differ."""
         may_differ = self._collate is not default_collate
-        with preserved():
+        with preserved_randomness():
             count = min(self._size, PEEK if may_differ else min(num_samples, PEEK))
             items = self._reader.__getitems__([(0, i, i) for i in range(count)])
-            batch = self._reader(longest(items, num_samples) if may_differ else in_turn(items, num_samples))
+            repeat = repeat_longest if may_differ else repeat_in_turn
+            batch = self._reader(repeat(items, num_samples))
         return batches.to_device(batch, self._device, copy=True)
 
 
-def _gains(collate: Callable[[list[Item]], Any], items: list[Item]) -> bool:
-    """Whether there are longer samples among them, and they make larger batches."""
+def _longer_make_larger(collate: Callable[[list[Item]], Any], items: list[Item]) -> bool:
+    """Return whether some items are longer than others, and make larger batches."""
     lengths = lengths_of(items)
     low, high = min(lengths), max(lengths)
-    return low < high and Padding(collate).follows(items[lengths.index(low)], items[lengths.index(high)])
+    return low < high and Padding(collate).grows(items[lengths.index(low)], items[lengths.index(high)])
 
 
 def _chunks(plan_at: PlanAt, num_workers: int, position: int) -> Iterable[int]:
-    """Samples to read at a time for the window that begins there: a share for each worker, and not too many."""
+    """Cut the window that begins at a position into what workers read at a time: a share for each, and not too much."""
     window = sum(plan_at(position))
-    return near_equal(window, max(1, min(window, max(num_workers, -(-window // PEEK)))))
+    num_chunks = max(num_workers, -(-window // PEEK))
+    return near_equal(window, max(1, min(window, num_chunks)))

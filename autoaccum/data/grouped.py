@@ -1,4 +1,4 @@
-"""Samples of different lengths as data: a window serves them longest first, so that neighbours need little padding."""
+"""Serves samples of different lengths longest first within each window, so that neighbours need little padding."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from autoaccum.data import batches
 from autoaccum.data.base import Item, NextPiece, Window
-from autoaccum.data.lengths import PEEK, Padding, again, lengths_of
+from autoaccum.data.lengths import PEEK, Padding, lengths_of, try_twice
 
 
 class GroupedSamples:
@@ -56,18 +56,19 @@ class GroupedSamples:
         self._kept: list[Item | None] = []
 
     def window(self, num_samples: int, whole: bool = False) -> Window | None:
-        """See ``Reader``."""
+        """Return the next window: see ``Reader``."""
         self._kept.clear()  # the window before may still be in somebody's hand
         if self._num_samples is not None:
-            there = min(num_samples, self._num_samples - self._position)
-            if there < (num_samples if whole else 1):
+            # Where it is known that too few are left, they are not read for nothing.
+            available = min(num_samples, self._num_samples - self._position)
+            if available < (num_samples if whole else 1):
                 return None
         kept, lengths = self._read(num_samples)
         if len(kept) < (num_samples if whole else 1):
             return None
         positions = range(self._position, self._position + len(kept))
         self._position += len(kept)
-        by_length = sorted(range(len(kept)), key=lengths.__getitem__, reverse=True)  # ties stay in order
+        by_length = sorted(range(len(kept)), key=lengths.__getitem__, reverse=True)  # of equal ones the earlier first
         window = _GroupedWindow(
             items=[kept[index] for index in by_length],
             positions=[positions[index] for index in by_length],
@@ -76,24 +77,25 @@ class GroupedSamples:
             device=self._device,
         )
         lengths.sort(reverse=True)
-        if lengths[0] == lengths[-1] or self._padding.follows(window.item(len(kept) - 1), window.item(0)):
-            # Also where all of this window are alike: those of the next one need not be as long.
-            window.lengths = self._padding.capped(lengths, window.item)
-        else:
+        # A window of one length tells nothing of the collate_fn. Its lengths are given all the same: those of the next
+        # one need not be as long.
+        if lengths[0] == lengths[-1] or self._padding.grows(window.item(len(kept) - 1), window.item(0)):
+            window.lengths = self._padding.truncated(lengths, window.item)
+        else:  # grouping gains nothing: in the order of the epoch
             window.items, window.positions = kept, list(positions)
         self._kept = window.items
         return window
 
     def _read(self, num_samples: int) -> tuple[list[Item | None], list[int]]:
-        """The next items, None in place of those past the budget, and their lengths."""
+        """Read the next items, and return them with their lengths; None stands in place of those past the budget."""
         kept: list[Item | None] = []
         lengths: list[int] = []
         kept_bytes = 0
         while (missing := num_samples - len(kept)) > 0:
             if not self._ahead:
                 try:
-                    _, self._ahead = again(partial(self._next_items, min(missing, PEEK)))
-                except StopIteration:
+                    _, self._ahead = try_twice(partial(self._next_items, min(missing, PEEK)))
+                except StopIteration:  # what came counts as a window, a short one
                     break
             items, self._ahead = self._ahead[:missing], self._ahead[missing:]
             lengths += lengths_of(items)
@@ -106,8 +108,10 @@ class GroupedSamples:
 
 @dataclass(slots=True)
 class _GroupedWindow:
-    items: list[Item | None]
-    positions: list[int]
+    """A window that was read whole, served longest first."""
+
+    items: list[Item | None]  # None in place of what is read again
+    positions: list[int]  # of the items in the pass
     collate: Callable[[list[Item]], Any]
     reread: Callable[[Sequence[int]], list[Item]] | None
     device: torch.device
@@ -118,12 +122,13 @@ class _GroupedWindow:
         return len(self.positions)
 
     def item(self, index: int) -> Item:
-        return again(partial(self._held, index, index + 1))[0]
+        return try_twice(partial(self._items, index, index + 1))[0]
 
     def micro_batch(self, start: int, size: int) -> Any:
-        return batches.to_device(self.collate(self._held(start, start + size)), self.device, copy=True)
+        return batches.to_device(self.collate(self._items(start, start + size)), self.device, copy=True)
 
-    def _held(self, start: int, stop: int) -> list[Item]:
+    def _items(self, start: int, stop: int) -> list[Item]:
+        """Return items of the window; those that were dropped are read again."""
         held = self.items[start:stop]
         dropped = [position for item, position in zip(held, self.positions[start:stop], strict=True) if item is None]
         if not dropped:

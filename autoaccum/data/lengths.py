@@ -1,4 +1,4 @@
-"""How long samples are, and whether a collate_fn's batches are the longer for it."""
+"""Tells how long samples are, and whether a collate_fn makes larger batches of longer ones."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from autoaccum.data.base import Item
 from autoaccum.memory.oom import is_out_of_memory
 
 PEEK = 32
-"""Samples that stand for all of them."""
+"""Look at so many samples where a few have to stand for all, and read no more than these at a time."""
 
 T = TypeVar("T")
 
 
 def length_of(sample: Any) -> int:
-    """The size of a sample's largest part: elements, characters or numbers; 0 when there is nothing to count.
+    """Return the size of a sample's largest part: elements, characters or numbers; 0 when there is nothing to count.
 
     >>> length_of({"ids": [5, 2, 9], "label": 1})
     3
@@ -40,6 +40,7 @@ def length_of(sample: Any) -> int:
     if isinstance(sample, Mapping):
         parts = sample.values()
     elif isinstance(sample, list | tuple):
+        # By the types in it, of which there are few, and not by its entries: token ids come in lists of thousands.
         if all(issubclass(kind, int | float | complex | np.generic) for kind in set(map(type, sample))):
             return len(sample)
         parts = sample
@@ -49,47 +50,49 @@ def length_of(sample: Any) -> int:
 
 
 def lengths_of(items: Sequence[Item]) -> list[int]:
-    """Each item's."""
+    """Return the length of each item's sample."""
     return [length_of(sample) for _, _, sample in items]
 
 
-def in_turn(items: Sequence[Item], num_samples: int) -> list[Item]:
-    """So many items: each in turn."""
+def repeat_in_turn(items: Sequence[Item], num_samples: int) -> list[Item]:
+    """Return ``num_samples`` items: each in turn, and the first again after the last."""
     return [items[i % len(items)] for i in range(num_samples)]
 
 
-def longest(items: Sequence[Item], num_samples: int) -> list[Item]:
-    """So many items: the longest again and again, for no batch needs more memory; in turn where they are alike.
-
-    They are copies, for a collate_fn may take parts out of its samples.
-    """
+def repeat_longest(items: Sequence[Item], num_samples: int) -> list[Item]:
+    """Return ``num_samples`` times the longest item, for no batch needs more memory; items in turn if all are alike."""
     lengths = lengths_of(items)
     if min(lengths) == max(lengths):
-        return in_turn(items, num_samples)
+        return repeat_in_turn(items, num_samples)
     epoch, position, sample = items[lengths.index(max(lengths))]
+    # Copies, for a collate_fn may take parts out of its samples.
     return [(epoch, position, copy(sample)) for _ in range(num_samples)]
 
 
-def again(function: Callable[[], T]) -> T:
-    """What it returns, tried twice if memory runs out: what is done ahead of a window is not replayed with it."""
+def try_twice(function: Callable[[], T]) -> T:
+    """Return what a function returns; call it a second time if memory runs out at the first.
+
+    A window is replayed when memory runs out. What is done ahead of it, such as reading it, is not: hence this.
+    """
     try:
         return function()
     except Exception as error:
         if not is_out_of_memory(error):
             raise
+    # Out here the error is gone, and with it the frames that held what the first try had made.
     gc.collect()
     return function()
 
 
 class BatchLengths:
-    """Tells how long the samples of batches are that come padded: of interest once one is longer than another."""
+    """The lengths of samples in batches that come padded: of interest once one is longer than another."""
 
     def __init__(self) -> None:
-        self._first: int | None = None
-        self._vary = False
+        self._first: int | None = None  # the length in the first batch
+        self._vary = False  # whether another batch had another one
 
     def __call__(self, batch: Any) -> int | None:
-        """The size of a sample's largest part; None while that was the same in all batches."""
+        """Return the size of a sample's largest part; None while that was the same in all batches."""
         leaves = batches.flatten(batch)[0]
         rows = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim]
         length = max((leaf.numel() // max(1, leaf.shape[0]) for leaf in rows), default=1)
@@ -106,23 +109,35 @@ class Padding:
     a batch of one size of all samples from some length on: they are counted as being of that length.
     """
 
-    def __init__(self, collate: Callable[[list[Item]], Any], follows: bool | None = None) -> None:
-        """``collate`` leaves the random states as they were; ``follows`` is True where that is known already."""
+    def __init__(self, collate: Callable[[list[Item]], Any], grows: bool | None = None) -> None:
+        """Prepare to learn.
+
+        Args:
+            collate: makes a batch, leaving the random states as they were.
+            grows: whether longer samples make larger batches; None where that is yet to be learned.
+        """
         self._collate = collate
-        self._follows = follows
+        self._grows = grows
         self._known = -1  # up to which length a sample has been collated alone
         self._largest = -1  # elements in the batch that was made of it
-        self._cap = sys.maxsize
+        self._truncated_at = sys.maxsize  # samples of this length and more make batches of one size
 
-    def follows(self, shortest: Item, longest: Item) -> bool:
-        """Whether longer samples make larger batches: learned from the first two it is asked for."""
-        if self._follows is None:
+    def grows(self, shortest: Item, longest: Item) -> bool:
+        """Return whether longer samples make larger batches: learned from the first two it is asked for."""
+        if self._grows is None:
             small, large = self._numel(shortest), self._numel(longest)
-            self._follows = small is not None and large is not None and small < large
-        return self._follows
+            self._grows = small is not None and large is not None and small < large
+        return self._grows
 
-    def capped(self, lengths: Sequence[int], item_at: Callable[[int], Item]) -> tuple[int, ...]:
-        """Lengths, the longest first, as they count; ``item_at`` (index) reads the item of that length."""
+    def truncated(self, lengths: Sequence[int], item_at: Callable[[int], Item]) -> tuple[int, ...]:
+        """Return lengths as they count in a batch.
+
+        Args:
+            lengths: of samples, the longest first.
+            item_at: (index) -> the item of that length, which is read only where it has something to tell.
+        """
+        # Only a sample longer than all before can tell more of where the collate_fn truncates, and only if its batch is
+        # larger than all before: else it was truncated as the longest one before.
         if lengths[0] > self._known:
             numel = self._numel(item_at(0))
             if numel is None:
@@ -130,12 +145,12 @@ class Padding:
             self._known = lengths[0]
             if numel > self._largest:
                 self._largest = numel
-                self._cap = lengths[self._last_as_large(len(lengths), item_at)]
-        return tuple([min(length, self._cap) for length in lengths])
+                self._truncated_at = lengths[self._last_as_large(len(lengths), item_at)]
+        return tuple([min(length, self._truncated_at) for length in lengths])
 
     def _last_as_large(self, count: int, item_at: Callable[[int], Item]) -> int:
-        """The index of the shortest sample whose batch is as large as that of the longest, by bisection."""
-        last, first_smaller = 0, count
+        """Find the shortest sample whose batch is as large as that of the longest, by bisection; return its index."""
+        last, first_smaller = 0, count  # known to be as large, and known (or taken) to be smaller
         while first_smaller - last > 1:
             middle = (last + first_smaller) // 2
             if (self._numel(item_at(middle)) or 0) >= self._largest:
@@ -145,10 +160,10 @@ class Padding:
         return last
 
     def _numel(self, item: Item) -> int | None:
-        """Elements in the largest tensor of a batch of that item alone; None when there can be no such batch."""
+        """Count the elements in the largest tensor of a batch of that item alone; None if there is no such batch."""
         try:  # of a copy: a collate_fn may take parts out of its samples
-            batch = again(lambda: self._collate([deepcopy(item)]))
-        except Exception:
+            batch = try_twice(lambda: self._collate([deepcopy(item)]))
+        except Exception:  # a collate_fn may refuse a batch of one; what is wrong with it comes up in training
             return None
         leaves = batches.flatten(batch)[0]
         return max((length_of(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor | np.ndarray)), default=0)

@@ -1,7 +1,8 @@
-"""Samples on their way from a worker: in one piece.
+"""Sends samples from a worker to the main process as one string of bytes.
 
 Tensors that are sent on their own each take a file descriptor as long as they are kept, of which a process may have
-some 1024; and a view takes all that it is a view of along.
+some 1024; and a view takes all that it is a view of along. (To join short samples into one long sequence, which is
+called packing too, is up to the user's collate_fn.)
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ import torch
 
 
 class _Pickler(pickle.Pickler):
+    """A pickler that writes tensors as arrays of NumPy's, without what they are views of."""
+
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is not torch.Tensor:
-            return NotImplemented
+            return NotImplemented  # as any other pickler would; subclasses of tensors may hold more than numbers
         try:
             return torch.from_numpy, (obj.numpy(),)  # ten times as fast as torch does it
         except (TypeError, RuntimeError):  # bfloat16, sparse
@@ -24,12 +27,12 @@ class _Pickler(pickle.Pickler):
 
 
 def pack(items: Any) -> bytes:
-    """Anything that can be pickled."""
+    """Return anything that can be pickled as bytes."""
     file = io.BytesIO()
     _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(items)
     return file.getvalue()
 
 
 def unpack(packed: bytes) -> Any:
-    """What was packed."""
+    """Return what was packed; its tensors can be written to."""
     return pickle.loads(packed)

@@ -1,4 +1,4 @@
-"""Data that arrives in pieces, kept until its window commits, cut and joined to the micro-batches asked for."""
+"""Keeps data that arrives in pieces until its window commits; cuts and joins it to the micro-batches asked for."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, MutableMapping, Sequence
 from copy import copy
 from dataclasses import dataclass
-from operator import itemgetter
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import torch
 
 from autoaccum.data import batches
 from autoaccum.data.base import Collate, Item, NextPiece, Window
-from autoaccum.data.randomness import mix, preserved, seed_host
+from autoaccum.data.randomness import mix, preserved_randomness, seed_host
 from autoaccum.errors import DataError
 
 
@@ -22,20 +22,40 @@ class Form:
     """What a piece of data is, and so how it is cut, joined and made into a batch."""
 
     take: Callable[[Any, int, int], Any]
+    """(piece, start, stop) -> its samples from ``start`` to ``stop``"""
     join: Callable[[Sequence[Any]], Any]
+    """(pieces) -> one piece"""
     finish: Callable[[Any], Any]
+    """(piece) -> a batch"""
 
 
 BATCHES = Form(take=batches.take, join=batches.concat, finish=lambda piece: piece)
+"""Pieces that are batches already."""
 
 
 def items_form(collate: Callable[[list[Item]], Any]) -> Form:
-    """Lists of samples, collated only when a micro-batch is made of them: so any collate_fn sees the final size."""
+    """Return the form of pieces that are lists of samples.
+
+    They are collated only when a micro-batch is made of them, so that any collate_fn sees its final size.
+    """
     return Form(
         take=lambda piece, start, stop: piece[start:stop],
         join=lambda pieces: [item for piece in pieces for item in piece],
         finish=collate,
     )
+
+
+class _Piece(NamedTuple):
+    """What came at once, and is kept."""
+
+    start: int
+    """Position in the pass of its first sample."""
+    stop: int
+    """And of its last sample, + 1."""
+    content: Any
+    """What it holds, in the form of its pass."""
+    num_bytes: int
+    """How much memory it takes; 0 where that does not matter."""
 
 
 class Pieces:
@@ -76,73 +96,90 @@ class Pieces:
         self._cuttable = cuttable
         self._budget_bytes = budget_bytes if reread is not None else None
         self._length_of_batch = length_of_batch
-        self._kept: list[tuple[int, int, Any, int]] = []  # (first position, last + 1, piece, bytes), without gaps
+        self._kept: list[_Piece] = []  # without gaps, the oldest first
         self._kept_bytes = 0
-        self._covered = self._position = start
+        self._arrived = start  # position behind the last sample that came
+        self._position = start  # of the next window
 
     def window(self, num_samples: int, whole: bool = False) -> Window | None:
-        """See ``Reader``. A stream is read to the window's end, for nothing else tells how much there is."""
+        """Return the next window: see ``Reader``."""
         start = self._position
-        self._drop(bisect_right(self._kept, start, key=itemgetter(1)))
+        # The window before is given up: what lies before this one is not needed any more.
+        self._drop(bisect_right(self._kept, start, key=attrgetter("stop")))
         total = self._num_samples
         if total is None:
-            self._cover(start + num_samples, num_samples)
-            total = self._covered
-        there = min(num_samples, total - start)
-        if there < (num_samples if whole else 1):
+            # A stream is read to the window's end, for nothing else tells how much there is. All else is read only when
+            # a micro-batch is asked for.
+            self._read_until(start + num_samples, num_samples)
+            total = self._arrived
+        available = min(num_samples, total - start)
+        if available < (num_samples if whole else 1):
             return None
-        self._position += there
+        self._position += available
         length = None
         if self._length_of_batch is not None:  # batches that are joined are as long as each other
-            length = self._length_of_batch(self._kept[0][2])
-        return _PieceWindow(self, start, there, None if length is None else (length,) * there)
+            length = self._length_of_batch(self._kept[0].content)
+        return _PieceWindow(self, start, available, None if length is None else (length,) * available)
 
     def batch(self, start: int, stop: int) -> Any:
-        """The samples of positions ``start`` to ``stop``, on the device."""
-        if not self._cover(stop, stop - start):
-            raise DataError(f"data: it promised {self._num_samples} samples and ended after {self._covered}.")
-        held = self._kept[
-            bisect_right(self._kept, start, key=itemgetter(1)) : bisect_left(self._kept, stop, key=itemgetter(0))
-        ]
-        whole = bool(held) and held[0][0] <= start
-        if whole and (self._cuttable or [kept[:2] for kept in held] == [(start, stop)]):
-            parts = [self._part(first, last, piece, start, stop) for first, last, piece, _ in held]
+        """Return the samples of positions ``start`` to ``stop``, on the device."""
+        if not self._read_until(stop, stop - start):
+            raise DataError(f"data: it promised {self._num_samples} samples and ended after {self._arrived}.")
+        first = bisect_right(self._kept, start, key=attrgetter("stop"))
+        last = bisect_left(self._kept, stop, key=attrgetter("start"))
+        held = self._kept[first:last]
+        # Some of them may have been dropped to keep the budget: the oldest, so that the first one tells.
+        is_complete = bool(held) and held[0].start <= start
+        # A user's collate_fn may pad by the size of its batch, so that what it made is good for that size alone.
+        is_one_piece = len(held) == 1 and (held[0].start, held[0].stop) == (start, stop)
+        if is_complete and (self._cuttable or is_one_piece):
+            parts = [self._part(piece, start, stop) for piece in held]
             batch = self._form.finish(parts[0] if len(parts) == 1 else self._form.join(parts))
         else:
             assert self._reread is not None  # only what can be reread is dropped or not cuttable
             batch = self._reread(start, stop)
-        while self._budget_bytes is not None and self._kept_bytes > self._budget_bytes and self._kept[0][1] <= stop:
+        # Only what this micro-batch has passed is dropped: what workers collated for those to come is yet to be used.
+        while self._budget_bytes is not None and self._kept_bytes > self._budget_bytes and self._kept[0].stop <= stop:
             self._drop(1)
+        # A copy, for the pieces are kept for a replay, and the caller may edit what it gets.
         return batches.to_device(batch, self._device, copy=True)
 
-    def _part(self, first: int, last: int, piece: Any, start: int, stop: int) -> Any:
-        if start <= first and last <= stop:
-            return piece
-        return self._form.take(piece, max(start - first, 0), min(stop, last) - first)
+    def _part(self, piece: _Piece, start: int, stop: int) -> Any:
+        """Return what lies between two positions of a piece."""
+        if start <= piece.start and piece.stop <= stop:
+            return piece.content  # as workers made it, when the plan has not changed since
+        return self._form.take(piece.content, max(start - piece.start, 0), min(stop, piece.stop) - piece.start)
 
-    def _cover(self, stop: int, wished: int) -> bool:
-        """Read on until everything before ``stop`` has arrived; False when the data ends first."""
-        while self._covered < stop:
+    def _read_until(self, stop: int, wished: int) -> bool:
+        """Read on until everything before ``stop`` has arrived; return False when the data ends first.
+
+        Args:
+            stop: a position in the pass.
+            wished: samples to ask for at a time, where pieces are made to order.
+        """
+        while self._arrived < stop:
             try:
-                size, piece = self._next_piece(wished)
+                size, content = self._next_piece(wished)
             except StopIteration:
                 return False
-            num_bytes = batches.num_bytes(piece) if self._budget_bytes is not None else 0
-            self._kept.append((self._covered, self._covered + size, piece, num_bytes))
+            num_bytes = batches.num_bytes(content) if self._budget_bytes is not None else 0
+            self._kept.append(_Piece(self._arrived, self._arrived + size, content, num_bytes))
             self._kept_bytes += num_bytes
-            self._covered += size
+            self._arrived += size
         return True
 
     def _drop(self, count: int) -> None:
         """Forget the oldest pieces."""
-        self._kept_bytes -= sum(num_bytes for _, _, _, num_bytes in self._kept[:count])
+        self._kept_bytes -= sum(piece.num_bytes for piece in self._kept[:count])
         del self._kept[:count]
 
 
 @dataclass(slots=True)
 class _PieceWindow:
+    """A stretch of the pass."""
+
     pieces: Pieces
-    start: int
+    start: int  # its position in the pass
     num_samples: int
     lengths: tuple[int, ...] | None = None
 
@@ -159,7 +196,11 @@ class SampleReader:
         self._seed = seed
 
     def __getitems__(self, keys: Sequence[tuple[int, int, Any]]) -> list[Item]:
-        """The samples of (epoch, position, index) keys; the name is the one by which a DataLoader's worker calls."""
+        """Read the samples of (epoch, position, index) keys.
+
+        The name is the one by which a worker of a DataLoader calls it.
+        """
+        # A seed for each sample, so that its augmentation depends neither on those read before it nor on who reads it.
         items = []
         for epoch, position, index in keys:
             seed_host(mix(self._seed, epoch, position))
@@ -167,18 +208,25 @@ class SampleReader:
         return items
 
     def __call__(self, items: list[Item]) -> Any:
-        """One batch of them."""
+        """Collate items to one batch, under the seed of the first one."""
         epoch, position, _ = items[0]
+        # The 1 sets it apart from the seed under which that item was read.
         seed_host(mix(self._seed, epoch, position, 1))
-        # Samples are collated again when a window is replayed, and a collate_fn may take parts out of them.
-        return self._collate([copy(s) if isinstance(s, MutableMapping | list) else s for _, _, s in items])
+        samples = []
+        for _, _, sample in items:
+            # Samples are collated again when a window is replayed, and a collate_fn may take parts out of them.
+            samples.append(copy(sample) if isinstance(sample, MutableMapping | list) else sample)
+        return self._collate(samples)
 
 
-def quietly(recipe: Callable[[list[Item]], Any]) -> Callable[[list[Item]], Any]:
-    """The same in this process, leaving the random states as they were."""
+def with_preserved_randomness(collate: Callable[[list[Item]], Any]) -> Callable[[list[Item]], Any]:
+    """Make a function that collates like ``collate``, and leaves the random states as they were.
 
-    def collate(items: list[Item]) -> Any:
-        with preserved():
-            return recipe(items)
+    In a worker these belong to nobody else; in this process training draws from them.
+    """
 
-    return collate
+    def collate_items(items: list[Item]) -> Any:
+        with preserved_randomness():
+            return collate(items)
+
+    return collate_items

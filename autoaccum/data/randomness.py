@@ -1,4 +1,4 @@
-"""Every random state that a window can draw from, saved and put back; and seeds that depend on names alone."""
+"""Saves every random state that a window can draw from, and puts it back; makes seeds that depend on numbers alone."""
 
 from __future__ import annotations
 
@@ -12,25 +12,27 @@ import numpy as np
 import torch
 
 RandomState = tuple[Any, ...]
+"""States of torch's CPU generator, Python's, NumPy's, and a device's generator (None without a device)."""
 
 
 def get_state(device: torch.device | None = None) -> RandomState:
-    """The states of torch's CPU generator, Python's and NumPy's, and with ``device`` of that device's generator."""
+    """Return the states of torch's CPU generator, Python's and NumPy's, and with ``device`` of that device's."""
     on_device = None
     if device is not None and device.type != "cpu":
-        on_device = torch.get_device_module(device).get_rng_state(*_index(device))
+        on_device = torch.get_device_module(device).get_rng_state(*_as_argument(device))
     return torch.default_generator.get_state(), random.getstate(), _numpy_state(), on_device
 
 
 _MT19937_BYTES = 624 * 4 + 4
-"""Of the generator's C struct: its key and the position in it."""
+"""Bytes of the generator's C struct: its key of 624 words, and the position in it."""
+# The generator, its memory and its state when the state was last asked for.
 _last_numpy: tuple[Any, bytes, Any] = (None, b"", None)
 
 
 def _numpy_state() -> Any:
-    """``np.random.get_state()``, which takes 30 µs: more than all the others. The last one while nothing was drawn.
+    """Return ``np.random.get_state()``; the last one again while nothing was drawn.
 
-    That shows in the generator's memory, but for the second of two normal numbers: it waits outside (``has_gauss``).
+    That function takes 30 µs, more than all the others together, and a window may take 100.
     """
     global _last_numpy
     generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
@@ -38,6 +40,8 @@ def _numpy_state() -> Any:
         return np.random.get_state()
     memory = ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
     known, then, state = _last_numpy
+    # What was drawn shows in the generator's memory, but for the second of two normal numbers, which waits outside of
+    # it (has_gauss, the fourth entry of a state): with one waiting, the next draw would leave the memory as it is.
     if known is not generator or then != memory or state[3]:
         state = np.random.get_state()
         _last_numpy = (generator, memory, state)
@@ -50,20 +54,34 @@ def set_state(state: RandomState, device: torch.device | None = None) -> None:
     random.setstate(state[1])
     np.random.set_state(state[2])
     if device is not None and state[3] is not None:
-        torch.get_device_module(device).set_rng_state(state[3], *_index(device))
+        torch.get_device_module(device).set_rng_state(state[3], *_as_argument(device))
 
 
-def _index(device: torch.device) -> tuple[torch.device, ...]:
+def state_dict(device: torch.device) -> dict[str, Any]:
+    """Return what ``get_state`` does by names, for a checkpoint."""
+    of_torch, python, numpy, on_device = get_state(device)
+    return {"torch": of_torch, "python": python, "numpy": numpy, "device": on_device}
+
+
+def load_state_dict(state: dict[str, Any], device: torch.device) -> None:
+    """Put back what ``state_dict`` returned; for another kind of device there is nothing to put back."""
+    on_device = state["device"] if device.type != "cpu" else None
+    set_state((state["torch"], state["python"], state["numpy"], on_device), device)
+
+
+def _as_argument(device: torch.device) -> tuple[torch.device, ...]:
     return () if device.type == "mps" else (device,)  # torch.mps has one device and takes no argument
 
 
 def mix(*numbers: int) -> int:
-    """A 64-bit seed from numbers: the finaliser of splitmix64 (Steele, Lea and Flood 2014) after each.
+    """Make a 64-bit seed of numbers: the finaliser of splitmix64 (Steele, Lea and Flood 2014) after each.
 
     Neighbouring inputs give unrelated seeds, which a sum or a product would not.
     """
     seed = 0
     for number in numbers:
+        # The increment is 2**64 divided by the golden ratio; multipliers and shifts are Stafford's Mix13, as in the
+        # reference implementation.
         seed = (seed + number + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
         seed = ((seed ^ (seed >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
         seed = ((seed ^ (seed >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
@@ -73,14 +91,14 @@ def mix(*numbers: int) -> int:
 
 def seed_host(seed: int) -> None:
     """Seed torch's CPU generator, Python's and NumPy's."""
-    torch.default_generator.manual_seed(seed & 0x7FFFFFFFFFFFFFFF)
+    torch.default_generator.manual_seed(seed & 0x7FFFFFFFFFFFFFFF)  # torch takes 63 bits, NumPy 32
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
 
 
 @contextmanager
-def preserved() -> Iterator[None]:
-    """Whatever is drawn or seeded on the host within it leaves no mark."""
+def preserved_randomness() -> Iterator[None]:
+    """Undo, at its end, whatever was drawn or seeded on the host within it."""
     outside = get_state()
     try:
         yield
@@ -92,14 +110,14 @@ class IsolatedRandomness:
     """Random states of their own for the data, so that reading it neither disturbs training nor depends on it."""
 
     def __init__(self, seed: int) -> None:
-        with preserved():
+        with preserved_randomness():
             seed_host(seed)
             self._state = get_state()
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        """Within it, the global generators continue from where this object's own left off."""
-        with preserved():
+        """Let the global generators continue, within it, from where this object's own left off."""
+        with preserved_randomness():
             set_state(self._state)
             try:
                 yield

@@ -24,6 +24,7 @@ from autoaccum.data.streams import StreamSource
 from autoaccum.data.tensors import TensorSource
 from autoaccum.errors import ArgumentTypeError, ConflictingArgumentsError, EmptyDatasetError
 
+# What a user's DataLoader says of its workers, and the one that we start instead is to say too.
 _LOADER_OPTIONS = ("worker_init_fn", "prefetch_factor", "multiprocessing_context", "timeout")
 
 
@@ -38,7 +39,17 @@ def open_source(
     budget_bytes: int | None = None,
     argument: str = "data",
 ) -> Source:
-    """The source for whatever ``data`` is: see ``autoaccum.fit``.
+    """Open whatever ``data`` is, as the kind of source that serves it.
+
+    Args:
+        data: what the user passed: see ``autoaccum.fit``.
+        seed: of the order of samples, and of what reading them draws.
+        shuffle: whether each epoch has an order of its own; a DataLoader and an iterable say so themselves.
+        device: where micro-batches go.
+        collate_fn: makes a batch of a list of samples.
+        num_workers: processes that read ahead.
+        budget_bytes: most to keep of the samples of a window; None: keep all.
+        argument: what errors call ``data``.
 
     Raises:
         ArgumentTypeError: it is nothing that can be read.
@@ -49,27 +60,14 @@ def open_source(
     if isinstance(data, DataLoader):
         for name, value in (("collate_fn", collate_fn), ("num_workers", num_workers)):
             if value:
-                raise ConflictingArgumentsError(
-                    name, value, f"a DataLoader as {argument}", "The DataLoader brings its own."
-                )
-        if isinstance(data.dataset, IterableDataset) or data.batch_sampler is None:
-            return StreamSource(data, collate=None, seed=seed, device=device)
-        if not hasattr(data.sampler, "__len__") or not hasattr(data.batch_sampler, "__len__"):
-            return StreamSource(_Sampled(data), collate=data.collate_fn, seed=seed, device=device)
-        options = {name: getattr(data, name) for name in _LOADER_OPTIONS} if data.num_workers else {}
-        return _open_dataset(
-            data.dataset,
-            order=_loader_order(data, seed, argument),
-            collate=data.collate_fn,
-            seed=seed,
-            device=device,
-            num_workers=data.num_workers,
-            loader_options=options,
-            budget_bytes=budget_bytes,
-        )
+                cure = "The DataLoader brings its own."
+                raise ConflictingArgumentsError(name, value, f"a DataLoader as {argument}", cure)
+        return _open_loader(data, seed=seed, device=device, budget_bytes=budget_bytes, argument=argument)
+    # An IterableDataset is a Dataset too, by PyTorch's classes, without indices: it comes first.
     if isinstance(data, IterableDataset):
         stream: Any = DataLoader(data, batch_size=None, num_workers=num_workers) if num_workers else data
         return StreamSource(stream, collate=collate_fn or default_collate, seed=seed, device=device)
+    # Tensors with a row for each sample, though a tuple and a mapping have indices and a length as a dataset has.
     if isinstance(data, torch.Tensor | tuple | Mapping):
         if collate_fn is not None:
             cure = "Tensors are batches already; wrap them in a Dataset to have a collate_fn called on their samples."
@@ -87,6 +85,7 @@ def open_source(
             loader_options={},
             budget_bytes=budget_bytes,
         )
+    # Whatever else can be iterated yields batches: a list of them, a loader of another library.
     if hasattr(data, "__iter__") and not isinstance(data, str | bytes):
         if collate_fn is not None:
             cure = "An iterable, a list too, is one of batches; wrap samples in a Dataset."
@@ -102,14 +101,42 @@ def open_source(
     )
 
 
+def _open_loader(
+    loader: DataLoader[Any], *, seed: int, device: torch.device, budget_bytes: int | None, argument: str
+) -> Source:
+    """Open a DataLoader: its parts, where windows can be cut from the samples of its dataset, else what it yields."""
+    # A stream, or without a batch_sampler a dataset whose samples are batches already: what it yields is cut.
+    if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
+        return StreamSource(loader, collate=None, seed=seed, device=device)
+    # A sampler without a length may never end, and cannot be drawn for a whole epoch in advance.
+    if not hasattr(loader.sampler, "__len__") or not hasattr(loader.batch_sampler, "__len__"):
+        return StreamSource(_SamplerStream(loader), collate=loader.collate_fn, seed=seed, device=device)
+    # Of any other DataLoader the parts are taken, and not its batches: a window is cut from samples.
+    options = {name: getattr(loader, name) for name in _LOADER_OPTIONS} if loader.num_workers else {}
+    return _open_dataset(
+        loader.dataset,
+        order=_loader_order(loader, seed, argument),
+        collate=loader.collate_fn,
+        seed=seed,
+        device=device,
+        num_workers=loader.num_workers,
+        loader_options=options,
+        budget_bytes=budget_bytes,
+    )
+
+
 def _is_dataset(data: object) -> bool:
-    """Whether it is map-style without saying so, like the datasets of Hugging Face; a list is a list of batches."""
+    """Return whether data is map-style without saying so, like the datasets of Hugging Face.
+
+    A list is not: it is a list of batches.
+    """
     return hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, list | str | bytes)
 
 
 def _open_dataset(
     dataset: Any, *, order: Order, collate: Collate, device: torch.device, num_workers: int, **options: Any
 ) -> Source:
+    """Open a map-style dataset; one of tensors as the tensors that it holds, whose rows are gathered at once."""
     # type(), not isinstance: a subclass may have its own __getitem__.
     if type(dataset) is TensorDataset and collate is default_collate and not num_workers:
         return TensorSource(tuple(dataset.tensors), order=order, device=device)
@@ -117,14 +144,19 @@ def _open_dataset(
 
 
 def _plain_order(num_samples: int, seed: int, shuffle: bool, argument: str) -> Order:
+    """Return the order of a dataset without a sampler; refuse an empty one."""
     if num_samples == 0:
         raise EmptyDatasetError(argument, "its length is 0.")
     return Order(num_samples, seed=seed, shuffle=shuffle)
 
 
 def _loader_order(loader: DataLoader[Any], seed: int, argument: str) -> Order:
-    """The order of a DataLoader's samplers; what its own ``shuffle=`` made is replaced by a seeded one."""
+    """Return the order of a DataLoader's samplers; what its own ``shuffle=`` made is replaced by a seeded one."""
+    # A plain sequential or random sampler gives way to an order that is a function of (seed, epoch). Any other sampler
+    # draws by itself, under a seed.
     size = len(loader.dataset)  # type: ignore[arg-type]
+    # By type() throughout, for a subclass may draw otherwise. A BatchSampler itself only cuts what its sampler draws,
+    # and windows are cut here.
     if type(loader.batch_sampler) is not BatchSampler:
         return Order(size, seed=seed, sampler=loader.batch_sampler, in_batches=True)
     sampler = loader.sampler
@@ -135,7 +167,7 @@ def _loader_order(loader: DataLoader[Any], seed: int, argument: str) -> Order:
     return Order(size, seed=seed, sampler=sampler)
 
 
-class _Sampled:
+class _SamplerStream:
     """The samples that a DataLoader's sampler, which may never end, asks of its dataset; read in this process."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
@@ -145,5 +177,6 @@ class _Sampled:
 
     def __iter__(self) -> Iterator[Any]:
         for drawn in self.sampler:
-            for index in drawn if self._in_batches else (drawn,):
+            indices = drawn if self._in_batches else (drawn,)
+            for index in indices:
                 yield self.dataset[index]

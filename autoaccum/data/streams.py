@@ -1,4 +1,4 @@
-"""Iterables as data: of samples, or of batches whose sizes need not be those that training asks for."""
+"""Serves iterables as data: of samples, or of batches whose sizes need not be those that training asks for."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch.utils.data import default_collate
 from autoaccum.data import batches
 from autoaccum.data.base import Collate, NextPiece, PlanAt, Reader
 from autoaccum.data.grouped import GroupedSamples
-from autoaccum.data.lengths import PEEK, BatchLengths, Padding, longest
-from autoaccum.data.pieces import BATCHES, Pieces, SampleReader, items_form, quietly
+from autoaccum.data.lengths import PEEK, BatchLengths, Padding, repeat_longest
+from autoaccum.data.pieces import BATCHES, Pieces, SampleReader, items_form, with_preserved_randomness
 from autoaccum.data.randomness import IsolatedRandomness, mix
 from autoaccum.errors import DataError, EmptyDatasetError
 from autoaccum.memory.oom import is_out_of_memory
@@ -25,6 +25,14 @@ class StreamSource:
     num_samples: int | None = None
 
     def __init__(self, stream: Iterable[Any], *, collate: Collate | None, seed: int, device: torch.device) -> None:
+        """Set up.
+
+        Args:
+            stream: yields samples or batches; it is iterated over once for each pass.
+            collate: makes a batch of a list of samples; None where the stream yields batches.
+            seed: of what the stream draws.
+            device: where micro-batches go.
+        """
         self._stream = stream
         self._seed = seed
         self._device = device
@@ -33,12 +41,13 @@ class StreamSource:
         self._form = BATCHES
         self._collate = None  # of samples that may differ in length, as default_collate's may not
         if collate is not None:
-            recipe = quietly(SampleReader(None, collate, seed))
-            self._form = items_form(recipe)
-            self._collate = None if collate is default_collate else recipe
+            # Without a dataset, for the stream yields samples: the reader only collates.
+            collate_items = with_preserved_randomness(SampleReader(None, collate, seed))
+            self._form = items_form(collate_items)
+            self._collate = None if collate is default_collate else collate_items
 
     def description(self) -> dict[str, Any]:
-        """Its class, and how many workers share it: another number of them yields it in another order."""
+        """Return its class, and how many workers share it: another number of them yields it in another order."""
         stream: Any = self._stream
         workers = getattr(stream, "num_workers", 0)
         if hasattr(stream, "dataset") and hasattr(stream, "sampler"):  # a DataLoader, or what is made of one
@@ -46,24 +55,28 @@ class StreamSource:
         return {"samples": None, "stream": type(stream).__name__} | ({"workers": workers} if workers else {})
 
     def read(self, epoch: int, plan_at: PlanAt, passed: Sequence[int] = ()) -> Reader:
-        """One pass over what the stream yields; the stream draws from random states of its own.
+        """Begin a pass over what the stream yields; the stream draws from random states of its own.
 
         What was passed is read again, for nothing else leads to what follows.
         """
+        # As a loop by hand would before each epoch; of a DataLoader it is the dataset or the sampler that shuffles.
         for part in ("dataset", "sampler"):
             _set_epoch(getattr(self._stream, part, None), epoch)
         _set_epoch(self._stream, epoch)
         if self._collate is not None:
             padding = Padding(self._collate)  # of this pass, so that it does not depend on where a run begins
             reader: Reader = GroupedSamples(
-                self._reading(epoch), collate=self._collate, padding=padding, device=self._device
+                self._read_stream(epoch), collate=self._collate, padding=padding, device=self._device
             )
-            return _behind(reader, passed)
+            return _skip(reader, passed)
         length_of_batch = None if self._of_samples else self._length_of_batch
-        reader = Pieces(self._reading(epoch), form=self._form, device=self._device, length_of_batch=length_of_batch)
-        return _behind(reader, passed)
+        reader = Pieces(self._read_stream(epoch), form=self._form, device=self._device, length_of_batch=length_of_batch)
+        return _skip(reader, passed)
 
-    def _reading(self, epoch: int) -> NextPiece:
+    def _read_stream(self, epoch: int) -> NextPiece:
+        """Begin to iterate; return what yields as many samples as it is asked for, or one batch."""
+        # The stream draws from states of its own, whose place in between pieces is kept: so it yields the same
+        # whatever training draws, and training the same whatever the stream does.
         isolated = IsolatedRandomness(mix(self._seed, epoch))
         with isolated():
             iterator = iter(self._stream)
@@ -71,6 +84,7 @@ class StreamSource:
 
         def next_piece(wished: int) -> tuple[int, Any]:
             nonlocal position
+            # An iterator that has failed yields no more, as generators do: unlike a dataset it is not asked again.
             try:
                 with isolated():
                     if not self._of_samples:
@@ -78,7 +92,7 @@ class StreamSource:
                         return batches.num_samples(batch), batch
                     items = [(epoch, position + i, sample) for i, sample in enumerate(islice(iterator, wished))]
             except Exception as error:
-                if is_out_of_memory(error):  # an iterator that has failed yields no more: its samples would be lost
+                if is_out_of_memory(error):  # not to be taken for a micro-batch that does not fit
                     raise DataError(f"data: iterating over it ran out of memory ({error}); it cannot go on.") from error
                 raise
             if not items:
@@ -89,13 +103,16 @@ class StreamSource:
         return next_piece
 
     def example(self, num_samples: int) -> Any:
-        """The first batch or sample of a pass of its own, repeated; with a collate_fn the longest of the first few."""
+        """Return the first batch or sample of a pass of its own, repeated.
+
+        With a collate_fn it is the longest of the first few samples.
+        """
         if hasattr(self._stream, "__next__"):
             raise DataError(
                 "data: an iterator can be read only once, and looking at it would take samples from training. Pass "
                 "something that can be iterated again: a Dataset, a DataLoader, a list of batches."
             )
-        next_piece = self._reading(0)
+        next_piece = self._read_stream(0)
         try:
             size, piece = next_piece(1 if self._collate is None else PEEK)
         except StopIteration:
@@ -104,11 +121,12 @@ class StreamSource:
             enough = self._form.join([piece] * -(-num_samples // size))
             batch = self._form.finish(self._form.take(enough, 0, num_samples))
         else:
-            batch = self._collate(longest(piece, num_samples))
+            batch = self._collate(repeat_longest(piece, num_samples))
         return batches.to_device(batch, self._device, copy=True)
 
 
-def _behind(reader: Reader, passed: Sequence[int]) -> Reader:
+def _skip(reader: Reader, passed: Sequence[int]) -> Reader:
+    """Take the windows of those sizes from a reader, and give it back."""
     for num_samples in passed:
         reader.window(num_samples)
     return reader

@@ -1,4 +1,4 @@
-"""Tensors as data: rows are gathered by index, so that a window costs its indices alone until it is computed."""
+"""Serves tensors as data: rows are gathered by index, so that a window costs its indices alone until it is computed."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ class TensorSource:
 
     def __init__(self, tensors: Any, *, order: Order, device: torch.device) -> None:
         leaves, self._spec = batches.flatten(tensors)
+        # Arrays become tensors that share their memory; lists stay as they are.
         self._leaves = [torch.as_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves]
         # unflatten() costs as much as gathering a small batch; the usual tuple of tensors does without.
         self._is_plain = (
@@ -32,43 +33,49 @@ class TensorSource:
         self.num_samples: int | None = order.num_samples
 
     def gather(self, indices: torch.Tensor) -> Any:
-        """The rows at those indices, copied to the device."""
+        """Copy the rows at those indices to the device."""
         if self._is_plain:
             rows = tuple([leaf.index_select(0, indices.to(leaf.device)) for leaf in self._leaves])
         else:
             rows = self._spec.unflatten([_rows(leaf, indices) for leaf in self._leaves])
+        # What index_select() made is a copy already: the caller may edit it without reaching the data.
         return rows if self._device.type == "cpu" else batches.to_device(rows, self._device, copy=False)
 
     def description(self) -> dict[str, Any]:
-        """Shapes, types, and a digest of a few rows."""
+        """Return the number of samples, the shapes, and a digest of a few rows."""
+        # 64 rows, evenly spread, are read in no time and tell data from other data of the same shapes.
         rows = torch.linspace(0, self._num_rows - 1, min(self._num_rows, 64)).long()
         digest = hashlib.sha256()
         for leaf in self._leaves:
-            some = _rows(leaf, rows)
-            if isinstance(some, torch.Tensor):
-                digest.update(some.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+            chosen = _rows(leaf, rows)
+            if isinstance(chosen, torch.Tensor):
+                # As bytes, for NumPy has no bfloat16.
+                digest.update(chosen.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
             else:
-                digest.update(repr(_plain(some)).encode())
+                digest.update(repr(_values_or_types(chosen)).encode())
         shapes = [str(tuple(leaf.shape)) if hasattr(leaf, "shape") else type(leaf).__name__ for leaf in self._leaves]
         return {"samples": self.num_samples, "tensors": ", ".join(shapes), "digest": digest.hexdigest()[:16]}
 
     def read(self, epoch: int, plan_at: PlanAt, passed: Sequence[int] = ()) -> Reader:
-        """One pass over the rows; gathering is quick enough to prefetch nothing."""
+        """Begin a pass over the rows; gathering is quick enough to prefetch nothing."""
         return _TensorReader(self, torch.as_tensor(self._order(epoch)), sum(passed))
 
     def example(self, num_samples: int) -> Any:
-        """The first rows, repeated."""
+        """Return the first rows, repeated."""
         return self.gather(torch.arange(num_samples) % self._num_rows)
 
 
-def _plain(value: Any) -> Any:
-    """The same without objects, whose texts may be others in the next process."""
+def _values_or_types(value: Any) -> Any:
+    """Replace objects in nested lists by the names of their types: their texts may differ in the next process."""
     if value is None or isinstance(value, str | int | float):
         return value
-    return [_plain(entry) for entry in value] if isinstance(value, list | tuple) else type(value).__name__
+    if isinstance(value, list | tuple):
+        return [_values_or_types(entry) for entry in value]
+    return type(value).__name__
 
 
 def _rows(leaf: Any, indices: torch.Tensor) -> Any:
+    """Gather rows of a leaf, of a list too; return all of what has no rows."""
     if not batches.has_rows(leaf):
         return leaf
     if isinstance(leaf, torch.Tensor):
@@ -78,26 +85,30 @@ def _rows(leaf: Any, indices: torch.Tensor) -> Any:
 
 @dataclass(slots=True)
 class _TensorReader:
+    """One pass over the rows in an order; a window takes the next of its indices."""
+
     source: TensorSource
     order: torch.Tensor
-    position: int = 0
+    position: int = 0  # in the order, of the next window
 
     def window(self, num_samples: int, whole: bool = False) -> Window | None:
         start = self.position
-        there = min(num_samples, len(self.order) - start)
-        if there < (num_samples if whole else 1):
+        available = min(num_samples, len(self.order) - start)
+        if available < (num_samples if whole else 1):
             return None
-        self.position += there
-        return _TensorWindow(self.source, self.order, start, there)
+        self.position += available
+        return _TensorWindow(self.source, self.order, start, available)
 
 
 @dataclass(slots=True)
 class _TensorWindow:
+    """A stretch of the order; rows are gathered anew whenever a micro-batch is asked for."""
+
     source: TensorSource
     order: torch.Tensor
-    first: int
+    first: int  # its position in the order
     num_samples: int
-    lengths: None = None
+    lengths: None = None  # all rows of a tensor are alike
 
     def micro_batch(self, start: int, size: int) -> Any:
         first = self.first + start

@@ -1,4 +1,9 @@
-"""What the micro-batches of a window, seen together, add up to: a mean, a sum, or something that cannot be told."""
+"""Concludes what the micro-batches of a window add up to: a mean, a sum, or something that cannot be told.
+
+One micro-batch shows what its loss was divided by, and not what that number means: 4 may be its samples, the targets
+that happened to count, or a constant. Micro-batches of different sizes and counts tell these apart: a count changes
+with them, a constant does not. Where they do not tell, that is a doubt, and is announced.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +13,16 @@ from dataclasses import dataclass
 
 import torch
 
-from autoaccum.loss.reductions import Count, Kind, Reduction, Term
+from autoaccum.loss.reductions import Reduction
+from autoaccum.loss.terms import Count, Kind, Term
+
+Doubt = tuple[str, str]
+"""(why micro-batches may not add up to the loss of their window, what to do about it)"""
+
+_COUNT = (
+    "Pass num_items=(micro-batch) -> how many items its loss is a mean over, or let the loss end in one mean, or one "
+    "sum, over samples"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,20 +31,22 @@ class Conclusion:
 
     is_sum: bool
     """Whether their sum is divided by what each was, rather than by the total of it."""
-    doubt: tuple[str, str] | None = None
+    doubt: Doubt | None = None
     """(why they may not add up to the loss of the window, what to do)"""
 
 
 def conclude(sizes: Sequence[int], reductions: Sequence[Reduction], is_doubtful: bool = False) -> Conclusion:
-    """What the losses of a window's micro-batches add up to.
+    """Conclude what the losses of a window's micro-batches add up to.
 
     Args:
         sizes: samples of each.
         reductions: how each one's loss was reduced.
         is_doubtful: whether a count may be of one or of none: see ``stands_for_none``.
     """
+    # Reductions without terms are plain means, or counts of the user's: there is nothing to tell.
     if not any(reduction.terms for reduction in reductions):
         return Conclusion(is_sum=False)
+    # First, whether the terms can be compared at all.
     for reduction in reductions:
         unknown = sorted({_in_words(term.operation) for term in reduction.terms if term.kind == "unknown"})
         if unknown:
@@ -39,6 +55,7 @@ def conclude(sizes: Sequence[int], reductions: Sequence[Reduction], is_doubtful:
         return Conclusion(False, ("its terms are not the same ones in each micro-batch", _COUNT))
     if all(map(_is_one_for_each, sizes, reductions)):
         return Conclusion(False, ("it has as many terms as there are samples", _COUNT))
+    # Then what each term is: a column holds one term in all micro-batches.
     columns = list(zip(*(reduction.terms for reduction in reductions), strict=True))
     divisors = [[_finite(term.divisor) for term in terms] for terms in columns]
     kinds = []
@@ -47,51 +64,65 @@ def conclude(sizes: Sequence[int], reductions: Sequence[Reduction], is_doubtful:
         kinds.append(kind)
         if doubt is not None:
             return Conclusion(kinds[0] == "sum", doubt)
+    # A micro-batch has one weight, that of its first term: the other terms have to agree with it.
     if len(set(kinds)) > 1:
         return Conclusion(kinds[0] == "sum", ("it adds a sum to a mean", "Make both of them means, or both sums"))
     is_sum = kinds[0] == "sum"
     if not is_sum and not all(proportional(counts, divisors[0]) for counts in divisors[1:]):
         cure = "Divide both by the same count, or pass num_items= for the one that matters more"
         return Conclusion(is_sum, ("it adds means over different numbers of items", cure))
+    # A mask's count that is kept from 0 by clamp(min=1) gives itself away by a loss of 0 where its term is all of the
+    # loss (stands_for_none). Beside other terms it does not.
     is_alone = len(columns) == 1 and not any(reduction.constants for reduction in reductions)
-    kept = not is_alone and any(term.is_one and term.is_counted for terms in columns for term in terms)
-    if (is_doubtful or kept) and not is_sum:
+    kept_from_0 = not is_alone and any(term.is_one and term.is_counted for terms in columns for term in terms)
+    if (is_doubtful or kept_from_0) and not is_sum:
         return Conclusion(is_sum, ("it divides by 1, which may be the count of one or, kept from 0, of none", _COUNT))
     return Conclusion(is_sum, _doubt_of_constants(sizes, reductions, is_sum))
 
 
 def _is_one_for_each(size: int, reduction: Reduction) -> bool:
-    """Whether there is a term for each sample, none of which reduces what is as long as the batch."""
+    """Return whether there is a term for each sample, none of which reduces what is as long as the batch.
+
+    Such a loss adds up those of its samples in a loop: its terms differ with the size of a micro-batch.
+    """
     return 1 < size == len(reduction.terms) and all(term.numbers % size for term in reduction.terms)
 
 
 def _finite(divisor: Count) -> float:
-    """0 for what was divided by a mean over nothing."""
+    """Read a divisor; return 0 for that of a mean over nothing."""
     value = float(divisor)
     return value if math.isfinite(value) else 0.0
 
 
-def _kind_of(
-    sizes: Sequence[int], terms: Sequence[Term], counts: Sequence[float]
-) -> tuple[Kind, tuple[str, str] | None]:
-    """What a term is, seen over a window, and what speaks against it."""
-    there = [(size, count, term) for size, count, term in zip(sizes, counts, terms, strict=True) if count]
-    if not there:
+def _kind_of(sizes: Sequence[int], terms: Sequence[Term], counts: Sequence[float]) -> tuple[Kind, Doubt | None]:
+    """Tell what a term is from all micro-batches of a window, and what speaks against it.
+
+    Args:
+        sizes: samples of each micro-batch.
+        terms: the term as each of them has it.
+        counts: the divisors of these; 0 where there was nothing to divide.
+    """
+    with_items = [(size, count, term) for size, count, term in zip(sizes, counts, terms, strict=True) if count]
+    if not with_items:
         return terms[0].kind, None
-    if len({round(math.log(abs(count)), 6) for _, count, _ in there}) <= 1:
-        return _kind_of_constant(there)
-    known = [(term, float(term.factor), count) for term, count in zip(terms, counts, strict=True) if count]
+    if len({round(math.log(abs(count)), 6) for _, count, _ in with_items}) <= 1:
+        return _kind_of_constant(with_items)
+    # Divisors that vary are counts, and the term a mean. But a factor may vary as well, such as a weight drawn for each
+    # batch, and would be taken for one over a count.
+    known = [(term, float(term.factor), count) for _, count, term in with_items]
+    # All that varies is a divisor that tensors computed: dividing by anything else than a count would make no sense.
     by_division = all(
         term.is_counted and not term.is_multiplied and math.isclose(count * factor, 1, rel_tol=1e-4)
         for term, factor, count in known
     )
+    # The divisors are whole numbers, none larger than how many numbers there were to count.
     by_count = all(
         math.isclose(count, round(count), rel_tol=1e-4, abs_tol=1e-4) and count <= term.numbers * 1.0001
         for term, _, count in known
     )
+    # The factor is a constant, so that what varies comes from a mean, which counts by itself.
     same_factor = len({factor for _, factor, _ in known}) == 1
-    plausible = same_factor or by_division or by_count or proportional(counts, sizes)
-    if plausible:
+    if same_factor or by_division or by_count or proportional(counts, sizes):
         return "mean", None
     return "mean", (
         "it is multiplied by another factor in each micro-batch",
@@ -99,39 +130,51 @@ def _kind_of(
     )
 
 
-def _kind_of_constant(there: Sequence[tuple[int, float, Term]]) -> tuple[Kind, tuple[str, str] | None]:
-    """What a term is whose divisor is the same in all micro-batches: each comes with its size and the divisor."""
-    terms = [term for _, _, term in there]
+def _kind_of_constant(with_items: Sequence[tuple[int, float, Term]]) -> tuple[Kind, Doubt | None]:
+    """Tell what a term is whose divisor is the same in all micro-batches.
+
+    Args:
+        with_items: of each micro-batch that has items (samples, the divisor, the term).
+    """
+    terms = [term for _, _, term in with_items]
     numbers = {term.numbers for term in terms}
     guess = terms[0].kind
     if all(term.is_items for term in terms) and all(term.is_sure for term in terms):
         return "mean", None  # counts of targets that happen to be equal
-    if len({size for size, _, _ in there}) > 1:
+    if len({size for size, _, _ in with_items}) > 1:
+        # The sizes differ and the divisor does not. Where as many numbers were reduced each time, these are not of the
+        # samples: neither a mean nor a sum over samples would reduce as many.
         if len(numbers) == 1:
             reason = f"it reduces {numbers.pop()} numbers in every micro-batch, however many samples there are"
             return guess, (reason, "Let it end in a mean or a sum over samples")
         if not any(term.is_counted for term in terms):
-            return "sum", None
+            return "sum", None  # a count of samples would have changed with them
     elif all(term.is_sure and term.kind == guess for term in terms):
+        # All sizes are the same, so a divisor that is a count is so too: what each micro-batch shows has to do.
         return guess, None
     elif len(numbers) > 1 and not any(term.is_counted for term in terms) and guess == "sum":
         return "sum", None  # what was picked by a mask
     return guess, (
-        f"it divides by {there[0][1]:g} in every micro-batch, which may be a constant or a count of its own",
+        f"it divides by {with_items[0][1]:g} in every micro-batch, which may be a constant or a count of its own",
         "Divide by the number of samples of the batch that the loss is given (not the window's), or by nothing: "
         "the plain sum",
     )
 
 
-def _doubt_of_constants(sizes: Sequence[int], reductions: Sequence[Reduction], is_sum: bool) -> tuple[str, str] | None:
-    """What speaks against counting terms of parameters alone once a window."""
+def _doubt_of_constants(sizes: Sequence[int], reductions: Sequence[Reduction], is_sum: bool) -> Doubt | None:
+    """Return what speaks against counting the terms of parameters alone once a window; None when nothing does.
+
+    It is exact for a term that is the same in each micro-batch as in the window: one that is multiplied, or divided, by
+    a count of samples is not.
+    """
     if len({len(reduction.constants) for reduction in reductions}) > 1:
         return "its terms are not the same ones in each micro-batch", _COUNT
+    is_shared_out = any(reduction.is_shared_out for reduction in reductions)
     for factors in zip(*(map(float, reduction.constants) for reduction in reductions), strict=True):
+        # Beside a sum over samples a penalty may be multiplied with their number, to be as large as in a mean.
         grows = is_sum and any(
             size > 1 and factor and factor % size == 0 for size, factor in zip(sizes, factors, strict=True)
         )
-        is_shared_out = any(reduction.is_shared_out for reduction in reductions)
         if len({round(factor, 12) for factor in factors}) > 1 or grows or is_shared_out:
             return (
                 "a term that depends on the parameters alone is multiplied or divided by a count of samples",
@@ -140,28 +183,26 @@ def _doubt_of_constants(sizes: Sequence[int], reductions: Sequence[Reduction], i
     return None
 
 
-_COUNT = (
-    "Pass num_items=(micro-batch) -> how many items its loss is a mean over, or let the loss end in one mean, or one "
-    "sum, over samples"
-)
-
-
 def _in_words(operation: str) -> str:
     return "code that torch.compile made" if "CompiledFunction" in operation else operation
 
 
 def proportional(first: Sequence[float], second: Sequence[float]) -> bool:
-    """Whether two lists of counts say the same but for a factor."""
+    """Return whether two lists of counts are the same but for a factor."""
     total, other = sum(first), sum(second)
     return all(math.isclose(a * other, b * total, rel_tol=1e-4) for a, b in zip(first, second, strict=True))
 
 
 def stands_for_none(reduction: Reduction, loss: torch.Tensor, num_samples: int) -> tuple[bool, bool]:
-    """(whether a count of 1 is taken for one of 0, whether that is in doubt).
+    """Tell whether a count of 1 stands for a count of 0.
 
     A mask's count is kept from 0 by ``clamp(min=1)``; its loss is 0 then, and so is its gradient: only the total has to
-    be mended. But so may be the loss of one sample, by a hinge.
+    be mended. But the loss of one sample may be 0 as well, by a hinge.
+
+    Returns:
+        (whether a count of 1 is taken for one of 0, whether that is in doubt).
     """
+    # tolist() reads the loss without an operation, which a dispatch mode would see and fail on.
     if not reduction.terms or not reduction.terms[0].is_one or loss.tolist():
         return False, False
     return reduction.terms[0].is_counted or num_samples > 1, num_samples == 1

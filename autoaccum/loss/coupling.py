@@ -1,26 +1,32 @@
-"""What couples the samples of a batch, so that cutting a window changes what is computed."""
+"""Finds what couples the samples of a batch, so that cutting a window changes what is computed.
+
+Two things do: layers that normalise by the statistics of a batch, which are found by their class, and losses that
+compare samples with each other, which are found by the operations in their graph. The second is a guess, for a graph
+does not name its dimensions: one that is as long as the micro-batch is taken for the samples, and only what all
+micro-batches of a window show alike is believed.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from autoaccum.events import Notice
 from autoaccum.loss.graph import is_linear_operation, only_parameters, operation_of, signed
 from autoaccum.memory.oom import is_out_of_memory
 
 
 def batch_norms(modules: Sequence[nn.Module]) -> list[_BatchNorm]:
-    """Every BatchNorm layer, once."""
-    return [m for m in dict.fromkeys(m for root in modules for m in root.modules()) if isinstance(m, _BatchNorm)]
+    """List every BatchNorm layer, once."""
+    layers = dict.fromkeys(layer for module in modules for layer in module.modules())  # in order, as no set would be
+    return [layer for layer in layers if isinstance(layer, _BatchNorm)]
 
 
 def count_batch_norms(modules: Sequence[nn.Module]) -> int:
-    """BatchNorm layers that normalise a sample by the statistics of those beside it.
+    """Count the BatchNorm layers that normalise a sample by the statistics of those beside it.
 
     They do so in training mode, and without running statistics in eval mode too.
     """
@@ -28,45 +34,50 @@ def count_batch_norms(modules: Sequence[nn.Module]) -> int:
 
 
 def smallest_micro_batch(modules: Sequence[nn.Module]) -> int:
-    """Samples that a micro-batch needs at least: BatchNorm has no statistics of one."""
+    """Return how many samples a micro-batch needs at least: BatchNorm has no statistics of one."""
     return 2 if count_batch_norms(modules) else 1
 
 
 def is_compiled(model: object) -> bool:
-    """Whether every size of its micro-batches may be compiled for."""
-    return hasattr(model, "_orig_mod")
-
-
-def batch_norm_notices(modules: Sequence[nn.Module]) -> list[Notice]:
-    """What to say when windows of a model with BatchNorm are cut."""
-    layers = count_batch_norms(modules)
-    notice = Notice(
-        cause=f"The model holds {layers} BatchNorm layer{'s' if layers > 1 else ''} in training mode",
-        consequence="Each normalises by the statistics of a micro-batch instead of the window, so that the gradient "
-        "depends on how windows are cut",
-        cure="Use GroupNorm or LayerNorm, put the BatchNorm layers in eval mode, or pass micro_batch= the whole window "
-        "if it fits",
-    )
-    return [notice] if layers else []
+    """Return whether torch.compile wraps a model, so that each new size of its micro-batches may be compiled for."""
+    return hasattr(model, "_orig_mod")  # where the wrapper keeps the module
 
 
 DEPTH = 200
-"""Operations back from the loss among which those across samples are looked for."""
+"""Look for operations across samples among so many, from the loss back."""
 
-Crossing = tuple[str, float, float, bool, int]
-"""An operation across samples: its name, the extents of what it makes as multiples of the samples, whether one size of
-micro-batches is enough to tell (a dimension may be as long as a micro-batch by chance, but not as long as two), and its
-place in the graph."""
+# Operations that reduce or normalise along a dimension, or order what is along it.
+_ALONG_A_DIMENSION = {"Amax", "Amin", "Cumsum", "LinalgVectorNorm", "LogSoftmax", "Logcumsumexp", "Logsumexp", "Max"}
+_ALONG_A_DIMENSION |= {"Mean", "Median", "Min", "Norm", "Prod", "Softmax", "Sort", "Std", "StdMean", "Sum", "Topk"}
+_ALONG_A_DIMENSION |= {"Var", "VarMean"}
+
+
+class Crossing(NamedTuple):
+    """An operation across samples; the same one in the graphs of two micro-batches is equal, whatever their sizes."""
+
+    operation: str
+    """Its name."""
+    rows: float
+    """The first extent of what it makes, as a multiple of the samples."""
+    columns: float
+    """The second one; 0 where there is none."""
+    is_certain: bool
+    """Whether one size of micro-batches is enough to tell: a dimension may be as long as a micro-batch by chance, but
+    not as long as two."""
+    place: int = 0
+    """How many nodes had been visited when it was met, from the loss on."""
 
 
 def crossings(loss: torch.Tensor, num_samples: int) -> set[Crossing]:
-    """The operations by which a loss lets samples of a micro-batch meet, as far as its graph shows.
+    """Find the operations by which a loss lets samples of a micro-batch meet, as far as its graph shows.
 
-    Products and distances of all with all, and what reduces, normalises or moves along the samples anywhere but in the
-    sums and means that make the loss. To be asked before the backward.
+    They are products and distances of all with all, and what reduces, normalises or moves along the samples anywhere
+    but in the sums and means that make the loss. To be called before the backward, which frees what nodes saved.
     """
     found: set[Crossing] = set()
     seen: set[Any] = set()
+    # Breadth first, for what lets samples meet stands near the loss, and a model may be of any depth. Each node comes
+    # with whether all is linear from it to the loss: there a sum over the samples is what every loss has.
     queue: list[tuple[Any, bool]] = [(loss.grad_fn, True)]
     while queue and len(seen) < DEPTH:
         node, is_linear = queue.pop(0)
@@ -74,7 +85,7 @@ def crossings(loss: torch.Tensor, num_samples: int) -> set[Crossing]:
             continue
         seen.add(node)
         try:
-            found |= {(*crossing, len(seen)) for crossing in _crossing(node, num_samples, is_linear)}
+            found |= {crossing._replace(place=len(seen)) for crossing in _crossings_of(node, num_samples, is_linear)}
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise
@@ -85,46 +96,48 @@ def crossings(loss: torch.Tensor, num_samples: int) -> set[Crossing]:
 
 
 def couples_samples(seen: Sequence[tuple[int, set[Crossing]]]) -> bool:
-    """Whether operations across samples were found in all micro-batches alike; each comes with its size.
+    """Return whether operations across samples were found in all micro-batches alike.
 
-    One sample meets nobody: micro-batches of one are asked only when there are no larger ones.
+    Args:
+        seen: (samples, operations) of each micro-batch. One sample meets nobody: micro-batches of one are asked only
+            when there are no larger ones.
     """
     several = [(size, found) for size, found in seen if size > 1] or list(seen)
     if not several:
         return False
     common = set.intersection(*(found for _, found in several))
-    return any(is_certain or len({size for size, _ in several}) > 1 for *_, is_certain, _ in common)
+    sizes = {size for size, _ in several}
+    return any(crossing.is_certain or len(sizes) > 1 for crossing in common)
 
 
-def _crossing(node: Any, num_samples: int, is_linear: bool) -> set[tuple[str, float, float, bool]]:
+def _crossings_of(node: Any, num_samples: int, is_linear: bool) -> set[Crossing]:
+    """Find how one node lets samples meet; ``is_linear`` where only sums and means lie between it and the loss."""
     operation = operation_of(node)
     if operation in ("Addmm", "Bmm", "Cdist", "EuclideanDist", "Mm", "Pdist"):
         return _all_with_all(node, operation, num_samples)
     if num_samples == 1:
         return set()
     if operation in ("Flip", "Roll"):  # the shape is not saved: taken for samples, which are the first dimension
-        return {(operation, 1.0, 0.0, True)} if 0 in node._saved_dims else set()
+        return {Crossing(operation, 1.0, 0.0, True)} if 0 in node._saved_dims else set()
     shape = _shape(node)
-    found: set[tuple[str, float, float, bool]] = set()
-    if len(shape) > 1 and shape[0] == shape[1] == num_samples:  # all beside all, as broadcasting has it
-        found.add((f"{operation} of pairs", 1.0, 1.0, False))
-    if not shape or operation not in _ALONG or (is_linear and operation in ("Mean", "Sum")):
+    found: set[Crossing] = set()
+    if len(shape) > 1 and shape[0] == shape[1] == num_samples:
+        # All beside all, as x[:, None] - x[None] makes. But as many features as samples would have the same shape.
+        found.add(Crossing(f"{operation} of pairs", 1.0, 1.0, False))
+    if not shape or operation not in _ALONG_A_DIMENSION or (is_linear and operation in ("Mean", "Sum")):
         return found
     dimensions = getattr(node, "_saved_dim", None)
     if isinstance(dimensions, int):
         dimensions = (dimensions,)
-    along = range(len(shape)) if dimensions is None else [signed(d) % len(shape) for d in dimensions]
+    along = range(len(shape)) if dimensions is None else [signed(d) % len(shape) for d in dimensions]  # None: all
     if shape[0] == num_samples and 0 in along:
-        found.add((operation, 1.0, 0.0, True))
+        found.add(Crossing(operation, 1.0, 0.0, True))
     return found
 
 
-_ALONG = {"Amax", "Amin", "Cumsum", "LinalgVectorNorm", "LogSoftmax", "Logcumsumexp", "Logsumexp", "Max", "Mean"}
-_ALONG |= {"Median", "Min", "Norm", "Prod", "Softmax", "Sort", "Std", "StdMean", "Sum", "Topk", "Var", "VarMean"}
-
-
 def _saved(node: Any, name: str) -> torch.Tensor | None:
-    """A tensor that a node saved; None where a hook would have to bring it back, as checkpointing does by computing."""
+    """Return a tensor that a node saved; None where a hook would have to bring it back."""
+    # Checkpointing brings a tensor back by computing its block again, which costs more than this is worth.
     raw = getattr(node, f"_raw_saved_{name}", None)
     if raw is None or raw.unpack_hook is not None:
         return None
@@ -133,7 +146,7 @@ def _saved(node: Any, name: str) -> torch.Tensor | None:
 
 
 def _shape(node: Any) -> tuple[int, ...]:
-    """Of a node's input, or of its output where only that was saved and is as large."""
+    """Return the shape of a node's input, or of its output where only that was saved and is as large."""
     sizes = getattr(node, "_saved_self_sym_sizes", None)
     if sizes is not None:
         return tuple(sizes)
@@ -143,23 +156,23 @@ def _shape(node: Any) -> tuple[int, ...]:
     return ()
 
 
-def _all_with_all(node: Any, operation: str, num_samples: int) -> set[tuple[str, float, float, bool]]:
-    """Products of two tensors neither of which is a weight, and distances."""
-    inner = 0
+def _all_with_all(node: Any, operation: str, num_samples: int) -> set[Crossing]:
+    """Find how a product of two tensors, neither of which is a weight, or a distance lets samples meet."""
+    inner = 0  # the extent that a product sums over; a distance has none
     factors = node.next_functions[:2]
     if operation in ("Addmm", "Mm"):
         first = "mat1" if operation == "Addmm" else "self"
         if any(_is_weight(_saved(node, name)) for name in (first, "mat2")):
-            return set()
+            return set()  # a linear layer
         rows, inner = getattr(node, f"_saved_{first}_sym_sizes")
         columns = node._saved_mat2_sym_sizes[1]
-        factors = node.next_functions[-2:]
+        factors = node.next_functions[-2:]  # behind the bias of Addmm
     elif operation == "Bmm":  # einsum's way of multiplying two matrices
         left, right = _saved(node, "self"), _saved(node, "mat2")
         if left is None or right is None or len(left) != 1:
-            return set()
+            return set()  # a batch of several products is one for each sample, or head
         rows, inner, columns = *left.shape[1:], right.shape[2]
-    elif operation == "Pdist":
+    elif operation == "Pdist":  # of all rows of one tensor with each other
         saved = _saved(node, "self")
         rows = columns = 0 if saved is None else len(saved)
     else:
@@ -168,26 +181,18 @@ def _all_with_all(node: Any, operation: str, num_samples: int) -> set[tuple[str,
             return set()
         rows, columns = left.shape[-2], right.shape[-2]
     if any(child is not None and only_parameters(child) for child, _ in factors):
-        return set()
+        return set()  # a weight that was computed, as by a parametrisation
     found = set()
     if inner == num_samples > 1:  # a correlation of features, over the samples
-        found.add((operation, 0.0, 1.0, True))
+        found.add(Crossing(operation, 0.0, 1.0, True))
     # Two views of each sample, or several negatives for each, make multiples. One side may need no gradient.
     if rows and not rows % num_samples and not columns % num_samples and (num_samples > 1 or rows == columns == 1):
-        found.add((operation, rows / num_samples, columns / num_samples, bool(rows == columns)))
+        found.add(Crossing(operation, rows / num_samples, columns / num_samples, bool(rows == columns)))
     return found
 
 
 def _is_weight(factor: torch.Tensor | None) -> bool:
-    """Whether it is a parameter, or a view of one such as its transpose."""
-    return factor is not None and isinstance(factor if factor._base is None else factor._base, nn.Parameter)
-
-
-def coupling_notice() -> Notice:
-    """What to say when windows are cut whose loss compares samples with each other."""
-    return Notice(
-        cause="The loss lets the samples of a batch meet, as contrastive losses and statistics over a batch do",
-        consequence="Each sample meets those of its micro-batch only, instead of all in the window: another loss",
-        cure="Pass micro_batch= the whole window if it fits, lower effective_batch if it does not, or let samples meet "
-        "what does not come from the batch, such as a queue of past ones or running statistics",
-    )
+    """Return whether a tensor is a parameter, or a view of one such as its transpose."""
+    if factor is None:
+        return False
+    return isinstance(factor if factor._base is None else factor._base, nn.Parameter)

@@ -1,4 +1,4 @@
-"""The three ways to say what the loss of a batch is, as one function (model, batch) -> loss."""
+"""Makes one function (model, batch) -> loss of the three ways to say what the loss of a batch is."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LossOf = Callable[[Any, Any], torch.Tensor]
 
 
 def loss_function(loss_fn: Callable[[Any, Any], Any] | None, training_step: Callable[[Any, Any], Any] | None) -> LossOf:
-    """The loss of a batch by ``loss_fn(outputs, targets)``, by ``training_step(model, batch)``, or by the model itself.
+    """Make the loss of a batch of ``loss_fn(outputs, targets)``, ``training_step(model, batch)`` or the model itself.
 
     A model is called with a mapping's values as keywords, a tuple's or list's as positional arguments, and anything
     else as its one argument.
@@ -31,6 +31,7 @@ def loss_function(loss_fn: Callable[[Any, Any], Any] | None, training_step: Call
         ConflictingArgumentsError: both functions are given.
         ArgumentTypeError: one is no function.
     """
+    # loss_fn=nn.MSELoss, without the parentheses, can be called, and would fail only in the first micro-batch.
     for name, function in (("loss_fn", loss_fn), ("training_step", training_step)):
         if isinstance(function, type) and issubclass(function, nn.Module):
             cure = f"It is the class: make one, {function.__name__}()."
@@ -41,6 +42,7 @@ def loss_function(loss_fn: Callable[[Any, Any], Any] | None, training_step: Call
         raise ConflictingArgumentsError(
             "training_step", training_step, "loss_fn", "A training_step computes the whole loss: leave loss_fn out."
         )
+    # Each of the three checks what it gets, so that an error names what the user passed.
     if loss_fn is not None:
 
         def by_loss_fn(model: Any, batch: Any) -> torch.Tensor:
@@ -54,12 +56,12 @@ def loss_function(loss_fn: Callable[[Any, Any], Any] | None, training_step: Call
 
 
 def inputs_and_targets(batch: Any) -> tuple[Any, Any]:
-    """What a batch for ``loss_fn`` is.
+    """Split a batch for ``loss_fn`` into what the model is called with and what its outputs are compared with.
 
     Raises:
-        DataError: this one is not.
+        DataError: the batch is no pair.
     """
-    if isinstance(batch, tuple | list) and len(batch) == 2:
+    if isinstance(batch, tuple | list) and len(batch) == 2:  # a list is what default_collate makes of pairs
         return batch[0], batch[1]
     raise DataError(
         f"data: with loss_fn, batches are (inputs, targets), but this one is {_describe(batch)}. Let the data yield "
@@ -68,7 +70,7 @@ def inputs_and_targets(batch: Any) -> tuple[Any, Any]:
 
 
 def call(model: Any, inputs: Any) -> Any:
-    """The model's outputs for one micro-batch of inputs."""
+    """Return the model's outputs for one micro-batch of inputs."""
     if isinstance(inputs, torch.Tensor):  # by far the most frequent, and there are micro-batches of 100 µs
         return model(inputs)
     positional, keywords = _arguments(inputs)
@@ -76,16 +78,20 @@ def call(model: Any, inputs: Any) -> Any:
 
 
 def _arguments(inputs: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """Return the positional arguments and the keywords by which a model is called with inputs."""
     if isinstance(inputs, Mapping):
         return (), inputs
-    return (inputs if isinstance(inputs, tuple | list) else (inputs,)), {}
+    if isinstance(inputs, tuple | list):
+        return inputs, {}
+    return (inputs,), {}
 
 
 def call_on_batch(model: Any, batch: Any) -> Any:
-    """``call``, with a word on the loss when the model cannot take a whole batch."""
+    """Call the model with a whole batch; say, when it cannot take one, that the loss was left to it."""
     try:
         return call(model, batch)
     except TypeError as error:
+        # The model raises TypeErrors for reasons of its own, too. It was called wrongly only if its signature says so.
         positional, keywords = _arguments(batch)
         try:
             inspect.signature(model.forward).bind(*positional, **keywords)
@@ -99,11 +105,13 @@ def call_on_batch(model: Any, batch: Any) -> Any:
 
 
 def _model_loss(outputs: Any) -> Any:
+    """Take the loss out of a model's outputs: their ``loss``, or all of them when they are one number."""
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
     if loss is not None:
         return loss
     if isinstance(outputs, torch.Tensor) and outputs.ndim == 0:
         return outputs
+    # Hugging Face models have a loss of None when the batch holds no labels: another cure than for one without any.
     found = f"{_describe(outputs)} without a .loss or ['loss'] (neither loss_fn nor training_step was given)"
     if hasattr(outputs, "loss") or (isinstance(outputs, Mapping) and "loss" in outputs):
         raise NonScalarLossError("the model", found, "Its loss is None: do the batches hold labels?")
@@ -115,6 +123,7 @@ def _model_loss(outputs: Any) -> Any:
 
 
 def _checked(loss: Any, source: str) -> torch.Tensor:
+    """Return a loss that can be trained on; ``source`` is what made it, as errors name it."""
     if isinstance(loss, torch.Tensor) and loss.requires_grad and not loss.ndim:
         return loss
     if loss is None:
@@ -123,7 +132,7 @@ def _checked(loss: Any, source: str) -> torch.Tensor:
         raise NonScalarLossError(source, _describe(loss))
     if loss.ndim:
         raise NonScalarLossError(source, f"a tensor of shape {tuple(loss.shape)}")
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled():  # under no_grad, as in validation, no loss needs a gradient
         raise LossWithoutGradError(source)
     return loss
 

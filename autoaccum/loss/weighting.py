@@ -1,4 +1,4 @@
-"""How micro-batches of unequal weight add up to the gradient of their window.
+"""Weights micro-batches so that they add up to the gradient of their window.
 
 The window's loss is the mean over its N items, L = (1/N) sum_i l_i. A micro-batch j of n_j items gives the mean over
 its own, L_j = (1/n_j) sum_{i in j} l_i, so L = sum_j (n_j / N) L_j, and by linearity the same holds of the gradients.
@@ -17,17 +17,15 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from autoaccum.errors import ArgumentError, ArgumentTypeError
-from autoaccum.events import Notice
-from autoaccum.loss.conclusions import conclude, proportional
-from autoaccum.loss.reductions import Count, Reduction
+from autoaccum.loss.reductions import Reduction
+from autoaccum.loss.terms import Count
 from autoaccum.memory.oom import is_out_of_memory
 
 CountItems = Callable[[Any], Any]
@@ -35,16 +33,17 @@ CountItems = Callable[[Any], Any]
 
 
 def count_items(num_items: CountItems, batch: Any) -> Count:
-    """Items of a micro-batch as the user counts them.
+    """Count the items of a micro-batch as the user does.
 
     Raises:
         ArgumentError: the count is negative, or not a number.
     """
     counted = num_items(batch)
     if isinstance(counted, torch.Tensor) and counted.numel() == 1 and counted.device.type != "cpu":
+        # Not read here, and so not checked: reading would wait for the device in every micro-batch.
         return counted.detach().reshape(())
     try:
-        return _checked(float(counted))
+        return _checked_count(float(counted))
     except (TypeError, ValueError, RuntimeError) as error:
         if isinstance(error, ArgumentError) or is_out_of_memory(error):  # reading a tensor may be where memory runs out
             raise
@@ -53,11 +52,11 @@ def count_items(num_items: CountItems, batch: Any) -> Count:
 
 
 def by_user(num_items: CountItems, batch: Any) -> Reduction:
-    """A mean over what the user counts."""
+    """Return the reduction of a loss that is a mean over what the user counts."""
     return Reduction(count_items(num_items, batch))
 
 
-def _checked(items: float) -> float:
+def _checked_count(items: float) -> float:
     if not 0 <= items < float("inf"):
         raise ArgumentError("num_items(micro-batch)", items, "a count of at least 0")
     return items
@@ -67,35 +66,41 @@ class Tally:
     """The items of a window: weights while its micro-batches run, shares in the whole at its end."""
 
     def __init__(self, num_samples: int, *, deferred: bool) -> None:
-        """For a window of ``num_samples``; counts are read at once, or all at its end when ``deferred``."""
+        """Begin a window of ``num_samples``; counts are read at once, or all at its end when ``deferred``."""
         self._num_samples = num_samples
         self._deferred = deferred
-        self._counts: list[Count] = []
-        self._guess = 0.0
+        self._counts: list[Count] = []  # n_j of each micro-batch so far; 0 where it had no items
+        self._guess = 0.0  # G: guessed from the first micro-batch that has items, and 0 until then
 
     def weight(self, num_samples: int, items: Count, dtype: torch.dtype = torch.float32) -> Count | None:
-        """What the loss of the next micro-batch, of that ``dtype``, counts; None when it has no items."""
+        """Return the weight of the next micro-batch, n_j / G; None when it has no items.
+
+        Args:
+            num_samples: its samples.
+            items: its items.
+            dtype: of its loss, which the weight is rounded to.
+        """
         if isinstance(items, torch.Tensor):
+            # The first count is read in any case, for the guess is made of it.
             if self._deferred and self._guess:
                 self._counts.append(items)
                 return items.to(torch.promote_types(dtype, torch.float32)) / self._guess
             items = items.item()
         self._counts.append(items)
-        if not items or not math.isfinite(items):  # 0, or 0 / 0
+        if not items or not math.isfinite(items):  # 0, or 0 / 0, the mean over nothing
             self._counts[-1] = 0.0
             return None
         if not self._guess:
             # Not from next to nothing, as a divisor kept from 0 is: all later weights would be immense.
             per_sample = items / num_samples if abs(items) > 1e-3 * num_samples else 1.0
             self._guess = per_sample * self._num_samples
-            if (
-                dtype.itemsize == 2
-            ):  # the weight is rounded to the loss's type: a power of two leaves small counts exact
+            if dtype.itemsize == 2:
+                # The weight is rounded to the loss's type, of 16 bits: a power of two leaves small counts exact.
                 self._guess = math.copysign(2.0 ** round(math.log2(abs(self._guess))), self._guess)
         return items / self._guess
 
     def read(self) -> list[float]:
-        """The counts, those that were deferred too."""
+        """Return the counts of all micro-batches so far; those that were deferred are read in one go."""
         waiting = [count for count in self._counts if isinstance(count, torch.Tensor)]
         if waiting:
             read = torch.stack(waiting).tolist()
@@ -104,23 +109,30 @@ class Tally:
         return self._counts  # type: ignore[return-value]
 
     def leave_out(self, index: int) -> None:
-        """That micro-batch had no items after all, and a gradient of 0."""
+        """Count nothing for that micro-batch: it had no items after all, and a gradient of 0."""
         self._counts[index] = 0.0
 
     def total(self, is_sum: bool) -> float:
-        """What the window's sum is divided by: all of its items, or what each micro-batch's sum was."""
+        """Return what the window's sum is divided by: all of its items, or what each micro-batch's sum was."""
         counts = [count for count in self.read() if count]
+        # The divisors of a sum are the same constant in all micro-batches, so that the first one stands for them.
         return counts[0] if is_sum else sum(counts)
 
     def correction(self, is_sum: bool) -> float:
-        """What the accumulated gradient has to be multiplied with."""
+        """Return G / N, which the accumulated gradient has to be multiplied with."""
         return self._guess / self.total(is_sum)
 
     def loss(self, losses: list[torch.Tensor], is_sum: bool) -> torch.Tensor:
-        """The window's, of those of the micro-batches that had items."""
+        """Return the loss of the window.
+
+        Args:
+            losses: of the micro-batches that had items.
+            is_sum: whether they are sums over samples.
+        """
         stacked = torch.stack(losses)
-        wide = torch.promote_types(stacked.dtype, torch.float32)
+        wide = torch.promote_types(stacked.dtype, torch.float32)  # in 16 bits a sum of losses would lose digits
         counts = [count for count in self.read() if count]
+        # Most windows are of equal counts: these need no tensor of shares, which would have to be sent to the device.
         if min(counts) == max(counts):
             return stacked.sum(dtype=wide) if is_sum else stacked.mean(dtype=wide)
         total = self.total(is_sum)
@@ -130,10 +142,13 @@ class Tally:
 
 @contextmanager
 def counted_once(reduction: Reduction, share: float) -> Iterator[None]:
-    """Within it, a backward counts terms that depend on parameters alone with this share: all of them make one.
+    """Scale, within it, what a backward gives to terms that depend on parameters alone.
 
-    By hooks on the additions through which they enter the loss, not on the terms, which may share nodes with others.
+    Args:
+        reduction: of the loss, with its graph.
+        share: of this micro-batch in its window; the shares of all of them add up to one.
     """
+    # By hooks on the additions through which they enter the loss, not on the terms, which may share nodes with others.
     inputs: dict[Any, list[int]] = defaultdict(list)
     for node, index in reduction.edges:
         inputs[node].append(index)
@@ -146,64 +161,13 @@ def counted_once(reduction: Reduction, share: float) -> Iterator[None]:
 
 
 def _scaling(indices: list[int], share: float) -> Callable[[Any, Any], Any]:
+    """Make a hook for a node that multiplies its gradients for the inputs ``indices`` with ``share``."""
+
     def hook(to_inputs: tuple[torch.Tensor | None, ...], _: object) -> tuple[torch.Tensor | None, ...]:
-        return tuple(g * share if index in indices and g is not None else g for index, g in enumerate(to_inputs))
+        scaled = list(to_inputs)
+        for index, gradient in enumerate(to_inputs):
+            if index in indices and gradient is not None:
+                scaled[index] = gradient * share
+        return tuple(scaled)
 
     return hook
-
-
-def doubt_notice(reason: str, cure: str) -> Notice:
-    """What to say when it does not show how micro-batches add up to their window."""
-    return Notice(
-        cause=f"How the loss averages over a micro-batch cannot be told: {reason}",
-        consequence="Micro-batches may be weighted wrongly, so that the gradient depends on how windows are cut",
-        cure=cure,
-    )
-
-
-def contradiction(claimed: Sequence[float], sizes: Sequence[int], reductions: Sequence[Reduction]) -> Notice | None:
-    """What to say when the user's ``num_items`` is not what the loss shows; None when it is, or nothing shows."""
-    found = conclude(sizes, reductions)
-    if found.doubt is not None:
-        return None
-    counts = [float(reduction.items) for reduction in reductions]
-    if not found.is_sum and proportional(claimed, counts):
-        return None
-    listed = [", ".join(f"{count:g}" for count in numbers[:4]) for numbers in (claimed, counts)]
-    return Notice(
-        cause=f"num_items says {listed[0]} for the first micro-batches, but their loss is "
-        + ("a sum" if found.is_sum else f"a mean over {listed[1]}"),
-        consequence="The gradient is weighted by num_items, and so depends on how windows are cut",
-        cure="Leave num_items out: what the loss is a mean over was read off it; labels that a model shifts are "
-        "counted as shifted",
-    )
-
-
-def penalty_notice() -> Notice:
-    """What to say of terms that depend on parameters alone, beside a sum over samples."""
-    return Notice(
-        cause="The loss is a sum over samples and terms that depend on the parameters alone",
-        consequence="The gradient counts those once a window, but the loss that is reported counts them once a "
-        "micro-batch",
-        cure="Let the loss be a mean, whose report is exact too, or look at its data term alone",
-    )
-
-
-@torch.no_grad()
-def scale_gradients(parameters: Sequence[torch.Tensor], factor: float) -> None:
-    """Multiply the gradients in place, in one launch."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    if gradients:
-        torch._foreach_mul_(gradients, factor)
-
-
-@torch.no_grad()
-def clip_gradients(parameters: Sequence[torch.Tensor], max_norm: float) -> torch.Tensor:
-    """``torch.nn.utils.clip_grad_norm_``, which alone knows no norm of sparse gradients; the norm before clipping."""
-    for p in parameters:
-        if p.grad is not None and p.grad.is_sparse:
-            p.grad = p.grad.coalesce()  # an entry that several samples add to must not count several times
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    norm = get_total_norm([g._values() if g.is_sparse else g for g in gradients])
-    clip_grads_with_norm_(parameters, max_norm, norm)
-    return norm

@@ -1,1 +1,1 @@
-"""The memory of a device: its limits and peaks, what its faults look like, and a simulated one for tests."""
+"""The memory of a device: its limits and peaks, what its faults look like, a simulated one for tests, and the clock."""

@@ -17,6 +17,7 @@ class AcceleratorMemory:
     """Memory of one device of ``torch.accelerator``."""
 
     enforced = True
+    # The allocator's statistics are a dict of a hundred numbers, built anew for each reading.
     reading_seconds = 0.02
 
     def __init__(self, device: torch.device) -> None:
@@ -24,11 +25,12 @@ class AcceleratorMemory:
         self._retries = Retries()
 
     def limit(self) -> int:
-        """Reserved plus free bytes, or the fraction set for this process if that is less.
+        """Return the reserved plus the free bytes, or the fraction set for this process if that is less.
 
         What this process holds outside the allocator (its context, a library's buffers) is in neither term.
         """
         free, total = torch.accelerator.get_memory_info(self._device)
+        # The total alone would be wrong wherever other processes use the device too: what they hold is in no term here.
         limit = self.used() + free
         # CUDA, ROCm and XPU can be told to stop at a fraction of the whole device; it is 1.0 when nothing was set.
         module = torch.get_device_module(self._device)
@@ -37,11 +39,11 @@ class AcceleratorMemory:
         return limit
 
     def used(self) -> int:
-        """Bytes that the allocator holds now."""
+        """Return the bytes that the allocator holds now."""
         return torch.accelerator.memory_reserved(self._device)
 
     def peak(self) -> int:
-        """Most bytes that the allocator held since ``reset_peak``."""
+        """Return the most bytes that the allocator held since ``reset_peak``."""
         return torch.accelerator.max_memory_reserved(self._device)
 
     def reset_peak(self) -> None:
@@ -51,12 +53,13 @@ class AcceleratorMemory:
             torch.accelerator.reset_peak_memory_stats(self._device)
 
     def release(self) -> None:
-        """Collect reference cycles, then return the allocator's cache to the device."""
+        """Give the allocator's cache back to the device."""
         torch.accelerator.empty_cache()
 
     def strained(self) -> str | None:
-        """That the allocator emptied its cache to find memory: the device is all but full, or fragmented."""
-        # Both are missing before the first allocation. An allocation that fails in the end was retried once, too.
+        """Say that the allocator emptied its cache to find memory, if so: the device is all but full, or fragmented."""
+        # Both counters are missing before the first allocation. An allocation that fails in the end has been retried
+        # once too; it is an out-of-memory error, which is dealt with already, and no warning of one to come.
         stats = torch.accelerator.memory_stats(self._device)
         return self._retries.reason(stats.get("num_alloc_retries", 0) - stats.get("num_ooms", 0))
 
@@ -68,18 +71,18 @@ class MpsMemory:
     reading_seconds = 0.02
 
     def __init__(self) -> None:
-        self._peak = 0
+        self._peak = 0  # bytes, of the readings since it was reset
 
     def limit(self) -> int:
-        """Metal's recommended working set, or what the host still has for it if that is less."""
+        """Return Metal's recommended working set, or what the host still has for it if that is less."""
         return min(torch.mps.recommended_max_memory(), self.used() + psutil.virtual_memory().available)
 
     def used(self) -> int:
-        """Bytes that Metal holds for this process, the allocator's cache included."""
+        """Return the bytes that Metal holds for this process, the allocator's cache included."""
         return torch.mps.driver_allocated_memory()
 
     def peak(self) -> int:
-        """Most bytes seen at the calls of ``reset_peak`` and ``peak``.
+        """Return the most bytes seen at the calls of ``reset_peak`` and ``peak``.
 
         Metal keeps no peak of its own, but the allocator keeps the heaps it took, so that its size after a window is
         the window's peak unless the device came under pressure.
@@ -92,9 +95,9 @@ class MpsMemory:
         self._peak = self.used()
 
     def release(self) -> None:
-        """Collect reference cycles, then return the allocator's cache to Metal."""
+        """Give the allocator's cache back to Metal."""
         torch.mps.empty_cache()
 
     def strained(self) -> str | None:
-        """Never: Metal does not tell."""
+        """Return None, always: Metal does not tell."""
         return None

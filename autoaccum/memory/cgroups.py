@@ -1,4 +1,4 @@
-"""The control groups that hold this process, versions 1 and 2: what they limit, and how often they had to."""
+"""The control groups that hold this process, of versions 1 and 2: what they limit, and how often they had to."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from autoaccum.memory.procfs import number, read
 
 _UNLIMITED = 2**62
+"""Bytes; a limit of as many or more is taken for none. Version 1 writes 2**63 less a page where nothing was set."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -17,16 +18,20 @@ class ControlGroup:
     """One group by its files, any of which may be missing. What it limits is all that is in it and below it."""
 
     folder: str
-    """Where they lie."""
+    """The folder in which the group's files lie."""
     limit_file: str
-    """Bytes; none are "max" in version 2, and the largest number of pages in version 1."""
+    """The file with the limit in bytes; none is "max" in version 2, and the largest number of pages in version 1."""
     usage_file: str
-    """Bytes, the page cache included."""
+    """The file with the bytes in use, the page cache included."""
     reclaimable: str
     """The name, in ``memory.stat``, of the bytes of the page cache that are dropped before anything is killed."""
 
     def free(self, enough: int) -> int:
-        """Bytes that its limit leaves free, or at least ``enough``."""
+        """Return the bytes that its limit leaves free, or any figure of at least ``enough`` where it leaves more.
+
+        Args:
+            enough: bytes that some other limit leaves free. What lies above makes no difference to the tightest limit.
+        """
         limit = read(f"{self.folder}/{self.limit_file}").strip()
         if not limit.isdigit() or int(limit) >= _UNLIMITED:
             return enough
@@ -34,20 +39,22 @@ class ControlGroup:
         if not usage.isdigit():
             return enough
         free = int(limit) - int(usage)
-        # The kernel adds up the statistics of all groups below to answer: asked only where they make a difference.
+        # The page cache counts as used but gives way. To say how much of it there is, the kernel adds up the statistics
+        # of all groups below: that is asked only where it makes a difference.
         return free if free >= enough else free + self.reclaimable_bytes()
 
     def reclaimable_bytes(self) -> int:
-        """The part of its usage that is dropped before anything is killed."""
+        """Return the bytes of its usage that are dropped before anything is killed."""
         return number(read(f"{self.folder}/memory.stat"), self.reclaimable) or 0
 
     def reclaimable_share(self) -> float:
-        """The same as a fraction of its usage."""
+        """Return ``reclaimable_bytes`` as a fraction of its usage; 1.0 where the usage cannot be read."""
         usage = read(f"{self.folder}/{self.usage_file}").strip()
+        # The two files are read one after the other, and a group may have emptied meanwhile: never divide by 0.
         return self.reclaimable_bytes() / max(int(usage), 1) if usage.isdigit() else 1.0
 
     def times_reached(self) -> int | None:
-        """How often it was at ``memory.high``, above which it is slowed down, or at ``memory.max``, in version 2."""
+        """Return how often it was at ``memory.high``, which slows it down, or ``memory.max``; None in version 1."""
         # The local file (Linux 5.2): the other one counts what the groups below did with limits of their own, too.
         events = read(f"{self.folder}/memory.events.local")
         high, at_max = number(events, "high"), number(events, "max")
@@ -55,7 +62,7 @@ class ControlGroup:
 
 
 class ControlGroups:
-    """All that hold this process.
+    """All control groups that hold this process, in both versions.
 
     Args:
         process: its folder in procfs.
@@ -65,18 +72,19 @@ class ControlGroups:
     def __init__(self, process: Path, mount: Path) -> None:
         self._membership = str(process / "cgroup")
         self._mount = mount
-        # Files are looked for only when the process was moved: their numbers change all the time, they do not.
+        # Files are looked for only when the process was moved: their numbers change all the time, they do not. These
+        # are the lines of the membership file for which the groups below were found.
         self._lines = b""
         self._groups: tuple[ControlGroup, ...] = ()
         self._pressure_file: str | None = None
 
     def all(self) -> tuple[ControlGroup, ...]:
-        """Its group and every one above it, in each version that is mounted."""
+        """Return its group and every one above it, in each version that is mounted."""
         self._update()
         return self._groups
 
     def pressure_file(self) -> str | None:
-        """The pressure stall information of its own group, where there is one that is not the whole machine's."""
+        """Return the file of its own group's pressure stall information, unless that is the whole machine's."""
         self._update()
         return self._pressure_file
 
@@ -88,6 +96,7 @@ class ControlGroups:
         self._groups = ()
         self._pressure_file = None
         for line in os.fsdecode(lines).splitlines():
+            # cgroups(7): "hierarchy:controllers:path". The path may hold colons of its own.
             _, _, rest = line.partition(":")
             controllers, _, path = rest.partition(":")
             if not controllers:
@@ -110,16 +119,19 @@ class ControlGroups:
 
 
 def _pressure_file(mount: Path, path: str) -> str | None:
+    """Find the nearest group that has pressure stall information; return None where that is the whole machine."""
     for group in _group_and_ancestors(mount, path):
-        if (group / "memory.pressure").exists():
-            # Only the root of all groups has no limit of its own, and is no group of ours but the machine. A
-            # container's own group can be mounted in its place.
-            return str(group / "memory.pressure") if group != mount or (group / "memory.max").exists() else None
+        if not (group / "memory.pressure").exists():
+            continue
+        # Only the root of all groups has no limit of its own, and is no group of ours but the machine. A container's
+        # own group can be mounted in its place.
+        is_machine = group == mount and not (group / "memory.max").exists()
+        return None if is_machine else str(group / "memory.pressure")
     return None
 
 
 def _group_and_ancestors(mount: Path, path: str) -> Iterator[Path]:
-    """The control group's folder and every one above it up to the mount: each of them limits all that is below."""
+    """Yield the control group's folder and every one above it up to the mount: each limits all that is below."""
     # Inside a container the path can be the host's, of which only the container's own part is mounted, as the root. Its
     # folders are then missing, which limits nothing; but a path that leads out of the mount must not be followed.
     group = mount if ".." in Path(path).parts else mount / path.lstrip("/")

@@ -9,7 +9,7 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """What tells the time and waits."""
+    """A source of the time that can also wait."""
 
     def now(self) -> float:
         """Return seconds since some fixed moment; they never go back."""
@@ -18,12 +18,13 @@ class Clock(Protocol):
         """Return seconds since 1970 in UTC, for what people read."""
 
     def sleep(self, seconds: float) -> None:
-        """Return after so many seconds."""
+        """Wait for so many seconds."""
 
 
 class SystemClock:
     """The machine's own clock."""
 
+    # Two clocks on purpose: durations must not jump when the machine's date is set, and dates must not be relative.
     now = staticmethod(time.perf_counter)
     stamp = staticmethod(time.time)
     sleep = staticmethod(time.sleep)
@@ -33,6 +34,7 @@ class ManualClock:
     """A clock that stands still until it is moved; to wait by it moves it."""
 
     def __init__(self, seconds: float = 0.0, stamp: float = 0.0) -> None:
+        """Set the clock: it shows ``seconds`` now, and its second 0 was at ``stamp``, in seconds since 1970."""
         self._seconds = seconds
         self._stamp = stamp
 
@@ -48,9 +50,12 @@ class ManualClock:
         """Move it forward."""
         self._seconds += seconds
 
+    # Whoever waits by it would wait for ever if waiting did not move it.
     sleep = advance
 
 
+# One for the process and not one for each run: lines, records and checkpoints of one run are written by many objects,
+# some of them in threads of their own, and all of their times have to agree.
 _clock: Clock = SystemClock()
 
 
@@ -70,8 +75,8 @@ def sleep(seconds: float) -> None:
 
 
 @contextmanager
-def given(clock: Clock) -> Iterator[None]:
-    """Within it, read that clock, in all threads of this process."""
+def using(clock: Clock) -> Iterator[None]:
+    """Make all threads of this process read that clock; put the one before back at the end."""
     global _clock
     before, _clock = _clock, clock
     try:

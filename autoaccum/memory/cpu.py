@@ -31,6 +31,7 @@ class CpuMemory:
     """
 
     enforced = False
+    # Each figure is a file that the kernel writes out for the reader, and a window of a tiny model takes no longer.
     reading_seconds = 0.02
 
     def __init__(self, proc: str | Path = "/proc", cgroup: str | Path = "/sys/fs/cgroup") -> None:
@@ -40,26 +41,31 @@ class CpuMemory:
         self._clear_refs_path = str(process / "clear_refs")
         self._groups = ControlGroups(process, Path(cgroup))
         self._pressure = HostPressure(Path(proc), self._groups)
-        # Both stay 0 while the kernel's own peak can be reset.
+        # Both stay 0 while the kernel's own peak can be reset. Where it cannot (some containers forbid it), the first
+        # is the kernel's peak at the last reset, which says nothing of what came after; the second is the largest
+        # reading since.
         self._stale_peak = 0
         self._sampled_peak = 0
 
     def limit(self) -> int:
-        """Resident bytes, plus what the tightest of the system's constraints still leaves free."""
+        """Return the resident bytes, plus what the tightest of the system's constraints still leaves free."""
+        # The status is read once: resident and free bytes have to be of the same moment.
         status = self._status()
         free = min([self._available(), *self._free_under_rlimits(status)])
         for group in self._groups.all():
             free = min(free, group.free(enough=free))
+        # A constraint that was tightened below what is in use leaves less than nothing free.
         return _resident(status) + max(0, free)
 
     def used(self) -> int:
-        """Resident bytes."""
+        """Return the resident bytes."""
         return _resident(self._status())
 
     def peak(self) -> int:
-        """Most resident bytes since ``reset_peak``."""
+        """Return the most resident bytes since ``reset_peak``."""
         status = self._status()
         kernel_peak = _field(status, "VmHWM")
+        # A peak above the one that could not be reset was reached since: it may be believed.
         if kernel_peak > self._stale_peak:
             return kernel_peak
         # No peak from the kernel, or an old one that could not be reset: the best that is known is what was sampled.
@@ -79,48 +85,57 @@ class CpuMemory:
             self._stale_peak = self._sampled_peak = 0
 
     def release(self) -> None:
-        """Collect reference cycles, then return what the C library keeps of freed memory to the system."""
+        """Give what the C library keeps of freed memory back to the system."""
+        # 0 is what to leave at the top of the heap. PyTorch's CPU allocator keeps nothing itself.
         if _malloc_trim is not None:
             _malloc_trim(0)
 
     def strained(self) -> str | None:
-        """That processes of its control group or of the machine wait for memory, or that a limit was reached."""
-        return self._pressure.why()
+        """Say that processes of its control group or the machine wait for memory, or a limit was reached, if so."""
+        return self._pressure.reason()
 
     def _status(self) -> bytes:
         return read(self._status_path)
 
     def _free_under_rlimits(self, status: bytes) -> Iterator[int]:
+        """Yield the bytes that each limit of ``setrlimit`` leaves free, where one is set."""
         if sys.platform == "win32":
             return
         anonymous = _field(status, "RssAnon") or _resident(status)
         # Each is held by the kernel against its own count: private writable memory, and all address space. Beyond what
         # is resident they count what was never touched, which stays, and what the C library's heap has given back but
-        # keeps to itself, which is used again before any more is asked for: that is no less than is free.
+        # keeps to itself, which is used again before any more is asked for: that is no less than is free. The least
+        # that was ever seen beyond what is resident is what was never touched; whatever is more is the heap's.
         for which, field in ((resource.RLIMIT_DATA, "VmData"), (resource.RLIMIT_AS, "VmSize")):
             soft, _ = resource.getrlimit(which)
-            if soft != resource.RLIM_INFINITY:
-                untouched, where = (_field(status, field) or anonymous) - anonymous, (self._status_path, field)
-                _least_untouched[where] = min(untouched, _least_untouched.get(where, untouched))
-                yield soft - _least_untouched[where] - anonymous
+            if soft == resource.RLIM_INFINITY:
+                continue
+            counted = _field(status, field) or anonymous
+            untouched = counted - anonymous
+            where = (self._status_path, field)
+            _least_untouched[where] = min(untouched, _least_untouched.get(where, untouched))
+            yield soft - _least_untouched[where] - anonymous
 
     def _available(self) -> int:
-        # psutil reads the same file, and all of its other lines.
+        """Return the bytes that the machine can give without swapping."""
+        # psutil reads the same file, and all of its other lines: it is asked only where there is no such file.
         available = number(read(self._meminfo_path), "MemAvailable")
         return psutil.virtual_memory().available if available is None else available * 1024
 
 
 def _resident(status: bytes) -> int:
+    """Return the resident bytes, from psutil where procfs does not tell."""
     return _field(status, "VmRSS") or psutil.Process().memory_info().rss
 
 
 def _field(status: bytes, name: str) -> int:
-    """Bytes of one field of ``/proc/self/status``, 0 where it is missing."""
+    """Return the bytes of one field of ``/proc/self/status``, 0 where it is missing."""
+    # proc(5): the file says "kB" and means KiB.
     return (number(status, name) or 0) * 1024
 
 
 def _find_malloc_trim() -> Any:
-    """glibc's ``malloc_trim``; other C libraries have nothing of the kind."""
+    """Return glibc's ``malloc_trim``, or None: other C libraries have nothing of the kind."""
     try:
         return ctypes.CDLL(None).malloc_trim
     except (AttributeError, OSError, TypeError):
@@ -129,4 +144,7 @@ def _find_malloc_trim() -> Any:
 
 _malloc_trim = _find_malloc_trim()
 _least_untouched: dict[tuple[str, str], int] = {}
-"""Bytes, by file and field. Of the process and not of a run: what one has left in the heap is there for the next."""
+"""The least bytes that a field of a status file counted beyond what was resident, by (file, field).
+
+It belongs to the process and not to a run: what one run has left in the heap is there for the next.
+"""

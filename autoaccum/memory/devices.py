@@ -12,7 +12,7 @@ from autoaccum.memory.simulated import SimulatedMemory, active_simulation
 
 
 def find_device(device: str | torch.device | None) -> torch.device:
-    """The device by name; without one the accelerator that is current, or the CPU where there is none.
+    """Return the device of that name; without one the accelerator that is current, or the CPU where there is none.
 
     Raises:
         UnknownDeviceError: this machine, or this build of PyTorch, does not have it.
@@ -21,23 +21,27 @@ def find_device(device: str | torch.device | None) -> torch.device:
     if device is None:
         device = accelerator or "cpu"
     count = torch.accelerator.device_count() if accelerator is not None else 0
-    available = ["cpu"] + [f"{accelerator.type}:{index}" for index in range(count) if accelerator is not None]
+    available = ["cpu"]
+    if accelerator is not None:
+        available += [f"{accelerator.type}:{index}" for index in range(count)]
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError):
         raise UnknownDeviceError(device, available) from None
     if found.type == "cpu":
-        return torch.device("cpu")
+        return torch.device("cpu")  # without an index: "cpu:0" does not compare equal to the device of a tensor
+    # For an accelerator it is the other way round: tensors have an index, and "cuda" alone equals none of them.
     if found.index is None and accelerator is not None and found.type == accelerator.type:
         found = torch.device(found.type, torch.accelerator.current_device_index())
     if str(found) not in available:
         raise UnknownDeviceError(device, available)
+    # What allocates without naming a device (a model's own "cuda", a library's handle) has to land on this one.
     torch.accelerator.set_device_index(found.index)
     return found
 
 
 def is_slow_to_read(device: torch.device) -> bool:
-    """Whether reading a number waits until everything that was asked of the device is done."""
+    """Return whether reading a number waits until everything that was asked of the device is done."""
     return device.type != "cpu"
 
 

@@ -21,17 +21,24 @@ class OomKills:
         self._groups = ControlGroups(proc / "self", mount)
 
     def counts(self) -> dict[str, int]:
-        """By what they are of. The machine's starts again with each boot, which is part of its name."""
+        """Return the counts by the name of what they are of: the machine's boot, or the folder of a group."""
+        # The machine's count starts again with each boot: it must not be compared with one from before.
         boot = read(str(self._proc / "sys/kernel/random/boot_id")).decode().strip()
-        found = {f"boot {boot}": number(read(str(self._proc / "vmstat")), "oom_kill")}
+        found: dict[str, int] = {}
+        machine_kills = number(read(str(self._proc / "vmstat")), "oom_kill")
+        if machine_kills is not None:  # Linux 4.13 and later
+            found[f"boot {boot}"] = machine_kills
         for group in self._groups.all():
             for name in ("memory.events", "memory.oom_control"):  # of version 2, of version 1
                 kills = number(read(f"{group.folder}/{name}"), "oom_kill")
                 if kills is not None:
                     found[group.folder] = kills
-        return {name: count for name, count in found.items() if count is not None}
+        return found
 
 
 def have_risen(before: dict[str, int], now: dict[str, int]) -> bool:
-    """Whether any count that was there before is larger."""
+    """Return whether any count that was there before is larger now.
+
+    A name that is missing now says nothing: the process may have been started again in another group.
+    """
     return any(now.get(name, 0) > count for name, count in before.items())

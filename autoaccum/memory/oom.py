@@ -8,8 +8,10 @@ a library under it, is known to raise for memory and for nothing else.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from enum import Enum
+from typing import Literal, TypeVar
 
 import torch
 
@@ -67,7 +69,7 @@ _TEXTS = re.compile(
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether ``error`` means that memory ran out, on any device or on the host.
+    """Return whether ``error`` means that memory ran out, on any device or on the host.
 
     >>> is_out_of_memory(RuntimeError("CUDA error: out of memory"))
     True
@@ -80,13 +82,47 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and _TEXTS.search(str(error)) is not None
 
 
+T = TypeVar("T")
+
+
+class RanOut(Enum):
+    """What ``attempt`` returns when memory ran out."""
+
+    RAN_OUT = "memory ran out"
+
+
+RAN_OUT = RanOut.RAN_OUT
+
+
+def attempt(function: Callable[[], T]) -> T | Literal[RanOut.RAN_OUT]:
+    """Call a function and return what it returns, or ``RAN_OUT`` when memory ran out in it; other errors come through.
+
+    The caller recovers after this has returned, and never within an ``except`` block: an exception that is being
+    handled pins, through its traceback, the frames of the failed forward, and with them the very tensors that have to
+    go (pytorch/pytorch#18853).
+    """
+    try:
+        return function()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+    return RAN_OUT
+
+
 @contextmanager
 def room_for_model(memory: Memory, limit_bytes: int, parameters: Sequence[torch.Tensor] = ()) -> Iterator[None]:
-    """Within it, models are moved and states are made; afterwards they must be there, with room for these gradients.
+    """Check, at its end, that the models and states made within it left room for the gradients.
+
+    Args:
+        memory: of the device that they are made on.
+        limit_bytes: what this process may use of it.
+        parameters: those that will have gradients, each as large as itself.
 
     Raises:
-        LimitBelowModelError: they are not, or the limit is passed.
+        LimitBelowModelError: memory ran out within it, or what is in use with the gradients passes the limit.
     """
+    # The error is raised below and not in the ``except``, where the traceback would pin what was made half-way: that
+    # would count as used, and the bytes needed are told to the user.
     try:
         yield
     except Exception as error:
@@ -98,4 +134,5 @@ def room_for_model(memory: Memory, limit_bytes: int, parameters: Sequence[torch.
     memory.release()
     needed = memory.used() + sum(p.nbytes for p in parameters)
     if ran_out or needed > limit_bytes:
+        # How much was missing when it ran out is not known; it was more than the limit.
         raise LimitBelowModelError(needed_bytes=max(needed, limit_bytes + 1), limit_bytes=limit_bytes)

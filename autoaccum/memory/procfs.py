@@ -6,7 +6,7 @@ import re
 
 
 def read(path: str) -> bytes:
-    """All of a file; nothing of one that is missing, or whose feature is switched off."""
+    """Return all of a file; nothing of one that is missing, or whose feature is switched off."""
     try:
         # Between every two windows: unbuffered, and without a Path, is less than half the time.
         with open(path, "rb", buffering=0) as file:
@@ -16,17 +16,21 @@ def read(path: str) -> bytes:
 
 
 def number(content: bytes, name: str) -> int | None:
-    """The number in the line that begins with ``name``, in the unit of the file; ``None`` where there is none.
+    """Return the number in the line that begins with ``name``, in the file's unit; ``None`` where there is none.
 
     >>> number(b"MemTotal:       16384 kB", "MemTotal"), number(b"inactive_file 4096", "inactive_file")
     (16384, 4096)
     """
+    # procfs writes a colon behind the name, the control groups do not. Only a whole name counts: "oom_kill" has a
+    # neighbour "oom_kill_disable".
     found = re.search(rb"^%s:?\s+(\d+)" % name.encode(), content, re.MULTILINE)
     return int(found[1]) if found else None
 
 
 def stalled_us(content: bytes) -> int | None:
-    """Microseconds in which at least one task waited for memory, from pressure stall information; they only rise.
+    """Return the microseconds in which at least one task waited for memory, from pressure stall information.
+
+    They only rise.
 
     >>> stalled_us(b"some avg10=0.00 avg60=0.00 avg300=0.00 total=1234")
     1234

@@ -22,7 +22,7 @@ from autoaccum.memory.base import Retries
 
 
 class MemorySimulation(TorchDispatchMode):
-    """While it is active, the CPU's tensors live in a memory of ``limit`` bytes.
+    """A dispatch mode in which the CPU's tensors live in a memory of ``limit`` bytes.
 
     A storage is counted once, however many tensors share it, from the first operation that takes or returns it until it
     is freed. Of nested simulations only the innermost counts and raises.
@@ -40,7 +40,8 @@ class MemorySimulation(TorchDispatchMode):
         self.used = 0
         self.peak = 0
         self.retries = 0
-        # By id: PyTorch keeps the Python object of a storage, and so its id, for as long as the storage lives.
+        # Bytes by the storage's id: PyTorch keeps the Python object of a storage, and so its id, for as long as the
+        # storage lives. A reference to the storage itself would keep it alive.
         self._counted: dict[int, int] = {}
 
     def reset_peak(self) -> None:
@@ -63,43 +64,48 @@ class MemorySimulation(TorchDispatchMode):
         if _active[-1] is not self:
             return func(*args, **kwargs)
         # The inputs exist, so they are counted even when they do not fit; the outputs only when they do.
-        asked, grown = self._growth((args, tuple(kwargs.values())))
-        self._count(asked, grown)
-        self._require(asked, self.used)
+        more_bytes, grown = self._growth((args, tuple(kwargs.values())))
+        self._count(more_bytes, grown)
+        self._require(more_bytes, self.used)
         result = func(*args, **kwargs)
-        asked, grown = self._growth((result,))
+        more_bytes, grown = self._growth((result,))
         try:
-            self._require(asked, self.used + asked)
+            self._require(more_bytes, self.used + more_bytes)
         except torch.OutOfMemoryError:
             # The traceback keeps this frame: do not let it keep the tensors that did not fit.
             del result, grown
             raise
-        self._count(asked, grown)
+        self._count(more_bytes, grown)
         return result
 
     def _growth(self, values: Iterable[object]) -> tuple[int, list[tuple[torch.UntypedStorage, int]]]:
-        """Bytes by which the storages of ``values`` outgrow what is counted, in all and each."""
+        """Return the bytes by which the storages of ``values`` outgrow what is counted, in all and each."""
         storages = {id(storage): storage for storage in _storages(values)}
-        grown = [
-            (storage, delta)
-            for key, storage in storages.items()
-            if (delta := storage.nbytes() - self._counted.get(key, 0))
-        ]
+        grown = []
+        for key, storage in storages.items():
+            # Below 0 where ``resize_`` has made a storage smaller.
+            delta = storage.nbytes() - self._counted.get(key, 0)
+            if delta:
+                grown.append((storage, delta))
         return sum(delta for _, delta in grown), grown
 
-    def _count(self, asked: int, grown: list[tuple[torch.UntypedStorage, int]]) -> None:
+    def _count(self, more_bytes: int, grown: list[tuple[torch.UntypedStorage, int]]) -> None:
+        """Count what ``_growth`` returned, until the storages are freed."""
         for storage, delta in grown:
             key = id(storage)
             if key not in self._counted:
+                # Not at exit: the interpreter is shutting down then, and nobody reads the count any more.
                 weakref.finalize(storage, self._forget, key).atexit = False
             self._counted[key] = self._counted.get(key, 0) + delta
-        self.used += asked
+        self.used += more_bytes
         self.peak = max(self.peak, self.used)
 
     def _forget(self, key: int) -> None:
         self.used -= self._counted.pop(key)
 
     def _require(self, asked: int, needed: int) -> None:
+        """Raise the error of a device that is asked for more, and would need more in all than it has."""
+        # Who asks for nothing gets it, also when the limit was lowered below what is in use: so does a real device.
         if asked > 0 and needed > self.limit:
             raise torch.OutOfMemoryError(
                 f"Simulated device out of memory. Tried to allocate {format_bytes(asked)} ({asked} bytes). The device "
@@ -109,7 +115,7 @@ class MemorySimulation(TorchDispatchMode):
 
 
 class OutOfMemoryAt(TorchDispatchMode):
-    """Raises ``torch.OutOfMemoryError`` in place of one operation, once; with ``None`` it only counts.
+    """A dispatch mode that raises ``torch.OutOfMemoryError`` in place of one operation, once; ``None`` only counts.
 
     Attributes:
         operations: operations seen so far, the one that raised included.
@@ -117,7 +123,7 @@ class OutOfMemoryAt(TorchDispatchMode):
 
     def __init__(self, operation: int | None) -> None:
         super().__init__()
-        self._operation = operation
+        self._operation = operation  # the number of the one to fail, from 1
         self.operations = 0
 
     def __enter__(self) -> OutOfMemoryAt:
@@ -134,25 +140,25 @@ class OutOfMemoryAt(TorchDispatchMode):
 
 
 class SimulatedMemory:
-    """The simulated memory, as a device's."""
+    """The simulated memory as the memory of a device."""
 
     enforced = True
-    reading_seconds = 0.0
+    reading_seconds = 0.0  # each figure is an attribute: every window may be measured
 
     def __init__(self, simulation: MemorySimulation) -> None:
         self._simulation = simulation
         self._retries = Retries()
 
     def limit(self) -> int:
-        """The simulation's limit: nothing else uses its memory."""
+        """Return the simulation's limit: nothing else uses its memory."""
         return self._simulation.limit
 
     def used(self) -> int:
-        """Bytes of the live storages seen so far."""
+        """Return the bytes of the live storages seen so far."""
         return self._simulation.used
 
     def peak(self) -> int:
-        """Most bytes since ``reset_peak``."""
+        """Return the most bytes since ``reset_peak``."""
         return self._simulation.peak
 
     def reset_peak(self) -> None:
@@ -160,23 +166,25 @@ class SimulatedMemory:
         self._simulation.reset_peak()
 
     def release(self) -> None:
-        """Nothing: there is no cache."""
+        """Do nothing: there is no cache."""
 
     def strained(self) -> str | None:
-        """That the simulation's ``retries`` have risen."""
+        """Say by how much the simulation's ``retries`` have risen, if so."""
         return self._retries.reason(self._simulation.retries)
 
 
 _active: list[MemorySimulation] = []
+"""Those that are entered, the innermost last."""
 
 
 def active_simulation() -> MemorySimulation | None:
-    """The innermost simulation that is active, if any."""
+    """Return the innermost simulation that is active, if any."""
     return _active[-1] if _active else None
 
 
 def _storages(values: Iterable[object]) -> Iterator[torch.UntypedStorage]:
-    """The CPU storages of all tensors in nested lists and tuples, empty ones left out."""
+    """Yield the CPU storages of all tensors in nested lists and tuples, empty ones left out."""
+    # Operators take and return nothing but lists and tuples, and this runs for each operator: no general pytree.
     for value in values:
         if isinstance(value, list | tuple):
             yield from _storages(value)
@@ -185,6 +193,7 @@ def _storages(values: Iterable[object]) -> Iterator[torch.UntypedStorage]:
 
 
 def _storages_of(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
+    """Yield the storages that one tensor is made of: several for sparse layouts and for wrappers of other tensors."""
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
         yield from _storages([getattr(tensor, name) for name in names])

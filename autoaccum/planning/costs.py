@@ -1,4 +1,4 @@
-"""What a micro-batch of b samples costs in bytes and in seconds, fitted to trials.
+"""Models of what a micro-batch of b samples costs in bytes and in seconds, fitted to trials.
 
 A trial's peak is nearly linear in b: parameters, gradients and optimizer state do not depend on it, activations are
 proportional to it. What is not linear are the allocator's steps, constant in size and so smaller in proportion for
@@ -23,39 +23,41 @@ class Trial:
     """One forward and backward at one micro-batch size, observed."""
 
     micro_batch: int
-    """Samples."""
+    """Its size in samples."""
     fits: bool
     """False after an out-of-memory error, and when the peak went past the limit that is to be kept."""
     peak_bytes: int | None = None
     """Most memory in use at once; None after an out-of-memory error, which hides it."""
     predicted_bytes: int | None = None
-    """What the memory model said of it before; None where there was no model yet."""
+    """The peak that the memory model predicted before; None where there was no model yet."""
     seconds: float | None = None
-    """Wall time of the forward and backward."""
+    """Wall time of the forward and backward; None where it was not timed."""
     length: int = 1
-    """Of its longest sample, to which the others were padded; 1 where samples are alike."""
+    """The length of its longest sample, to which the others were padded; 1 where samples are alike."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryModel:
-    """peak_bytes(b) = fixed_bytes + b * (bytes_per_sample * length + bytes_per_square * length**2)."""
+    """The line peak_bytes(b) = fixed_bytes + b * (bytes_per_sample * length + bytes_per_square * length**2)."""
 
     fixed_bytes: float
+    """Bytes in use without any sample: parameters, gradients and optimizer state."""
     bytes_per_sample: float
-    """Of length 1."""
+    """Bytes that a sample adds for each unit of its length."""
     bytes_per_square: float = 0.0
-    """Of the length; 0 where samples are alike."""
+    """Bytes that it adds beside them for each unit of its length squared; 0 where samples are alike."""
 
     def of_sample(self, length: int = 1) -> float:
-        """Bytes that one sample more adds."""
+        """Return the bytes that one sample more adds."""
         return self.bytes_per_sample * length + self.bytes_per_square * length**2
 
     def predict(self, micro_batch: int, length: int = 1) -> int:
-        """Peak bytes at that many samples."""
+        """Return the peak bytes at that many samples."""
+        # Rounded up: a prediction that is a byte too small would let a plan pass the limit.
         return math.ceil(self.fixed_bytes + self.of_sample(length) * micro_batch)
 
     def largest_within(self, limit_bytes: int, length: int = 1) -> float:
-        """The most samples whose predicted peak is within the limit; infinite when samples cost nothing."""
+        """Return the most samples whose predicted peak is within the limit; infinite when samples cost nothing."""
         each = self.of_sample(length)
         if each <= 0:
             return math.inf if self.fixed_bytes <= limit_bytes else 0
@@ -65,7 +67,7 @@ class MemoryModel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimeModel:
-    """seconds(b) of one forward and backward: straight lines between the sizes that were timed.
+    """The curve seconds(b) of one forward and backward: straight lines between the sizes that were timed.
 
     Time is no line in b. A device takes as long for few samples as for one until it is busy, and then rises in steps,
     where sizes fill its units: a line through all of it would prefer the largest size always, and be wrong.
@@ -75,12 +77,14 @@ class TimeModel:
     """(samples, seconds), both rising."""
 
     def predict(self, micro_batch: int) -> float:
-        """Seconds at that many samples; beyond the largest that was timed, at its pace."""
+        """Return the seconds at that many samples; beyond the largest that was timed, at its pace."""
         points = self.points
+        # No time is below 0, so a size that was timed is found at its own point and not behind it.
         index = bisect_left(points, (micro_batch, 0.0))
         if index == len(points):
             size, seconds = points[-1]
             return seconds * micro_batch / size
+        # Fewer samples than any that were timed take no less: a device is not busy with them.
         if index == 0:
             return points[0][1]
         (below, fast), (above, slow) = points[index - 1], points[index]
@@ -88,30 +92,36 @@ class TimeModel:
 
 
 def prediction_error(trials: Iterable[Trial]) -> float | None:
-    """How far the newest prediction was from what was measured, as a fraction of that; None when there was none."""
+    """Return how far the newest prediction was from its measurement, as a fraction of that; None if there was none."""
     errors = [abs(t.predicted_bytes / t.peak_bytes - 1) for t in trials if t.predicted_bytes and t.peak_bytes]
     return errors[-1] if errors else None
 
 
 SPREAD = 1.5
-"""Lengths that differ by less tell nothing of their square."""
+"""Fit no square of the length until the longest and the shortest trial differ by this factor: less tells nothing."""
 
 
 def fit_memory_model(trials: Sequence[Trial]) -> MemoryModel | None:
-    """The memory model of the trials whose peak is known, or None with fewer than two different sizes."""
+    """Fit the memory model to the trials whose peak is known; return None with fewer than two different sizes.
+
+    Where lengths vary, three shapes are fitted: in the length, in its square, in both. The one with the least weighted
+    sum of squared errors is returned, the first of them where two are equal.
+    """
     known = [(t.micro_batch, t.length, t.peak_bytes) for t in trials if t.peak_bytes is not None]
-    linear = [(size * length, peak) for size, length, peak in known]
-    if (line := _fit_line(linear)) is None:
+    line = _fit_line([(size * length, peak) for size, length, peak in known])
+    if line is None:
         return None
     models = [MemoryModel(fixed_bytes=line[0], bytes_per_sample=line[1])]
     if _lengths_vary(trials):
-        squares = [(size * length**2, peak) for size, length, peak in known]
-        if (plane := _fit_plane([(size * length, size * length**2, peak) for size, length, peak in known])) is not None:
+        plane = _fit_plane([(size * length, size * length**2, peak) for size, length, peak in known])
+        if plane is not None:
             models.append(MemoryModel(fixed_bytes=plane[0], bytes_per_sample=plane[1], bytes_per_square=plane[2]))
-        if (line := _fit_line(squares)) is not None:
+        line = _fit_line([(size * length**2, peak) for size, length, peak in known])
+        if line is not None:
             models.append(MemoryModel(fixed_bytes=line[0], bytes_per_sample=0.0, bytes_per_square=line[1]))
 
     def error(model: MemoryModel) -> float:
+        # With one weight for all shapes, for the three sums to be comparable: that of the fit in the length.
         return sum(
             size * length * (model.fixed_bytes + size * model.of_sample(length) - peak) ** 2
             for size, length, peak in known
@@ -121,28 +131,35 @@ def fit_memory_model(trials: Sequence[Trial]) -> MemoryModel | None:
 
 
 def weigher(trials: Sequence[Trial]) -> Callable[[int], int]:
-    """(length) -> what a sample counts for, so that micro-batches with equal sums need about equal memory.
+    """Return (length) -> the weight of a sample, such that micro-batches of equal weight need about equal memory.
 
-    Where the trials do not tell how memory grows with length, a sample longer than any that was tried counts by the
+    Where the trials do not tell how memory grows with length, a sample longer than any that was tried weighs by the
     square of its length: what fits by that, fits whichever it is.
     """
     longest = max((t.length for t in trials), default=1)
     model = fit_memory_model(trials) if _lengths_vary(trials) else None
+    # Weights are integers: what micro-batches weigh is added, divided and compared exactly.
     if model is None:
+        # Continuous at the longest, where both are equal to it.
         return lambda length: length if length <= longest else length * length // longest
     if model.bytes_per_sample > 0:
+        # Memory by length is a * length + c * length**2; weights are in units of a, so that a sample of length 1 whose
+        # square costs next to nothing weighs 1.
         square = model.bytes_per_square / model.bytes_per_sample
         return lambda length: round(length + square * length**2)
+    # The square alone, in units in which the longest weighs as much as its length; none may weigh nothing.
     return lambda length: max(1, length * length // longest)
 
 
 def _lengths_vary(trials: Sequence[Trial]) -> bool:
+    """Return whether the trials' lengths differ by enough, and are enough trials, to tell of the square of a length."""
+    # A plane through two points fits anything: three are the least.
     lengths = [t.length for t in trials if t.peak_bytes is not None]
     return len(lengths) > 2 and max(lengths) >= SPREAD * min(lengths)
 
 
 def fit_time_model(trials: Iterable[Trial]) -> TimeModel | None:
-    """The time model of the trials that were timed, or None when none was.
+    """Return the time model of the trials that were timed, or None when none was.
 
     What disturbs a timing makes it longer, the first run of a size above all, when kernels are chosen and loaded. So a
     size's time is the median of its trials, and none is slower than a larger one.
@@ -152,7 +169,7 @@ def fit_time_model(trials: Iterable[Trial]) -> TimeModel | None:
         if trial.seconds is not None:
             timed[trial.micro_batch].append(trial.seconds)
     points: list[tuple[int, float]] = []
-    least = math.inf
+    least = math.inf  # the least time of this size and all larger ones
     for size in sorted(timed, reverse=True):
         least = min(least, median(timed[size]))
         points.append((size, least))
@@ -160,9 +177,10 @@ def fit_time_model(trials: Iterable[Trial]) -> TimeModel | None:
 
 
 def _fit_line(points: Sequence[tuple[int, float]]) -> tuple[float, float] | None:
-    """Least squares of y on x with weights x: (intercept, slope), the slope not negative.
+    """Fit y = intercept + slope * x by least squares with weights x; return (intercept, slope), the slope not negative.
 
     Textbook weighted least squares: with weighted means mx and my, slope = sum w (x-mx)(y-my) / sum w (x-mx)^2.
+    None with fewer than two different x.
     """
     if len({x for x, _ in points}) < 2:
         return None
@@ -171,26 +189,36 @@ def _fit_line(points: Sequence[tuple[int, float]]) -> tuple[float, float] | None
     mean_y = sum(x * y for x, y in points) / total
     covariance = sum(x * (x - mean_x) * (y - mean_y) for x, y in points)
     variance = sum(x * (x - mean_x) ** 2 for x, _ in points)
+    # Peaks that fall with the size are noise: a sample never costs less than nothing.
     slope = max(0.0, covariance / variance)
     return mean_y - slope * mean_x, slope
 
 
 def _fit_plane(rows: Sequence[tuple[float, float, float]]) -> tuple[float, float, float] | None:
-    """Least squares of y on x and z with weights x, rows being (x, z, y): (intercept, slope, slope of z).
+    """Fit y = intercept + slope * x + slope_z * z by least squares with weights x; return (intercept, slope, slope_z).
 
     The normal equations of the centred variables, by Cramer's rule; None unless both slopes are positive.
+
+    Args:
+        rows: (x, z, y) of each point.
     """
     total = sum(row[0] for row in rows)
     means = [sum(row[0] * row[i] for row in rows) / total for i in range(3)]
 
     def covariance(i: int, j: int) -> float:
+        """Return the weighted sum of products of columns i and j, both centred."""
         return sum(row[0] * (row[i] - means[i]) * (row[j] - means[j]) for row in rows)
 
-    xx, zz, xz, xy, zy = (covariance(i, j) for i, j in ((0, 0), (1, 1), (0, 1), (0, 2), (1, 2)))
+    x, z, y = 0, 1, 2
+    xx, zz, xz = covariance(x, x), covariance(z, z), covariance(x, z)
+    xy, zy = covariance(x, y), covariance(z, y)
+    # xx * slope + xz * slope_z = xy, and xz * slope + zz * slope_z = zy. The determinant is 0 where x and z rise and
+    # fall together, as they do for trials of one length: then no point tells one slope from the other.
     determinant = xx * zz - xz * xz
-    if determinant <= 1e-9 * xx * zz:  # they rise and fall together
+    if determinant <= 1e-9 * xx * zz:
         return None
-    slope, slope_z = (xy * zz - zy * xz) / determinant, (zy * xx - xy * xz) / determinant
+    slope = (xy * zz - zy * xz) / determinant
+    slope_z = (zy * xx - xy * xz) / determinant
     if slope <= 0 or slope_z <= 0:
         return None
     return means[2] - slope * means[0] - slope_z * means[1], slope, slope_z

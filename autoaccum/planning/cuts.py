@@ -1,4 +1,4 @@
-"""How a window is cut into micro-batches: arithmetic alone.
+"""Cuts of windows into micro-batches: arithmetic alone.
 
 >>> plan(effective_batch=256, max_micro_batch=100).sizes
 (86, 85, 85)
@@ -17,29 +17,33 @@ from autoaccum._checks import positive_int
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """How a window is cut."""
+    """The sizes of the micro-batches that a window is cut into, on every rank."""
 
     ranks: tuple[tuple[int, ...], ...]
     """Each rank's micro-batch sizes in samples, in order; a rank beyond the effective batch has none."""
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Samples of every micro-batch, rank after rank: they sum to the effective batch and differ by one at most."""
+        """Return the samples of every micro-batch, rank after rank.
+
+        They sum to the effective batch and differ by one at most.
+        """
         return tuple(size for rank in self.ranks for size in rank)
 
     @property
     def effective_batch(self) -> int:
-        """Samples per optimizer step, over all ranks."""
+        """Return the samples per optimizer step, over all ranks."""
         return sum(self.sizes)
 
     @property
     def accumulation_steps(self) -> int:
-        """Micro-batches per optimizer step on one rank, the busiest where they differ."""
+        """Return the micro-batches per optimizer step on one rank, the busiest where they differ."""
+        # The first ranks have the larger shares: see ``near_equal``.
         return len(self.ranks[0])
 
 
 def plan(effective_batch: int, max_micro_batch: int, world_size: int = 1) -> Plan:
-    """The fewest near-equal micro-batches, no larger than ``max_micro_batch``, that sum to ``effective_batch``.
+    """Return the fewest near-equal micro-batches, none above ``max_micro_batch``, that sum to ``effective_batch``.
 
     Args:
         effective_batch: samples per optimizer step, over all ranks.
@@ -53,41 +57,47 @@ def plan(effective_batch: int, max_micro_batch: int, world_size: int = 1) -> Pla
     positive_int("max_micro_batch", max_micro_batch, "Pass the samples that fit on the device at once.")
     positive_int("world_size", world_size, "Pass the number of processes that train together.")
     shares = near_equal(effective_batch, world_size)
+    # As many steps on every rank, where it has the samples for them: a rank with fewer would wait for the others.
     steps = -(-shares[0] // max_micro_batch)
     return Plan(ranks=tuple(near_equal(share, min(steps, share)) for share in shares))
 
 
 @lru_cache(maxsize=64)
 def near_equal(total: int, count: int) -> tuple[int, ...]:
-    """``count`` sizes that sum to ``total`` and differ by one at most; the larger first, so that memory peaks early."""
+    """Return ``count`` sizes that sum to ``total`` and differ by one at most, the larger first.
+
+    So memory peaks early in a window: where it does not suffice, little work is lost.
+    """
     size, larger = divmod(total, max(count, 1))  # a rank without samples has no micro-batches: 0 of 0
     return (size + 1,) * larger + (size,) * (count - larger)
 
 
 @lru_cache(maxsize=64)
 def cut(num_samples: int, max_micro_batch: int, min_micro_batch: int = 1) -> tuple[int, ...]:
-    """The sizes of ``plan`` on one rank, without its checks: for every window of a run.
+    """Return the sizes of ``plan`` on one rank, without its checks: for every window of a run.
 
     None is below ``min_micro_batch``, unless the window is; that may take a size beyond ``max_micro_batch``: 5 samples
     in micro-batches of 2 and none of 1 are (3, 2).
     """
-    return near_equal(num_samples, max(1, min(-(-num_samples // max_micro_batch), num_samples // min_micro_batch)))
+    fewest = -(-num_samples // max_micro_batch)  # rounded up: fewer would be too large
+    most = num_samples // min_micro_batch  # rounded down: more would be too small
+    return near_equal(num_samples, max(1, min(fewest, most)))
 
 
 AS_CHEAP = 0.01
-"""Plans whose times differ by less than this are taken for equally fast."""
+"""Take plans for equally fast whose times differ by less than this fraction."""
 
 
 def cheapest(
     num_samples: int, max_micro_batch: int, seconds: Callable[[int], float], min_micro_batch: int = 1
 ) -> tuple[int, ...]:
-    """The near-equal cut of a window that takes least time, of those with micro-batches of an allowed size.
+    """Return the near-equal cut of a window that takes least time, of those with micro-batches of an allowed size.
 
     Of cuts that are as cheap one into equal sizes is preferred, for it needs no second size to be compiled or to
     fragment the allocator's memory, and then the one with the fewest micro-batches.
 
     Args:
-        num_samples: of the window.
+        num_samples: samples of the window.
         max_micro_batch: the largest size that fits.
         seconds: (micro-batch) -> its time.
         min_micro_batch: the smallest size, unless the window is smaller.
@@ -98,9 +108,12 @@ def cheapest(
     """
     fewest = len(cut(num_samples, max_micro_batch, min_micro_batch))
     most = max(fewest, num_samples // max(min_micro_batch, 1))
+    # Numbers of micro-batches that may be the fastest. A window of n samples has n of them, but only about 2 * sqrt(n)
+    # different largest sizes.
     counts, count = {fewest, most}, fewest
     while count < most:
-        # Time is a straight line in the count while the sizes are the same two: its ends are enough.
+        # Time is a straight line in the count while the sizes are the same two: its ends are enough. The next largest
+        # size is reached with the count rounded up, and the count rounded down is the last before it.
         size = -(-num_samples // count) - 1
         counts |= {num_samples // size, -(-num_samples // size)}
         count = -(-num_samples // size)
@@ -111,26 +124,31 @@ def cheapest(
 
 
 def _time(num_samples: int, count: int, seconds: Callable[[int], float]) -> float:
+    """Return the seconds of a window that is cut into ``count`` near-equal micro-batches."""
     size, larger = divmod(num_samples, count)
-    return larger * (seconds(size + 1) if larger else 0.0) + (count - larger) * seconds(size)
+    time_of_larger = seconds(size + 1) if larger else 0.0
+    return larger * time_of_larger + (count - larger) * seconds(size)
 
 
 def cut_by_weight(weights: Sequence[int], max_weight: int, min_micro_batch: int = 1) -> tuple[int, ...]:
-    """Sizes of the fewest micro-batches in which samples, padded to the heaviest beside them, weigh at most that much.
+    """Return the sizes of the fewest micro-batches that weigh at most ``max_weight``, padding included.
 
     They are made as equal in weight as their number allows. One with ``min_micro_batch`` samples may weigh more, for
     nothing smaller is possible.
 
     Args:
-        weights: of each sample, the heaviest first: neighbours are padded least.
-        max_weight: of a micro-batch: its samples times the weight of its first.
+        weights: the weight of each sample, the heaviest first: neighbours are padded least.
+        max_weight: the most that a micro-batch may weigh, which is its samples times the weight of its first: the
+            others are padded to that.
         min_micro_batch: the smallest size, unless there are fewer samples.
 
     >>> cut_by_weight([100, 60, 50, 20, 20, 10, 10, 10], max_weight=120)
     (1, 2, 5)
     """
     fewest = _fill(weights, max_weight, min_micro_batch)
-    low, high = max_weight // 2, max_weight  # the least weight with which as few are enough lies above the one
+    # To fill one after the other leaves little for the last. The least weight with which as few are enough makes them
+    # equal: it is looked for by bisection, between half the weight, which rarely is enough, and all of it.
+    low, high = max_weight // 2, max_weight
     while high - low > max(1, max_weight // 64):
         middle = (low + high) // 2
         sizes = _fill(weights, middle, min_micro_batch)
@@ -142,11 +160,13 @@ def cut_by_weight(weights: Sequence[int], max_weight: int, min_micro_batch: int 
 
 
 def _fill(weights: Sequence[int], max_weight: int, min_micro_batch: int) -> tuple[int, ...]:
+    """Return the sizes of micro-batches that take as many of the samples as they may, one after the other."""
     sizes: list[int] = []
     position = 0
     while left := len(weights) - position:
         size = min(left, max(max_weight // weights[position], min_micro_batch, 1))
-        if 0 < left - size < min_micro_batch:  # too few would be left for one more
+        # Too few would be left for one more: take them too, or leave it some of these where there are enough.
+        if 0 < left - size < min_micro_batch:
             size = left if left < 2 * min_micro_batch else left - min_micro_batch
         sizes.append(size)
         position += size

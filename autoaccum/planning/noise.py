@@ -1,4 +1,4 @@
-"""The gradient noise scale, from the micro-batches of windows: up to which batch more samples are worth their time.
+"""The gradient noise scale, from the micro-batches of windows: the batch up to which more samples are worth their time.
 
 A window's gradient is an average over samples, so its squared norm is that of the true gradient plus noise that falls
 with their number; micro-batches are batches of another size, and two sizes tell one from the other (McCandlish et al.
@@ -33,38 +33,42 @@ Part = tuple[int, float, float]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Noise:
-    """What one window tells of its gradient; neither estimate is biased, both scatter."""
+    """One window's estimates of its gradient and of the noise in it; neither is biased, both scatter."""
 
     gradient_squared: float
     """Squared 2-norm of the true gradient; an estimate of it may be negative."""
     gradient_variance: float
-    """Trace of the covariance of one sample's gradient; negative in estimates too."""
+    """Trace of the covariance of one sample's gradient; an estimate of it may be negative too."""
 
 
 def estimate(parts: Sequence[Part], square: float) -> Noise | None:
-    """What the micro-batches of a window tell of the noise in its gradient.
+    """Estimate the noise in a window's gradient from what its micro-batches add to it.
 
     Args:
-        parts: of all its micro-batches, on all ranks; those without items are samples that add nothing.
-        square: squared 2-norm of the window's gradient, in the unit of theirs.
+        parts: one for each of its micro-batches, on all ranks; those without items are samples that add nothing.
+        square: squared 2-norm of the window's gradient, in the same unit as those of the parts.
 
     Returns:
-        None when fewer than two have items, some have less than none, one of few samples has nearly all, or a number
-        is not finite.
+        the estimates; None when fewer than two parts have items, when some have less than none, when one of few
+        samples has nearly all items, or when a number is not finite.
 
     >>> estimate([(4, 4, 0.5), (4, 4, 0.5)], square=1.25)
     Noise(gradient_squared=0.5, gradient_variance=6.0)
     """
+    # A part without items counts among the n, for its samples count in B; but two parts are to have a gradient.
     counts = [items for _, items, _ in parts]
     numbers = [square, *(number for part in parts for number in part)]
     if sum(map(bool, counts)) < 2 or min(counts) < 0 or not all(map(math.isfinite, numbers)):
         return None
     num_samples = sum(samples for samples, _, _ in parts)
+    # In the letters above: c, then the left side of the last equation, then its right side where v / W^2 is 1.
     share = sum(items * items / samples for samples, items, _ in parts) / sum(counts) ** 2
     between = sum(part / samples for samples, _, part in parts) - share * square
-    expected = len(parts) - share * num_samples  # where v / W^2 is 1
+    expected = len(parts) - share * num_samples
+    # Without n > c B nothing tells v: that is so where one part of few samples has nearly all items.
     if expected <= 0:
         return None
+    # S = B^2 v / W^2, and |g|^2 = E|G|^2 - S / B.
     variance = num_samples**2 * between / expected
     squared = square - variance / num_samples
     return Noise(gradient_squared=squared, gradient_variance=variance)
@@ -72,29 +76,38 @@ def estimate(parts: Sequence[Part], square: float) -> Noise | None:
 
 @dataclass(kw_only=True, slots=True)
 class Smoothed:
-    """Windows' estimates as moving averages, apart: the mean of a ratio would be biased, and far wilder.
+    """Moving averages of windows' estimates, each of its own: the mean of a ratio would be biased, and far wilder.
 
     Both begin at 0 and have the same weights, so what is missing from them at first cancels in their ratio.
     """
 
     smoothing: float
-    """What the averages keep of themselves at each window, from 0 to below 1."""
+    """The share that the averages keep of themselves at each window, from 0 to below 1."""
     gradient_squared: float = 0.0
     """Moving average of that estimate."""
     gradient_variance: float = 0.0
     """Moving average of that estimate."""
 
     def observe(self, noise: Noise) -> None:
-        """Take in another window."""
+        """Take another window into the averages."""
         new = 1 - self.smoothing
         self.gradient_squared = self.smoothing * self.gradient_squared + new * noise.gradient_squared
         self.gradient_variance = self.smoothing * self.gradient_variance + new * noise.gradient_variance
 
+    def state_dict(self) -> tuple[float, float]:
+        """Return the averages, for a checkpoint."""
+        return self.gradient_squared, self.gradient_variance
+
+    def load_state_dict(self, state: tuple[float, float]) -> None:
+        """Put back what ``state_dict`` returned."""
+        self.gradient_squared, self.gradient_variance = state
+
     @property
     def scale(self) -> float | None:
-        """The noise scale in samples: infinite where no gradient shows through the noise; None before the first."""
+        """Return the noise scale in samples: infinite where no gradient shows through it; None before the first."""
         if not self.gradient_squared and not self.gradient_variance:
             return None
+        # Estimates of a squared norm scatter around it: where the gradient is small, their average may be below 0.
         if self.gradient_squared <= 0:
             return math.inf
         return max(0.0, self.gradient_variance / self.gradient_squared)

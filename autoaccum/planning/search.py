@@ -1,4 +1,4 @@
-"""Which micro-batch size to try next, from the history of trials.
+"""The search: the micro-batch size to try next, from the history of trials.
 
 One policy with two drivers: a probe asks ``next_trial`` until it has no more to ask; training asks ``Tuner`` for the
 sizes of each window, and the tuner tries what ``next_trial`` says on samples that had to be trained on anyway.
@@ -12,14 +12,19 @@ from dataclasses import replace
 from autoaccum.planning.costs import MemoryModel, Trial, fit_memory_model
 
 TOLERANCE = 0.02
-"""The search ends when no size this much larger than the largest that fitted is expected to fit."""
+"""End the search when no size that is larger than the largest that fitted by this fraction is expected to fit."""
 
 TRUST = 4
-"""A memory model of n sizes is trusted for sizes up to this to the power of n times the largest success."""
+"""Trust a memory model of n sizes up to this to the power of n times the largest success."""
 
 
 def target_bytes(limit_bytes: int, headroom: float, least_bytes: int) -> int:
-    """The peak that plans keep to; ``least_bytes`` is that of the smallest micro-batch, or 0.
+    """Return the peak that plans keep to.
+
+    Args:
+        limit_bytes: what this process may use.
+        headroom: the fraction of it that is kept free.
+        least_bytes: the peak of the smallest micro-batch; 0 while it is not known.
 
     >>> target_bytes(1000, 0.05, 400), target_bytes(1000, 0.05, 980)
     (950, 999)
@@ -27,16 +32,19 @@ def target_bytes(limit_bytes: int, headroom: float, least_bytes: int) -> int:
     target = int(limit_bytes * (1 - headroom))
     if not target < least_bytes <= limit_bytes:
         return target
-    # The least there can be is past it already: free stays the same fraction of what is left above that.
+    # The least there can be is past it already, and within the limit: free stays the same fraction of what is left
+    # above that.
     return int(least_bytes + (limit_bytes - least_bytes) * (1 - headroom))
 
 
 def bounds(history: Sequence[Trial]) -> tuple[int, int | None]:
-    """(largest size that fits, smallest that does not) by the newest word on each: memory may have moved meanwhile.
+    """Return (largest size that fits, smallest that does not), by the newest trials: memory may have moved meanwhile.
 
     The first is 0 while nothing fitted; the second None while nothing failed.
     """
-    fits: set[int] = set()
+    # Whatever fits, smaller ones fit too, and whatever fails, larger ones do: each trial overrules those before it that
+    # say otherwise.
+    fits: set[int] = set()  # sizes whose newest word is that they fit
     fails: set[int] = set()
     for trial in history:
         if trial.fits:
@@ -58,7 +66,7 @@ def next_trial(
     growth: int = 2,
     prior: MemoryModel | None = None,
 ) -> int | None:
-    """The size to try next, or None when the search is over and ``bounds(history)[0]`` is its answer.
+    """Return the size to try next, or None when the search is over and ``bounds(history)[0]`` is its answer.
 
     Sizes grow until two trials give a memory model, then jump to what the model predicts, never beyond ``growth``
     times the largest success; a prediction that failed falls back to bisection.
@@ -73,30 +81,54 @@ def next_trial(
         prior: the memory model of an earlier run: trusted for what a sample adds, once one trial has told the rest.
     """
     fits, fails = bounds(history)
+    # Nothing larger is of use, or nothing smaller is allowed.
     if fits >= ceiling or (fails is not None and fails <= smallest):
         return None
     if fits == 0:
-        first = max(smallest, first or 0)
-        return min(first if fails is None or first < fails else max(smallest, fails // 2), ceiling)
-    step = max(1, int(TOLERANCE * fits))
+        return _first_trial(fails, ceiling=ceiling, smallest=smallest, first=first)
+    step = max(1, int(TOLERANCE * fits))  # a gain of fewer samples is not worth a trial
     if fails is not None and fails - fits <= step:
         return None
     model = memory_model(history, prior)
     if model is None:
-        return min(fits * (2 if first is None else growth), ceiling) if fails is None else (fits + fails) // 2
+        if fails is not None:
+            return (fits + fails) // 2
+        # A beginning that was chosen is a size of some use: what a sample adds shows only in one that is far larger.
+        return min(fits * (2 if first is None else growth), ceiling)
+    # Two small trials may show hardly more than the allocator's first step: few sizes are not trusted far.
     sizes = {trial.micro_batch for trial in history if trial.peak_bytes is not None}
-    growth = min(growth, TRUST ** len(sizes))  # two small trials may show hardly more than the allocator's first step
-    largest = min(fits * growth, ceiling, ceiling if fails is None else fails - 1)
-    predicted = model.largest_within(limit_bytes)
+    largest = min(fits * min(growth, TRUST ** len(sizes)), ceiling)
+    if fails is not None:
+        largest = min(largest, fails - 1)
+    predicted = model.largest_within(limit_bytes)  # infinite where samples cost nothing
     if predicted < fits + step:
         return None
-    if fails is not None and predicted >= fails:  # the model has been wrong about this size: halve the gap instead
+    if fails is not None and predicted >= fails:
+        # The model has been wrong about this size, so that it cannot be asked again: halve the gap instead.
         return (fits + fails) // 2
     return int(min(predicted, largest))
 
 
+def _first_trial(fails: int | None, *, ceiling: int, smallest: int, first: int | None) -> int:
+    """Return the size to try while nothing has fitted; ``fails`` is the smallest that did not, if any."""
+    size = max(smallest, first or 0)
+    if fails is not None and size >= fails:
+        size = max(smallest, fails // 2)
+    # A failure may be of an earlier run with larger windows, and half of it beyond any use in these.
+    return min(size, ceiling)
+
+
 def memory_model(history: Sequence[Trial], prior: MemoryModel | None = None) -> MemoryModel | None:
-    """Fitted to the trials, or until they suffice that of an earlier run, moved to where the newest of them lies."""
+    """Fit the memory model to the trials; until they suffice, use the one of an earlier run.
+
+    Args:
+        history: the trials so far, oldest first.
+        prior: the earlier run's model. It is moved to where the newest trial lies: what a sample adds is that of the
+            code, what is in use besides may differ from run to run.
+
+    Returns:
+        None while the trials do not suffice and there is no model that could be true of them.
+    """
     model = fit_memory_model(history)
     if model is not None or prior is None:
         return model
@@ -109,16 +141,20 @@ def memory_model(history: Sequence[Trial], prior: MemoryModel | None = None) -> 
 
 
 COARSE_FIRST, COARSE_GROWTH = 16, 4
-"""The size to begin with, and the factor to grow by, where few sizes should be tried."""
+"""The size to begin with, and the factor to grow by, where a size costs so much that few should be tried.
+
+Such a search is called coarse: of models that are compiled for each size anew, and of those for which small sizes are
+poor, as statistics of few samples are.
+"""
 
 PLATEAU = 1.03
-"""Micro-batches four times as large that are faster by less than this factor are not worth their memory."""
+"""End the search where micro-batches four times as large have more samples per second by less than this factor."""
 CATCHING_UP = 1.5
-"""Micro-batches whose last doubling made them faster by this factor may yet overtake small ones."""
+"""Go on all the same where the last doubling made them faster by this factor: they may yet overtake small ones."""
 
 
 def has_plateaued(history: Sequence[Trial]) -> bool:
-    """Whether trials stopped to gain samples per second as they grew.
+    """Return whether trials stopped to gain samples per second as they grew.
 
     What disturbs a timing makes it longer, and the first of all most: so the best of the two last doublings stands
     against the best before them. What costs the same from some size on, such as waking other threads, makes the first
@@ -128,4 +164,5 @@ def has_plateaued(history: Sequence[Trial]) -> bool:
     largest = max(rates, default=0)
     before = [rate for size, rate in rates.items() if 4 * size <= largest]
     since = [rate for size, rate in rates.items() if 4 * size > largest]
+    # One size alone before may be the first, whose kernels were loaded in its time: it proves nothing.
     return len(before) > 1 and max(since) < PLATEAU * max(before) and rates[largest] < CATCHING_UP * min(since)

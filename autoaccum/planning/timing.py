@@ -1,4 +1,4 @@
-"""Which of the plans that fit is the fastest, told from whole windows.
+"""The timing of plans: which of those that fit is the fastest, told from whole windows.
 
 Trials come too early to tell: the first run of a size loads its kernels and touches fresh memory. They say which plans
 may be the fastest; each of these is given a few windows, which had to be run anyway, and the fastest is kept.
@@ -16,21 +16,24 @@ from autoaccum.planning.search import PLATEAU
 ROUNDS = 3
 """Windows that a plan is timed for, while it may be the fastest."""
 PROMISING = 1.15
-"""A plan is not timed when trials say that it takes longer than another by this factor."""
+"""Do not time a plan when trials say that it takes longer than another by this factor."""
 CLOSE = 1.05
-"""A plan is not timed again when it took longer than another by this factor."""
+"""Do not time a plan again when it took longer than another by this factor."""
 GAIN = 0.99
-"""A plan of smaller micro-batches has to take less than this share of the time."""
+"""Prefer a plan of smaller micro-batches only when it takes less than this share of the time."""
 FINE = 1.02
-"""A plan between two others is not timed when it cannot be faster by this factor."""
+"""Do not time a plan between two others when it cannot be faster by this factor."""
 STRAIGHT = 0.03
-"""Two plans between others that take as long as was expected, but for this fraction, are enough of them."""
-MOST = 10
-"""Plans that are timed, or two more; each takes at most 1 + ROUNDS windows."""
+"""Stop timing plans between others once two of them took as long as expected, but for this fraction."""
+MOST_PLANS = 10
+"""Look for no further plans once so many are timed, or two more; each takes at most 1 + ROUNDS windows."""
 
 
 class Timing:
-    """Says which largest micro-batch, the cap, to cut the next windows with, until it knows which is the fastest."""
+    """The search for the fastest plan, window by window.
+
+    A plan is known by its *cap*: the largest micro-batch that a window is cut into, which fixes all others.
+    """
 
     def __init__(
         self,
@@ -41,7 +44,7 @@ class Timing:
         choose: Callable[[TimeModel], int] | None = None,
         closely: bool = False,
     ) -> None:
-        """Set up.
+        """Begin with the plan of the largest micro-batches, and with those that trials promise to be faster.
 
         Args:
             largest: the cap of the largest micro-batches that fit.
@@ -51,23 +54,28 @@ class Timing:
             closely: whether sizes between those that were timed are worth a try.
         """
         self.seconds: dict[int, list[float]] = {}
-        """Of windows, by their caps."""
+        """The seconds of windows, by their caps."""
         self._cut = cut
         self._trials = [t for t in trials if t.seconds]
         self._choose = choose
         self._closely = closely
-        self._expected: dict[int, float] = {}  # seconds of windows, by caps between two others
+        # Seconds that a straight line foretells for the caps between two others, to see whether it is one.
+        self._expected: dict[int, float] = {}
+        # Caps in the order in which they are timed: the largest first, to which all others are compared.
         self._candidates = [max(cut(largest))]
         self._candidates += self._promising()
-        self._last: int | None = None
+        self._last: int | None = None  # the cap of the window before
 
     def cap(self) -> int | None:
-        """For the next window; None when the fastest is known."""
+        """Return the cap to cut the next window with; None when the fastest is known."""
+        # With nothing to compare it to, the time of the only plan is of no interest.
         if len(self._candidates) == 1:
             return None
         for cap in self._candidates:
             if cap not in self.seconds:
                 return cap
+        # Each has been timed once. Those that were clearly slower have had their chance; the others may have been
+        # disturbed, and are timed again until the median of a few windows decides.
         best = self._cost(self.fastest())
         for cap, seconds in self.seconds.items():
             if len(seconds) < ROUNDS and self._cost(cap) <= CLOSE * best:
@@ -75,83 +83,97 @@ class Timing:
         return None
 
     def observe(self, cap: int, seconds: float) -> None:
-        """A window that was cut with that cap took so long; the first one with a cap only makes ready for the next."""
+        """Note the seconds of a window that was cut with that cap; the first with a cap only makes ready for the next.
+
+        It chooses kernels for sizes that it meets for the first time, and its allocations fragment what there was.
+        """
         last, self._last = self._last, cap
         if cap not in self.seconds and last != cap:
             return
         self.seconds.setdefault(cap, []).append(seconds)
-        if len(self._candidates) < MOST and all(candidate in self.seconds for candidate in self._candidates):
+        # All that seemed promising are timed: what is known now may promise more.
+        if len(self._candidates) < MOST_PLANS and all(candidate in self.seconds for candidate in self._candidates):
             self._candidates += self._promising()
 
     def fastest(self) -> int:
-        """The cap of the fastest windows, larger ones being preferred."""
+        """Return the cap of the fastest windows, a larger one where smaller ones gain next to nothing."""
         if not self.seconds:
             return self._candidates[0]
         best = min(map(self._cost, self.seconds))
         return max(cap for cap in self.seconds if self._cost(cap) * GAIN <= best)
 
     def rises(self) -> bool:
-        """Whether the largest micro-batches are clearly the fastest, so that yet larger ones may be faster still."""
+        """Return whether the largest micro-batches are clearly the fastest, so that larger ones may be faster still."""
         costs = [self._cost(cap) for cap in sorted(self.seconds, reverse=True)]
         return len(costs) > 1 and PLATEAU * costs[0] < min(costs[1:])
 
     def model(self) -> TimeModel | None:
-        """Seconds by the size of a micro-batch: from windows, and for other sizes from trials at the windows' pace."""
-        cold = fit_time_model(self._trials)
+        """Fit seconds by the size of a micro-batch: to windows, and for other sizes to trials at the windows' pace."""
+        by_trials = fit_time_model(self._trials)
+        # Trials are cold runs and take longer than windows do. By how much, the windows timed so far tell.
         pace = 1.0
-        if cold is not None and self.seconds:
-            pace = median(self._cost(cap) / self._predicted(cold, cap) for cap in self.seconds)
+        if by_trials is not None and self.seconds:
+            pace = median(self._cost(cap) / self._predicted(by_trials, cap) for cap in self.seconds)
         points = {t.micro_batch: (t.seconds or 0) * pace for t in self._trials}
         points |= {cap: self._cost(cap) / len(self._cut(cap)) for cap in self.seconds}
         return fit_time_model(Trial(micro_batch=size, fits=True, seconds=time) for size, time in points.items())
 
     def _promising(self) -> list[int]:
-        """Caps that may be faster than those so far."""
+        """Return caps that may be faster than those so far."""
         model = self.model()
         if model is None:
             return []
-        costs = {
-            cap: self._cost(cap) if cap in self.seconds else self._predicted(model, cap) for cap in self._candidates
-        }
+        costs = {}
+        for cap in self._candidates:
+            costs[cap] = self._cost(cap) if cap in self.seconds else self._predicted(model, cap)
         best, least = min(costs.values()), min(costs)
         found = []
         if self._choose is not None:
             cap = self._choose(model)
             if self._predicted(model, cap) < GAIN * best:
                 found.append(cap)
+        # Smaller micro-batches need not take longer, where a device is busy with few samples already. Twice halved
+        # without a gain is enough: the fastest is then more than twice the smallest.
         half = max(self._cut(max(1, least // 2)))
-        lately = self.fastest() <= 2 * least + 1  # twice halved without a gain is enough
-        if lately and costs[least] <= CLOSE * best and self._predicted(model, half) <= PROMISING * best:
+        gained_lately = self.fastest() <= 2 * least + 1
+        if gained_lately and costs[least] <= CLOSE * best and self._predicted(model, half) <= PROMISING * best:
             found.append(half)
         found = [cap for cap in dict.fromkeys(found) if cap not in costs]
+        # Only when nothing else promises anything: steps between two sizes are the rarest of gains.
         if not found and self._closely and not self._is_straight():
             found = self._between(model, best)
             self._expected |= {cap: self._predicted(model, cap) for cap in found}
         return found
 
     def _is_straight(self) -> bool:
-        """Whether sizes between two others took as long as the straight line says: there are no steps to be found."""
+        """Return whether sizes between two others took as long as the straight line says: there are no steps."""
         on_line = [cap for cap, seconds in self._expected.items() if abs(self._cost(cap) / seconds - 1) < STRAIGHT]
         return len(on_line) > 1
 
     def _between(self, model: TimeModel, best: float) -> list[int]:
-        """A cap between two sizes that were timed, if for all that is known it may be faster: times may rise in steps.
+        """Return a cap between two sizes that were timed if, for all that is known, it may be faster; else nothing.
 
-        A device that takes samples by 48 takes as long for 48 as for 32, and for 64 twice as long.
+        Times may rise in steps: a device that takes samples by 48 takes as long for 48 as for 32, and for 64 twice as
+        long.
         """
         largest, num_samples = self._candidates[0], sum(self._cut(self._candidates[0]))
         points = [(size, seconds) for size, seconds in model.points if largest / 8 <= size <= largest]
+        # The largest pair first: of plans that are as fast, the one with larger micro-batches is kept.
         for (below, seconds), (above, slower) in reversed(list(pairwise(points))):
+            # By steps alone, twice the samples take no more than twice as long: here something else makes them slow.
             if above >= 2 * below and slower / above > CLOSE * seconds / below:
-                continue  # by steps alone, twice the samples take no more than twice as long
+                continue
             fewest, most = len(self._cut(above)), len(self._cut(below))
             cap = -(-num_samples // ((fewest + most) // 2))
+            # At best it is as fast as the smaller one, in at least one micro-batch more than the larger one takes.
             if below < cap < above and FINE * seconds * (fewest + 1) < best:
                 return [cap]
         return []
 
     def _predicted(self, model: TimeModel, cap: int) -> float:
+        """Return the seconds of a window that is cut with that cap, by the model."""
         return sum(map(model.predict, self._cut(cap)))
 
     def _cost(self, cap: int) -> float:
+        """Return the seconds of a window that was cut with that cap: what disturbs one window is not in the median."""
         return median(self.seconds[cap])

@@ -1,39 +1,34 @@
-"""How each window is cut: while the search goes on, while plans are timed, and as memory comes and goes.
+"""Decides how each window is cut: while a search goes on, while plans are timed, and as memory comes and goes.
 
-Every size that it hands out is useful work. It sees numbers alone, so that it can be tested by the million.
-
-Sizes are samples where samples are alike. Where they differ in length, what is looked for is the largest load of a
-micro-batch: see ``Loads``.
+Every size that it hands out is useful work. It sees numbers alone (readings of memory and of a clock), so that it can
+be tested by the million. Sizes are chosen by weight: the samples of a micro-batch, or where these differ in length what
+they weigh: see ``history``. The search looks for the largest weight that fits; ``fastest`` says which weight up to that
+one to use; ``patience`` when to give way to memory that moves, and when to try for more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import accumulate
+from typing import Any
 
 from autoaccum._units import format_bytes
 from autoaccum.errors import NothingFitsError
+from autoaccum.planning.attempts import Attempt, Lengths, Piece, length_at, pieces_of
 from autoaccum.planning.costs import MemoryModel, TimeModel, Trial, fit_memory_model, fit_time_model, weigher
-from autoaccum.planning.cuts import cheapest, cut, cut_by_weight
-from autoaccum.planning.history import Lengths, Loads, in_loads
+from autoaccum.planning.cutter import Cutter
+from autoaccum.planning.fastest import Fastest
+from autoaccum.planning.history import History, in_weights
+from autoaccum.planning.limits import Limits
 from autoaccum.planning.patience import Pressure
-from autoaccum.planning.search import COARSE_FIRST, COARSE_GROWTH, has_plateaued, next_trial, target_bytes
-from autoaccum.planning.timing import Timing
+from autoaccum.planning.search import has_plateaued
+from autoaccum.planning.searching import ENDLESS, Searching
 
 WORTHWHILE = 1.2
 """Plans give way to a limit that fell, or to strain, by this factor at least, and grow again for as much."""
 SURELY_MORE = 1.05
 """What did not fit is tried again under a limit larger by this factor."""
-PATIENT = 3
-"""Timings that may be broken off by windows of another size; later ones are not begun."""
-UNTIMED = 16
-"""Windows in a row that are not full, after which plans are timed no more: those to come will not be either."""
-FAR_OFF = 1.5
-"""Times of an earlier run are not believed when windows take as many times as long, or as short."""
-KNOWN = 1.25
-"""Times are foretold for loads up to the largest that was timed, times this."""
-
 NO_FASTER = "larger micro-batches are no faster"
 MORE_PADDING = "with larger micro-batches more would be padding"
 
@@ -50,7 +45,7 @@ class Tuner:
         search: bool,
         largest: int = 0,
         smallest: int = 1,
-        coarse: bool = False,
+        few_sizes: bool = False,
         fewest: int = 1,
     ) -> None:
         """Set up.
@@ -62,83 +57,80 @@ class Tuner:
             search: whether to find out how large a micro-batch may be.
             largest: what may be used untried: a user's own micro-batch.
             smallest: no micro-batch has fewer samples, unless its window does.
-            coarse: whether to try few sizes, and large ones.
+            few_sizes: whether to try few sizes, and large ones: for each new one costs a compilation, or small ones
+                are worth little.
             fewest: micro-batches that each window is cut into at least, where it has enough samples.
         """
-        self._loads = Loads()
+        self._learns = search
+        self._cutter = Cutter(smallest=smallest, fewest=fewest, ceiling=ceiling, by_samples=not search)
+        self.limits = Limits(limit_bytes, headroom)
+        self._fastest = Fastest(self._cutter, lambda: self.largest, few_sizes=few_sizes)
+        self._search = Searching(self._cutter, self._fastest, self.limits, few_sizes=few_sizes)
+        self._pressure = Pressure()
+        self.searching = search
+        """Whether sizes are being tried, in this run or once more since memory came back."""
+        self.largest = largest or smallest
+        """The largest weight to use now."""
         self.past: tuple[Trial, ...] = ()
-        """What an earlier run has learnt."""
+        """The trials of an earlier run."""
         self.told: Trial | None = None
-        """What ran out of memory then, and would again."""
+        """What ran out of memory in an earlier run, and would again."""
         self.refused_at = 0
         """The lowest limit under which anything ran out of memory."""
-        self.searching = search
-        self.smallest = smallest
-        self.largest = largest or smallest
-        """The largest load to use now."""
-        self._learns = search
-        self._ceiling = ceiling
-        self._fewest = fewest
-        self._headroom = headroom
-        self.least_bytes = 0
-        """The peak of the smallest micro-batch, once it is known."""
-        self._coarse = coarse
-        self._heed(limit_bytes)
-        self._known = 0  # the largest load that fitted in an earlier run
-        self.window: tuple[int, Lengths] = (0, None)
-        """Samples of the last full window, and their lengths."""
-        self._is_ragged: bool | None = None  # until the first window
-        self._cap: int | None = None  # the load of the fastest plan, or of the one that is being timed
-        self._timing: Timing | None = None
-        self._broken_off = 0  # timings, by windows of another size
-        self._timed_window: tuple[int, Lengths] = (0, None)  # what others are likened to
-        self._untimed = 0  # windows in a row
-        self._checks = 0  # windows to time until recalled times are believed
-        self._time_model: TimeModel | None = None
-        self._doubts_plateau = False
-        self._pressure = Pressure()
-        self._best = 0  # the largest load that ever ran well
-        self._refused: tuple[int, int] | None = None  # (load, limit that it was too much for)
-        self._enough: int | None = None  # the load beyond which nothing is faster
-        self._goal: int | None = None  # the load to reach when growing again
-        self._grown_from = 0
+        self._best = 0  # the largest weight that ever ran well
+        self._refused: tuple[int, int] | None = None  # (weight, the limit that it was too much for)
+        self._enough: int | None = None  # the weight beyond which nothing is faster
+        self._grown_from = 0  # the largest weight when it was last tried to grow again
+        self._passed_limit = False  # whether the last window that was measured passed the target
+
+    # What is known.
 
     @property
     def history(self) -> list[Trial]:
-        """What was tried, oldest first."""
-        return self._loads.trials
+        """Return what was tried, oldest first."""
+        return self._history.trials
+
+    @property
+    def _history(self) -> History:
+        return self._cutter.history
 
     @property
     def memory_model(self) -> MemoryModel | None:
-        """Fitted to the trials so far."""
+        """Return the memory model fitted to the trials so far, in samples and lengths."""
         return fit_memory_model(self.history)
 
     @property
+    def full_window(self) -> tuple[int, Lengths]:
+        """Return (samples of the last full window, their lengths)."""
+        return self._cutter.full_window
+
+    @property
+    def smallest(self) -> int:
+        """Return the samples that every micro-batch has at least."""
+        return self._cutter.smallest
+
+    @property
     def is_timing(self) -> bool:
-        """Whether windows are to be timed."""
-        return self._timing is not None or self._checks > 0
-
-    def predicted_bytes(self, load: int) -> int | None:
-        """The memory model's peak at that load."""
-        model = self._loads.model
-        return None if model is None else model.predict(load)
-
-    def loads(self, sizes: Sequence[int], lengths: Lengths = None) -> list[int]:
-        """Of the micro-batches of a window."""
-        return self._loads.of(sizes, self._known_lengths(lengths))
-
-    def _known_lengths(self, lengths: Lengths) -> Lengths:
-        """Where sizes are the user's they are of samples, however long."""
-        return lengths if self._learns else None
+        """Return whether windows are to be timed."""
+        return self._fastest.wants_times
 
     @property
     def micro_batch(self) -> int:
-        """The most samples in a micro-batch of the longest of the last window's samples."""
-        return max(1, self.largest // self._loads.each(self._known_lengths(self.window[1])))
+        """Return the most samples in a micro-batch of the longest of the last full window's samples."""
+        return max(1, self.largest // self._cutter.each(self.full_window[1]))
+
+    def predicted_bytes(self, weight: int) -> int | None:
+        """Return the peak that the memory model expects at that weight; None while there is no model."""
+        model = self._history.model
+        return None if model is None else model.predict(weight)
+
+    def weights(self, sizes: Sequence[int], lengths: Lengths = None) -> list[int]:
+        """Return the weights of the micro-batches of a window."""
+        return self._cutter.weights(sizes, lengths)
 
     def set_smallest(self, smallest: int) -> None:
-        """The model has got other layers, or another mode: see ``coupling.smallest_micro_batch``."""
-        self.smallest = smallest
+        """Heed that the model has got other layers, or another mode: see ``coupling.smallest_micro_batch``."""
+        self._cutter.smallest = smallest
         self.largest = max(self.largest, smallest)
 
     def recall(self, past: Sequence[Trial], held_bytes: int, refused: Trial | None = None) -> None:
@@ -150,166 +142,109 @@ class Tuner:
             refused: what ran out of memory, where there is no more of it now.
         """
         self.past = tuple(past)
-        loads = in_loads(self.past, weigher(self.past))
-        if (model := fit_memory_model(loads)) is not None:
-            self._loads.prior = replace(model, fixed_bytes=max(model.fixed_bytes, held_bytes))
-            self._known = max(t.micro_batch for t in loads if t.peak_bytes is not None)
-            self._time_model = fit_time_model(loads)
-            self._checks = 2 if self._time_model is not None else 0
+        weighed = in_weights(self.past, weigher(self.past))
+        if (model := fit_memory_model(weighed)) is not None:
+            self._history.prior = replace(model, fixed_bytes=max(model.fixed_bytes, held_bytes))
+            self._search.known = max(t.micro_batch for t in weighed if t.peak_bytes is not None)
+            self._fastest.recall(fit_time_model(weighed))
         if refused is not None:
             self._record(refused)
         self.told = refused
 
     def refused(self) -> Trial | None:
-        """See ``Loads.refused``; not the smallest, which has to be tried again."""
-        return self._loads.refused(above=self.smallest)
+        """Return the smallest trial that ran out of memory; not that of the smallest size, which is tried always."""
+        return self._history.refused(above=self.smallest)
 
     def learnt(self) -> tuple[Trial, ...]:
-        """What a later run may begin from: the trials, with the seconds that windows of them took."""
-        model = self._time_model
-        if self._is_ragged:  # no window is like another: they are timed again
+        """Return what a later run may begin from: the trials, with the seconds that windows of them took."""
+        model = self._fastest.model
+        if self._search.has_lengths:  # no window is like another: they are timed again
             return tuple(replace(trial, seconds=None) for trial in self.history)
         if model is None:
             return tuple(self.history)
-        timed = {
-            size: Trial(micro_batch=size, fits=True, peak_bytes=self.predicted_bytes(size)) for size, _ in model.points
-        }
-        trials = timed | {trial.micro_batch: trial for trial in self.history}
+        trials = {}
+        for size, _ in model.points:
+            trials[size] = Trial(micro_batch=size, fits=True, peak_bytes=self.predicted_bytes(size))
+        for trial in self.history:
+            trials[trial.micro_batch] = trial
         return tuple(replace(trial, seconds=model.predict(size)) for size, trial in trials.items())
 
     # How windows are cut.
 
+    def window(self, num_samples: int, lengths: Lengths = None, plan: Sequence[int] | None = None) -> Attempt:
+        """Begin a window: in the sizes of a recorded ``plan``, or in those that are chosen here."""
+        is_timed = self.is_timing
+        if plan is None:
+            if (lengths is not None) is not self._search.has_lengths and self._learns:
+                self._start_over(has_lengths=lengths is not None)
+            if num_samples > self.full_window[0]:
+                self._cutter.full_window = (num_samples, lengths)
+        return Attempt(self, num_samples, lengths, plan, is_timed=is_timed)
+
     def plan(self, num_samples: int, lengths: Lengths = None) -> tuple[int, ...]:
-        """How to cut a window, without trials; one that there was not, before the first, into nothing."""
-        return self._cut(num_samples, lengths, self._load()) if num_samples else ()
+        """Return how to cut a window without trials; one that there was not, before the first, into nothing."""
+        return self._cutter.sizes(num_samples, lengths, self._weight()) if num_samples else ()
 
-    def _load(self) -> int:
-        """Of the micro-batches that plans are made of."""
-        return self.largest if self._cap is None else min(self._cap, self.largest)
+    def _weight(self) -> int:
+        """Return the weight that plans are made of."""
+        fastest = self._fastest.weight
+        return self.largest if fastest is None else min(fastest, self.largest)
 
-    def _cut(self, num_samples: int, lengths: Lengths, load: int, fewest: int | None = None) -> tuple[int, ...]:
-        lengths = self._known_lengths(lengths)
-        fewest = self._fewest if fewest is None else fewest
-        most = -(-num_samples // fewest)
-        if lengths is None or lengths[0] == lengths[-1]:
-            return cut(num_samples, min(most, max(1, load // self._loads.each(lengths))), self.smallest)
-        sizes = cut_by_weight([self._loads.weight(length) for length in lengths], load, self.smallest)
-        return sizes if len(sizes) >= fewest else cut(num_samples, most, self.smallest)
+    def pieces(self, num_samples: int, lengths: Lengths) -> Iterator[Piece]:
+        """Return the pieces of a window one by one; trials are chosen as the outcomes of those before come in."""
+        if not self.searching and lengths is None:  # nearly every window of a run
+            return iter(pieces_of(self._cutter.sizes(num_samples, None, self._weight())))
+        return self._chosen(num_samples, lengths)
 
-    def _most(self, num_samples: int) -> int:
-        """Samples in a micro-batch of such a window."""
-        return -(-num_samples // self._fewest)
+    def _chosen(self, num_samples: int, lengths: Lengths) -> Iterator[Piece]:
+        """Choose trials while there is room for one, then cut what is left.
 
-    def sizes(self, num_samples: int, lengths: Lengths = None) -> Iterator[tuple[int, bool]]:
-        """Sizes for a window, each with whether it is a trial, chosen one by one as the outcomes come in.
-
-        A trial is measured with the window's gradients in memory, as most micro-batches run: so it is never a
-        window's first micro-batch, unless it is its only one.
+        A trial is measured with the window's gradients in memory, as most micro-batches run: so it is never a window's
+        first micro-batch, unless it is its only one.
         """
-        if (lengths is not None) is not self._is_ragged and self._learns:
-            self._start_over(is_ragged=lengths is not None)
-        if num_samples > self.window[0]:
-            self.window = (num_samples, lengths)
         position, left = 0, lengths
         while self.searching and (remaining := num_samples - position):
-            trial = self.trial_for(num_samples, left)
-            if trial is None or not self._has_room(trial, remaining):
+            trial = self._search.trial_for(num_samples, left)
+            if trial is None or not self._search.has_room(trial, remaining):
                 break
             is_first = position == 0 and trial < num_samples
-            size = self._first_size(num_samples, lengths, trial) if is_first else trial
-            yield size, not is_first
+            size = trial
+            if is_first:
+                size = self._search.first_size(num_samples, lengths, trial, self.plan(num_samples, lengths)[0])
+            yield Piece(position, size, length_at(lengths, position), not is_first)
             position += size
             left = None if lengths is None else lengths[position:]
-        if position < num_samples:
-            for size in self._cut(num_samples - position, left, self._load(), fewest=1 if position else None):
-                is_new = position > 0 and lengths is not None and self._loads.is_new(lengths[position])
-                yield size, self._learns and is_new
-                position += size
+        if position == num_samples:
+            return
+        for size in self._cutter.sizes(num_samples - position, left, self._weight(), fewest=1 if position else None):
+            # Much longer samples than any before are a trial too, although nothing is searched.
+            is_new = position > 0 and lengths is not None and self._history.is_new(lengths[position])
+            yield Piece(position, size, length_at(lengths, position), self._learns and is_new)
+            position += size
 
     def trial_for(self, num_samples: int, lengths: Lengths = None) -> int | None:
-        """The next size worth a trial for such windows, if any; where lengths differ, of the first samples.
-
-        Only sizes that make a better plan are worth an out-of-memory error: a window of 256 takes three micro-batches
-        with 86 samples in each and with 127.
-        """
-        each = self._loads.each(self._known_lengths(lengths))
-        fits, _ = self._loads.bounds
-        if fits and self._goal is None and self._is_enough(fits):
-            return None
-        load = next_trial(
-            self._loads.in_loads,
-            limit_bytes=self.target_bytes,
-            ceiling=min(min(self._ceiling, self._most(num_samples)) * each, self._goal or 2**62),
-            smallest=self.smallest * each,
-            first=self._first(num_samples, each),
-            growth=self._growth(fits),
-            prior=self._loads.prior,
-        )
-        if load is None:
-            return None
-        size = cut(num_samples, load, self.smallest)[0] if lengths is None and fits else load // each
-        return size if size * each > fits and size >= min(self.smallest, num_samples) else None
+        """Return the next size worth a trial for such windows, if any: see ``Searching``."""
+        return self._search.trial_for(num_samples, lengths)
 
     def _may_try(self, num_samples: int, lengths: Lengths) -> bool:
-        """Whether such a window has room for a trial behind its first micro-batch, which has the longest samples."""
-        trial = self.trial_for(num_samples, lengths)
-        if trial is None or trial == num_samples or not self._learns or self._coarse:
-            return trial is not None
-        first = self._first_size(num_samples, lengths, trial)
-        left = num_samples - first
-        if lengths is not None:
-            trial = self.trial_for(num_samples, lengths[first:]) if left else None
-        return trial is not None and self._has_room(trial, left)
-
-    def _first_size(self, num_samples: int, lengths: Lengths, trial: int) -> int:
-        """Of a window that goes on with a trial: one that is known to fit, if the trial has room behind it."""
-        first = self.plan(num_samples, lengths)[0]
-        if self._coarse or (lengths is None and not self._has_room(trial, num_samples - first)):
-            return trial
-        return first
-
-    def _has_room(self, trial: int, left: int) -> bool:
-        return trial == left or trial <= left - self.smallest
-
-    def _is_enough(self, load: int) -> bool:
-        """Whether larger ones are known to be no faster."""
-        if self._known > load and self._time_model is not None and self._loads.prior is not None:
-            return self._fastest(self._time_model, self._known) <= load
-        return not self._doubts_plateau and has_plateaued(self._loads.in_loads)
-
-    def _first(self, num_samples: int, each: int) -> int | None:
-        """The load to begin with, if not the smallest."""
-        if self._known and self._loads.prior is not None:
-            known = self._known if self._time_model is None else self._fastest(self._time_model, self._known)
-            return int(min(known, self._loads.prior.largest_within(self.target_bytes)))
-        return min(COARSE_FIRST, num_samples // 2) * each if self._coarse else None
-
-    def _growth(self, fits: int) -> int:
-        """How many times as large as the largest success a trial may be."""
-        model = self._loads.model
-        if model is None:
-            return COARSE_GROWTH if self._coarse else 2
-        if not (self._coarse or self._is_ragged):  # a whole window may weigh more than its two halves
-            return 2
-        # A model is trusted further where it would do no harm if samples cost twice as much.
-        return COARSE_GROWTH if 2 * model.predict(COARSE_GROWTH * fits) <= self.target_bytes else 2
+        return self._search.may_try(num_samples, lengths, self.plan(num_samples, lengths)[0])
 
     # What became of it.
 
     def observe(self, micro_batch: int, peak_bytes: int, seconds: float | None = None, length: int = 1) -> None:
-        """A trial ran, and this is what it took. The smallest may use the headroom; nothing may pass the limit.
+        """Take the reading of a trial. The smallest may use the headroom; nothing may pass the limit.
 
         Raises:
             NothingFitsError: the smallest passed the limit.
         """
-        fits = self._is_within(micro_batch, peak_bytes)
-        if micro_batch <= self.smallest:
+        is_smallest = micro_batch <= self.smallest
+        fits = self.limits.allows(peak_bytes, is_smallest=is_smallest)
+        if is_smallest:
             if not fits:
                 raise self._nothing_fits(micro_batch, peak_bytes)
-            self.least_bytes = peak_bytes
-            self._heed(self.limit_bytes)
+            self.limits.learn_least(peak_bytes)
         length = length if self._learns else 1
-        predicted = self.predicted_bytes(micro_batch * self._loads.weight(length))
+        predicted = self.predicted_bytes(micro_batch * self._history.weight(length))
         self._record(
             Trial(
                 micro_batch=micro_batch,
@@ -331,263 +266,246 @@ class Tuner:
         peak_bytes: int | None = None,
         limit_bytes: int | None = None,
     ) -> tuple[int, ...]:
-        """A micro-batch ran out of memory, ``peak_bytes`` being reached: smaller ones for its window, and from now on.
+        """Take it that a micro-batch ran out of memory; return smaller ones for its window, as for those that follow.
 
-        ``limit_bytes`` is the limit now, which may be lower than when it was planned.
+        ``peak_bytes`` is what was reached; ``limit_bytes`` the limit now, which may be lower than when it was planned.
 
         Raises:
             NothingFitsError: there is none.
         """
-        self._heed(limit_bytes or self.limit_bytes)
+        self.limits.heed(limit_bytes or self.limits.limit_bytes)
         self._record(Trial(micro_batch=micro_batch, fits=False, length=length if self._learns else 1))
-        model = self._loads.model
-        if model is not None and model.predict(self.largest) > self.limit_bytes:
-            self._shrink(int(model.largest_within(self.target_bytes)))
+        model = self._history.model
+        if model is not None and model.predict(self.largest) > self.limits.limit_bytes:
+            self._shrink(int(model.largest_within(self.limits.target_bytes)))
         plan = self.plan(num_samples, lengths)
-        longest = lengths and [lengths[start] for start in accumulate(plan[:-1], initial=0)]
-        again = any(s >= micro_batch and (longest is None or longest[i] >= length) for i, s in enumerate(plan))
-        if micro_batch <= self.smallest or again:
+        starts = accumulate(plan[:-1], initial=0)
+        # A plan that holds as much again, in samples and in length, would end in the same error for ever.
+        holds_as_much = any(
+            size >= micro_batch and (lengths is None or lengths[start] >= length)
+            for size, start in zip(plan, starts, strict=True)
+        )
+        if micro_batch <= self.smallest or holds_as_much:
             raise self._nothing_fits(micro_batch, peak_bytes)
         return plan
 
     def killed(self, micro_batch: int, length: int) -> None:
-        """Such a micro-batch, larger than the smallest, was too much for the last process."""
+        """Take it that such a micro-batch, larger than the smallest, was too much for the last process."""
         self._record(Trial(micro_batch=micro_batch, fits=False, length=length if self._learns else 1))
 
-    def passed_limit(self, micro_batch: int, peak_bytes: int, length: int = 1) -> None:
-        """Windows of such micro-batches pass the limit, although their trial did not."""
-        self.observe(micro_batch, peak_bytes, length=length)
-        self._refused = (self._loads.in_loads[-1].micro_batch, self.limit_bytes)
+    def needs_room(self, held_bytes: int, piece: Piece, window_bytes: int) -> bool:
+        """Return whether a piece would pass the target beside ``held_bytes``, which only the allocator holds.
+
+        ``window_bytes`` is the peak of the last window, which stands for what no model foretells yet.
+        """
+        model = self.memory_model
+        predicted = window_bytes if model is None else model.predict(piece.size, piece.length)
+        return held_bytes + predicted > self.limits.target_bytes
+
+    def measured(self, sizes: Sequence[int], lengths: Lengths, peak_bytes: int) -> tuple[int, ...] | None:
+        """Take the peak of a window, where nobody but us keeps the limit; return a smaller plan if one is called for.
+
+        One is when two windows in a row pass the target although their trials did not: a single one may be the doing of
+        the C library's heap, which keeps what was freed.
+        """
+        passed, self._passed_limit = self._passed_limit, peak_bytes > self.limits.target_bytes
+        if not (passed and self._passed_limit):
+            return None
+        weights = self.weights(sizes, lengths)
+        index = weights.index(max(weights))
+        # A weight beyond the largest is there because no micro-batch may have fewer samples than the smallest.
+        if sizes[index] <= self.smallest or weights[index] > self.largest:
+            return None
+        self.observe(sizes[index], peak_bytes, length=length_at(lengths, sum(sizes[:index])))
+        self._refused = (self._history.in_weights[-1].micro_batch, self.limits.limit_bytes)
+        self._passed_limit = False
+        return self.plan(sum(sizes), lengths)
 
     def committed(self, sizes: Sequence[int], lengths: Lengths = None) -> None:
-        """A window went well; news only if no trial has said so of its largest micro-batch, or has said otherwise."""
-        fits, fails = self._loads.bounds
+        """Take a window that went well; it is news only if no trial has said so of its largest micro-batch."""
+        fits, fails = self._history.bounds
         if lengths is None and max(sizes) <= min(fits, self._best):  # for nearly every window of a run
             return
-        loads = self.loads(sizes, lengths)
+        weights = self.weights(sizes, lengths)
         if lengths is not None:  # what could not be made smaller says nothing of what to choose
-            loads = [load if size > self.smallest else 0 for size, load in zip(sizes, loads, strict=True)]
-        load = max(loads)
-        self._best = max(self._best, load)
-        if load > fits and (fails is None or load < fails):
-            index = loads.index(load)
-            length = 1 if lengths is None or not self._learns else lengths[sum(sizes[:index])]
-            largest = max(self.largest, load)
+            weights = [weight if size > self.smallest else 0 for size, weight in zip(sizes, weights, strict=True)]
+        weight = max(weights)
+        self._best = max(self._best, weight)
+        if weight > fits and (fails is None or weight < fails):
+            index = weights.index(weight)
+            length = length_at(lengths, sum(sizes[:index])) if self._learns else 1
+            largest = max(self.largest, weight)
             self._record(Trial(micro_batch=sizes[index], fits=True, length=length))
             self.largest = largest
 
     def timed(self, seconds: float, num_samples: int, lengths: Lengths = None) -> None:
-        """A window took so long; of use if it was one of those that plans are made for."""
-        if self._checks and not self.searching and num_samples == self.window[0]:
-            self._check(seconds, num_samples, lengths)
-        if self._timing is None or self._cap is None:
-            return
-        self._untimed = self._untimed + 1 if num_samples != self.window[0] else 0
-        if not self._untimed:
-            work = self._loads.work(num_samples, self._known_lengths(lengths))
-            self._timing.observe(self._cap, seconds * self._loads.work(*self._timed_window) / work)
-
-    def _check(self, seconds: float, num_samples: int, lengths: Lengths) -> None:
-        """The second window that is cut as an earlier run's times say: if they are far off, the search begins anew."""
-        self._checks -= 1
-        if self._checks == 0 and self._time_model is not None:
-            loads = self.loads(self.plan(num_samples, lengths), lengths)
-            expected = sum(map(self._time_model.predict, loads))
-            if not expected / FAR_OFF < seconds < expected * FAR_OFF:
-                self._known = 0
+        """Take the time of a window; it is of use if the window was one of those that plans are made for."""
+        if not self.searching and num_samples == self.full_window[0]:
+            weights = self.weights(self.plan(num_samples, lengths), lengths)
+            if self._fastest.is_belied(seconds, weights):  # another machine, or another load on it
+                self._search.known = 0
                 self._forget()
+        self._fastest.observe(seconds, num_samples, lengths)
 
     def settle(self, num_samples: int, lengths: Lengths = None) -> bool:
-        """After a full window; whether it has become clear how to cut those that follow."""
-        self.window = (num_samples, lengths)
+        """Look back on a full window; return whether it has just become clear how to cut those that follow."""
+        self._cutter.full_window = (num_samples, lengths)
         if self.searching:
             if self._may_try(num_samples, lengths):
                 return False
             self.searching = False
-            if self._goal is not None and self.largest <= self._grown_from:
+            if self._search.goal is not None and self.largest <= self._grown_from:
                 self._pressure.shrank()  # there was nothing to be had
-            self._goal = None
+            self._search.goal = None
             self._choose()
-        elif self._timing is None:
+        elif not self._fastest.is_comparing:
             return False
-        if self._timing is not None:
-            self._cap = self._timing.cap()
-            if self._cap is not None and self._untimed < UNTIMED:
+        if self._fastest.is_comparing:
+            if not self._fastest.compare():
                 return False
-            timing, self._timing = self._timing, None
-            self._cap, self._time_model = timing.fastest(), timing.model()
-            if timing.rises() and not self._doubts_plateau and has_plateaued(self._loads.in_loads):
-                self._doubts_plateau = True  # windows say otherwise
+            is_rising = self._fastest.is_still_rising() and not self._search.doubts_plateau
+            if is_rising and has_plateaued(self._history.in_weights):  # trials said so, and windows say otherwise
+                self._search.doubts_plateau = True
                 self.searching = self.trial_for(num_samples, lengths) is not None
         if not self.searching and self.reason() == NO_FASTER:
-            self._enough = self._load()
+            self._enough = self._weight()
         return not self.searching
 
     def resize(self, num_samples: int, lengths: Lengths = None) -> None:
-        """Full windows have so many samples from the next one on: it may take other sizes to be the fastest."""
-        self.window = (num_samples, lengths)
-        timed = self._timed_window[0]
+        """Make ready for full windows of so many samples: it may take other sizes to be the fastest."""
+        self._cutter.full_window = (num_samples, lengths)
         if not self._learns or self.searching:
             return
         self.searching = self._may_try(num_samples, lengths)
-        # A window that is a little larger or smaller tells as much of what is timed: a ramp has no two alike.
-        if self._timing is not None and not self.searching:
-            if timed / WORTHWHILE < num_samples < timed * WORTHWHILE:
-                return
-            self._broken_off += 1
-            if self._broken_off > PATIENT:  # windows never stay as they are: what is known has to do
-                self._time_model = self._timing.model()
-        self._choose()
+        if self.searching or not self._fastest.keeps_comparing(num_samples):
+            self._choose()
 
     def reason(self) -> str:
-        """Why plans have no larger micro-batches."""
+        """Return why plans have no larger micro-batches, for people to read."""
         if not self._learns:
             return "micro_batch was passed"
-        num_samples, lengths = self.window
-        if len(self.plan(num_samples, lengths)) <= self._fewest:
-            return "the whole window fits" if self._fewest == 1 else f"{self._fewest} micro-batches are wanted"
-        more = len(self._window_loads(self._load())) > len(self._window_loads(self.largest))
-        if more or self._is_enough(self.largest):
+        num_samples, lengths = self.full_window
+        fewest = self._cutter.fewest
+        if len(self.plan(num_samples, lengths)) <= fewest:
+            return "the whole window fits" if fewest == 1 else f"{fewest} micro-batches are wanted"
+        of_full = self._cutter.weights_of_full
+        if len(of_full(self._weight())) > len(of_full(self.largest)) or self._search.is_enough(self.largest):
             return NO_FASTER
         predicted = self.predicted_bytes(2 * self.largest)
-        may_fit = self._loads.bounds[1] is None and (predicted is None or predicted <= self.target_bytes)
+        may_fit = self._history.bounds[1] is None and (predicted is None or predicted <= self.limits.target_bytes)
         return MORE_PADDING if lengths is not None and may_fit else "larger micro-batches do not fit"
 
     # As memory comes and goes.
 
     def look(self, limit_bytes: int, strain: str | None) -> str | None:
-        """Before a window: why it is cut smaller than the last one, if it is. Growing again begins here too.
+        """Look at the memory before a window; return why it is cut smaller than the last one, if it is.
+
+        Growing again begins here too.
 
         Args:
             limit_bytes: what this process may use now.
             strain: what shows that memory is short, although the limit does not.
         """
-        before = self.limit_bytes
-        self._heed(limit_bytes)
+        before = self.limits.limit_bytes
+        self.limits.heed(limit_bytes)
         # Sizes that are new to an allocator make it try again as a matter of course.
-        is_strained = self._pressure.look(limit_bytes, strain is not None and not self.searching and not self._timing)
+        is_settled = not self.searching and not self._fastest.is_comparing
+        is_strained = self._pressure.look(limit_bytes, strain is not None and is_settled)
         if not self._learns:
             return None
-        load = max(self._window_loads(self._load()))
-        if load > self.smallest * self._loads.each(self._known_lengths(self.window[1])):
-            model = self._loads.model
-            if model is not None and (needed := model.predict(load)) > limit_bytes:
-                self._shrink(min(load - 1, int(load / WORTHWHILE), int(model.largest_within(self.target_bytes))))
+        weight = max(self._cutter.weights_of_full(self._weight()))
+        if weight > self.smallest * self._cutter.each(self.full_window[1]):
+            model = self._history.model
+            if model is not None and (needed := model.predict(weight)) > limit_bytes:
+                within = int(model.largest_within(self.limits.target_bytes))
+                self._shrink(min(weight - 1, int(weight / WORTHWHILE), within))
                 if limit_bytes < before:
                     return f"the limit fell to {format_bytes(limit_bytes)}"
                 return f"it would need {format_bytes(needed)} of {format_bytes(limit_bytes)}"
             if is_strained:
-                self._shrink(int(load / WORTHWHILE))
+                self._shrink(int(weight / WORTHWHILE))
                 return strain
-        if not self.searching and self._timing is None:
+        if not self.searching and not self._fastest.is_comparing:
             self._grow()
         return None
 
-    def _shrink(self, load: int) -> None:
-        self.largest = max(load, self.smallest)
-        self._loads.judge(
-            lambda trial, load: (
-                self._judged(trial) if load <= self.largest or not trial.fits or trial.peak_bytes else None
-            )
-        )
+    def _shrink(self, weight: int) -> None:
+        """Use no larger weight from now on; what was tried is judged by the limit as it is now."""
+        self.largest = max(weight, self.smallest)
+
+        def judged(trial: Trial, weight: int) -> Trial | None:
+            # That a larger one has fitted is forgotten, unless its peak tells whether it still does.
+            is_of_use = weight <= self.largest or not trial.fits or trial.peak_bytes
+            return self._judged(trial) if is_of_use else None
+
+        self._history.judge(judged)
         self._pressure.shrank()
         self._choose()
 
     def _grow(self) -> None:
         """Search again, once memory has been back for long enough, from what is in use now."""
         limit_bytes = self._pressure.lowest_limit()
-        model = self._loads.model
+        model = self._history.model
         if limit_bytes is None or model is None:
             return
-        load = self._load()
-        target = target_bytes(limit_bytes, self._headroom, self.least_bytes)
-        goal = min(model.largest_within(target), self._enough or 2**62)
+        weight = self._weight()
+        goal = min(model.largest_within(self.limits.target_of(limit_bytes)), self._enough or ENDLESS)
         if self._refused is not None and limit_bytes < SURELY_MORE * self._refused[1]:
-            goal = min(goal, (load + self._refused[0]) // 2)
-        goal = int(min(goal, 2**62))
-        if goal <= load or WORTHWHILE * len(self._window_loads(goal)) > len(self._window_loads(load)):
+            goal = min(goal, (weight + self._refused[0]) // 2)  # half-way to what failed under a limit like this one
+        goal = int(min(goal, ENDLESS))
+        of_full = self._cutter.weights_of_full
+        if goal <= weight or WORTHWHILE * len(of_full(goal)) > len(of_full(weight)):
             return
-        self._loads.judge(lambda trial, load: self._judged(trial) if load <= self.largest else None)
-        self._goal, self._grown_from, self._cap, self.searching = goal, self.largest, None, True
+        self._history.judge(lambda trial, weight: self._judged(trial) if weight <= self.largest else None)
+        self._search.goal, self._grown_from, self.searching = goal, self.largest, True
+        self._fastest.use_largest()
         self._pressure.grew()
-
-    def _choose(self) -> None:
-        """The fastest of the plans that fit, where times are known; else windows are to be timed."""
-        self._timing = self._cap = None
-        self._untimed = 0
-        if self.searching or not self._learns or not self.window[0]:
-            return
-        if self._time_model is not None and self.largest <= KNOWN * self._time_model.points[-1][0]:
-            self._cap = self._fastest(self._time_model, self.largest)
-            return
-        self._timed_window = num_samples, lengths = self.window
-        alike = lengths is None
-        self._timing = Timing(
-            self.largest,
-            cut=lambda load: self.loads(self._cut(num_samples, lengths, load), lengths),
-            trials=self._loads.in_loads,
-            choose=(lambda model: self._fastest(model, self.largest)) if alike else None,
-            closely=alike and not self._coarse,
-        )
-
-    def _fastest(self, model: TimeModel, largest: int) -> int:
-        """The load of the plan that takes least time, none of its micro-batches being larger."""
-        num_samples, lengths = self.window
-        if lengths is None:
-            return cheapest(num_samples, min(largest, self._most(num_samples)), model.predict, self.smallest)[0]
-        loads = [max(largest >> halvings, 1) for halvings in range(6)]
-        return min(loads, key=lambda load: sum(map(model.predict, self._window_loads(load))))
 
     # Small change.
 
-    def _window_loads(self, load: int) -> list[int]:
-        """Of the micro-batches of a full window, none being larger."""
-        num_samples, lengths = self.window
-        return self.loads(self._cut(num_samples, lengths, load), lengths) if num_samples else [load]
-
-    def _heed(self, limit_bytes: int) -> None:
-        self.limit_bytes = limit_bytes
-        self.target_bytes = target_bytes(limit_bytes, self._headroom, self.least_bytes)
-
-    def _is_within(self, micro_batch: int, peak_bytes: int) -> bool:
-        return peak_bytes <= (self.limit_bytes if micro_batch <= self.smallest else self.target_bytes)
+    def _choose(self) -> None:
+        self._fastest.choose(is_settled=self._learns and not self.searching)
 
     def _judged(self, trial: Trial) -> Trial:
-        """By the limit as it is now."""
+        """Return a trial as it stands by the limit of now."""
         if trial.peak_bytes is None:
             return trial
-        return replace(trial, fits=self._is_within(trial.micro_batch, trial.peak_bytes))
+        is_smallest = trial.micro_batch <= self.smallest
+        return replace(trial, fits=self.limits.allows(trial.peak_bytes, is_smallest=is_smallest))
 
-    def _start_over(self, *, is_ragged: bool) -> None:
-        """Sizes are in other units from now on: a stream has begun, or ceased, to tell how long its samples are."""
-        if self.history and self._is_ragged is not None:
-            self._loads, self.window, self._known = Loads(), (0, None), 0
+    def _start_over(self, *, has_lengths: bool) -> None:
+        """Drop what is known: a stream has begun, or ceased, to tell how long its samples are, and so units change."""
+        if self.history and self._search.has_lengths is not None:
+            self._cutter.history = History()
+            self._cutter.full_window, self._search.known = (0, None), 0
             self.largest = self.smallest
             self._forget()
-        self._is_ragged = is_ragged
+        self._search.has_lengths = has_lengths
 
     def _forget(self) -> None:
-        """Search again: what was known of loads is in other units now."""
-        self._time_model = self._timing = self._cap = self._goal = self._refused = self._enough = None
+        """Search again: what was known of weights is in other units now."""
+        self._fastest.forget()
+        self._search.goal = self._refused = self._enough = None
         self._best = 0
         self.searching = True
 
     def _record(self, trial: Trial) -> None:
+        """Keep a trial, and all that follows from it."""
         before = self.largest
-        if not self.searching and self._loads.is_new(trial.length):
+        if not self.searching and self._history.is_new(trial.length):
             self._forget()
-        # After the search plans are made of loads as they are.
-        load = self._loads.add(trial, reweigh=self.searching and self._goal is None)
-        self.largest = self._loads.bounds[0] or max(self.smallest, min(before, load) // 2)
+        # After the search plans are made of weights as they are.
+        weight = self._history.add(trial, reweigh=self.searching and self._search.goal is None)
+        self.largest = self._history.bounds[0] or max(self.smallest, min(before, weight) // 2)
         if trial.fits:
-            self._best = max(self._best, load)
+            self._best = max(self._best, weight)
             return
         if trial.peak_bytes is None:
-            self.refused_at = min(self.limit_bytes, self.refused_at or self.limit_bytes)
-        if load > self._best:
-            self._refused = (load, self.limit_bytes)
-        if self._goal is not None:  # one miss is enough
-            self._goal, self.searching = None, False
+            self.refused_at = min(self.limits.limit_bytes, self.refused_at or self.limits.limit_bytes)
+        if weight > self._best:
+            self._refused = (weight, self.limits.limit_bytes)
+        if self._search.goal is not None:  # one miss is enough
+            self._search.goal, self.searching = None, False
             self._pressure.shrank()
         elif self.largest < before:
             self._pressure.shrank()
@@ -595,5 +513,54 @@ class Tuner:
 
     def _nothing_fits(self, micro_batch: int, peak_bytes: int | None) -> NothingFitsError:
         return NothingFitsError(
-            phase="training", micro_batch=micro_batch, peak_bytes=peak_bytes, limit_bytes=self.limit_bytes
+            phase="training", micro_batch=micro_batch, peak_bytes=peak_bytes, limit_bytes=self.limits.limit_bytes
         )
+
+    # What outlives the process. The keys are those of the first version of the format.
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return how windows are cut, and what that was learnt from, as plain values."""
+        model = self._fastest.model
+        return {
+            "loads": self._history.state_dict(),
+            "past": [asdict(trial) for trial in self.past],
+            "times": None if model is None else model.points,
+            "is_timing": self._fastest.is_comparing,
+            "searching": self.searching,
+            "smallest": self.smallest,
+            "largest": self.largest,
+            "least_bytes": self.limits.least_bytes,
+            "window": self.full_window,
+            "_known": self._search.known,
+            "_is_ragged": self._search.has_lengths,
+            "_cap": self._fastest.weight,
+            "_doubts_plateau": self._search.doubts_plateau,
+            "_best": self._best,
+            "_refused": self._refused,
+            "_enough": self._enough,
+            "_goal": self._search.goal,
+            "_grown_from": self._grown_from,
+        }
+
+    def load_state_dict(self, state: dict[str, Any], *, is_same_device: bool) -> None:
+        """Put back what ``state_dict`` returned, under the limit as it is now.
+
+        On another device, or with sizes of the user's own, memory and time are to be found out again.
+        """
+        self._cutter.full_window = state["window"]
+        if not is_same_device or not self._learns:
+            return
+        self._history.load_state_dict(state["loads"])
+        self.past = tuple(Trial(**trial) for trial in state["past"])
+        self._fastest.model = None if state["times"] is None else TimeModel(points=state["times"])
+        self.searching, self.largest = state["searching"], state["largest"]
+        self._cutter.smallest = state["smallest"]
+        self._search.known, self._search.has_lengths = state["_known"], state["_is_ragged"]
+        self._search.doubts_plateau, self._search.goal = state["_doubts_plateau"], state["_goal"]
+        self._best, self._refused, self._enough = state["_best"], state["_refused"], state["_enough"]
+        self._grown_from = state["_grown_from"]
+        self._fastest.weight = state["_cap"]
+        self.limits.least_bytes = state["least_bytes"]
+        self.limits.heed(self.limits.limit_bytes)
+        if state["is_timing"]:  # a comparison that goes on begins anew
+            self._choose()

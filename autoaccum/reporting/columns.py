@@ -19,20 +19,20 @@ from autoaccum.runs.records import FIELDS, HISTORY, documents, value_of
 
 Columns = Mapping[str, NDArray[Any]]
 
-_WINDOWS = {
-    name: np.dtype(np.int64 if kind is int else np.float64)
-    for name, kind in {"time": float, **FIELDS["StepReport"], "micro_batch": int, "accumulation_steps": int}.items()
-    if kind in (int, float)
-}
+# By name the dtypes of the columns that every version has written, in the order in which they are kept.
+_WINDOWS: dict[str, np.dtype[Any]] = {}
+for _name, _kind in {"time": float, **FIELDS["StepReport"], "micro_batch": int, "accumulation_steps": int}.items():
+    if _kind in (int, float):
+        _WINDOWS[_name] = np.dtype(np.int64 if _kind is int else np.float64)
 _OPTIONAL = [name for name, kind in FIELDS["StepReport"].items() if kind == float | None]
-"""Older versions wrote fewer of these."""
+"""Names of columns that a run need not have: older versions wrote fewer of them."""
 _ROWS = 20_000
-"""Windows that are objects at a time."""
+"""Make columns of so many lines at a time, for as objects windows take far more memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """What the run's directory tells; what a ``Resumed`` made void is not in it."""
+    """All that a run's directory tells; what a ``Resumed`` made void is not in it."""
 
     path: Path
     windows: Columns
@@ -45,26 +45,26 @@ class Run:
     last_time: float | None
     """Unix seconds of the last record; None before the first."""
     voided: int
-    """Windows that were trained again after a resume."""
+    """Number of windows that were trained again after a resume."""
     garbled: int
-    """Lines of the history that hold no record."""
+    """Number of lines of the history that hold no record."""
     config: Mapping[str, Any]
     """``config.json``; empty when there is none."""
     environment: Mapping[str, Any]
     """``environment.json``; empty when there is none."""
 
     def __len__(self) -> int:
-        """Windows."""
+        """Return the number of windows."""
         return len(self.windows["step"])
 
     def samples_at(self, steps: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Samples trained on after each of these steps, shape ``(n,)`` as they are; 0 before the first."""
+        """Return the samples trained on after each of these steps, shape ``(n,)`` as they are; 0 before the first."""
         at = np.searchsorted(self.windows["step"], steps, side="right")
         return np.concatenate(([0], self.windows["num_samples"]))[at]
 
     @property
     def seconds(self) -> NDArray[np.float64]:
-        """Seconds of training after each window: those in which the run was not there, or validated, left out."""
+        """Return the seconds of training after each window: those of validation and between processes are left out."""
         return np.cumsum(self.windows["seconds"])
 
 
@@ -76,6 +76,7 @@ def load_run(run_dir: str | os.PathLike[str]) -> Run:
         OSError: it cannot be read.
     """
     path = Path(run_dir)
+    # In chunks, so that the file is never in memory as a whole; and as bytes, which JSON is read from anyway.
     loading = _Loading()
     try:
         with open(path / HISTORY, "rb") as file:
@@ -99,7 +100,7 @@ def load_run(run_dir: str | os.PathLike[str]) -> Run:
 
 
 class _Loading:
-    """The columns, while lines come."""
+    """The columns of a run, while its lines come."""
 
     def __init__(self) -> None:
         self.events: dict[str, list[tuple[Any, ...]]] = {name: [] for name in FIELDS if name != "StepReport"}
@@ -107,13 +108,14 @@ class _Loading:
         self.last_time: float | None = None
         self.voided = 0
         self.garbled = 0
-        self._rows: list[dict[str, Any]] = []
-        self._packed: list[dict[str, NDArray[Any]]] = []
+        self._rows: list[dict[str, Any]] = []  # windows that are objects still
+        self._packed: list[dict[str, NDArray[Any]]] = []  # those before them, as columns
         self._last_step = 0
-        self._begun: dict[str, int] = {}  # events before the last Started
+        self._begun: dict[str, int] = {}  # by type, events before the last Started
         self._same: dict[Any, Any] = {}  # a plan or reason that comes a thousand times is kept once
 
     def take(self, document: dict[str, Any] | None) -> None:
+        """Take what one line holds, None where that is no record."""
         if document is None:
             self.garbled += 1
             return
@@ -123,17 +125,19 @@ class _Loading:
                 self._window(document)
             elif name in FIELDS:
                 self._event(name, document)
-            else:
+            else:  # of a newer version
                 return
             if math.isfinite(seconds := float(document["time"])):
                 self.last_time = seconds
-        except (KeyError, TypeError, ValueError, OverflowError):
+        except (KeyError, TypeError, ValueError, OverflowError):  # JSON, with other fields or values than a record's
             self.garbled += 1
 
     def _window(self, document: dict[str, Any]) -> None:
         sizes = document.pop("micro_batches")
         document["micro_batch"], document["accumulation_steps"] = max(sizes), len(sizes)
         if document["step"] <= self._last_step:  # a run from the beginning in the directory of another
+            # Without a checkpoint there is no Resumed: whatever was recorded before the last Started is of that other
+            # run, events that have no step included.
             self._void(document["step"] - 1)
             for name, count in self._begun.items():
                 del self.events[name][:count]
@@ -144,6 +148,7 @@ class _Loading:
     def _event(self, name: str, document: dict[str, Any]) -> None:
         if name == "Validated":
             document.setdefault("metrics", {})  # older versions wrote none
+        # Before anything is changed by it: an event whose values cannot be read is garbled, and nothing else.
         values = [value_of(document[field], kind) for field, kind in FIELDS[name].items()]
         if name == "Resumed":
             self._resume(document["step"])
@@ -153,10 +158,13 @@ class _Loading:
             self.finished = None
         elif name == "Finished":
             self.finished = document["reason"]
-        kept = (value if isinstance(value, dict) else self._same.setdefault(value, value) for value in values)
+        kept = []
+        for value in values:
+            kept.append(value if isinstance(value, dict) else self._same.setdefault(value, value))
         self.events[name].append((float(document["time"]), *kept))
 
     def _resume(self, step: int) -> None:
+        """Drop what came after this step, from which the run goes on; that it was resumed before stays."""
         self._void(step)
         for name, rows in self.events.items():
             if "step" in FIELDS[name] and name != "Resumed":
@@ -170,6 +178,7 @@ class _Loading:
         windows = self.windows()
         kept = int(np.searchsorted(windows["step"], step, side="right"))
         self.voided += len(windows["step"]) - kept
+        # What was packed at once may be kept in part only, so all parts become one.
         self._packed = [{name: column[:kept] for name, column in windows.items()}]
         self._last_step = step
 
@@ -179,6 +188,7 @@ class _Loading:
         try:
             self._packed.append(_packed(rows))
         except (KeyError, TypeError, ValueError, OverflowError):
+            # One of them cannot be read: one by one, which is slow and rare, it shows which.
             for row in rows:
                 try:
                     self._packed.append(_packed([row]))
@@ -186,24 +196,29 @@ class _Loading:
                     self.garbled += 1
 
     def windows(self) -> dict[str, NDArray[Any]]:
+        """Return the columns of the windows that are packed."""
         parts = self._packed or [_packed([])]
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
 def _packed(rows: list[dict[str, Any]]) -> dict[str, NDArray[Any]]:
+    """Return the rows as columns."""
     # numpy reads null as NaN, and the texts of what JSON has not.
     columns = {name: np.array([row[name] for row in rows], dtype) for name, dtype in _WINDOWS.items()}
     columns |= {name: np.array([row.get(name) for row in rows], np.float64) for name in _OPTIONAL}
+    # A list in place of a number makes a matrix, and seconds are summed: neither would show later on.
     if any(column.ndim != 1 for column in columns.values()) or not np.isfinite(columns["seconds"]).all():
         raise ValueError("a value that no run has written")
     return columns
 
 
 def _columns(name: str, rows: list[tuple[Any, ...]]) -> dict[str, NDArray[Any]]:
+    """Return the events of a type as columns; what is neither an int nor a float is one of objects."""
     kinds = {"time": float, **FIELDS[name]}
     found = {}
     for at, (field, kind) in enumerate(kinds.items()):
-        column = np.empty(len(rows), np.int64 if kind is int else np.float64 if kind is float else object)
+        dtype: Any = {int: np.int64, float: np.float64}.get(kind, object)
+        column = np.empty(len(rows), dtype)
         for index, row in enumerate(rows):  # numpy would take a column of tuples for a matrix
             column[index] = row[at]
         found[field] = column
@@ -211,6 +226,7 @@ def _columns(name: str, rows: list[tuple[Any, ...]]) -> dict[str, NDArray[Any]]:
 
 
 def _document(path: Path) -> dict[str, Any]:
+    """Return what a JSON file holds; a user may have edited it, so that anything may be in it."""
     try:
         document = json.loads(path.read_bytes())
     except FileNotFoundError:

@@ -1,5 +1,7 @@
-"""What people ask of a run first, computed from its records: did it fit, was it foreseen, what changed, how fast, did
-it learn."""
+"""A run in numbers and sentences: what people ask of it first, computed from its records.
+
+Did it stay within memory, was that foreseen, what changed, how fast was it, did it learn?
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,12 @@ from autoaccum.reporting.columns import Run
 from autoaccum.reporting.lines import cut_text, is_scheduled, metrics_text
 
 CLOSE = 0.05
-"""A prediction that is off by less is called good."""
+"""Call a prediction good that is off by at most this fraction of what was measured."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """One sentence or two, and whether they are good news."""
+    """Answer to one question in a sentence or two, and whether it is good news."""
 
     question: str
     text: str
@@ -41,8 +43,9 @@ class Period:
     end: int
     """Index after the last one."""
     micro_batch: int
-    """Largest in the plan."""
+    """Largest micro-batch in the plan."""
     predicted_bytes: int | None
+    """Peak that was predicted for it; None where there is no memory model, and after a re-plan."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,40 +54,41 @@ class Facts:
 
     name: str
     state: str
-    """finished, interrupted, stopped, or running or killed with the age of the last record"""
+    """``finished``, ``interrupted``, ``stopped``, the name of an error, or a text with the age of the last record"""
     model: str
     effective_batch: str
-    """What was asked for, as far as the configuration tells; else the range of what was trained with."""
+    """The one that was asked for, as far as the configuration tells; else the range of those in the records."""
     device: str
     num_steps: int
     num_samples: int
     seconds: float
-    """Of training: validation, and the time in which the run was not there, left out."""
+    """Seconds of training: those of validation, and those in which the run was not there, are left out."""
     samples_per_second: float | None
     loss: float | None
-    """Mean of the last twentieth of the windows."""
+    """Mean over the last twentieth of the windows; None where none was finite."""
     validation_loss: float | None
-    """The last one."""
+    """Loss of the last validation; None without one."""
     best_validation_loss: float | None
     metrics: Mapping[str, float]
-    """Of the last validation."""
+    """Metrics of the last validation, by name."""
     peak_bytes: int
     limit_share: float | None
-    """The greatest share of the limit that then was."""
+    """Greatest share that a window took of the limit at that time; None before the first window."""
     num_out_of_memory: int
     num_replans: int
-    """Those that were not the schedule's."""
+    """Number of re-plans that were not the schedule's."""
     prediction_error: float | None
-    """Of the last prediction that can be compared: (predicted - measured) / measured."""
+    """(predicted - measured) / measured, of the last prediction that can be compared; None without one."""
     answers: tuple[Answer, ...]
 
 
 def facts_of(run: Run, now: float | None = None) -> Facts:
-    """The facts; ``now`` is unix time."""
+    """Return the facts of a run; ``now`` is unix time, the clock's when left out."""
     windows, events = run.windows, run.events
     seconds = float(windows["seconds"].sum())
     started, validated = events["Started"], events["Validated"]["loss"]
     device = str(started["device"][-1]) if len(started["device"]) else "unknown device"
+    # environment.json names the accelerator of the machine, if it has one; the run need not have been on it.
     named = str(run.environment.get("device", ""))
     num_samples = int(windows["num_samples"][-1]) if len(run) else 0
     error, prediction = _prediction(run)
@@ -98,6 +102,7 @@ def facts_of(run: Run, now: float | None = None) -> Facts:
         num_samples=num_samples,
         seconds=seconds,
         samples_per_second=int(windows["effective_batch"].sum()) / seconds if seconds else None,
+        # Of the last windows together: a single one says more of its samples than of the model.
         loss=_mean(windows["loss"][-twentieth(run) :]),
         validation_loss=float(validated[-1]) if len(validated) else None,
         best_validation_loss=float(np.nanmin(validated)) if np.isfinite(validated).any() else None,
@@ -116,19 +121,19 @@ def facts_of(run: Run, now: float | None = None) -> Facts:
 
 
 def twentieth(run: Run) -> int:
-    """Windows that a mean is taken over, so that one odd one says little."""
+    """Return the number of windows that a mean is taken over, so that one odd one says little."""
     return max(1, len(run) // 20)
 
 
 def replans(run: Run) -> list[tuple[int, tuple[int, ...], tuple[int, ...], str]]:
-    """Step, old, new, reason of each re-plan that the schedule did not ask for."""
+    """Return (step, old, new, reason) of each re-plan that the schedule did not ask for."""
     columns = run.events["Replanned"]
     rows = zip(columns["step"].tolist(), columns["old"], columns["new"], columns["reason"], strict=True)
     return [row for row in rows if not is_scheduled(row[1], row[2])]
 
 
 def periods(run: Run) -> list[Period]:
-    """How windows were to be cut, in order; a prediction is good for as long as the micro-batch is planned."""
+    """Return how windows were to be cut, in order; a prediction stands for as long as its micro-batch is planned."""
     steps = run.windows["step"]
     planned, replanned = run.events["Planned"], run.events["Replanned"]
     # What is planned after a window is for the next ones; a re-plan is of the window that runs.
@@ -136,14 +141,18 @@ def periods(run: Run) -> list[Period]:
         *zip(planned["time"], np.searchsorted(steps, planned["step"], "right"), planned["sizes"], strict=True),
         *zip(replanned["time"], np.searchsorted(steps, replanned["step"], "left"), replanned["new"], strict=True),
     ]
+    # Of the same indices; a re-plan records none.
     predictions: list[int | None] = [*planned["predicted_bytes"], *([None] * len(replanned["step"]))]
-    found: list[tuple[int, int, int | None]] = []
+    found: list[tuple[int, int, int | None]] = []  # first window, largest micro-batch, prediction
+    # In the order in which they happened: two of the same window tell by their time which came last.
     for index in sorted(range(len(starts)), key=lambda index: starts[index][0]):
         _, first, sizes = starts[index]
         predicted, largest = predictions[index], max(sizes)
-        if index >= len(planned["step"]) and found and found[-1][1] == largest:
+        is_replan = index >= len(planned["step"])
+        if is_replan and found and found[-1][1] == largest:  # only the number of micro-batches has changed
             continue
         found.append((int(first), largest, predicted))
+    # Each ends where the next begins, the last one with the run. One that a re-plan replaced at once has no window.
     return [
         Period(first=first, end=end, micro_batch=largest, predicted_bytes=predicted)
         for (first, largest, predicted), (end, _, _) in pairwise([*found, (len(run), 0, None)])
@@ -152,6 +161,7 @@ def periods(run: Run) -> list[Period]:
 
 
 def _state(run: Run, now: float) -> str:
+    """Say how the run stands; from its files alone nobody can tell whether its process still runs."""
     if run.finished is not None:
         return "finished" if run.finished == "budget" else run.finished
     if run.last_time is None:
@@ -160,7 +170,9 @@ def _state(run: Run, now: float) -> str:
 
 
 def _memory(run: Run) -> Answer:
+    """Say how much of the limit was used, and what happened where that was too much."""
     peak, limit = run.windows["peak_bytes"], run.windows["limit_bytes"]
+    # Shares and not bytes: the limit may have moved, and the largest peak may have been well within it.
     share = _shares(run)
     at, over = int(share.argmax()), int((share > 1).sum())
     worst = (
@@ -172,6 +184,7 @@ def _memory(run: Run) -> Answer:
     else:
         text = f"It used at most {worst}."
     if failed := len(run.events["OutOfMemory"]["step"]):
+        # Not the number of failures: a window may fail more than once, and validation has no windows.
         replayed = int((run.windows["replays"] > 0).sum())
         text += f" The device ran out of memory {_times(failed)}"
         if replayed:
@@ -182,16 +195,20 @@ def _memory(run: Run) -> Answer:
 
 
 def _shares(run: Run) -> NDArray[np.float64]:
+    """Return the share of the limit at that time that each window took."""
     shares: NDArray[np.float64] = run.windows["peak_bytes"] / np.maximum(run.windows["limit_bytes"], 1)
     return shares
 
 
 def _prediction(run: Run) -> tuple[float | None, Answer]:
+    """Return how far the last prediction was off, and say it; None where there is nothing to compare."""
     question = "Was the memory foreseen?"
     compared = []
     for period in periods(run):
         now = slice(period.first, period.end)
+        # Of windows that were cut as planned: short ones, and replays in smaller pieces, say nothing of the prediction.
         measured = run.windows["peak_bytes"][now][run.windows["micro_batch"][now] == period.micro_batch]
+        # The largest peak of the period, for the model predicts the most that a micro-batch takes.
         if period.predicted_bytes is not None and len(measured) and measured.max() > 0:
             compared.append((period, int(measured.max())))
     if not compared:
@@ -211,17 +228,21 @@ def _prediction(run: Run) -> tuple[float | None, Answer]:
 
 
 def _off(error: float) -> str:
-    return f"{abs(error):.1%} too {'high' if error > 0 else 'low'}" if abs(error) >= 0.0005 else "right"
+    """Return a relative error in words."""
+    if abs(error) < 0.0005:  # it would be shown as 0.0 %
+        return "right"
+    return f"{abs(error):.1%} too {'high' if error > 0 else 'low'}"
 
 
 def _changes(run: Run) -> Answer:
+    """Say which plan the run settled on, and what became of it."""
     planned, changed = run.events["Planned"], replans(run)
     sentences = []
     if len(planned["step"]):
         step, sizes, reason = int(planned["step"][0]), planned["sizes"][0], planned["reason"][0]
         sentences.append(f"It settled on {cut_text(sizes)} after {_many(step, 'window')}, for {reason}.")
     if changed:
-        reasons = Counter(reason for *_, reason in changed).most_common(4)
+        reasons = Counter(reason for *_, reason in changed).most_common(4)  # more would be a list and no answer
         listed = ", ".join(reason if count == 1 else f"{reason} ({count} times)" for reason, count in reasons)
         more = len(changed) - sum(count for _, count in reasons)
         sentences.append(
@@ -230,16 +251,18 @@ def _changes(run: Run) -> Answer:
         )
     else:
         sentences.append("Nothing made it re-plan.")
+    # The schedule's own re-plans are told by their number: a ramp may have thousands.
     if scheduled := len(run.events["Replanned"]["step"]) - len(changed):
         batches = _range(run.windows["effective_batch"])
         sentences.append(f"The effective batch changed {_times(scheduled)} ({batches}).")
     if resumed := len(run.events["Resumed"]["step"]):
-        again = f"; {_many(run.voided, 'window')} had to be run again" if run.voided else ""
-        sentences.append(f"It was resumed {_times(resumed)}{again}.")
+        repeated = f"; {_many(run.voided, 'window')} had to be run again" if run.voided else ""
+        sentences.append(f"It was resumed {_times(resumed)}{repeated}.")
     return Answer(question="What changed, and why?", text=" ".join(sentences), good=None)
 
 
 def _speed(run: Run) -> Answer:
+    """Say how fast the run was, and what took time besides training."""
     batches, seconds = run.windows["effective_batch"], run.windows["seconds"]
     total = float(seconds.sum())
     question = "How fast was it?"
@@ -249,8 +272,9 @@ def _speed(run: Run) -> Answer:
         f"{format_rate(batches.sum() / total)} samples/s over {format_seconds(total)} of training; a window took "
         f"{format_seconds(float(np.median(seconds)))} (median)."
     )
+    # Beside the mean over the whole run, which has the search in it, how fast it has become.
     tail = slice(-max(1, len(run) // 10), None)
-    if len(run) >= 20 and seconds[tail].sum():
+    if len(run) >= 20 and seconds[tail].sum():  # a tenth of fewer would be a single window
         text += f" In the last tenth it was {format_rate(batches[tail].sum() / seconds[tail].sum())} samples/s."
     if replayed := float(seconds[run.windows["replays"] > 0].sum()):
         text += f" Windows that were replayed took {replayed / total:.1%} of the time."
@@ -260,13 +284,18 @@ def _speed(run: Run) -> Answer:
 
 
 def _learning(run: Run) -> Answer:
+    """Say what became of the training loss, of the validation loss, and of metrics."""
     losses, few = run.windows["loss"], twentieth(run)
     first, last = _mean(losses[:few]), _mean(losses[-few:])
     validated = run.events["Validated"]
     sentences = []
     if first is not None and last is not None:
         over = "" if few == 1 else f" (means of the first and the last {few:,} windows)"
-        verdict = "Not yet: the" if last >= first else "Yes: the" if np.isfinite(losses).all() else "The"
+        verdict = "The"  # it fell, and was no number in between: that is said below
+        if last >= first:
+            verdict = "Not yet: the"
+        elif np.isfinite(losses).all():
+            verdict = "Yes: the"
         sentences.append(f"{verdict} training loss went from {first:.4g} to {last:.4g}{over}.")
     if len(validated["loss"]) and np.isfinite(validated["loss"]).any():
         best = int(np.nanargmin(validated["loss"]))
@@ -280,39 +309,46 @@ def _learning(run: Run) -> Answer:
     if odd := np.flatnonzero(~np.isfinite(losses)).tolist():
         where = f"the first in step {run.windows['step'][odd[0]]:,}"
         sentences.append(f"The loss of {_many(len(odd), 'window')} was NaN or infinite, {where}.")
+    # A loss that is not finite, if only once, is no good news, however low the last ones are.
     good = first is not None and last is not None and last < first and not odd
     return Answer(question="Did it learn?", text=" ".join(sentences), good=good)
 
 
 def _metrics(run: Run) -> Mapping[str, float]:
+    """Return the metrics of the last validation; empty without one."""
     found: Sequence[Mapping[str, float]] = run.events["Validated"]["metrics"][-1:].tolist()
     return found[0] if found else {}
 
 
 def _mean(values: NDArray[np.float64]) -> float | None:
+    """Return the mean of the finite values; None without one."""
     finite = values[np.isfinite(values)]
     return float(finite.mean()) if len(finite) else None
 
 
 def _range(values: NDArray[Any]) -> str:
+    """Return the smallest and the largest effective batch, as a text."""
     if not len(values):
         return "unknown"
+    # All alike but for the last window, which has the samples that were left over.
     if len(values) > 1 and values[-1] < values[:-1].min() and values[:-1].min() == values[:-1].max():
-        values = values[:-1]  # a short last window is not what was asked for
+        values = values[:-1]
     low, high = values.min(), values.max()
     return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
 
 def _many(number: int, noun: str) -> str:
+    """Return a number of things, as a text."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _times(number: int) -> str:
-    return "once" if number == 1 else "twice" if number == 2 else f"{number:,} times"
+    """Return in words how often something happened."""
+    return {1: "once", 2: "twice"}.get(number, f"{number:,} times")
 
 
 def format_rate(per_second: float) -> str:
-    """A rate for people.
+    """Format a rate for people.
 
     >>> format_rate(17023.4), format_rate(17.0234)
     ('17,023', '17.02')
@@ -321,7 +357,7 @@ def format_rate(per_second: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """A duration for people.
+    """Format a duration for people.
 
     >>> [format_seconds(s) for s in (0.0123, 1.5, 75, 7380, 200_000)]
     ['12 ms', '1.5 s', '1 min 15 s', '2 h 3 min', '2 d 7 h']
@@ -332,6 +368,7 @@ def format_seconds(seconds: float) -> str:
         return f"{1000 * seconds:.2g} ms" if seconds < 0.001 else f"{1000 * seconds:.0f} ms"
     if seconds < 60:
         return f"{seconds:.1f} s"
+    # The largest unit that there is one of, and of the next smaller one the rest.
     units = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
     for (size, name), (part, part_name) in pairwise(units):
         if seconds >= size:

@@ -23,18 +23,19 @@ from autoaccum.events import (
 from autoaccum.memory import clock
 
 NEWS = 1.2
-"""A line tells of an effective batch that has changed by this factor since the last one."""
+"""Tell of an effective batch in a line once it has changed by this factor since the last one."""
 
 
 class News:
-    """Whether a plan is worth a line: it is not while a ramp goes from one effective batch to the next."""
+    """Judge of whether a plan is worth a line: it is not while a ramp goes from one effective batch to the next."""
 
     def __init__(self) -> None:
-        self._shown = 0
+        self._shown = 0  # effective batch of the last plan that was news
 
     def __call__(self, sizes: tuple[int, ...]) -> bool:
-        """Of the plan that is to be shown."""
+        """Return whether the plan is news; if so, it is taken to be shown."""
         samples = sum(sizes)
+        # The same effective batch is news: then the plan was changed for another reason than a ramp.
         if self._shown != samples and self._shown / NEWS < samples < self._shown * NEWS:
             return False
         self._shown = samples
@@ -42,7 +43,7 @@ class News:
 
 
 class Narrator:
-    """Takes a run's records in order, and has a line for those that are news."""
+    """Teller of a run: it takes the records in order, and has a line for those that are news."""
 
     def __init__(self) -> None:
         self.last: StepReport | None = None
@@ -51,14 +52,15 @@ class Narrator:
         self._validated: Validated | None = None
         self._plan: tuple[int, ...] = ()
         self._is_news = News()
+        # For the summary: of this process, which may have resumed a run.
         self._peak_bytes = 0
         self._replays = 0
         self._resumed_samples = 0
         self._started = 0.0
 
     def __call__(self, record: Record) -> str | None:
-        """The line, which for the end of a run is several; None for a window, and what is not worth one."""
-        if isinstance(record, StepReport):
+        """Return the line, which for the end of a run is several; None for a window, and what is not worth one."""
+        if isinstance(record, StepReport):  # by far the most frequent
             self._first = self._first or record
             self.last = record
             self._peak_bytes = max(self._peak_bytes, record.peak_bytes)
@@ -71,8 +73,10 @@ class Narrator:
             return line(record) if self._is_news(record.sizes) else None
         elif isinstance(record, Replanned):
             self._plan = record.new
-            # Whatever is not the schedule's doing is told always.
-            return line(record) if not is_scheduled(record.old, record.new) or self._is_news(record.new) else None
+            # What is not the schedule's doing is told always, and then it is not what the next one is compared with.
+            if not is_scheduled(record.old, record.new) or self._is_news(record.new):
+                return line(record)
+            return None
         elif isinstance(record, Validated):
             self._validated = record
         elif isinstance(record, Resumed):
@@ -82,8 +86,10 @@ class Narrator:
         return line(record)
 
     def _summary(self, finished: Finished) -> str | None:
+        """Return what the run has come to in three lines; None where it has trained nothing."""
         if self._first is None or self.last is None:
             return None
+        # Of this process: what was trained before a resume took its own time, which nobody has measured here.
         seconds = clock.now() - self._started
         samples = self.last.num_samples
         speed = ""
@@ -102,12 +108,13 @@ class Narrator:
 
 
 def line(event: Event) -> str | None:
-    """What an event says by itself; None where another record says it better.
+    """Return what an event says by itself; None where another record says it better.
 
     >>> line(Replanned(step=12, old=(86, 85, 85), new=(43, 43, 43, 43, 42, 42), reason="out of memory"))
     'step 12: out of memory: 85-86 x 3 -> 42-43 x 6'
     """
     if isinstance(event, Planned):
+        # Whatever is not known is left out: a plan that needed no memory model has no prediction to tell.
         predicted = "" if event.predicted_bytes is None else f"{format_bytes(event.predicted_bytes)} predicted"
         if event.prediction_error is not None:
             predicted += f" ({event.prediction_error:.1%} off last time)"
@@ -130,7 +137,7 @@ def line(event: Event) -> str | None:
 
 
 def metrics_text(metrics: Mapping[str, float]) -> str:
-    """What validations report beside the loss.
+    """Return what validations report beside the loss, as a text.
 
     >>> metrics_text({"accuracy": 0.953, "perplexity": 17.24512})
     'accuracy 0.953, perplexity 17.25'
@@ -139,7 +146,7 @@ def metrics_text(metrics: Mapping[str, float]) -> str:
 
 
 def state_text(report: StepReport) -> str:
-    """How things stand after a window: its loss, its cut, memory used / limit."""
+    """Return how things stand after a window: its loss, its cut, memory used / limit."""
     return (
         f"loss={report.loss:.4f}, {cut_text(report.micro_batches)}, "
         f"{format_bytes(report.peak_bytes)} / {format_bytes(report.limit_bytes)}"
@@ -147,22 +154,24 @@ def state_text(report: StepReport) -> str:
 
 
 def is_scheduled(old: tuple[int, ...], new: tuple[int, ...]) -> bool:
-    """Whether a re-plan is one of another effective batch, rather than of memory."""
+    """Return whether a re-plan is one of another effective batch, rather than of memory."""
     return sum(old) != sum(new)
 
 
 def cut_text(sizes: tuple[int, ...]) -> str:
-    """Sizes as micro-batch x accumulation steps.
+    """Return sizes as micro-batch x accumulation steps.
 
     >>> cut_text((64, 64, 64)), cut_text((86, 85, 85)), cut_text((1, 2, 4, 1))
     ('64 x 3', '85-86 x 3', '1-4 x 4')
     """
+    # Sizes of a plan are as equal as can be, but for samples that differ in length: their span says enough.
     largest, smallest = max(sizes), min(sizes)
-    return f"{'' if smallest == largest else f'{smallest}-'}{largest} x {len(sizes)}"
+    span = f"{largest}" if smallest == largest else f"{smallest}-{largest}"
+    return f"{span} x {len(sizes)}"
 
 
 def counted(number: int, noun: str) -> str:
-    """A number of things.
+    """Return a number of things as a text.
 
     >>> counted(1, "step"), counted(2000, "step")
     ('1 step', '2000 steps')

@@ -23,7 +23,8 @@ class LoggingReporter:
         self._every = number_between("every", every, 0)
         self._narrator = Narrator()
         self._total: int | None = None
-        self._mark: tuple[float, int] | None = None  # when the last line was logged, and the samples then
+        # When the last line of progress was logged, and the samples then.
+        self._mark: tuple[float, int] | None = None
 
     def __call__(self, record: Record) -> None:
         """Take one record."""
@@ -36,8 +37,10 @@ class LoggingReporter:
             self._progress(record)
 
     def _progress(self, report: StepReport) -> None:
+        """Log how far the run is, if the last such line was long enough ago."""
         now = clock.now()
         if self._mark is None:
+            # After the first window at once, for a rate over that window alone.
             self._mark = now - report.seconds, report.num_samples - report.effective_batch
         elif now - self._mark[0] < self._every:
             return

@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ROWS = 200
-"""Most rows of a table; of more, the first and the last ones."""
+"""Show at most so many rows of a table; of more, the first and the last ones."""
 
+# Light or dark as the reader's system is; on paper always light. Pictures take the colour of the text.
 _CSS = """
 :root { color-scheme: light dark; --ink: #24282e; --soft: #667; --paper: #fff; --card: #f6f7f9; --line: #dde1e6;
   --good: #2f9e77; --bad: #d1495b; --none: #8a8f98; }
@@ -64,11 +65,12 @@ footer { margin-top: 2rem; color: var(--soft); font-size: .8rem; }
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """What ``write_report`` wrote."""
+    """What ``write_report`` wrote, and what it is about."""
 
     path: Path
     """The page."""
     images: tuple[Path, ...]
+    """Its pictures, as files of their own."""
     runs: tuple[Facts, ...]
 
 
@@ -79,9 +81,11 @@ def write_report(run_dirs: Sequence[str | os.PathLike[str]], output: str | os.Pa
         NoHistoryError: a directory holds no ``history.jsonl``.
         OSError: something cannot be read or written.
     """
+    # Everything is read before anything is written: of a directory without a run there is no half a page.
     runs = [load_run(run_dir) for run_dir in run_dirs]
     folder = runs[0].path if output is None else Path(output)
     facts = tuple(facts_of(run) for run in runs)
+    # Numbered, for two runs may have directories of the same name.
     labels = [f"{number}: {one.name}" for number, one in enumerate(facts, start=1)]
     figures = pictures(runs[0]) if len(runs) == 1 else comparison(runs, labels)
     shown = html_pictures(figures)
@@ -91,7 +95,7 @@ def write_report(run_dirs: Sequence[str | os.PathLike[str]], output: str | os.Pa
 
 
 def write_page(folder: Path, title: str, body: str, figures: Mapping[str, Figure]) -> tuple[Path, tuple[Path, ...]]:
-    """Write the page and its pictures to the folder, made where there is none; the paths of both."""
+    """Write the page and its pictures to the folder, made where there is none; return the paths of both."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "report.html"
     path.unlink(missing_ok=True)  # a link could lead anywhere
@@ -103,6 +107,8 @@ def write_page(folder: Path, title: str, body: str, figures: Mapping[str, Figure
 
 
 def _page(title: str, body: str) -> str:
+    """Return the document; there is no script in it, and nothing that is loaded from elsewhere."""
+    # In UTC, since nobody knows where the page is read.
     written = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(clock.stamp()))
     return (
         f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -113,6 +119,7 @@ def _page(title: str, body: str) -> str:
 
 
 def _one(run: Run, facts: Facts, figures: str) -> str:
+    """Return the body of a page about one run."""
     parts = [
         html_head(facts.name, facts.state, _what(facts), facts.answers),
         figures,
@@ -121,31 +128,14 @@ def _one(run: Run, facts: Facts, figures: str) -> str:
         _folded("Configuration", run.config),
         _folded("Environment", run.environment),
     ]
-    if run.garbled:
+    if run.garbled:  # one line is usual after a kill; many tell of a disk, or of another file
         parts.append(f"<p>Lines of the history that could not be read: {run.garbled:,}.</p>")
     return "\n".join(filter(None, parts))
 
 
 def _several(runs: Sequence[Run], facts: Sequence[Facts], labels: Sequence[str], figures: str) -> str:
-    rows = [
-        [
-            f'<span class="swatch" style="background: {COLORS[at % len(COLORS)]}"></span>{escaped(label)}',
-            escaped(one.state),
-            escaped(one.effective_batch),
-            number_cell(one.num_samples),
-            number_cell(one.num_steps),
-            escaped(format_seconds(one.seconds)),
-            "-" if one.samples_per_second is None else format_rate(one.samples_per_second),
-            number_cell(one.loss, ".4g"),
-            number_cell(one.best_validation_loss, ".4g"),
-            escaped(format_bytes(one.peak_bytes)),
-            number_cell(one.limit_share, ".0%"),
-            number_cell(one.num_out_of_memory),
-            number_cell(one.num_replans),
-            number_cell(one.prediction_error, "+.1%"),
-        ]
-        for at, (one, label) in enumerate(zip(facts, labels, strict=True))
-    ]
+    """Return the body of a page about several runs: a row for each, and what is said of each folded below."""
+    rows = [_row(at, one, label) for at, (one, label) in enumerate(zip(facts, labels, strict=True))]
     head = (
         "run", "state", "effective batch", "samples", "steps", "training time", "samples/s", "loss at the end",
         "best validation", "peak", "most of the limit", "out of memory", "re-plans", "prediction off by",
@@ -165,8 +155,28 @@ def _several(runs: Sequence[Run], facts: Sequence[Facts], labels: Sequence[str],
     return "\n".join(filter(None, parts))
 
 
+def _row(at: int, facts: Facts, label: str) -> list[str]:
+    """Return the cells of the run at this place, beside a swatch of the colour that it has in the pictures."""
+    return [
+        f'<span class="swatch" style="background: {COLORS[at % len(COLORS)]}"></span>{escaped(label)}',
+        escaped(facts.state),
+        escaped(facts.effective_batch),
+        number_cell(facts.num_samples),
+        number_cell(facts.num_steps),
+        escaped(format_seconds(facts.seconds)),
+        "-" if facts.samples_per_second is None else format_rate(facts.samples_per_second),
+        number_cell(facts.loss, ".4g"),
+        number_cell(facts.best_validation_loss, ".4g"),
+        escaped(format_bytes(facts.peak_bytes)),
+        number_cell(facts.limit_share, ".0%"),
+        number_cell(facts.num_out_of_memory),
+        number_cell(facts.num_replans),
+        number_cell(facts.prediction_error, "+.1%"),
+    ]
+
+
 def _what(facts: Facts) -> str:
-    """What the run was, in a line."""
+    """Say in a line what the run was."""
     parts = [
         facts.model,
         f"effective batch {facts.effective_batch}",
@@ -178,12 +188,13 @@ def _what(facts: Facts) -> str:
 
 
 def _plans(run: Run) -> str:
-    """Every plan and what it gave way to, and of a schedule's ramp what is news."""
+    """Return the table of plans: each and what it gave way to, and of a schedule's ramp what is news."""
     planned, replanned = run.events["Planned"], run.events["Replanned"]
-    plans = [
-        *((*row, None) for row in zip(*(planned[k] for k in ("time", "step", "sizes", "reason")), strict=True)),
-        *zip(*(replanned[k] for k in ("time", "step", "new", "reason", "old")), strict=True),
-    ]
+    # Both kinds as (time, step, sizes, reason, the plan before it), which a plan that was settled on does not name.
+    settled = zip(planned["time"], planned["step"], planned["sizes"], planned["reason"], strict=True)
+    plans: list[tuple[Any, ...]] = [(*plan, None) for plan in settled]
+    plans += zip(*(replanned[field] for field in ("time", "step", "new", "reason", "old")), strict=True)
+    # By time: the step alone does not tell what came first, and a resumed run has steps twice.
     rows, is_news = [], News()
     for _, step, new, reason, old in sorted(plans, key=lambda plan: plan[0]):
         if (old is not None and not is_scheduled(old, new)) or is_news(new):
@@ -195,26 +206,35 @@ def _plans(run: Run) -> str:
 
 
 def _notices(run: Run) -> str:
+    """Return the table of notices, each of them once."""
     notices = run.events["Notice"]
-    rows = [[escaped(cell) for cell in row] for row in zip(*(notices[k] for k in _NOTICE), strict=True)]
-    rows = list(map(list, dict.fromkeys(map(tuple, rows))))  # a resumed run says them again
+    said = zip(*(notices[field] for field in _NOTICE), strict=True)
+    rows = []
+    for notice in dict.fromkeys(said):  # a resumed run says them again
+        rows.append([escaped(cell) for cell in notice])
     return f"<h2>Notices</h2>\n{html_table(_NOTICE, rows)}" if rows else ""
 
 
 _NOTICE = ("cause", "consequence", "cure")
+"""Fields of a notice, and the heads of their columns."""
 
 
 def _differences(runs: Sequence[Run], labels: Sequence[str]) -> str:
-    """What the runs' configurations do not have in common."""
+    """Return the table of what the runs' configurations do not have in common; nothing where they are the same."""
+    # Compared as the texts that are shown. A key that a configuration lacks is null in it.
     keys = dict.fromkeys(key for run in runs for key in run.config)
-    differing = [key for key in keys if len({_value(run.config.get(key)) for run in runs}) > 1]
-    if not differing:
+    rows = []
+    for key in keys:
+        values = [_value(run.config.get(key)) for run in runs]
+        if len(set(values)) > 1:
+            rows.append([escaped(key), *map(escaped, values)])
+    if not rows:
         return ""
-    rows = [[escaped(key), *(escaped(_value(run.config.get(key))) for run in runs)] for key in differing]
     return f"<h2>What differs in the configuration</h2>\n{html_table(('', *labels), rows)}"
 
 
 def _folded(title: str, values: Mapping[str, Any]) -> str:
+    """Return a table that is shown when its title is clicked; nothing without values."""
     if not values:
         return ""
     rows = [[escaped(key), escaped(_value(value))] for key, value in values.items()]
@@ -222,7 +242,7 @@ def _folded(title: str, values: Mapping[str, Any]) -> str:
 
 
 def html_head(title: str, state: str, what: str, answers: Sequence[Answer]) -> str:
-    """What a page is about, and the answers; all of it text."""
+    """Return the head of a page, what it is about and the answers; all arguments are text and not HTML."""
     listed = "\n".join(
         f'<dt class="{ {True: "good", False: "bad", None: "none"}[answer.good] }">{escaped(answer.question)}</dt>'
         f"<dd>{escaped(answer.text)}</dd>"
@@ -235,7 +255,7 @@ def html_head(title: str, state: str, what: str, answers: Sequence[Answer]) -> s
 
 
 def html_pictures(figures: Mapping[str, Figure]) -> str:
-    """Of the figures by their names; nothing without one."""
+    """Return the figures as a block of pictures; nothing without one."""
     elements = "".join(f"<figure>{svg(figure, salt=name)}</figure>\n" for name, figure in figures.items())
     return f'<div class="pictures">\n{elements}</div>' if elements else ""
 
@@ -243,14 +263,24 @@ def html_pictures(figures: Mapping[str, Figure]) -> str:
 def html_table(
     head: Sequence[str], rows: list[list[str]], *, numbers: Iterable[int] = (), cuts: Iterable[int] = ()
 ) -> str:
-    """Cells are HTML already; the head is text."""
+    """Return a table, whose cells are HTML already and whose head is text.
+
+    Args:
+        head: titles of the columns; all empty for a table without a head.
+        rows: of as many cells.
+        numbers: columns that are aligned to the right.
+        cuts: columns whose cells are not broken into lines.
+    """
+    # By the column's index; a column of both kinds is one of numbers.
     kinds = {**dict.fromkeys(cuts, ' class="cut"'), **dict.fromkeys(numbers, ' class="number"')}
 
     def line(cells: Sequence[str], tag: str) -> str:
         filled = "".join(f"<{tag}{kinds.get(at, '')}>{cell}</{tag}>" for at, cell in enumerate(cells))
         return f"<tr>{filled}</tr>\n"
 
-    lines = [line(row, "td") for row in (rows if len(rows) <= ROWS else [*rows[: ROWS // 2], *rows[-ROWS // 2 :]])]
+    # A run with thousands of re-plans is told by how it began and how it ended.
+    shown = rows if len(rows) <= ROWS else [*rows[: ROWS // 2], *rows[-ROWS // 2 :]]
+    lines = [line(row, "td") for row in shown]
     if len(rows) > ROWS:
         lines.insert(ROWS // 2, f'<tr><td colspan="{len(head)}">… {len(rows) - ROWS:,} more …</td></tr>\n')
     header = line([escaped(title) for title in head], "th") if any(head) else ""
@@ -258,14 +288,15 @@ def html_table(
 
 
 def _value(value: Any) -> str:
+    """Return a value of a configuration as a text."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
 def number_cell(value: float | None, form: str = ",") -> str:
-    """A dash for None."""
+    """Return a number as the text of a cell, a dash for None."""
     return "-" if value is None else escaped(format(value, form))
 
 
 def escaped(text: object) -> str:
-    """As text in a page."""
+    """Return a text as it stands in a page, whatever is in it: names of files and models are a stranger's."""
     return html.escape(str(text))

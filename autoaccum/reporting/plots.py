@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from autoaccum.errors import MissingExtraError
 from autoaccum.reporting.columns import Run
-from autoaccum.reporting.facts import periods
-from autoaccum.reporting.lines import is_scheduled
+from autoaccum.reporting.curves import SMOOTH, Values, binned, smoothed, thinned
+from autoaccum.reporting.facts import periods, replans
 
 try:
     import matplotlib
@@ -26,23 +25,18 @@ try:
 except ImportError:
     raise MissingExtraError("matplotlib", "plot", "autoaccum report") from None
 
-Values = NDArray[Any]
-
-BINS = 1000
-"""A longer curve is drawn by the least and the greatest value of so many parts."""
-SMOOTH = 100
-"""Means are taken over twice the windows divided by this: shorter runs are drawn as they are."""
 MARKS = 120
-"""Most marks of one kind of event in a picture."""
+"""Draw at most so many marks of one kind of event in a picture."""
 WIDE = 8.0
-"""Values whose greatest is so many times the least get a logarithmic axis."""
+"""Give values a logarithmic axis whose greatest is so many times the least."""
 
 # Hues that can be read on white and on black; of neighbours in the list also by those who see few colours.
 BLUE, ORANGE, GREEN, RED, PURPLE, GREY = "#3b7fc4", "#e0822f", "#2f9e77", "#d1495b", "#8d6cc0", "#8a8f98"
 COLORS = (BLUE, ORANGE, GREEN, PURPLE, RED, GREY)
 INK = "#30343a"
-"""Of text and axes: in a page it is the colour of the text, dark or light."""
+"""Colour of text and axes: in a page it is the colour of the text, dark or light."""
 
+# Text stays text in an SVG, so that it is searched and takes the page's colour; "$" in a path is no formula.
 STYLE: dict[str, Any] = {
     "axes.axisbelow": True,
     "axes.edgecolor": INK,
@@ -73,14 +67,17 @@ STYLE: dict[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Mark:
+    """How one kind of event is marked in each picture."""
+
     label: str
     color: str
     marker: str
     steps: Callable[[Run], Values]
+    """Gives the steps in which it happened."""
     height: float = 1.04
-    """In heights of the axes."""
+    """Place above the picture, in heights of the axes."""
     before: bool = False
-    """Whether it belongs to the beginning of its step's window rather than to the end."""
+    """True if it belongs to the beginning of its step's window rather than to the end."""
 
 
 def _steps_of(event: str) -> Callable[[Run], Values]:
@@ -88,11 +85,12 @@ def _steps_of(event: str) -> Callable[[Run], Values]:
 
 
 def _replanned(run: Run) -> Values:
-    columns = run.events["Replanned"]
-    rows = zip(columns["old"], columns["new"], strict=True)
-    return columns["step"][[not is_scheduled(old, new) for old, new in rows]] if len(columns["step"]) else np.empty(0)
+    """Return the steps of re-plans, but for those that a schedule asked for, which the picture of the batch shows."""
+    return np.array([step for step, *_ in replans(run)])
 
 
+# In red what failed, in orange what was planned anew, in green where the run went on. Validations have a row of their
+# own above the others, for they are many and no news.
 _MARKS = (
     _Mark(label="out of memory", color=RED, marker="X", steps=_steps_of("OutOfMemory"), before=True),
     _Mark(label="re-plan", color=ORANGE, marker="v", steps=_replanned, before=True),
@@ -104,7 +102,7 @@ _MARKS = (
 
 
 def pictures(run: Run) -> dict[str, Figure]:
-    """The pictures of one run by their names; none before its first window."""
+    """Draw the pictures of one run; return them by their names, none before its first window."""
     found: dict[str, Figure] = {}
     if not len(run):
         return found
@@ -124,7 +122,7 @@ def pictures(run: Run) -> dict[str, Figure]:
             ("gradient-norm", "Norm of the gradient", "grad_norm"),
             ("noise-scale", "Gradient noise scale, samples", "noise_scale"),
         ):
-            if np.isfinite(windows[column]).any():
+            if np.isfinite(windows[column]).any():  # else it was not asked for
                 with _axes(title, run) as (figure, axes):
                     _draw_column(axes, run, column)
                 found[name] = figure
@@ -132,13 +130,15 @@ def pictures(run: Run) -> dict[str, Figure]:
 
 
 def comparison(runs: Sequence[Run], labels: Sequence[str]) -> dict[str, Figure]:
-    """The pictures of several runs in the same axes; ``labels`` name them."""
+    """Draw the pictures of several runs in the same axes; ``labels`` name them."""
     shown = [(run, label, COLORS[at % len(COLORS)]) for at, (run, label) in enumerate(zip(runs, labels, strict=True))]
+    # Left out only now: a run has the colour of its place in the page's table, whatever the others have recorded.
     shown = [one for one in shown if len(one[0])]
     found: dict[str, Figure] = {}
     if not shown:
         return found
     with matplotlib.rc_context(STYLE):
+        # The same samples tell which run learns more from them; the same seconds, which is done sooner.
         for name, title, over in (
             ("loss", "Loss over samples", _samples),
             ("loss-seconds", "Loss over seconds of training", _seconds),
@@ -150,8 +150,10 @@ def comparison(runs: Sequence[Run], labels: Sequence[str]) -> dict[str, Figure]:
                     events = run.events["Validated"]
                     at = np.searchsorted(run.windows["step"], events["step"], "right")
                     axes.plot(np.concatenate(([0], x))[at], events["loss"], "o", color=color, markersize=4)
+                # Points of all runs are named once in the legend, by one that is not there.
                 if any(len(run.events["Validated"]["step"]) for run, _, _ in shown):
                     axes.plot([], [], "o", color=INK, markersize=4, label="validation")
+                # By the smoothed losses: single windows of a small batch lie far apart.
                 scale_loss(
                     axes, np.concatenate([smoothed(_samples(run), run.windows["loss"])[1] for run, _, _ in shown])
                 )
@@ -176,46 +178,55 @@ def comparison(runs: Sequence[Run], labels: Sequence[str]) -> dict[str, Figure]:
 
 
 def svg(figure: Figure, salt: str) -> str:
-    """As an element of a page, in which text and axes have the colour of the text; ``salt`` keeps its ids its own."""
+    """Return a figure as an element of a page, in which text and axes have the colour of the page's text.
+
+    ``salt`` keeps its ids its own, for several figures share a page.
+    """
     file = io.StringIO()
+    # Without a date and with a fixed salt the same run makes the same page, byte for byte but for its footer.
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": salt}):
         figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     text = file.getvalue()
     text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
     # A tenth of a point is enough for a place, and takes half the bytes.
     text = re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\.\d)\d+", r"\1", path[0]), text)
+    # Ids that nothing refers to would be the same in every figure.
     text = re.sub(r'<g id="(?:figure|axes|patch|line2d|text|matplotlib|xtick|ytick|legend)[^"]*"', "<g", text)
     return text.replace(INK, "currentColor")
 
 
 def png(figure: Figure, path: Path) -> None:
-    """As a file of its own."""
+    """Write a figure to a file of its own."""
     with matplotlib.rc_context(STYLE):
         figure.savefig(path, dpi=150, facecolor="white", metadata={"Software": None})
 
 
 @contextmanager
 def _axes(title: str, run: Run | None, x_label: str = "samples") -> Iterator[tuple[Figure, Axes]]:
-    """A figure to draw in; afterwards the events are marked above the axes, and all is named below."""
+    """Give a figure to draw in; afterwards the events are marked above the axes, and all is named below."""
     figure = Figure(figsize=(7.2, 3.4), layout="constrained")
     axes = figure.add_subplot()
     yield figure, axes
     axes.set_xlabel(x_label)
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    axes.margins(x=0.01)
+    axes.margins(x=0.01)  # the first and the last window stand off the frame
+    # Once all is drawn, so that the marks lie on the final axis; they take the room of the title's first line.
     marked = run is not None and _mark_events(axes, run)
     axes.set_title(title, pad=18 if marked else 8)
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower left", ncols=5, handlelength=1.6)
 
 
 def _mark_events(axes: Axes, run: Run) -> bool:
+    """Mark the run's events above the axes; return False if there was none."""
     anything = False
     for mark in _MARKS:
         steps = mark.steps(run)
         if not len(steps):
             continue
+        # ``before`` counts as 1: the samples of the step before are where the window begins.
         x = run.samples_at(np.asarray(steps, np.int64) - mark.before).astype(float)
         span = max(1.0, float(run.windows["num_samples"][-1]))
+        # Of events that would be drawn over each other only the first: a place has at most one mark of a kind.
         _, first = np.unique(np.round(x / span * MARKS), return_index=True)
         axes.plot(
             x[first],
@@ -230,6 +241,7 @@ def _mark_events(axes: Axes, run: Run) -> bool:
             transform=axes.get_xaxis_transform(),
             label=mark.label,
         )
+        # What changed the run gets a line through the picture as well, unless there would be a hatching of them.
         if mark.color in (RED, ORANGE, GREEN) and len(first) <= MARKS // 4:
             for at in x[first]:
                 axes.axvline(at, color=mark.color, linewidth=0.7, alpha=0.45, zorder=0)
@@ -238,6 +250,7 @@ def _mark_events(axes: Axes, run: Run) -> bool:
 
 
 def _draw_loss(axes: Axes, run: Run) -> None:
+    """Draw the training loss and the losses of validations."""
     loss = run.windows["loss"]
     _faint(axes, _samples(run), loss, BLUE)
     axes.plot(*smoothed(_samples(run), loss), color=BLUE, label="training")
@@ -249,11 +262,15 @@ def _draw_loss(axes: Axes, run: Run) -> None:
 
 
 def scale_loss(axes: Axes, losses: Values, *, logarithmic: bool = True) -> None:
-    """Around what is usual, so that one odd window does not flatten all others; ``logarithmic`` where that is wide."""
+    """Scale an axis around what is usual, so that one odd window does not flatten all others.
+
+    The scale is logarithmic where that is wide, unless ``logarithmic`` is False.
+    """
     finite = losses[np.isfinite(losses)]
     if not len(finite):
         return
     low, high = np.percentile(finite, (0.5, 99.5))
+    # A loss that falls by a factor of thirty or less is read well enough on a plain axis.
     if logarithmic and low > 0 and high / low > 4 * WIDE:
         _scale_logarithmically(axes, base=10, subs=(1.0, 2.0, 5.0))
         axes.set_ylim(low / 1.2, high * 1.2)
@@ -269,11 +286,14 @@ def _scale_logarithmically(axes: Axes, base: int, subs: tuple[float, ...]) -> No
 
 
 def _draw_memory(axes: Axes, run: Run) -> None:
+    """Draw the peaks of windows, what was predicted of them, and the limit with its headroom."""
     x, peak, limit = _samples(run), run.windows["peak_bytes"], run.windows["limit_bytes"]
+    # A limit far above would press the peaks onto the axis: then it is only named.
     near = peak.max() > 0.15 * limit.min()
     unit, name = _unit(float(limit.max() if near else peak.max()))
     axes.plot(*thinned(x, peak / unit), color=BLUE, drawstyle="steps-pre", label="peak of a window")
-    edges = np.concatenate(([0], x))
+    edges = np.concatenate(([0], x))  # samples at which windows begin, and the last one ends
+    # A line for each prediction over the windows that it was good for; the first is named in the legend.
     for index, period in enumerate([p for p in periods(run) if p.predicted_bytes is not None]):
         predicted = (period.predicted_bytes or 0) / unit
         span = [edges[period.first], edges[period.end]]
@@ -282,7 +302,7 @@ def _draw_memory(axes: Axes, run: Run) -> None:
     if near:
         at, allowed = thinned(x, limit / unit)
         axes.plot(at, allowed, color=RED, drawstyle="steps-pre", linewidth=1.2, label="limit")
-        headroom = run.config.get("headroom")
+        headroom = run.config.get("headroom")  # the user may have edited the file, or deleted it
         if isinstance(headroom, int | float) and headroom > 0:
             axes.fill_between(
                 at, allowed * (1 - headroom), allowed, color=RED, alpha=0.13, linewidth=0, step="pre", label="headroom"
@@ -297,10 +317,11 @@ def _draw_memory(axes: Axes, run: Run) -> None:
 
 
 def _draw_batch(axes: Axes, run: Run) -> None:
+    """Draw the effective batch and the largest micro-batch of each window."""
     batch, micro = run.windows["effective_batch"], run.windows["micro_batch"]
     axes.plot(*thinned(_samples(run), batch), color=BLUE, drawstyle="steps-pre", label="effective batch")
     axes.plot(*thinned(_samples(run), micro), color=GREEN, drawstyle="steps-pre", label="largest micro-batch")
-    if batch.max() > WIDE * micro.min():
+    if batch.max() > WIDE * micro.min():  # both are read by their ratio, in powers of two
         _scale_logarithmically(axes, base=2, subs=(1.0,))
         axes.set_ylim(micro.min() / 1.3, batch.max() * 1.3)
     else:
@@ -308,16 +329,19 @@ def _draw_batch(axes: Axes, run: Run) -> None:
 
 
 def _draw_throughput(axes: Axes, run: Run) -> None:
+    """Draw samples per second, of each window and of windows together."""
     raw, (x, mean) = run.windows["effective_batch"] / _spent(run), _mean_rate(run)
     _faint(axes, _samples(run), raw, GREEN)
     axes.plot(x, mean, color=GREEN, label=_kind(run))
     finite = raw[np.isfinite(raw)]
+    # Without the quickest windows of a hundred, but never below the means.
     high = max(float(np.percentile(finite, 99)) if len(finite) else 0.0, float(np.nanmax(mean, initial=0)))
     axes.set_ylim(0, 1.08 * high or 1.0)
     axes.yaxis.set_major_formatter(EngFormatter(sep=""))
 
 
 def _draw_column(axes: Axes, run: Run, name: str) -> None:
+    """Draw one column of the windows; beside the noise scale the effective batch, which it is compared with."""
     values = run.windows[name]
     x = _samples(run)
     if name == "lr":
@@ -332,8 +356,9 @@ def _draw_column(axes: Axes, run: Run, name: str) -> None:
 
 
 def _faint(axes: Axes, x: Values, y: Values, color: str) -> None:
+    """Draw the values themselves faintly behind their means, or of many the band in which they lie."""
     at, low, _, high = binned(x, y)
-    if len(x) < SMOOTH:  # they are drawn as they are
+    if len(x) < SMOOTH:  # the means of so few are the values themselves
         return
     if len(at) == len(x):
         axes.plot(at, high, color=color, alpha=0.3, linewidth=0.8, label="each window")
@@ -342,6 +367,7 @@ def _faint(axes: Axes, x: Values, y: Values, color: str) -> None:
 
 
 def _kind(run: Run) -> str:
+    """Return what a smoothed curve of the run is a curve of."""
     return "each window" if len(run) < SMOOTH else "mean of those around"
 
 
@@ -354,50 +380,18 @@ def _seconds(run: Run) -> Values:
 
 
 def _spent(run: Run) -> Values:
+    """Return the seconds of each window, as something to divide by."""
     return np.maximum(run.windows["seconds"], 1e-9)
 
 
 def _mean_rate(run: Run) -> tuple[Values, Values]:
-    """Samples per second of windows together."""
+    """Return samples per second of windows together, over samples."""
+    # Samples and seconds are smoothed each: a mean of rates would give a short window as much weight as a long one.
     x, samples = smoothed(_samples(run), run.windows["effective_batch"].astype(float))
     return x, samples / smoothed(_samples(run), _spent(run))[1]
 
 
 def _unit(num_bytes: float) -> tuple[float, str]:
+    """Return the bytes of a unit in which so many are a number below 1024, and its name."""
     power = min(4, max(0, int(np.log2(max(num_bytes, 1)) // 10)))
     return 1024.0**power, ("B", "KiB", "MiB", "GiB", "TiB")[power]
-
-
-def smoothed(x: Values, y: Values) -> tuple[Values, Values]:
-    """A curve of the means of each value, or of ``binned`` ones, and of those around it, a fiftieth of them all.
-
-    What is not finite is left out. A value says nothing of places far from it, however large it is.
-
-    >>> smoothed(np.array([8, 16]), np.array([1.0, np.inf]))[1].tolist()
-    [1.0, nan]
-    """
-    at, _, mean, _ = binned(x, y)
-    around = np.ones(2 * (len(at) // SMOOTH) + 1)
-    number = np.convolve(np.isfinite(mean), around, "same")
-    return at, np.where(number > 0, np.convolve(np.nan_to_num(mean), around, "same") / np.maximum(number, 1), np.nan)
-
-
-def binned(x: Values, y: Values) -> tuple[Values, Values, Values, Values]:
-    """x, and the least, mean and greatest finite y, of at most 1000 parts; as they are when there are at most 2000."""
-    y = np.where(np.isfinite(y), y, np.nan)
-    if len(x) <= 2 * BINS:
-        return x, y, y, y
-    starts = np.linspace(0, len(x), BINS, endpoint=False).astype(int)
-    number = np.add.reduceat(np.isfinite(y).astype(int), starts)
-    mean = np.where(number > 0, np.add.reduceat(np.nan_to_num(y), starts) / np.maximum(number, 1), np.nan)
-    return x[starts], np.fmin.reduceat(y, starts), mean, np.fmax.reduceat(y, starts)
-
-
-def thinned(x: Values, y: Values) -> tuple[Values, Values]:
-    """A curve of at most 2000 points that looks the same: of each part the least and the greatest value."""
-    at, low, _, high = binned(x, y)
-    if len(at) == len(x):
-        return at, high
-    first = np.searchsorted(x, at)
-    rises = y[np.append(first[1:], len(x)) - 1] >= y[first]  # in the order in which the curve goes on
-    return np.repeat(at, 2), np.stack((np.where(rises, low, high), np.where(rises, high, low)), axis=1).ravel()

@@ -12,7 +12,10 @@ from autoaccum.reporting.lines import Narrator, state_text
 
 
 class ProgressBar:
-    """Shows loss, samples/s, micro-batch x accumulation steps, and memory used / limit; writes to standard error."""
+    """Callback that shows loss, samples/s, micro-batch x accumulation steps, and memory used / limit.
+
+    It writes to standard error.
+    """
 
     def __init__(self) -> None:
         self._bar: tqdm[Any] | None = None
@@ -31,6 +34,7 @@ class ProgressBar:
             self._bar.set_postfix_str(state_text(record), refresh=False)
             self._bar.update(record.effective_batch)
         elif isinstance(record, Resumed) and self._bar is not None:
+            # The samples of processes before this one are done, but say nothing of its speed.
             self._bar.initial = self._bar.n = record.num_samples
         elif isinstance(record, Finished):
             self.close()

@@ -11,7 +11,7 @@ from autoaccum.reporting.lines import line
 
 
 class TensorBoardReporter:
-    """A callback that writes a scalar of each number per step, and re-plans and notices as texts.
+    """Callback that writes a scalar of each number per step, and re-plans and notices as texts.
 
     Steps that a resume made void are purged.
     """
@@ -22,6 +22,7 @@ class TensorBoardReporter:
         Raises:
             MissingExtraError: tensorboard is not installed.
         """
+        # Imported here, for it needs a package that nothing else needs.
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
@@ -41,10 +42,11 @@ class TensorBoardReporter:
             for name, value in record.metrics.items():
                 self._writer.add_scalar(f"validation/{name}", value, record.step)
         elif isinstance(record, Resumed):
+            # What TensorBoard shows beyond that step is of windows that are trained again.
             self._writer.close()
             self._writer = self._open(self._directory, purge_step=record.step + 1)
         elif isinstance(record, Finished):
-            self._writer.flush()
+            self._writer.flush()  # and not closed, for a callback may be passed to a second run
         if isinstance(record, Planned | Replanned | OutOfMemory | Resumed) and (text := line(record)) is not None:
             self._writer.add_text("plans", text, record.step)
         elif isinstance(record, Notice):
@@ -56,6 +58,7 @@ class TensorBoardReporter:
 
 
 def _scalars(report: StepReport) -> dict[str, float | None]:
+    """Return the numbers of a window by their tags; None for one that was not asked for."""
     return {
         "loss/train": report.loss,
         "lr": report.lr,

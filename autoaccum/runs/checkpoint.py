@@ -3,6 +3,8 @@
 A checkpoint is a directory, ``step-00001234``, of weights that any reader of safetensors understands, the rest of the
 state, and a manifest with the checksums of both and of itself. It is written beside, brought to the disk, and renamed.
 Names that begin with ``.step-`` are unfinished or being deleted: the next writer removes them.
+
+``every``, ``newest`` and ``best`` find checkpoints, and take no lock; ``Checkpoints`` writes them.
 """
 
 from __future__ import annotations
@@ -24,53 +26,53 @@ from typing import Any
 
 import torch
 
-from autoaccum.memory import clock
-from autoaccum.runs import states
 from autoaccum.errors import (
     CheckpointCorruptError,
     CheckpointError,
-    CheckpointLockedError,
     CheckpointStateError,
     CheckpointUnsafeError,
     CheckpointWriteError,
 )
+from autoaccum.memory import clock
 from autoaccum.memory.oom import is_out_of_memory
-from autoaccum.runs.records import NO_LINK
-
-if sys.platform != "win32":
-    import fcntl
+from autoaccum.runs import states
+from autoaccum.runs.lock import DirectoryLock
 
 FORMAT = 1
+"""Version of the manifest and of what it stands for; a checkpoint with a greater one is refused, not guessed at."""
 WEIGHTS, STATE, MANIFEST = "model.safetensors", "state.safetensors", "manifest.json"
+"""Names of a checkpoint's files."""
 _TREE = "tree"
 """The tensor that holds the JSON: a header of safetensors has a limit, 100 MB."""
 _NAME = re.compile(r"step-\d+(\.replaced)?")
+"""Names of checkpoints that count: ``.replaced`` is one that is whole while another of its step takes its place."""
 _PICKLES = (b"PK\x03\x04", *(b"\x80%c" % protocol for protocol in range(2, 6)))
 """How a file of ``torch.save``, and a bare pickle, begin."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checkpoint:
-    """One that was written as a whole; whether it still is shows ``verify``."""
+    """A checkpoint that was written as a whole; ``verify`` tells whether it still is."""
 
     path: Path
     """Its directory."""
     step: int
     """Optimizer steps that were taken."""
     serial: int
-    """Counts the checkpoints of a directory: the newest has the greatest, whatever its step."""
+    """Number of this checkpoint among all that were written to the directory: the newest has the greatest, whatever its
+    step, for a run may have gone back."""
     is_best: bool
     """Whether it was the best so far when it was written."""
     saved: str
-    """When, in UTC, as ISO 8601 to the second."""
+    """Time of writing, in UTC, as ISO 8601 to the second."""
     facts: Mapping[str, Any]
     """What the writer noted: samples, losses."""
     files: Mapping[str, tuple[int, str]] = field(repr=False)
-    """By name the bytes and their SHA-256."""
+    """Number of bytes and their SHA-256 of each file, by its name."""
 
     @classmethod
     def at(cls, path: Path) -> Checkpoint:
-        """The checkpoint in a directory, by its manifest alone.
+        """Return the checkpoint in a directory, read from its manifest alone.
 
         Raises:
             CheckpointCorruptError: there is no manifest, or it is not as it was written.
@@ -81,10 +83,13 @@ class Checkpoint:
             _check_is_file(manifest)
             document = json.loads(manifest.read_bytes())
             checksum = document.pop("checksum")
+            # Looked at first: a newer version may compute the checksum otherwise, and "changed" would be a wrong word.
             if document.get("format", FORMAT) > FORMAT:
                 raise CheckpointCorruptError(manifest, "was written by a newer version of autoaccum")
+            # Checked before anything in it is believed. It tells of torn files; an attacker could compute it anew.
             if checksum != _checksum(document):
                 raise CheckpointCorruptError(manifest, "was changed after it was written")
+            # A manifest from a stranger could name any file of the reader's.
             if document["files"].keys() != {WEIGHTS, STATE}:
                 raise CheckpointUnsafeError(manifest, f"names the files {', '.join(document['files'])}")
             return cls(
@@ -98,11 +103,12 @@ class Checkpoint:
             )
         except OSError as error:
             raise CheckpointCorruptError(manifest, f"cannot be read: {error.strerror}") from None
+        # These are what JSON of any other shape raises in the lines above: lists for dicts, texts for numbers, depth.
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
             raise CheckpointCorruptError(manifest, "is not a manifest") from None
 
     def verify(self) -> None:
-        """Read all of it and compare.
+        """Read all of its files and compare them with the checksums.
 
         Raises:
             CheckpointCorruptError: a file is missing, or not as it was written.
@@ -112,7 +118,7 @@ class Checkpoint:
             path = self.path / name
             try:
                 found = _check_is_file(path)
-                if found != size:
+                if found != size:  # said with both numbers, and without reading gigabytes first
                     raise CheckpointCorruptError(path, f"has {found} bytes, not the {size} that were written")
                 with open(path, "rb") as file:
                     if hashlib.file_digest(file, "sha256").hexdigest() != digest:
@@ -121,7 +127,7 @@ class Checkpoint:
                 raise CheckpointCorruptError(path, f"cannot be read: {error.strerror}") from None
 
     def load(self) -> tuple[Any, Any]:
-        """The weights and the state that were saved, verified, with all tensors on the CPU.
+        """Return the weights and the state that were saved, verified, with all tensors on the CPU.
 
         There they belong: ``load_state_dict`` of models and optimizers moves them to where the parameters are, while
         random states and counters have to stay.
@@ -130,6 +136,7 @@ class Checkpoint:
             CheckpointCorruptError: a file is not as it was written.
             CheckpointUnsafeError: a file lies elsewhere, or could execute code.
         """
+        # Read twice: once for the checksums and once to be used. Files of this size are in the page cache by then.
         self.verify()
         weights, others = self._read(WEIGHTS), self._read(STATE)
         try:
@@ -147,6 +154,7 @@ class Checkpoint:
         except Exception as error:
             if is_out_of_memory(error):
                 raise
+            # Only to say which error it is: safetensors has refused the file, and unpickles nothing.
             with open(path, "rb") as file:
                 if file.read(4).startswith(_PICKLES):
                     raise CheckpointUnsafeError(path, "is a pickle, which can execute code when it is read") from None
@@ -154,7 +162,7 @@ class Checkpoint:
 
 
 def every(directory: Path) -> tuple[list[Checkpoint], tuple[str, ...]]:
-    """The checkpoints in a directory, newest first, by their manifests alone; and what is wrong with those left out."""
+    """Return the checkpoints in a directory, newest first, by their manifests alone, and what is wrong with others."""
     found, skipped = [], []
     if directory.is_dir():
         for path in sorted(directory.iterdir()):
@@ -167,7 +175,7 @@ def every(directory: Path) -> tuple[list[Checkpoint], tuple[str, ...]]:
 
 
 def newest(directory: Path) -> tuple[Checkpoint | None, tuple[str, ...]]:
-    """The newest whole checkpoint in a directory, verified; and what is wrong with those that were passed over.
+    """Return the newest whole checkpoint in a directory, verified, and what is wrong with those that were passed over.
 
     When there is none but something was passed over, a run that begins anew would lose what may be saved by hand.
     """
@@ -175,12 +183,13 @@ def newest(directory: Path) -> tuple[Checkpoint | None, tuple[str, ...]]:
 
 
 def best(directory: Path) -> tuple[Checkpoint | None, tuple[str, ...]]:
-    """The last one that was the best when it was written, likewise."""
+    """Return the newest whole one that was the best when it was written, and what is wrong with those passed over."""
     found, skipped = every(directory)
     return _first_whole([checkpoint for checkpoint in found if checkpoint.is_best], skipped)
 
 
 def _first_whole(found: list[Checkpoint], skipped: tuple[str, ...]) -> tuple[Checkpoint | None, tuple[str, ...]]:
+    # Only as many are read in full as it takes to find a whole one: that is the first, but for a failing disk.
     for checkpoint in found:
         try:
             checkpoint.verify()
@@ -192,7 +201,7 @@ def _first_whole(found: list[Checkpoint], skipped: tuple[str, ...]) -> tuple[Che
 
 
 class Checkpoints:
-    """Writes the checkpoints of one run, in the background; the directory is this run's until ``close``."""
+    """The writer of one run's checkpoints, in the background; the directory is this run's until ``close``."""
 
     def __init__(self, directory: Path, *, keep: int = 2) -> None:
         """Take the directory, made where there is none.
@@ -207,15 +216,17 @@ class Checkpoints:
         """
         self.directory = directory
         self.keep = keep
+        # At most one checkpoint is being written; what goes wrong with it is raised by the next ``wait`` or ``save``.
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         try:
             directory.mkdir(parents=True, exist_ok=True)
             self._lock = DirectoryLock(directory)
             _sync_directory(directory.parent)
-            self._sweep()
+            self._remove_unfinished()
         except OSError as error:
             raise CheckpointWriteError(directory, 0, error.strerror or repr(error)) from None
+        # The count goes on where it was, for a step says nothing of time: a run that went back writes its steps again.
         self._serial = max((checkpoint.serial for checkpoint in every(directory)[0]), default=0)
 
     def save(
@@ -247,12 +258,14 @@ class Checkpoints:
             CheckpointWriteError: it, or the one before, could not be written.
         """
         self.wait()
+        # Before any tensor is copied: what cannot be kept is refused here and not in a thread, where nobody waits.
         try:
             noted = json.loads(json.dumps(dict(facts or {})))
         except (TypeError, ValueError) as error:
             raise CheckpointStateError(
                 "facts", f"no JSON ({error})", "Give numbers, strings, lists and dicts."
             ) from None
+        # With a copy the caller may change every tensor at once; without one ``save`` returns when all is written.
         packed = states.pack(weights, state, copy=background)
         self._serial += 1
         manifest = {
@@ -265,7 +278,7 @@ class Checkpoints:
         }
         path = self.directory / f"step-{step:08d}"
         if background:
-            # No daemon: a process that ends finishes it first.
+            # The thread is no daemon: a process that ends finishes it first.
             self._thread = threading.Thread(target=self._write_behind, args=(path, packed, manifest), name="checkpoint")
             self._thread.start()
         else:
@@ -273,7 +286,7 @@ class Checkpoints:
         return path
 
     def wait(self) -> None:
-        """Return when nothing is being written.
+        """Wait until nothing is being written.
 
         Raises:
             CheckpointWriteError: the last one could not be written; said once.
@@ -282,7 +295,7 @@ class Checkpoints:
             self._thread.join()
             self._thread = None
         if self._error is not None:
-            error, self._error = self._error, None
+            error, self._error = self._error, None  # so that ``close`` does not say it again
             raise error
 
     def close(self) -> None:
@@ -300,9 +313,10 @@ class Checkpoints:
         try:
             self._write(path, packed, manifest)
         except BaseException as error:
-            self._error = error
+            self._error = error  # an error that a thread raises would go to nobody
 
     def _write(self, path: Path, packed: states.Packed, manifest: dict[str, Any]) -> None:
+        # Under a name that counts for nothing until all of it is on the disk: files, their names, then its own.
         partial = self._hidden(path, "partial")
         try:
             partial.mkdir()
@@ -311,6 +325,7 @@ class Checkpoints:
                 WEIGHTS: states.write(partial / WEIGHTS, packed.weights),
                 STATE: states.write(partial / STATE, {**packed.others, _TREE: tree}),
             }
+            # The manifest comes last, and with it the checksums: without it there is no checkpoint.
             document = {**manifest, "files": files}
             text = json.dumps({**document, "checksum": _checksum(document)}, indent=1)
             states.write_durably(partial / MANIFEST, [text.encode()])
@@ -319,36 +334,39 @@ class Checkpoints:
         except OSError as error:
             raise CheckpointWriteError(path, packed.num_bytes, error.strerror or repr(error)) from None
         finally:
-            shutil.rmtree(partial, ignore_errors=True)
+            shutil.rmtree(partial, ignore_errors=True)  # what was begun and failed; nothing once it was renamed
         self._prune()
 
     def _put(self, partial: Path, path: Path) -> None:
-        """Rename it to its name. One that has the name already counts until then, under a name that counts too."""
+        """Rename a finished checkpoint to its name. One that has the name counts until then, under ``.replaced``."""
         before = path.with_name(f"{path.name}.replaced")
         if path.exists():
             self._discard(before)
-            os.rename(path, before)
+            os.rename(path, before)  # a directory that is not empty cannot be renamed over
         os.rename(partial, path)
-        _sync_directory(self.directory)
+        _sync_directory(self.directory)  # the new name is on the disk before anything older is deleted
         self._discard(before)
 
     def _prune(self) -> None:
-        """Those whose manifests cannot be read stay: they are not ours to judge."""
+        """Delete all but the newest and the best.
+
+        Those whose manifests cannot be read stay: somebody may save them by hand.
+        """
         found, _ = every(self.directory)
-        best = [checkpoint for checkpoint in found if checkpoint.is_best][:1]
+        best = [checkpoint for checkpoint in found if checkpoint.is_best][:1]  # of several the newest is the best
         for checkpoint in found[self.keep :]:
             if checkpoint not in best:
                 with suppress(OSError):  # tried again after the next one
                     self._discard(checkpoint.path)
 
     def _discard(self, path: Path) -> None:
-        """Renamed first, so that one that is half deleted is not taken for a whole one."""
+        """Delete a checkpoint; rename it first, so that one that is half deleted is not taken for a whole one."""
         if path.exists():
             discarded = self._hidden(path, "discarded")
             os.rename(path, discarded)
             shutil.rmtree(discarded, ignore_errors=True)  # tried again by the next writer
 
-    def _sweep(self) -> None:
+    def _remove_unfinished(self) -> None:
         for path in self.directory.glob(".step-*"):
             shutil.rmtree(path, ignore_errors=True)
 
@@ -357,55 +375,21 @@ class Checkpoints:
         return path.with_name(f".{path.name}.{suffix}")
 
 
-class DirectoryLock:
-    """A directory for one writer; the kernel gives it back when the process is killed.
-
-    A POSIX record lock and not ``flock``: a forked worker that outlives its parent for some seconds would hold that.
-    Such a lock belongs to the process, so within one process a set tells.
-    """
-
-    _held: set[Path] = set()  # noqa: RUF012
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory.resolve()
-        if self._directory in self._held:
-            raise CheckpointLockedError(directory, os.getpid())
-        self._file = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT | NO_LINK, 0o666)
-        try:
-            if sys.platform != "win32":
-                fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            pid = os.read(self._file, 20).decode()
-            os.close(self._file)
-            raise CheckpointLockedError(directory, int(pid) if pid.isdecimal() else None) from None
-        except OSError:
-            os.close(self._file)
-            raise
-        self._held.add(self._directory)
-        os.ftruncate(self._file, 0)
-        os.write(self._file, str(os.getpid()).encode())
-
-    def release(self) -> None:
-        """Give it back."""
-        if self._directory in self._held:
-            self._held.discard(self._directory)
-            os.close(self._file)
-
-
 def _checksum(document: dict[str, Any]) -> str:
+    # Of the content and not of the bytes, so that the checksum can stand in the file itself.
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 
 def _check_is_file(path: Path) -> int:
-    """Its bytes; a link could lead anywhere, and a pipe would never end."""
-    status = os.lstat(path)
+    """Return the file's size in bytes; refuse a link, which could lead anywhere, and a pipe, which would never end."""
+    status = os.lstat(path)  # of a link itself, not of what it leads to
     if not stat.S_ISREG(status.st_mode):
         raise CheckpointUnsafeError(path, "is not a regular file")
     return status.st_size
 
 
 def _sync_directory(path: Path) -> None:
-    """Bring its names to the disk."""
+    """Bring the names in a directory to the disk."""
     if sys.platform != "win32":
         handle = os.open(path, os.O_RDONLY)
         try:

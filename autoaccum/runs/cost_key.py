@@ -1,4 +1,7 @@
-"""What decides the cost of a micro-batch, as one short text: runs that share it cost the same."""
+"""The key of past trials: a short text of all that decides what a micro-batch costs.
+
+Runs that share it cost the same, as far as their arguments tell.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +21,13 @@ from autoaccum.data import batches
 from autoaccum.memory.devices import memory_of
 from autoaccum.runs.past import FORMAT
 
+# Attributes that all modules have: hooks, buffers, submodules. They say nothing of a cost that is not read elsewhere,
+# and hooks are numbered by how many were made before in the process.
 _MACHINERY = frozenset(vars(nn.Module()))
-"""Hooks, buffers, submodules: what all modules have. Hooks are numbered by how many were made before."""
+# Texts of objects have their addresses in them, which differ from process to process.
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 _LARGEST_CONTAINER = 64
+"""Enter lists, sets and mappings of at most so many entries: a vocabulary in an attribute is not a switch."""
 
 
 def key(
@@ -32,10 +38,10 @@ def key(
     batch: Any,
     device: torch.device,
     compiled: bool,
-    ragged: bool = False,
+    differ_in_length: bool = False,
     functions: Iterable[Callable[..., Any] | None] = (),
 ) -> str:
-    """A digest of 32 hexadecimal digits, the same in every process.
+    """Return a digest of 32 hexadecimal digits, the same in every process.
 
     Weights, the learning rate, the seed and the limit do not count, nor does the code of functions.
 
@@ -46,7 +52,7 @@ def key(
         batch: any pytree; of its rows only the shape of one sample counts.
         device: where to compute.
         compiled: whether the model runs through torch.compile.
-        ragged: whether samples differ in length, so that their shapes do not count.
+        differ_in_length: whether samples do, so that their shapes do not count.
         functions: what computes the loss; of one that is no module the name counts.
     """
     facts = {
@@ -57,14 +63,14 @@ def key(
         "optimizer": _optimizer(optimizer),
         "precision": precision,
         "compiled": compiled,
-        "batch": _batch(batch, ragged),
+        "batch": _batch(batch, differ_in_length),
         "device": [describe(device), _size(device), type(memory_of(device)).__name__],
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def describe(device: torch.device) -> str:
-    """The device's type and name, for people.
+    """Return the device's type and name, for people.
 
     >>> describe(torch.device("cpu")).split()[0]
     'cpu'
@@ -74,17 +80,21 @@ def describe(device: torch.device) -> str:
 
 
 def _size(device: torch.device) -> int:
-    """Bytes of an accelerator; of the host, whose memory is seldom all one's own, the threads."""
+    """Return the bytes of an accelerator, or the threads of the host.
+
+    The host's memory is seldom all one's own, while its threads decide how fast it is.
+    """
     properties = _properties(device)
     return torch.get_num_threads() if properties is None else int(properties.total_memory)
 
 
 def _properties(device: torch.device) -> Any:
-    """None for the host, and for Apple's GPU, which is a part of it."""
+    """Return what the device says of itself; None for the host, and for Apple's GPU, which is a part of it."""
     return None if device.type in ("cpu", "mps") else torch.get_device_module(device).get_device_properties(device)
 
 
 def _module(root: nn.Module) -> list[Any]:
+    """Return the shapes and types of a module's tensors, and what each of its layers says of itself."""
     tensors = [
         [name, list(tensor.shape), str(tensor.dtype), tensor.requires_grad]
         for named in (root.named_parameters(), root.named_buffers())
@@ -98,11 +108,15 @@ def _module(root: nn.Module) -> list[Any]:
 
 
 def _attributes(layer: nn.Module) -> dict[str, Any]:
-    """Switches such as gradient checkpointing, or an activation function, stand in attributes, or in a config there."""
+    """Return a layer's own attributes.
+
+    Switches such as gradient checkpointing, or an activation function, stand there or in a config that is one of them.
+    """
     return {name: _plain(value, 2) for name, value in vars(layer).items() if name not in _MACHINERY}
 
 
 def _optimizer(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Return its class, and of each group the shapes of its parameters and its options but the rates."""
     groups = []
     for group in optimizer.param_groups:
         # Schedulers add initial_lr, max_lr and the like.
@@ -111,19 +125,22 @@ def _optimizer(optimizer: torch.optim.Optimizer) -> list[Any]:
     return [_name(type(optimizer)), groups]
 
 
-def _batch(batch: Any, ragged: bool) -> list[Any]:
+def _batch(batch: Any, differ_in_length: bool) -> list[Any]:
+    """Return the structure of a batch, and what one sample of each of its leaves is."""
     leaves, structure = batches.flatten(batch)
-    return [_ADDRESS.sub("", str(structure)), [_leaf(leaf, ragged) for leaf in leaves]]
+    return [_ADDRESS.sub("", str(structure)), [_leaf(leaf, differ_in_length) for leaf in leaves]]
 
 
-def _leaf(leaf: Any, ragged: bool) -> list[Any]:
+def _leaf(leaf: Any, differ_in_length: bool) -> list[Any]:
+    # Dim 0 is the samples, of which a micro-batch has any number; lengths that differ do not count either.
     if isinstance(leaf, torch.Tensor | np.ndarray):
-        return [_name(type(leaf)), leaf.ndim if ragged else list(leaf.shape[1:]), str(leaf.dtype)]
+        shape = leaf.ndim if differ_in_length else list(leaf.shape[1:])
+        return [_name(type(leaf)), shape, str(leaf.dtype)]
     return [_name(type(leaf))]
 
 
 def _plain(value: Any, depth: int) -> Any:
-    """What a value says about costs, as JSON has it; objects are entered ``depth`` levels deep."""
+    """Return what a value says about costs, as JSON has it; objects are entered ``depth`` levels deep."""
     if isinstance(value, bool | None):
         return value
     if isinstance(value, int | float):  # of a rate only whether there is one: without it an operation is left out
@@ -144,7 +161,9 @@ def _plain(value: Any, depth: int) -> Any:
         if isinstance(value, Mapping):
             return [[_plain(name, 0), _plain(entry, depth - 1)] for name, entry in value.items()]
         entries = [_plain(entry, depth - 1) for entry in value]
+        # The order of a set of texts changes from process to process.
         return sorted(entries, key=repr) if isinstance(value, set | frozenset) else entries
+    # A module in an attribute is only named: the model's own are listed with all that they are made of.
     inner = getattr(value, "__dict__", {}) if depth and not isinstance(value, nn.Module) else {}
     return [_name(type(value)), {str(name): _plain(entry, depth - 1) for name, entry in inner.items()}]
 

@@ -1,37 +1,35 @@
-"""What a run leaves on the disk, and what the next start finds there.
+"""A run's directory: what the run leaves on the disk, and what the next start finds there.
 
 ::
 
     run_dir/
         checkpoints/        the last few whole ones and the best: see checkpoint.py
-        history.jsonl       every StepReport and event as they happened: see reporting/records.py
-        config.json         what was asked for
+        history.jsonl       every StepReport and event as they happened: see records.py
+        config.json         what was asked for: see configuration.py
         environment.json    on what it runs
-        window              the window that is being run, in a few bytes that outlive the process
+        window              the window that is being run, in a few bytes that outlive the process: see window_mark.py
+        kills.json          how often the kernel had killed for lack of memory when the run began
 """
 
 from __future__ import annotations
 
-import json
-import mmap
-import os
-import struct
-from autoaccum.memory import clock
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args, overload
 
-from autoaccum.runs import checkpoint
 from autoaccum._checks import Cadence
-from autoaccum.runs.checkpoint import Checkpoint, Checkpoints
 from autoaccum.errors import CheckpointCorruptError, CheckpointWriteError, ResumeError
 from autoaccum.events import Event, Finished, Notice, Record, Resumed, Started, StepReport
-from autoaccum.memory.kills import OomKills, have_risen
-from autoaccum.runs.records import HISTORY, NO_LINK, RecordWriter, environment, read_records, write_json
+from autoaccum.memory import clock
+from autoaccum.runs import checkpoint
+from autoaccum.runs.checkpoint import Checkpoint, Checkpoints
+from autoaccum.runs.configuration import differing
+from autoaccum.runs.records import HISTORY, RecordWriter, environment, read_records, write_json
+from autoaccum.runs.window_mark import WindowMark
 
 
 class RunDirectory:
-    """One run's; while it is open, no other process may use it."""
+    """One run's directory; while it is open, no other process may use it."""
 
     def __init__(
         self,
@@ -43,7 +41,7 @@ class RunDirectory:
         anew: bool,
         background: bool = True,
     ) -> None:
-        """Take it.
+        """Take the directory.
 
         Args:
             path: of the directory; made where there is none.
@@ -61,27 +59,30 @@ class RunDirectory:
         self._cadence = cadence
         self._background = background
         self._config = dict(config)
-        if anew:
+        if anew:  # before anything is opened, for it is moved
             _put_away(path)
+        # Its lock is the whole directory's: whoever writes the checkpoints may write the other files.
         self._checkpoints = Checkpoints(path / "checkpoints", keep=keep)
         try:
             self._writer = RecordWriter(path / HISTORY)
-            self.window = WindowMark(path)
+            self.window_mark = WindowMark(path)
         except BaseException as error:
             self._checkpoints.close()
             if isinstance(error, OSError):
                 raise _not_written(path, error) from None
             raise
-        self._records = False
+        # No record is written before ``begin``: a call that is refused, or that finds the run finished, leaves its
+        # history as it is.
+        self._is_recording = False
         self.history: Sequence[StepReport] = Recorded(path / HISTORY, StepReport)
         self.events: Sequence[Event] = Recorded(path / HISTORY, *get_args(Event))
         self.passed_over: Notice | None = None
         """Why the run does not go on from its newest checkpoint."""
-        self._saved_step = -1
+        self._saved_step = -1  # the step of the last checkpoint; none yet
         self._saved_at = clock.now()
 
     def resume(self) -> tuple[Checkpoint, Any, Any] | None:
-        """The newest whole checkpoint, its weights and its state; None where there is none.
+        """Return the newest whole checkpoint, its weights and its state; None where there is none.
 
         Raises:
             CheckpointCorruptError: there are some, and none of them is whole.
@@ -89,14 +90,16 @@ class RunDirectory:
         """
         found, skipped = checkpoint.newest(self.path / "checkpoints")
         if found is None and skipped:
+            # To begin anew would in time delete what may be saved by hand.
             raise CheckpointCorruptError(self.path / "checkpoints", f"holds no whole checkpoint: {' '.join(skipped)}")
         loaded = None
         if found is not None:
             weights, state = found.load()
+            # Compared with what was asked for then, which lies in the checkpoint: config.json may have been edited.
             if differences := list(differing(state["trained"], self._config["trained"])):
                 raise ResumeError(self.path, differences)
             loaded = found, weights, state
-            self._saved_step = found.step
+            self._saved_step = found.step  # it need not be written again before the next window
             if skipped:
                 self.passed_over = Notice(
                     cause=f"{len(skipped)} of the checkpoints cannot be read: {' '.join(skipped)}".rstrip("."),
@@ -106,7 +109,7 @@ class RunDirectory:
         return loaded
 
     def is_finished(self) -> bool:
-        """Whether the last that was recorded is the end of its budget."""
+        """Return whether the last that was recorded is that the budget was spent."""
         events = self.events
         return bool(events) and isinstance(events[-1], Finished) and events[-1].reason == "budget"
 
@@ -116,33 +119,33 @@ class RunDirectory:
         Raises:
             CheckpointWriteError: it cannot be written.
         """
-        self._records = True
+        self._is_recording = True
         try:
-            self.window.begin()
+            self.window_mark.begin()
             write_json(self.path / "config.json", self._config)
             write_json(self.path / "environment.json", environment())
         except OSError as error:
             raise _not_written(self.path, error) from None
 
     def record(self, record: Record) -> None:
-        """Append to the history.
+        """Append to the history; before ``begin``, do nothing.
 
         Raises:
             CheckpointWriteError: it cannot be written to.
         """
-        if self._records:
+        if self._is_recording:
             try:
                 self._writer(record)
             except OSError as error:
                 raise _not_written(self.path / HISTORY, error) from None
 
     def is_due(self, step: int, *, epoch_ended: bool = False) -> bool:
-        """Whether a checkpoint is to be written after that step."""
-        if step == self._saved_step:
+        """Return whether a checkpoint is to be written after that step."""
+        if step == self._saved_step:  # it is on the disk already, be it from before a resume
             return False
         if self._saved_step < 0:  # early, so that what cannot be written is told before hours of work depend on it
             return True
-        kind, amount = self._cadence
+        kind, amount = self._cadence  # of seconds, if it is neither epochs nor steps
         if kind == "epoch":
             return epoch_ended
         if kind == "steps":
@@ -158,8 +161,8 @@ class RunDirectory:
         *,
         is_best: bool,
     ) -> Path:
-        """Write a checkpoint; see ``Checkpoints.save``."""
-        self._saved_step, self._saved_at = step, clock.now()
+        """Write a checkpoint, with what has to be the same when it is resumed; see ``Checkpoints.save``."""
+        self._saved_step, self._saved_at = step, clock.now()  # the time that writing takes is part of the interval
         state = {**state, "trained": self._config["trained"]}
         return self._checkpoints.save(
             step=step, weights=weights, state=state, facts=facts, is_best=is_best, background=self._background
@@ -174,36 +177,23 @@ class RunDirectory:
         self._checkpoints.wait()
 
     def close(self) -> None:
-        """Give it back."""
+        """Close the files and give the directory back."""
+        # The lock comes last: until then nobody else may write to the files.
         self._writer.close()
-        self.window.close()
+        self.window_mark.close()
         self._checkpoints.close()
 
 
-def differing(before: Mapping[str, Any], now: Mapping[str, Any], name: str = "") -> Iterator[str]:
-    """``name: before -> now`` of each entry that differs.
-
-    >>> list(differing({"seed": 0, "data": {"samples": 5}}, {"seed": 0, "data": {"samples": 6}}))
-    ['data samples: 5 -> 6']
-    """
-    for key in dict.fromkeys([*before, *now]):
-        old, new = before.get(key), now.get(key)
-        path = f"{name} {key}".strip()
-        if isinstance(old, Mapping) and isinstance(new, Mapping):
-            yield from differing(old, new, path)
-        elif old != new:
-            yield f"{path}: {'nothing' if old is None else old} -> {'nothing' if new is None else new}"
-
-
 OURS = ("checkpoints", HISTORY, "config.json", "environment.json", "window", "kills.json")
+"""Names in the directory that are a run's. A user may have other things there, which stay where they are."""
 
 
 def _put_away(path: Path) -> None:
-    """What is ours: a user may have other things there."""
+    """Move what an earlier run has left into ``before-1``, or one more than the highest such number."""
     found = [path / name for name in OURS if (path / name).exists()]
     if not found:
         return
-    Checkpoints(path / "checkpoints").close()  # not from under a run that is going on
+    Checkpoints(path / "checkpoints").close()  # raises where a run is going on, from under which nothing is moved
     numbers = [int(entry.name[7:]) for entry in path.glob("before-*") if entry.name[7:].isdecimal()]
     place = path / f"before-{1 + max(numbers, default=0)}"
     try:
@@ -222,27 +212,34 @@ T = TypeVar("T")
 
 
 class Recorded(Sequence[T]):
-    """Records of some kinds, read from the file when they are looked at; what a resume made void is not among them."""
+    """Records of some kinds, read from the file when they are looked at; what a resume made void is not among them.
+
+    While the run trains none of them need be in memory: it may have millions.
+    """
 
     def __init__(self, path: Path, *kinds: type[T]) -> None:
         self._path = path
         self._kinds = kinds
+        # Bytes of the file when it was last read, and the records then. It only grows, so its size tells of more.
         self._read: tuple[int, list[T]] = (-1, [])
 
     def _records(self) -> list[T]:
         size = self._path.stat().st_size
-        if size != self._read[0]:
-            found: list[Any] = []
-            is_next = False  # after a Started
-            for record in read_records(self._path):
-                if is_next or isinstance(record, Resumed):
-                    step = record.step if isinstance(record, Resumed) else 0  # there was no checkpoint yet
-                    found = [entry for entry in found if not _is_void(entry, step)]
-                is_next = isinstance(record, Started)
-                if isinstance(record, self._kinds):
-                    found.append(record)
-            self._read = size, found
-        return self._read[1]
+        if size == self._read[0]:
+            return self._read[1]
+        found: list[Any] = []
+        follows_start = False
+        for record in read_records(self._path):
+            # A process that goes on says Started and then Resumed. One that says only Started found no checkpoint and
+            # began with step 1 again, so that all windows of the processes before it are void.
+            if follows_start or isinstance(record, Resumed):
+                step = record.step if isinstance(record, Resumed) else 0
+                found = [entry for entry in found if not _is_void(entry, step)]
+            follows_start = isinstance(record, Started)
+            if isinstance(record, self._kinds):
+                found.append(record)
+        self._read = size, found
+        return found
 
     def __len__(self) -> int:
         return len(self._records())
@@ -256,63 +253,5 @@ class Recorded(Sequence[T]):
 
 
 def _is_void(record: Any, step: int) -> bool:
-    """Whether it is of a window that came after that step, from which the run has gone on since."""
+    """Return whether it is of a window after that step, from which the run has gone on since."""
     return not isinstance(record, Resumed) and getattr(record, "step", 0) > step
-
-
-_MARK = struct.Struct("<3q")
-
-
-class WindowMark:
-    """Says, when the process is no more, whether it died inside a window: in memory that is a file's.
-
-    A file that is mapped costs no system call for a window, and what is written to it the kernel keeps.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        """Read what an earlier process left."""
-        self._kills_path = folder / "kills.json"
-        handle = os.open(folder / "window", os.O_RDWR | os.O_CREAT | NO_LINK, 0o666)
-        try:
-            if os.fstat(handle).st_size != _MARK.size:
-                os.pwrite(handle, bytes(_MARK.size), 0)  # a hole that a full disk cannot fill would end the process
-            self._map = mmap.mmap(handle, _MARK.size)
-        finally:
-            os.close(handle)
-        self._kills = OomKills().counts()
-        self._begun = False
-        self.died_of_memory: tuple[int, int] | None = None
-        """(samples, their length) of a micro-batch of the window in which the kernel killed the last process for its
-        memory; None when it did not."""
-        is_inside, micro_batch, length = _MARK.unpack(self._map[:])
-        if is_inside == 1:
-            try:
-                before = json.loads(self._kills_path.read_text())
-            except (OSError, ValueError):
-                before = {}
-            if have_risen(before, self._kills):
-                self.died_of_memory = micro_batch, length
-
-    def begin(self) -> None:
-        """In place of that, say that there is no window yet.
-
-        Raises:
-            OSError: it cannot be written.
-        """
-        self._begun = True
-        self.leave()
-        write_json(self._kills_path, self._kills)
-
-    def enter(self, micro_batch: int, length: int) -> None:
-        """A window begins, whose largest micro-batch has so many samples of that length."""
-        _MARK.pack_into(self._map, 0, 1, micro_batch, length)
-
-    def leave(self) -> None:
-        """It has ended."""
-        _MARK.pack_into(self._map, 0, 0, 0, 0)
-
-    def close(self) -> None:
-        """Unmap the file; whoever gets here was not killed."""
-        if self._begun:
-            self.leave()
-        self._map.close()

@@ -1,4 +1,6 @@
-"""What earlier runs found out about the cost of micro-batches: one small file per key in the user's cache directory.
+"""The trials of past runs: one small file per key, of what a micro-batch costs, in the user's cache directory.
+
+``past_of_run`` has what one run does with them, and ``cost_key`` what the key is made of.
 
 Everything here is a help and never a condition: what cannot be read is unknown, what cannot be written is not kept.
 """
@@ -22,30 +24,33 @@ from autoaccum.memory import clock
 from autoaccum.planning.costs import Trial
 
 FORMAT = 1
-"""Of files and of keys: another number, and nothing written before is found."""
+"""Version of files and of keys: with another number nothing that was written before is found."""
 MAX_FILES = 1000
+"""Keep at most so many files; the one that was not used for longest is dropped for a new one."""
 MAX_TRIALS = 32
+"""Keep at most so many trials in a file, the newest."""
+# Names of our files, half-written ones too. The directory may be one that the user named and keeps other files in.
 _OURS = re.compile(r"trials-[0-9a-f]{32}(\.json|\.\w+\.tmp)")
-"""The directory may be one that the user named and keeps other files in."""
 _OUTCOME = ("fits", "peak_bytes", "predicted_bytes", "seconds")
+"""Fields of a trial that say what came of it; the others say what was tried."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
-    """What one file holds."""
+    """One file, as people are shown it."""
 
     saved: str
-    """When, in UTC, as ISO 8601 to the second."""
+    """Time of writing, in UTC, as ISO 8601 to the second."""
     model: str
-    """The model's class."""
+    """Name of the model's class."""
     device: str
     """Its type and name."""
     num_trials: int
-    """Sizes that were measured."""
+    """Number of sizes that were measured."""
 
 
 def directory() -> Path:
-    """Where the files are: ``AUTOACCUM_CACHE_DIR``, or the user's cache directory."""
+    """Return where the files are: ``AUTOACCUM_CACHE_DIR``, or the user's cache directory."""
     named = os.environ.get("AUTOACCUM_CACHE_DIR")
     return Path(os.path.expanduser(named) if named else platformdirs.user_cache_dir("autoaccum", appauthor=False))
 
@@ -54,10 +59,11 @@ class Past:
     """The files of one directory; any number of processes may read and write them at once."""
 
     def __init__(self, where: Path | None = None) -> None:
+        """Look for them in ``where``, which need not be there; in ``directory()`` when it is left out."""
         self.where = directory() if where is None else where
 
     def load(self, key: str) -> tuple[Trial, ...]:
-        """The trials saved under a key, oldest first; none when there is no such file, or no sense in it.
+        """Return the trials saved under a key, oldest first; none when there is no such file, or no sense in it.
 
         ``fits`` was said under that run's limit, and peaks on a CPU count what else that process held.
         """
@@ -70,10 +76,10 @@ class Past:
         return _trials(document) or ()
 
     def save(self, key: str, trials: Iterable[Trial], *, model: str, device: str) -> None:
-        """Keep the newest word on each size, at most ``MAX_TRIALS`` of them, in place of what the key had.
+        """Keep the newest trial of each size, at most ``MAX_TRIALS`` of them, in place of what the key had.
 
         Args:
-            key: see ``signature.key``.
+            key: see ``cost_key.key``.
             trials: oldest first.
             model: class of the model, for people to read.
             device: its type and name, likewise.
@@ -85,7 +91,7 @@ class Past:
             "device": device,
             "trials": [asdict(trial) for trial in _newest(trials)],
         }
-        with suppress(OSError):
+        with suppress(OSError):  # a full disk, a directory of another user: then the next run searches again
             self.where.mkdir(parents=True, exist_ok=True)
             # Renamed into place, so that nobody reads half of it.
             handle, name = tempfile.mkstemp(dir=self.where, prefix=f"trials-{key}.", suffix=".tmp")
@@ -100,7 +106,7 @@ class Past:
             self._drop_oldest()
 
     def entries(self) -> list[Entry]:
-        """What is there, newest first; files that make no sense are left out."""
+        """Return what is there, newest first; files that make no sense are left out."""
         found = []
         for path, _ in self._files():
             document = _read(path)
@@ -111,7 +117,7 @@ class Past:
         return sorted(found, key=lambda entry: entry.saved, reverse=True)
 
     def num_bytes(self) -> int:
-        """Bytes of all our files."""
+        """Return the bytes of all our files."""
         return sum(status.st_size for _, status in self._files())
 
     def clear(self) -> int:
@@ -126,7 +132,7 @@ class Past:
         return self.where / f"trials-{key}.json"
 
     def _files(self) -> Iterator[tuple[Path, os.stat_result]]:
-        """Ours, those that a killed process left half-written too."""
+        """Yield our files, those that a killed process left half-written too, and what the system knows of each."""
         with suppress(OSError):
             for path in sorted(self.where.iterdir()):
                 if _OURS.fullmatch(path.name):
@@ -134,23 +140,25 @@ class Past:
                         yield path, path.stat()
 
     def _drop_oldest(self) -> None:
-        """So that sweeps over many models do not fill the disk."""
+        """Remove the files that were not used for longest, so that sweeps over many models do not fill the disk."""
         files = sorted(self._files(), key=lambda file: file[1].st_mtime_ns, reverse=True)
         for path, _ in files[MAX_FILES:]:
             _remove(path)
 
 
 def _newest(trials: Iterable[Trial]) -> list[Trial]:
-    """The last trial of each kind: they differ in more than their outcome."""
+    """Return the last trial of each kind, oldest first, where a kind is all that was tried: a size at a length."""
     found: dict[Any, Trial] = {}
     for trial in trials:
+        # By exclusion, so that a field that a later version adds tells kinds apart and loses no trial.
         kind = tuple(value for name, value in asdict(trial).items() if name not in _OUTCOME)
-        found.pop(kind, None)
+        found.pop(kind, None)  # a dict keeps the place of a key that is set again: this moves it to the end
         found[kind] = trial
     return list(found.values())[-MAX_TRIALS:]
 
 
 def _remove(path: Path) -> bool:
+    """Remove a file; return False if it was gone already."""
     try:
         path.unlink()
     except FileNotFoundError:  # another process was first
@@ -159,30 +167,40 @@ def _remove(path: Path) -> bool:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
+    """Return what a file holds; None where it cannot be read or is of another format."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+    except (OSError, ValueError, RecursionError):  # RecursionError: a file of brackets in brackets
         return None
     return document if isinstance(document, dict) and document.get("format") == FORMAT else None
 
 
 def _trials(document: dict[str, Any]) -> tuple[Trial, ...] | None:
-    """By the fields that trials have now: another version may have written more, or fewer. None: not trials."""
+    """Return the trials of a file, or None where it does not hold trials.
+
+    They are read by the fields that trials have now: another version may have written more, or fewer.
+    """
     trials = document.get("trials")
     if not isinstance(trials, list) or not all(isinstance(trial, dict) and _is_sound(trial) for trial in trials):
         return None
     names = {field.name for field in fields(Trial)}
-    return tuple(Trial(**{name: value for name, value in trial.items() if name in names}) for trial in trials)
+    found = []
+    for trial in trials:
+        known = {name: value for name, value in trial.items() if name in names}
+        found.append(Trial(**known))
+    return tuple(found)
 
 
 def _is_sound(trial: dict[str, Any]) -> bool:
+    """Return whether the values are such as a trial may have; the user may have edited the file."""
     for name, annotation in get_type_hints(Trial).items():
         if name in trial:
             value, types = trial[name], get_args(annotation) or (annotation,)
             # JSON has one type of number: 1.0 may come back as 1.
             if type(value) not in types and not (type(value) is int and float in types):
                 return False
-            if value is not None and not 0 <= value < 2**63:  # larger ones do not become floats
+            # NaN compares as False and infinity is too large; integers that are larger do not become floats.
+            if value is not None and not 0 <= value < 2**63:
                 return False
     required = {field.name for field in fields(Trial) if field.default is MISSING}
     return required <= trial.keys() and bool(trial["micro_batch"]) and trial.get("length") != 0

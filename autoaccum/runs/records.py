@@ -11,8 +11,6 @@ import math
 import os
 import platform
 import time
-
-from autoaccum.memory import clock
 from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter
 from pathlib import Path
@@ -20,16 +18,18 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from autoaccum._version import __version__
 from autoaccum.events import Record
+from autoaccum.memory import clock
 
 NO_LINK = getattr(os, "O_NOFOLLOW", 0)
-"""A link in a directory from a stranger could lead to any file of ours."""
+"""Flag of ``os.open``: fail at a link. In a directory from a stranger one could lead to any file of ours."""
 
 HISTORY = "history.jsonl"
-"""In a run's directory."""
+"""Name of the file in a run's directory."""
 
 FIELDS: dict[str, dict[str, Any]] = {record.__name__: get_type_hints(record) for record in get_args(Record)}
-"""The types of each record's fields."""
+"""Types of each record's fields, by the names of its class and of the field."""
 
+# Looked up once: a record is written in every window, and dataclasses.asdict would copy all that is in it.
 _VALUES: dict[str, Callable[[Any], tuple[Any, ...]]] = {name: attrgetter(*fields) for name, fields in FIELDS.items()}
 _CLASSES: dict[str, type[Any]] = {record.__name__: record for record in get_args(Record)}
 _encode = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
@@ -50,7 +50,8 @@ class RecordWriter:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         self._file: int | None = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | NO_LINK, 0o666)
         size = os.fstat(self._file).st_size
-        if size and os.pread(self._file, 1, size - 1) != b"\n":  # a run was killed while it wrote
+        # A run was killed while it wrote: its last line stays as it is, and what comes begins with a line of its own.
+        if size and os.pread(self._file, 1, size - 1) != b"\n":
             os.write(self._file, b"\n")
 
     def __call__(self, record: Record) -> None:
@@ -69,7 +70,7 @@ class RecordWriter:
 
 
 def line_of(record: Record, seconds: float) -> bytes:
-    """One line of the file, its end included; ``seconds`` are unix time."""
+    """Return one line of the file, its end included; ``seconds`` are unix time."""
     name = type(record).__name__
     document = {"type": name, "time": seconds}
     document.update(zip(FIELDS[name], _VALUES[name](record), strict=True))
@@ -77,7 +78,7 @@ def line_of(record: Record, seconds: float) -> bytes:
 
 
 def encode(document: Any) -> str:
-    """As JSON."""
+    """Return a document as JSON, in which numbers that are not finite are texts."""
     try:
         return _encode(document)
     except ValueError:  # rare, and a look at every value takes longer than all else
@@ -85,6 +86,7 @@ def encode(document: Any) -> str:
 
 
 def _finite(value: Any) -> Any:
+    """Return the value with a text in place of each number that JSON has not: ``"nan"``, ``"inf"``, ``"-inf"``."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):
@@ -93,16 +95,17 @@ def _finite(value: Any) -> Any:
 
 
 class Records(Iterator[Record]):
-    """What ``read_records`` returns."""
+    """The records of a file, read as they are asked for, and how many of its lines were none."""
 
     def __init__(self, lines: Iterator[bytes]) -> None:
         self._lines = lines
         self.garbled = 0
-        """Lines so far that hold no record: the last one of a run that was killed while it wrote."""
+        """Number of lines so far that hold no record, such as the last one of a run that was killed while it wrote."""
         self.unknown = 0
-        """Lines so far with a record that a newer version of autoaccum wrote."""
+        """Number of lines so far with a record that a newer version of autoaccum wrote."""
 
     def __next__(self) -> Record:
+        # A for loop over the rest: it ends at the first line that holds a record.
         for line in self._lines:
             (document,) = documents([line])
             if document is None:
@@ -118,7 +121,7 @@ class Records(Iterator[Record]):
 
 
 def read_records(path: str | os.PathLike[str]) -> Records:
-    """The records of a file, oldest first, as they were written: also those that a ``Resumed`` made void.
+    """Return the records of a file, oldest first, as they were written: also those that a ``Resumed`` made void.
 
     Lines without a record are left out and counted, and so are fields that this version does not know.
 
@@ -130,32 +133,34 @@ def read_records(path: str | os.PathLike[str]) -> Records:
         with file:
             yield from file
 
-    file = open(path, "rb")  # noqa: SIM115 - now, so that what is wrong is said here
+    # Opened now and not with the first line, so that what is wrong with it is said here.
+    file = open(path, "rb")  # noqa: SIM115
     return Records(lines())
 
 
 def documents(lines: list[bytes]) -> list[dict[str, Any] | None]:
-    """Each line's object, which has a type; None where there is none."""
+    """Return the JSON object of each line, if it has a ``type``; None where there is none."""
     try:
         found = json.loads(b"[" + b",".join(lines) + b"]")  # a third of the time that one by one takes
-        whole = len(found) == len(lines)
+        is_whole = len(found) == len(lines)  # else a line such as "1,2" would stand for two
     except (ValueError, RecursionError):
-        whole = False
-    if not whole:
+        is_whole = False
+    if not is_whole:
         if len(lines) == 1:
             return [None]
         return [document for line in lines for document in documents([line])]
-    return [d if isinstance(d, dict) and isinstance(d.get("type"), str) else None for d in found]
+    return [entry if isinstance(entry, dict) and isinstance(entry.get("type"), str) else None for entry in found]
 
 
 def record_of(document: Mapping[str, Any]) -> Record:
-    """The record.
+    """Return the record that a line's object stands for; its type is a known one.
 
     Raises:
         TypeError: it lacks a field.
         ValueError: a field's value is of another type, as far as that is looked at.
         OverflowError: a number is larger than a float can be.
     """
+    # Fields that a newer version has added are left out; one that it lacks is a TypeError, or takes its default.
     known = FIELDS[document["type"]]
     values = {name: value_of(document[name], kind) for name, kind in known.items() if name in document}
     record: Record = _CLASSES[document["type"]](**values)
@@ -163,7 +168,7 @@ def record_of(document: Mapping[str, Any]) -> Record:
 
 
 def value_of(value: Any, kind: Any) -> Any:
-    """A field's value as it was before it was JSON.
+    """Return a field's value as it was before it was JSON.
 
     >>> value_of("nan", float | None), value_of([3, 3, 2], tuple[int, ...]), value_of(None, int | None)
     (nan, (3, 3, 2), None)
@@ -180,6 +185,7 @@ def value_of(value: Any, kind: Any) -> Any:
     if float in members:
         return float(value)
     accepted = list if get_origin(kind) is tuple else members[0]
+    # bool is a subclass of int, and no record has a field of truth values.
     if not isinstance(value, accepted) or isinstance(value, bool):
         raise ValueError(f"{value!r} is not a value of {kind}")
     if isinstance(value, list) and not all(type(entry) is int for entry in value):
@@ -190,13 +196,14 @@ def value_of(value: Any, kind: Any) -> Any:
 
 
 def write_json(path: str | os.PathLike[str], document: Any) -> None:
-    """Write a JSON file that whoever reads it finds whole: the old one, or the new one.
+    """Write a JSON file so that whoever reads it finds it whole: the old one, or the new one.
 
     Raises:
         OSError: it cannot be written.
         TypeError: the document holds something that JSON has not.
     """
     text = json.dumps(_finite(document), indent=2, allow_nan=False)
+    # By its number no other process writes to the same file; a rename within a folder is one step.
     beside = Path(f"{os.fspath(path)}.{os.getpid()}.tmp")
     beside.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -210,7 +217,8 @@ def write_json(path: str | os.PathLike[str], document: Any) -> None:
 
 
 def environment() -> dict[str, Any]:
-    """What a run ran on: versions, operating system, device; nothing that names the machine or its user."""
+    """Return what a run runs on: versions, operating system, device; nothing that names the machine or its user."""
+    # Here, so that to read records takes no torch.
     import numpy
     import torch
 

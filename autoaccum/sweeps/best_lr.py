@@ -11,7 +11,8 @@ import numpy as np
 from autoaccum.reporting.facts import Answer
 
 _VAGUE = 0.25
-"""Half of what lies between the two rules: a larger standard error leaves both as likely."""
+"""Call an exponent uncertain above this standard error: half of the 0.5 that lies between the square-root rule and the
+linear one, so that both are as likely."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,23 +22,23 @@ class BestLr:
     effective_batch: int
     lr: float
     num_trials: int
-    """Finished ones there."""
+    """Number of finished trials there, those that were ended early included."""
     is_edge: bool
-    """Whether none was larger there, or none smaller: the best may lie beyond."""
+    """True if none was larger there, or none smaller: the best may lie beyond."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Growth:
-    """lr = factor * effective_batch ** exponent, by least squares in logarithms."""
+    """A power law, lr = factor * effective_batch ** exponent, fitted by least squares in logarithms."""
 
     exponent: float
     error: float | None
-    """Standard error of the exponent; None for two points, through which the line passes."""
+    """Standard error of the exponent; None for two points, through which the line passes whatever they are."""
     factor: float
 
 
 def best_lrs_of(tried: Sequence[tuple[int, float, float | None]], *, by_octave: bool) -> tuple[BestLr, ...]:
-    """Where at least two learning rates were tried, and one to the end: the lr of the best value.
+    """Return the lr of the best value, for each effective batch at which two were tried, and one of them to the end.
 
     If others on both sides of it came to the end, it is the vertex of the parabola through the three in log lr, which
     is nearer to it than to either: the step of a grid would be read for a law otherwise.
@@ -47,21 +48,24 @@ def best_lrs_of(tried: Sequence[tuple[int, float, float | None]], *, by_octave: 
             None where the trial was ended before.
         by_octave: effective batches within a factor of two, about a power of it, are taken together.
     """
+    # By the effective batch, or by its octave's number.
     groups: dict[int, list[tuple[int, float, float | None]]] = {}
     for trial in tried:
         groups.setdefault(round(math.log2(trial[0])) if by_octave else trial[0], []).append(trial)
     found = []
     for _, group in sorted(groups.items()):
-        # Of the same lr the better one, else the interval to the other would have no length.
+        # By lr its lowest value, and the effective batch of that. Two points of one lr would make an interval of no
+        # length, through which no parabola passes.
         lowest: dict[float, tuple[float, int]] = {}
         for batch, lr, value in group:
             if value is not None and math.isfinite(value):
                 lowest[lr] = min(lowest.get(lr, (math.inf, batch)), (value, batch))
-        lrs = {lr for _, lr, _ in group}
+        lrs = {lr for _, lr, _ in group}  # those of trials that were ended too: it is known that they were no better
         if not lowest or len(lrs) < 2:
             continue
         best, complete = min(lowest, key=lambda lr: lowest[lr]), sorted(lowest)
         at = complete.index(best)
+        # The best and its two neighbours; fewer where it is the first or the last of those that came to the end.
         around = [(lr, lowest[lr][0]) for lr in complete[at - 1 : at + 2]] if at > 0 else []
         found.append(
             BestLr(
@@ -75,17 +79,19 @@ def best_lrs_of(tried: Sequence[tuple[int, float, float | None]], *, by_octave: 
 
 
 def _vertex(points: Sequence[tuple[float, float]]) -> float:
-    """Of a parabola through three points in log lr, the middle one the lowest."""
+    """Return where a parabola through three points in log lr has its vertex; the middle point is the lowest."""
+    # Parabolic interpolation (Brent 1973, Algorithms for Minimization without Derivatives, chapter 5): with p = below
+    # and q = above it is x1 - ((x1 - x0) p - (x2 - x1) q) / (2 (p + q)).
     (x0, y0), (x1, y1), (x2, y2) = ((math.log(lr), value) for lr, value in points)
     below, above = (x1 - x0) * (y2 - y1), (x2 - x1) * (y0 - y1)
-    if not below + above:
+    if not below + above:  # all three are alike: a parabola without a vertex
         return points[1][0]
     # Neither is negative, so this lies between the middles of the two intervals.
     return math.exp(x1 - 0.5 * ((x1 - x0) * below - (x2 - x1) * above) / (below + above))
 
 
 def growth_of(best_lrs: Sequence[BestLr]) -> Growth | None:
-    """How the best lr grows with the effective batch; None without two of these."""
+    """Fit how the best lr grows with the effective batch; return None without two different ones."""
     x = np.log([best.effective_batch for best in best_lrs])
     y = np.log([best.lr for best in best_lrs])
     if len(set(x.tolist())) < 2:
@@ -94,14 +100,14 @@ def growth_of(best_lrs: Sequence[BestLr]) -> Growth | None:
     spread = float(centred @ centred)
     exponent = float(centred @ y) / spread
     error = None
-    if len(x) > 2:
+    if len(x) > 2:  # sqrt(sum of squared residuals / (n - 2) / sum of squares of x), the textbook's
         off = y - y.mean() - exponent * centred
         error = math.sqrt(float(off @ off) / (len(x) - 2) / spread)
     return Growth(exponent=exponent, error=error, factor=math.exp(float(y.mean()) - exponent * float(x.mean())))
 
 
 def growth_answer(best_lrs: Sequence[BestLr], growth: Growth | None) -> Answer:
-    """In a sentence or two."""
+    """Put it in a sentence or two."""
     question = "How does the best lr grow with the effective batch?"
     if growth is None:
         text = "It takes two effective batches with two learning rates each, one of them tried to the end."

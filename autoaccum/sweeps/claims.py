@@ -1,4 +1,4 @@
-"""Which trial of a study a process runs next, so that none is lost and none is run twice.
+"""Claims: which trial of a study a process runs next, so that none is lost and none is run twice.
 
 The processes of a sweep share its storage. Those that share its directory too, on one machine or on a network drive
 that has locks, also take over from each other::
@@ -15,7 +15,6 @@ be had, is one to go on with: from its checkpoint, under its own number.
 
 from __future__ import annotations
 
-from autoaccum.memory import clock
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,19 +24,21 @@ import optuna
 from optuna.samplers import BaseSampler
 from optuna.trial import FrozenTrial, Trial, TrialState
 
-from autoaccum.runs.checkpoint import DirectoryLock
 from autoaccum.errors import ArgumentError, CheckpointLockedError
+from autoaccum.memory import clock
+from autoaccum.runs.lock import DirectoryLock
 from autoaccum.training.recipes import as_file_name
 
 POLL_SECONDS = 0.1
+"""Look again after so many seconds for a lock that another process holds, or for a trial that it may leave."""
 FINISHED = (TrialState.COMPLETE, TrialState.PRUNED)
-"""States of trials that count."""
+"""States of trials that count towards ``num_trials``; for one that failed another is begun."""
 DIRECTORY, SEED = "directory", "seed"
 """User attributes of a trial: the id of the directory it is run in, and the seed of all that is random in it."""
 
 
 def directory_of(study_name: str) -> Path:
-    """Where a sweep keeps its trials, unless it was told."""
+    """Return where a sweep keeps its trials, unless it was told."""
     return Path("sweeps") / as_file_name(study_name)
 
 
@@ -45,7 +46,7 @@ class Claims:
     """One process's part in the trials of a study."""
 
     def __init__(self, directory: Path, num_trials: int, seed: int) -> None:
-        """Take part.
+        """Take part in them; see ``open`` for the study.
 
         Args:
             directory: made where there is none.
@@ -66,17 +67,20 @@ class Claims:
         self._id = ""
 
     def open(self, study_of: Callable[[], optuna.Study]) -> optuna.Study:
-        """The study, which one process makes and the others find.
+        """Return the study, which one process makes and the others find.
 
         Raises:
             ArgumentError: the directory holds trials that are not of this study.
         """
         with self._alone():
             study = study_of()
+            # Numbers of trials are the study's, and other directories may have some of them; so those of this one bear
+            # its id. The first process makes it, and a process that comes later reads it.
             path = self._directory / "id"
             if not path.read_text():
                 path.write_text(uuid.uuid4().hex)
             self._id = path.read_text()
+            # A folder of a trial that is not ours would be gone on with as if it were.
             numbers = {trial.number for trial in study.get_trials(deepcopy=False) if self._is_ours(trial)}
             for folder in sorted(self._directory.glob("trial-[0-9]*")):
                 number = folder.name.removeprefix("trial-")
@@ -86,16 +90,16 @@ class Claims:
         return study
 
     def folder(self, trial: FrozenTrial | Trial) -> Path:
-        """The run directory of a trial."""
+        """Return the run directory of a trial."""
         return self._directory / f"trial-{trial.number:04d}"
 
     def elsewhere(self, study: optuna.Study) -> list[FrozenTrial]:
-        """Trials that processes on other directories run, or have left."""
+        """Return the trials that processes on other directories run, or have left."""
         return [trial for trial in _running(study.get_trials(deepcopy=False)) if not self._is_ours(trial)]
 
     @contextmanager
     def next(self, study: optuna.Study, sampler_of: Callable[[int], BaseSampler] | None) -> Iterator[Trial | None]:
-        """A trial to run, ours while the context lasts; None when the study has what it is to end with.
+        """Claim a trial to run, which is ours while the context lasts; None when the study has what it is to end with.
 
         Where all that is missing is being run by others on this directory, it waits for them, for they may be killed.
 
@@ -115,6 +119,7 @@ class Claims:
                 clock.sleep(POLL_SECONDS)
         frozen, lock = found
         try:
+            # A trial that is gone on with keeps the seed that it began with, whatever this sweep's seed is.
             seed = frozen.user_attrs.get(SEED, self._seed + frozen.number)
             if sampler_of is not None:
                 study.sampler = sampler_of(seed)
@@ -125,7 +130,7 @@ class Claims:
             lock.release()
 
     def _claim(self, study: optuna.Study) -> tuple[tuple[FrozenTrial, DirectoryLock] | None, bool]:
-        """(a trial and its lock, if there is one to be had; whether others here still run some)."""
+        """Return (a trial and its lock, or None if there is none to be had; whether others here still run some)."""
         # Looked at once: of two looks, a trial that finishes between them would be in neither.
         trials = study.get_trials(deepcopy=False)
         num_finished = sum(trial.state in FINISHED for trial in trials)
@@ -133,9 +138,11 @@ class Claims:
             return None, False
         running = _running(trials)
         ours = [trial for trial in running if self._is_ours(trial)]
+        # First those that a process has left: their locks are free.
         for trial in ours:
             if lock := self._lock(trial):
                 return (trial, lock), True
+        # Where enough are running, it is worth waiting only if some are of this directory: they may yet be left to us.
         if num_finished + len(running) >= self._num_trials:
             return None, bool(ours)
         trial = self._new(study)
@@ -147,25 +154,28 @@ class Claims:
         return (trial, lock), True
 
     def _new(self, study: optuna.Study) -> FrozenTrial:
-        """One that is known to be ours from its first moment, or one that a user has put into the queue."""
+        """Return a new trial, known to be ours from its first moment, or one that a user has put into the queue."""
         if study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
-            trial = study.ask()
+            trial = study.ask()  # takes one from the queue, which can be marked only after it
             trial.set_user_attr(DIRECTORY, self._id)
             return study.get_trials(deepcopy=False)[trial.number]
         study.add_trial(optuna.trial.create_trial(state=TrialState.RUNNING, user_attrs={DIRECTORY: self._id}))
+        # add_trial does not tell the number; nobody else adds trials of this id, for the directory's lock is ours.
         ours = filter(self._is_ours, study.get_trials(deepcopy=False))
         return max(ours, key=lambda trial: trial.number)
 
     def _is_surplus(self, study: optuna.Study, trial: FrozenTrial) -> bool:
-        """Whether on other directories, which our lock does not stop, enough were begun just before it."""
+        """Return whether on other directories, which our lock does not stop, enough were begun just before it."""
         trials = study.get_trials(deepcopy=False)[: trial.number]
         num_finished = sum(other.state in FINISHED for other in trials)
         return num_finished + len(_running(trials)) >= self._num_trials
 
     def _is_ours(self, trial: FrozenTrial) -> bool:
+        """Return whether the trial is run in this directory."""
         return bool(trial.user_attrs.get(DIRECTORY) == self._id)
 
     def _lock(self, trial: FrozenTrial) -> DirectoryLock | None:
+        """Lock a trial's folder; return None if a process holds it, which then runs the trial."""
         folder = self.folder(trial)
         folder.mkdir(exist_ok=True)
         try:
@@ -175,7 +185,7 @@ class Claims:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """No other process claims at the same time."""
+        """Hold the directory's lock, so that no other process claims at the same time; wait for it if need be."""
         while True:
             try:
                 lock = DirectoryLock(self._directory)
@@ -189,5 +199,5 @@ class Claims:
 
 
 def _running(trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
-    """Those that a sweep runs; a trial that was asked for by other means is nobody's to wait for."""
+    """Return those that a sweep runs; a trial that was asked for by other means is nobody's to wait for."""
     return [trial for trial in trials if trial.state == TrialState.RUNNING and DIRECTORY in trial.user_attrs]

@@ -13,42 +13,43 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, Floa
 from optuna.trial import FrozenTrial, TrialState
 
 from autoaccum.errors import NoHistoryError
-from autoaccum.sweeps.best_lr import BestLr, Growth, best_lrs_of, growth_answer, growth_of
-from autoaccum.reporting.facts import Answer, format_seconds
 from autoaccum.reporting.columns import Run, load_run
+from autoaccum.reporting.facts import Answer, format_seconds
+from autoaccum.sweeps.best_lr import BestLr, Growth, best_lrs_of, growth_answer, growth_of
 
 SETTINGS = "autoaccum"
-"""User attribute of a study that a sweep has made."""
+"""Name of the user attribute by which a study is known to be a sweep's, and that holds its settings."""
 _ENOUGH = 8
-"""Complete trials that say something about importance."""
+"""Number of complete trials from which on something is said about importance."""
 _TOTALS = ("num_samples", "seconds", "search_trials", "ooms", "replays", "wasted_samples")
+"""User attributes of trials that are summed."""
 _LOSS = "validation_loss"
 _TAKEN = ("seconds", "samples")
-"""Metrics that no validation reports."""
+"""Metrics of what a trial has taken, which no validation reports."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrialFacts:
-    """One trial."""
+    """One trial in a few numbers."""
 
     number: int
     state: str
     """complete, pruned, did not fit, diverged, stopped, running, failed or waiting"""
     params: Mapping[str, Any]
     values: tuple[float, ...]
-    """Of a complete one, in the order of the study's metrics."""
+    """Values of a complete one, in the order of the study's metrics; empty for others."""
     reports: tuple[tuple[int, float], ...]
     """(samples seen, value of what the study's ``reported`` names)."""
     num_samples: int | None
-    """None of those that have not ended."""
+    """Samples that it was trained on; None for one that has not ended."""
     seconds: float | None
-    """Of training."""
+    """Seconds of training, likewise."""
     ooms: int | None
     micro_batches: tuple[int, ...]
 
     @property
     def place(self) -> tuple[int, float] | None:
-        """Effective batch and learning rate; None where they were not both searched for, or have no logarithm."""
+        """Return effective batch and learning rate; None where not both were searched for, or one has no logarithm."""
         batch, lr = self.params.get("effective_batch"), self.params.get("lr")
         if not isinstance(batch, int) or not isinstance(lr, int | float):
             return None
@@ -65,9 +66,9 @@ class StudyFacts:
     directions: tuple[str, ...]
     """minimize or maximize, of each metric"""
     num_samples: int
-    """Budget of a trial."""
+    """Budget of a trial, in samples."""
     counts: Mapping[str, int]
-    """Trials by their state."""
+    """Number of trials in each state."""
     totals: Mapping[str, float]
     """Sums over trials of num_samples, seconds, search_trials, ooms, replays and wasted_samples."""
     best: tuple[int, ...]
@@ -81,31 +82,37 @@ class StudyFacts:
 
     @property
     def reported(self) -> str:
-        """What trials report of their validations: the first metric, or the loss where that is not one of these."""
+        """Return what trials report of their validations: the first metric, or the loss where validations have none."""
         return _LOSS if self.metrics[0] in _TAKEN else self.metrics[0]
 
     def is_maximised(self, at: int = 0) -> bool:
-        """Whether the metric at this place is."""
+        """Return whether the metric at this place is to be as high as can be."""
         return self.directions[at] == "maximize"
 
 
 def facts_of(study: optuna.Study) -> StudyFacts:
-    """The facts of a study that a sweep has made, as far as it has come."""
+    """Return the facts of a study that a sweep has made, as far as it has come."""
     settings = study.user_attrs[SETTINGS]
     metrics = tuple(settings["metric"])
     directions = tuple(direction.name.lower() for direction in study.directions)
-    signs = [-1 if direction == "maximize" else 1 for direction in directions]
+    # Values times their signs are the better the lower, which is how everything below compares them.
+    signs = [{"minimize": 1, "maximize": -1}[direction] for direction in directions]
+    # Read once: trials may finish meanwhile, and the numbers below should be of one moment.
     frozen = study.get_trials(deepcopy=False)
     front = {trial.number for trial in study.best_trials} if len(metrics) > 1 else set()
     trials = sorted(map(_trial, frozen), key=lambda trial: _rank(trial, front, signs))
+    # Of one metric all complete trials in their order, so that the second best can be told too.
     best = [trial.number for trial in trials if trial.values and (len(metrics) == 1 or trial.number in front)]
     counts = {state: sum(trial.state == state for trial in trials) for state in _STATES}
+    # A trial that has not ended has no such attributes yet, and counts nothing.
     totals = {name: sum(trial.user_attrs.get(name, 0) for trial in frozen) for name in _TOTALS}
     space = _space(frozen)
+    # Of a range of effective batches each trial has another one: there is something to compare only in octaves.
     best_lrs = best_lrs_of(
         _points(trials, signs[0]), by_octave=isinstance(space.get("effective_batch"), IntDistribution)
     )
     growth = growth_of(best_lrs)
+    # Nothing in the storage tells a trial that runs from one whose process was killed.
     ended = sum(counts.values()) - counts["running"] - counts["waiting"]
     return StudyFacts(
         name=study.study_name,
@@ -130,7 +137,8 @@ def facts_of(study: optuna.Study) -> StudyFacts:
 
 
 def runs_of(study: optuna.Study, directory: Path) -> dict[int, Run]:
-    """What trials have recorded there, by their numbers; those that were run in other directories are left out."""
+    """Return what trials have recorded there, by their numbers; those run in other directories are left out."""
+    # By the directory's id, for a number alone does not say in which directory the trial was run.
     try:
         name = (directory / "id").read_text()
     except FileNotFoundError:
@@ -145,10 +153,11 @@ def runs_of(study: optuna.Study, directory: Path) -> dict[int, Run]:
     return found
 
 
+# States in the order in which trials are listed: the finished ones first.
 _FINISHED = ("complete", "pruned", "did not fit", "diverged", "stopped")
 _STATES = (*_FINISHED, "running", "failed", "waiting")
 WHY = {"not_fitting": "did not fit", "diverged": "diverged", "stopped": "stopped"}
-"""States of trials that Optuna knows as pruned, by the user attribute that tells them."""
+"""States of trials that Optuna knows as pruned, by the user attribute that tells them apart."""
 _NAMES = {
     TrialState.COMPLETE: "complete",
     TrialState.PRUNED: "pruned",
@@ -159,9 +168,11 @@ _NAMES = {
 
 
 def _trial(trial: FrozenTrial) -> TrialFacts:
+    """Return the facts of one of Optuna's trials."""
     noted = trial.user_attrs
     state = _NAMES[trial.state]
     if trial.state == TrialState.PRUNED:
+        # The first that applies; a trial has at most one of them.
         state = next((name for attribute, name in WHY.items() if attribute in noted), state)
     return TrialFacts(
         number=trial.number,
@@ -177,7 +188,12 @@ def _trial(trial: FrozenTrial) -> TrialFacts:
 
 
 def _rank(trial: TrialFacts, front: set[int], signs: Sequence[int]) -> tuple[Any, ...]:
-    """Complete ones by their values, those of the front first; of the others who came further stands higher."""
+    """Return a key to sort by, so that the best comes first.
+
+    Complete trials go by their values, those of the Pareto front first; of the others who came further stands higher,
+    and of two that came as far the one whose last report is better.
+    """
+    # math.inf puts a report that is not finite last among those that came as far.
     seen, last = trial.reports[-1] if trial.reports else (0, math.nan)
     values = tuple(sign * value for sign, value in zip(signs, trial.values, strict=False))
     how = values or (-seen, signs[0] * last if math.isfinite(last) else math.inf)
@@ -185,14 +201,19 @@ def _rank(trial: TrialFacts, front: set[int], signs: Sequence[int]) -> tuple[Any
 
 
 def _points(trials: Sequence[TrialFacts], sign: int) -> list[tuple[int, float, float | None]]:
-    """Effective batch, lr and signed value, the lowest the best, of finished trials; None of one that was ended."""
-    finished = [trial for trial in trials if trial.state in _FINISHED]
-    return [(*trial.place, sign * trial.values[0] if trial.values else None) for trial in finished if trial.place]
+    """Return effective batch, lr and signed value, the lowest the best, of finished trials; None of one ended early."""
+    found = []
+    for trial in trials:
+        if trial.state in _FINISHED and trial.place is not None:
+            batch, lr = trial.place
+            found.append((batch, lr, sign * trial.values[0] if trial.values else None))
+    return found
 
 
 def _searched(
     space: Mapping[str, BaseDistribution], num_samples: int, metrics: Sequence[str], signs: Sequence[int]
 ) -> Answer:
+    """Say what was searched and for what, as the study's trials tell."""
     each = [f"{name} {_range(distribution)}" for name, distribution in space.items()]
     what = f"{listed(each)}, " if each else ""
     sought = [f"the {_END[sign]} {name}" for name, sign in zip(metrics, signs, strict=True)]
@@ -201,27 +222,34 @@ def _searched(
 
 
 _END = {1: "lowest", -1: "highest"}
+"""Words for the best value, by the metric's sign."""
 
 
 def _space(trials: Sequence[FrozenTrial]) -> dict[str, BaseDistribution]:
-    """What was searched: each range from the lowest to the highest that it has had, as Optuna lets it change."""
+    """Return what was searched: each range from the lowest to the highest that it has had.
+
+    Optuna lets a range change from one call to the next, and choices not.
+    """
     space: dict[str, Any] = {}
     for trial in trials:
         for name, new in trial.distributions.items():
-            old: Any = space.setdefault(name, new)
+            old: Any = space.setdefault(name, new)  # the first trial's
             if old != new and isinstance(new, IntDistribution | FloatDistribution):
                 space[name] = type(new)(min(old.low, new.low), max(old.high, new.high), log=new.log)
     return space
 
 
 def _range(distribution: BaseDistribution) -> str:
+    """Return a distribution's values for people; choices with a comma in them are quoted."""
     if isinstance(distribution, CategoricalDistribution):
-        return f"among {', '.join(repr(one) if ',' in str(one) else str(one) for one in distribution.choices)}"
+        choices = [repr(choice) if "," in str(choice) else str(choice) for choice in distribution.choices]
+        return f"among {', '.join(choices)}"
     low, high = (getattr(distribution, end) for end in ("low", "high"))
     return f"from {low:g} to {high:g}{' (logarithmic)' if getattr(distribution, 'log', False) else ''}"
 
 
 def _ended(counts: Mapping[str, int]) -> Answer:
+    """Say how the trials ended."""
     question = "How did the trials end?"
     parts = [f"{number:,} {_WORDS[state]}" for state, number in counts.items() if number]
     if not parts:
@@ -241,13 +269,15 @@ _WORDS = {
     "failed": "failed",
     "waiting": "waiting",
 }
+"""Words for what became of a trial, by its state."""
 
 
 def _found(best: Sequence[TrialFacts], metrics: Sequence[str], signs: Sequence[int]) -> Answer:
+    """Say what was best; of several metrics the ends of the front."""
     question = "What was best?"
     if not best:
         return Answer(question=question, text="No trial has come to the end yet.", good=None)
-    if len(metrics) > 1:
+    if len(metrics) > 1:  # no trial is the best of all: one for the best end of each metric
         ends = []
         for at, (name, sign) in enumerate(zip(metrics, signs, strict=True)):
             end = min(best, key=lambda trial: sign * trial.values[at])
@@ -257,18 +287,22 @@ def _found(best: Sequence[TrialFacts], metrics: Sequence[str], signs: Sequence[i
     first = best[0]
     text = f"{metrics[0]} {first.values[0]:.4g} of {_named(first)}"
     text += "." if first.seconds is None else f", after {format_seconds(first.seconds)} of training."
-    if len(best) > 1:
+    if len(best) > 1:  # by how much the best is ahead says whether it is more than luck
         text += f" Next is {best[1].values[0]:.4g} of {_named(best[1])}."
     return Answer(question=question, text=text, good=None)
 
 
 def _named(trial: TrialFacts) -> str:
+    """Return a trial's number and its parameters."""
     params = ", ".join(f"{name} {shown(value)}" for name, value in trial.params.items())
     return f"trial {trial.number}" + (f" ({params})" if params else "")
 
 
 def _cost(trials: Sequence[FrozenTrial], totals: Mapping[str, float], counts: Mapping[str, int]) -> Answer:
+    """Say what it cost to find the micro-batches: what was tried, and what ran out of memory."""
+    # Later trials begin from what the first has found, so its share tells what that saves.
     tried = [trial.user_attrs.get("search_trials", 0) for trial in trials]
+    # At most, for a replay runs a window again from its beginning, and may have failed anywhere in it.
     samples, wasted, ooms = (int(totals[name]) for name in ("num_samples", "wasted_samples", "ooms"))
     text = (
         f"{sum(tried):,} size{' was' if sum(tried) == 1 else 's were'} tried"
@@ -276,13 +310,13 @@ def _cost(trials: Sequence[FrozenTrial], totals: Mapping[str, float], counts: Ma
         f"the device ran out of memory {ooms:,} time{'' if ooms == 1 else 's'}, and at most {wasted:,} of {samples:,} "
         f"samples{f' ({wasted / samples:.1%})' if wasted else ''} had to be run again."
     )
-    if ooms and not counts["failed"]:
+    if ooms and not counts["failed"]:  # where a trial has failed, the storage does not say whether it was by that
         text += " No trial was lost by it."
     return Answer(question="What did the search for micro-batches cost?", text=text, good=not counts["failed"])
 
 
 def shown(value: Any) -> str:
-    """A parameter for people.
+    """Format a parameter for people.
 
     >>> shown(0.00123456), shown(128), shown("sgd")
     ('0.001235', '128', 'sgd')
@@ -291,7 +325,7 @@ def shown(value: Any) -> str:
 
 
 def listed(parts: Sequence[str]) -> str:
-    """As a sentence has it.
+    """Join parts as a sentence has them.
 
     >>> listed(["a"]), listed(["a", "b", "c"])
     ('a', 'a, b and c')
@@ -300,16 +334,21 @@ def listed(parts: Sequence[str]) -> str:
 
 
 def importances_of(study: optuna.Study) -> tuple[dict[str, float], str]:
-    """Shares of the parameters in what the first metric varies by, the greatest first; or none, and why."""
+    """Return the shares of the parameters in what the first metric varies by, the greatest first; or none, and why."""
     few = f"Too few trials are complete to tell: it takes {_ENOUGH}."
     complete = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
     if len(complete) < _ENOUGH:
         return {}, few
+    # Only what every trial has drawn, and not all alike: else there is nothing to compare.
     varied = set.intersection(*({*trial.params} for trial in complete))
-    names = [name for name in sorted(varied) if len({trial.params[name] for trial in complete}) > 1]
+    names = []
+    for name in sorted(varied):
+        if len({trial.params[name] for trial in complete}) > 1:
+            names.append(name)
     if len({trial.values[0] for trial in complete if math.isfinite(trial.values[0])}) < 2 or not names:
         return {}, "All complete trials are alike."
     try:
+        # By its seed the shares are the same whenever the report is written.
         evaluator: Any = optuna.importance.FanovaImportanceEvaluator(seed=0)
         found = optuna.importance.get_param_importances(_alike(complete, names), evaluator=evaluator, params=names)
     except ImportError:
@@ -318,11 +357,12 @@ def importances_of(study: optuna.Study) -> tuple[dict[str, float], str]:
 
 
 def _alike(trials: Sequence[FrozenTrial], names: Sequence[str]) -> optuna.Study:
-    """The parameters and the first value of the trials, as if the ranges had been the same for all of them."""
+    """Return a study of these parameters and the first values, as if the ranges had been the same for all trials."""
     space = _space(trials)
+    # Optuna says that it has created a study, which nobody has asked for.
     verbosity = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    study = optuna.create_study()
+    study = optuna.create_study()  # in memory
     optuna.logging.set_verbosity(verbosity)
     for trial in trials:
         params = {name: trial.params[name] for name in names}

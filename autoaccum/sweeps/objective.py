@@ -1,4 +1,4 @@
-"""What the trials of a study are made of: see ``trial_runs`` for one of them run to its end.
+"""The objective of a sweep: what the trials of a study are made of. One of them is run to its end in ``trial``.
 
 A trial is a ``fit`` of the recipe with the same budget in samples as all others. How its windows are cut decides its
 speed and nothing else (laws 1 and 2), so trials differ by what was searched over alone.
@@ -19,24 +19,22 @@ from typing import Any
 import optuna
 import torch
 from optuna.distributions import BaseDistribution, check_distribution_compatibility
-from optuna.exceptions import TrialPruned
 from optuna.trial import Trial, TrialState
 
-from autoaccum.data import randomness
-from autoaccum.training import recipes
 from autoaccum.data.sources import open_source
 from autoaccum.errors import (
     ArgumentError,
-    ArgumentTypeError,
     AutoaccumWarning,
     ConflictingArgumentsError,
     MemoryLimitError,
     RecipeResultError,
 )
 from autoaccum.memory.oom import is_out_of_memory
+from autoaccum.runs.configuration import differing
+from autoaccum.sweeps import draw
 from autoaccum.sweeps.facts import SETTINGS
-from autoaccum.runs.directory import differing
 from autoaccum.sweeps.spaces import MINIMISED, Batches, Direction, LearningRates
+from autoaccum.training import recipes
 from autoaccum.training.trainer import Trainer
 
 Arguments = dict[str, Any]
@@ -46,96 +44,72 @@ COMMON = ("samples", "epochs", "steps", "validate_every", "seed")
 """Arguments of fit that are for all trials, and not to be searched for."""
 DATA = ("data", "validation_data")
 """What is the same whatever is searched for."""
-_DRAWS = 20
-"""Tried for one that can be looked at."""
 OF_FIT = inspect.signature(Trainer).parameters
 """All of its arguments."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Objective:
-    """What the trials of a study are made of."""
+    """All that the trials of a study have in common."""
 
     recipe: Callable[..., Arguments]
     lr: LearningRates
     effective_batch: Batches
     search_space: Callable[[Trial], Arguments] | None
     samples: int
-    """Budget of a trial; 0 until it is known."""
+    """Budget of a trial, in samples; 0 until it is known."""
     metrics: tuple[str, ...]
     directions: tuple[Direction, ...]
-    """minimize or maximize, for each metric."""
+    """``minimize`` or ``maximize``, for each metric."""
     fit_arguments: Arguments
-    """In place of what the recipe returns."""
+    """Arguments of ``fit`` that take the place of what the recipe returns."""
     distributions: dict[str, BaseDistribution] = field(default_factory=dict)
-    """What one draw has searched."""
+    """What the first draw has searched, by name."""
     trained: Arguments = field(default_factory=dict)
-    """What that draw would have trained, and on which data; empty where not even its model fits."""
+    """What the first draw would have trained, and on which data; empty where not even its model fits."""
     taken_parameters: list[weakref.ref[torch.nn.Parameter]] = field(default_factory=list)
-    """That it would have trained, and that trials have: no other trial may train them."""
+    """Parameters that the first draw would have trained, and those that trials have: no other trial may train them.
+
+    Weak references, so that they keep no model in memory."""
 
     def arguments(self, trial: Trial) -> Arguments:
-        """Of ``fit``, the recipe's code being run for it.
+        """Return the arguments of ``fit`` for a trial; the recipe is called for them.
 
         Raises:
             ArgumentError: something that was chosen goes nowhere.
         """
-        chosen: Arguments = {}
-        for name, among, between in (
-            ("lr", self.lr, trial.suggest_float),
-            ("effective_batch", self.effective_batch, trial.suggest_int),
-        ):
-            try:
-                if isinstance(among, tuple):
-                    chosen[name] = between(name, *among, log=True)
-                elif isinstance(among, list):
-                    chosen[name] = trial.suggest_categorical(name, among)
-                elif among is not None:
-                    chosen[name] = among
-            except ValueError:
-                queued = trial.study.get_trials(deepcopy=False)[trial.number].system_attrs.get("fixed_params", {})
-                if name not in queued:
-                    raise
-                accepted = f"one of {among}; a trial in the study's queue has another"
-                raise ArgumentError(name, queued[name], accepted) from None
-        if self.search_space is not None:
-            found = self.search_space(trial)
-            if not isinstance(found, dict):
-                raise ArgumentTypeError("search_space", found, "a function that returns a dict of arguments")
-            for name in found.keys() & chosen.keys():
-                raise ConflictingArgumentsError(name, found[name], "search_space", f"Leave {name} out of one of them.")
-            chosen |= found
-        parameters = inspect.signature(self.recipe).parameters
-        for name, parameter in parameters.items():
-            by_name = parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-            if by_name and parameter.default is parameter.empty and name not in chosen:
-                cure = "Pass it, return it from search_space, or give it a default."
-                raise ArgumentError(name, None, "a value, as the recipe takes it", cure)
-        taken = [name for name in parameters if name in chosen]
+        chosen = draw.chosen_by(trial, self.lr, self.effective_batch, self.search_space)
+        taken = draw.taken_by(self.recipe, chosen)
         returned = self.recipe(**{name: chosen[name] for name in taken})
         arguments = {**recipes.checked(returned, recipes.name_of(self.recipe)), **self.fit_arguments}
-        if self.samples:
+        if self.samples:  # the budget of all trials, in place of whatever the recipe has for one
             arguments = {name: value for name, value in arguments.items() if name not in ("epochs", "steps")}
             arguments["samples"] = self.samples
         has_optimizer = arguments.get("optimizer") is not None
         for name, value in chosen.items():
-            if name in taken and (
+            # What the recipe took it may have used up, as an lr in an optimizer that it made. Else it goes to fit as
+            # well, so that a recipe may take lr only to look at it.
+            is_used_up = name in taken and (
                 name not in OF_FIT or name in arguments or name in COMMON or (name == "lr" and has_optimizer)
-            ):
-                continue
-            if name in COMMON and name not in self.metrics:  # of loss and samples there is a front
-                raise ArgumentError(name, value, "the same for all trials", "Leave it out of search_space.")
-            if name == "lr" and has_optimizer:
-                cure = "Write 'def recipe(lr): ...' and make the optimizer with it."
-                raise ArgumentError(name, value, "a recipe that takes it, as it makes its own optimizer", cure)
-            if name not in OF_FIT or name in OWN:
-                cure = f"Write 'def recipe({name}): ...' and use it there."
-                raise ArgumentError(name, value, "an argument of fit, or a parameter of the recipe", cure)
-            arguments[name] = value
+            )
+            if not is_used_up:
+                self._check_goes_to_fit(name, value, has_optimizer=has_optimizer)
+                arguments[name] = value
         return arguments
 
+    def _check_goes_to_fit(self, name: str, value: Any, *, has_optimizer: bool) -> None:
+        """Refuse what was chosen if ``fit`` would not heed it, or would make trials incomparable by it."""
+        if name in COMMON and name not in self.metrics:  # of loss and samples there is a front
+            raise ArgumentError(name, value, "the same for all trials", "Leave it out of search_space.")
+        if name == "lr" and has_optimizer:
+            cure = "Write 'def recipe(lr): ...' and make the optimizer with it."
+            raise ArgumentError(name, value, "a recipe that takes it, as it makes its own optimizer", cure)
+        if name not in OF_FIT or name in OWN:
+            cure = f"Write 'def recipe({name}): ...' and use it there."
+            raise ArgumentError(name, value, "an argument of fit, or a parameter of the recipe", cure)
+
     def foreseen(self) -> Objective:
-        """The same with its budget and cadence known, and found to make sense in one draw that is not kept.
+        """Return the same with its budget and cadence known, and found to make sense in one draw that is not kept.
 
         The draw is the same in every process that makes the same call.
 
@@ -149,59 +123,61 @@ class Objective:
         ):
             cure = "Pass (low, high), or search_space."
             raise ArgumentError("lr", self.lr, "something to search for, in lr, effective_batch or search_space", cure)
-        trial, arguments = self._first_draw()
-        if arguments.get("effective_batch") is None:
-            raise ArgumentError("effective_batch", None, "samples to choose from", "Pass it, or return it.")
-        if arguments.get("validation_data") is None:
-            cure = "Return it from the recipe, or pass it."
-            raise ArgumentError("validation_data", None, "data by whose loss trials are compared", cure)
-        known = (*MINIMISED, *(arguments.get("metrics") or ()))
-        for name in self.metrics:
-            if name not in known:
-                cure = "Others are reported by validations where fit's argument metrics has a function for them."
-                raise ArgumentError("metric", name, f"one of {', '.join(known)}", cure)
+        trial, arguments = draw.first_draw(self.arguments)
+        self._check_comparable(arguments)
+        # Built as a trial's, and never run: it finds what cannot be trained, before a trial is spent on it.
         trained: Arguments = {}
         try:
             trained = _trained(Trainer(**{**arguments, "run_dir": os.curdir, "progress": False}))
-        except Exception as error:  # one of another effective batch may fit
+        except Exception as error:  # a trial of another effective batch may fit
             if not (isinstance(error, MemoryLimitError) or is_out_of_memory(error)):
                 raise
-        samples = self.samples or arguments.get("samples")
-        if samples is None:
-            if arguments.get("steps") is not None:
-                cure = "Pass samples: a step is more samples where the effective batch is larger."
-                raise ConflictingArgumentsError("steps", arguments["steps"], "a sweep", cure)
-            source = open_source(
-                arguments["data"],
-                seed=0,
-                shuffle=False,
-                device=torch.device("cpu"),
-                collate_fn=arguments.get("collate_fn"),
-            )
-            if source.num_samples is None:
-                raise ArgumentError("samples", None, "a budget, as the data has no length", "Pass samples.")
-            samples = source.num_samples * (arguments.get("epochs") or 1)
-        every = max(1, samples // 10) if (given := arguments.get("validate_every")) is None else given
+        samples = self._budget(arguments)
+        every = arguments.get("validate_every")
+        if every is None:  # ten validations a trial, by which it may be pruned
+            every = max(1, samples // 10)
         return replace(
             self,
             samples=samples,
             fit_arguments={**self.fit_arguments, "validate_every": every},
             distributions=trial.distributions,
-            trained={} if not trained else {"first draw": str(trial.params), **trained},
+            trained={"first draw": str(trial.params), **trained} if trained else {},
             taken_parameters=list(map(weakref.ref, _parameters(arguments))),
         )
 
-    def _first_draw(self) -> tuple[Trial, Arguments]:
-        """A draw for which the recipe can be called: it may have no memory for one, and search_space may prune one."""
-        for seed in range(_DRAWS):
-            trial = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=seed)).ask()
-            set_seed(0)
-            try:
-                return trial, self.arguments(trial)
-            except Exception as error:  # kept by no name: its frames hold what there was no memory for
-                if seed == _DRAWS - 1 or not _may_pass(cause_of(error)):
-                    raise
-        raise AssertionError
+    def _check_comparable(self, arguments: Arguments) -> None:
+        """Refuse arguments without what trials are compared by."""
+        if arguments.get("effective_batch") is None:
+            raise ArgumentError("effective_batch", None, "samples to choose from", "Pass it, or return it.")
+        if arguments.get("validation_data") is None:
+            cure = "Return it from the recipe, or pass it."
+            raise ArgumentError("validation_data", None, "data by whose loss trials are compared", cure)
+        # Metrics of fit are a dict of functions by name.
+        known = (*MINIMISED, *(arguments.get("metrics") or ()))
+        for name in self.metrics:
+            if name not in known:
+                cure = "Others are reported by validations where fit's argument metrics has a function for them."
+                raise ArgumentError("metric", name, f"one of {', '.join(known)}", cure)
+
+    def _budget(self, arguments: Arguments) -> int:
+        """Return the samples of a trial: those that were passed, else those of the recipe's samples or epochs."""
+        samples: int | None = self.samples or arguments.get("samples")
+        if samples is not None:
+            return samples
+        if arguments.get("steps") is not None:
+            cure = "Pass samples: a step is more samples where the effective batch is larger."
+            raise ConflictingArgumentsError("steps", arguments["steps"], "a sweep", cure)
+        # Opened only to be counted, as the data of a fit would be.
+        source = open_source(
+            arguments["data"],
+            seed=0,
+            shuffle=False,
+            device=torch.device("cpu"),
+            collate_fn=arguments.get("collate_fn"),
+        )
+        if source.num_samples is None:
+            raise ArgumentError("samples", None, "a budget, as the data has no length", "Pass samples.")
+        return source.num_samples * (arguments.get("epochs") or 1)
 
     def check_same(self, study: optuna.Study) -> None:
         """Refuse a study whose trials cannot be compared with these.
@@ -209,9 +185,10 @@ class Objective:
         Raises:
             ArgumentError: it was begun with other settings.
         """
+        # What trials are compared by: after how many samples, by which metric, and which way.
         settings = {"samples": self.samples, "metric": list(self.metrics), "direction": list(self.directions)}
         known = study.user_attrs.get(SETTINGS)
-        if known is None:
+        if known is None:  # a new study
             study.set_user_attr(SETTINGS, {**settings, "trained": self.trained})
             return
         for name, value in settings.items():
@@ -219,15 +196,19 @@ class Objective:
                 cure = "Trials of one study are compared by it: pass it, or choose another study_name."
                 raise ArgumentError(name, value, f"{known[name]!r}, as study {study.study_name!r} has it", cure)
         trials = study.get_trials(deepcopy=False)
-        if trials and all(trial.state == TrialState.FAIL for trial in trials):  # nothing to compare with: it was mended
+        # If all trials have failed, there is nothing to compare with: the recipe has been mended since.
+        if trials and all(trial.state == TrialState.FAIL for trial in trials):
             study.set_user_attr(SETTINGS, {**settings, "trained": self.trained})
         before, now = study.user_attrs[SETTINGS]["trained"], self.trained
-        if before and now and before["first draw"] != now["first draw"]:  # another range, which is no other recipe
+        # With another range the first draw is another one. That is no other recipe, but its model and its learning rate
+        # may be others, so that only the data can be compared.
+        if before and now and before["first draw"] != now["first draw"]:
             before, now = ({name: facts[name] for name in DATA} for facts in (before, now))
         if before and now and (differences := list(differing(before, now))):
             accepted = f"what study {study.study_name!r} was begun with ({'; '.join(differences)})"
             cure = "Trials of one study are compared: choose another study_name and directory."
             raise ArgumentError("recipe", getattr(self.recipe, "__name__", self.recipe), accepted, cure)
+        # Optuna itself would say so in the first trial, when the study is begun and the recipe has run.
         for trial in trials:
             for name in trial.distributions.keys() & self.distributions.keys():
                 old, new = trial.distributions[name], self.distributions[name]
@@ -244,6 +225,7 @@ class Objective:
             RecipeResultError: it is one.
         """
         parameters = _parameters(arguments)
+        # By identity: tensors have an == of their own. An id is that of another object once the first one is gone.
         known = {id(parameter) for reference in self.taken_parameters if (parameter := reference()) is not None}
         if any(id(parameter) in known for parameter in parameters):
             raise RecipeResultError(
@@ -251,11 +233,12 @@ class Objective:
                 f"trial would go on with the weights of the last one. Make it inside of the recipe, or return a "
                 f"copy.deepcopy of it; what is not to be trained may be shared, with requires_grad_(False)."
             )
+        # Models that are gone need not be remembered, however many trials there are.
         alive = [reference for reference in self.taken_parameters if reference() is not None]
         self.taken_parameters[:] = [*alive, *map(weakref.ref, parameters)]
 
     def check_data(self, trainer: Trainer) -> None:
-        """Say so where trials have other data each."""
+        """Warn where a trial has other data than the first draw."""
         if self.trained and any(self.trained[name] != facts for name, facts in _data(trainer).items()):
             warnings.warn(
                 "The recipe has made other data for this trial than for another. Trials that are trained or validated "
@@ -267,29 +250,15 @@ class Objective:
             )
 
 
-def set_seed(seed: int) -> None:
-    """Of all that a recipe may draw from."""
-    torch.manual_seed(seed)  # of devices too
-    randomness.seed_host(seed)
-
-
-def cause_of(error: BaseException) -> BaseException:
-    """What the recipe has raised, where it was that."""
-    return error.__cause__ if isinstance(error, recipes.RecipeRaised) and error.__cause__ else error
-
-
-def _may_pass(error: BaseException) -> bool:
-    """Whether another draw may not raise it."""
-    return isinstance(error, TrialPruned) or is_out_of_memory(error)
-
-
 def _parameters(arguments: Arguments) -> list[torch.nn.Parameter]:
-    """What of a trial is trained."""
+    """Return the parameters that a trial trains."""
+    # A loss, or a training step, may be a module with parameters of its own.
     modules = [arguments.get(name) for name in ("model", "loss_fn", "training_step")]
     return [p for m in modules if isinstance(m, torch.nn.Module) for p in m.parameters() if p.requires_grad]
 
 
 def _data(trainer: Trainer) -> Arguments:
+    """Return what tells the data of one trial from that of another: the entries ``DATA``."""
     validator = trainer._validator
     return {
         "data": trainer._source.description(),
@@ -298,7 +267,10 @@ def _data(trainer: Trainer) -> Arguments:
 
 
 def _trained(trainer: Trainer) -> Arguments:
-    """What decides the values of a trial, in a few short texts: those of large models would not fit into a storage."""
+    """Return what decides the values of a trial, in a few short texts.
+
+    A storage has columns of limited width, in which the names and shapes of a large model have no room.
+    """
     trained = trainer._configuration()["trained"]
     return {
         **{name: _digest(facts) if name in _LONG else facts for name, facts in trained.items()},
@@ -307,9 +279,11 @@ def _trained(trainer: Trainer) -> Arguments:
 
 
 _LONG = ("model", "loss", "optimizer")
+"""Entries of a configuration that are kept as a digest."""
 
 
 def _digest(facts: Arguments | None) -> str | None:
+    """Return a class and a digest of all that is said of it; None where there is nothing."""
     if facts is None:
         return None
     return f"{facts['class']} {hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]}"

@@ -11,17 +11,18 @@ import optuna
 from autoaccum.reporting.facts import Answer, format_seconds
 from autoaccum.reporting.lines import cut_text
 from autoaccum.reporting.page import escaped, html_head, html_pictures, html_table, number_cell, write_page
-from autoaccum.sweeps.facts import StudyFacts, facts_of, importances_of, runs_of, shown
+from autoaccum.sweeps.facts import StudyFacts, TrialFacts, facts_of, importances_of, runs_of, shown
 from autoaccum.sweeps.plots import pictures
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StudyReport:
-    """What ``write_study_report`` wrote."""
+    """What ``write_study_report`` wrote, and what it is about."""
 
     path: Path
     """The page."""
     images: tuple[Path, ...]
+    """Its pictures, as files of their own."""
     study: StudyFacts
 
 
@@ -41,7 +42,9 @@ def write_study_report(
     """
     facts = facts_of(study)
     importances, unknown = importances_of(study)
+    # Curves over seconds are read from the runs' records; the storage has only samples.
     figures = pictures(facts, runs_of(study, Path(directory)), importances)
+    # The page stands beside the trials unless it is to go elsewhere.
     folder = Path(directory if output is None else output)
     body = "\n".join(
         (
@@ -55,7 +58,7 @@ def write_study_report(
 
 
 def _what(facts: StudyFacts) -> str:
-    """What the study was, in a line."""
+    """Say in a line what the study was."""
     count = len(facts.trials)
     return (
         f"sweep · {count:,} trial{'' if count == 1 else 's'} of {facts.num_samples:,} samples · "
@@ -64,31 +67,41 @@ def _what(facts: StudyFacts) -> str:
 
 
 def _important(facts: StudyFacts, importances: dict[str, float], unknown: str) -> Answer:
+    """Say which parameters matter, or why that cannot be said."""
     shares = ", ".join(f"{name} {share:.0%}" for name, share in importances.items())
     text = unknown or f"For {facts.metrics[0]}: {shares}."
     return Answer(question="Which parameter matters most?", text=text, good=None)
 
 
 def _trials(facts: StudyFacts) -> str:
+    """Return the table of trials, the best first; nothing without one."""
     if not facts.trials:
         return ""
+    # Of all trials, for search_space may draw something in one and not in another.
     names = list(dict.fromkeys(name for trial in facts.trials for name in trial.params))
-    # Optuna takes no reports of several metrics.
+    # Optuna takes no reports of several metrics: then there is no such column.
     last = [f"last {facts.reported}"] if any(trial.reports for trial in facts.trials) else []
     head = ("trial", "state", *names, *facts.metrics, *last, "samples", "training time", "OOMs", "micro-batches")
-    rows = [
-        [
-            str(trial.number),
-            escaped(trial.state) + (" (Pareto front)" if len(facts.metrics) > 1 and trial.number in facts.best else ""),
-            *(escaped(shown(trial.params[name])) if name in trial.params else "-" for name in names),
-            *(number_cell(value, ".4g") for value in trial.values or [None] * len(facts.metrics)),
-            *(number_cell(trial.reports[-1][1] if trial.reports else None, ".4g") for _ in last),
-            number_cell(trial.num_samples),
-            "-" if trial.seconds is None else escaped(format_seconds(trial.seconds)),
-            number_cell(trial.ooms),
-            escaped(cut_text(trial.micro_batches)) if trial.micro_batches else "-",
-        ]
-        for trial in facts.trials
-    ]
+    rows = [_row(facts, trial, names, has_last=bool(last)) for trial in facts.trials]
+    # All columns are numbers but the state and the micro-batches, which are not broken into lines.
     numbers = {0, *range(2, len(head) - 1)}
     return f"<h2>Trials</h2>\n{html_table(head, rows, numbers=numbers, cuts={1, len(head) - 1})}"
+
+
+def _row(facts: StudyFacts, trial: TrialFacts, names: list[str], *, has_last: bool) -> list[str]:
+    """Return the cells of a trial; a dash stands for what it has not, or not yet."""
+    is_on_front = len(facts.metrics) > 1 and trial.number in facts.best
+    cells = [str(trial.number), escaped(trial.state) + (" (Pareto front)" if is_on_front else "")]
+    for name in names:
+        cells.append(escaped(shown(trial.params[name])) if name in trial.params else "-")
+    for value in trial.values or [None] * len(facts.metrics):
+        cells.append(number_cell(value, ".4g"))
+    if has_last:
+        cells.append(number_cell(trial.reports[-1][1] if trial.reports else None, ".4g"))
+    return [
+        *cells,
+        number_cell(trial.num_samples),
+        "-" if trial.seconds is None else escaped(format_seconds(trial.seconds)),
+        number_cell(trial.ooms),
+        escaped(cut_text(trial.micro_batches)) if trial.micro_batches else "-",
+    ]

@@ -1,4 +1,4 @@
-"""Pictures of a sweep, by matplotlib."""
+"""Pictures of a sweep, by matplotlib: a map of what was tried, curves of trials, fronts and importances."""
 
 from __future__ import annotations
 
@@ -15,20 +15,28 @@ from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FixedLocator, FuncFormatter, LogLocator, NullLocator
 
-from autoaccum.reporting.plots import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, RED, STYLE, Values, scale_loss, thinned
 from autoaccum.reporting.columns import Run
+from autoaccum.reporting.curves import Values, thinned
+from autoaccum.reporting.plots import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, RED, STYLE, scale_loss
 from autoaccum.sweeps.facts import StudyFacts, TrialFacts, shown
 
 Curve = tuple[Values, Values]
+"""x and y."""
 
 _COLOURS = "viridis"
+"""Name of the colour map: as bright to those who see few colours, and read in greys too."""
 _FAINT = 0.35
+"""Opacity of what is there to compare with."""
 _BARS = 12
-"""Most bars of a picture."""
+"""Draw at most so many bars."""
+_TICKS = 8
+"""Mark at most so many effective batches that were tried; of more, powers of two."""
+_NUMBERED = 40
+"""Write the numbers of trials beside the points of a front, if there are at most so many trials."""
 
 
 def pictures(facts: StudyFacts, runs: Mapping[int, Run], importances: Mapping[str, float]) -> dict[str, Figure]:
-    """The pictures of a study by their names; of what it has not searched, or has not got to, there are none.
+    """Draw the pictures of a study; return them by their names, none of what it has not searched or not got to.
 
     Args:
         facts: of the study.
@@ -39,9 +47,10 @@ def pictures(facts: StudyFacts, runs: Mapping[int, Run], importances: Mapping[st
     with matplotlib.rc_context(STYLE):
         if any(trial.place for trial in facts.trials):
             found["map"] = _drawn(f"{_titled(facts.metrics[0])} by lr and effective batch", _draw_map, facts)
-        if facts.best_lrs:
+        if facts.best_lrs:  # of several metrics by the first, which the title says
             by = f", by {_worded(facts.metrics[0])}" if len(facts.metrics) > 1 else ""
             found["best-lr"] = _drawn(f"Best lr of each effective batch{by}", _draw_best_lrs, facts)
+        # Over samples and over seconds of training: the one says what is learnt from, the other what it takes.
         for name, metric, over, curves in _curves(facts, runs):
             if curves:
                 with _axes(f"{_titled(metric)} over {over}") as (figure, axes):
@@ -67,6 +76,7 @@ def pictures(facts: StudyFacts, runs: Mapping[int, Run], importances: Mapping[st
 
 
 def _drawn(title: str, draw: Callable[[Axes, StudyFacts], None], facts: StudyFacts) -> Figure:
+    """Draw a picture of lr over the effective batch, both logarithmic."""
     with _axes(title) as (figure, axes):
         draw(axes, facts)
         _scale_batches(axes, [trial.place[0] for trial in facts.trials if trial.place])
@@ -80,6 +90,7 @@ def _drawn(title: str, draw: Callable[[Axes, StudyFacts], None], facts: StudyFac
 
 @contextmanager
 def _axes(title: str) -> Iterator[tuple[Figure, Axes]]:
+    """Give a figure to draw in; afterwards it is named above, and what is drawn is named below."""
     figure = Figure(figsize=(7.2, 3.8), layout="constrained")
     axes = figure.add_subplot()
     yield figure, axes
@@ -88,11 +99,11 @@ def _axes(title: str) -> Iterator[tuple[Figure, Axes]]:
 
 
 def _scale_batches(axes: Axes, batches: Sequence[int]) -> None:
-    """Ticks where there are trials, or at powers of two."""
+    """Scale the axis of effective batches, with ticks where there are trials, or at powers of two."""
     low, high = min(batches), max(batches)
     axes.set_xscale("log", base=2)
     places = sorted(set(batches))
-    if len(places) > 8:
+    if len(places) > _TICKS:
         places = [2**power for power in range(low.bit_length() - 1, high.bit_length() + 1)]
     axes.xaxis.set_major_locator(FixedLocator(places))
     axes.xaxis.set_minor_locator(NullLocator())
@@ -102,6 +113,7 @@ def _scale_batches(axes: Axes, batches: Sequence[int]) -> None:
 
 
 def _draw_map(axes: Axes, facts: StudyFacts) -> None:
+    """Draw every trial where it was in lr and effective batch, complete ones in the colour of their value."""
     placed = [trial for trial in facts.trials if trial.place]
     for states, marker, label in (
         (("pruned", "stopped"), "o", "pruned or stopped"),
@@ -111,7 +123,7 @@ def _draw_map(axes: Axes, facts: StudyFacts) -> None:
         if some := [trial for trial in placed if trial.state in states]:
             axes.plot(*_places(some), label=label, **_mark(marker, GREY, size=6))
     complete = [trial for trial in placed if trial.values and np.isfinite(trial.values[0])]
-    if not complete:
+    if not complete:  # nothing to colour, and no bar
         return
     values = np.array([trial.values[0] for trial in complete])
     maximised = facts.is_maximised()
@@ -131,7 +143,12 @@ def _draw_map(axes: Axes, facts: StudyFacts) -> None:
         linewidths=0.6,
         zorder=3,
     )
-    beyond = "min" if values.min() < low else "max" if values.max() > high else "neither"
+    # The bar has an arrow where values lie beyond its end.
+    beyond = "neither"
+    if values.min() < low:
+        beyond = "min"
+    elif values.max() > high:
+        beyond = "max"
     bar = axes.figure.colorbar(drawn, ax=axes, pad=0.02, extend=beyond, label=_sought(facts))
     bar.outline.set_visible(False)
     if wide:
@@ -139,12 +156,13 @@ def _draw_map(axes: Axes, facts: StudyFacts) -> None:
         bar.minorlocator = NullLocator()
         bar.formatter = FuncFormatter(lambda value, _: f"{value:g}")
         bar.update_ticks()
-    best = [trial for trial in complete if trial.number in facts.best[: 1 if len(facts.metrics) == 1 else None]]
+    best = [trial for trial in complete if trial.number in _shown_best(facts)]
     if best:
         axes.plot(*_places(best), zorder=4, label=_of_best(facts), **_mark("o", RED, size=14))
 
 
 def _draw_best_lrs(axes: Axes, facts: StudyFacts) -> None:
+    """Draw the best lr of each effective batch, the line fitted to them, and the two rules beside it."""
     axes.plot(
         *_places([trial for trial in facts.trials if trial.values]),
         "o",
@@ -157,11 +175,13 @@ def _draw_best_lrs(axes: Axes, facts: StudyFacts) -> None:
     if (growth := facts.growth) is not None:
         # Through the middle of the points, as the fitted line is.
         span = np.array([x.min() / 1.3, x.max() * 1.3])
+        # Means of logarithms, for the axes are logarithmic: a power law is a straight line there, of slope its power.
         middle, height = np.exp(np.log(x).mean()), np.exp(np.log(y).mean())
         axes.plot(span, height * (span / middle) ** 0.5, "--", color=GREEN, label="square root")
         axes.plot(span, height * (span / middle), ":", color=PURPLE, linewidth=1.8, label="linear")
         fitted = growth.factor * span**growth.exponent
         axes.plot(span, fitted, color=BLUE, label=f"fitted: power {growth.exponent:z.2f}")
+    # Hollow where the best may lie beyond what was tried.
     edge = np.array([best.is_edge for best in facts.best_lrs])
     for which, face, label in ((~edge, ORANGE, "best"), (edge, "none", "best, at the edge of what was tried")):
         if which.any():
@@ -169,8 +189,9 @@ def _draw_best_lrs(axes: Axes, facts: StudyFacts) -> None:
 
 
 def _curves(facts: StudyFacts, runs: Mapping[int, Run]) -> Iterator[tuple[str, str, str, dict[int, Curve]]]:
-    """Pictures of what trials report of their validations and of the loss: name, metric, over what, curves by trial."""
+    """Yield pictures of what trials report, and of the loss: name, metric, over what, and curves by trial."""
     for metric, name in {facts.reported: "metric", "validation_loss": "loss"}.items():
+        # Records have all validations; the storage has the reports of one metric, also by trials of other directories.
         validated = {number: curves for number, run in runs.items() if (curves := _validated(run, metric))}
         reported: dict[int, Curve] = {}
         if metric == facts.reported:
@@ -181,9 +202,10 @@ def _curves(facts: StudyFacts, runs: Mapping[int, Run]) -> Iterator[tuple[str, s
 
 
 def _draw_curves(axes: Axes, facts: StudyFacts, curves: Mapping[int, Curve], metric: str) -> None:
+    """Draw the curves of trials faintly, and those of the best above them."""
     state_of = {trial.number: trial.state for trial in facts.trials}
-    labelled: set[str] = set()
-    best = [number for number in facts.best[: 1 if len(facts.metrics) == 1 else None] if number in curves]
+    labelled: set[str] = set()  # one curve of a kind is named in the legend
+    best = [number for number in _shown_best(facts) if number in curves]
     for number, (x, y) in sorted(curves.items()):
         if number in best:
             continue
@@ -192,6 +214,7 @@ def _draw_curves(axes: Axes, facts: StudyFacts, curves: Mapping[int, Curve], met
         named: dict[str, Any] = {} if label in labelled else {"label": label}
         labelled.add(label)
         style = "-" if is_complete else "--"
+        # A curve of a point or two would hardly be seen.
         marker: dict[str, Any] = {"marker": "o", "markersize": 2.5} if len(x) < 3 else {}
         axes.plot(x, y, style, color=BLUE if is_complete else GREY, alpha=_FAINT, linewidth=1, **marker, **named)
     for at, number in enumerate(best):
@@ -199,19 +222,22 @@ def _draw_curves(axes: Axes, facts: StudyFacts, curves: Mapping[int, Curve], met
         axes.plot(*curves[number], color=RED, linewidth=2.2, marker="o", markersize=3, zorder=3, label=name)
     maximised = metric == facts.metrics[0] and facts.is_maximised()
     scale_loss(axes, np.concatenate([y for _, y in curves.values()]), logarithmic=not maximised)
-    axes.set_xlim(left=0)
+    axes.set_xlim(left=0)  # where every trial began
 
 
 def _draw_front(axes: Axes, facts: StudyFacts, complete: Sequence[TrialFacts], at: int) -> None:
+    """Draw what complete trials came to in two metrics, and the front that none of them has beaten in all."""
     beaten = [trial.values for trial in complete if trial.number not in facts.best]
     front = sorted((trial.values[at], trial.values[0]) for trial in complete if trial.number in facts.best)
     axes.plot([v[at] for v in beaten], [v[0] for v in beaten], "o", color=GREY, alpha=0.6, label="beaten in all")
     # Nothing beyond the steps has been reached: each goes from its trial to where x is worse.
     steps = "steps-pre" if facts.is_maximised(at) else "steps-post"
+    # Of three metrics and more the front is no line in two of them.
     style: dict[str, Any] = {"drawstyle": steps} if len(facts.metrics) == 2 else {"linestyle": "none"}
     x, y = [x for x, _ in front], [y for _, y in front]
     axes.plot(x, y, marker="D", color=RED, label="Pareto front", clip_on=False, **style)
-    if len(complete) <= 40:
+    if len(complete) <= _NUMBERED:
+        # Trials of the same values are one point, and one number stands beside it.
         number_of = {(trial.values[at], trial.values[0]): trial.number for trial in complete}
         for place in front:
             axes.annotate(str(number_of[place]), place, (5, 4), textcoords="offset points", fontsize=8, color=INK)
@@ -224,28 +250,30 @@ def _draw_front(axes: Axes, facts: StudyFacts, complete: Sequence[TrialFacts], a
 
 
 def _draw_importances(axes: Axes, importances: Mapping[str, float]) -> None:
+    """Draw the share of each parameter as a bar, the greatest on top."""
     ranked = sorted(importances.items(), key=lambda one: one[1])[-_BARS:]
     bars = axes.barh([name for name, _ in ranked], [share for _, share in ranked], color=BLUE, height=0.6)
     axes.bar_label(bars, [f"{share:.0%}" for _, share in ranked], padding=4, color=INK)
     axes.grid(visible=False, axis="y")
-    axes.set_xlim(0, 1.05)
+    axes.set_xlim(0, 1.05)  # shares of 1, and room for the text of a large one
     spare = max(0, 4 - len(ranked)) / 2  # a bar or two would fill the picture
     axes.set_ylim(-0.6 - spare, len(ranked) - 0.4 + spare)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0%}"))
 
 
 def _mark(marker: str, color: str, *, size: float, face: str = "none") -> dict[str, Any]:
-    """Hollow, unless it has a face."""
+    """Return the style of a mark, which is hollow unless it has a face."""
     edge = {"markerfacecolor": face, "markeredgecolor": color, "markeredgewidth": 1.6}
     return {"linestyle": "none", "marker": marker, "markersize": size, **edge}
 
 
 def _worded(metric: str) -> str:
+    """Return a metric's name in words."""
     return metric.replace("_", " ")
 
 
 def _titled(metric: str) -> str:
-    """At the head of a title.
+    """Return a metric's name as a title begins with it.
 
     >>> _titled("validation_loss"), _titled("mAP")
     ('Validation loss', 'mAP')
@@ -254,35 +282,45 @@ def _titled(metric: str) -> str:
 
 
 def _sought(facts: StudyFacts, at: int = 0) -> str:
+    """Return the name of an axis: a metric, and which way it is better."""
     return f"{_worded(facts.metrics[at])} ({'higher' if facts.is_maximised(at) else 'lower'} is better)"
 
 
+def _shown_best(facts: StudyFacts) -> tuple[int, ...]:
+    """Return the numbers of the trials that stand out: the best one, or all of a front."""
+    return facts.best[:1] if len(facts.metrics) == 1 else facts.best
+
+
 def _of_best(facts: StudyFacts, metric: str | None = None) -> str:
-    """The name of the best in a picture of a metric, the first one when left out."""
+    """Return the name of the best in a picture of a metric, the first one when left out."""
     if len(facts.metrics) > 1:
         return "Pareto front"
+    # In a picture of another metric, say of which one it is the best.
     trial, first = facts.trials[0], facts.metrics[0]
     of = "" if metric in (None, first) else f" {_worded(first)}"
     return f"best{of}: trial {trial.number}, {shown(trial.values[0])}"
 
 
 def _columns(pairs: Sequence[tuple[int, float]]) -> Curve:
+    """Return the pairs as a curve."""
     x, y = np.array(pairs, float).T
     return x, y
 
 
 def _validated(run: Run, metric: str) -> tuple[Curve, Curve] | None:
-    """What a run's validations have said of a metric, over samples and over seconds of training; None if nothing."""
+    """Return what a run's validations said of a metric, over samples and over seconds of training; None if nothing."""
     events = run.events["Validated"]
     steps, values = events["step"], events["loss"]
     if metric != "validation_loss":
         values = np.array([metrics.get(metric, math.nan) for metrics in events["metrics"]])
     if not len(steps) or np.isnan(values).all():
         return None
+    # A validation comes after a window: at the seconds of training that there were then.
     seconds = np.concatenate(([0.0], run.seconds))[np.searchsorted(run.windows["step"], steps, "right")]
     return thinned(run.samples_at(steps).astype(float), values), thinned(seconds, values)
 
 
 def _places(trials: Sequence[TrialFacts]) -> tuple[list[int], list[float]]:
+    """Return effective batches and learning rates, as x and y."""
     places = [trial.place for trial in trials if trial.place]
     return [batch for batch, _ in places], [lr for _, lr in places]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import sqlite3
-from autoaccum.memory import clock
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -18,13 +17,16 @@ from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
 from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 
 from autoaccum.errors import ArgumentError, ArgumentTypeError, StorageError
+from autoaccum.memory import clock
 
 RACE_SECONDS = 0.1
-"""Until what another process has begun to make is looked for again."""
+"""Look again after so many seconds for tables that another process has begun to make."""
+_RACES = 9
+"""Look again so many times, and raise what is wrong when that is over."""
 
 
 def open_storage(storage: str | BaseStorage | None, directory: Path) -> BaseStorage:
-    """The SQLite file in ``directory`` for None, a journal for ``"journal:PATH"`` or ``"*.log"``, or what a URL says.
+    """Open the SQLite file in ``directory`` for None, a journal for ``"journal:PATH"`` or ``"*.log"``, else by a URL.
 
     Raises:
         ArgumentError: a text that is neither, or behind which there is nothing that can be used.
@@ -52,8 +54,11 @@ def open_storage(storage: str | BaseStorage | None, directory: Path) -> BaseStor
 
 
 def _database(url: str, options: dict[str, Any]) -> RDBStorage:
-    """With Optuna's tables, which several processes that find none all begin to make, and one can."""
-    for _ in range(9):
+    """Open a database with Optuna's tables.
+
+    Several processes that find none all begin to make them, and one can: the others are told that there are some.
+    """
+    for _ in range(_RACES):
         try:
             return RDBStorage(url, engine_kwargs=options)
         except SQLAlchemyError as error:
@@ -64,6 +69,7 @@ def _database(url: str, options: dict[str, Any]) -> RDBStorage:
 
 
 def _journal(path: str) -> JournalStorage:
+    """Open a journal, mended if its last line is torn."""
     with suppress(FileNotFoundError), open(path, "rb") as file:
         if file.read(1) not in (b"", b"{"):  # Optuna would write into it
             raise ValueError("the file is no journal.")
@@ -85,20 +91,22 @@ def _drop_torn(path: str, lock: JournalFileSymlinkLock) -> None:
 
 
 def _whole_bytes(path: str) -> int | None:
-    """Up to the end of the last line that has one; None where that is the end of the file."""
+    """Return the bytes up to the end of the last line that has one; None where that is the end of the file."""
     with suppress(FileNotFoundError), open(path, "rb") as file:
         size = length = file.seek(0, os.SEEK_END)
+        # Byte by byte from the end: a line is some hundred bytes, and the file may have a million lines.
         line = b""
         while length and not line.endswith(b"\n"):
             length -= 1
             file.seek(length)
             line = file.read(1)
-        length += line.endswith(b"\n")
+        length += line.endswith(b"\n")  # the end of the line belongs to what is whole
         return None if length == size else length
     return None
 
 
 def _opened(storage: str, opening: Callable[[], BaseStorage]) -> BaseStorage:
+    """Return what ``opening`` returns; tell as an error of the argument what it raises for want of a storage."""
     try:
         return opening()
     except (SQLAlchemyError, OSError, ImportError, ValueError) as error:
@@ -108,7 +116,7 @@ def _opened(storage: str, opening: Callable[[], BaseStorage]) -> BaseStorage:
 
 @contextmanager
 def answering(storage: str | BaseStorage | None, directory: Path) -> Iterator[None]:
-    """Within it, a storage that was opened and does not answer any more is told as such.
+    """Tell of a storage that was opened, and does not answer any more within the context, as such.
 
     Raises:
         StorageError: it does not.
@@ -117,14 +125,16 @@ def answering(storage: str | BaseStorage | None, directory: Path) -> Iterator[No
         yield
     except (StorageInternalError, SQLAlchemyError) as error:
         name = directory / "study.db" if storage is None else storage
+        # Optuna wraps the database's own error, which says more.
         found = error.__cause__ if isinstance(error.__cause__, SQLAlchemyError) else error
         raise StorageError(_shown(str(name)), _reason(found)) from error
 
 
 def _reason(error: Exception) -> str:
+    """Return the error's class and its first line: SQLAlchemy's go on with the statement and its values."""
     return f"{type(error).__name__}: {str(error).splitlines()[0].rstrip('.')}"
 
 
 def _shown(storage: str) -> str:
-    """Without the password."""
+    """Return the storage's text without the password."""
     return re.sub(r"(://[^:/@]*):[^/]*@", r"\1:***@", storage)

@@ -8,14 +8,14 @@ from typing import Any
 import optuna
 from optuna.trial import FrozenTrial
 
-from autoaccum.sweeps.claims import directory_of
 from autoaccum.errors import ArgumentError
+from autoaccum.sweeps.claims import directory_of
 from autoaccum.sweeps.facts import SETTINGS, WHY, facts_of
 from autoaccum.sweeps.storages import open_storage
 
 
 def load_study(place: str, name: str | None = None) -> tuple[optuna.Study, Path]:
-    """The study, and the directory of its sweep: from where it is called, if it is found by its storage.
+    """Return the study, and the directory of its sweep: below the current one, if it is found by its storage.
 
     Args:
         place: the directory of a sweep that named no storage, or a storage as ``sweep`` takes it.
@@ -24,11 +24,13 @@ def load_study(place: str, name: str | None = None) -> tuple[optuna.Study, Path]
     Raises:
         ArgumentError: there is no such study of a sweep, or more than one.
     """
+    # A directory of that name comes first: a storage's text is hardly ever one.
     is_directory = Path(place).is_dir()
     file = Path(place) / "study.db" if is_directory else _file_of(place)
     if file is not None and not file.exists():  # opening it would make one
         raise ArgumentError("RUN_DIR", place, "the directory of a run or a sweep, or the storage of a sweep")
     storage = open_storage(None if is_directory else place, Path(place))
+    # Others may use the same storage: a study that no sweep has made lacks the settings that the report reads.
     names = sorted(study.study_name for study in storage.get_all_studies() if SETTINGS in study.user_attrs)
     if name is None and len(names) == 1:
         name = names[0]
@@ -40,20 +42,22 @@ def load_study(place: str, name: str | None = None) -> tuple[optuna.Study, Path]
 
 
 def _file_of(url: str) -> Path | None:
+    """Return the file that a storage is kept in; None of one on a server."""
     if url.startswith("sqlite"):
         return Path(url.partition(":///")[2].partition("?")[0])
     return None if "://" in url else Path(url.removeprefix("journal:"))
 
 
 def best_trials(study: optuna.Study) -> list[FrozenTrial]:
-    """The complete ones, the best first; of several objectives those on the Pareto front, in order of the first."""
+    """Return the complete trials, the best first; of several objectives those on the Pareto front, by the first."""
     trials = study.get_trials(deepcopy=False)
     return [trials[number] for number in facts_of(study).best]
 
 
 def totals(study: optuna.Study) -> dict[str, Any]:
-    """Trials by what became of them, and what all of them together took; see ``sweep`` for the words."""
+    """Count the trials by what became of them, and sum what they took; see ``sweep`` for the words."""
     facts = facts_of(study)
+    # Optuna knows all of these as pruned, and so do the numbers here: they are told apart besides.
     became = {name: facts.counts[state] for name, state in WHY.items()}
     complete, pruned = facts.counts["complete"], facts.counts["pruned"] + sum(became.values())
     return {

@@ -26,14 +26,14 @@ from optuna.storages import BaseStorage, InMemoryStorage
 from optuna.trial import Trial, TrialState
 from tqdm import tqdm
 
-from autoaccum.training import recipes
-from autoaccum.sweeps import spaces
 from autoaccum._checks import non_negative_int, positive_int
-from autoaccum.sweeps.claims import FINISHED, Claims, directory_of
 from autoaccum.errors import ArgumentError, ArgumentTypeError, AutoaccumError, AutoaccumWarning
+from autoaccum.sweeps import spaces
+from autoaccum.sweeps.claims import FINISHED, Claims, directory_of
 from autoaccum.sweeps.objective import OF_FIT, OWN, Arguments, Objective
 from autoaccum.sweeps.storages import answering, open_storage
 from autoaccum.sweeps.trial import Interrupted, run_trial
+from autoaccum.training import recipes
 
 Recipe = str | Callable[..., Arguments]
 

@@ -1,4 +1,9 @@
-"""One trial of a sweep, run to its end: its value, and what becomes of it otherwise."""
+"""One trial of a sweep, run to its end: its value, and what becomes of it otherwise.
+
+A trial that reaches its budget is complete. One that is not worth going on with, does not fit or diverges is pruned,
+and counts as finished; a user attribute says why, but where the pruner did it. Any other error fails the trial and ends
+the sweep. A trial that a signal or a full disk has ended stays a running one, which a later process goes on with.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +20,6 @@ import optuna
 from optuna.exceptions import StorageInternalError, TrialPruned, UpdateFinishedTrialError
 from optuna.trial import Trial, TrialState
 
-from autoaccum.sweeps.claims import SEED
 from autoaccum.errors import (
     AutoaccumWarning,
     CheckpointCorruptError,
@@ -25,8 +29,10 @@ from autoaccum.errors import (
     StopTraining,
 )
 from autoaccum.events import Finished, OutOfMemory, Record, Resumed, StepReport, Validated
-from autoaccum.sweeps.objective import Arguments, Objective, cause_of, set_seed
 from autoaccum.memory.oom import is_out_of_memory
+from autoaccum.sweeps.claims import SEED
+from autoaccum.sweeps.draw import cause_of, set_seed
+from autoaccum.sweeps.objective import Arguments, Objective
 from autoaccum.sweeps.spaces import MINIMISED
 from autoaccum.training.trainer import Trainer
 
@@ -34,15 +40,16 @@ from autoaccum.training.trainer import Trainer
 def run_trial(
     objective: Objective, study: optuna.Study, trial: Trial, folder: Path, is_wanted: Callable[[], bool]
 ) -> None:
-    """A trial, to its end, for as long as it ``is_wanted``.
+    """Run a trial to its end, for as long as it ``is_wanted``.
 
     Raises:
         Interrupted: a signal came first; the trial has its checkpoint and is still a running one.
     """
+    # Only the text is kept: the error's frames hold the trial's model, until the except clause is left.
     text = ""
     try:
         _run(objective, study, trial, folder, is_wanted, resume="auto")
-    except CheckpointCorruptError as error:  # whose frames hold a model, until it is left
+    except CheckpointCorruptError as error:
         text = f"Trial {trial.number} cannot be gone on with, and begins anew: {error}"
     gc.collect()  # a run refers to itself, and the next needs its memory
     if text:
@@ -56,9 +63,11 @@ def _run(
 ) -> None:
     seed = trial.user_attrs[SEED]
     set_seed(seed)  # for the recipe: fit does it again, once the model is there
+    # What becomes of it unless it turns out to be complete; an error that is none of the trial's never gets to _tell.
     trainer, values, state = None, None, TrialState.PRUNED
     noted: Arguments = {}
     try:
+        # One checkpoint is enough to go on from, and a sweep has many trials; a recipe may say otherwise.
         arguments = {"keep_checkpoints": 1, **objective.arguments(trial)}
         arguments |= {"seed": seed, "run_dir": folder, "resume": resume, "progress": False}
         reporter = _Reporter(trial, objective.metrics, arguments["validate_every"], arguments["samples"], is_wanted)
@@ -91,18 +100,19 @@ def _run(
             _tell(study, trial, None, TrialState.FAIL)
             raise
         noted = end
-    if trainer is not None:
+    if trainer is not None:  # else it did not come so far as to take anything
         noted |= _facts(trainer)
+    # Told before the state: once a trial is finished, Optuna refuses attributes.
     with suppress(UpdateFinishedTrialError):
         for name, value in noted.items():
             trial.set_user_attr(name, value)
     _tell(study, trial, values, state)
-    if state == TrialState.PRUNED:
+    if state == TrialState.PRUNED:  # nobody goes on with it; its history stays for the report
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
 
 
 def _end_of(error: BaseException) -> Arguments | None:
-    """What is noted of a trial that it ends and does not fail; None if it fails."""
+    """Return what is noted of a trial that such an error ends and does not fail; None if it fails."""
     if isinstance(error, MemoryLimitError) or is_out_of_memory(error):
         numbers = ("micro_batch", "peak_bytes", "limit_bytes")
         return {"not_fitting": {name: getattr(error, name, None) for name in numbers}}
@@ -114,7 +124,10 @@ class Interrupted(Exception):
 
 
 class _Reporter:
-    """Tells the study how a trial goes, by the samples it has seen, and ends it when it is not worth going on."""
+    """Callback of ``fit`` that tells the study how a trial goes, by the samples it has seen.
+
+    It ends the run when it is not worth going on, and when nobody wants it any more.
+    """
 
     def __init__(
         self, trial: Trial, metrics: tuple[str, ...], every: int, samples: int, is_wanted: Callable[[], bool]
@@ -123,8 +136,10 @@ class _Reporter:
         self._is_wanted = is_wanted
         # Optuna prunes by one objective only, and by what a trial has cost so far it should not.
         self._reports = len(metrics) == 1 and metrics[0] not in ("seconds", "samples")
+        # Steps that a process before this one has reported: Optuna warns of a second report.
         self._known = set(trial.study.get_trials(deepcopy=False)[trial.number].intermediate_values)
-        self._seen = 0
+        self._seen = 0  # samples so far
+        # Why it has stopped the run: the pruner or a loss that is not finite; or the sweep's first process is gone.
         self.is_pruned = self.is_orphan = False
 
     def __call__(self, record: Record) -> None:
@@ -147,16 +162,19 @@ class _Reporter:
 
 
 def _reported(validated: Validated, metric: str) -> float:
+    """Return what a validation says of a metric, the loss among them."""
     return validated.loss if metric == "validation_loss" else validated.metrics[metric]
 
 
 def _diverges(validated: Validated, metrics: tuple[str, ...]) -> bool:
-    """Whether training or a metric has come to something that cannot be compared."""
+    """Return whether training or a metric has come to something that cannot be compared."""
+    # Of those that every sweep has the loss is looked at anyway, and seconds and samples are always finite.
     own = [validated.metrics[name] for name in metrics if name not in MINIMISED]
     return not all(map(math.isfinite, [validated.loss, *own]))
 
 
 def _tell(study: optuna.Study, trial: Trial, values: list[float] | None, state: TrialState) -> None:
+    """Tell the study how a trial has ended, unless somebody else has."""
     try:
         study.tell(trial.number, values, state=state, skip_if_finished=True)
     except RuntimeError:  # of samplers that stop the study when nothing is left, which only Optuna's own loop can
@@ -165,7 +183,7 @@ def _tell(study: optuna.Study, trial: Trial, values: list[float] | None, state: 
 
 
 def _facts(trainer: Trainer) -> Arguments:
-    """User attributes of a trial: what it has taken."""
+    """Return what a trial has taken, as user attributes of it."""
     history, tuner = trainer.history, trainer._tuner
     replays = [report for report in history if report.replays]
     ooms = [event for event in trainer.events if isinstance(event, OutOfMemory) and event.phase == "training"]
@@ -176,7 +194,8 @@ def _facts(trainer: Trainer) -> Arguments:
         "ooms": len(ooms),
         "replays": sum(report.replays for report in replays),
         "wasted_samples": sum(report.replays * report.effective_batch for report in replays),
+        # ``told`` is a failure of an earlier trial, which this one has heard of and not had itself.
         "search_trials": sum(tried is not tuner.told for tried in tuner.history),
         "peak_bytes": max((report.peak_bytes for report in history), default=0),
-        "micro_batches": tuner.plan(*tuner.window),
+        "micro_batches": tuner.plan(*tuner.full_window),
     }

@@ -19,11 +19,13 @@ from autoaccum.loss.coupling import batch_norms, smallest_micro_batch
 from autoaccum.loss.functions import loss_function
 from autoaccum.loss.weighting import CountItems
 from autoaccum.memory.devices import find_device, memory_of
+from autoaccum.memory.limit import Limit, MemoryLimit
 from autoaccum.memory.oom import room_for_model
+from autoaccum.training.steps import make_step
+from autoaccum.window.gradient import Gradient
+from autoaccum.window.job import Job
 from autoaccum.window.optimizers import allocate_state, check_optimizer, needs_closure, trainable_parameters
 from autoaccum.window.precision import Precision
-from autoaccum.window.step import Engine
-from autoaccum.window.transaction import Gradient
 
 
 class Accumulator:
@@ -52,7 +54,7 @@ class Accumulator:
         num_items: CountItems | None = None,
         micro_batch: int | Literal["auto"] = "auto",
         max_micro_batch: int | None = None,
-        memory_limit: _checks.MemoryLimit = None,
+        memory_limit: MemoryLimit = None,
         headroom: float = 0.05,
         precision: Precision = "fp32",
         clip_norm: float | None = None,
@@ -100,10 +102,8 @@ class Accumulator:
             raise ArgumentError("model", type(model).__name__, "a model on one device", f"It is on {found}.")
         self._device = find_device(devices.pop())
         memory = memory_of(self._device)
-        total_bytes = memory.limit()
-        limit_now = _checks.moving_limit(memory_limit, memory.limit)
-        limit_bytes = limit_now()
-        with room_for_model(memory, limit_bytes, parameters):
+        limit = Limit(memory, memory_limit)
+        with room_for_model(memory, limit.bytes, parameters):
             allocate_state(optimizer, self._modules)
         self.events: list[Event] = []
         """Everything that happened, in order."""
@@ -117,23 +117,24 @@ class Accumulator:
         self._length_of = BatchLengths()
         self._batch_norms = batch_norms(self._modules)
         self._modes = [layer.training for layer in self._batch_norms]
-        self._engine = Engine(
-            model,
-            self._modules,
-            optimizer,
+        job = Job(
+            model=model,
+            modules=tuple(self._modules),
+            optimizer=optimizer,
             loss_of=loss_of,
             num_items=num_items,
+            device=self._device,
+            precision=precision,
+        )
+        self._engine = make_step(
+            job,
             micro_batch=micro_batch if isinstance(micro_batch, int) else None,
             max_micro_batch=max_micro_batch,
             full_window=None,
             memory=memory,
-            total_bytes=total_bytes,
-            limit_now=limit_now,
-            limit_bytes=limit_bytes,
+            limit=limit,
             headroom=headroom,
-            precision=precision,
             clip_norm=clip_norm,
-            device=self._device,
             emit=self._emit,
         )
 
@@ -165,7 +166,9 @@ class Accumulator:
 
         self._engine.apply_closure(closure)
         if not losses:
-            raise ArgumentTypeError("optimizer", type(self._engine.optimizer).__name__, "one that calls its closure")
+            raise ArgumentTypeError(
+                "optimizer", type(self._engine.job.optimizer).__name__, "one that calls its closure"
+            )
         return losses[0]
 
     def backward(self, batch: Any) -> torch.Tensor:
@@ -177,7 +180,7 @@ class Accumulator:
             cure = "Only step() can leave out a step on a gradient that overflowed; or take precision='bf16'."
             raise ConflictingArgumentsError("precision", "fp16", "backward()", cure)
         gradient = self._run(self._window(batch))
-        self._engine.step += 1
+        self._engine.number += 1
         return gradient.loss
 
     def _window(self, batch: Any) -> _Batch:
@@ -196,7 +199,7 @@ class Accumulator:
         if window.num_samples > self._largest_batch:  # no smaller one could tell what is best for it
             self._largest_batch = window.num_samples
             self._engine.tuner.searching = self._searches
-        gradient, _, _ = self._engine.run(window)
+        gradient, _ = self._engine.run(window)
         self.micro_batches, self.grad_norm = gradient.sizes, gradient.grad_norm
         if window.lengths is None or window.num_samples == self._largest_batch:
             self._engine.settle(self._largest_batch, window.lengths)

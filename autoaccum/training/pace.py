@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, fields, replace
+from itertools import groupby
+from typing import Any
 
 from autoaccum.data.base import Reader, Window
 from autoaccum.errors import EmptyDatasetError
 from autoaccum.events import Notice, StepReport
 from autoaccum.planning.budget import Budget
 from autoaccum.planning.schedules import REPORTS, Progress, Schedule
-from autoaccum.window.step import Engine
+from autoaccum.window.step import Step
 
 
 class Pace:
@@ -25,7 +27,7 @@ class Pace:
         num_samples: int | None,
         drop_last: bool,
         plans: Sequence[tuple[int, ...]],
-        engine: Engine,
+        step: Step,
     ) -> None:
         """At the beginning.
 
@@ -35,14 +37,14 @@ class Pace:
             num_samples: in one pass over the data, when known.
             drop_last: whether the short window at an epoch's end is left out.
             plans: of a recorded run, one a window.
-            engine: counts the steps, and says how windows are cut.
+            step: counts the steps, and says how windows are cut.
         """
         self._schedule = schedule
         self._budget = budget
         self._num_samples = num_samples
         self._drop_last = drop_last
         self._plans = plans
-        self._engine = engine
+        self._step = step
         self.epoch = 0
         """The pass over the data that the next window belongs to."""
         self.windows: list[int] = []
@@ -78,7 +80,7 @@ class Pace:
     def _at_most(self, there: int | None, asked: int) -> int:
         if there is None or asked <= there:
             return asked
-        self._engine.announce_once(
+        self._step.announcer.say_once(
             Notice(
                 cause=f"effective_batch={asked} is more than the data's {there} samples",
                 consequence=f"Every epoch is one window of {there} samples",
@@ -95,11 +97,11 @@ class Pace:
 
     def recorded_plan(self) -> tuple[int, ...] | None:
         """Of the next window, if one was passed."""
-        return self._plans[self._engine.step] if self._engine.step < len(self._plans) else None
+        return self._plans[self._step.number] if self._step.number < len(self._plans) else None
 
     def _progress(self) -> Progress:
         return Progress(
-            step=self._engine.step,
+            step=self._step.number,
             epoch=self.epoch,
             samples=self.samples_seen,
             effective_batch=self.effective_batch or None,
@@ -111,7 +113,7 @@ class Pace:
 
         They ask for one window of the epoch after the other, ahead of training.
         """
-        step, before = self._engine.step, self.samples_seen - self.epoch_seen
+        step, before = self._step.number, self.samples_seen - self.epoch_seen
 
         def sizes_at(position: int) -> tuple[int, ...]:
             nonlocal step
@@ -120,7 +122,7 @@ class Pace:
             asked = self._schedule.at(replace(self._progress(), step=step, samples=before + position))
             step += 1
             left = asked if self.epoch_samples is None else self.epoch_samples - position
-            return self._engine.tuner.plan(max(1, min(asked, left)))
+            return self._step.tuner.plan(max(1, min(asked, left)))
 
         return sizes_at
 
@@ -149,5 +151,36 @@ class Pace:
     def is_spent(self) -> bool:
         """Whether the budget is used up."""
         most = self._budget.max_epochs
-        spent = self._budget.spent(self._engine.step, self.samples_seen)
+        spent = self._budget.spent(self._step.number, self.samples_seen)
         return spent or (most is not None and self.epoch >= most)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the run stands, and the reports that a schedule may look at, as plain values."""
+        return {
+            "epoch": self.epoch,
+            "epoch_samples": self.epoch_samples,
+            "epoch_seen": self.epoch_seen,
+            "samples_seen": self.samples_seen,
+            "effective_batch": self.effective_batch,
+            "windows": runs_of(self.windows),
+            "reports": [asdict(report) for report in self.reports],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Put back what ``state_dict`` returned."""
+        self.epoch, self.epoch_samples = state["epoch"], state["epoch_samples"]
+        self.epoch_seen, self.samples_seen = state["epoch_seen"], state["samples_seen"]
+        self.effective_batch = state["effective_batch"]
+        self.windows = [size for size, count in state["windows"] for _ in range(count)]
+        names = {field.name for field in fields(StepReport)}
+        for report in state["reports"]:  # fields of another version are left out
+            self.reports.append(StepReport(**{name: value for name, value in report.items() if name in names}))
+
+
+def runs_of(sizes: Sequence[int]) -> list[tuple[int, int]]:
+    """Return (size, how many such windows) in a row: those of an epoch are mostly alike.
+
+    >>> runs_of([8, 8, 8, 5])
+    [(8, 3), (5, 1)]
+    """
+    return [(size, len(list(alike))) for size, alike in groupby(sizes)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,11 +21,15 @@ from autoaccum.loss.functions import LossOf, loss_function
 from autoaccum.memory import clock
 from autoaccum.memory.base import Memory
 from autoaccum.memory.devices import find_device, memory_of
-from autoaccum.memory.oom import is_out_of_memory, room_for_model
-from autoaccum.planning.costs import MemoryModel, TimeModel, Trial, fit_memory_model, fit_time_model
+from autoaccum.memory.limit import Limit, MemoryLimit
+from autoaccum.memory.oom import RAN_OUT, attempt, room_for_model
+from autoaccum.planning.attempts import Piece
+from autoaccum.planning.costs import MemoryModel, TimeModel, Trial, fit_time_model
 from autoaccum.planning.cuts import Plan, plan
+from autoaccum.planning.limits import Limits
 from autoaccum.planning.schedules import Progress, Schedule, schedule_of
-from autoaccum.planning.search import COARSE_FIRST, bounds, next_trial
+from autoaccum.planning.search import COARSE_FIRST
+from autoaccum.planning.trials import Trials
 from autoaccum.training.lazy import build_lazy_layers
 from autoaccum.window.advice import Refused, advise
 from autoaccum.window.attributes import Attributes
@@ -70,7 +74,7 @@ def probe(
     training_step: Callable[[Any, Any], torch.Tensor] | None = None,
     optimizer: OptimizerLike | None = None,
     max_micro_batch: int | None = None,
-    memory_limit: _checks.MemoryLimit = None,
+    memory_limit: MemoryLimit = None,
     headroom: float = 0.05,
     precision: Precision = "fp32",
     device: str | torch.device | None = None,
@@ -120,17 +124,14 @@ def probe(
     parameters = trainable_parameters(model, modules)
     on = find_device(device)
     memory = memory_of(on)
-    available = memory.limit()
-    limit = _checks.memory_limit_bytes(memory_limit, available)
-    enforced = memory.enforced and limit == available
+    limit = Limit(memory, memory_limit)
     source = open_source(data, seed=0, shuffle=False, device=on, collate_fn=collate_fn)
     ceiling = min(n for n in (max_micro_batch, most, source.num_samples, 2**20) if n is not None)
     context = autocast(precision, on)
     sparse = sparsely_trained(modules)
 
-    history: list[Trial] = []
     with _no_trace(modules, optimizer, on):
-        with room_for_model(memory, limit):
+        with room_for_model(memory, limit.bytes):
             for module in modules:
                 module.to(on)
             if not model.training:
@@ -142,21 +143,26 @@ def probe(
                     p.grad = torch.zeros_like(p)
             allocate_state(state_of, modules)
         smallest = smallest_micro_batch(modules)
-        while size := next_trial(
-            history,
-            limit_bytes=int(limit * (1 - headroom)),
-            ceiling=ceiling,
+        limits = Limits(limit.bytes, headroom)
+        search = Trials(
+            limits,
             smallest=smallest,
             first=COARSE_FIRST if is_compiled(model) else None,
-            growth=GROWTH if enforced else 2,
-        ):
-            allowed = limit if size <= smallest else int(limit * (1 - headroom))
+            growth=GROWTH if limit.is_enforced else 2,
+        )
+        for piece in search.until_known(ceiling):
             for weight in sparse:  # as long as all the trials before it, by now
                 weight.grad = None
-            trial = _try(size, model, source, loss_of, context, memory, on, allowed)
-            expected = fit_memory_model(history)
-            history.append(trial if expected is None else replace(trial, predicted_bytes=expected.predict(size)))
-        largest = bounds(history)[0]
+            expected = search.memory_model
+            predicted = None if expected is None else expected.predict(piece.size)
+            reading = _try(piece, model, source, loss_of, context, memory, on)
+            if reading is None:
+                search.ran_out(piece, predicted)
+            else:
+                search.fitted(piece, *reading, predicted)
+                if piece.size <= smallest:  # as in training, which moves the target where little is free above it
+                    limits.learn_least(reading[0])
+        history, largest = search.history, search.largest
         if largest == 0:
             peak_bytes = history[-1].peak_bytes
             refused = Refused(
@@ -168,55 +174,55 @@ def probe(
                 precision=precision,
                 device=on,
                 memory=memory,
-                limit_bytes=limit,
+                limit_bytes=limit.bytes,
                 peak_bytes=peak_bytes,
             )
             raise NothingFitsError(
                 phase="probe",
                 micro_batch=smallest,
                 peak_bytes=peak_bytes,
-                limit_bytes=limit,
+                limit_bytes=limit.bytes,
                 advice=advise(refused),
             )
     return ProbeReport(
         max_micro_batch=largest,
         trials=tuple(history),
-        memory_model=fit_memory_model(history),
+        memory_model=search.memory_model,
         time_model=fit_time_model(history),
-        limit_bytes=limit,
+        limit_bytes=limit.bytes,
         plan=None if most is None else plan(most, largest),
     )
 
 
 def _try(
-    size: int,
+    piece: Piece,
     model: nn.Module,
     source: Source,
     loss_of: LossOf,
     context: Autocast,
     memory: Memory,
     device: torch.device,
-    allowed_bytes: int,
-) -> Trial:
-    """One forward and backward."""
+) -> tuple[int, float] | None:
+    """Run one forward and backward; return its peak in bytes and its seconds, or None when memory ran out."""
     memory.release()
     memory.reset_peak()
     started = clock.now()
-    try:
-        batch = source.example(size)
+
+    def forward_and_backward() -> tuple[int, float]:
+        batch = source.example(piece.size)
         with context():
             loss = loss_of(model, batch)
         torch.autograd.backward(loss)
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
         seconds = clock.now() - started
-        peak_bytes = memory.peak()
-        return Trial(micro_batch=size, fits=peak_bytes <= allowed_bytes, peak_bytes=peak_bytes, seconds=seconds)
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-    gc.collect()  # a failed forward may have left reference cycles that hold tensors
-    return Trial(micro_batch=size, fits=False)
+        return memory.peak(), seconds
+
+    outcome = attempt(forward_and_backward)
+    if outcome is RAN_OUT:
+        gc.collect()  # a failed forward may have left reference cycles that hold tensors
+        return None
+    return outcome
 
 
 @contextmanager

@@ -32,24 +32,28 @@ from autoaccum.loss.functions import loss_function
 from autoaccum.loss.weighting import CountItems
 from autoaccum.memory import clock
 from autoaccum.memory.devices import find_device, memory_of
+from autoaccum.memory.limit import Limit, MemoryLimit
 from autoaccum.memory.oom import room_for_model
 from autoaccum.planning.budget import Budget
 from autoaccum.planning.cuts import Plan
 from autoaccum.planning.noise import Smoothed
 from autoaccum.planning.schedules import SMOOTHING, NoiseScale, Progress, Schedule, schedule_of
 from autoaccum.reporting import ProgressBar
-from autoaccum.runs.cache import Cache
+from autoaccum.runs import configuration
+from autoaccum.runs.cost_key import describe
 from autoaccum.runs.directory import RunDirectory
-from autoaccum.training import resuming
+from autoaccum.runs.past_of_run import PastOfRun
 from autoaccum.training.interrupts import interrupt_calls
 from autoaccum.training.lazy import build_lazy_layers
 from autoaccum.training.learning_rate import LearningRate, MakeScheduler, Scaling
 from autoaccum.training.metrics import Metric, Metrics
 from autoaccum.training.pace import Pace
+from autoaccum.training.steps import make_step
 from autoaccum.training.validation import Validator
+from autoaccum.window.job import Job
+from autoaccum.window.modules import State, left_out, load_modules, load_optimizer, state_of_modules
 from autoaccum.window.optimizers import OptimizerLike, allocate_state, make_optimizer, trainable_parameters
 from autoaccum.window.precision import Precision, autocast
-from autoaccum.window.step import Engine
 
 Callback = Callable[[Record], None]
 
@@ -102,7 +106,7 @@ class Trainer:
         samples: int | None = None,
         micro_batch: int | Literal["auto"] | Sequence[Sequence[int]] = "auto",
         max_micro_batch: int | None = None,
-        memory_limit: _checks.MemoryLimit = None,
+        memory_limit: MemoryLimit = None,
         headroom: float = 0.05,
         precision: Precision = "fp32",
         clip_norm: float | None = None,
@@ -151,9 +155,8 @@ class Trainer:
 
         self.device = find_device(device)
         self.memory = memory_of(self.device)
-        total_bytes = self.memory.limit()
-        limit_now = _checks.moving_limit(memory_limit, self.memory.limit)
-        self.limit_bytes = limit_now()
+        limit = Limit(self.memory, memory_limit)
+        self.limit_bytes = limit.bytes
         host = memory_of(torch.device("cpu"))
         host_bytes = min(host.limit(), self.limit_bytes) if self.device.type == "cpu" else host.limit()
         # Kept for replays before samples are read again; on a CPU it is taken from what micro-batches have.
@@ -199,24 +202,25 @@ class Trainer:
         fixed = micro_batch if isinstance(micro_batch, int) else max((max(plan) for plan in plans), default=None)
         step_model: Any = torch.compile(model) if compile else model
         self._modules = modules
-        self._engine = Engine(
-            step_model,
-            modules,
-            self.optimizer,
+        job = Job(
+            model=step_model,
+            modules=tuple(modules),
+            optimizer=self.optimizer,
             loss_of=loss_of,
             num_items=num_items,
+            device=self.device,
+            precision=precision,
+        )
+        self._engine = make_step(
+            job,
             micro_batch=fixed,
             max_micro_batch=max_micro_batch,
             full_window=min((n for n in (self.schedule.largest, epoch_samples) if n is not None), default=None),
             memory=self.memory,
-            total_bytes=total_bytes,
-            limit_now=limit_now,
-            limit_bytes=self.limit_bytes,
+            limit=limit,
             headroom=headroom,
-            precision=precision,
             clip_norm=clip_norm,
             noise_scale=self._noise is not None,
-            device=self.device,
             emit=self._emit,
         )
         self._tuner = self._engine.tuner
@@ -225,7 +229,7 @@ class Trainer:
             raise ArgumentError("effective_batch", str(self.schedule), "a min of at least 4", cure)
         self._cache = None
         if cache and self._tuner.searching:
-            self._cache = Cache(
+            self._cache = PastOfRun(
                 modules,
                 self.optimizer,
                 precision=precision,
@@ -255,17 +259,16 @@ class Trainer:
                 loss_of=loss_of,
                 of_outputs=loss_fn is not None,
                 num_items=num_items,
-                autocast=self._engine.autocast,
+                autocast=job.autocast,
                 device=self.device,
                 memory=self.memory,
-                limit_bytes=self.limit_bytes,
-                target_bytes=self._tuner.target_bytes,
-                watch=self._engine.watch,
+                limits=self._tuner.limits,
+                is_enforced=limit.is_enforced,
                 emit=self._emit,
-                metrics=Metrics(metrics, step_model, of=of, autocast=self._engine.autocast) if metrics else None,
+                metrics=Metrics(metrics, step_model, of=of, autocast=job.autocast) if metrics else None,
             )
             if metrics:
-                self._validator.try_metrics(Metrics(metrics, model, of=of, autocast=self._engine.autocast))
+                self._validator.try_metrics(Metrics(metrics, model, of=of, autocast=job.autocast))
 
         self._given = given | {"metrics": ", ".join(metrics or ()) or None}
         self._history: list[Any] = []  # empty where there is a run_dir
@@ -276,7 +279,7 @@ class Trainer:
             num_samples=epoch_samples,
             drop_last=drop_last,
             plans=plans,
-            engine=self._engine,
+            step=self._engine,
         )
         self._best_loss, self._is_best = math.inf, False
         self._validation_loss: float | None = None
@@ -299,7 +302,7 @@ class Trainer:
     @property
     def step(self) -> int:
         """Optimizer steps taken."""
-        return self._engine.step
+        return self._engine.number
 
     @property
     def samples_seen(self) -> int:
@@ -332,7 +335,7 @@ class Trainer:
         return FitResult(
             history=self.history,
             events=self.events,
-            plan=Plan(ranks=(self._tuner.plan(*self._tuner.window),)),
+            plan=Plan(ranks=(self._tuner.plan(*self._tuner.full_window),)),
             num_steps=self.step,
             num_samples=self.samples_seen,
             model=self.model,
@@ -352,7 +355,7 @@ class Trainer:
             self._validate(self._pace.epoch)  # unless that was done at the epoch's end
             self._save(is_last=True)
         if self._stop_reason == "budget" and self.num_steps not in (None, self.step):
-            self._engine.announce(
+            self._engine.announcer.say(
                 Notice(
                     cause=f"The run took {self.step} steps instead of the {self.num_steps} that were foreseen",
                     consequence="A learning rate scheduler was told of too many or too few",
@@ -379,11 +382,11 @@ class Trainer:
         if self._resumed is not None:
             self._emit(self._resumed)
         if self._directory is not None and self._directory.passed_over is not None:
-            self._engine.announce(self._directory.passed_over)
+            self._engine.announcer.say(self._directory.passed_over)
         if is_spent:
             self._end("budget")
         if is_finished:
-            self._engine.announce(
+            self._engine.announcer.say(
                 Notice(
                     cause=f"The run in {self._run_dir} is finished: it has taken its {self.step} steps",
                     consequence="Nothing is trained",
@@ -391,7 +394,7 @@ class Trainer:
                 )
             )
             return False
-        if self._directory is not None and (died := self._directory.window.died_of_memory) is not None:
+        if self._directory is not None and (died := self._directory.window_mark.died_of_memory) is not None:
             self._engine.killed(*died, self._pace.asked())
         if not self._tuner.searching:
             self._engine.announce_plan(self._pace.asked())
@@ -415,12 +418,12 @@ class Trainer:
                 "micro_batch", plan, f"sizes that sum to {window.num_samples} in window {self.step + 1}"
             )
         is_full = window.lengths is None or window.num_samples == asked  # samples that are alike need not be there
-        if is_full and asked != self._tuner.window[0]:
+        if is_full and asked != self._tuner.full_window[0]:
             self._engine.resize(asked, window.lengths)
         if self._directory is not None:
             largest = max(plan) if plan else self._tuner.plan(window.num_samples, window.lengths)[0]
-            self._directory.window.enter(largest, window.lengths[0] if window.lengths else 1)
-        gradient, peak_bytes, replays = self._engine.run(window, plan)
+            self._directory.window_mark.enter(largest, window.lengths[0] if window.lengths else 1)
+        gradient, replays = self._engine.run(window, plan)
         num_samples = sum(gradient.sizes)
         self._pace.passed(num_samples)
         lr = self._learning_rate.now(asked)
@@ -443,8 +446,8 @@ class Trainer:
             lr=lr,
             grad_norm=None if gradient.grad_norm is None else gradient.grad_norm.item(),
             seconds=now - self._mark,
-            peak_bytes=peak_bytes,
-            limit_bytes=self._engine.limit_bytes,
+            peak_bytes=self._engine.meter.peak_bytes,
+            limit_bytes=self._engine.limit.bytes,
             replays=replays,
             noise_scale=None if noise is None or self._noise is None else self._noise.scale,
             gradient_squared=None if noise is None else noise.gradient_squared,
@@ -453,7 +456,7 @@ class Trainer:
         self._mark = now
         self._pace.reports.append(report)
         if self._directory is not None:
-            self._directory.window.leave()
+            self._directory.window_mark.leave()
         if stepped:
             self._engine.announce_if_not_finite(report.loss)
         if self._noise is not None and window.num_samples == asked and len(gradient.sizes) == 1:
@@ -477,7 +480,6 @@ class Trainer:
         """After an epoch, so many samples, or the run; not after one that was broken off."""
         if self._validator is not None and self._stop_reason in (None, "budget") and self._validated != self.step:
             self._validated = self.step
-            self._validator.heed(self._engine.limit_bytes, self._tuner.target_bytes)
             self._validation_loss = self._validator.run(self.step, epoch, self._tuner.micro_batch)
             if self._validation_loss < self._best_loss:
                 self._best_loss, self._is_best = self._validation_loss, True
@@ -488,15 +490,15 @@ class Trainer:
     def _configuration(self) -> dict[str, Any]:
         """What was asked for; under "trained" what a run that goes on has to have in common with this one."""
         trained = {
-            "model": resuming.description(self.model),
-            "loss": resuming.description(self._modules[-1]) if self._modules[-1] is not self.model else None,
+            "model": configuration.describe_model(self.model),
+            "loss": configuration.describe_model(self._modules[-1]) if self._modules[-1] is not self.model else None,
             "data": self._source.description(),
             "effective_batch": str(self.schedule),
-            "optimizer": resuming.options(self.optimizer),
+            "optimizer": configuration.describe_optimizer(self.optimizer),
             "steps of the lr_scheduler": self._learning_rate.num_steps,
             **{name: self._given[name] for name in DECIDE},
         }
-        return {"model": type(self.model).__name__, **resuming.plain(self._given), "trained": trained}
+        return {"model": type(self.model).__name__, **configuration.plain(self._given), "trained": trained}
 
     def _open(self, path: Path) -> RunDirectory:
         """The run's directory; what an earlier process left there of this run is taken up."""
@@ -509,13 +511,13 @@ class Trainer:
             anew=anew,
             background=self.device.type != "cpu",  # there the copy is in the memory that windows are planned for
         )
-        self._engine.before_trials(directory.window.enter)
+        self._engine.meter.before_trial = directory.window_mark.enter
         try:
             found = directory.resume()
             if found is not None:
                 checkpoint, weights, state = found
                 try:
-                    resuming.restore(self, weights, state)
+                    self.load_state_dict(weights, state)
                 except (LookupError, TypeError, ValueError, AttributeError) as error:
                     problem = f"is of another version, or was made by hand ({error!r})"
                     raise CheckpointCorruptError(checkpoint.path, problem) from error
@@ -528,6 +530,47 @@ class Trainer:
             raise
         return directory
 
+    def state_dict(self) -> tuple[State, State]:
+        """Return (the model's state_dict, everything else) after a window: all that a checkpoint holds of the run.
+
+        What follows from the arguments is not in it, for a run is resumed by the same call; nor is what only makes it
+        fast: a comparison of plans that goes on begins anew, and so does the calm that growth waits for.
+        """
+        others = [module for module in self._modules if module is not self.model]
+        return self.model.state_dict(), {
+            "buffers": left_out(self.model),
+            "modules": state_of_modules(others),
+            "optimizer": self.optimizer.state_dict(),
+            "learning_rate": self._learning_rate.state_dict(),
+            "engine": self._engine.state_dict(),
+            "validator": None if self._validator is None else self._validator.state_dict(),
+            "noise": None if self._noise is None else self._noise.state_dict(),
+            **self._pace.state_dict(),
+            "_validated": self._validated,
+            "_validation_loss": self._validation_loss,
+            "_best_loss": self._best_loss,
+            "device": describe(self.device),
+            "randomness": randomness.state_dict(self.device),
+        }
+
+    def load_state_dict(self, weights: State, state: State) -> None:
+        """Put back what ``state_dict`` returned, into a trainer that was made with the same arguments."""
+        others = [module for module in self._modules if module is not self.model]
+        of_all = [{"state": weights, "buffers": state["buffers"]}, *state["modules"]]
+        load_modules([self.model, *others], of_all, self.device)
+        load_optimizer(self.optimizer, state["optimizer"])
+        self._learning_rate.load_state_dict(state["learning_rate"])
+        is_same_device = state["device"] == describe(self.device)
+        self._engine.load_state_dict(state["engine"], is_same_device=is_same_device)
+        if self._validator is not None and state["validator"] is not None and is_same_device:
+            self._validator.load_state_dict(state["validator"])
+        if self._noise is not None and state["noise"] is not None:
+            self._noise.load_state_dict(state["noise"])
+        self._pace.load_state_dict(state)
+        self._validated, self._best_loss = state["_validated"], state["_best_loss"]
+        self._validation_loss = state["_validation_loss"]
+        randomness.load_state_dict(state["randomness"], self.device)
+
     def _save(self, *, epoch_ended: bool = False, is_last: bool = False) -> None:
         """A checkpoint, where one is due; the last one waits until it is on the disk."""
         directory = self._directory
@@ -539,7 +582,7 @@ class Trainer:
             facts = {"num_samples": self.samples_seen, "loss": loss, "validation_loss": self._validation_loss}
             # Of the step's own validation, for one that is replaced at the same step is still the best.
             is_best = self._validated == self.step and self._validation_loss == self._best_loss
-            path = directory.save(self.step, *resuming.state_of(self), facts, is_best=is_best)
+            path = directory.save(self.step, *self.state_dict(), facts, is_best=is_best)
             self._is_best = False
             if is_last:
                 directory.wait()
@@ -548,7 +591,7 @@ class Trainer:
             self._mark += seconds
 
     def _announce_no_noise(self) -> None:
-        self._engine.announce_once(
+        self._engine.announcer.say_once(
             Notice(
                 cause=f"Window {self.step} was one micro-batch, and it takes two to estimate the noise scale",
                 consequence="Until windows are cut, noise_scale is None, and an effective batch that follows it stays "
@@ -559,7 +602,7 @@ class Trainer:
         )
 
     def _announce_sorted(self) -> None:
-        self._engine.announce_once(
+        self._engine.announcer.say_once(
             Notice(
                 cause="Windows are sorted by length, so their micro-batches are no random parts of them",
                 consequence="What long and short samples differ in counts as noise, and the noise scale may come out "

@@ -22,9 +22,10 @@ from autoaccum.loss.reductions import Reduction, read, without_graph
 from autoaccum.loss.weighting import CountItems, count_items
 from autoaccum.memory import clock
 from autoaccum.memory.base import Memory
-from autoaccum.memory.oom import is_out_of_memory
-from autoaccum.planning.costs import Trial
-from autoaccum.planning.search import bounds, next_trial
+from autoaccum.memory.oom import RAN_OUT, attempt, is_out_of_memory
+from autoaccum.planning.attempts import Piece
+from autoaccum.planning.limits import Limits
+from autoaccum.planning.trials import Trials
 from autoaccum.training.metrics import Kept, Metrics, Sums
 from autoaccum.window.attributes import Attributes
 from autoaccum.window.precision import Autocast
@@ -46,14 +47,28 @@ class Validator:
         autocast: Autocast,
         device: torch.device,
         memory: Memory,
-        limit_bytes: int,
-        target_bytes: int,
-        watch: bool,
+        limits: Limits,
+        is_enforced: bool,
         emit: Callable[[Event], None],
         metrics: Metrics | None = None,
     ) -> None:
-        """Set up: ``modules`` are put into eval mode; no size is kept whose peak passes ``target_bytes``, which with
-        ``watch`` nobody but us enforces. The loss is ``of_outputs`` when the model is only called for them."""
+        """Set up.
+
+        Args:
+            model: what ``loss_of`` is called with.
+            modules: are put into eval mode while a validation goes on.
+            source: the data.
+            loss_of: (model, micro-batch) -> loss.
+            of_outputs: whether the model is only called for its outputs, of which a ``loss_fn`` makes the loss.
+            num_items: (micro-batch) -> what its loss is a mean over; None: it is read off the loss.
+            autocast: makes the context of each forward.
+            device: where to compute.
+            memory: of that device.
+            limits: what micro-batches may take: those of training, which move with it.
+            is_enforced: whether the device refuses what passes the limit; else nobody keeps it but us.
+            emit: takes the events.
+            metrics: what else is reported.
+        """
         self._metrics = metrics
         self._model = model if metrics is None else metrics.model
         self._modules = list({id(m): m for root in modules for m in root.modules()}.values())
@@ -63,18 +78,13 @@ class Validator:
         self._autocast = autocast
         self._device = device
         self._memory = memory
-        self.heed(limit_bytes, target_bytes)
-        self._watch = watch
+        self._limits = limits
+        self._is_enforced = is_enforced
         self._emit = emit
         # What can be read off a graph costs the memory of one, which is least where the model makes none.
         self._ways = [*(["the loss's graph"] if of_outputs else []), "the graph alone", "all of the graph"]
-        self._history: list[Trial] = []
-        self._released_bytes = 0
-
-    def heed(self, limit_bytes: int, target_bytes: int) -> None:
-        """The limit has moved."""
-        self._limit_bytes = limit_bytes
-        self._target_bytes = target_bytes
+        self._trials = Trials(limits)
+        self._released_bytes = 0  # in use after memory was last given back
 
     def run(self, step: int, epoch: int, training_micro_batch: int) -> float:
         """One pass, in micro-batches that grow up to training's, which fits without a backward if samples are alike.
@@ -87,20 +97,18 @@ class Validator:
         if self._metrics is not None:
             self._metrics.begin()
         with self._evaluating():
-            reader = self._source.read(0, lambda position: (self._size(training_micro_batch),))
-            while (window := reader.window(self._size(training_micro_batch))) is not None:
-                position = 0
-                while position < window.num_samples:
-                    size = min(self._size(training_micro_batch), window.num_samples - position)
-                    if (outcome := self._try(window, position, size)) is None:
-                        self._emit(OutOfMemory(step=step, phase="validation", micro_batch=size))
-                        if size == 1:
+            size, ceiling = self._trials.size, training_micro_batch
+            reader = self._source.read(0, lambda position: (size(ceiling),))
+            while (window := reader.window(size(ceiling))) is not None:
+                for piece in self._trials.window(window.num_samples, ceiling):
+                    if (outcome := self._try(window, piece)) is None:
+                        self._emit(OutOfMemory(step=step, phase="validation", micro_batch=piece.size))
+                        if piece.size == 1:
                             raise self._nothing_fits(None)
                         continue
-                    losses.append((size, *outcome))
-                    position += size
-                    largest = max(largest, size)
-                num_samples += position
+                    losses.append((piece.size, *outcome))
+                    largest = max(largest, piece.size)
+                num_samples += window.num_samples
         if num_samples == 0:
             raise EmptyDatasetError("validation_data", _NOTHING)
         loss = _joined(losses)
@@ -155,36 +163,32 @@ class Validator:
                 module.training = mode
             randomness.set_state(states, self._device)
 
-    def _size(self, ceiling: int) -> int:
-        trial = next_trial(self._history, limit_bytes=self._target_bytes, ceiling=ceiling)
-        return min(ceiling, trial or bounds(self._history)[0] or 1)
-
-    def _try(self, window: Window, position: int, size: int) -> tuple[float, Reduction] | None:
-        """The loss; None when memory ran out. What it took goes into the history."""
-        is_trial = size > bounds(self._history)[0]
-        if is_trial or self._is_cluttered():
-            self._memory.release()
-            self._released_bytes = self._memory.used()
-        if is_trial or self._watch:
+    def _try(self, window: Window, piece: Piece) -> tuple[float, Reduction] | None:
+        """Return the loss of a piece; None when memory ran out. What it took is learnt from."""
+        if piece.is_trial or self._is_cluttered():
+            self._release()
+        is_measured = piece.is_trial or not self._is_enforced
+        if is_measured:
             self._memory.reset_peak()
-        try:
-            outcome, sums = self._outcome(lambda: window.micro_batch(position, size), size)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            ran_out = True
-        else:
-            ran_out = False
-            if self._metrics is not None:
-                self._metrics.keep(sums)
-        if ran_out:
+        outcome = attempt(lambda: self._outcome(lambda: window.micro_batch(piece.start, piece.size), piece.size))
+        if outcome is RAN_OUT:
             gc.collect()
             self._memory.release()
-            self._history.append(Trial(micro_batch=size, fits=False))
+            self._trials.ran_out(piece)
             return None
-        if is_trial or self._watch:
-            self._learn(size, self._memory.peak())
-        return outcome
+        loss, sums = outcome
+        if self._metrics is not None:
+            self._metrics.keep(sums)
+        peak_bytes = self._memory.peak() if is_measured else None
+        if piece.size == 1 and peak_bytes is not None and peak_bytes > self._limits.limit_bytes:
+            raise self._nothing_fits(peak_bytes)
+        if not self._trials.fitted(piece, peak_bytes):
+            self._memory.release()
+        return loss
+
+    def _release(self) -> None:
+        self._memory.release()
+        self._released_bytes = self._memory.used()
 
     def _outcome(self, micro_batch: Callable[[], Any], size: int) -> tuple[tuple[float, Reduction], Sums]:
         """The loss and what it is a mean over; and what the metrics add up to with it."""
@@ -240,21 +244,22 @@ class Validator:
 
     def _is_cluttered(self) -> bool:
         """Whether what the allocator still holds, where nothing enforces the limit, is a good part of what is free."""
-        free = self._target_bytes - self._released_bytes
-        return self._watch and self._memory.used() - self._released_bytes > free / 4
+        free = self._limits.target_bytes - self._released_bytes
+        return not self._is_enforced and self._memory.used() - self._released_bytes > free / 4
 
-    def _learn(self, size: int, peak_bytes: int) -> None:
-        """One sample may use the headroom; nothing may pass the limit."""
-        if size == 1 and peak_bytes > self._limit_bytes:
-            raise self._nothing_fits(peak_bytes)
-        fits = size == 1 or peak_bytes <= self._target_bytes
-        if not fits:
-            self._memory.release()
-        if not fits or size > bounds(self._history)[0]:
-            self._history.append(Trial(micro_batch=size, fits=fits, peak_bytes=peak_bytes))
+    def state_dict(self) -> dict[str, Any]:
+        """Return how it cuts the data, which shows in the last bits of its loss, and how it reads a loss."""
+        return {"history": self._trials.state_dict(), "ways": list(self._ways)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Put back what ``state_dict`` returned."""
+        self._trials.load_state_dict(state["history"])
+        self._ways[:] = state["ways"]
 
     def _nothing_fits(self, peak_bytes: int | None) -> NothingFitsError:
-        return NothingFitsError(phase="validation", micro_batch=1, peak_bytes=peak_bytes, limit_bytes=self._limit_bytes)
+        return NothingFitsError(
+            phase="validation", micro_batch=1, peak_bytes=peak_bytes, limit_bytes=self._limits.limit_bytes
+        )
 
 
 _NOTHING = "reading it yielded nothing."

@@ -1,4 +1,4 @@
-"""What would make the smallest micro-batch fit, for the user to choose from: each cure with the bytes that it needs.
+"""Advice for when nothing fits: what would make the smallest micro-batch fit, each cure with the bytes that it needs.
 
     needed = what is in use before it (parameters, optimizer state, data) + gradients + the most that is held at once
 
@@ -25,8 +25,8 @@ from autoaccum.window.optimizers import sparsely_trained
 from autoaccum.window.precision import Precision, autocast
 from autoaccum.window.tape import Entry, lists_of_blocks, most_held, no_trace, record
 
-WORTH = 0.01
-"""What saves less than this share of the bytes needed is not said."""
+WORTH_SAYING = 0.01
+"""Leave out a cure that saves less than this share of the bytes needed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,65 +34,75 @@ class Refused:
     """The smallest micro-batch, which did not fit, and what it was trained with; memory is as before it."""
 
     model: Any
-    """What ``loss_of`` is called with."""
+    """The object that ``loss_of`` is called with."""
     modules: Sequence[nn.Module]
     """The model, and the loss if it is one too."""
     optimizer: torch.optim.Optimizer
-    """Over their parameters, its state allocated."""
+    """The optimizer of their parameters, its state allocated."""
     loss_of: LossOf
     """(model, batch) -> loss."""
     batch: Callable[[], Any]
-    """Makes the micro-batch."""
+    """() -> the micro-batch."""
     precision: Precision
-    """Of the forward."""
+    """The precision of the forward."""
     device: torch.device
-    """Where it ran."""
+    """The device that it ran on."""
     memory: Memory
-    """Of that device."""
+    """The memory of that device."""
     limit_bytes: int
-    """What may be used."""
+    """Bytes that may be used."""
     peak_bytes: int | None
-    """The most that was in use; None if that was not read."""
+    """The most bytes that were in use; None if that was not read."""
 
 
 def advise(refused: Refused) -> tuple[Advice, ...]:
-    """What saves memory, largest saving first; and last all of it together, where no one thing is enough.
+    """Return what saves memory, largest saving first; and last all of it together, where no one thing is enough.
 
     It leaves no trace and raises nothing: what cannot be measured is left out, or has no ``needed_bytes``.
     """
+    # Advice is added to an error that is on its way: whatever fails here, the user is to hear of what did not fit.
     try:
         found = _advise(refused)
-    except Exception:  # whatever it is: the user is to hear of what did not fit
+    except Exception:
         found = ()
-    gc.collect()  # what a forward that failed has left in reference cycles
+    # A forward that failed may have left tensors in reference cycles.
+    gc.collect()
     return found
 
 
 def _advise(refused: Refused) -> tuple[Advice, ...]:
+    """Return the advice of ``advise``, without its guard."""
     states = _smaller_states(refused.optimizer)
-    trained = _trained(refused)
-    before = _measure(refused, refused.precision)
-    if before is None:
-        known = refused.memory.used() + sum(p.nbytes for p in trained)
+    trained = _densely_trained(refused)
+    measured = _measure(refused, refused.precision)
+    if measured is None:
+        # Not even a forward that keeps nothing can be run. What the optimizer's state takes is known without one.
+        known_bytes = refused.memory.used() + sum(p.nbytes for p in trained)
         return tuple(
             Advice(name=name, saves_bytes=saves, needed_bytes=None, fits=False, how=how)
             for name, saves, how in states
-            if saves > WORTH * known
+            if saves > WORTH_SAYING * known_bytes
         )
-    used_bytes, tape = before
-    halved = _measure(refused, "bf16") if _halves(refused) else None
+    used_bytes, tape = measured
+    tapes = [tape]
+    in_bf16 = _measure(refused, "bf16") if _can_take_bf16(refused) else None
+    if in_bf16 is not None:
+        tapes.append(in_bf16[1])
+    # Needed in all = ``rest``, which no cure below makes smaller but a smaller state, + the most held for a backward.
+    # Gradients that are there already are in what is used.
     rest = used_bytes + sum(p.nbytes for p in trained if p.grad is None)
     # It did not fit, so what is not reckoned (workspaces, fragments) makes up the difference; no cure makes it smaller.
     rest = max(rest, refused.limit_bytes + 1 - most_held(tape), (refused.peak_bytes or 0) - most_held(tape))
     now = rest + most_held(tape)
 
     def cure(name: str, needed: int, how: str) -> Advice:
+        """Make the advice that needs so many bytes in all."""
         return Advice(
             name=name, saves_bytes=now - needed, needed_bytes=needed, fits=needed <= refused.limit_bytes, how=how
         )
 
     blocks = list(lists_of_blocks(refused.modules))
-    offloads = refused.device.type != "cpu"
+    offloads = refused.device.type != "cpu"  # to the CPU, which is another memory only then
     cures = [cure(name, now - saves, how) for name, saves, how in states]
     if blocks:
         best = min(blocks, key=lambda name: most_held(tape, checkpointed=name))
@@ -101,24 +111,33 @@ def _advise(refused: Refused) -> tuple[Advice, ...]:
     if offloads:
         how = "with torch.autograd.graph.save_on_cpu(pin_memory=True): around the forward"
         cures.append(cure("save_on_cpu", rest + most_held(tape, elsewhere=True), how))
-    if halved is not None:
-        cures.append(cure("bf16", rest + most_held(halved[1]), "precision='bf16'"))
-    cures = sorted((c for c in cures if c.saves_bytes > WORTH * now), key=lambda c: -c.saves_bytes)
-    least = min(
-        most_held(entries, checkpointed=name, elsewhere=elsewhere)
-        for entries in ([tape] if halved is None else [tape, halved[1]])
-        for name in (None, *blocks)
-        for elsewhere in {False, offloads}
-    )
+    if in_bf16 is not None:
+        cures.append(cure("bf16", rest + most_held(in_bf16[1]), "precision='bf16'"))
+    cures = sorted((c for c in cures if c.saves_bytes > WORTH_SAYING * now), key=lambda c: -c.saves_bytes)
+    # All together is worth saying only where it may be the one way out.
+    if not cures or any(c.fits for c in cures):
+        return tuple(cures)
     state = max((saves for _, saves, _ in states), default=0)
+    least = _least_held(tapes, blocks, offloads)
     together = cure("all together", rest + least - state, "these at once, with SGD" if state else "these at once")
-    if cures and not any(c.fits for c in cures) and together.saves_bytes > max(c.saves_bytes for c in cures):
+    if together.saves_bytes > max(c.saves_bytes for c in cures):
         cures.append(together)
     return tuple(cures)
 
 
+def _least_held(tapes: Sequence[tuple[Entry, ...]], blocks: Sequence[str], offloads: bool) -> int:
+    """Return the least bytes held for a backward over all ways to compute the forward, checkpoint and offload."""
+    least = []
+    for tape in tapes:
+        for checkpointed in (None, *blocks):
+            least.append(most_held(tape, checkpointed=checkpointed))
+            if offloads:
+                least.append(most_held(tape, checkpointed=checkpointed, elsewhere=True))
+    return min(least)
+
+
 def _measure(refused: Refused, precision: Precision) -> tuple[int, tuple[Entry, ...]] | None:
-    """Bytes in use beside the micro-batch, and the tape of its forward; None if it cannot be run even so."""
+    """Return the bytes in use beside the micro-batch, and the tape of its forward; None if it cannot be run even so."""
     refused.memory.release()
     try:
         with no_trace(refused.modules, refused.device), warnings.catch_warnings():
@@ -132,37 +151,45 @@ def _measure(refused: Refused, precision: Precision) -> tuple[int, tuple[Entry, 
         return None
 
 
-def _halves(refused: Refused) -> bool:
-    """Whether bf16 is another choice, and one that the device has."""
+def _can_take_bf16(refused: Refused) -> bool:
+    """Return whether bf16 is another choice, and one that the device has."""
     kind = refused.device.type
     if refused.precision != "fp32" or not torch.amp.is_autocast_available(kind):
         return False
+    # Older cards emulate it, which takes longer and saves nothing.
     return kind != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
 
 
-def _trained(refused: Refused) -> list[torch.Tensor]:
-    """What gets gradients of its own size."""
-    held = [p for group in refused.optimizer.param_groups for p in group["params"]]
+def _densely_trained(refused: Refused) -> list[torch.Tensor]:
+    """Return the parameters that get gradients of their own size, each once."""
     sparse = {id(weight) for weight in sparsely_trained(refused.modules)}
-    found = {id(p): p for p in (*held, *(p for module in refused.modules for p in module.parameters()))}
+    # The optimizer may hold parameters of no module, and modules some that no optimizer holds: a backward fills both.
+    found = {id(p): p for group in refused.optimizer.param_groups for p in group["params"]}
+    for module in refused.modules:
+        found |= {id(p): p for p in module.parameters()}
     return [p for p in found.values() if p.requires_grad and id(p) not in sparse]
 
 
 def _smaller_states(optimizer: torch.optim.Optimizer) -> list[tuple[str, int, str]]:
-    """Optimizers that keep less: the name, the bytes that it saves, how to get it."""
+    """Return the optimizers that keep less: the name, the bytes that it saves, how to get it."""
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    # Some keep their step counts on the CPU: those take none of the device's memory.
     kinds = {p.device.type for p in parameters}
     state = flatten(list(optimizer.state.values()))[0]
     now = sum(v.nbytes for v in state if isinstance(v, torch.Tensor) and v.device.type in kinds)
     how = "optimizer=lambda params: torch.optim."
     found = [("SGD", now, f"{how}SGD(params, lr=...), which keeps no state without momentum")]
+    # PyTorch's Adafactor refuses complex parameters.
     if hasattr(torch.optim, "Adafactor") and not any(p.is_complex() for p in parameters):
-        found.append(("Adafactor", now - sum(map(_factored, parameters)), f"{how}Adafactor(params)"))
+        found.append(("Adafactor", now - sum(map(_adafactor_bytes, parameters)), f"{how}Adafactor(params)"))
     return [(name, saves, words) for name, saves, words in found if saves > 0]
 
 
-def _factored(parameter: torch.Tensor) -> int:
-    """Bytes of the second moments of one parameter as Adafactor keeps them: rows and columns of matrices."""
+def _adafactor_bytes(parameter: torch.Tensor) -> int:
+    """Return the bytes of one parameter's second moments as Adafactor keeps them: rows and columns of matrices.
+
+    Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost" (2018), section 3.
+    """
     if parameter.dim() < 2:
         return parameter.nbytes
     *batch, rows, columns = parameter.shape
@@ -170,6 +197,7 @@ def _factored(parameter: torch.Tensor) -> int:
 
 
 def _how_to_checkpoint(model: Any, blocks: str) -> str:
+    """Return the code that checkpoints those blocks: the model's own method, where it has one."""
     for method in ("activation_checkpointing_enable", "gradient_checkpointing_enable"):  # transformers renamed it
         if callable(getattr(model, method, None)):
             return f"model.{method}()"

@@ -1,4 +1,4 @@
-"""What objects keep about themselves in Python, remembered and put back: counters, caches, hooks, their very class."""
+"""The attributes of objects, remembered and put back: counters, caches, hooks, their very class."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)
-"""Of these types exactly: a subclass may mean something else by ``clear`` and ``update``."""
+"""The types of containers whose contents are remembered, exactly: a subclass may mean something else by ``clear``."""
 
 
 class Attributes:
@@ -18,8 +18,13 @@ class Attributes:
     """
 
     def __init__(self, objects: Iterable[Any]) -> None:
+        """Remember the attributes of these objects now."""
+        # A forward may change the class itself: a lazy layer becomes an ordinary one.
         self._classes = [(owner, type(owner)) for owner in objects]
+        # (container, a copy of it) by the container's id, which the container that is held here keeps unique.
         self._contents: dict[int, tuple[Any, Any]] = {}
+        # The attributes themselves are a dict: it is remembered like those that lie in it. Not by recursion, for lists
+        # may hold themselves or be nested deeply.
         found: list[Any] = [vars(owner) for owner, _ in self._classes]
         while found:
             container = found.pop()
@@ -29,7 +34,7 @@ class Attributes:
             found.extend(container.values() if isinstance(container, dict) else container)
 
     def restore(self) -> None:
-        """Put them back; it may be done again."""
+        """Put everything back; it may be done again."""
         for owner, kind in self._classes:
             if type(owner) is not kind:
                 owner.__class__ = kind

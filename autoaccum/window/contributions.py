@@ -1,4 +1,4 @@
-"""What each micro-batch adds to a window's gradient, measured before it is added.
+"""The contribution of each micro-batch to a window's gradient, measured before it is added.
 
 What has been accumulated is set aside while a backward runs. That costs the memory of another set of gradients, which
 is in the peaks that are measured, for it is there in every micro-batch but the first. The sums are those of plain
@@ -20,6 +20,7 @@ Before = list[tuple[torch.Tensor, torch.Tensor]]
 def set_aside(parameters: Sequence[torch.Tensor]) -> Before:
     """Take the gradients from the parameters; until ``add_back`` the list is all that holds them."""
     before = [(p, p.grad) for p in parameters if p.grad is not None]
+    # With no gradient there, a backward puts its own in place and adds nothing.
     for p, _ in before:
         p.grad = None
     return before
@@ -31,8 +32,10 @@ def add_back(before: Before) -> None:
     sums, addends = [], []
     for p, old in before:
         new, p.grad = p.grad, old
+        # This micro-batch did not use the parameter: its sum stays as it is.
         if new is None:
             continue
+        # A dense tensor cannot be added onto a sparse one in place; autograd adds them the other way round, too.
         if old.is_sparse and not new.is_sparse:
             p.grad = new.add_(old)
         else:
@@ -44,17 +47,19 @@ def add_back(before: Before) -> None:
 
 @torch.no_grad()
 def norm(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
-    """2-norm of the gradients, 0-dim, of 32 bits or more, on the device: nothing waits for it."""
-    gradients = [_numbers(p.grad) for p in parameters if p.grad is not None]
+    """Return the 2-norm of the gradients, 0-dim, of 32 bits or more, on the device: nothing waits for it."""
+    gradients = [_real_numbers(p.grad) for p in parameters if p.grad is not None]
     if not gradients:
         return torch.zeros((), device=parameters[0].device)
+    # The square of a float16 number above 256 is infinite: norms are summed in no narrower type than float32.
     wide = reduce(torch.promote_types, {gradient.dtype for gradient in gradients}, torch.float32)
     norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, dtype=wide)))
     return norm
 
 
-def _numbers(gradient: torch.Tensor) -> torch.Tensor:
-    """The real numbers that it is made of."""
-    if gradient.is_sparse:  # an entry that several samples add to must not count several times
+def _real_numbers(gradient: torch.Tensor) -> torch.Tensor:
+    """Return the real numbers that a gradient is made of."""
+    # An entry that several samples add to is listed several times until then, and the squares would be summed apart.
+    if gradient.is_sparse:
         gradient = gradient.coalesce()._values()
     return torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient

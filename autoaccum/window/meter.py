@@ -1,114 +1,133 @@
-"""What windows take of the memory: read around them, made room for, and kept below a limit that nobody else keeps."""
+"""Reads the memory and the clock around windows and their micro-batches, and returns readings. It decides nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 
 import torch
 
 from autoaccum.memory import clock
 from autoaccum.memory.base import Memory
-from autoaccum.planning.history import Lengths
-from autoaccum.planning.tuner import Tuner
+from autoaccum.planning.attempts import NOT_MEASURED, Piece, Reading
 
 
-class Gauge:
-    """Reads the memory and the clock around windows, micro-batches and trials, and tells the tuner what matters."""
+class Meter:
+    """The instruments of one run."""
 
-    def __init__(self, memory: Memory, device: torch.device, tuner: Tuner, *, watch: bool) -> None:
-        """``watch``: whether the limit is kept by nobody but us, so that passing it raises no error."""
+    def __init__(
+        self,
+        memory: Memory,
+        device: torch.device,
+        *,
+        is_enforced: bool,
+        needs_room: Callable[[int, Piece, int], bool],
+    ) -> None:
+        """Set up.
+
+        Args:
+            memory: what is read.
+            device: whose work a reading of the clock waits for.
+            is_enforced: whether the device refuses what passes the limit. Where nobody keeps it but us, what only the
+                allocator holds is given back before it would make a micro-batch pass the limit.
+            needs_room: (bytes that only the allocator holds, the piece to come, the peak of the last window) -> whether
+                they stand in its way: see ``Tuner.needs_room``.
+        """
         self._memory = memory
         self._device = device
-        self._tuner = tuner
-        self._watch = watch
+        self._is_enforced = is_enforced
+        self._needs_room = needs_room
+        self.before_trial: Callable[[int, int], None] | None = None
+        """Called with the samples of each trial, and their length, before it is run."""
         self._window_bytes = 0  # peak of the last window that was measured
-        self._before_trials = 0
-        self._between_bytes = 0
-        self._measures = False
-        self._next_reading = 0.0
-        self._tight = watch
-        self._released_bytes = memory.used()
-        self._passed_limit = False
+        self._before_trials = 0  # peak of this window, up to its last trial, which starts a new one
+        self._between_bytes = 0  # peak of what came before this window
+        self._is_measuring = False  # whether this window's peak is read
+        self._next_reading = 0.0  # the time from which on the peak is read again
+        self._is_tight = not is_enforced  # whether what the allocator holds may matter
+        self._released_bytes = memory.used()  # in use after memory was last given back
 
     @property
     def peak_bytes(self) -> int:
-        """Most in use at once since it was last read: by the last window that was measured, or just before it."""
+        """Return the most in use at once by the last window that was measured, or just before it."""
         return max(self._window_bytes, self._between_bytes)
 
-    def begin_window(self) -> None:
-        """A window begins; it is measured unless the last reading was just now."""
-        self._measures = self._tuner.searching or clock.now() >= self._next_reading
+    def now(self) -> float:
+        """Return the seconds of the clock, once everything that was launched on the device is done."""
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
+        return clock.now()
+
+    def begin_window(self, *, is_searching: bool) -> None:
+        """Begin a window; its peak is measured in a search, and else unless the last reading was just now."""
+        self._is_measuring = is_searching or clock.now() >= self._next_reading
         self._between_bytes = 0
-        if self._measures:  # what came between, an optimizer's step or a validation, no plan of ours can make smaller
+        if self._is_measuring:  # what came between, an optimizer's step or a validation, no plan can make smaller
             self._between_bytes = self._memory.peak()
             self._memory.reset_peak()
             self._before_trials = 0
 
-    def end_window(self, sizes: tuple[int, ...], lengths: Lengths) -> tuple[int, ...] | None:
-        """A window committed; returns a plan for those that follow if it passed the limit, as the one before it did."""
-        if not self._measures:
+    def end_window(self, *, is_searching: bool, target_bytes: int) -> int | None:
+        """End a window that has committed; return its peak in bytes, or None if it was not measured."""
+        if not self._is_measuring:
             return None
         self._window_bytes = max(self._before_trials, self._memory.peak())
         self._next_reading = clock.now() + self._memory.reading_seconds
-        self._tight = self._watch and (self._tuner.searching or self._window_bytes > self._tuner.target_bytes / 2)
-        return self._keep_limit(sizes, lengths) if self._watch and not self._tuner.searching else None
+        self._is_tight = not self._is_enforced and (is_searching or self._window_bytes > target_bytes / 2)
+        return self._window_bytes
 
-    def _keep_limit(self, sizes: tuple[int, ...], lengths: Lengths) -> tuple[int, ...] | None:
-        passed, self._passed_limit = self._passed_limit, self._window_bytes > self._tuner.target_bytes
-        if not self._passed_limit:
-            return None
-        self.release()
-        loads = self._tuner.loads(sizes, lengths)
-        index = loads.index(max(loads))
-        # A load beyond the tuner's largest is there because no micro-batch may have fewer samples than the smallest.
-        if not passed or sizes[index] <= self._tuner.smallest or loads[index] > self._tuner.largest:
-            return None
-        self._tuner.passed_limit(sizes[index], self._window_bytes, length_at(lengths, sum(sizes[:index])))
-        self._passed_limit = False
-        return self._tuner.plan(sum(sizes), lengths)
+    def measuring(self, piece: Piece) -> Reading:
+        """Return the context to run a piece in, which is also its reading afterwards."""
+        if piece.is_trial:
+            if self.before_trial is not None:
+                self.before_trial(piece.size, piece.length)
+            return _OfTrial(self, self._memory, piece)
+        if self._is_tight:
+            self._make_room(piece)
+        return NOT_MEASURED
 
-    def make_room(self, micro_batch: int, length: int) -> None:
-        """Before a micro-batch, where nobody but us keeps the limit: give back what the allocator still holds.
-
-        A trial starts from released memory, so its peak is kept only by starting from there too; between micro-batches
-        a C library's heap keeps, and scatters, tens of MiB. But giving back and getting again costs time: only when
-        the peak would pass the target.
-        """
-        if not self._tight:
-            return
-        model = self._tuner.memory_model
-        predicted = self._window_bytes if model is None else model.predict(micro_batch, length)
-        if self._memory.used() - self._released_bytes + predicted > self._tuner.target_bytes:
-            self.release()
+    def peak(self) -> int:
+        """Return the most in use at once since the peak was last reset, in bytes."""
+        return self._memory.peak()
 
     def release(self) -> None:
         """Give back what only the allocator still holds."""
         self._memory.release()
         self._released_bytes = self._memory.used()
 
+    def _make_room(self, piece: Piece) -> None:
+        """Give memory back before a piece whose peak it would push past the target.
+
+        A trial starts from released memory, so its peak is kept only by starting from there too; between micro-batches
+        a C library's heap keeps, and scatters, tens of MiB. But giving back and getting again costs time.
+        """
+        held_bytes = self._memory.used() - self._released_bytes
+        if self._needs_room(held_bytes, piece, self._window_bytes):
+            self.release()
+
     def begin_trial(self) -> float:
-        """From released memory; returns the time."""
+        """Start a trial from released memory; return the time."""
         self._before_trials = max(self._before_trials, self._memory.peak())
         self.release()
         self._memory.reset_peak()
         return self.now()
 
-    def end_trial(self, micro_batch: int, length: int, started: float) -> None:
-        """It ran well.
 
-        Raises:
-            NothingFitsError: it was the smallest, and passed the limit.
-        """
-        seconds = self.now() - started
-        self._tuner.observe(micro_batch, self._memory.peak(), seconds, length)
+class _OfTrial(Reading):
+    """The reading of a trial: complete once its context has ended well."""
 
-    def now(self) -> float:
-        """Seconds, everything that was launched on the device being done."""
-        if self._device.type != "cpu":
-            torch.accelerator.synchronize(self._device)
-        return clock.now()
+    __slots__ = ("_memory", "_meter", "_started")
 
+    def __init__(self, meter: Meter, memory: Memory, piece: Piece) -> None:
+        super().__init__(piece)
+        self._meter = meter
+        self._memory = memory
+        self._started = 0.0
 
-def length_at(lengths: Sequence[int] | None, position: int) -> int:
-    """Of the sample there, to which those after it are padded; 1 where samples are alike."""
-    return 1 if lengths is None else lengths[position]
+    def __enter__(self) -> Reading:
+        self._started = self._meter.begin_trial()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        if raised[0] is None:
+            self.seconds = self._meter.now() - self._started
+            self.peak_bytes = self._memory.peak()

@@ -21,10 +21,11 @@ from autoaccum.memory.oom import is_out_of_memory
 from autoaccum.window.attributes import Attributes
 
 OptimizerLike = torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+"""An optimizer, or a function (params) -> optimizer."""
 
 
 def trainable_parameters(model: object, modules: Sequence[nn.Module]) -> list[nn.Parameter]:
-    """The parameters that require a gradient, of the model and of a loss that is a module too.
+    """Return the parameters that require a gradient, of the model and of a loss that is a module too.
 
     Raises:
         ArgumentTypeError: the model is no module.
@@ -32,6 +33,7 @@ def trainable_parameters(model: object, modules: Sequence[nn.Module]) -> list[nn
     """
     if not isinstance(model, nn.Module):
         raise ArgumentTypeError("model", type(model).__name__, "a torch.nn.Module", "It comes first, the data second.")
+    # By id: a loss may share parameters with the model, and an optimizer refuses one that it is given twice.
     found = {id(p): p for module in modules for p in module.parameters() if p.requires_grad}
     parameters = list(found.values())
     if not parameters:
@@ -42,7 +44,12 @@ def trainable_parameters(model: object, modules: Sequence[nn.Module]) -> list[nn
 def make_optimizer(
     optimizer: OptimizerLike | None, lr: float | None, parameters: list[nn.Parameter]
 ) -> torch.optim.Optimizer:
-    """The user's optimizer, or AdamW: fused where PyTorch has it, which is fast and allocates nothing in its step.
+    """Return the user's optimizer, or AdamW: fused where PyTorch has it, which is fast and allocates nothing in a step.
+
+    Args:
+        optimizer: the user's, or what makes it; None for AdamW.
+        lr: the learning rate of AdamW; None for 1e-3.
+        parameters: those to train.
 
     Raises:
         ConflictingArgumentsError: ``lr`` beside an optimizer, which has its own.
@@ -51,6 +58,7 @@ def make_optimizer(
     """
     if optimizer is None:
         lr = 1e-3 if lr is None else lr
+        # The fused kernel takes no complex parameters, which it says only in a step.
         if all(p.is_floating_point() for p in parameters):
             try:
                 return torch.optim.AdamW(parameters, lr=lr, fused=True)
@@ -59,9 +67,10 @@ def make_optimizer(
         return torch.optim.AdamW(parameters, lr=lr)
     if lr is not None:
         raise ConflictingArgumentsError("lr", lr, "optimizer", "Set the learning rate where the optimizer is made.")
-    made: Any = (
-        optimizer if isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer) else optimizer(parameters)
-    )
+    made: Any = optimizer
+    # What is neither of the two is refused below, with words that say what is accepted.
+    if not isinstance(optimizer, torch.optim.Optimizer) and callable(optimizer):
+        made = optimizer(parameters)
     check_optimizer(made, parameters, "a torch.optim.Optimizer, or a function (params) -> Optimizer")
     if needs_closure(made):
         raise ArgumentTypeError(
@@ -79,6 +88,11 @@ def check_optimizer(
 ) -> None:
     """Refuse what is no optimizer, or one that would train nothing.
 
+    Args:
+        optimizer: what was passed, or made.
+        parameters: those to train, of which it has to hold one at least: others may be frozen on purpose.
+        accepted: what to pass instead, for the error.
+
     Raises:
         ArgumentTypeError: it is no optimizer.
         ForeignOptimizerError: it holds none of the parameters.
@@ -91,7 +105,8 @@ def check_optimizer(
 
 
 def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its step evaluates the loss itself, as that of LBFGS does."""
+    """Return whether its step evaluates the loss itself, as that of LBFGS does."""
+    # Every step has the argument; those that can do without it have a default.
     parameters = inspect.signature(optimizer.step).parameters.values()
     return any(p.name == "closure" and p.default is p.empty for p in parameters)
 
@@ -106,39 +121,29 @@ def allocate_state(optimizer: torch.optim.Optimizer, modules: Sequence[nn.Module
     """
     if not f"{type(optimizer).__module__}.".startswith("torch.optim."):
         return
+    # The state lies in dicts of the optimizer: to put its attributes back takes out what was added.
     before = Attributes([optimizer])
     try:
         _allocate(optimizer, {id(p) for p in sparsely_trained(modules)})
-    except BaseException:
+    except BaseException:  # an interrupt leaves no half of it either
         before.restore()
         raise
 
 
 @torch.no_grad()
 def _allocate(optimizer: torch.optim.Optimizer, sparse: set[int]) -> None:
-    """By the optimizer's own ``_init_group`` where there is one.
-
-    It is the part of a step that makes the missing state and reads the present one, before any arithmetic. It wants
-    gradients, so parameters without one have zeros for the moment. SGD clones its first gradient instead; a buffer of
-    zeros gives the same next value, 0 * momentum + gradient, unless it is dampened, or the gradient sparse and its
-    clone small. SparseAdam has no such part.
-    """
+    """Allocate the missing state of each group; ``sparse`` are the ids of parameters whose gradients are sparse."""
     for group in optimizer.param_groups:
         trained = [p for p in group["params"] if p.requires_grad]
         if hasattr(optimizer, "_init_group"):
-            init_group = optimizer._init_group
-            without = [p for p in trained if p.grad is None and id(p) not in sparse]
-            try:
-                for p in without:
-                    p.grad = torch.zeros_like(p)
-                init_group(group, *([] for _ in range(len(inspect.signature(init_group).parameters) - 1)))
-            finally:
-                for p in without:
-                    p.grad = None
+            _allocate_by_init_group(optimizer._init_group, group, [p for p in trained if id(p) not in sparse])
+        # SGD clones its first gradient instead. A buffer of zeros gives the same next value, 0 * momentum + gradient,
+        # unless it is dampened, or the gradient is sparse and its clone small.
         if type(optimizer) is torch.optim.SGD and group["momentum"] and not group["dampening"]:
             for p in trained:
                 if id(p) not in sparse and optimizer.state[p].get("momentum_buffer") is None:
                     optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        # SparseAdam makes its state in the midst of its step: the same is made here. It is dense.
         if type(optimizer) is torch.optim.SparseAdam:
             for p in trained:
                 if not optimizer.state[p]:
@@ -146,8 +151,31 @@ def _allocate(optimizer: torch.optim.Optimizer, sparse: set[int]) -> None:
                     optimizer.state[p] = {"step": 0, **moments}
 
 
+def _allocate_by_init_group(
+    init_group: Callable[..., Any], group: dict[str, Any], parameters: Sequence[torch.Tensor]
+) -> None:
+    """Allocate the state of a group by ``_init_group``, the part of a step that does so before any arithmetic.
+
+    Args:
+        init_group: the optimizer's own, which makes the missing state and reads the present one into lists.
+        group: the parameter group.
+        parameters: those of it whose state to allocate.
+    """
+    # It passes over parameters without a gradient, so these have zeros for the moment.
+    without = [p for p in parameters if p.grad is None]
+    # Behind the group come lists for it to fill, another number of them for each optimizer. Nobody reads them here.
+    num_lists = len(inspect.signature(init_group).parameters) - 1
+    try:
+        for p in without:
+            p.grad = torch.zeros_like(p)
+        init_group(group, *([] for _ in range(num_lists)))
+    finally:
+        for p in without:
+            p.grad = None
+
+
 def sparsely_trained(modules: Sequence[nn.Module]) -> list[torch.Tensor]:
-    """The parameters whose gradients are sparse, as far as modules say so."""
+    """Return the parameters whose gradients are sparse, as far as modules say so."""
     layers = (layer for module in modules for layer in module.modules())
     return [m.weight for m in layers if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse]
 
@@ -160,19 +188,29 @@ def take_step(
     limit_bytes: int,
     closure: Callable[[], Any] | None = None,
 ) -> str | None:
-    """One step on gradients that are unscaled already, or on a closure's; returns why it was left out, if it was.
+    """Take one step on gradients that are unscaled already, or on a closure's; return why it was left out, if it was.
+
+    Args:
+        optimizer: to step.
+        scaler: for float16; None without it.
+        step: the number of the optimizer step, for the error: the first is 1.
+        memory: of the device.
+        limit_bytes: what may be used of it.
+        closure: computes the loss and its gradients, for an optimizer that needs one; no scaler goes with it.
 
     Raises:
         OptimizerOutOfMemoryError: memory ran out, perhaps half-way through the parameters.
     """
+    # The error is raised behind the ``except``: there, its traceback would pin the tensors of the step.
     try:
         if closure is not None:
-            optimizer.step(closure)
+            optimizer.step(closure)  # which may run forwards and backwards in the midst of it
             return None
         if scaler is None:
             optimizer.step()
             return None
         scale = scaler.get_scale()
+        # It leaves the step out when a gradient is not finite, and tells it only by a scale that falls.
         scaler.step(optimizer)
         scaler.update()
         skipped = scaler.get_scale() < scale
@@ -180,6 +218,7 @@ def take_step(
     except Exception as error:
         if not is_out_of_memory(error):
             raise
+    # The weights may be half-stepped, so nothing goes on from here: a run resumes from its last checkpoint.
     raise OptimizerOutOfMemoryError(
         optimizer=type(optimizer).__name__, step=step, peak_bytes=memory.peak(), limit_bytes=limit_bytes
     )

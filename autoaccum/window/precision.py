@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
 
 from autoaccum._checks import one_of
-from autoaccum.events import Notice
 
 Precision = Literal["fp32", "bf16", "fp16"]
+"""The type that forwards compute in: float32, or 16 bits where autocast deems them safe."""
 Autocast = Callable[[], AbstractContextManager[Any]]
-"""Makes the context of one forward."""
+"""() -> the context of one forward."""
 
 
 def autocast(precision: Precision, device: torch.device) -> Autocast:
-    """Autocast for bf16 and fp16; for fp32 a context that does nothing, so that the model computes as it is.
+    """Return what makes the context of a forward: autocast for bf16 and fp16, and for fp32 one that does nothing.
+
+    So with fp32 the model computes in whatever types its parameters have.
 
     Raises:
         ArgumentError: there is no such precision.
@@ -26,16 +28,5 @@ def autocast(precision: Precision, device: torch.device) -> Autocast:
     if precision == "fp32":
         return nullcontext
     dtype = torch.bfloat16 if precision == "bf16" else torch.float16
+    # Anew for each forward: autocast keeps copies of weights in 16 bits until its context is left, and weights change.
     return lambda: torch.autocast(device.type, dtype=dtype)
-
-
-def half_precision_notices(parameters: Sequence[torch.Tensor]) -> list[Notice]:
-    """What to say when windows of a model whose parameters have 16 bits themselves are cut."""
-    dtypes = {str(p.dtype).removeprefix("torch.") for p in parameters if p.dtype in (torch.bfloat16, torch.float16)}
-    notice = Notice(
-        cause=f"The model's parameters are {' and '.join(sorted(dtypes))}",
-        consequence="Gradients are summed over micro-batches in that type too, each addition rounding: the more "
-        "micro-batches, the further from the gradient of the window",
-        cure="Keep the parameters in float32 and pass precision='bf16' or 'fp16'",
-    )
-    return [notice] if dtypes else []

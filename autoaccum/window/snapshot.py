@@ -1,4 +1,4 @@
-"""What a forward and backward changes besides gradients, saved before a window and put back when it is replayed."""
+"""The state besides gradients that a forward and backward changes, saved before a window, put back for its replay."""
 
 from __future__ import annotations
 
@@ -22,8 +22,11 @@ class Snapshot:
 
     def __init__(self, modules: Sequence[nn.Module], device: torch.device) -> None:
         self._device = device
+        # All modules below these, each once, whether it has buffers now or gets some later.
         self._owners = list({id(m): m for module in modules for m in module.modules()}.values())
+        # Which tensors stood where: (module, its buffers by name), of modules that have any.
         self._buffers: list[tuple[nn.Module, dict[str, torch.Tensor | None]]] = []
+        # What was in them: (buffer, copy) by the buffer's id, which the buffer that is held here keeps unique.
         self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._random: randomness.RandomState = ()
 
@@ -36,8 +39,9 @@ class Snapshot:
 
     @torch.no_grad()
     def _copy_buffers(self) -> None:
+        """Copy every buffer, into the copy of the last time where there is one: this runs before every window."""
         before, self._copies = self._copies, {}
-        stale = []
+        stale = []  # copies to write again
         for _, buffers in self._buffers:
             for buffer in buffers.values():
                 # What a lazy layer has not built yet has no value. What is expanded shares its elements, so PyTorch
@@ -58,9 +62,11 @@ class Snapshot:
         randomness.set_state(self._random, self._device)
         before = {id(owner): buffers for owner, buffers in self._buffers}
         for owner in self._owners:
+            # In place, for others may hold the dict; one that had no buffers loses those that a forward registered.
             owner._buffers.clear()
             owner._buffers.update(before.get(id(owner), {}))
         for buffer, copy in self._copies.values():
+            # A forward has resized it: in place it cannot be made as it was.
             if buffer.shape != copy.shape:
                 buffer.data = copy.clone()
         _copy(list(self._copies.values()))
@@ -77,6 +83,8 @@ def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 def is_expanded(tensor: torch.Tensor) -> bool:
-    """Whether elements share memory, so that nothing can write to it."""
-    strided = tensor.layout == torch.strided
-    return strided and any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    """Return whether elements of the tensor share memory, so that nothing can write to it."""
+    if tensor.layout != torch.strided:
+        return False
+    # A stride of 0 leads from an element to itself; with a size of 1 it leads nowhere.
+    return any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -1,142 +1,117 @@
-"""What ``fit`` and ``Accumulator`` share: a window's gradient in whatever memory there is, then the optimizer's step.
+"""One optimizer step in whatever memory there is: the gradient of a window, then the step on it.
 
-Where windows come from, and what is done between them, is the caller's.
+It asks the tuner how to cut the window, runs the transaction, and goes on in smaller pieces when memory runs out. Where
+windows come from, and what is done between them, is the caller's.
 """
 
 from __future__ import annotations
 
 import math
-import sys
-import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import nn
 
 from autoaccum._units import format_bytes
 from autoaccum.data.base import Window
-from autoaccum.errors import ArgumentError, AutoaccumWarning, NothingFitsError
-from autoaccum.events import Event, Notice, Planned, Replanned, StepSkipped
-from autoaccum.loss.coupling import is_compiled, smallest_micro_batch
-from autoaccum.loss.functions import LossOf
-from autoaccum.loss.weighting import CountItems
+from autoaccum.errors import NonFiniteLossError, NothingFitsError
+from autoaccum.events import Event, Notice, OutOfMemory, Planned, Replanned, StepSkipped
 from autoaccum.memory import clock
 from autoaccum.memory.base import Memory
+from autoaccum.memory.limit import Limit
+from autoaccum.memory.oom import RAN_OUT, attempt
+from autoaccum.planning.attempts import Attempt, Lengths, Piece
 from autoaccum.planning.costs import prediction_error
 from autoaccum.planning.cuts import cut
 from autoaccum.planning.tuner import Tuner
 from autoaccum.window.advice import Refused, advise
+from autoaccum.window.announcer import Announcer
+from autoaccum.window.gradient import Gradient
+from autoaccum.window.job import Job
+from autoaccum.window.meter import Meter
 from autoaccum.window.optimizers import take_step
-from autoaccum.window.precision import Precision, autocast
-from autoaccum.window.transaction import Gradient, WindowRunner
+from autoaccum.window.transaction import Repeat, Transaction
 
 
-class Engine:
-    """Runs windows and steps the optimizer; what it is not allowed to decide it emits or announces."""
+class Failure(NamedTuple):
+    """An attempt that ran out of memory, in numbers alone: an exception would pin the tensors that must be freed."""
+
+    piece: Piece
+    """What was being run."""
+    peak_bytes: int
+    """What was reached."""
+
+
+class Examiner(Protocol):
+    """What looks at windows to say where they are not exact: see ``verification.examiner``."""
+
+    def begin_attempt(self) -> None:
+        """Forget what an attempt that was rolled back has shown."""
+
+    def check_first(self, gradient: Gradient) -> None:
+        """Refuse a first loss that is not finite."""
+
+    def notices(self, gradient: Gradient) -> Sequence[Notice]:
+        """Return why the gradient of a window that was cut may not be that of the whole."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain values."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Put them back."""
+
+
+class Step:
+    """Takes the steps of one run. All plans, and all changes of plan, are told by this."""
 
     def __init__(
         self,
-        model: Callable[..., Any],
-        modules: Sequence[nn.Module],
-        optimizer: torch.optim.Optimizer,
+        job: Job,
         *,
-        loss_of: LossOf,
-        num_items: CountItems | None,
-        micro_batch: int | None,
-        max_micro_batch: int | None,
-        full_window: int | None,
+        transaction: Transaction,
+        examiner: Examiner,
+        tuner: Tuner,
+        meter: Meter,
         memory: Memory,
-        total_bytes: int,
-        limit_now: Callable[[], int],
-        limit_bytes: int,
-        headroom: float,
-        precision: Precision,
-        clip_norm: float | None,
-        device: torch.device,
+        limit: Limit,
         emit: Callable[[Event], None],
-        noise_scale: bool = False,
     ) -> None:
-        """Set up; everything is on the device, and the optimizer's state is allocated.
+        """Set up.
 
         Args:
-            model: what ``loss_of`` is called with.
-            modules: the model, and the loss if it is one too.
-            optimizer: over their parameters.
-            loss_of: (model, micro-batch) -> loss.
-            num_items: (micro-batch) -> what its loss is a mean over.
-            micro_batch: its samples; None to find them.
-            max_micro_batch: the most samples to try at once.
-            full_window: samples of the largest window of the run, where that is known.
+            job: what is computed.
+            transaction: adds up the gradient of a window.
+            examiner: looks for what is not exact about it.
+            tuner: decides how windows are cut.
+            meter: measures them.
             memory: of the device.
-            total_bytes: what the device gives to this process.
-            limit_now: () -> what of that may be used, as it is now.
-            limit_bytes: the same, as it was.
-            headroom: fraction of the limit that plans leave free.
-            precision: of forwards.
-            clip_norm: 2-norm to clip each window's gradient to.
-            device: where to compute.
+            limit: what may be used of it.
             emit: takes the events.
-            noise_scale: whether windows that are cut tell of the noise in their gradient.
-
-        Raises:
-            ArgumentError: BatchNorm, and micro-batches of one sample.
         """
-        smallest = smallest_micro_batch(modules)
-        for name, value in (("micro_batch", micro_batch), ("max_micro_batch", max_micro_batch)):
-            if value is not None and value < smallest <= (full_window or smallest):
-                cure = "The model holds BatchNorm in training mode, which has no statistics of one sample."
-                raise ArgumentError(name, value, f"an int of at least {smallest}", cure)
-        ceilings = [samples for samples in (full_window, max_micro_batch) if samples is not None]
-        self.tuner = Tuner(
-            ceiling=min(ceilings, default=2**30),
-            limit_bytes=limit_bytes,
-            headroom=headroom,
-            search=micro_batch is None,
-            largest=min(micro_batch or 0, max_micro_batch or micro_batch or 0),
-            smallest=smallest,
-            coarse=smallest > 1 or is_compiled(model),  # statistics of a few samples are poor
-            fewest=2 if noise_scale and micro_batch is None else 1,
-        )
-        self.optimizer = optimizer
-        self.memory = memory
-        self.limit_bytes = limit_bytes
-        self.watch = limit_bytes < total_bytes or not memory.enforced
-        self._limit_now = limit_now
-        self._next_look = 0.0
-        self._plan: tuple[int, ...] = ()  # that was announced for full windows
-        self._growing_from: tuple[int, ...] | None = None
-        self.autocast = autocast(precision, device)
-        self.step = 0
+        self.job = job
+        self.transaction = transaction
+        self.tuner = tuner
+        self.meter = meter
+        self.limit = limit
+        self.number = 0
         """Windows that were run and stepped on."""
+        self.announcer = Announcer(emit)
+        self._examiner = examiner
+        self._memory = memory
         self._emit = emit
-        self._announced: set[str] = set()
-        self._model = model
-        self._modules = modules
-        self._loss_of = loss_of
-        self._precision = precision
-        self._device = device
-        self._runner = WindowRunner(
-            model=model,
-            modules=modules,
-            optimizer=optimizer,
-            loss_of=loss_of,
-            num_items=num_items,
-            autocast=self.autocast,
-            clip_norm=clip_norm,
-            scaler=torch.amp.GradScaler(device.type) if precision == "fp16" else None,
-            device=device,
-            memory=memory,
-            limit_now=limit_now,
-            watch=self.watch,
-            tuner=self.tuner,
-            emit=emit,
-            announce=self.announce,
-            noise_scale=noise_scale,
-        )
+        self._next_look = 0.0  # the time from which on memory is looked at again
+        self._plan: tuple[int, ...] = ()  # what was announced for full windows
+        self._growing_from: tuple[int, ...] | None = None  # the plan when growth began; None while nothing grows
 
-    def run(self, window: Window, plan: Sequence[int] | None = None) -> tuple[Gradient, int, int]:
-        """The gradient of the next window: see ``WindowRunner.run``.
+    def run(self, window: Window, plan: Sequence[int] | None = None) -> tuple[Gradient, int]:
+        """Make the gradient of the next window, in smaller and smaller pieces until it fits.
+
+        Args:
+            window: the samples.
+            plan: sizes to use; None: those that the tuner chooses.
+
+        Returns:
+            the gradient, in ``.grad``; the number of replays, in each of which memory had run out.
 
         Raises:
             NonFiniteLossError: the loss of the very first window is NaN or infinite; nothing is left of it.
@@ -147,112 +122,182 @@ class Engine:
         if clock.now() >= self._next_look:
             self._look(window)
         try:
-            gradient, peak_bytes, replays = self._runner.run(window, self.step + 1, plan)
+            gradient, replays = self._run(window, plan)
             refused = None
         except NothingFitsError as error:
             refused = error.with_traceback(None)  # whose frames hold what was computed of the window
         if refused is not None:
             raise self._advised(refused, window)
         if not gradient.items:
-            self.announce_once(
+            self.announcer.say_once(
                 Notice(
-                    cause=f"Nothing in window {self.step + 1} counts: every target is ignored, or num_items is 0",
+                    cause=f"Nothing in window {self.number + 1} counts: every target is ignored, or num_items is 0",
                     consequence="Such windows take no step, and their loss is nan",
                     cure="Look at the targets if there should be some",
                 )
             )
-        return gradient, peak_bytes, replays
+        return gradient, replays
+
+    def _run(self, window: Window, plan: Sequence[int] | None) -> tuple[Gradient, int]:
+        tuner, meter, lengths = self.tuner, self.meter, window.lengths
+        meter.begin_window(is_searching=tuner.searching)
+        self.transaction.begin(window)
+        pieces = tuner.window(window.num_samples, lengths, plan)
+        started = meter.now() if pieces.is_timed else None
+        while not isinstance(outcome := self._try(pieces), Gradient):
+            self._roll_back()
+            if isinstance(outcome, Failure):  # noqa: SIM108 (it has to be seen)
+                pieces = self._smaller(pieces, outcome)
+            else:
+                pieces = pieces.repeated(outcome.sizes)
+        pieces.committed(outcome.sizes, None if started is None else meter.now() - started)
+        self.transaction.commit()
+        if len(outcome.sizes) > 1:
+            for notice in self._examiner.notices(outcome):
+                self.announcer.say_once(notice)
+        peak_bytes = meter.end_window(is_searching=tuner.searching, target_bytes=tuner.limits.target_bytes)
+        if peak_bytes is not None and not self.limit.is_enforced and not tuner.searching:
+            self._keep_limit(outcome.sizes, lengths, peak_bytes)
+        return outcome, pieces.replays
+
+    def _try(self, pieces: Attempt) -> Gradient | Repeat | Failure:
+        """Run a window once."""
+        self._examiner.begin_attempt()
+        try:
+            outcome = attempt(lambda: self._add_all(pieces))
+        except (NothingFitsError, NonFiniteLossError):  # said by numbers: a trial's peak, the loss; nothing has failed
+            self._roll_back()
+            raise
+        return Failure(self._piece, self.meter.peak()) if outcome is RAN_OUT else outcome
+
+    def _add_all(self, pieces: Attempt) -> Gradient | Repeat:
+        """Accumulate: this is the loop that a training step is."""
+        sizes = []
+        for piece in pieces:
+            self._piece = piece
+            with self.meter.measuring(piece) as reading:
+                self.transaction.add(piece)
+            pieces.fitted(reading)
+            sizes.append(piece.size)
+        self._piece = piece._replace(size=max(sizes))  # what is to blame if the end of it runs out of memory
+        outcome = self.transaction.finish()
+        if isinstance(outcome, Gradient):
+            self._examiner.check_first(outcome)
+        return outcome
+
+    def _roll_back(self) -> None:
+        self.transaction.roll_back()
+        self.meter.release()
+
+    def _smaller(self, pieces: Attempt, failure: Failure) -> Attempt:
+        """Return a smaller attempt after one that ran out of memory.
+
+        Raises:
+            NothingFitsError: there is none.
+        """
+        piece = failure.piece
+        self._emit(OutOfMemory(step=self.number + 1, phase="training", micro_batch=piece.size))
+        smaller = pieces.ran_out(piece.size, piece.length, failure.peak_bytes, self.limit.now())
+        self._replanned(smaller.replaced, smaller.sizes, "out of memory")
+        return smaller
+
+    def _keep_limit(self, sizes: tuple[int, ...], lengths: Lengths, peak_bytes: int) -> None:
+        """Give memory back after a window that passed the limit, which nobody else keeps; cut the next ones smaller."""
+        if peak_bytes > self.tuner.limits.target_bytes:
+            self.meter.release()
+        smaller = self.tuner.measured(sizes, lengths, peak_bytes)
+        if smaller is not None:
+            self._replanned(sizes, smaller, "over the memory limit")
 
     def _advised(self, refused: NothingFitsError, window: Window) -> NothingFitsError:
+        """Add to an error what would make one sample fit."""
         samples = refused.micro_batch or 1
         advice = advise(
             Refused(
-                model=self._model,
-                modules=self._modules,
-                optimizer=self.optimizer,
-                loss_of=self._loss_of,
+                model=self.job.model,
+                modules=self.job.modules,
+                optimizer=self.job.optimizer,
+                loss_of=self.job.loss_of,
                 batch=lambda: window.micro_batch(0, samples),
-                precision=self._precision,
-                device=self._device,
-                memory=self.memory,
-                limit_bytes=self.limit_bytes,
+                precision=self.job.precision,
+                device=self.job.device,
+                memory=self._memory,
+                limit_bytes=self.limit.bytes,
                 peak_bytes=refused.peak_bytes,
             )
         )
         return refused.advised(advice)
 
     def apply(self, gradient: Gradient) -> bool:
-        """One step of the optimizer; False when it was left out, for there was nothing to step on."""
-        self.step += 1
+        """Step the optimizer; return False when that was left out, for there was nothing to step on."""
+        self.number += 1
         if gradient.items:
-            skipped = take_step(self.optimizer, self._runner.scaler, self.step, self.memory, self.limit_bytes)
+            scaler = self.transaction.scaler
+            skipped = take_step(self.job.optimizer, scaler, self.number, self._memory, self.limit.bytes)
         else:
             skipped = "no micro-batch of the window has an item to learn from"
         if skipped is not None:
-            self._emit(StepSkipped(step=self.step, reason=skipped))
+            self._emit(StepSkipped(step=self.number, reason=skipped))
         return skipped is None
 
     def apply_closure(self, closure: Callable[[], torch.Tensor]) -> None:
-        """One step of an optimizer that asks for gradients itself."""
-        take_step(self.optimizer, None, self.step + 1, self.memory, self.limit_bytes, closure)
-        self.step += 1
+        """Step an optimizer that asks for gradients itself."""
+        take_step(self.job.optimizer, None, self.number + 1, self._memory, self.limit.bytes, closure)
+        self.number += 1
 
     def _look(self, window: Window) -> None:
-        """At the memory, before a window, for one that is short of it costs more than a look."""
+        """Look at the memory before a window, for one that is short of it costs more than a look."""
         tuner, num_samples, lengths = self.tuner, window.num_samples, window.lengths
         if lengths is None:  # a short window is cut in passing: plans are those of full ones
-            num_samples = max(num_samples, tuner.window[0])
-        searching, old = tuner.searching, tuner.plan(num_samples, lengths)
-        self.limit_bytes = self._limit_now()
-        reason = tuner.look(self.limit_bytes, self.memory.strained())
+            num_samples = max(num_samples, tuner.full_window[0])
+        was_searching, old = tuner.searching, tuner.plan(num_samples, lengths)
+        reason = tuner.look(self.limit.read(), self._memory.strained())
         if reason is not None:
             self._growing_from = None
-            self._runner.gauge.release()  # for whoever needs it
-            new = tuner.plan(num_samples, lengths)
-            self._emit(Replanned(step=self.step + 1, old=old, new=new, reason=reason))
-        elif tuner.searching and not searching:
+            self.meter.release()  # for whoever needs it
+            self._replanned(old, tuner.plan(num_samples, lengths), reason)
+        elif tuner.searching and not was_searching:
             self._growing_from = old
-        if tuner.least_bytes > self.limit_bytes:
-            self.announce_once(
+        if tuner.limits.least_bytes > self.limit.bytes:
+            self.announcer.say_once(
                 Notice(
-                    cause=f"The limit is {format_bytes(self.limit_bytes)} now, and the smallest micro-batch needs "
-                    f"{format_bytes(tuner.least_bytes)}",
+                    cause=f"The limit is {format_bytes(self.limit.bytes)} now, and the smallest micro-batch needs "
+                    f"{format_bytes(tuner.limits.least_bytes)}",
                     consequence="Training goes on above the limit while the device lets it",
                     cure="Allow more, or stop the run",
                 )
             )
-        self._next_look = clock.now() + self.memory.reading_seconds
+        self._next_look = clock.now() + self._memory.reading_seconds
 
-    def settle(self, num_samples: int, lengths: Sequence[int] | None = None) -> None:
-        """After a full window: end the search, and the timing of plans, when nothing is left to be found out."""
-        if self.tuner.settle(num_samples, lengths):
+    def settle(self, num_samples: int, lengths: Lengths = None) -> None:
+        """End the search, or the timing of plans, after a full window that left nothing to be found out."""
+        tuner = self.tuner
+        if tuner.settle(num_samples, lengths):
             if self._growing_from is None:
                 self.announce_plan(num_samples, lengths)
-            elif (new := self.tuner.plan(num_samples, lengths)) != self._growing_from:
-                self._emit(Replanned(step=self.step, old=self._growing_from, new=new, reason="there is room for more"))
-        if not (self.tuner.searching or self.tuner.is_timing):
+            elif (new := tuner.plan(num_samples, lengths)) != self._growing_from:
+                self._replanned(self._growing_from, new, "there is room for more", step=self.number)
+        if not (tuner.searching or tuner.is_timing):
             self._growing_from = None
 
-    def resize(self, num_samples: int, lengths: Sequence[int] | None = None) -> None:
-        """Full windows have so many samples from the next one on."""
+    def resize(self, num_samples: int, lengths: Lengths = None) -> None:
+        """Make ready for full windows of so many samples."""
         tuner = self.tuner
-        old = tuner.plan(*tuner.window) if self._plan and tuner.window[0] else None
+        old = tuner.plan(*tuner.full_window) if self._plan and tuner.full_window[0] else None
         tuner.resize(num_samples, lengths)
         self._growing_from = None
         if old is not None:  # else there is no plan yet to give up
             self._plan = tuner.plan(num_samples, lengths)
-            reason = f"the effective batch is {num_samples} now"
-            self._emit(Replanned(step=self.step + 1, old=old, new=self._plan, reason=reason))
-
-    def before_trials(self, function: Callable[[int, int], None]) -> None:
-        """Have it called with the samples of each micro-batch that is a trial, and their length, before that is run."""
-        self._runner.before_trial = function
+            self._replanned(old, self._plan, f"the effective batch is {num_samples} now")
 
     def killed(self, micro_batch: int, length: int, num_samples: int) -> None:
-        """The kernel has killed the last process for its memory, in such a micro-batch; the next window is so large."""
+        """Heed that the kernel killed the last process for its memory, in such a micro-batch.
+
+        The next window has ``num_samples``.
+        """
         tuner = self.tuner
         if micro_batch <= tuner.smallest:
-            self.announce(
+            self.announcer.say(
                 Notice(
                     cause=f"The kernel killed the last process for its memory, in a micro-batch of {micro_batch}",
                     consequence="None is smaller, so this one may end like that too",
@@ -261,48 +306,63 @@ class Engine:
             )
             return
         tuner.killed(micro_batch, length)
-        old, new = cut(num_samples, min(micro_batch, num_samples)), tuner.plan(num_samples)
-        reason = "the kernel killed the last process for its memory"
-        self._emit(Replanned(step=self.step + 1, old=old, new=new, reason=reason))
+        old = cut(num_samples, min(micro_batch, num_samples))
+        self._replanned(old, tuner.plan(num_samples), "the kernel killed the last process for its memory")
 
-    def announce_plan(self, num_samples: int, lengths: Sequence[int] | None = None) -> None:
+    def announce_plan(self, num_samples: int, lengths: Lengths = None) -> None:
         """Say how such windows are cut, unless that was said before."""
-        sizes = self.tuner.plan(num_samples, lengths)
+        tuner = self.tuner
+        sizes = tuner.plan(num_samples, lengths)
         if sizes == self._plan:
             return
         self._plan = sizes
         self._emit(
             Planned(
-                step=self.step,
+                step=self.number,
                 sizes=sizes,
-                reason=self.tuner.reason(),
-                predicted_bytes=self.tuner.predicted_bytes(max(self.tuner.loads(sizes, lengths))),
-                prediction_error=prediction_error(self.tuner.history),
-                limit_bytes=self.limit_bytes,
+                reason=tuner.reason(),
+                predicted_bytes=tuner.predicted_bytes(max(tuner.weights(sizes, lengths))),
+                prediction_error=prediction_error(tuner.history),
+                limit_bytes=self.limit.bytes,
             )
         )
 
+    def _replanned(self, old: tuple[int, ...], new: tuple[int, ...], reason: str, *, step: int | None = None) -> None:
+        """Tell that plans have changed, as of the coming window unless another step is said."""
+        self._emit(Replanned(step=self.number + 1 if step is None else step, old=old, new=new, reason=reason))
+
     def announce_if_not_finite(self, loss: float) -> None:
-        """Once, of a loss after the first window, which was stepped on."""
+        """Say once that a loss after the first window, which was stepped on, is not finite."""
         if not math.isfinite(loss):
-            self.announce_once(
+            self.announcer.say_once(
                 Notice(
-                    cause=f"The loss of window {self.step} is {loss}",
+                    cause=f"The loss of window {self.number} is {loss}",
                     consequence="The step was taken, and the parameters may not be finite any more",
                     cure="Lower lr, pass clip_norm, or look for log(0) or a division by 0 in the loss",
                 )
             )
 
-    def announce_once(self, notice: Notice) -> None:
-        """Unless something of the same consequence was announced."""
-        if notice.consequence not in self._announced:
-            self._announced.add(notice.consequence)
-            self.announce(notice)
+    # What outlives the process. The keys are those of the first version of the format.
 
-    def announce(self, notice: Notice) -> None:
-        """As an event, and as a warning that points at the user's line."""
-        self._emit(notice)
-        level, frame = 1, sys._getframe()
-        while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("autoaccum", "torch"):
-            level, frame = level + 1, frame.f_back
-        warnings.warn(str(notice), AutoaccumWarning, stacklevel=level)
+    def state_dict(self) -> dict[str, Any]:
+        """Return what has been found out about the loss, about memory and about time, and what was announced."""
+        transaction, examiner = self.transaction.state_dict(), self._examiner.state_dict()
+        found = transaction | examiner
+        return {
+            "step": self.number,
+            "announced": [],  # was once kept apart from the other
+            "announced of windows": self.announcer.state_dict(),
+            "plan": self._plan,
+            "runner": {name: found[name] for name in ("_checked", "_has_sums", "_examining", "_deferred")},
+            "scaler": transaction["scaler"],
+            "tuner": self.tuner.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any], *, is_same_device: bool) -> None:
+        """Put back what ``state_dict`` returned; on another device memory and time are to be found out again."""
+        self.number = state["step"]
+        self.announcer.load_state_dict([*state["announced"], *state["announced of windows"]])
+        self._examiner.load_state_dict(state["runner"])
+        self.transaction.load_state_dict(state["runner"] | {"scaler": state["scaler"]})
+        self._plan = state["plan"]
+        self.tuner.load_state_dict(state["tuner"], is_same_device=is_same_device)

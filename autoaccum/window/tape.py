@@ -1,4 +1,4 @@
-"""What a forward saves for its backward, written down without keeping it; and how much of it is held at once.
+"""The tape of a forward: what it saves for its backward, written down without keeping it, and how much is held at once.
 
 So a forward can be measured in a memory in which training it does not fit. Gradients are not measured but reckoned:
 where a tensor is saved, its own and one as large; where a layer has parameters, those of its inputs and outputs and of
@@ -28,11 +28,11 @@ class Entry:
     storage: int = 0
     """The number of the storage that is held from now on; 0 for none, or one that is there anyway."""
     held_bytes: int = 0
-    """Its size."""
+    """Bytes of that storage."""
     loaded_bytes: int = 0
-    """What comes back to the device for this moment's backward if it was kept elsewhere."""
+    """Bytes that come back to the device for this moment's backward if they were kept elsewhere."""
     working_bytes: int = 0
-    """Gradients that are there in this moment's backward, besides those of parameters that are accumulated."""
+    """Bytes of gradients in this moment's backward, besides those of parameters that are accumulated."""
     input_of: str = ""
     """The list of blocks to one of which it is an input, which is held where that is checkpointed."""
     within: tuple[tuple[str, int], ...] = ()
@@ -40,11 +40,14 @@ class Entry:
 
 
 class _Tape:
+    """The entries of a forward, written by hooks while it runs."""
+
     def __init__(self, device: torch.device, there_anyway: Sequence[torch.Tensor]) -> None:
+        """Begin a tape of what is saved on the device, besides tensors that are there anyway."""
         self.entries: list[Entry] = []
         self._device = device
-        self._within: list[tuple[str, int]] = []
-        self._count = 0
+        self._within: list[tuple[str, int]] = []  # the blocks whose forward is running: see ``Entry.within``
+        self._count = 0  # storages that have a number
         # By id, and the object compared: a storage that nobody holds is freed, and the next one may get its id.
         self._numbers: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         for tensor in there_anyway:
@@ -52,6 +55,7 @@ class _Tape:
             self._numbers[id(storage)] = (weakref.ref(storage), 0)
 
     def _number(self, storage: torch.UntypedStorage) -> int:
+        """Return the storage's number, a new one where it has none; 0 for those that are there anyway."""
         known = self._numbers.get(id(storage))
         if known is None or known[0]() is not storage:
             self._count += 1
@@ -59,10 +63,13 @@ class _Tape:
         return known[1]
 
     def _note(self, tensor: torch.Tensor, *, input_of: str = "", is_saved: bool = False) -> None:
+        """Write down a tensor that is held from now on, by the graph or as the input of a block."""
         if tensor.device != self._device:
             return
         storage = tensor.untyped_storage()
         number = self._number(storage)
+        # Where it is read in a backward, there are its own gradient and the one that this is made from. Integers have
+        # none; those of parameters are reckoned with their layers.
         gradients = 2 * tensor.nbytes if is_saved and number and tensor.is_floating_point() else 0
         self.entries.append(
             Entry(
@@ -76,61 +83,80 @@ class _Tape:
         )
 
     def pack(self, tensor: torch.Tensor) -> None:
+        """Write down a tensor that autograd saves; return nothing, so that the graph holds nothing."""
         self._note(tensor, is_saved=True)
 
     def enter(self, blocks: str, inputs: Any) -> None:
+        """Write down the inputs of a block whose forward begins, one of the list of that name."""
         for tensor in _tensors(inputs):
             self._note(tensor, input_of=blocks)
+        # The length of the tape tells calls apart as well as a counter would, but for two blocks without any entry.
         self._within.append((blocks, len(self.entries)))
 
     def leave(self) -> None:
+        """Go on behind the innermost block."""
         self._within.pop()
 
     def use_parameters(self, layer: nn.Module, inputs: Any, outputs: Any) -> None:
-        """A parameter's gradient is made before it is added to the one of the micro-batches before."""
+        """Write down the gradients that a layer with parameters works on: of its largest parameter, inputs, outputs."""
+        # A parameter's gradient is made before it is added to the one of the micro-batches before.
         own = max(p.nbytes for p in layer.parameters(recurse=False) if p.requires_grad)
         around = sum(t.nbytes for t in _tensors((inputs, outputs)) if t.requires_grad)
         self.entries.append(Entry(working_bytes=own + around, within=tuple(self._within)))
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:
+    """Return the tensors in nested containers."""
     return [leaf for leaf in flatten(values)[0] if isinstance(leaf, torch.Tensor)]
 
 
 def lists_of_blocks(modules: Sequence[nn.Module]) -> dict[str, list[nn.Module]]:
-    """The children of each ModuleList and Sequential of several, by its name: "model.layers"."""
-    found = {name: m for root in reversed(modules) for name, m in root.named_modules(prefix="model")}
-    lists = {name: list(m) for name, m in found.items() if isinstance(m, nn.ModuleList | nn.Sequential)}
-    return {name: blocks for name, blocks in lists.items() if len(blocks) > 1}
+    """Return the children of each ModuleList and Sequential of several, by its name: "model.layers"."""
+    found: dict[str, nn.Module] = {}
+    # The first module is the model: where a loss has something of the same name, the model's is meant.
+    for root in reversed(modules):
+        found |= dict(root.named_modules(prefix="model"))
+    lists = {}
+    for name, module in found.items():
+        blocks = list(module) if isinstance(module, nn.ModuleList | nn.Sequential) else []
+        if len(blocks) > 1:
+            lists[name] = blocks
+    return lists
 
 
 def _unpack(_: object) -> torch.Tensor:
+    """Refuse a backward: there is nothing to give it."""
     raise RuntimeError("a backward within a forward of which nothing was kept")
 
 
 def record(
     forward: Callable[[], Any], modules: Sequence[nn.Module], batch: Any, device: torch.device
 ) -> tuple[Entry, ...]:
-    """What a forward saves on the device, in order; it must not go through a backward itself.
+    """Run a forward, and return what it saves on the device, in order; it must not go through a backward itself.
 
     Args:
         forward: computes the loss of the batch.
-        modules: that it uses; their parameters and buffers are there anyway.
-        batch: so is this.
+        modules: those that it uses; their parameters and buffers are there anyway.
+        batch: what it computes the loss of, which is there anyway too.
         device: where to look.
     """
-    owned = [t for root in modules for t in (*root.parameters(), *root.buffers())]
-    tape = _Tape(device, [*owned, *_tensors(batch)])
+    there_anyway = _tensors(batch)
+    layers: dict[int, nn.Module] = {}  # each once, by its id
+    for root in modules:
+        there_anyway += [*root.parameters(), *root.buffers()]
+        layers |= {id(m): m for m in root.modules()}
+    tape = _Tape(device, there_anyway)
     with ExitStack() as stack:
         for name, blocks in lists_of_blocks(modules).items():
+
+            def enter(_: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
+                tape.enter(name, (args, kwargs))
+
             for block in blocks:
-                stack.enter_context(
-                    block.register_forward_pre_hook(
-                        lambda _, args, kwargs, name=name: tape.enter(name, (args, kwargs)), with_kwargs=True
-                    )
-                )
+                stack.enter_context(block.register_forward_pre_hook(enter, with_kwargs=True))
                 stack.enter_context(block.register_forward_hook(lambda *_: tape.leave()))
-        for layer in {id(m): m for root in modules for m in root.modules()}.values():
+        # These hooks run after those of the blocks: what a block that is itself a layer works on is written behind it.
+        for layer in layers.values():
             if any(p.requires_grad for p in layer.parameters(recurse=False)):
                 stack.enter_context(layer.register_forward_hook(tape.use_parameters))
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(tape.pack, _unpack))
@@ -139,21 +165,25 @@ def record(
 
 
 def most_held(entries: Sequence[Entry], *, checkpointed: str | None = None, elsewhere: bool = False) -> int:
-    """The most bytes that are held at once for a backward, and by it.
+    """Return the most bytes that are held at once for a backward, and by it.
 
     Args:
-        entries: of its forward.
+        entries: the tape of its forward.
         checkpointed: the list of blocks of which each keeps its inputs, and the rest while it is computed again.
-        elsewhere: what the forward saves is kept on the CPU, and comes back one tensor at a time.
+        elsewhere: whether what the forward saves is kept on the CPU, and comes back one tensor at a time.
     """
+    # A backward goes through the tape from its end, and what a moment needs is held from the forward on: so at each
+    # moment there is all that the tape had up to it. Storages, each counted once: those held from the forward on
+    # (outer), and those of the checkpointed block that is computed again just then (inner).
     outer: set[int] = set()
     inner: set[int] = set()
     outer_bytes = inner_bytes = most = 0
-    call = None
+    call = None  # the number of the checkpointed block's call that the entry lies in
     for entry in entries:
-        before, call = call, next((number for name, number in entry.within if name == checkpointed), None)
+        before, call = call, _call_within(entry, checkpointed)
         if call != before:
             inner, inner_bytes = set(), 0
+        # Inputs are held by checkpoints alone. Of nested blocks of one list only the outermost is checkpointed.
         if entry.input_of and (entry.input_of != checkpointed or call is not None):
             continue
         if call is None and entry.storage not in outer:
@@ -162,6 +192,7 @@ def most_held(entries: Sequence[Entry], *, checkpointed: str | None = None, else
         elif call is not None and entry.storage not in outer and entry.storage not in inner:
             inner.add(entry.storage)
             inner_bytes += entry.held_bytes
+        # What is computed again inside a block is on the device in any case.
         held = inner_bytes
         if not elsewhere:
             held += outer_bytes
@@ -171,16 +202,28 @@ def most_held(entries: Sequence[Entry], *, checkpointed: str | None = None, else
     return most
 
 
+def _call_within(entry: Entry, blocks: str | None) -> int | None:
+    """Return the number of the outermost call of a block of that list that the entry lies in; None for none."""
+    for name, number in entry.within:
+        if name == blocks:
+            return number
+    return None
+
+
 @contextmanager
 def no_trace(modules: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
-    """Buffers, random states, gradients and what modules keep in attributes are put back after it."""
+    """Put back, at its end, buffers, random states, gradients and what modules keep in attributes."""
     snapshot = Snapshot(modules, device)
     snapshot.take()
-    attributes = Attributes({id(m): m for root in modules for m in root.modules()}.values())
+    layers: dict[int, nn.Module] = {}  # each once, by its id
+    for root in modules:
+        layers |= {id(m): m for m in root.modules()}
+    attributes = Attributes(layers.values())
     gradients = [(p, p.grad) for root in modules for p in root.parameters()]
     try:
         yield
     finally:
+        # The tensors themselves, not their values: a forward makes no gradients, but may set them to None.
         for p, gradient in gradients:
             p.grad = gradient
         attributes.restore()

@@ -80,7 +80,7 @@ every_form = pytest.mark.parametrize("form", list(FORMS))
 
 
 def plain(batch: Any) -> Any:
-    """The same with the types of its containers named, comparable by ==."""
+    """Return the same with the types of its containers named, comparable by ==."""
     if isinstance(batch, torch.Tensor | np.ndarray):
         return type(batch).__name__, str(batch.dtype), batch.tolist()
     if isinstance(batch, dict | UserDict):

@@ -92,7 +92,7 @@ def source_of(kind: str, collate: Any = pad) -> Source:
 
 
 def serve(window: Any, plan: Callable[[], int]) -> list[tuple[int, float]]:
-    """(index, drawn) of each sample, and that what is said of its length is true."""
+    """Return (index, drawn) of each sample; check that what is said of its length is true."""
     found: list[tuple[int, float]] = []
     while (position := len(found)) < window.num_samples:
         size = min(plan(), window.num_samples - position)
@@ -124,7 +124,7 @@ def constant(size: int) -> Callable[[], int]:
 
 @every_kind
 def test_longest_first_whatever_the_plan(kind: str) -> None:
-    """And each once, with its own augmentation, which is that of its place in the epoch and not in the window."""
+    """Serve each once, with its own augmentation, which is that of its place in the epoch and not in the window."""
     expected = read(source_of(kind), constant(16))
     assert sorted(index for window in expected for index, _ in window) == list(range(N))
     assert len({drawn for window in expected for _, drawn in window}) == N
@@ -149,7 +149,7 @@ def test_lengths_are_the_samples_in_the_order_served(kind: str) -> None:
 
 
 def test_a_window_holds_the_samples_it_held() -> None:
-    """Those of a collate_fn to which length is nothing, in another order; of equal lengths in the order of the epoch."""
+    """Serve the same samples in another order; those of equal length in the order of the epoch."""
     grouped = read(source_of("dataset"), constant(16))
     natural = read(source_of("dataset", pad_to_40), constant(16))
     assert [sorted(window) for window in grouped] == [sorted(window) for window in natural]
@@ -190,7 +190,7 @@ def test_no_lengths_where_they_are_of_no_use(kind: str, collate: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["dataset", "nothing kept", "stream"])
 def test_what_is_truncated_is_as_long_as_it_becomes(kind: str) -> None:
-    """Up to the next sample that there is."""
+    """Count all that are truncated as long as the shortest of them that there is."""
     reader = source_of(kind, truncate_to_20).read(0, lambda position: [8] * 2)
     while (window := reader.window(16)) is not None:
         assert window.lengths is not None
@@ -215,7 +215,7 @@ class Same(Texts):
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_samples_of_one_length_are_read_as_they_are_asked_for(num_workers: int) -> None:
-    """In the order of the epoch, and no further than that."""
+    """Serve them in the order of the epoch, and read no further than that."""
     dataset = Same()
     source = open_source(dataset, seed=0, shuffle=False, device=CPU, collate_fn=pad, num_workers=num_workers)
     window = source.read(0, lambda position: [8] * 2).window(16)
@@ -227,7 +227,7 @@ def test_samples_of_one_length_are_read_as_they_are_asked_for(num_workers: int) 
 
 
 class Other(Texts):
-    """Samples of one length in the first windows."""
+    """Texts of which those in the first windows are of one length."""
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int, float]:
         return torch.full((7 + index // 40,), index + 1), index, torch.rand(()).item()
@@ -313,7 +313,7 @@ class Once(Texts):
 
 @pytest.mark.parametrize("nth", [5, 32 + 7, 32 + 16 + 1, 32 + 16 + 3])
 def test_an_oom_while_looking_ahead_changes_nothing(nth: int) -> None:
-    """Among the few that are looked at, those of the window, or those that are collated alone."""
+    """Fail among the few that are looked at, those of the window, or those that are collated alone."""
 
     def windows(dataset: Any) -> list[Any]:
         source = open_source(dataset, seed=0, shuffle=True, device=CPU, collate_fn=pad, budget_bytes=0)
@@ -397,7 +397,7 @@ def test_other_data_has_no_lengths() -> None:
 
 
 class Numbers(Dataset[Any]):
-    """For default_collate: texts of different lengths do not make it a matter of length."""
+    """Samples for default_collate, to which texts of different lengths are alike."""
 
     def __len__(self) -> int:
         return N

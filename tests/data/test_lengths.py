@@ -1,4 +1,4 @@
-"""How long samples are, and what a collate_fn makes of it."""
+"""Lengths of samples are told, and what a collate_fn makes of them is learned."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from autoaccum.data.lengths import Padding, again, length_of, longest
+from autoaccum.data.lengths import Padding, length_of, repeat_longest, try_twice
 
 
 @dataclass
@@ -68,16 +68,16 @@ class Collating:
         return pad(items, self.most)
 
 
-def capped(padding: Padding, *lengths: int) -> tuple[int, ...]:
-    return padding.capped(lengths, items_of(*lengths).__getitem__)
+def truncated(padding: Padding, *lengths: int) -> tuple[int, ...]:
+    return padding.truncated(lengths, items_of(*lengths).__getitem__)
 
 
 class TestPadding:
     def test_longer_samples_make_larger_batches(self) -> None:
         collate = Collating()
         padding = Padding(collate)
-        assert padding.follows(*items_of(2, 5))
-        assert padding.follows(*items_of(5, 5)), "learned once"
+        assert padding.grows(*items_of(2, 5))
+        assert padding.grows(*items_of(5, 5)), "learned once"
         assert collate.seen == [2, 5]
 
     @pytest.mark.parametrize(
@@ -90,37 +90,37 @@ class TestPadding:
         ],
     )
     def test_what_gains_nothing(self, collate: Any) -> None:
-        assert not Padding(collate).follows(*items_of(2, 5))
+        assert not Padding(collate).grows(*items_of(2, 5))
 
     def test_a_collate_fn_may_take_parts_out_of_its_samples(self) -> None:
         samples = [(0, 0, {"x": torch.zeros(2)}), (0, 1, {"x": torch.zeros(5)})]
-        assert Padding(lambda items: items[0][2].pop("x")).follows(*samples)
+        assert Padding(lambda items: items[0][2].pop("x")).grows(*samples)
         assert all("x" in sample for _, _, sample in samples)
 
     def test_truncated_samples_count_as_one_length(self) -> None:
-        assert capped(Padding(Collating(6)), 11, 9, 7, 6, 5, 2) == (6, 6, 6, 6, 5, 2)
+        assert truncated(Padding(Collating(6)), 11, 9, 7, 6, 5, 2) == (6, 6, 6, 6, 5, 2)
 
     def test_without_truncation_lengths_stay(self) -> None:
         padding = Padding(Collating())
-        assert capped(padding, 9, 7, 7, 2) == (9, 7, 7, 2)
-        assert capped(padding, 20, 10, 3) == (20, 10, 3)
+        assert truncated(padding, 9, 7, 7, 2) == (9, 7, 7, 2)
+        assert truncated(padding, 20, 10, 3) == (20, 10, 3)
 
-    def test_the_cap_is_of_the_shortest_that_is_known_to_be_truncated(self) -> None:
+    def test_the_bound_is_that_of_the_shortest_that_is_known_to_be_truncated(self) -> None:
         padding = Padding(Collating(6))
-        assert capped(padding, 5, 2) == (5, 2), "nothing is truncated yet"
-        assert capped(padding, 12, 8, 5) == (8, 8, 5)
-        assert capped(padding, 30, 12, 8, 7, 1) == (8, 8, 8, 7, 1)
+        assert truncated(padding, 5, 2) == (5, 2), "nothing is truncated yet"
+        assert truncated(padding, 12, 8, 5) == (8, 8, 5)
+        assert truncated(padding, 30, 12, 8, 7, 1) == (8, 8, 8, 7, 1)
 
     def test_few_samples_are_collated(self) -> None:
-        """The longest, when it is longer than any before, and some by bisection when its batch is larger too."""
+        """Collate the longest, when it is longer than any before, and some by bisection when its batch is larger too."""
         collate = Collating(6)
         padding = Padding(collate)
-        capped(padding, *range(1000, 0, -1))
+        truncated(padding, *range(1000, 0, -1))
         assert len(collate.seen) <= 11
         collate.seen.clear()
-        capped(padding, 900, 3)
+        truncated(padding, 900, 3)
         assert collate.seen == []
-        capped(padding, 1001, 3)
+        truncated(padding, 1001, 3)
         assert collate.seen == [1001]
 
     def test_one_that_cannot_be_collated_tells_nothing(self) -> None:
@@ -130,24 +130,24 @@ class TestPadding:
             return pad(items)
 
         padding = Padding(collate)
-        assert capped(padding, 12, 3) == (12, 3)
-        assert capped(padding, 8, 3) == (8, 3)
-        assert capped(padding, 12, 9, 3) == (12, 9, 3)
+        assert truncated(padding, 12, 3) == (12, 3)
+        assert truncated(padding, 8, 3) == (8, 3)
+        assert truncated(padding, 12, 9, 3) == (12, 9, 3)
 
 
 def test_longest_are_copies() -> None:
-    first, second, third = (items := longest([(0, i, {"x": "a" * (i % 2 + 1)}) for i in range(3)], 3))
+    first, second, third = (items := repeat_longest([(0, i, {"x": "a" * (i % 2 + 1)}) for i in range(3)], 3))
     assert [position for _, position, _ in items] == [1, 1, 1]
     first[2].pop("x")
     assert second[2] == third[2] == {"x": "aa"}
 
 
 def test_alike_come_in_turn() -> None:
-    assert [position for _, position, _ in longest(items_of(4, 4), 3)] == [0, 1, 0]
+    assert [position for _, position, _ in repeat_longest(items_of(4, 4), 3)] == [0, 1, 0]
 
 
 @pytest.mark.parametrize(("error", "tries"), [(MemoryError, 2), (ValueError, 1)])
-def test_again_only_when_memory_ran_out(error: type[Exception], tries: int) -> None:
+def test_a_second_try_only_when_memory_ran_out(error: type[Exception], tries: int) -> None:
     calls = 0
 
     def fails() -> None:
@@ -156,5 +156,5 @@ def test_again_only_when_memory_ran_out(error: type[Exception], tries: int) -> N
         raise error
 
     with pytest.raises(error):
-        again(fails)
+        try_twice(fails)
     assert calls == tries

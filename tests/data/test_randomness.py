@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from autoaccum.data.randomness import IsolatedRandomness, get_state, mix, preserved, seed_host, set_state
+from autoaccum.data.randomness import IsolatedRandomness, get_state, mix, preserved_randomness, seed_host, set_state
 
 
 def draw() -> list[Any]:
-    """Of each generator an odd count: NumPy and Python keep a spare normal, torch a place in its block."""
+    """Draw an odd count from each generator: NumPy and Python keep a spare normal, torch a place in its block."""
     return [
         torch.rand(3).tolist(),
         torch.randn(3).tolist(),
@@ -64,14 +64,14 @@ def test_preserved_leaves_no_mark_also_when_it_raises() -> None:
     state = get_state()
     expected = draw()
     set_state(state)
-    with preserved():
+    with preserved_randomness():
         draw()
         seed_host(1)
     assert draw() == expected
     set_state(state)
 
     def body() -> None:
-        with preserved():
+        with preserved_randomness():
             draw()
             raise KeyError
 
@@ -143,7 +143,7 @@ class TestIsolatedRandomness:
 
 class TestMix:
     def test_is_splitmix64(self) -> None:
-        """The first two outputs of its reference implementation, seeded with 0."""
+        """Compare with the first two outputs of its reference implementation, seeded with 0."""
         assert mix(0) == 0xE220A8397B1DCDAF
         assert mix(0x9E3779B97F4A7C15) == 0x6E789E6AA1B965F4
 

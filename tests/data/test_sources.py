@@ -47,7 +47,7 @@ class Batches:
 
 
 def padding(samples: list[Any]) -> Any:
-    """A collate_fn of a user's own: it says how many samples it saw."""
+    """Collate as a function of a user's own would, and say how many samples there were."""
     index, drawn = zip(*samples, strict=True)
     return torch.stack(index), torch.stack(drawn), torch.full((len(samples),), len(samples))
 
@@ -85,7 +85,7 @@ def source_of(kind: str, seed: int = 0) -> Source:
 
 
 def leaves(batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """(indices, drawn)"""
+    """Return (indices, drawn)."""
     values = list(batch.values()) if isinstance(batch, dict) else list(batch)
     return values[0], values[1]
 
@@ -120,7 +120,7 @@ def test_each_sample_once_in_windows_of_the_effective_batch(kind: str) -> None:
 
 @every_kind
 def test_what_is_read_never_depends_on_the_plan(kind: str) -> None:
-    """The same samples in the same order, with the same random augmentation, whatever the micro-batch."""
+    """Find the same samples in the same order, with the same random augmentation, whatever the micro-batch."""
     expected = read(source_of(kind), 1, 8, 8)
     for micro_batch in (1, 3, 5):
         assert read(source_of(kind), 1, 8, micro_batch) == expected
@@ -188,7 +188,7 @@ def test_example_has_any_size_and_takes_nothing(kind: str) -> None:
 
 
 def test_collate_fn_sees_the_final_micro_batch() -> None:
-    """Also when workers had collated it in another size."""
+    """See the size that was asked for, also when workers had collated it in another one."""
     for num_workers in (0, 2):
         source = open_source(Numbers(), seed=0, shuffle=True, device=CPU, collate_fn=padding, num_workers=num_workers)
         window = source.read(0, lambda position: [4, 4]).window(8)
@@ -419,7 +419,7 @@ class TestRefuses:
 
 
 class TestDescription:
-    """What tells data from other data, in this process and the next."""
+    """Descriptions tell data from other data, in this process and the next."""
 
     @staticmethod
     def of(data: Any, **options: Any) -> dict[str, Any]:
@@ -444,7 +444,7 @@ class TestDescription:
         assert len({repr(one) for one in found}) == 4
 
     def test_objects_among_them_have_no_say(self) -> None:
-        """Their texts hold addresses."""
+        """Leave out texts of objects, which hold addresses."""
         one, other = ({"x": tensors()[0], "o": object(), "names": ["a", object()] * N} for _ in range(2))
         del one["names"][N:], other["names"][N:]
         assert self.of(one) == self.of(other)

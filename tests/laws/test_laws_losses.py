@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import autoaccum
 from autoaccum.errors import AutoaccumWarning
 from autoaccum.events import Notice, StepSkipped
-from autoaccum.loss import reductions
+from autoaccum.loss.graph import is_number
 from tests.models import relative_error
 
 Loss = Callable[[Any, Any], torch.Tensor]
@@ -447,10 +447,11 @@ class TestNothingToLearnFrom:
 
 def defer(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on an accelerator: counts stay tensors, and are read when the window is over."""
-    monkeypatch.setattr(
-        "autoaccum.loss.reductions._value",
-        lambda count: float(count.tolist()) if reductions._is_number(count) else count.reshape(()).double(),
-    )
+    for module in ("graph", "walk"):
+        monkeypatch.setattr(
+            f"autoaccum.loss.{module}.value_of",
+            lambda count: float(count.tolist()) if is_number(count) else count.reshape(()).double(),
+        )
     monkeypatch.setattr("autoaccum.window.transaction.is_slow_to_read", lambda device: True)
 
 

@@ -58,7 +58,7 @@ def test_over_all_modules_and_shared_ones_once() -> None:
 
 
 def test_what_is_counted_does_couple() -> None:
-    """The reason for it all: one sample more, and another sample's output changes."""
+    """See the reason for it all: one sample more, and another sample's output changes."""
     inputs = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
     for layer in (nn.BatchNorm1d(4), nn.LayerNorm(4), nn.BatchNorm1d(4).eval()):
         coupled = not torch.allclose(layer(inputs)[:3], layer(inputs[:3]))

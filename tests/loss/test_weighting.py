@@ -42,7 +42,7 @@ def test_what_is_no_number(value: Any) -> None:
 
 
 def test_an_oom_while_it_is_read_is_no_matter_of_the_argument() -> None:
-    """torch.OutOfMemoryError is a RuntimeError, as what a tensor of many elements raises is."""
+    """Tell torch.OutOfMemoryError from the other RuntimeErrors, such as that of a tensor of many elements."""
     counted = torch.tensor(3)
     with oom_at(1), pytest.raises(torch.OutOfMemoryError):
         count_items(lambda batch: counted, BATCH)

@@ -43,7 +43,7 @@ class Host:
 
     def why(self, after: float = 0.0) -> str | None:
         self._clock.advance(after)
-        return self._pressure.why()
+        return self._pressure.reason()
 
 
 @pytest.fixture
@@ -133,6 +133,6 @@ class TestLimits:
 def test_nothing_to_read_is_no_strain(tmp_path: Path) -> None:
     nowhere = HostPressure(tmp_path / "proc", ControlGroups(tmp_path / "proc" / "self", tmp_path / "cgroup"))
     with manual_clock() as clock:
-        assert nowhere.why() is None
+        assert nowhere.reason() is None
         clock.advance(5.0)
-        assert nowhere.why() is None
+        assert nowhere.reason() is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+from autoaccum.planning.attempts import Piece, Reading
 from autoaccum.planning.tuner import Tuner
 
 
@@ -34,7 +35,7 @@ class Device:
 
 
 class Training:
-    """Windows as ``Engine`` and ``WindowRunner`` run them, without a gradient."""
+    """Windows as ``Step`` runs them, without a gradient."""
 
     def __init__(
         self,
@@ -47,7 +48,7 @@ class Training:
         ceiling: int | None = None,
         largest: int = 0,
         smallest: int = 1,
-        coarse: bool = False,
+        few_sizes: bool = False,
         fewest: int = 1,
     ) -> None:
         """Begin; the limit is looked at before every so many windows, or never at 0."""
@@ -61,7 +62,7 @@ class Training:
             search=searches,
             largest=largest,
             smallest=smallest,
-            coarse=coarse,
+            few_sizes=few_sizes,
             fewest=fewest,
         )
         self.ooms: list[int] = []
@@ -111,42 +112,41 @@ class Training:
         tuner = self.tuner
         if self.look_every and self.windows % self.look_every == 0:
             self._look(strain, num_samples, lengths)
-        is_timed = tuner.is_timing
-        sizes = tuner.sizes(num_samples, lengths)
-        replays, smaller = 0, math.inf
+        attempt = tuner.window(num_samples, lengths)
+        smaller = math.inf
         while True:
             done: list[int] = []
             taken = 0.0
-            for size, is_trial in sizes:
-                length = 1 if lengths is None else lengths[sum(done)]
-                peak = self.device.peak(size, length)
+            failed: Piece | None = None
+            for piece in attempt:
+                assert piece.start == sum(done)
+                assert piece.length == (1 if lengths is None else lengths[piece.start])
+                peak = self.device.peak(piece.size, piece.length)
                 if peak > self.device.limit_bytes:
+                    failed = piece
                     break
-                seconds = self.device.seconds and self.device.seconds(size) * self.device.noise()
+                seconds = self.device.seconds and self.device.seconds(piece.size) * self.device.noise()
                 taken += seconds or 0
-                if is_trial:
-                    self.trials.append(size)
-                    tuner.observe(size, math.ceil(peak), seconds, length)
-                self.tried.append((size, length))
-                done.append(size)
-            else:
+                if piece.is_trial:
+                    self.trials.append(piece.size)
+                    attempt.fitted(Reading(piece, math.ceil(peak), seconds))
+                self.tried.append((piece.size, piece.length))
+                done.append(piece.size)
+            if failed is None:
                 break
             self.ooms.append(self.windows)
-            replays += 1
-            assert replays < 60, "replayed without end"
+            assert attempt.replays < 60, "replayed without end"
             if lengths is None:
-                assert size < smaller, "what has failed in this window is tried again"
-                smaller = size
-            new = tuner.out_of_memory(size, num_samples, lengths, length=length, limit_bytes=self.device.limit_bytes)
-            assert sum(new) == num_samples
-            sizes = iter([(size, False) for size in new])
+                assert failed.size < smaller, "what has failed in this window is tried again"
+                smaller = failed.size
+            attempt = attempt.ran_out(failed.size, failed.length, None, self.device.limit_bytes)
+            assert sum(attempt.sizes) == num_samples
         assert sum(done) == num_samples
         assert min(done) >= min(tuner.smallest, num_samples)
-        if is_timed and not replays and self.device.seconds is not None:
-            tuner.timed(taken, num_samples, lengths)
-        tuner.committed(done, lengths)
+        is_timed = attempt.is_timed and self.device.seconds is not None
+        attempt.committed(tuple(done), taken if is_timed else None)
         self.is_settled = tuner.settle(max(self.num_samples, num_samples), lengths) or (
-            not tuner.searching and tuner._timing is None
+            not tuner.searching and not tuner._fastest.is_comparing
         )
         if not tuner.searching and self._growing_from is not None:
             if tuner.plan(self.num_samples, lengths) != self._growing_from:

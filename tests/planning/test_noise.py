@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 from autoaccum.loss.functions import loss_function
-from autoaccum.memory.devices import memory_of
 from autoaccum.planning.noise import Noise, Part, Smoothed, estimate
 from autoaccum.training.accumulator import _Batch
-from autoaccum.window.step import Engine
+from autoaccum.window.step import Step
+from tests.window.making import step_of
 
 CPU = torch.device("cpu")
 
@@ -204,7 +204,7 @@ TRACE = SQUARED * (INPUTS + 2) + INPUTS * NOISE**2 - SQUARED
 
 def linear(
     loss: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype = torch.float32, penalty: float = 0.0
-) -> Engine:
+) -> Step:
     """Over a model that stays as it is; ``loss`` reduces what is off in each sample, or token."""
     model = nn.Linear(INPUTS, 1, bias=False, dtype=dtype)
     nn.init.constant_(model.weight, RESIDUAL)  # the true weights are 0
@@ -214,24 +214,12 @@ def linear(
         off = loss(model(inputs).squeeze(-1) - targets)
         return off + penalty * model.weight.square().sum() if penalty else off
 
-    return Engine(
+    return step_of(
         model,
-        [model],
-        torch.optim.SGD(model.parameters(), lr=0.0),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
         loss_of=loss_function(None, step),
-        num_items=None,
         micro_batch=1000,
-        max_micro_batch=None,
         full_window=None,
-        memory=memory_of(CPU),
-        total_bytes=2**60,
-        limit_now=lambda: 2**60,
-        limit_bytes=2**60,
-        headroom=0.05,
-        precision="fp32",
-        clip_norm=None,
-        device=CPU,
-        emit=lambda event: None,
         noise_scale=True,
     )
 
@@ -267,7 +255,7 @@ def half_mean_of_tokens(off: torch.Tensor) -> torch.Tensor:
 class TestLinearModel:
     """The scale of a model whose noise is known, through windows as training runs them."""
 
-    def of(self, made: Engine, batch: Callable[[int], Any], plan: Sequence[int]) -> tuple[float, float]:
+    def of(self, made: Step, batch: Callable[[int], Any], plan: Sequence[int]) -> tuple[float, float]:
         """(squared norm of the gradient, noise scale), averaged over many windows."""
         found = [made.run(_Batch(batch(seed), sum(plan), CPU), plan)[0].noise for seed in range(1200)]
         smoothed = Smoothed(smoothing=0.999)
@@ -360,7 +348,7 @@ def run_rank(rank: int, store: str) -> None:
 
 
 def test_two_ranks_find_what_one_finds(tmp_path: Path) -> None:
-    script = "import sys; from tests.test_noise import run_rank; run_rank(int(sys.argv[1]), sys.argv[2])"
+    script = "import sys; from tests.planning.test_noise import run_rank; run_rank(int(sys.argv[1]), sys.argv[2])"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     ranks = [
         subprocess.Popen(

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoaccum.planning.patience import AGAIN, LASTING, MOST_PATIENCE, PATIENCE, Pressure
+from autoaccum.planning.patience import LASTING, MOST_PATIENCE, PATIENCE, STRAIN_COMES_BACK, Pressure
 from tests.planning.simulation import Device, Training
 
 GIB = 10**9
@@ -65,9 +65,9 @@ class TestPressure:
     def test_strain_counts_when_it_comes_back_within_a_hundred_looks(self) -> None:
         pressure = Pressure()
         assert not pressure.look(GIB, True)
-        looks(pressure, AGAIN - 1)
+        looks(pressure, STRAIN_COMES_BACK - 1)
         assert pressure.look(GIB, True)
-        looks(pressure, AGAIN)
+        looks(pressure, STRAIN_COMES_BACK)
         assert not pressure.look(GIB, True)
         pressure.shrank()
         assert not pressure.look(GIB, True), "a new plan is given its time"

@@ -11,7 +11,7 @@ import pytest
 
 from autoaccum.planning.costs import Trial
 from autoaccum.planning.cuts import cut
-from autoaccum.planning.timing import MOST, ROUNDS, Timing
+from autoaccum.planning.timing import MOST_PLANS, ROUNDS, Timing
 from tests.planning.simulation import Device, Training
 
 Seconds = Callable[[int], float]
@@ -29,7 +29,7 @@ CURVES: dict[str, Seconds] = {
 }
 BATCHES = (1, 7, 32, 100, 128, 257, 512, 1000, 1024)
 LARGEST = (1, 8, 33, 48, 64, 100, 127, 200, 256, 1000)
-MOST_WINDOWS = 2 + (MOST + 3) * (ROUNDS + 1)
+MOST_WINDOWS = 2 + (MOST_PLANS + 3) * (ROUNDS + 1)
 """The search, and for each plan that is timed one window to get ready and a few that count."""
 
 

@@ -12,11 +12,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from autoaccum.errors import NothingFitsError
+from autoaccum.planning.attempts import Piece, Reading
 from autoaccum.planning.costs import Trial
 from autoaccum.planning.cuts import cut
+from autoaccum.planning.fastest import UNTIMED
 from autoaccum.planning.patience import PATIENCE
 from autoaccum.planning.timing import Timing
-from autoaccum.planning.tuner import UNTIMED, Tuner
+from autoaccum.planning.tuner import Tuner
 from tests.planning.simulation import Device, Training
 
 FIXED, PER_SAMPLE = 1000, 7
@@ -41,19 +43,19 @@ class Linear:
 
     def run(self, tuner: Tuner, num_samples: int) -> list[int]:
         """One window: the sizes that committed."""
-        sizes = tuner.sizes(num_samples)
+        attempt = tuner.window(num_samples)
         while True:
             done: list[int] = []
-            for size, is_trial in sizes:
-                if linear(size) > self.limit_bytes:
+            for piece in attempt:
+                if linear(piece.size) > self.limit_bytes:
                     self.ooms += 1
-                    sizes = iter([(size, False) for size in tuner.out_of_memory(size, num_samples)])
+                    attempt = attempt.ran_out(piece.size, 1, None, self.limit_bytes)
                     break
-                if is_trial:
-                    tuner.observe(size, linear(size))
-                done.append(size)
+                if piece.is_trial:
+                    attempt.fitted(Reading(piece, linear(piece.size)))
+                done.append(piece.size)
             else:
-                tuner.committed(done)
+                attempt.committed(tuple(done), None)
                 return done
 
 
@@ -238,7 +240,7 @@ limits = st.lists(st.tuples(st.integers(1, 30), st.floats(0.3, 3)), min_size=1, 
     headroom=st.sampled_from([0.0, 0.05, 0.2]),
     look_every=st.sampled_from([0, 1, 3]),
     smallest=st.integers(1, 2),
-    coarse=st.booleans(),
+    few_sizes=st.booleans(),
     kind=st.sampled_from(["linear", "steps", "square", "random"]),
     others=st.lists(st.integers(1, 400), min_size=1, max_size=6),
     strains=st.booleans(),
@@ -252,7 +254,7 @@ def test_laws_whatever_peaks_limits_and_windows(
     headroom: float,
     look_every: int,
     smallest: int,
-    coarse: bool,
+    few_sizes: bool,
     kind: str,
     others: list[int],
     strains: bool,
@@ -274,7 +276,7 @@ def test_laws_whatever_peaks_limits_and_windows(
         headroom=headroom,
         look_every=look_every,
         smallest=smallest,
-        coarse=coarse,
+        few_sizes=few_sizes,
     )
     try:
         for windows, share in limits:
@@ -295,15 +297,15 @@ def test_laws_whatever_peaks_limits_and_windows(
     windows=st.lists(st.integers(1, 600), min_size=1, max_size=60),
     truth=st.integers(1, 400),
     smallest=st.integers(1, 3),
-    coarse=st.booleans(),
+    few_sizes=st.booleans(),
 )
 @settings(max_examples=150)
 def test_windows_of_any_size_as_batches_of_a_loop_are(
-    windows: list[int], truth: int, smallest: int, coarse: bool
+    windows: list[int], truth: int, smallest: int, few_sizes: bool
 ) -> None:
     """``Accumulator`` searches again for a batch that is larger than any before, and settles for the largest."""
     device = Device(1000 + 7 * max(truth, 2 * smallest - 1), seconds=lambda size: 1 + 0.05 * size)
-    training = Training(device, 1, ceiling=2**30, headroom=0, smallest=smallest, coarse=coarse)
+    training = Training(device, 1, ceiling=2**30, headroom=0, smallest=smallest, few_sizes=few_sizes)
     for num_samples in windows:
         if num_samples > training.num_samples:
             training.num_samples = num_samples
@@ -334,17 +336,19 @@ def test_a_trial_without_room_behind_another_micro_batch_comes_first() -> None:
     truth=st.integers(1, 400),
     smallest=st.integers(1, 2),
     fewest=st.integers(1, 2),
-    coarse=st.booleans(),
+    few_sizes=st.booleans(),
     timed=st.booleans(),
 )
 @settings(max_examples=150)
 def test_every_size_of_window_is_planned_for(
-    sizes: list[int], truth: int, smallest: int, fewest: int, coarse: bool, timed: bool
+    sizes: list[int], truth: int, smallest: int, fewest: int, few_sizes: bool, timed: bool
 ) -> None:
     """As large as memory allows and the window can use, whatever windows came before, and no larger."""
     truth = max(truth, 2 * smallest - 1)
     device = Device(1003 + 7 * truth, seconds=(lambda size: 1.0 + size) if timed else None)
-    training = Training(device, sizes[0], ceiling=2**30, headroom=0, smallest=smallest, fewest=fewest, coarse=coarse)
+    training = Training(
+        device, sizes[0], ceiling=2**30, headroom=0, smallest=smallest, fewest=fewest, few_sizes=few_sizes
+    )
     for num_samples in sizes:
         if num_samples != training.num_samples:
             training.resize(num_samples)
@@ -353,11 +357,11 @@ def test_every_size_of_window_is_planned_for(
         assert sum(plan) == num_samples
         assert max(plan) <= truth
         assert len(plan) >= min(fewest, max(1, num_samples // smallest))
-        if not timed and not coarse and num_samples >= 8 * smallest:  # tiny windows have no room for trials
+        if not timed and not few_sizes and num_samples >= 8 * smallest:  # tiny windows have no room for trials
             nearly = max(1, int(0.95 * truth) - 1)
             best = cut(num_samples, min(nearly, -(-num_samples // fewest)), smallest)
             assert len(plan) <= len(best)
-    assert coarse or len(training.ooms) <= 2
+    assert few_sizes or len(training.ooms) <= 2
 
 
 def test_a_ramp_of_windows_that_are_never_alike_is_timed_all_the_same() -> None:
@@ -448,18 +452,18 @@ def test_samples_that_differ_in_length_meet_almost_no_error(per_length: float, p
     shares=st.lists(st.floats(0.3, 3), min_size=1, max_size=6),
     truth=st.integers(1, 100),
     smallest=st.integers(1, 3),
-    coarse=st.booleans(),
+    few_sizes=st.booleans(),
     seed=st.integers(0, 10**6),
     linear_part=st.floats(0, 1),
 )
-@example(windows=[(3, True)], shares=[1.0], truth=1, smallest=2, coarse=False, seed=0, linear_part=0.0)
+@example(windows=[(3, True)], shares=[1.0], truth=1, smallest=2, few_sizes=False, seed=0, linear_part=0.0)
 @settings(max_examples=150)
 def test_laws_of_ragged_windows_mixed_with_plain_ones(
     windows: list[tuple[int, bool]],
     shares: list[float],
     truth: int,
     smallest: int,
-    coarse: bool,
+    few_sizes: bool,
     seed: int,
     linear_part: float,
 ) -> None:
@@ -471,7 +475,7 @@ def test_laws_of_ragged_windows_mixed_with_plain_ones(
         ),
         seconds=lambda size: 1 + 0.05 * size,
     )
-    training = Training(device, 50, smallest=smallest, coarse=coarse)
+    training = Training(device, 50, smallest=smallest, few_sizes=few_sizes)
     for index, (num_samples, is_ragged) in enumerate(windows):
         device.limit_bytes = int(10**6 * shares[index % len(shares)])
         lengths = [max(1, int(55 * math.exp(rng.gauss(0, 0.7)))) for _ in range(num_samples)]
@@ -589,9 +593,9 @@ def test_a_past_that_was_another_models_breaks_no_law(past: list[Trial], held: i
 
 @pytest.mark.parametrize("truth", [20, 40, 100, 333, 1000, 10_000])
 @pytest.mark.parametrize("effective_batch", [64, 256, 1024])
-def test_coarse_search_begins_at_16_and_tries_few_sizes(truth: int, effective_batch: int) -> None:
+def test_a_search_of_few_sizes_begins_at_16(truth: int, effective_batch: int) -> None:
     device = Device(1000 + 7 * truth, seconds=lambda size: 5 + 0.1 * size)
-    training = Training(device, effective_batch, coarse=True, headroom=0)
+    training = Training(device, effective_batch, few_sizes=True, headroom=0)
     training.until_settled()
     training.run(3)
     assert training.tried[0][0] == 16
@@ -610,12 +614,13 @@ class Plain:
 
     def run(self, tuner: Tuner, num_samples: int) -> None:
         done = []
-        for size, is_trial in tuner.sizes(num_samples):
-            assert linear(size) <= self.limit_bytes
-            if is_trial:
-                tuner.observe(size, linear(size))
-            done.append(size)
-        tuner.committed(done)
+        attempt = tuner.window(num_samples)
+        for piece in attempt:
+            assert linear(piece.size) <= self.limit_bytes
+            if piece.is_trial:
+                attempt.fitted(Reading(piece, linear(piece.size)))
+            done.append(piece.size)
+        attempt.committed(tuple(done), None)
 
 
 def lasting(tuner: Tuner, device: Plain, windows: int, num_samples: int, strain: str | None = None) -> list[str]:
@@ -634,7 +639,7 @@ def test_the_target_is_never_beyond_the_limit(least: int, limit: int, headroom: 
     tuner = Tuner(ceiling=8, limit_bytes=1000, headroom=headroom, search=True)
     tuner.observe(1, least)
     tuner.look(limit, None)
-    assert int(limit * (1 - headroom)) <= tuner.target_bytes <= limit
+    assert int(limit * (1 - headroom)) <= tuner.limits.target_bytes <= limit
 
 
 def test_it_grows_again_after_a_limit_below_the_smallest() -> None:
@@ -655,8 +660,8 @@ def test_the_limit_is_not_said_to_fall_when_it_has_not() -> None:
     tuner = Plain(100).tuner(64)
     for size in (1, 2):
         tuner.observe(size, linear(size))
-    tuner.largest, tuner.searching, tuner.window = 200, False, (200, None)
-    assert tuner.look(tuner.limit_bytes, None) == "it would need 2.34 KiB of 1.66 KiB"
+    tuner.largest, tuner.searching, tuner._cutter.full_window = 200, False, (200, None)
+    assert tuner.look(tuner.limits.limit_bytes, None) == "it would need 2.34 KiB of 1.66 KiB"
 
 
 def test_plans_are_not_timed_for_ever_where_no_window_is_full() -> None:
@@ -665,8 +670,9 @@ def test_plans_are_not_timed_for_ever_where_no_window_is_full() -> None:
     while tuner.searching:
         device.run(tuner, 64)
         tuner.settle(64)
-    tuner._timing = Timing(20, cut=lambda cap: (cap,) * (64 // cap), trials=[], choose=None)
-    tuner._timing._candidates, tuner._cap = [20, 10], 20
+    fastest = tuner._fastest
+    fastest._timing = Timing(20, cut=lambda cap: (cap,) * (64 // cap), trials=[], choose=None)
+    fastest._timing._candidates, fastest.weight = [20, 10], 20
     for _ in range(UNTIMED):
         assert tuner.is_timing
         tuner.timed(1.0, 63)
@@ -689,14 +695,14 @@ def test_a_search_among_samples_of_different_lengths_ends(num_samples: int, long
     tuner = Tuner(ceiling=num_samples, limit_bytes=10**9, headroom=0.0, search=True)
     lengths = sorted((1 + (longest - 1) * i**3 // (num_samples - 1) ** 3 for i in range(num_samples)), reverse=True)
     for _ in range(20):
-        position, done = 0, []
-        for size, is_trial in tuner.sizes(num_samples, lengths):
-            if is_trial:
-                tuner.observe(size, linear(size * lengths[position]), 1.0 * size, lengths[position])
-            done.append(size)
-            position += size
+        done = []
+        attempt = tuner.window(num_samples, lengths)
+        for piece in attempt:
+            if piece.is_trial:
+                attempt.fitted(Reading(piece, linear(piece.size * piece.length), 1.0 * piece.size))
+            done.append(piece.size)
         assert sum(done) == num_samples
-        tuner.committed(done, lengths)
+        attempt.committed(tuple(done), None)
         tuner.settle(num_samples, lengths)
     assert not tuner.searching
     assert tuner.reason() != "larger micro-batches do not fit"
@@ -705,5 +711,44 @@ def test_a_search_among_samples_of_different_lengths_ends(num_samples: int, long
 def test_what_killed_the_last_process_counts_among_samples_of_different_lengths_too() -> None:
     tuner = Tuner(ceiling=64, limit_bytes=10**6, headroom=0, search=True)
     tuner.killed(8, 7)
-    assert next(tuner.sizes(64, (7,) * 64)) == (1, False)
+    assert next(iter(tuner.window(64, (7,) * 64))) == Piece(0, 1, 7, False)
     assert tuner.history == [Trial(micro_batch=8, fits=False, length=7)]
+
+
+# Where nobody but us keeps the limit.
+
+
+def kept(largest: int = 8) -> Tuner:
+    return Tuner(ceiling=64, limit_bytes=1000, headroom=0.1, search=False, largest=largest)
+
+
+def test_windows_that_pass_the_limit_twice_running_are_cut_smaller() -> None:
+    tuner = kept()
+    assert tuner.measured((8, 8), None, 950) is None, "once may be the heap's doing"
+    assert tuner.measured((8, 8), None, 800) is None
+    assert tuner.measured((8, 8), None, 950) is None
+    assert tuner.measured((8, 8), None, 950) == (4, 4, 4, 4)
+    assert tuner.largest == 4
+    assert tuner.measured((4, 4, 4, 4), None, 950) is None, "it takes two again"
+
+
+def test_the_smallest_is_not_cut_smaller() -> None:
+    tuner = kept(largest=1)
+    assert [tuner.measured((1, 1), None, 950) for _ in range(3)] == [None] * 3
+
+
+def test_room_is_needed_only_when_the_next_peak_would_pass_the_target() -> None:
+    tuner = kept()
+    piece = Piece(0, 8)
+    assert not tuner.needs_room(300, piece, 600), "300 that only the allocator holds, and 600 to come: within 900"
+    assert tuner.needs_room(301, piece, 600)
+    for size in (1, 2):
+        tuner.observe(size, 100 * size)  # a model foretells 800
+    assert not tuner.needs_room(99, piece, 600)
+    assert tuner.needs_room(101, piece, 600)
+
+
+def test_the_smallest_trial_past_the_limit_is_an_error() -> None:
+    attempt = Tuner(ceiling=64, limit_bytes=1000, headroom=0.1, search=True).window(8)
+    with pytest.raises(NothingFitsError):
+        attempt.fitted(Reading(Piece(0, 1, is_trial=True), 1001))

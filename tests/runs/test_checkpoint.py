@@ -11,8 +11,6 @@ import random
 import shutil
 import signal
 import subprocess
-import sys
-import textwrap
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,19 +22,9 @@ import torch
 from torch import nn
 
 from autoaccum import errors
-from autoaccum.runs import checkpoint
-from autoaccum.runs import states
+from autoaccum.runs import checkpoint, states
 from autoaccum.runs.checkpoint import MANIFEST, STATE, WEIGHTS, Checkpoint, Checkpoints, best, every, newest
-
-
-def content(step: int) -> dict[str, Any]:
-    """What step ``step`` should hold: weights and a state that differ in every step."""
-    generator = torch.Generator().manual_seed(step)
-    weights = {"w": torch.randn(16, 8, generator=generator), "b": torch.full((3,), step, dtype=torch.int64)}
-    return {
-        "weights": weights,
-        "state": {"step": step, "random": random.Random(step).getstate(), 0: [weights["w"] * 2]},
-    }
+from tests.runs.children import child, content
 
 
 def is_content(loaded: tuple[Any, Any], step: int) -> bool:
@@ -505,23 +493,6 @@ def test_a_state_that_cannot_be_kept_is_refused_at_once(writer: Checkpoints, dir
     assert names(directory) == ["step-00000001", "step-00000003"]
 
 
-CHILD = """
-    import os, random, resource, signal, sys
-    from pathlib import Path
-    sys.path.insert(0, {root!r})
-    from autoaccum import errors
-    from autoaccum.runs.checkpoint import Checkpoints
-    from tests.test_checkpoint import content
-    directory = Path({directory!r})
-"""
-ROOT = str(Path(checkpoint.__file__).parents[2])
-
-
-def child(directory: Path, script: str, **options: Any) -> subprocess.Popen[str]:
-    code = textwrap.dedent(CHILD).format(root=ROOT, directory=str(directory)) + textwrap.dedent(script)
-    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, **options)
-
-
 @pytest.mark.parametrize("background", [True, False])
 def test_a_full_disk(directory: Path, background: bool) -> None:
     """As a limit on the size of files gives it: EFBIG."""
@@ -623,7 +594,7 @@ def test_a_process_that_ends_finishes_what_it_writes(directory: Path) -> None:
     assert is_content(found.load(), 4)
 
 
-# Killed, and two at once.
+# Killed.
 
 
 def test_killed_at_any_instant_it_leaves_what_was_there_or_what_came(directory: Path) -> None:
@@ -670,60 +641,6 @@ def test_killed_at_any_instant_it_leaves_what_was_there_or_what_came(directory: 
         process.kill()
     process.communicate()
     assert inside >= 3, "else no kill met a save"
-
-
-def test_a_directory_has_one_writer(directory: Path) -> None:
-    script = """
-        writer = Checkpoints(directory)
-        print("ready", flush=True)
-        sys.stdin.read()
-    """
-    process = child(directory, script, stdin=subprocess.PIPE)
-    assert process.stdin is not None
-    assert process.stdout is not None
-    try:
-        assert process.stdout.readline() == "ready\n"
-        with pytest.raises(errors.CheckpointLockedError, match=f"going on, in process {process.pid}") as caught:
-            Checkpoints(directory)
-        assert caught.value.pid == process.pid
-        assert newest(directory) == (None, ()), "reading is free"
-    finally:
-        process.kill()
-        process.wait()
-        process.stdin.close()
-        process.stdout.close()
-    Checkpoints(directory).close()  # the kernel has given it back
-
-
-def test_a_directory_has_one_writer_in_a_process_too(directory: Path) -> None:
-    first = Checkpoints(directory)
-    with pytest.raises(errors.CheckpointLockedError) as caught:
-        Checkpoints(directory.parent / "." / directory.name)
-    assert caught.value.pid == os.getpid()
-    first.close()
-    first.close()
-    Checkpoints(directory).close()
-
-
-def test_a_worker_that_outlives_a_killed_run_does_not_hold_its_directory(directory: Path) -> None:
-    script = """
-        writer = Checkpoints(directory)
-        if not os.fork():
-            print(os.getpid(), flush=True)
-            signal.pause()
-        signal.pause()
-    """
-    process = child(directory, script)
-    assert process.stdout is not None
-    worker = int(process.stdout.readline())
-    try:
-        process.kill()
-        process.wait()
-        os.kill(worker, 0)  # it is there
-        Checkpoints(directory).close()
-    finally:
-        os.kill(worker, signal.SIGKILL)
-        process.stdout.close()
 
 
 def test_a_model_resumed_ends_as_one_that_was_not_stopped(directory: Path) -> None:

@@ -219,7 +219,7 @@ def test_bytes_of_a_simulated_device_are_not_taken_for_those_of_the_host() -> No
 
 def test_it_is_the_same_in_other_processes() -> None:
     """Where texts have other hashes, and objects other addresses."""
-    script = "from tests.test_signature import key_of; import torch; torch.set_num_threads(1); print(key_of())"
+    script = "from tests.runs.test_cost_key import key_of; import torch; torch.set_num_threads(1); print(key_of())"
     seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
     environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     child = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,10 +23,6 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from torch.utils.data import Dataset
 
 import autoaccum
-from autoaccum.runs import checkpoint
-from autoaccum.training import resuming
-from autoaccum.runs import directory as run_directory
-from autoaccum.runs.checkpoint import Checkpoints
 from autoaccum.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -39,13 +34,15 @@ from autoaccum.errors import (
     ResumeError,
 )
 from autoaccum.events import Finished, Notice, Replanned, Resumed, Saved, Started, StepReport, StepSkipped, Validated
-from autoaccum.memory.kills import OomKills
+from autoaccum.runs import checkpoint
+from autoaccum.runs import directory as run_directory
+from autoaccum.runs.checkpoint import Checkpoints
+from autoaccum.runs.directory import Recorded, RunDirectory
 from autoaccum.runs.records import RecordWriter
-from autoaccum.runs.directory import Recorded, RunDirectory, WindowMark, differing
-from autoaccum.testing import simulated_memory
-from autoaccum.training.trainer import FitResult
-from autoaccum.testing import manual_clock
+from autoaccum.testing import manual_clock, simulated_memory
+from autoaccum.training.trainer import FitResult, Trainer
 from tests.models import classes, mlp, noisy, same, state_of, wide
+from tests.runs.machine import Machine, begun
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::autoaccum.errors.AutoaccumWarning"),
@@ -222,17 +219,6 @@ class TestWhoMayGoOn:
             "model mask: buffer float32 (2,) -> buffer float32 (3,)",
             "loss scale: float32 (1,) -> float32 (3,)",
         )
-
-    def test_every_difference_is_shown(self) -> None:
-        before = {"a": 1, "b": {"c": [0.1], "d": {"e": None}}, "f": "x"}
-        assert list(differing(before, before)) == []
-        now = {"a": 1, "b": {"c": [0.2], "d": {"e": 0}}, "g": 2}
-        assert list(differing(before, now)) == [
-            "b c: [0.1] -> [0.2]",
-            "b d e: nothing -> 0",
-            "f: x -> nothing",
-            "g: nothing -> 2",
-        ]
 
 
 class TestFinished:
@@ -633,84 +619,6 @@ class TestRecorded:
         assert result.history[3].step == 4
 
 
-class Machine:
-    """A procfs with a count of kills, and no control groups."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        (root / "proc/sys/kernel/random").mkdir(parents=True)
-        (root / "proc/self").mkdir()
-        (root / "proc/self/cgroup").write_text("")
-        self.boot("first")
-        self.kills(3)
-
-    def boot(self, name: str) -> None:
-        (self.root / "proc/sys/kernel/random/boot_id").write_text(f"{name}\n")
-
-    def kills(self, count: int) -> None:
-        (self.root / "proc/vmstat").write_text(f"pgfault 7\noom_kill {count}\n")
-
-
-@pytest.fixture
-def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
-    made = Machine(tmp_path / "machine")
-    monkeypatch.setattr(run_directory, "OomKills", lambda: OomKills(made.root / "proc", made.root / "none"))
-    return made
-
-
-def begun(folder: Path) -> WindowMark:
-    mark = WindowMark(folder)
-    mark.begin()
-    return mark
-
-
-class TestWindowMark:
-    def test_a_window_that_the_kernel_ended(self, tmp_path: Path, machine: Machine) -> None:
-        mark = begun(tmp_path)
-        assert mark.died_of_memory is None
-        mark.enter(64, 10)
-        machine.kills(4)
-        mark = WindowMark(tmp_path)
-        assert mark.died_of_memory == (64, 10)
-        mark.close()
-        assert begun(tmp_path).died_of_memory == (64, 10), "nothing was begun in between"
-        assert begun(tmp_path).died_of_memory is None, "that was the process before the last"
-
-    def test_another_end(self, tmp_path: Path, machine: Machine) -> None:
-        begun(tmp_path).enter(64, 10)
-        assert WindowMark(tmp_path).died_of_memory is None, "the kernel killed nobody"
-        mark = begun(tmp_path)
-        mark.enter(64, 10)
-        mark.leave()
-        machine.kills(5)
-        assert WindowMark(tmp_path).died_of_memory is None, "not inside a window"
-        mark = begun(tmp_path)
-        mark.enter(64, 10)
-        mark.close()
-        machine.kills(6)
-        assert WindowMark(tmp_path).died_of_memory is None, "an error, which was told"
-        begun(tmp_path).enter(64, 10)
-        machine.boot("second")
-        machine.kills(9)
-        assert WindowMark(tmp_path).died_of_memory is None, "another boot, whose count says nothing"
-
-    @pytest.mark.parametrize("content", ["", "{"])
-    def test_files_that_are_torn(self, content: str, tmp_path: Path, machine: Machine) -> None:
-        begun(tmp_path).enter(64, 10)
-        (tmp_path / "kills.json").write_text(content)
-        machine.kills(9)
-        assert WindowMark(tmp_path).died_of_memory is None
-        (tmp_path / "window").write_bytes(b"\x01")
-        assert WindowMark(tmp_path).died_of_memory is None
-
-    def test_it_is_in_the_file_at_once(self, tmp_path: Path, machine: Machine) -> None:
-        mark = begun(tmp_path)
-        mark.enter(64, 10)
-        assert struct.unpack("<3q", (tmp_path / "window").read_bytes()) == (1, 64, 10)
-        mark.leave()
-        assert (tmp_path / "window").read_bytes() == bytes(24)
-
-
 class TestKilledByTheKernel:
     @staticmethod
     def die(directory: Path, machine: Machine, micro_batch: int) -> None:
@@ -828,7 +736,7 @@ def test_a_link_in_a_directory_from_a_stranger_is_not_followed(tmp_path: Path, n
 
 
 def test_a_state_of_another_version_is_a_typed_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = resuming.state_of
+    whole = Trainer.state_dict
 
     def without(trainer: Any) -> Any:
         weights, state = whole(trainer)
@@ -836,7 +744,7 @@ def test_a_state_of_another_version_is_a_typed_error(tmp_path: Path, monkeypatch
         return weights, state
 
     with monkeypatch.context() as patched:
-        patched.setattr(resuming, "state_of", without)
+        patched.setattr(Trainer, "state_dict", without)
         fit(tmp_path, epochs=1)
     with pytest.raises(CheckpointCorruptError, match="is of another version, or was made by hand"):
         fit(tmp_path, epochs=2)

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from autoaccum.runs import past
 from autoaccum.planning.costs import Trial
+from autoaccum.runs import past
 from autoaccum.runs.past import MAX_TRIALS, Entry, Past, directory
 
 KEY, OTHER = "0" * 31 + "a", "f" * 32

@@ -11,8 +11,8 @@ import pytest
 from torch.nn.functional import cross_entropy
 
 import autoaccum
-from autoaccum.memory.clock import ManualClock, given
 from autoaccum.events import Finished, Notice, Record, Replanned, Resumed, Saved, StepReport
+from autoaccum.memory.clock import ManualClock, using
 from autoaccum.reporting import RecordWriter, environment, load_run, read_records, write_json
 from autoaccum.runs.records import FIELDS, value_of
 from tests.models import classes, mlp
@@ -75,7 +75,7 @@ def test_numbers_that_json_has_not(loss: float, path: Path) -> None:
 
 
 def test_a_line_has_its_type_its_time_and_the_fields(path: Path) -> None:
-    with given(ManualClock(stamp=1234.5)):
+    with using(ManualClock(stamp=1234.5)):
         record(path, Finished(step=3, reason="budget"))
     assert path.read_text() == '{"type":"Finished","time":1234.5,"step":3,"reason":"budget"}\n'
 

@@ -19,8 +19,8 @@ from torch import nn
 from torch.optim import lr_scheduler as schedulers
 from torch.optim.swa_utils import SWALR, AveragedModel
 
-from autoaccum.runs import states
 from autoaccum.errors import CheckpointStateError
+from autoaccum.runs import states
 
 
 def through_files(tmp_path: Path, weights: Any, state: Any, *, copy: bool = True) -> tuple[Any, Any]:

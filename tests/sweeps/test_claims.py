@@ -13,8 +13,8 @@ import pytest
 from optuna.samplers import RandomSampler
 from optuna.trial import TrialState
 
-from autoaccum.sweeps.claims import Claims, directory_of
 from autoaccum.errors import ArgumentError
+from autoaccum.sweeps.claims import Claims, directory_of
 from autoaccum.sweeps.storages import open_storage
 
 

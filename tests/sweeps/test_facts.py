@@ -12,8 +12,8 @@ from optuna.distributions import CategoricalDistribution, FloatDistribution, Int
 from optuna.trial import TrialState
 
 from autoaccum.sweeps.facts import StudyFacts, facts_of, importances_of, runs_of
-from tests.sweeps.studies import law, running, study, trial
 from tests.reporting.synthetic import report, write
+from tests.sweeps.studies import law, running, study, trial
 
 
 def answer(facts: StudyFacts, question: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -19,36 +18,8 @@ from autoaccum.errors import (
     ConflictingArgumentsError,
     RecipeResultError,
 )
-from autoaccum.events import StepReport
 from tests.models import classes
-from tests.sweeps.sweeping import pruner, read, run, small
-
-
-def test_what_the_recipe_takes_goes_to_it_and_the_rest_to_fit(tmp_path: Path) -> None:
-    seen = []
-
-    def recipe(lr: float, width: int) -> dict[str, Any]:
-        seen.append(width)
-        model = nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, 3))
-        return small() | {"model": model, "optimizer": lambda params: torch.optim.SGD(params, lr=lr)}
-
-    def space(trial: optuna.Trial) -> dict[str, Any]:
-        return {"width": trial.suggest_int("width", 4, 6), "clip_norm": trial.suggest_float("clip_norm", 1, 2)}
-
-    study = run(recipe, tmp_path, search_space=space, num_trials=2)
-    for trial in study.trials:
-        report = read(tmp_path, trial.number, StepReport)[0]
-        assert report.lr == trial.params["lr"]
-        assert report.grad_norm is not None, "clip_norm went to fit"
-    assert seen[1:] == [trial.params["width"] for trial in study.trials], "the first was to check"
-
-
-def test_lr_that_a_recipe_takes_and_makes_nothing_of_goes_to_fit_too(tmp_path: Path) -> None:
-    def recipe(lr: float) -> dict[str, Any]:
-        return small()
-
-    study = run(recipe, tmp_path, num_trials=1)
-    assert read(tmp_path, 0, StepReport)[0].lr == study.trials[0].params["lr"]
+from tests.sweeps.sweeping import pruner, run, small
 
 
 def test_every_trial_gets_the_same_samples_and_its_own_seed(tmp_path: Path) -> None:
@@ -98,14 +69,6 @@ def test_what_optuna_cannot_change_within_a_study_is_refused_before_a_trial(chan
     assert [trial.state for trial in study.trials] == [TrialState.COMPLETE] * 2
 
 
-def test_a_recipe_takes_what_is_common_for_its_own_use(tmp_path: Path) -> None:
-    def recipe(seed: int) -> dict[str, Any]:
-        return small()
-
-    study = run(recipe, tmp_path, num_trials=2, search_space=lambda trial: {"seed": trial.suggest_int("seed", 5, 9)})
-    assert [trial.user_attrs["seed"] for trial in study.trials] == [0, 1]
-
-
 def test_a_recipe_that_was_edited_does_not_join_the_study_of_the_old_one(tmp_path: Path) -> None:
     study = run(small, tmp_path, num_trials=1)
 
@@ -152,26 +115,6 @@ def test_a_model_that_only_trials_would_share_is_refused(tmp_path: Path) -> None
     with pytest.raises(RecipeResultError, match="returned a model that it has returned before"):
         run(recipe, tmp_path)
     assert next(calls) == 3, "the second trial's is the first's"
-
-
-def test_what_a_draw_had_no_memory_for_is_gone_before_the_next(tmp_path: Path) -> None:
-    made: list[weakref.ref[nn.Module]] = []
-    alive: list[bool] = []
-
-    def recipe(width: int) -> dict[str, Any]:
-        alive.extend(reference() is not None for reference in made)
-        if len(made) < 2:
-            model = nn.Linear(8, 3)
-            made.append(weakref.ref(model))
-            raise torch.OutOfMemoryError("as of a model that is made on the device")
-        return small()
-
-    def space(trial: optuna.Trial) -> dict[str, Any]:
-        return {"width": trial.suggest_int("width", 0, 100)}
-
-    run(recipe, tmp_path, search_space=space, num_trials=1)
-    assert len(alive) > 2
-    assert not any(alive)
 
 
 def test_a_recipe_that_was_mended_joins_a_study_of_failed_trials(tmp_path: Path) -> None:

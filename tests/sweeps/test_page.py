@@ -16,9 +16,9 @@ from optuna.distributions import CategoricalDistribution
 
 from autoaccum.cli.app import main
 from autoaccum.sweeps.page import write_study_report
-from tests.sweeps.studies import law, running, storage, study, trial
 from tests.reporting.synthetic import report, write
 from tests.reporting.test_page import NASTY, Page
+from tests.sweeps.studies import law, running, storage, study, trial
 
 
 def page_of(made: optuna.Study, folder: Path) -> Page:

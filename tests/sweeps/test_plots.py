@@ -20,8 +20,8 @@ from autoaccum.events import Validated
 from autoaccum.reporting.plots import svg
 from autoaccum.sweeps.facts import facts_of, runs_of
 from autoaccum.sweeps.plots import pictures
-from tests.sweeps.studies import law, running, study, trial
 from tests.reporting.synthetic import report, write
+from tests.sweeps.studies import law, running, study, trial
 
 
 def drawn(*trials: Any, importances: dict[str, float] | None = None, **options: Any) -> dict[str, Axes]:

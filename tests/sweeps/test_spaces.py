@@ -7,8 +7,8 @@ from typing import Any
 import optuna
 import pytest
 
-from autoaccum.sweeps import spaces
 from autoaccum.errors import ArgumentError, ArgumentTypeError
+from autoaccum.sweeps import spaces
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ import pytest
 from optuna.storages import InMemoryStorage, JournalStorage, RDBStorage
 from sqlalchemy.exc import ProgrammingError
 
-from autoaccum.sweeps import storages
 from autoaccum.errors import ArgumentError
+from autoaccum.sweeps import storages
 from autoaccum.sweeps.storages import open_storage
 
 

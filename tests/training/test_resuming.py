@@ -21,9 +21,10 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
 
 import autoaccum
+from autoaccum.errors import StopTraining
 from autoaccum.events import Notice, Planned, Resumed, StepReport, StepSkipped, Validated
-from autoaccum.testing import simulated_memory
-from autoaccum.training import resuming
+from autoaccum.testing import manual_clock, simulated_memory
+from autoaccum.training.pace import runs_of
 from autoaccum.training.trainer import FitResult, Trainer
 from tests.models import classes, mlp, noisy, relative_error, wide
 
@@ -547,121 +548,47 @@ def test_a_lower_limit_is_heeded_from_the_first_window(tmp_path: Path) -> None:
 
 
 def test_of_windows() -> None:
-    assert resuming.of_windows([]) == []
-    assert resuming.of_windows([8, 8, 5, 8]) == [(8, 2), (5, 1), (8, 1)]
-
-
-def test_description_tells_models_apart() -> None:
-    assert resuming.description(mlp())["0.weight"] == "float32 (16, 8)"
-    model = mlp()
-    model[0].requires_grad_(False)  # type: ignore[index]
-    assert resuming.description(model)["0.weight"] == "float32 (16, 8) frozen"
-
-
-def test_options_are_what_decides() -> None:
-    one = resuming.options(torch.optim.AdamW(mlp().parameters(), lr=0.1, fused=True))
-    assert one == resuming.options(
-        torch.optim.AdamW(mlp().parameters(), lr=torch.tensor(0.1, dtype=torch.float64), fused=True)
-    )
-    assert one["group 0"] | {"lr": 0.1, "betas": "(0.9, 0.999)", "parameters": 4} == one["group 0"]
-    assert "amsgrad" not in one["group 0"]
-    other = resuming.options(torch.optim.AdamW(mlp().parameters(), lr=0.1, amsgrad=True))
-    assert other["group 0"] == {**one["group 0"], "amsgrad": True}
-
-
-def test_plain_values() -> None:
-    class Loss:
-        pass
-
-    assert resuming.plain({"a": 1, "b": None, "c": Loss(), "d": cross_entropy, "e": (1, 2)}) == {
-        "a": 1,
-        "b": None,
-        "c": "Loss",
-        "d": "cross_entropy",
-        "e": "(1, 2)",
-    }
+    assert runs_of([]) == []
+    assert runs_of([8, 8, 5, 8]) == [(8, 2), (5, 1), (8, 1)]
 
 
 # Nothing that changes in a run is forgotten.
 
-FOLLOWS = {
-    "Trainer": {
-        "_directory": "what is kept goes there",
-        "_resumed": "of this process",
-        "_stop_reason": "of this process",
-        "_is_best": "said to the checkpoint when it is written",
-        "_mark": "a clock",
-        "_history": "empty where there is a run_dir",
-        "_events": "empty where there is a run_dir",
-        "_pace": "kept by its own attributes",
-        "_noise": "kept as noise",
-        "_engine": "kept by its own attributes",
-        "_tuner": "kept by its own attributes",
-        "_validator": "kept as validator",
-        "_learning_rate": "kept as learning_rate",
-        "model": "kept as weights and buffers",
-        "_modules": "kept as modules",
-        "optimizer": "kept",
-        "_source": "a function of (seed, epoch) and what was passed",
-        "_cache": "of this process",
-        "limit_bytes": "the limit of this process",
-        "memory": "of this process",
-    },
-    "Pace": {
-        "windows": "kept",
-        "reports": "kept",
-        "_engine": "kept by its own attributes",
-    },
-    "Engine": {
-        "limit_bytes": "the limit of this process",
-        "_next_look": "a clock",
-        "_growing_from": "an event is worded by it",
-        "_announced": "kept",
-        "_plan": "kept",
-        "step": "kept",
-        "_runner": "kept by its own attributes",
-        "tuner": "kept by its own attributes",
-        "optimizer": "kept",
-        "_model": "kept",
-        "_modules": "kept",
-        "memory": "of this process",
-    },
-    "WindowRunner": {
-        "_announced": "kept",
-        "scaler": "kept",
-        "_snapshot": "taken before each window",
-        "_seeds": "a cache of constants",
-        "gauge": "readings of this process",
-        "before_trial": "of this process",
-        "_model": "kept",
-        "_modules": "kept",
-        "_parameters": "kept",
-        "_optimizer": "kept",
-        "_tuner": "kept by its own attributes",
-        "_memory": "of this process",
-    },
-    "Tuner": {
-        "_loads": "kept",
-        "past": "kept",
-        "_time_model": "kept",
-        "_timing": "begins anew",
-        "_timed_window": "begins anew",
-        "_untimed": "begins anew",
-        "_checks": "begins anew",
-        "_pressure": "the calm that growth waits for begins anew",
-        "limit_bytes": "the limit of this process",
-        "target_bytes": "of the limit of this process",
-    },
+NOT_KEPT = {
+    # Of this process alone.
+    "Trainer._resumed": "an event of the process that goes on",
+    "Trainer._mark": "a reading of the clock",
+    "Trainer._stop_reason": "why the first process ended",
+    "Trainer._is_best": "said to the checkpoint while it is written",
+    "Step._next_look": "a reading of the clock",
+    "Step._growing_from": "an event is worded by it",
+    "Step._piece": "what runs at this moment",
+    "Limit.bytes": "the limit of each process",
+    "Limits.limit_bytes": "the limit of each process",
+    "Limits.target_bytes": "follows from that",
+    "Tuner.refused_at": "for later runs of the same process",
+    "Tuner._passed_limit": "of readings of this process",
+    "Validator._released_bytes": "a reading of this process",
+    # Begins anew, which costs time and changes nothing that is computed.
+    "Fastest._timing": "a comparison of plans begins anew",
+    "Fastest._timed_window": "goes with it",
+    "Fastest._broken_off": "goes with it",
+    "Fastest._not_full": "goes with it",
+    "Fastest._checks": "goes with it",
+    "Fastest._rises": "goes with it",
+    # What only makes a run fast, or is read anew.
+    "Transaction._seeds": "a cache of constants",
+    "Transaction.scaler": "has a state_dict of its own, which is kept",
+    "Transaction._tally": "of the window that runs",
+    "Transaction._num_samples": "of the window that runs",
+    "Trials._done": "of the window that is validated",
+    "Snapshot._copies": "taken before each window",
+    "Snapshot._buffers": "taken before each window",
+    "Snapshot._random": "taken before each window",
 }
-"""What may change in a run and is not in ``resuming.OF_...``, with the reason."""
-
-KEPT = {
-    "Trainer": resuming.OF_TRAINER,
-    "Pace": resuming.OF_PACE,
-    "WindowRunner": resuming.OF_RUNNER,
-    "Tuner": resuming.OF_TUNER,
-    "Engine": (),
-}
+"""What may differ between a run and one that was resumed where it stands, with the reason."""
+READ_ANEW = {"Meter", "Pressure", "SimulatedMemory", "Retries", "RunDirectory", "Cache", "ProgressBar", "Narrator"}
+"""Classes whose state is readings of this process, or what the disk holds."""
 
 
 def looks(value: Any, depth: int = 0) -> Any:
@@ -682,39 +609,80 @@ def looks(value: Any, depth: int = 0) -> Any:
     return type(value).__name__, {name: looks(entry, depth + 1) for name, entry in entries.items()}
 
 
-def test_all_that_changes_in_a_run_is_kept_or_has_a_reason_not_to_be(tmp_path: Path) -> None:
-    with simulated_memory("800KiB") as device:
-        changed: dict[str, set[str]] = {name: set() for name in KEPT}
-        before: dict[str, dict[str, Any]] = {}
+def walk(owner: Any, found: dict[str, Any], seen: set[int]) -> dict[str, Any]:
+    """All attributes of an object and of those of ours that it leads to, by class and name."""
+    seen.add(id(owner))
+    kind = type(owner).__name__
+    attributes = dict(getattr(owner, "__dict__", {}))
+    for base in type(owner).__mro__:
+        for name in getattr(base, "__slots__", ()):
+            if hasattr(owner, name):
+                attributes[name] = getattr(owner, name)
+    for name, value in attributes.items():
+        is_ours = type(value).__module__.startswith("autoaccum") and not isinstance(value, nn.Module)
+        if is_ours and type(value).__name__ not in READ_ANEW:
+            if id(value) not in seen:
+                walk(value, found, seen)
+        elif not is_ours:
+            found[f"{kind}.{name}"] = looks(value)
+    return found
 
-        def look(record: Any) -> None:
-            parts = (trainer, trainer._pace, trainer._engine, trainer._engine._runner, trainer._tuner)
-            now = {type(part).__name__: {n: looks(v) for n, v in vars(part).items()} for part in parts}
-            for name, values in before.items():
-                assert values.keys() == now[name].keys(), "attributes are made in __init__"
-                changed[name] |= {n for n in values if values[n] != now[name][n]}
-            before.update(now)
-            if isinstance(record, StepReport) and record.step == 9:
-                device.limit = 500 * 1024
 
-        trainer = Trainer(
+def test_a_resumed_run_holds_what_the_first_one_held(tmp_path: Path) -> None:
+    """Whatever changed in a run, each attribute of each object, is there again: or it has a reason not to be."""
+
+    def made(*, steps: int, callback: Any) -> Trainer:
+        return Trainer(
             wide(),
             classes(240),
             loss_fn=cross_entropy,
             effective_batch="30, 6:60",
-            epochs=4,
+            steps=steps,
             lr=0.01,
             precision="fp16",
             device="cpu",
             progress=False,
             noise_scale=True,
             validation_data=classes(20),
+            validate_every=120,
             run_dir=tmp_path,
-            callbacks=[look],
+            checkpoint_every=1,
+            callbacks=[callback],
         )
-        trainer.fit()
-    assert "_best_loss" in changed["Trainer"]
-    assert {"samples_seen", "epoch"} <= changed["Pace"]
-    assert {"largest", "searching", "_loads"} <= changed["Tuner"]
-    for name, attributes in changed.items():
-        assert attributes - set(KEPT[name]) - set(FOLLOWS[name]) == set(), f"of {name}: keep it, or say why not"
+
+    with simulated_memory("800KiB") as device, manual_clock() as clock:
+        held: list[dict[str, Any]] = []
+
+        def stop(record: Any) -> None:
+            if isinstance(record, StepReport):
+                clock.advance(0.01 * len(record.micro_batches))
+                if record.step == 9:
+                    device.limit = 500 * 1024
+                if record.step == 12:
+                    raise StopTraining
+
+        first = made(steps=14, callback=stop)
+        at_first = walk(first, {}, set())
+        first.fit()
+        assert first.step == 12
+        held.append(walk(first, {}, set()))
+
+        def look(record: Any) -> None:
+            if isinstance(record, Resumed):
+                held.append(walk(second, {}, set()))
+
+        device.limit = 800 * 1024
+        second = made(steps=14, callback=look)
+        second.fit()
+    before, after = held
+    changed = {name for name, value in before.items() if at_first.get(name) != value}
+    assert {"Tuner.largest", "Tuner.searching", "Pace.samples_seen", "Pace.epoch", "Trainer._best_loss"} <= changed
+    assert {
+        "Step.number",
+        "Step._plan",
+        "History.trials",
+        "Smoothed.gradient_squared",
+        "Examiner._is_checked",
+    } <= changed
+    forgotten = {name for name in changed if after.get(name) != before[name]} - set(NOT_KEPT)
+    assert forgotten == set(), "keep it in its object's state_dict, or say why not"

@@ -10,12 +10,10 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from autoaccum.loss.functions import loss_function
-from autoaccum.memory.devices import memory_of
 from autoaccum.training.accumulator import _Batch
 from autoaccum.window import contributions
-from autoaccum.window.step import Engine
 from tests.models import classes, mlp, same
+from tests.window.making import step_of
 
 CPU = torch.device("cpu")
 PLAN = (5, 2, 4, 1)
@@ -106,33 +104,12 @@ def ids() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randint(0, 11, (12, 4), generator=generator), torch.randint(0, 11, (12,), generator=generator)
 
 
-def engine(model: nn.Module, noise_scale: bool, **options: Any) -> Engine:
-    arguments: dict[str, Any] = {
-        "loss_of": loss_function(cross_entropy, None),
-        "num_items": None,
-        "micro_batch": 12,
-        "max_micro_batch": None,
-        "full_window": 12,
-        "memory": memory_of(CPU),
-        "total_bytes": 2**60,
-        "limit_now": lambda: 2**60,
-        "limit_bytes": 2**60,
-        "headroom": 0.05,
-        "precision": "fp32",
-        "clip_norm": None,
-        "device": CPU,
-        "emit": lambda event: None,
-        **options,
-    }
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return Engine(model, [model], optimizer, noise_scale=noise_scale, **arguments)
-
-
 def ran(make: Callable[[], nn.Module], noise_scale: bool, batch: Any, **options: Any) -> tuple[Any, list[Any]]:
     """A window's outcome, and its gradients."""
     torch.manual_seed(0)
     model = make()
-    gradient = engine(model, noise_scale, **options).run(_Batch(batch, 12, CPU), PLAN)[0]
+    made = step_of(model, noise_scale=noise_scale, micro_batch=12, full_window=12, **options)
+    gradient = made.run(_Batch(batch, 12, CPU), PLAN)[0]
     return gradient, [p.grad for p in model.parameters()]
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autoaccum.errors import NothingFitsError
-from autoaccum.planning.tuner import Tuner
-from autoaccum.window.meter import Gauge, length_at
+from autoaccum.planning.attempts import NOT_MEASURED, Piece
+from autoaccum.testing import manual_clock
+from autoaccum.window.meter import Meter
 
 CPU = torch.device("cpu")
+PIECE = Piece(0, 8)
 
 
 class Told:
@@ -42,85 +43,90 @@ class Told:
         return None
 
 
-def made(*, watch: bool = True, largest: int = 8) -> tuple[Told, Tuner, Gauge]:
+def made(*, is_enforced: bool = False, needs_room: bool = False) -> tuple[Told, Meter]:
     memory = Told()
-    tuner = Tuner(ceiling=64, limit_bytes=1000, headroom=0.1, search=False, largest=largest)
-    return memory, tuner, Gauge(memory, CPU, tuner, watch=watch)
+    return memory, Meter(memory, CPU, is_enforced=is_enforced, needs_room=lambda held, piece, window: needs_room)
 
 
-def window(memory: Told, gauge: Gauge, peak: int, sizes: tuple[int, ...] = (8, 8)) -> tuple[int, ...] | None:
-    gauge.begin_window()
+def window(memory: Told, meter: Meter, peak: int) -> int | None:
+    meter.begin_window(is_searching=False)
     memory.most = peak
-    return gauge.end_window(sizes, None)
+    return meter.end_window(is_searching=False, target_bytes=900)
 
 
 def test_a_peak_is_the_windows_or_that_of_what_came_before_it() -> None:
-    memory, _, gauge = made()
-    assert window(memory, gauge, 500) is None
-    assert gauge.peak_bytes == 500
+    memory, meter = made()
+    assert window(memory, meter, 500) == 500
+    assert meter.peak_bytes == 500
     memory.most = 700  # in the optimizer's step
-    assert window(memory, gauge, 300) is None
-    assert gauge.peak_bytes == 700
+    assert window(memory, meter, 300) == 300
+    assert meter.peak_bytes == 700
     memory.most = 100
-    assert window(memory, gauge, 300) is None
-    assert gauge.peak_bytes == 300
+    assert window(memory, meter, 300) == 300
+    assert meter.peak_bytes == 300
 
 
-def test_windows_that_pass_the_limit_twice_running_are_cut_smaller() -> None:
-    memory, tuner, gauge = made()
-    assert window(memory, gauge, 950) is None, "once may be the heap's doing"
-    assert memory.releases == 1
-    assert window(memory, gauge, 800) is None
-    assert window(memory, gauge, 950) is None
-    assert window(memory, gauge, 950) == (4, 4, 4, 4)
-    assert tuner.largest == 4
+def test_windows_are_measured_so_often_as_readings_are_cheap() -> None:
+    memory, meter = made()
+    memory.reading_seconds = 5.0
+    with manual_clock() as clock:
+        assert window(memory, meter, 500) == 500
+        assert window(memory, meter, 600) is None
+        assert meter.peak_bytes == 500
+        meter.begin_window(is_searching=True)
+        memory.most = 700
+        assert meter.end_window(is_searching=True, target_bytes=900) == 700, "a search measures every window"
+        clock.advance(5.0)
+        assert window(memory, meter, 800) == 800
 
 
-def test_where_the_device_refuses_by_itself_nothing_is_done() -> None:
-    memory, tuner, gauge = made(watch=False)
-    assert [window(memory, gauge, 950) for _ in range(3)] == [None] * 3
-    assert (memory.releases, tuner.largest) == (0, 8)
+@pytest.mark.parametrize(("peak", "expected"), [(400, []), (600, [(200, PIECE, 600), (301, PIECE, 600)])])
+def test_room_is_asked_for_where_a_window_takes_more_than_half(peak: int, expected: list[object]) -> None:
+    asked: list[object] = []
+
+    def needs_room(held_bytes: int, piece: Piece, window_bytes: int) -> bool:
+        asked.append((held_bytes, piece, window_bytes))
+        return held_bytes > 300
+
+    memory = Told()
+    meter = Meter(memory, CPU, is_enforced=False, needs_room=needs_room)
+    window(memory, meter, peak)
+    for now in (300, 401):  # 100 were in use when memory was last released
+        memory.now = now
+        with meter.measuring(PIECE) as reading:
+            pass
+        assert reading is NOT_MEASURED
+    assert asked == expected
+    assert memory.releases == (1 if expected else 0)
 
 
-def test_the_smallest_is_not_cut_smaller() -> None:
-    memory, _, gauge = made(largest=1)
-    assert [window(memory, gauge, 950, (1, 1)) for _ in range(3)] == [None] * 3
-
-
-def test_room_is_made_only_when_the_next_peak_would_pass_the_target() -> None:
-    memory, _, gauge = made()
-    window(memory, gauge, 600)
-    memory.now = 300  # 200 more than when memory was last released, and 600 to come: within 900
-    gauge.make_room(8, 1)
+def test_where_the_device_refuses_by_itself_no_room_is_made() -> None:
+    memory, meter = made(is_enforced=True, needs_room=True)
+    window(memory, meter, 950)
+    with meter.measuring(PIECE):
+        pass
     assert memory.releases == 0
-    memory.now = 401
-    gauge.make_room(8, 1)
-    assert memory.releases == 1
 
 
-def test_a_trial_is_measured_from_released_memory_and_told() -> None:
-    memory, tuner, gauge = made()
-    gauge.begin_window()
+def test_a_trial_is_measured_from_released_memory() -> None:
+    memory, meter = made()
+    told: list[tuple[int, int]] = []
+    meter.before_trial = lambda size, length: told.append((size, length))
+    meter.begin_window(is_searching=True)
     memory.now = memory.most = 400
-    started = gauge.begin_trial()
-    assert memory.peak() == 100
-    memory.most = 350
-    gauge.end_trial(2, 1, started)
-    (trial,) = tuner.history
-    assert (trial.micro_batch, trial.fits, trial.peak_bytes, trial.length) == (2, True, 350, 1)
-    assert trial.seconds is not None
-    assert gauge.end_window((2,), None) is None
-    assert gauge.peak_bytes == 400, "also what was reached before the trial"
+    trial = Piece(0, 2, 3, is_trial=True)
+    with manual_clock() as clock, meter.measuring(trial) as reading:
+        assert memory.peak() == 100
+        memory.most = 350
+        clock.advance(2.5)
+    assert (reading.piece, reading.peak_bytes, reading.seconds) == (trial, 350, 2.5)
+    assert told == [(2, 3)]
+    assert meter.end_window(is_searching=True, target_bytes=900) == 400, "also what was reached before the trial"
 
 
-def test_the_smallest_trial_past_the_limit_is_an_error() -> None:
-    memory, _, gauge = made()
-    started = gauge.begin_trial()
-    memory.most = 1001
-    with pytest.raises(NothingFitsError):
-        gauge.end_trial(1, 1, started)
-
-
-def test_the_length_of_a_micro_batch_is_that_of_its_first_sample() -> None:
-    assert length_at(None, 5) == 1
-    assert length_at((9, 7, 3), 1) == 7
+def test_a_trial_that_failed_has_no_reading() -> None:
+    _, meter = made()
+    reading = meter.measuring(Piece(0, 2, is_trial=True))
+    with pytest.raises(ValueError, match="broken"), reading:
+        raise ValueError("broken")
+    assert (reading.peak_bytes, reading.seconds) == (None, None)

@@ -13,32 +13,15 @@ from autoaccum.events import Event, Notice, Planned, Replanned, StepSkipped
 from autoaccum.loss.functions import loss_function
 from autoaccum.memory.devices import memory_of
 from autoaccum.training.accumulator import _Batch
-from autoaccum.window.step import Engine
+from autoaccum.window.step import Step
 from tests.models import classes, mlp, same
+from tests.window.making import step_of
 
 CPU = torch.device("cpu")
 
 
-def engine(events: list[Event], **options: Any) -> Engine:
-    model = mlp()
-    arguments: dict[str, Any] = {
-        "loss_of": loss_function(cross_entropy, None),
-        "num_items": None,
-        "micro_batch": 4,
-        "max_micro_batch": None,
-        "full_window": 8,
-        "memory": memory_of(CPU),
-        "total_bytes": 2**60,
-        "limit_now": lambda: 2**60,
-        "limit_bytes": 2**60,
-        "headroom": 0.05,
-        "precision": "fp32",
-        "clip_norm": None,
-        "device": CPU,
-        "emit": events.append,
-        **options,
-    }
-    return Engine(model, [model], torch.optim.SGD(model.parameters(), lr=0.1), **arguments)
+def step(events: list[Event], **options: Any) -> Step:
+    return step_of(mlp(), emit=events.append, **options)
 
 
 def window(num_samples: int = 8) -> _Batch:
@@ -46,22 +29,22 @@ def window(num_samples: int = 8) -> _Batch:
 
 
 def test_a_recorded_plan_is_followed_while_its_sizes_fit() -> None:
-    made = engine([])
+    made = step([])
     assert made.run(window(), (3, 4, 1))[0].sizes == (3, 4, 1)
     made.tuner.out_of_memory(4, 8)
     assert made.run(window(), (3, 4, 1))[0].sizes == (2, 2, 2, 2)
 
 
 def test_a_loss_that_is_not_finite_is_refused_in_the_first_window_only() -> None:
-    def step(model: Any, batch: Any) -> torch.Tensor:
+    def training_step(model: Any, batch: Any) -> torch.Tensor:
         return cross_entropy(model(batch[0]), batch[1]) * factor["value"]
 
     factor = {"value": float("nan")}
-    made = engine([], loss_of=loss_function(None, step))
+    made = step([], loss_of=loss_function(None, training_step))
     with pytest.raises(NonFiniteLossError, match="loss of the first window is nan"):
         made.run(window())
-    assert all(p.grad is None for group in made.optimizer.param_groups for p in group["params"])
-    made = engine([], loss_of=loss_function(None, step))
+    assert all(p.grad is None for group in made.job.optimizer.param_groups for p in group["params"])
+    made = step([], loss_of=loss_function(None, training_step))
     factor["value"] = 1.0
     made.run(window())
     factor["value"] = float("nan")
@@ -70,21 +53,21 @@ def test_a_loss_that_is_not_finite_is_refused_in_the_first_window_only() -> None
 
 def test_steps_are_counted_and_left_out_where_there_is_nothing_to_learn() -> None:
     events: list[Event] = []
-    made = engine(events)
+    made = step(events)
     made.apply(made.run(window())[0])
-    before = [p.clone() for group in made.optimizer.param_groups for p in group["params"]]
+    before = [p.clone() for group in made.job.optimizer.param_groups for p in group["params"]]
     inputs, targets = classes(8)
     nothing = _Batch((inputs, targets.fill_(-100)), 8, CPU)
     with pytest.warns(AutoaccumWarning, match="Nothing in window 2 counts"):
         assert made.apply(made.run(nothing)[0]) is False
-    assert made.step == 2
+    assert made.number == 2
     assert events[1:] == [StepSkipped(step=2, reason="no micro-batch of the window has an item to learn from")]
-    assert same(before, [p for group in made.optimizer.param_groups for p in group["params"]])
+    assert same(before, [p for group in made.job.optimizer.param_groups for p in group["params"]])
 
 
 def test_the_search_ends_with_a_plan_that_is_said() -> None:
     events: list[Event] = []
-    made = engine(events, micro_batch=None)
+    made = step(events, micro_batch=None)
     for _ in range(4):
         made.run(window())
         made.settle(8)
@@ -97,28 +80,28 @@ def test_what_is_announced_is_an_event_and_a_warning() -> None:
     events: list[Event] = []
     notice = Notice(cause="This", consequence="Therefore that", cure="Do so")
     with pytest.warns(AutoaccumWarning, match=r"Therefore that\. Do so\."):
-        engine(events).announce(notice)
+        step(events).announcer.say(notice)
     assert events == [notice]
 
 
 def test_a_limit_below_the_devices_own_is_watched() -> None:
     memory = memory_of(CPU)
-    assert engine([], limit_bytes=2**60 - 1, memory=memory).watch is True
-    assert engine([], memory=memory).watch is not memory.enforced
+    assert step([], limit_now=lambda: 2**60 - 1, memory=memory).limit.is_enforced is False
+    assert step([], memory=memory).limit.is_enforced is memory.enforced
 
 
 def test_one_sample_that_does_not_fit_is_named() -> None:
-    def step(model: Any, batch: Any) -> torch.Tensor:
+    def training_step(model: Any, batch: Any) -> torch.Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     with pytest.raises(NothingFitsError, match="a micro-batch of 1") as caught:
-        engine([], loss_of=loss_function(None, step)).run(window())
+        step([], loss_of=loss_function(None, training_step)).run(window())
     assert (caught.value.micro_batch, caught.value.limit_bytes) == (1, 2**60)
 
 
 @pytest.mark.parametrize("what", ["backward", "zero_grad"])
 def test_a_training_step_that_does_more_than_return_the_loss_is_refused(what: str) -> None:
-    def step(model: Any, batch: Any) -> torch.Tensor:
+    def training_step(model: Any, batch: Any) -> torch.Tensor:
         loss = cross_entropy(model(batch[0]), batch[1])
         if what == "backward":
             loss.backward(retain_graph=True)
@@ -127,12 +110,12 @@ def test_a_training_step_that_does_more_than_return_the_loss_is_refused(what: st
         return loss
 
     with pytest.raises(LossSideEffectError, match=r"Leave backward\(\), zero_grad\(\) and step\(\) out of it"):
-        engine([], loss_of=loss_function(None, step)).run(window())
+        step([], loss_of=loss_function(None, training_step)).run(window())
 
 
 def test_a_loss_that_is_not_finite_later_is_said_once() -> None:
     events: list[Event] = []
-    made = engine(events)
+    made = step(events)
     with pytest.warns(AutoaccumWarning, match="The loss of window 0 is nan"):
         made.announce_if_not_finite(float("nan"))
     made.announce_if_not_finite(float("inf"))
@@ -142,14 +125,14 @@ def test_a_loss_that_is_not_finite_later_is_said_once() -> None:
 
 def test_a_warning_points_at_the_users_line() -> None:
     with pytest.warns(AutoaccumWarning) as caught:
-        engine([]).announce(Notice(cause="This", consequence="That", cure="So"))
+        step([]).announcer.say(Notice(cause="This", consequence="That", cure="So"))
     assert caught[0].filename == __file__
 
 
 def test_a_plan_that_gives_way_before_a_short_window_is_told_of_full_ones() -> None:
     events: list[Event] = []
     limit = {"now": 1000}
-    made = engine(events, micro_batch=None, limit_now=lambda: limit["now"], limit_bytes=1000, headroom=0.0)
+    made = step(events, micro_batch=None, limit_now=lambda: limit["now"], headroom=0.0)
     for size in (1, 2, 4, 8):
         made.tuner.observe(size, 100 + 100 * size)
     made.tuner.settle(8)
@@ -163,9 +146,9 @@ def test_a_plan_that_gives_way_before_a_short_window_is_told_of_full_ones() -> N
 def test_a_limit_below_the_smallest_micro_batch_is_said_once() -> None:
     events: list[Event] = []
     limit = {"now": 2**60}
-    made = engine(events, micro_batch=None, limit_now=lambda: limit["now"])
+    made = step(events, micro_batch=None, limit_now=lambda: limit["now"])
     made.run(window())
-    limit["now"] = made.tuner.least_bytes - 1
+    limit["now"] = made.tuner.limits.least_bytes - 1
     made._next_look = 0.0
     with pytest.warns(AutoaccumWarning, match="Training goes on above the limit"):
         made.run(window())

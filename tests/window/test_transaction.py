@@ -20,10 +20,11 @@ from autoaccum.loss.functions import loss_function
 from autoaccum.memory.devices import memory_of
 from autoaccum.testing import oom_at, simulated_memory
 from autoaccum.training.accumulator import _Batch
-from autoaccum.window.step import Engine
-from autoaccum.window.transaction import Gradient
+from autoaccum.window.gradient import Gradient
+from autoaccum.window.step import Step
 from tests.faults import Operations, strides
 from tests.models import classes, mlp, noisy, same
+from tests.window.making import step_of
 
 CPU = torch.device("cpu")
 
@@ -302,39 +303,21 @@ class TestNoise:
     """``noise_scale``: what micro-batches add is measured, and nothing else changes."""
 
     @staticmethod
-    def engine(micro_batch: int = 6, **options: Any) -> Engine:
-        model = noisy()
-        arguments: dict[str, Any] = {
-            "loss_of": loss_function(cross_entropy, None),
-            "num_items": None,
-            "max_micro_batch": None,
-            "full_window": 12,
-            "memory": memory_of(CPU),
-            "total_bytes": 2**60,
-            "limit_now": lambda: 2**60,
-            "limit_bytes": 2**60,
-            "headroom": 0.05,
-            "precision": "fp32",
-            "clip_norm": 0.5,
-            "device": CPU,
-            "emit": lambda event: None,
-            "noise_scale": True,
-            **options,
-        }
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        return Engine(model, [model], optimizer, micro_batch=micro_batch, **arguments)
+    def step(micro_batch: int = 6, **options: Any) -> Step:
+        options = {"clip_norm": 0.5, "noise_scale": True, **options}
+        return step_of(noisy(), micro_batch=micro_batch, full_window=12, **options)
 
     def train(
-        self, made: Engine, windows: list[_Batch], plans: Any = (None, None)
+        self, made: Step, windows: list[_Batch], plans: Any = (None, None)
     ) -> tuple[list[Gradient], int, list[torch.Tensor]]:
         """Two windows: their gradients, the replays, and all the state that is left."""
         gradients, replays = [], 0
         for window, plan in zip(windows, plans, strict=True):
-            gradient, _, again = made.run(window, plan)
+            gradient, again = made.run(window, plan)
             made.apply(gradient)
             gradients.append(gradient)
             replays += again
-        (model,) = made._modules
+        (model,) = made.job.modules
         return gradients, replays, [*model.parameters(), *model.buffers(), torch.default_generator.get_state()]
 
     @strides(7)
@@ -342,12 +325,12 @@ class TestNoise:
         """Law 2, in what was measured too: the estimate is that of a run which used the smaller plan and met no OOM."""
         windows = [_Batch(classes(size, seed=size), size, CPU) for size in (12, 11)]
         clean: dict[Any, Any] = {}
-        made = self.engine()
+        made = self.step()
         with Operations() as operations:
             self.train(made, windows)
         replayed, outside = 0, set()
         for operation in operations.every(stride, offset=4):
-            made = self.engine()
+            made = self.step()
             with oom_at(operation):
                 try:
                     gradients, replays, state = self.train(made, windows)
@@ -358,7 +341,7 @@ class TestNoise:
                     continue
             plans = tuple(gradient.sizes for gradient in gradients)
             if plans not in clean:
-                clean[plans] = self.train(self.engine(), windows, plans)
+                clean[plans] = self.train(self.step(), windows, plans)
             expected, _, expected_state = clean[plans]
             assert replays == 1
             assert [g.parts for g in gradients] == [g.parts for g in expected], f"operation {operation}"
@@ -374,27 +357,27 @@ class TestNoise:
         left: list[int] = []
         window = _Batch(classes(12), 12, CPU)
         with simulated_memory("1GiB") as device:
-            made = self.engine(memory=memory_of(CPU))
-            runner = made._runner
+            made = self.step(memory=memory_of(CPU))
             made.run(window)
-            roll_back = runner.roll_back
+            transaction = made.transaction
+            roll_back = transaction.roll_back
 
             def rolled_back() -> None:
                 roll_back()
-                runner._seeds.clear()  # one number for each weight, kept for the windows to come
+                transaction._seeds.clear()  # one number for each weight, kept for the windows to come
                 left.append(device.used)
 
-            runner.roll_back = rolled_back  # type: ignore[method-assign]
-            runner.roll_back()
+            transaction.roll_back = rolled_back  # type: ignore[method-assign]
+            transaction.roll_back()
             with Operations() as operations:
-                runner.run(window, 1, (4, 4, 4))
+                made.run(window, (4, 4, 4))
             for number, name in enumerate(operations.names, 1):
                 if name not in (
                     "aten.t.default",
                     "aten.detach.default",
                 ):  # PyTorch itself keeps a graph that fails here
                     with oom_at(number), contextlib.suppress(torch.OutOfMemoryError):
-                        runner.run(window, 1, (4, 4, 4))
+                        made.run(window, (4, 4, 4))
         assert {"aten._foreach_norm.Scalar", "aten._foreach_add_.List"} <= set(operations.names)
         assert len(left) > 140
         assert set(left) == {left[0]}
@@ -402,15 +385,15 @@ class TestNoise:
     def test_a_window_that_is_not_cut_is_not_measured(self) -> None:
         operations = []
         for noise_scale in (True, False):
-            made = self.engine(12, noise_scale=noise_scale)
+            made = self.step(12, noise_scale=noise_scale)
             with oom_at(None) as counter:
-                gradient, _, _ = made.run(_Batch(classes(12), 12, CPU))
+                gradient, _ = made.run(_Batch(classes(12), 12, CPU))
             assert (gradient.sizes, gradient.parts, gradient.noise) == ((12,), (), None)
             operations.append(counter.operations)
         assert operations[0] == operations[1]
 
     def test_what_is_measured_is_as_before_clipping(self) -> None:
-        gradient, _, _ = self.engine(4).run(_Batch(classes(12), 12, CPU))
+        gradient, _ = self.step(4).run(_Batch(classes(12), 12, CPU))
         assert gradient.noise is not None
         assert gradient.grad_norm is not None
         assert gradient.grad_norm > 0.5
@@ -420,7 +403,7 @@ class TestNoise:
     def test_micro_batches_without_items_are_samples_that_add_nothing(self) -> None:
         inputs, targets = classes(12)
         targets[4:8] = -100
-        gradient, _, _ = self.engine(4).run(_Batch((inputs, targets), 12, CPU))
+        gradient, _ = self.step(4).run(_Batch((inputs, targets), 12, CPU))
         assert [part[:2] for part in gradient.parts] == [(4, 4), (4, 0), (4, 4)]
         assert gradient.parts[1][2] == 0
         assert gradient.noise is not None
@@ -434,14 +417,14 @@ class TestNoise:
 
         inputs, targets = classes(12)
         targets[4:8] = -100
-        made = self.engine(4, loss_of=loss_function(masked, None))
-        gradient, _, _ = made.run(_Batch((inputs, targets), 12, CPU))
+        made = self.step(4, loss_of=loss_function(masked, None))
+        gradient, _ = made.run(_Batch((inputs, targets), 12, CPU))
         assert [part[:2] for part in gradient.parts] == [(4, 12), (4, 0), (4, 12)]
         assert gradient.noise is not None
 
     def test_an_overflow_of_float16_tells_nothing(self) -> None:
         loss_of = loss_function(lambda outputs, targets: (1e4 * outputs.float()).square().mean(), None)
-        gradient, _, _ = self.engine(4, precision="fp16", loss_of=loss_of).run(_Batch(classes(12), 12, CPU))
+        gradient, _ = self.step(4, precision="fp16", loss_of=loss_of).run(_Batch(classes(12), 12, CPU))
         assert not math.isfinite(gradient.parts[0][2])
         assert gradient.noise is None
 
@@ -452,7 +435,7 @@ class TestNoise:
             return torch.zeros((), requires_grad=True)
 
         seen = [True, False, True]
-        made = self.engine(4, loss_of=loss_function(None, step), num_items=lambda batch: len(batch[0]))
-        gradient, _, _ = made.run(_Batch(classes(12), 12, CPU))
+        made = self.step(4, loss_of=loss_function(None, step), num_items=lambda batch: len(batch[0]))
+        gradient, _ = made.run(_Batch(classes(12), 12, CPU))
         assert [square > 0 for _, _, square in gradient.parts] == [True, False, True]
         assert gradient.noise is not None

@@ -1,4 +1,4 @@
-"""A run's part of the cache, with a tuner alone: what a whole run keeps and recalls is in test_trainer.py."""
+"""One run's use of past trials, with a tuner alone: what a whole run keeps and recalls is in test_trainer.py."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from autoaccum.runs.cache import Cache
-from autoaccum.planning.costs import Trial
 from autoaccum.errors import NothingFitsError
-from autoaccum.runs.past import Past
+from autoaccum.planning.costs import Trial
 from autoaccum.planning.tuner import Tuner
+from autoaccum.runs.past import Past
+from autoaccum.runs.past_of_run import PastOfRun
 from tests.models import mlp
 
 CPU = torch.device("cpu")
@@ -35,10 +35,12 @@ class Window:
         return torch.zeros(size, 8), torch.zeros(size, dtype=torch.long)
 
 
-def cache(model: nn.Module | None = None, **facts: Any) -> Cache:
+def cache(model: nn.Module | None = None, **facts: Any) -> PastOfRun:
     model = model or mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return Cache([model], optimizer, device=CPU, **{"precision": "fp32", "compiled": False, "functions": (), **facts})
+    return PastOfRun(
+        [model], optimizer, device=CPU, **{"precision": "fp32", "compiled": False, "functions": (), **facts}
+    )
 
 
 def tuner(smallest: int = 1) -> Tuner:

@@ -1,0 +1,183 @@
+"""Describes the terms of a loss: what each was divided by, and whether that makes it a mean or a sum."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from operator import mul
+from typing import Literal
+
+import torch
+
+Count = float | torch.Tensor
+"""A number, or a 0-dim tensor that is not read yet, because reading would wait for the device."""
+Kind = Literal["mean", "sum", "unknown"]
+"""How a term averages over samples; unknown where its graph leads to an operation that is not linear."""
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """One summand of a loss: a sum over the micro-batch, divided."""
+
+    kind: Kind
+    """What it looks like in this micro-batch alone."""
+    is_sure: bool = True
+    """Whether nothing speaks against that."""
+    divisor: Count = 1.0
+    """All that the sum was divided by."""
+    numbers: int = 0
+    """How many numbers were reduced; 0 where that bounds no count."""
+    factor: Count = 1.0
+    """The constant part of 1 / divisor."""
+    is_counted: bool = False
+    """Whether tensors computed the divisor, such as the count of a mask: it is no constant of the program then."""
+    is_multiplied: bool = False
+    """Whether they did so by a factor, which may be anything, rather than a divisor, which is a count or a weight."""
+    is_items: bool = False
+    """Whether the divisor is that of a loss which counts its targets itself."""
+    is_one: bool = False
+    """Whether something was divided by 1: a count that happens to be 1, or was kept from 0."""
+    operation: str = ""
+    """The name of the operation that is unknown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """The constants between the root of a loss and one of its terms."""
+
+    value: Count = 1.0
+    """Their product, where a divisor d counts as 1 / d."""
+    divisors: tuple[float, ...] = ()
+    """Numbers that the program wrote down to divide by."""
+    multipliers: tuple[float, ...] = ()
+    """Numbers that it wrote down to multiply with."""
+    tensors: Literal["", "Div", "Mul"] = ""
+    """How constants came in that tensors computed: not at all, by division alone, or also by multiplication."""
+
+    def times(self, operation: str, value: Count, is_number: bool) -> Factor:
+        """Return the factor with one more constant.
+
+        Args:
+            operation: ``"Mul"`` or ``"Div"``.
+            value: the constant.
+            is_number: whether the program wrote it down as a number; else a tensor held it.
+        """
+        product = divide(self.value, value) if operation == "Div" else self.value * value
+        if not is_number:
+            return replace(self, value=product, tensors="Mul" if "Mul" in (operation, self.tensors) else "Div")
+        if value == 0:  # the loss is not finite, and shall be seen to be so
+            return self
+        if operation == "Div":
+            return replace(self, value=product, divisors=(*self.divisors, float(value)))
+        return replace(self, value=product, multipliers=(*self.multipliers, float(value)))
+
+
+def divide(first: Count, second: Count) -> Count:
+    """Divide two counts; by a number that is 0 to infinity.
+
+    The divisor of a mean over nothing, which is 0 / 0, is infinite too: it had no items.
+    """
+    if isinstance(first, torch.Tensor) or isinstance(second, torch.Tensor):
+        return first / second
+    return first / second if second else math.inf
+
+
+def kind_of(
+    num_samples: int,
+    averaged: Sequence[int],
+    summed: Sequence[int],
+    shapes: Sequence[tuple[int, ...]],
+    factor: Factor,
+    counts_items: bool,
+) -> tuple[Kind, bool]:
+    """Tell from one micro-batch whether a term averages its samples or sums them.
+
+    Args:
+        num_samples: samples of the micro-batch.
+        averaged: the extents of the dimensions that were averaged.
+        summed: the extents of those that were summed.
+        shapes: of what was reduced, the last one farthest from the loss.
+        factor: the constants that the term is multiplied with.
+        counts_items: whether a loss counted its targets itself.
+
+    Returns:
+        The kind, and whether it is sure.
+    """
+    # An extent that equals the samples is theirs. One that is a multiple of them may hold them too, as that of samples
+    # and times flattened into one dimension does.
+    n = num_samples
+    kind: Kind
+    if counts_items or (n in averaged and n not in summed):
+        kind, is_sure = "mean", True
+    elif averaged and n not in summed and n > 1:
+        kind = "mean"
+        is_sure = any(extent % n == 0 for extent in averaged) and not any(extent % n == 0 for extent in summed)
+    elif averaged and n in averaged:
+        # One dimension as long as the samples was averaged and another one summed: either may be theirs.
+        kind, is_sure = "mean", False
+    elif factor.tensors:
+        # What tensors computed, such as mask.sum(), is a count: a sum that is divided by it is a mean.
+        kind, is_sure = "mean", n > 1 and _may_count(n, factor, shapes)
+    else:
+        kind, is_sure = "sum", n in summed or (n > 1 and any(extent % n == 0 for extent in summed))
+    if not (factor.divisors or factor.multipliers):
+        return kind, is_sure
+    # Whatever the program may have counted: the samples, and what the first dimensions of a shape hold together, such
+    # as samples * times.
+    counts = {count for shape in shapes for count in accumulate(shape, mul)} | {n}
+    return _with_numbers(n, kind, is_sure, factor, counts)
+
+
+def _with_numbers(n: int, kind: Kind, is_sure: bool, factor: Factor, counts: set[int]) -> tuple[Kind, bool]:
+    """Correct a kind by the numbers that the program divided by.
+
+    A number that is a count, as in ``loss.sum() / len(x)``, makes a mean of a sum; a multiple of the samples may.
+
+    Args:
+        n: samples of the micro-batch.
+        kind: what the extents alone say.
+        is_sure: whether that is sure.
+        factor: holds the numbers.
+        counts: everything that may be a count.
+    """
+    # To multiply with 1 / 6 is to divide by 6.
+    for number in (*factor.divisors, *(1 / number for number in factor.multipliers)):
+        is_count = any(math.isclose(abs(number), count) for count in counts)
+        if n == 1 or abs(number) in (2, 0.5):
+            # As often a constant as a count: a half stands in many losses, and of one sample every count may be 1.
+            is_told_otherwise = kind == "mean" or bool(factor.tensors) or not (n == 1 or is_count)
+            is_sure = is_sure and number != 1 and is_told_otherwise
+            if kind == "sum" and is_count and number in factor.divisors:
+                kind = "mean"
+        elif kind == "sum" and is_count:
+            kind = "mean"
+        elif is_count or any(math.isclose(abs(1 / number), count) for count in counts - {1}):
+            is_sure = False  # a mean that is multiplied, or once more divided, by a count
+        elif kind == "sum" and number in factor.divisors and is_multiple(number, n):
+            # Two or four things of each sample are counted, but hardly a hundred: that is rather a constant.
+            kind, is_sure = ("mean" if abs(number) <= 4 * n else "sum"), False
+    if n > 1 and kind == "sum":
+        for number in factor.multipliers:
+            if is_multiple(1 / number, n) and 1 / number <= 4 * n:
+                is_sure = False  # one over twice the samples, perhaps
+    return kind, is_sure
+
+
+def _may_count(n: int, factor: Factor, shapes: Sequence[tuple[int, ...]]) -> bool:
+    """Return whether the divisor that tensors computed may be a count that is the same for each of ``n`` samples.
+
+    A divisor of which that is not so is a count only if it varies from one micro-batch to the next.
+    """
+    # The factor without what the program wrote down as numbers: one over what tensors computed.
+    of_tensors = divide(math.prod(factor.multipliers) / math.prod(factor.divisors), factor.value)
+    if isinstance(of_tensors, torch.Tensor):  # on an accelerator, and not read now
+        return True
+    return is_multiple(of_tensors, n) and of_tensors <= math.prod(shapes[-1])
+
+
+def is_multiple(number: float, count: int) -> bool:
+    """Return whether a number of either sign is a whole multiple of a count, 0 times excepted."""
+    ratio = abs(number) / count
+    return math.isfinite(ratio) and ratio >= 1 - 1e-9 and math.isclose(ratio, round(ratio), rel_tol=1e-9)

@@ -1,0 +1,253 @@
+"""Walks from the root of a loss down to where each of its terms is reduced from the batch to one number."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from autoaccum.loss.graph import (
+    ADDITIONS,
+    MEAN,
+    RESHAPED,
+    SUM,
+    constant_beside,
+    dimensions_of,
+    inputs_of,
+    is_normalised,
+    only_parameters,
+    operation_of,
+    sizes_of,
+    value_of,
+)
+from autoaccum.loss.terms import Count, Factor, Term, divide, kind_of
+
+Edge = tuple[Any, int] | None
+"""Where a term enters the loss: (node, which of its inputs); None when the term is all of the loss."""
+Found = tuple[Edge, Factor, Term]
+"""A term, with where it enters the loss and the factor that it has there."""
+
+_LONGEST = 20_000
+"""Steps of a walk: a graph of more is not a loss that a person wrote."""
+
+
+class Walk:
+    """A walk from the root of a loss, through what is linear, down to where its terms are reduced."""
+
+    def __init__(self, num_samples: int) -> None:
+        """Prepare to read the loss of a micro-batch of ``num_samples``."""
+        self._num_samples = num_samples
+        self._found: list[Found] = []
+        # Nodes yet to be visited, each with how it enters the loss and the constants on the way to it. A stack and no
+        # recursion: a sum over a list of a thousand losses is a thousand additions deep.
+        self._stack: list[tuple[Any, Edge, Factor]] = []
+
+    def terms(self, root: Any) -> list[Found]:
+        """Find the terms of the loss whose node is ``root``; those of a sum in the order of its summands."""
+        self._stack.append((root, None, Factor()))
+        steps = 0
+        while self._stack:
+            node, edge, factor = self._stack.pop()
+            steps += 1
+            if steps > _LONGEST:
+                return [(None, Factor(), Term("unknown", operation="a very long graph"))]
+            operation = operation_of(node)
+            if operation in ADDITIONS:
+                self._add(node, factor)
+            elif operation in RESHAPED or (operation == "Select" and node._saved_self_sym_sizes == (1,)):
+                self._stack.append((inputs_of(node)[0], edge, factor))
+            elif operation in ("Mul", "Div"):
+                self._scale(node, operation, edge, factor)
+            elif operation in ("Mean", "Sum") and not node._saved_self_sym_sizes:  # of what is a scalar already
+                self._stack.append((inputs_of(node)[0], edge, factor))
+            else:
+                self._reduce(node, operation, edge, factor)
+        return self._found
+
+    def _add(self, node: Any, factor: Factor) -> None:
+        alpha = getattr(node, "_saved_alpha", 1)  # torch.add(a, b, alpha=2) is a + 2 * b
+        for index, (child, _) in reversed(list(enumerate(node.next_functions))):  # the first one ends up on top
+            if child is not None:
+                scaled = factor if index == 0 or alpha == 1 else factor.times("Mul", float(alpha), True)
+                self._stack.append((child, (node, index), scaled))
+
+    def _scale(self, node: Any, operation: str, edge: Edge, factor: Factor) -> None:
+        indices = [index for index, (child, _) in enumerate(node.next_functions) if child is not None]
+        if len(indices) == 2:
+            # One of the two may be learnt, as in exp(-s) * loss + s: a constant within a window, which is the same in
+            # all of its micro-batches and so is not asked for.
+            learnt = [only_parameters(child) for child, _ in node.next_functions]
+            if learnt == [False, True] or (learnt == [True, False] and operation == "Mul"):
+                self._stack.append((node.next_functions[learnt.index(False)][0], edge, factor))
+            else:
+                self._found.append((edge, factor, _unknown(node)))
+            return
+        constant = constant_beside(node, indices[0])
+        if (operation == "Div" and indices[0] == 1) or constant is None:  # one over the loss, or a weight a number
+            self._found.append((edge, factor, _unknown(node)))
+            return
+        value, is_number = constant
+        if isinstance(value, float) and value == 0 and operation == "Mul":
+            return  # as in loss + 0.0 * outputs.sum()
+        child = node.next_functions[indices[0]][0]
+        self._stack.append((child, edge, factor.times(operation, value, is_number)))
+
+    def _reduce(self, node: Any, operation: str, edge: Edge, factor: Factor) -> None:
+        """Note the term that a node reduces a tensor to; the scalars of a list go back to the stack instead."""
+        descent = _Descent(self._num_samples, factor)
+        inner = node
+        while descent.takes_in(inner, operation):
+            inner = inputs_of(inner)[0]
+            operation = operation_of(inner)
+            if operation in ("Stack", "Cat") and descent.is_of_list(length := len(inner.next_functions)):
+                if length == self._num_samples > 1:  # the list may be of losses, or of samples
+                    term = Term("unknown", operation="a list as long as the batch")
+                    self._found.append((edge, descent.factor, term))
+                else:
+                    self._split(inner, descent)
+                return
+        self._found.append((edge, descent.factor, descent.term(node)))
+
+    def _split(self, node: Any, descent: _Descent) -> None:
+        """Put the scalars of a list on the stack, each perhaps with a weight of its own."""
+        factor = replace(descent.factor, value=divide(descent.factor.value, descent.divisor))
+        weights = descent.weights
+        for index, (part, _) in enumerate(node.next_functions):
+            if part is None:
+                continue
+            share = factor
+            if weights is not None and weights.numel() == len(node.next_functions):
+                share = replace(factor, value=factor.value * value_of(weights.flatten()[index]))
+            self._stack.append((part, (node, index), share))
+
+
+class _Descent:
+    """The way down from a node that makes a scalar of a tensor, and what the linear operations on it amount to.
+
+    A plain class, for one is made for each term in each micro-batch.
+    """
+
+    __slots__ = (
+        "_averaged",
+        "_counts_items",
+        "_is_suspect",
+        "_num_samples",
+        "_shapes",
+        "_summed",
+        "divisor",
+        "factor",
+        "weights",
+    )
+
+    def __init__(self, num_samples: int, factor: Factor) -> None:
+        self._num_samples = num_samples
+        self.factor = factor
+        self.divisor: Count = 1.0  # of the means alone; the constants are in the factor
+        self.weights: torch.Tensor | None = None  # what the numbers were multiplied with last, each by one of its own
+        self._averaged: list[int] = []  # extents of the dimensions that were averaged
+        self._summed: list[int] = []  # and of those that were summed
+        self._shapes: list[tuple[int, ...]] = []  # of what was reduced, the first one nearest to the loss
+        self._counts_items = False  # whether the divisor is that of a loss which counts its targets
+        self._is_suspect = False  # whether there are weights of the samples that sum to one
+
+    def takes_in(self, node: Any, operation: str) -> bool:
+        """Take a node in; return whether what lies under it is to be taken in as well."""
+        if operation in ("Mean", "Nansum", "Sum"):
+            self._take_reduction(node, operation)
+            return True
+        if getattr(node, "_saved_reduction", 0) in (MEAN, SUM):
+            self._take_loss(node)
+            return False  # it reduces what it computed of each sample: under it nothing is linear
+        # The first node is none of these: a product or a quotient that is a scalar has been walked through before.
+        if operation in ("Mul", "Div") and len(inputs_of(node)) == 1:
+            return self._take_constant(node, operation)
+        return operation in RESHAPED
+
+    def _take_reduction(self, node: Any, operation: str) -> None:
+        sizes = sizes_of(node)
+        dimensions = dimensions_of(node, len(sizes))
+        extents = [sizes[d] for d in dimensions]
+        if 0 in dimensions:
+            # The samples are reduced under the weights, which then are not theirs, but of classes, say.
+            self._is_suspect = False
+        if operation == "Mean":
+            self._averaged.extend(extents)
+            self.divisor = self.divisor * math.prod(extents)
+        else:
+            self._summed.extend(extents)
+        self._shapes.append(sizes)
+
+    def _take_loss(self, node: Any) -> None:
+        """Take in one of PyTorch's losses that reduces by itself, such as mse_loss or nll_loss."""
+        shape = tuple(node._saved_self.shape)
+        total_weight = getattr(node, "_saved_total_weight", None)  # of the targets that nll_loss did not ignore
+        if total_weight is not None:
+            shape = (shape[0], *shape[2:])  # without the classes
+        self._shapes.append(shape)
+        if node._saved_reduction == SUM:
+            self._summed.extend(shape)
+            return
+        self._averaged.extend(shape)
+        self.divisor = self.divisor * (math.prod(shape) if total_weight is None else value_of(total_weight))
+        self._counts_items = total_weight is not None
+
+    def _take_constant(self, node: Any, operation: str) -> bool:
+        """Take in a product with a constant, or a quotient; return whether the walk goes on under it."""
+        index = 0 if node.next_functions[0][0] is not None else 1
+        constant = constant_beside(node, index)
+        if operation == "Div" and index == 1:
+            return False  # the constant is divided by what lies under it, which is not linear
+        beside = node._saved_other if index == 0 else node._saved_self
+        # Of a tensor of one number a tensor of one number may be the weight, as it is in larger micro-batches.
+        of_each = isinstance(beside, torch.Tensor) and beside.ndim > 0 and math.prod(self._shapes[-1]) == 1
+        if constant is None or of_each:
+            self._take_weights(beside, operation, of_each)
+            return True
+        value, is_number = constant
+        if isinstance(value, float) and value == 0:
+            return False
+        self.factor = self.factor.times(operation, value, is_number)
+        return True
+
+    def _take_weights(self, weights: torch.Tensor, operation: str, of_each: bool) -> None:
+        """Take in a constant for each number: it changes what is summed, and not what the sum is divided by."""
+        self.weights = weights if operation == "Mul" else None
+        is_of_samples = len(weights) == self._num_samples > 1 and weights.ndim == len(self._shapes[-1])
+        if operation == "Mul" and is_of_samples:
+            self._is_suspect = self._is_suspect or is_normalised(weights)
+        elif of_each and weights.item() == 1:  # a weight of one, or one that was divided by itself
+            self.factor = self.factor.times("Div", 1.0, True)
+
+    def is_of_list(self, length: int) -> bool:
+        """Return whether nothing was reduced but a list of ``length`` scalars."""
+        return len(self._shapes) == 1 and len(self._shapes[0]) == 1 and self._shapes[0][0] == length
+
+    def term(self, node: Any) -> Term:
+        """Return what was gathered as a term; ``node`` is the one that made the scalar."""
+        if not self._shapes:
+            return _unknown(node)
+        if self._is_suspect:
+            return Term("unknown", operation="weights that sum to one")
+        factor = self.factor
+        value = factor.value
+        kind, is_sure = kind_of(
+            self._num_samples, self._averaged, self._summed, self._shapes, factor, self._counts_items
+        )
+        return Term(
+            kind=kind,
+            is_sure=is_sure,
+            divisor=divide(self.divisor, value),
+            numbers=math.prod(self._shapes[-1]),
+            factor=value,
+            is_counted=self._counts_items or bool(factor.tensors),
+            is_multiplied=factor.tensors == "Mul",
+            is_items=self._counts_items,
+            is_one=1.0 in (*factor.divisors, *factor.multipliers)
+            or (bool(factor.tensors) and isinstance(value, float) and value == 1),
+        )
+
+
+def _unknown(node: Any) -> Term:
+    return Term("unknown", operation=operation_of(node))

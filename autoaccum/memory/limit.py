@@ -1,0 +1,83 @@
+"""The limit: how many bytes this process may use on its device, as a user said it and as it is now."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from autoaccum._units import parse_bytes
+from autoaccum.errors import ArgumentError, ArgumentTypeError
+from autoaccum.memory.base import Memory
+
+MemoryLimit = int | float | str | Callable[[], int | float | str] | None
+"""Bytes, a text, a share of what there is, a function that returns one of these, or ``None`` for all there is."""
+
+
+class Limit:
+    """What may be used of a device's memory, read again whenever that matters."""
+
+    def __init__(self, memory: Memory, memory_limit: MemoryLimit = None) -> None:
+        """Read it for the first time.
+
+        Args:
+            memory: of the device.
+            memory_limit: what the user allows; a share is one of what is available now.
+
+        Raises:
+            ArgumentError: it is no number of bytes, and no share.
+        """
+        total_bytes = memory.limit()
+        self.now = moving_limit(memory_limit, memory.limit)
+        """() -> bytes that may be used at this moment."""
+        self.bytes = self.now()
+        """The same as it was when memory was last looked at."""
+        self.is_enforced = memory.enforced and self.bytes >= total_bytes
+        """Whether the device refuses what passes the limit; else nobody keeps it but us."""
+
+    def read(self) -> int:
+        """Look at the limit; return what it is now."""
+        self.bytes = self.now()
+        return self.bytes
+
+
+def memory_limit_bytes(value: MemoryLimit, available_bytes: int) -> int:
+    """The limit in bytes: ``None`` for all that is available, bytes as int or text, a float for that share of it.
+
+    A share may arrive as a text from the command line: ``"0.5"`` is half, ``"1"`` is one byte. A function is called.
+    """
+    if value is None:
+        return available_bytes
+    if callable(value):
+        return _limit_bytes(value(), available_bytes, "", "The function passed as memory_limit returned it.")
+    return _limit_bytes(value, available_bytes, ", or a function that returns one of these", "")
+
+
+def _limit_bytes(value: object, available_bytes: int, or_else: str, cure: str) -> int:
+    accepted = f"bytes as an int, a text such as '8GiB', or a share of the memory such as 0.5{or_else}"
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ArgumentTypeError("memory_limit", value, accepted, cure)
+    if isinstance(value, str) and value.strip().replace(".", "", 1).isdigit() and "." in value:
+        value = float(value)
+    if isinstance(value, float):
+        if not 0 < value <= 1:
+            raise ArgumentError(
+                "memory_limit", value, accepted, f"A float is a share above 0 and up to 1. {cure}".strip()
+            )
+        return int(value * available_bytes)
+    try:
+        limit = parse_bytes(value)
+    except ValueError:
+        raise ArgumentError("memory_limit", value, accepted, cure) from None
+    if limit < 1:
+        raise ArgumentError("memory_limit", value, accepted, cure)
+    return min(limit, available_bytes)
+
+
+def moving_limit(value: Any, available_bytes: Callable[[], int]) -> Callable[[], int]:
+    """() -> the limit in bytes as it is now; a share is one of what was available at first."""
+    if value is None:
+        return available_bytes
+    if callable(value):
+        return lambda: memory_limit_bytes(value(), available_bytes())
+    limit = memory_limit_bytes(value, available_bytes())
+    return lambda: min(limit, available_bytes())

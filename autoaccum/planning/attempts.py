@@ -1,0 +1,192 @@
+"""The protocol by which windows are cut: pieces are handed out one by one, and what became of each is said back.
+
+::
+
+    attempt = tuner.window(num_samples, lengths)
+    for piece in attempt:
+        with meter.measuring(piece) as reading:
+            run(piece)
+        attempt.fitted(reading)          # or, outside of this loop, attempt = attempt.ran_out(...)
+
+``fit`` and ``Accumulator`` drive it with windows, ``probe`` with throw-away trials, a validation with what it reads,
+and the tests with a simulated device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
+from typing import NamedTuple, Protocol
+
+from autoaccum.planning.cuts import cut
+
+Lengths = Sequence[int] | None
+"""How long each sample of a window is, the longest first; None where they are alike."""
+
+
+class Piece(NamedTuple):
+    """A micro-batch that is to be run next."""
+
+    start: int
+    """Samples of the window that come before it."""
+    size: int
+    """Its samples."""
+    length: int = 1
+    """Of its longest sample, to which the others are padded; 1 where samples are alike."""
+    is_trial: bool = False
+    """Whether its memory and time are to be measured, for nothing is known of its size yet."""
+
+
+class Reading:
+    """What a piece took, and the context that it runs in: a meter's own one measures it."""
+
+    __slots__ = ("peak_bytes", "piece", "seconds")
+
+    def __init__(self, piece: Piece | None, peak_bytes: int | None = None, seconds: float | None = None) -> None:
+        self.piece = piece
+        """The piece, if it was a trial; None when it was not measured."""
+        self.peak_bytes = peak_bytes
+        """Most memory in use at once while it ran; None where it was not measured."""
+        self.seconds = seconds
+        """Wall time of its forward and backward; None where it was not measured."""
+
+    def __enter__(self) -> Reading:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+
+NOT_MEASURED = Reading(None)
+"""Stands for the reading of every piece that is no trial."""
+
+
+@lru_cache(maxsize=64)
+def pieces_of(sizes: tuple[int, ...]) -> tuple[Piece, ...]:
+    """Return the pieces of a window of samples that are alike, cut into these sizes: the same for nearly every window.
+
+    >>> pieces_of((3, 2))
+    (Piece(start=0, size=3, length=1, is_trial=False), Piece(start=3, size=2, length=1, is_trial=False))
+    """
+    return tuple(pieces_from(sizes, None))
+
+
+def pieces_from(sizes: Iterable[int], lengths: Lengths) -> list[Piece]:
+    """Return the pieces of a window cut into these sizes, none of them a trial."""
+    pieces = []
+    start = 0
+    for size in sizes:
+        pieces.append(Piece(start, size, length_at(lengths, start)))
+        start += size
+    return pieces
+
+
+def length_at(lengths: Lengths, position: int) -> int:
+    """Return the length of the sample there, to which those after it are padded; 1 where samples are alike."""
+    return 1 if lengths is None else lengths[position]
+
+
+class Decider(Protocol):
+    """What an attempt asks, and reports to: the tuner."""
+
+    def pieces(self, num_samples: int, lengths: Lengths) -> Iterator[Piece]:
+        """Return the pieces of a window one by one, chosen as the outcomes of those before come in."""
+
+    def plan(self, num_samples: int, lengths: Lengths) -> tuple[int, ...]:
+        """Return how to cut a window without trials."""
+
+    def observe(self, micro_batch: int, peak_bytes: int, seconds: float | None, length: int) -> None:
+        """Take the reading of a trial."""
+
+    def out_of_memory(
+        self,
+        micro_batch: int,
+        num_samples: int,
+        lengths: Lengths,
+        *,
+        length: int,
+        peak_bytes: int | None,
+        limit_bytes: int,
+    ) -> tuple[int, ...]:
+        """Take a failure, and return a smaller plan for its window."""
+
+    def timed(self, seconds: float, num_samples: int, lengths: Lengths) -> None:
+        """Take the time of a whole window."""
+
+    def committed(self, sizes: Sequence[int], lengths: Lengths) -> None:
+        """Take the sizes of a window that went well."""
+
+
+class Attempt:
+    """One try at a window, as the module ``attempts`` has it: iterate, and say what became of each piece."""
+
+    __slots__ = ("_lengths", "_num_samples", "_sizes", "_tuner", "is_timed", "replaced", "replays")
+
+    def __init__(
+        self, tuner: Decider, num_samples: int, lengths: Lengths, sizes: Sequence[int] | None, *, is_timed: bool = False
+    ) -> None:
+        """Cut a window into these sizes; None to have them chosen one by one, as what is tried turns out."""
+        self._tuner = tuner
+        self._num_samples = num_samples
+        self._lengths = lengths
+        self._sizes = sizes
+        self.is_timed = is_timed
+        """Whether the seconds of the whole window are wanted."""
+        self.replays = 0
+        """Attempts at this window that ran out of memory before."""
+        self.replaced: tuple[int, ...] = ()
+        """The plan in whose place this one is tried; empty for the first attempt."""
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Return the sizes of a plan; empty where they are chosen one by one."""
+        return tuple(self._sizes or ())
+
+    def __iter__(self) -> Iterator[Piece]:
+        """Return the pieces in their order; the next one is chosen when it is asked for."""
+        if self._sizes is None:
+            return self._tuner.pieces(self._num_samples, self._lengths)
+        return iter(pieces_from(self._sizes, self._lengths))
+
+    def fitted(self, reading: Reading) -> None:
+        """Say that a piece ran well.
+
+        Raises:
+            NothingFitsError: it was a trial of the smallest micro-batch, and passed the limit.
+        """
+        piece = reading.piece
+        if piece is not None and reading.peak_bytes is not None:
+            self._tuner.observe(piece.size, reading.peak_bytes, reading.seconds, piece.length)
+
+    def ran_out(self, micro_batch: int, length: int, peak_bytes: int | None, limit_bytes: int) -> Attempt:
+        """Say that such a micro-batch ran out of memory, and return a smaller attempt at the same window.
+
+        Args:
+            micro_batch: its samples.
+            length: of its longest sample.
+            peak_bytes: what was reached.
+            limit_bytes: the limit now, which may be lower than when the window was planned.
+
+        Raises:
+            NothingFitsError: there is no smaller one.
+        """
+        tuner, num_samples, lengths = self._tuner, self._num_samples, self._lengths
+        old = cut(num_samples, micro_batch) if lengths is None else tuner.plan(num_samples, lengths)
+        new = tuner.out_of_memory(
+            micro_batch, num_samples, lengths, length=length, peak_bytes=peak_bytes, limit_bytes=limit_bytes
+        )
+        smaller = Attempt(tuner, num_samples, lengths, new)
+        smaller.replays, smaller.replaced = self.replays + 1, old
+        return smaller
+
+    def repeated(self, sizes: Sequence[int]) -> Attempt:
+        """Return another attempt in the sizes that this one came to; memory was enough for them."""
+        again = Attempt(self._tuner, self._num_samples, self._lengths, sizes, is_timed=self.is_timed)
+        again.replays = self.replays
+        return again
+
+    def committed(self, sizes: tuple[int, ...], seconds: float | None) -> None:
+        """Say that the window went well in these sizes, and in how many seconds where that was wanted."""
+        if seconds is not None and not self.replays:
+            self._tuner.timed(seconds, self._num_samples, self._lengths)
+        self._tuner.committed(sizes, self._lengths)

@@ -1,0 +1,74 @@
+"""Cuts the windows of one run, by the weight that a micro-batch may have: the samples of both kinds of windows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autoaccum.planning.attempts import Lengths
+from autoaccum.planning.cuts import cut, cut_by_weight
+from autoaccum.planning.history import History
+
+
+class Cutter:
+    """What there is to cut, and into what; which weight is right is for others to say."""
+
+    def __init__(self, *, smallest: int, fewest: int, ceiling: int, by_samples: bool) -> None:
+        """Set up.
+
+        Args:
+            smallest: samples that every micro-batch has at least, unless its window has fewer.
+            fewest: micro-batches that each window is cut into at least, where it has enough samples.
+            ceiling: the most samples in a micro-batch of any use.
+            by_samples: whether sizes are a user's own, and so of samples however long they are.
+        """
+        self.history = History()
+        self.smallest = smallest
+        self.full_window: tuple[int, Lengths] = (0, None)
+        """Samples of the last full window, and their lengths; 0 before the first."""
+        self.fewest = fewest
+        self._ceiling = ceiling
+        self._by_samples = by_samples
+
+    def lengths_that_count(self, lengths: Lengths) -> Lengths:
+        """Return the lengths by which micro-batches are weighed: none where sizes are the user's own."""
+        return None if self._by_samples else lengths
+
+    def sizes(self, num_samples: int, lengths: Lengths, weight: int, fewest: int | None = None) -> tuple[int, ...]:
+        """Cut a window into near-equal micro-batches, none heavier than ``weight`` but those of the smallest size."""
+        lengths = self.lengths_that_count(lengths)
+        fewest = self.fewest if fewest is None else fewest
+        most = -(-num_samples // fewest)
+        if lengths is None or lengths[0] == lengths[-1]:
+            return cut(num_samples, min(most, max(1, weight // self.history.each(lengths))), self.smallest)
+        sizes = cut_by_weight([self.history.weight(length) for length in lengths], weight, self.smallest)
+        return sizes if len(sizes) >= fewest else cut(num_samples, most, self.smallest)
+
+    def weights(self, sizes: Sequence[int], lengths: Lengths = None) -> list[int]:
+        """Return the weights of the micro-batches of a window that is cut into these sizes."""
+        return self.history.weights(sizes, self.lengths_that_count(lengths))
+
+    def weights_of(self, window: tuple[int, Lengths], weight: int) -> list[int]:
+        """Return the weights of the micro-batches that a window is cut into, none being heavier than ``weight``."""
+        num_samples, lengths = window
+        return self.weights(self.sizes(num_samples, lengths, weight), lengths)
+
+    def weights_of_full(self, weight: int) -> list[int]:
+        """Return the same for a full window; before the first one it stands for a single micro-batch."""
+        return self.weights_of(self.full_window, weight) if self.full_window[0] else [weight]
+
+    def work(self, window: tuple[int, Lengths]) -> int:
+        """Return what the samples of a window weigh without padding."""
+        num_samples, lengths = window
+        return self.history.work(num_samples, self.lengths_that_count(lengths))
+
+    def each(self, lengths: Lengths) -> int:
+        """Return what each of so many samples weighs that are padded to the first of them."""
+        return self.history.each(self.lengths_that_count(lengths))
+
+    def most_samples(self, num_samples: int) -> int:
+        """Return the most samples that a micro-batch of such a window may have."""
+        return -(-num_samples // self.fewest)
+
+    def heaviest(self, num_samples: int, each: int) -> int:
+        """Return the most that a micro-batch of such a window may weigh, where each sample weighs ``each``."""
+        return min(self._ceiling, self.most_samples(num_samples)) * each

@@ -1,0 +1,153 @@
+"""Which of the plans that fit is kept: the one that is known to be the fastest, or else the next one to be timed.
+
+``Timing`` compares plans; this says when a comparison begins and ends, and for how long its outcome holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from autoaccum.planning.attempts import Lengths
+from autoaccum.planning.costs import TimeModel
+from autoaccum.planning.cuts import cheapest
+from autoaccum.planning.cutter import Cutter
+from autoaccum.planning.timing import Timing
+
+SIMILAR = 1.2
+"""Windows whose samples differ by less than this factor tell as much of what is timed."""
+PATIENT = 3
+"""Timings that may be broken off by windows of another size; later ones are not begun."""
+UNTIMED = 16
+"""Windows in a row that are not full, after which plans are timed no more: those to come will not be either."""
+FAR_OFF = 1.5
+"""Times of an earlier run are not believed when windows take as many times as long, or as short."""
+KNOWN = 1.25
+"""Times are foretold for weights up to the largest that was timed, times this."""
+
+
+class Fastest:
+    """The plan to use, of those whose micro-batches fit."""
+
+    def __init__(self, cutter: Cutter, largest: Callable[[], int], *, few_sizes: bool) -> None:
+        """Set up for windows that a cutter cuts; ``largest`` () -> the largest weight that fits, as far as is known."""
+        self._cutter = cutter
+        self._largest = largest
+        self._few_sizes = few_sizes
+        self.weight: int | None = None
+        """The weight of the fastest plan, or of the one that is being timed; None for the largest that fits."""
+        self.model: TimeModel | None = None
+        """Seconds by weight, once plans were timed in this run or in an earlier one."""
+        self._timing: Timing | None = None
+        self._timed_window: tuple[int, Lengths] = (0, None)  # to which the times of other windows are scaled
+        self._broken_off = 0  # comparisons that windows of another size have ended
+        self._not_full = 0  # windows in a row that are not full, and so cannot be compared
+        self._checks = 0  # windows to time until an earlier run's times are believed
+
+    @property
+    def is_comparing(self) -> bool:
+        """Return whether plans are being compared."""
+        return self._timing is not None
+
+    @property
+    def wants_times(self) -> bool:
+        """Return whether windows are to be timed: to compare plans, or to check what an earlier run found."""
+        return self._timing is not None or self._checks > 0
+
+    def recall(self, model: TimeModel | None) -> None:
+        """Begin with the times of an earlier run, which two windows will have to confirm."""
+        self.model = model
+        self._checks = 2 if model is not None else 0
+
+    def forget(self) -> None:
+        """Drop everything that is known of times: their units have changed, or an earlier run's were wrong."""
+        self.model = self._timing = self.weight = None
+
+    def use_largest(self) -> None:
+        """Make plans of the largest weight again, whatever was the fastest, as a search for more begins."""
+        self.weight = None
+
+    def choose(self, *, is_settled: bool) -> None:
+        """Keep the fastest plan where times are known, or begin to compare; do neither before a search has settled."""
+        self._timing = self.weight = None
+        self._not_full = 0
+        if not is_settled or not self._cutter.full_window[0]:
+            return
+        largest = self._largest()
+        if self.model is not None and largest <= KNOWN * self.model.points[-1][0]:
+            self.weight = self.of(self.model, largest)
+            return
+        window = self._timed_window = self._cutter.full_window
+        # Where samples differ in length, windows do too, and only a change by a factor shows among them.
+        are_alike = window[1] is None
+        self._timing = Timing(
+            largest,
+            cut=lambda weight: self._cutter.weights_of(window, weight),
+            trials=self._cutter.history.in_weights,
+            choose=(lambda model: self.of(model, self._largest())) if are_alike else None,
+            closely=are_alike and not self._few_sizes,
+        )
+
+    def of(self, model: TimeModel, largest: int) -> int:
+        """Return the weight of the plan of a full window that takes least time, no micro-batch being heavier."""
+        num_samples, lengths = self._cutter.full_window
+        if lengths is None:
+            most = min(largest, self._cutter.most_samples(num_samples))
+            return cheapest(num_samples, most, model.predict, self._cutter.smallest)[0]
+        weights = [max(largest >> halvings, 1) for halvings in range(6)]
+        return min(weights, key=lambda weight: sum(map(model.predict, self._cutter.weights_of_full(weight))))
+
+    def observe(self, seconds: float, num_samples: int, lengths: Lengths) -> None:
+        """Take the time of a window; it is of use if the window was one of those that plans are made for."""
+        if self._timing is None or self.weight is None:
+            return
+        if num_samples != self._cutter.full_window[0]:
+            self._not_full += 1
+            return
+        self._not_full = 0
+        work = self._cutter.work((num_samples, lengths))
+        self._timing.observe(self.weight, seconds * self._cutter.work(self._timed_window) / work)
+
+    def is_belied(self, seconds: float, weights: list[int]) -> bool:
+        """Return whether a full window of such micro-batches shows that an earlier run's times are far off.
+
+        The first window that is cut by them only makes ready for the second, which decides.
+        """
+        if not self._checks:
+            return False
+        self._checks -= 1
+        if self._checks or self.model is None:
+            return False
+        expected = sum(map(self.model.predict, weights))
+        return not expected / FAR_OFF < seconds < expected * FAR_OFF
+
+    def compare(self) -> bool:
+        """Choose the plan of the next full window; return False while there is more to compare."""
+        if self._timing is None:
+            return True
+        self.weight = self._timing.cap()
+        if self.weight is not None and self._not_full < UNTIMED:
+            return False
+        self.weight, self.model = self._timing.fastest(), self._timing.model()
+        self._rises = self._timing.rises()
+        self._timing = None
+        return True
+
+    def is_still_rising(self) -> bool:
+        """Return, right after a comparison, whether its largest micro-batches were clearly the fastest."""
+        return self._rises
+
+    def keeps_comparing(self, num_samples: int) -> bool:
+        """Return whether a comparison goes on although full windows have so many samples from now on.
+
+        A window that is a little larger or smaller tells as much: a ramp has no two alike. Where windows never stay as
+        they are for long, comparisons are given up, and what is known by then has to do.
+        """
+        if self._timing is None:
+            return False
+        timed = self._timed_window[0]
+        if timed / SIMILAR < num_samples < timed * SIMILAR:
+            return True
+        self._broken_off += 1
+        if self._broken_off > PATIENT:
+            self.model = self._timing.model()
+        return False

@@ -1,0 +1,36 @@
+"""The limit that plans keep to, and the target below it, as they were last heard of."""
+
+from __future__ import annotations
+
+from autoaccum.planning.search import target_bytes
+
+
+class Limits:
+    """What micro-batches may take."""
+
+    def __init__(self, limit_bytes: int, headroom: float) -> None:
+        """Begin with a limit, of which plans leave the fraction ``headroom`` free."""
+        self.headroom = headroom
+        self.least_bytes = 0
+        """The peak of the smallest micro-batch; 0 until it is known."""
+        self.heed(limit_bytes)
+
+    def heed(self, limit_bytes: int) -> None:
+        """Take over the limit as it is now."""
+        self.limit_bytes = limit_bytes
+        """Bytes that this process may use."""
+        self.target_bytes = self.target_of(limit_bytes)
+        """The peak that plans keep to."""
+
+    def target_of(self, limit_bytes: int) -> int:
+        """Return the peak that plans would keep to under such a limit."""
+        return target_bytes(limit_bytes, self.headroom, self.least_bytes)
+
+    def learn_least(self, peak_bytes: int) -> None:
+        """Take over the peak of the smallest micro-batch, which moves the target where little is free above it."""
+        self.least_bytes = peak_bytes
+        self.heed(self.limit_bytes)
+
+    def allows(self, peak_bytes: int, *, is_smallest: bool) -> bool:
+        """Return whether a peak is acceptable: the smallest micro-batch may use the headroom, for there is no other."""
+        return peak_bytes <= (self.limit_bytes if is_smallest else self.target_bytes)

@@ -1,0 +1,118 @@
+"""The search on real windows: which size to try next in a window, and where in it.
+
+``search`` decides from the history of trials alone; here it is asked on behalf of windows, which have so many samples,
+need every sample once, and whose first micro-batch is better not a trial.
+"""
+
+from __future__ import annotations
+
+from autoaccum.planning.attempts import Lengths
+from autoaccum.planning.costs import TimeModel
+from autoaccum.planning.cuts import cut
+from autoaccum.planning.cutter import Cutter
+from autoaccum.planning.fastest import Fastest
+from autoaccum.planning.limits import Limits
+from autoaccum.planning.search import COARSE_FIRST, COARSE_GROWTH, has_plateaued, next_trial
+
+ENDLESS = 2**62
+"""A weight that no micro-batch reaches."""
+
+
+class Searching:
+    """Chooses trials for windows."""
+
+    def __init__(self, cutter: Cutter, fastest: Fastest, limits: Limits, *, few_sizes: bool) -> None:
+        self._cutter = cutter
+        self._fastest = fastest
+        self._limits = limits
+        self.few_sizes = few_sizes
+        """Whether to try few sizes, and large ones."""
+        # Whether windows say how long their samples are; None until the first one. A stream may change its mind.
+        self.has_lengths: bool | None = None
+        self.known = 0
+        """The largest weight that fitted in an earlier run; 0 where nothing is known, or it is no longer believed."""
+        self.goal: int | None = None
+        """The weight to reach when growing again, after memory has come back; None in the first search."""
+        self.doubts_plateau = False
+        """Whether timed windows have shown that trials stopped to gain too early."""
+
+    def trial_for(self, num_samples: int, lengths: Lengths = None) -> int | None:
+        """Return the next size worth a trial for such windows, if any; where lengths differ, of the first samples.
+
+        Only sizes that make a better plan are worth an out-of-memory error: a window of 256 takes three micro-batches
+        with 86 samples in each and with 127.
+        """
+        each = self._cutter.each(lengths)
+        history, smallest = self._cutter.history, self._cutter.smallest
+        fits, _ = history.bounds
+        if fits and self.goal is None and self.is_enough(fits):
+            return None
+        weight = next_trial(
+            history.in_weights,
+            limit_bytes=self._limits.target_bytes,
+            ceiling=min(self._cutter.heaviest(num_samples, each), self.goal or ENDLESS),
+            smallest=smallest * each,
+            first=self._first_weight(num_samples, each),
+            growth=self._growth(fits),
+            prior=history.prior,
+        )
+        if weight is None:
+            return None
+        # Of samples that are alike, the size that the plan with as many micro-batches would have anyway.
+        size = cut(num_samples, weight, smallest)[0] if lengths is None and fits else weight // each
+        return size if size * each > fits and size >= min(smallest, num_samples) else None
+
+    def may_try(self, num_samples: int, lengths: Lengths, planned: int) -> bool:
+        """Return whether such a window has room for a trial behind its first micro-batch, of the longest samples.
+
+        Where there is a trial to be made, ``planned`` is the first size of the window's plan.
+        """
+        trial = self.trial_for(num_samples, lengths)
+        if trial is None or trial == num_samples or self.few_sizes:
+            return trial is not None
+        first = self.first_size(num_samples, lengths, trial, planned)
+        left = num_samples - first
+        if lengths is not None:
+            trial = self.trial_for(num_samples, lengths[first:]) if left else None
+        return trial is not None and self.has_room(trial, left)
+
+    def first_size(self, num_samples: int, lengths: Lengths, trial: int, planned: int) -> int:
+        """Return the first size of a window that goes on with a trial: a planned one, which is known to fit.
+
+        It is the trial itself where the window has no room for both.
+        """
+        if self.few_sizes or (lengths is None and not self.has_room(trial, num_samples - planned)):
+            return trial
+        return planned
+
+    def has_room(self, trial: int, left: int) -> bool:
+        """Return whether a trial leaves nothing of a window, or enough for another micro-batch."""
+        return trial == left or trial <= left - self._cutter.smallest
+
+    def is_enough(self, weight: int) -> bool:
+        """Return whether larger ones are known to be no faster."""
+        history, model = self._cutter.history, self._fastest.model
+        if self.known > weight and model is not None and history.prior is not None:
+            return self._fastest.of(model, self.known) <= weight
+        return not self.doubts_plateau and has_plateaued(history.in_weights)
+
+    def _first_weight(self, num_samples: int, each: int) -> int | None:
+        """Return the weight to begin a search with; None to begin with that of the smallest size."""
+        prior = self._cutter.history.prior
+        if self.known and prior is not None:
+            known = self._fastest_known(self._fastest.model)
+            return int(min(known, prior.largest_within(self._limits.target_bytes)))
+        return min(COARSE_FIRST, num_samples // 2) * each if self.few_sizes else None
+
+    def _fastest_known(self, model: TimeModel | None) -> int:
+        return self.known if model is None else self._fastest.of(model, self.known)
+
+    def _growth(self, fits: int) -> int:
+        """Return how many times as large as the largest success a trial may be."""
+        model = self._cutter.history.model
+        if model is None:
+            return COARSE_GROWTH if self.few_sizes else 2
+        if not (self.few_sizes or self.has_lengths):  # a whole window may take more than its two halves
+            return 2
+        # A model is trusted further where it would do no harm if samples cost twice as much.
+        return COARSE_GROWTH if 2 * model.predict(COARSE_GROWTH * fits) <= self._limits.target_bytes else 2

@@ -1,0 +1,109 @@
+"""The search where no window is at stake: on a probe's throw-away trials, and on what a validation reads.
+
+It speaks the protocol of ``attempts``: iterate over pieces, and say of each whether it fitted or ran out of memory. A
+piece that ran out of memory is asked for again in smaller ones, for nothing that came before it has to be undone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from autoaccum.planning.attempts import Piece
+from autoaccum.planning.costs import MemoryModel, Trial, fit_memory_model
+from autoaccum.planning.limits import Limits
+from autoaccum.planning.search import bounds, next_trial
+
+
+class Trials:
+    """What was tried, and what is to be tried next."""
+
+    def __init__(self, limits: Limits, *, smallest: int = 1, first: int | None = None, growth: int = 2) -> None:
+        """Begin with nothing known.
+
+        Args:
+            limits: what trials may take.
+            smallest: the fewest samples to try.
+            first: the samples to begin with; the smallest when left out.
+            growth: how many times as large as the largest success a trial may be.
+        """
+        self._limits = limits
+        self._smallest = smallest
+        self._first = first
+        self._growth = growth
+        self._done = 0  # samples of the present window that went well
+        self.history: list[Trial] = []
+        """Oldest first."""
+
+    @property
+    def largest(self) -> int:
+        """Return the largest size that fitted; 0 while none did."""
+        return bounds(self.history)[0]
+
+    @property
+    def memory_model(self) -> MemoryModel | None:
+        """Return the memory model fitted to the trials so far; None while too little is known."""
+        return fit_memory_model(self.history)
+
+    def until_known(self, ceiling: int) -> Iterator[Piece]:
+        """Yield one trial after the other, until the largest size up to ``ceiling`` is known."""
+        while size := self._next(ceiling):
+            yield Piece(0, size, is_trial=True)
+
+    def window(self, num_samples: int, ceiling: int) -> Iterator[Piece]:
+        """Yield the pieces of a window, none above ``ceiling``: trials while there is something to be found out."""
+        self._done = 0
+        while self._done < num_samples:
+            size = min(self.size(ceiling), num_samples - self._done)
+            yield Piece(self._done, size, is_trial=size > self.largest)
+
+    def size(self, ceiling: int) -> int:
+        """Return the samples of the next piece."""
+        return min(ceiling, self._next(ceiling) or self.largest or 1)
+
+    def fitted(
+        self,
+        piece: Piece,
+        peak_bytes: int | None,
+        seconds: float | None = None,
+        predicted_bytes: int | None = None,
+    ) -> bool:
+        """Say that a piece ran, and what it took where that was measured; return whether the limit allows as much."""
+        self._done += piece.size
+        if peak_bytes is None:
+            return True
+        fits = self._limits.allows(peak_bytes, is_smallest=piece.size <= self._smallest)
+        if piece.is_trial or not fits:
+            self.history.append(
+                Trial(
+                    micro_batch=piece.size,
+                    fits=fits,
+                    peak_bytes=peak_bytes,
+                    predicted_bytes=predicted_bytes,
+                    seconds=seconds,
+                )
+            )
+        return fits
+
+    def ran_out(self, piece: Piece, predicted_bytes: int | None = None) -> None:
+        """Say that a piece ran out of memory."""
+        self.history.append(Trial(micro_batch=piece.size, fits=False, predicted_bytes=predicted_bytes))
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """Return plain values, for a checkpoint."""
+        return [asdict(trial) for trial in self.history]
+
+    def load_state_dict(self, state: list[dict[str, Any]]) -> None:
+        """Put back what ``state_dict`` returned."""
+        self.history[:] = [Trial(**trial) for trial in state]
+
+    def _next(self, ceiling: int) -> int | None:
+        return next_trial(
+            self.history,
+            limit_bytes=self._limits.target_bytes,
+            ceiling=ceiling,
+            smallest=self._smallest,
+            first=self._first,
+            growth=self._growth,
+        )

@@ -1,0 +1,1 @@
+"""What outlives the process: directories of runs, checkpoints, records, and what earlier runs found out."""

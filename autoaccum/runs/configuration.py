@@ -1,0 +1,90 @@
+"""What was asked of a run, in plain values that its directory keeps, and in what two of them differ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoaccum.planning.schedules import Schedule
+
+ONLY_HOW = ("foreach", "fused", "capturable", "differentiable")
+"""Options of optimizers that decide how a step is computed, which may depend on the device, and not what comes of it.
+A run may go on with others, so they are left out."""
+_LONGEST_SHOWN = 8
+"""Write out a list, tuple or dict of at most so many entries."""
+
+
+def describe_model(model: nn.Module) -> dict[str, Any]:
+    """Return what tells one model from another: its class, the shapes and types it begins with, and what is frozen."""
+    found: dict[str, Any] = {"class": type(model).__name__}
+    for name, parameter in model.named_parameters():
+        frozen = "" if parameter.requires_grad else " frozen"
+        found[name] = f"{_type_and_shape(parameter)}{frozen}"
+    for name, buffer in model.named_buffers():
+        found[name] = f"buffer {_type_and_shape(buffer)}"
+    return found
+
+
+def _type_and_shape(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+
+
+def describe_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return its class, and of each group how many parameters it has and what decides what they become."""
+    found: dict[str, Any] = {"class": type(optimizer).__name__}
+    for number, group in enumerate(optimizer.param_groups):
+        options = {}
+        for name, value in group.items():
+            # What is off is left out, for that is what options of a later PyTorch will be: a run that was begun
+            # without them may go on.
+            if name in ("params", *ONLY_HOW) or value is None or value is False:
+                continue
+            is_number = isinstance(value, torch.Tensor) and value.numel() == 1  # an lr may be given as a tensor
+            options[name] = value.item() if is_number else value
+        found[f"group {number}"] = {"parameters": len(group["params"]), **plain(options)}
+    return found
+
+
+def plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values as JSON can hold them: what it cannot hold, as a text."""
+    found = {}
+    for name, value in values.items():
+        is_plain = value is None or isinstance(value, bool | int | float | str)
+        found[name] = value if is_plain else text_of(value)
+    return found
+
+
+def text_of(value: Any) -> str:
+    """Return a text by which a person recognises the value.
+
+    It has no address in memory and no other detail that changes from one process to the next: it is compared.
+
+    >>> text_of(len), text_of((0.9, 0.999)), text_of([(3, 3, 2)]), text_of(object())
+    ('len', '(0.9, 0.999)', 'list of 1', 'object')
+    """
+    if isinstance(value, Schedule | torch.device):
+        return str(value)
+    if isinstance(value, tuple | list | dict):
+        if len(value) <= _LONGEST_SHOWN and all(isinstance(entry, bool | int | float | str) for entry in value):
+            return str(value)
+        return f"{type(value).__name__} of {len(value)}"
+    return str(getattr(value, "__qualname__", type(value).__name__))
+
+
+def differing(before: Mapping[str, Any], now: Mapping[str, Any], name: str = "") -> Iterator[str]:
+    """Yield ``name: before -> now`` for each entry that differs, entries of nested mappings among them.
+
+    >>> list(differing({"seed": 0, "data": {"samples": 5}}, {"seed": 0, "data": {"samples": 6}}))
+    ['data samples: 5 -> 6']
+    """
+    # In the order in which they were first written, those that are new last: a set would shuffle the message.
+    for key in dict.fromkeys([*before, *now]):
+        old, new = before.get(key), now.get(key)
+        path = f"{name} {key}".strip()
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            yield from differing(old, new, path)
+        elif old != new:
+            yield f"{path}: {'nothing' if old is None else old} -> {'nothing' if new is None else new}"

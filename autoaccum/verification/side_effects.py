@@ -1,0 +1,29 @@
+"""Whether a loss does more than it says: gradients that it changes would be those of no window."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from autoaccum.errors import LossSideEffectError
+
+
+class SideEffects:
+    """The gradients as they were before a loss was computed."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self._parameters = parameters
+        self._before = self._versions()
+
+    def refuse(self) -> None:
+        """Compare the gradients with those of before.
+
+        Raises:
+            LossSideEffectError: there are other ones, or they were written to.
+        """
+        if self._versions() != self._before:
+            raise LossSideEffectError("training_step or the model")
+
+    def _versions(self) -> list[tuple[int, int]]:
+        return [(id(p.grad), p.grad._version) for p in self._parameters if p.grad is not None]

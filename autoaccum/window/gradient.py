@@ -1,0 +1,80 @@
+"""The gradient of a window: dropped before it, corrected and clipped at its end, and what is known of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from autoaccum.loss.conclusions import Conclusion
+from autoaccum.loss.reductions import Reduction
+from autoaccum.planning.noise import Noise, Part
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gradient:
+    """A window whose gradient is in ``.grad``, complete, unscaled and clipped: ready for the optimizer."""
+
+    sizes: tuple[int, ...]
+    """The micro-batches it was made of."""
+    loss: torch.Tensor
+    """Mean over the window's items; on the device."""
+    grad_norm: torch.Tensor | None
+    """2-norm before clipping; on the device."""
+    items: float
+    """What the loss is a mean over."""
+    parts: tuple[Part, ...] = ()
+    """What each micro-batch adds to it, where that is measured: before clipping."""
+    noise: Noise | None = None
+    """What they tell of the noise in it, where that is measured and can be told."""
+    reductions: tuple[Reduction, ...] = ()
+    """How the loss of each micro-batch was reduced."""
+    conclusion: Conclusion | None = None
+    """What these were taken for, seen together; None where nothing counts."""
+
+
+class Gradients:
+    """The ``.grad`` of everything that a window trains."""
+
+    def __init__(self, modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> None:
+        """Set up for the parameters of modules, and for those that an optimizer holds."""
+        self._parameters = [p for module in modules for p in module.parameters()]
+        self._optimizer = optimizer
+
+    def trained(self) -> list[torch.Tensor]:
+        """Return what gets gradients: the modules' parameters, and what the optimizer holds by now.
+
+        Parameters may be added to an optimizer while training goes on.
+        """
+        held = [p for group in self._optimizer.param_groups for p in group["params"]]
+        return list({id(p): p for p in (*self._parameters, *held)}.values())
+
+    def drop(self) -> None:
+        """Set all gradients to None: a parameter that takes no part in a window must not look like one with zeros."""
+        for parameter in self.trained():
+            parameter.grad = None
+
+    @torch.no_grad()
+    def scale(self, factor: float) -> None:
+        """Multiply the gradients in place, in one launch."""
+        gradients = [p.grad for p in self.trained() if p.grad is not None]
+        if gradients:
+            torch._foreach_mul_(gradients, factor)
+
+    @torch.no_grad()
+    def clip(self, max_norm: float) -> torch.Tensor:
+        """Clip the gradients to a 2-norm, and return the norm that they had.
+
+        This is ``torch.nn.utils.clip_grad_norm_``, which alone knows no norm of sparse gradients.
+        """
+        parameters = self.trained()
+        for p in parameters:
+            if p.grad is not None and p.grad.is_sparse:
+                p.grad = p.grad.coalesce()  # an entry that several samples add to must not count several times
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        norm = get_total_norm([g._values() if g.is_sparse else g for g in gradients])
+        clip_grads_with_norm_(parameters, max_norm, norm)
+        return norm

@@ -1,0 +1,39 @@
+"""What one run computes, as one value that is handed on whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoaccum.loss.functions import LossOf
+from autoaccum.loss.weighting import CountItems
+from autoaccum.window.precision import Autocast, Precision, autocast
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A model with its loss and its optimizer, on its device."""
+
+    model: Callable[..., Any]
+    """What ``loss_of`` is called with: the module, or what torch.compile made of it."""
+    modules: tuple[nn.Module, ...]
+    """The modules whose parameters get gradients, and whose buffers a forward may change: the first is the model."""
+    optimizer: torch.optim.Optimizer
+    """Over their parameters; its state is allocated."""
+    loss_of: LossOf
+    """(model, micro-batch) -> loss, a mean or a sum."""
+    num_items: CountItems | None = None
+    """(micro-batch) -> how many items its loss is a mean over; None where that is read off the loss."""
+    device: torch.device
+    """Where everything is."""
+    precision: Precision = "fp32"
+    """What forwards compute in."""
+
+    @property
+    def autocast(self) -> Autocast:
+        """Return what makes the context of each forward."""
+        return autocast(self.precision, self.device)

@@ -1,0 +1,70 @@
+"""The state of modules and of their optimizer, for a checkpoint: all of it, also what a ``state_dict`` leaves out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoaccum.window.snapshot import is_expanded
+
+State = dict[str, Any]
+"""Plain values and tensors."""
+
+
+def state_of_modules(modules: Sequence[nn.Module]) -> list[State]:
+    """Return of each its state_dict, and the buffers that this leaves out."""
+    return [{"state": module.state_dict(), "buffers": left_out(module)} for module in modules]
+
+
+def left_out(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the buffers that a state_dict leaves out, by the keys that they would have in it."""
+    found = {}
+    for key, layer, name in _places(module):
+        buffer = layer._buffers[name]
+        if name in layer._non_persistent_buffers_set and buffer is not None:
+            found[key] = buffer
+    return found
+
+
+def load_modules(modules: Sequence[nn.Module], states: Sequence[State], device: torch.device) -> None:
+    """Put back what ``state_of_modules`` returned; a forward may have made, dropped or resized buffers since."""
+    for module, state in zip(modules, states, strict=True):
+        kept, named = {**state["state"], **state["buffers"]}, module.state_dict()
+        for key, layer, name in _places(module):
+            value, there = kept.get(key), layer._buffers[name]
+            if value is None:
+                if key in named or name in layer._non_persistent_buffers_set:
+                    layer._buffers[name] = None
+            elif there is None or (there.shape, there.dtype) != (value.shape, value.dtype) or is_expanded(there):
+                layer._buffers[name] = value.to(device)
+            else:
+                with torch.no_grad():
+                    there.copy_(value)
+        module.load_state_dict(state["state"])
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, state: State) -> None:
+    """Put back an optimizer's state_dict, to the bit.
+
+    ``load_state_dict`` rounds what is kept in more bits than the parameter has: that is put back after it.
+    """
+    optimizer.load_state_dict(state)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    for p, number in zip(parameters, numbers, strict=True):
+        for name, value in state["state"].get(number, {}).items():
+            loaded = optimizer.state[p].get(name)
+            if isinstance(value, torch.Tensor) and isinstance(loaded, torch.Tensor) and value.dtype != loaded.dtype:
+                optimizer.state[p][name] = value.to(loaded.device)
+
+
+def _places(module: nn.Module) -> list[tuple[str, nn.Module, str]]:
+    """Return (key in a state_dict, layer, name) of each buffer, those that are None too."""
+    return [
+        (f"{path}.{name}" if path else name, layer, name)
+        for path, layer in module.named_modules()
+        for name in layer._buffers.keys()  # noqa: SIM118 (no dict in TorchScript)
+    ]

@@ -1,0 +1,196 @@
+"""Draws the rooms of the house: what each is for, its files, and from which others it imports.
+
+``python docs/rooms.py --write`` draws ``docs/rooms.svg`` and links each file of the tour in ``docs/design.md`` that is
+there. A room's line is the first line of its own docstring. What its files do stands in the tour, which is written by
+hand; tests ask this script whether it leaves one out.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import textwrap
+from html import escape
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))  # draws the package beside it
+
+from tests.house import PACKAGE, ROOM_OF, ROOMS, graph, modules, room_of  # noqa: E402
+
+PAGE = ROOT / "docs" / "design.md"
+PICTURE = ROOT / "docs" / "rooms.svg"
+
+TITLES = {"facade": "the top", "floor": "the floor"}
+"""The names of rooms that are no folder."""
+PURPOSES = {
+    "facade": "The public names, each imported when it is first used: `import autoaccum` loads no torch.",
+    "sweeps": "Studies over learning rate and effective batch: their trials, who runs which, and what they come to.",
+    "runs": "What outlives the process: directories of runs, checkpoints, records, and what earlier runs found out.",
+    "verification": "Does a run compute what it says? The checks of its first windows.",
+    "floor": "What every room may use: public errors and events, checks of arguments, bytes as text.",
+}
+"""What rooms are for whose folder is not there, or says nothing."""
+
+PLANNED = [
+    "cli/commands.py",
+    "cli/options.py",
+    "cli/printing.py",
+    "memory/limit.py",
+    "planning/fastest.py",
+    "planning/limits.py",
+    "planning/searching.py",
+    "runs/configuration.py",
+    "runs/lock.py",
+    "runs/past_of_run.py",
+    "runs/window_mark.py",
+    "sweeps/draw.py",
+    "training/options.py",
+    "training/setup.py",
+    "verification/examiner.py",
+    "verification/notices.py",
+    "verification/side_effects.py",
+    "window/announcer.py",
+    "window/gradient.py",
+]
+"""Files of the tour that need not be there yet. To be emptied."""
+LEAVING = ["runs/cache.py"]
+"""Files that are there and that the tour need not name any more. To be emptied."""
+
+
+def files() -> set[str]:
+    """Return the files of the package that a tour names: all but those that only make a folder a package."""
+    found = {path.relative_to(PACKAGE).as_posix() for path in modules().values()}
+    return {file for file in found if file == "__init__.py" or not file.endswith("/__init__.py")}
+
+
+def room(file: str) -> str:
+    """Return the name of a file's room."""
+    first = file.split("/")[0].removesuffix(".py")
+    return list(ROOMS)[ROOM_OF[first]]
+
+
+def title(name: str) -> str:
+    """Return how a room is called on the page and in the picture."""
+    return TITLES.get(name, f"{name}/")
+
+
+def purpose(name: str) -> str:
+    """Return what a room is for: the first line of its docstring."""
+    path = PACKAGE / name / "__init__.py"
+    if not path.exists():
+        return PURPOSES[name]
+    return (ast.get_docstring(ast.parse(path.read_text())) or "").split("\n")[0].replace("``", "`")
+
+
+FILE_ROW = re.compile(r"^\| (?:\[|`)([\w/]+\.py)(?:\]\(\S+\)|`) \| (.+) \|$", re.MULTILINE)
+ROOM_ROW = re.compile(r"^\| \*\*(.+)\*\* \| \*\*(.+)\*\* \|$", re.MULTILINE)
+
+
+def tour(page: str) -> dict[str, str]:
+    """Return the files that a page lists, each with its clause, in the order in which they stand there."""
+    return dict(FILE_ROW.findall(page))
+
+
+def said(page: str) -> dict[str, str]:
+    """Return what a page says of each room, in the order in which they stand there."""
+    return dict(ROOM_ROW.findall(page))
+
+
+def linked(page: str) -> str:
+    """Return the page with a link to each file of its tour that is there."""
+
+    def row(match: re.Match[str]) -> str:
+        file, clause = match.groups()
+        name = f"[{file}](../autoaccum/{file})" if (PACKAGE / file).exists() else f"`{file}`"
+        return f"| {name} | {clause} |"
+
+    return FILE_ROW.sub(row, page)
+
+
+# The picture. Its colours stand on a ground of their own, so it can be read on a page of any colour.
+
+WIDTH, LEFT, BOX, CELL, HEAD, LINE, GAP = 1130, 20, 730, 24, 110, 17, 8
+"""Pixels of the picture, its margin, a room, a cell of the matrix, the matrix's head, a line of text, between rooms."""
+STYLE = """
+.ground { fill: #ffffff } .box { fill: #f6f8fa; stroke: #d0d7de } .line { stroke: #d0d7de }
+.self { fill: #d0d7de } .dot { fill: #0969da }
+text { font: 13px -apple-system, "Segoe UI", Helvetica, Arial, sans-serif; fill: #424a53 }
+.name { font-weight: 600; font-size: 14px; fill: #1f2328 }
+.files { font: 12px ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; fill: #0550ae }
+@media (prefers-color-scheme: dark) {
+.ground { fill: #0d1117 } .box { fill: #161b22; stroke: #30363d } .line { stroke: #30363d }
+.self { fill: #30363d } .dot { fill: #58a6ff }
+text { fill: #b7bfc8 } .name { fill: #f0f6fc } .files { fill: #79c0ff }
+}
+"""
+
+
+def picture() -> str:
+    """Return the picture: a box for each room, and beside it a matrix of which room imports from which.
+
+    A dot to the right of the diagonal is an import that goes down; one to the left of it would go up.
+    """
+    all_names = list(ROOMS)
+    rooms = [name for name in all_names if any(room(file) == name for file in files())]
+    imported = {
+        (all_names[room_of(module)], all_names[room_of(target)])
+        for module, targets in graph().items()
+        for target in targets
+    }
+    columns = {name: LEFT + BOX + 30 + CELL * (index + 0.5) for index, name in enumerate(rooms)}
+    order = {file: index for index, file in enumerate(tour(PAGE.read_text()))}
+    parts = []
+    middles = {}
+    top = HEAD
+    for name in rooms:
+        there = sorted((file for file in files() if room(file) == name), key=lambda file: (order.get(file, 999), file))
+        stems = " ".join(Path(file).stem for file in there)
+        lines = [("why", line) for line in textwrap.wrap(purpose(name).replace("`", ""), 88)]
+        lines += [("files", line) for line in textwrap.wrap(stems, 82)]
+        height = LINE * len(lines) + 14
+        middles[name] = top + height / 2
+        parts.append(f'<rect class="box" x="{LEFT}" y="{top}" width="{BOX}" height="{height}" rx="6"/>')
+        parts.append(f'<text class="name" x="{LEFT + 12}" y="{top + 20}">{escape(title(name))}</text>')
+        for index, (kind, line) in enumerate(lines):
+            y = top + 20 + LINE * index
+            parts.append(f'<text class="{kind}" x="{LEFT + 112}" y="{y}">{escape(line)}</text>')
+        top += height + GAP
+    right = max(columns.values()) + CELL / 2
+    says = "A dot says that the room of its row imports from the room of its column: imports only go down."
+    parts.append(f'<text x="{LEFT}" y="{HEAD - 20}">{says}</text>')
+    for name in rooms:
+        x, y = columns[name], middles[name]
+        parts.append(f'<line class="line" x1="{LEFT + BOX}" y1="{y:g}" x2="{right:g}" y2="{y:g}"/>')
+        parts.append(f'<line class="line" x1="{x:g}" y1="{HEAD - 8}" x2="{x:g}" y2="{top - GAP}"/>')
+        parts.append(
+            f'<text class="name" transform="translate({x + 4:g} {HEAD - 14}) rotate(-60)">{escape(title(name))}</text>'
+        )
+    for name in rooms:
+        x, y = columns[name], middles[name]
+        parts.append(f'<rect class="self" x="{x - 5:g}" y="{y - 5:g}" width="10" height="10"/>')
+        for target in rooms:
+            if target != name and (name, target) in imported:
+                meaning = f"<title>{title(name)} imports from {title(target)}</title>"
+                parts.append(f'<circle class="dot" cx="{columns[target]:g}" cy="{y:g}" r="5">{meaning}</circle>')
+    height = top - GAP + LEFT
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" '
+            f'viewBox="0 0 {WIDTH} {height}" role="img" aria-label="The rooms of autoaccum and their imports">',
+            f"<style>{STYLE}</style>",
+            f'<rect class="ground" width="{WIDTH}" height="{height}" rx="10"/>',
+            *parts,
+            "</svg>\n",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    if "--write" in sys.argv:
+        PAGE.write_text(linked(PAGE.read_text()))
+        PICTURE.write_text(picture())
+    else:
+        print(picture(), end="")
