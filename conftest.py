@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from autoaccum.memory.clock import ManualClock, given
+from autoaccum.memory.clock import ManualClock, using
 
 SECONDS_A_MICRO_BATCH = 1 / 1024
 """Whatever its size: so no plan is faster than that of the largest micro-batches that fit."""
@@ -20,6 +20,11 @@ SECONDS_A_STEP = 1 / 32
 """More than any memory's ``reading_seconds``: it is looked at before every window, however fast the machine is."""
 
 _numbers = count()
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Return two workers, or none for tests that are named one by one: to start them takes longer than such tests."""
+    return 0 if all("::" in argument for argument in config.args) else 2
 
 
 class WorkClock(ManualClock):
@@ -58,6 +63,6 @@ def work_clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[WorkClock]:
 
     monkeypatch.setattr(torch.autograd, "backward", timed)
     steps = register_optimizer_step_post_hook(lambda *_: clock.advance(SECONDS_A_STEP))
-    with given(clock):
+    with using(clock):
         yield clock
     steps.remove()

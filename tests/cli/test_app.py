@@ -21,6 +21,7 @@ from autoaccum.testing import simulated_memory
 from autoaccum.training.fitting import fit
 from autoaccum.training.probing import probe
 from autoaccum.training.trainer import Trainer
+from tests.processes import in_turn
 
 TINY = """
 import torch
@@ -451,6 +452,7 @@ def test_what_a_recipe_raises_is_shown_once_without_our_frames(
     assert lines[-1] == "ZeroDivisionError: division by zero"
 
 
+@in_turn
 def test_ctrl_c_ends_the_run_after_the_window_with_the_summary(tiny: Callable[..., str]) -> None:
     recipe = tiny(
         "'effective_batch': 8, 'steps': 10**6, 'callbacks': [tell],",

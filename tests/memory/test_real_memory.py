@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and RLIMIT_DATA")
+from tests.processes import in_turn
+
+pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and RLIMIT_DATA"), in_turn]
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "char_gpt.py"
 MIB = 2**20

@@ -16,8 +16,9 @@ import pytest
 
 from autoaccum.events import Finished, Replanned, Resumed, StepReport
 from autoaccum.runs.records import HISTORY, read_records
+from tests.processes import in_turn
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs fork, and control groups")
+pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="needs fork, and control groups"), in_turn]
 
 ROOT = Path(__file__).parents[2]
 MIB = 2**20

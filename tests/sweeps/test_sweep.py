@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import shutil
@@ -31,6 +30,7 @@ from autoaccum.runs.records import HISTORY
 from autoaccum.sweeps.sweep import _work
 from autoaccum.testing import simulated_memory
 from tests.models import classes, mlp
+from tests.processes import in_turn
 from tests.sweeps.sweeping import outcomes, pruner, read, run, small
 
 forks = pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
@@ -187,6 +187,7 @@ def die(*_: Any, **__: Any) -> None:
 
 
 @forks
+@in_turn
 def test_killed_four_times_it_ends_as_if_it_had_not_been(tmp_path: Path) -> None:
     """In a recipe, in two windows, and when a trial was about to be told of: the values are the same to the bit."""
     settings = {"micro_batch": 8, "num_trials": 4, "checkpoint_every": 1, "study_name": "killed"}
@@ -284,11 +285,13 @@ def share(directories: list[Path], **settings: Any) -> None:
 
 
 @forks
+@in_turn
 def test_two_processes_share_a_study(tmp_path: Path) -> None:
     share([tmp_path] * 2)
 
 
 @forks
+@in_turn
 @pytest.mark.parametrize("names", [("a", "a"), ("a", "b")])
 @pytest.mark.filterwarnings("ignore:Trials .* are run in other directories")
 def test_two_processes_share_a_study_on_postgresql(names: tuple[str, str], tmp_path: Path, postgresql: str) -> None:
@@ -297,6 +300,7 @@ def test_two_processes_share_a_study_on_postgresql(names: tuple[str, str], tmp_p
 
 
 @forks
+@in_turn
 def test_ctrl_c_leaves_the_trial_to_be_gone_on_with(tmp_path: Path) -> None:
     seen = []
 
@@ -316,6 +320,7 @@ def test_ctrl_c_leaves_the_trial_to_be_gone_on_with(tmp_path: Path) -> None:
 
 
 @forks
+@in_turn
 def test_a_process_that_jobs_started_ends_in_order_between_windows_too(tmp_path: Path) -> None:
     def recipe() -> dict[str, Any]:
         signal.raise_signal(signal.SIGTERM)

@@ -17,6 +17,7 @@ from autoaccum.events import Finished, StepReport
 from autoaccum.runs import checkpoint
 from autoaccum.runs.records import HISTORY, read_records
 from autoaccum.training.interrupts import CLUSTERS, interrupt_calls
+from tests.processes import in_turn
 
 
 def send(number: int = signal.SIGINT) -> None:
@@ -120,6 +121,7 @@ def recipe():
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs fork and POSIX signals")
 @pytest.mark.filterwarnings("ignore:The run in .* is finished")
+@in_turn
 class TestCommandLine:
     @pytest.fixture
     def recipe(self, tmp_path: Path) -> Path:
