@@ -464,7 +464,7 @@ def test_ctrl_c_ends_the_run_after_the_window_with_the_summary(tiny: Callable[..
         assert child.stdout is not None
         assert child.stdout.readline() == "now\n"
         child.send_signal(signal.SIGINT)
-        _, err = child.communicate(timeout=60)
+        _, err = child.communicate(timeout=600)
     assert child.returncode == 130
     assert "interrupted: " in err
     assert "Traceback" not in err

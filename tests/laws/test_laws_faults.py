@@ -22,8 +22,9 @@ from torch.optim.lr_scheduler import LinearLR
 import autoaccum
 from autoaccum.errors import LimitBelowModelError, NothingFitsError, OptimizerOutOfMemoryError
 from autoaccum.events import OutOfMemory, Planned, Record, Replanned, Started, StepReport, Validated
+from autoaccum.memory.clock import ManualClock
 from autoaccum.memory.simulated import MemorySimulation
-from autoaccum.testing import oom_at, simulated_memory
+from autoaccum.testing import manual_clock, oom_at, simulated_memory
 from autoaccum.training.trainer import FitResult
 from tests.faults import Operations, strides
 from tests.models import classes, mlp, noisy, same, state_of
@@ -455,11 +456,16 @@ class Counts(nn.Module):
 
 
 class MovingLimit:
-    """Moves a simulated memory's limit, now and then: between windows, and anywhere in them."""
+    """Moves a simulated memory's limit, now and then: between windows, and anywhere in them.
 
-    def __init__(self, device: MemorySimulation, moves: list[int | None]) -> None:
+    A micro-batch takes ``pace`` times the square of its samples in seconds, so that small ones may be the fastest.
+    """
+
+    def __init__(self, device: MemorySimulation, moves: list[int | None], pace: float, clock: ManualClock) -> None:
         self.device = device
         self._moves = iter(moves)
+        self._pace = pace
+        self._clock = clock
 
     def __call__(self, *_: object) -> None:
         if (limit := next(self._moves, None)) is not None:
@@ -471,6 +477,7 @@ class MovingLimit:
         hidden = torch.tanh(counted[:, None] + model.hidden)
         hidden.register_hook(self)  # in the backward pass
         self()
+        self._clock.advance(self._pace * len(batch) ** 2)
         return counted.mean() + 0 * hidden.square().mean()
 
 
@@ -493,11 +500,11 @@ DATA: dict[str, Callable[[int], Any]] = {
 
 
 def count_samples(
-    kind: str, num_samples: int, moves: list[int | None], limit: int, **options: Any
+    kind: str, num_samples: int, moves: list[int | None], limit: int, pace: float = 0.0, **options: Any
 ) -> tuple[FitResult, torch.Tensor, int]:
     """(result, what the parameters should be if each epoch has each sample once, peak of the memory)"""
-    with simulated_memory(limit) as device:
-        limits = MovingLimit(device, moves)
+    with simulated_memory(limit) as device, manual_clock() as clock:
+        limits = MovingLimit(device, moves, pace, clock)
         result = autoaccum.fit(
             Counts(num_samples),
             DATA[kind](num_samples),
@@ -541,9 +548,17 @@ class TestMovingLimit:
             least = least_limit(kind, num_samples, effective_batch)
             limits = st.integers(0, 16).map(lambda samples: least + samples * 1024 + 256)  # a few scalars are kept
             limit = data.draw(limits, "limit")
+            pace = data.draw(st.sampled_from([0.0, 0.1]), "pace")
             moves = data.draw(st.lists(st.none() | limits, min_size=10, max_size=40), "moves")
             result, expected, _ = count_samples(
-                kind, num_samples, moves, limit, epochs=epochs, effective_batch=effective_batch, micro_batch=micro_batch
+                kind,
+                num_samples,
+                moves,
+                limit,
+                pace,
+                epochs=epochs,
+                effective_batch=effective_batch,
+                micro_batch=micro_batch,
             )
             assert (result.model.counts - expected).abs().max() < 1e-12
             assert result.num_samples == epochs * num_samples

@@ -342,7 +342,7 @@ def test_a_browser_shows_it(dark: bool, run_dir: Path, tmp_path: Path) -> None:
     if dark:
         options.append("--blink-settings=preferredColorScheme=0")
     command = [str(browser()), *options, f"--user-data-dir={tmp_path / 'profile'}", f"--screenshot={picture}"]
-    subprocess.run([*command, made.path.as_uri()], check=True, capture_output=True, timeout=120)
+    subprocess.run([*command, made.path.as_uri()], check=True, capture_output=True, timeout=600)
     with Image.open(picture) as image:
         pixels = image.convert("RGB")
         background = pixels.getpixel((5, 5))

@@ -517,7 +517,7 @@ def test_a_full_disk(directory: Path, background: bool) -> None:
         print(*sorted(os.listdir(directory)))
     """
     process = child(directory, script)
-    said, then, later = process.communicate(timeout=60)[0].splitlines()
+    said, then, later = process.communicate(timeout=600)[0].splitlines()
     assert process.returncode == 0
     needed, path, message = said.split("|")
     assert int(needed) == 16 * 8 * 4 * 2 + 3 * 8
@@ -590,7 +590,7 @@ def test_a_directory_that_cannot_be(tmp_path: Path) -> None:
 @in_turn
 def test_a_process_that_ends_finishes_what_it_writes(directory: Path) -> None:
     process = child(directory, "Checkpoints(directory).save(step=4, **content(4))")
-    process.communicate(timeout=60)
+    process.communicate(timeout=600)
     assert process.returncode == 0
     found, _ = newest(directory)
     assert found is not None

@@ -118,7 +118,7 @@ def test_a_kill_by_the_kernel_in_mid_run_is_survived(group: tuple[Path, str], tm
         # What it has already is charged to the group that it came from. A micro-batch of 64 samples takes 0.5 GiB.
         write(folder / limit, 320 * MIB)
         write(folder / "cgroup.procs", process.pid)
-        process.communicate("go\n", timeout=120)
+        process.communicate("go\n", timeout=600)
         codes.append(process.returncode)
         if process.returncode != -signal.SIGKILL:
             break

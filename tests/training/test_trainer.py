@@ -31,6 +31,7 @@ from autoaccum.events import (
     StepSkipped,
     Validated,
 )
+from autoaccum.memory.clock import ManualClock
 from autoaccum.runs.past import Past
 from autoaccum.testing import oom_at, simulated_memory
 from tests.faults import Operations, strides
@@ -319,11 +320,22 @@ class TestPrecision:
 
 class TestPlans:
     def test_auto_grows_within_the_first_window_and_settles(self) -> None:
-        result = fit(data=classes(200), effective_batch=64, epochs=10)  # plans are timed for some windows
+        result = fit(data=classes(200), effective_batch=64, epochs=10)
         assert result.history[0].micro_batches == (1, 1, 2, 4, 8, 16, 32)
         assert result.history[1].micro_batches == (64,)
         assert [type(e).__name__ for e in result.events] == ["Started", "Planned", "Finished"]
         assert result.plan.sizes == (64,)
+
+    def test_the_fastest_is_kept_where_smaller_ones_are_faster(self, work_clock: ManualClock) -> None:
+        def loss_fn(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            work_clock.advance((len(outputs) / 8) ** 2 / 1024)  # beside the 1 / 1024 that any micro-batch takes
+            return cross_entropy(outputs, targets)
+
+        result = fit(data=classes(256), effective_batch=64, epochs=20, loss_fn=loss_fn)
+        (planned,) = [event for event in result.events if isinstance(event, Planned)]
+        assert planned.sizes == result.plan.sizes == (8,) * 8
+        assert planned.reason == "larger micro-batches are no faster"
+        assert {(32, 32), (16,) * 4} <= {report.micro_batches for report in result.history}
 
     def test_batch_norm_never_sees_one_sample_and_is_announced(self) -> None:
         seen = []
