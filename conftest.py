@@ -1,11 +1,68 @@
-"""What tests and doctests share: no memory of past runs."""
+"""What tests and doctests share: no memory of past runs, and a clock that only training moves."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
 import pytest
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from autoaccum.memory.clock import ManualClock, using
+
+SECONDS_A_MICRO_BATCH = 1 / 1024
+"""Whatever its size: so no plan is faster than that of the largest micro-batches that fit."""
+SECONDS_A_STEP = 1 / 32
+"""More than any memory's ``reading_seconds``: it is looked at before every window, however fast the machine is."""
+
+_numbers = count()
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Return two workers, or none for tests that are named one by one: to start them takes longer than such tests."""
+    return 0 if all("::" in argument for argument in config.args) else 2
+
+
+class WorkClock(ManualClock):
+    """A clock that training moves, and nothing else: each backward pass, and each step of an optimizer.
+
+    To wait by it is to wait: tests do so for other threads and processes, whose clock is the machine's.
+    """
+
+    def sleep(self, seconds: float) -> None:
+        """Return after so many of the machine's seconds."""
+        time.sleep(seconds)
+
+
+@pytest.fixture(scope="session")
+def _pasts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("past")
 
 
 @pytest.fixture(autouse=True)
-def _no_past(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+def _no_past(monkeypatch: pytest.MonkeyPatch, _pasts: Path) -> None:
     """A test, its child processes too, begins from nothing and leaves nothing."""
-    monkeypatch.setenv("AUTOACCUM_CACHE_DIR", str(tmp_path_factory.mktemp("past") / "autoaccum"))
+    own = _pasts / str(next(_numbers))
+    own.mkdir()
+    monkeypatch.setenv("AUTOACCUM_CACHE_DIR", str(own / "autoaccum"))
+
+
+@pytest.fixture(autouse=True)
+def work_clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[WorkClock]:
+    """What a test asserts cannot depend on how busy the machine is; child processes have the machine's clock."""
+    clock = WorkClock(stamp=time.time())
+    backward = torch.autograd.backward
+
+    def timed(*args: Any, **kwargs: Any) -> None:
+        backward(*args, **kwargs)
+        clock.advance(SECONDS_A_MICRO_BATCH)
+
+    monkeypatch.setattr(torch.autograd, "backward", timed)
+    steps = register_optimizer_step_post_hook(lambda *_: clock.advance(SECONDS_A_STEP))
+    with using(clock):
+        yield clock
+    steps.remove()

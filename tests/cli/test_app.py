@@ -15,6 +15,7 @@ from autoaccum import __version__
 from autoaccum.cli.app import main
 from autoaccum.testing import simulated_memory
 from tests.cli.conftest import QUIET
+from tests.processes import in_turn
 
 
 @pytest.mark.parametrize(
@@ -120,6 +121,8 @@ def test_what_a_recipe_raises_is_shown_once_without_our_frames(
     assert lines[-1] == "ZeroDivisionError: division by zero"
 
 
+@in_turn
+@in_turn
 def test_ctrl_c_ends_the_run_after_the_window_with_the_summary(tiny: Callable[..., str]) -> None:
     recipe = tiny(
         "'effective_batch': 8, 'steps': 10**6, 'callbacks': [tell],",
@@ -131,7 +134,7 @@ def test_ctrl_c_ends_the_run_after_the_window_with_the_summary(tiny: Callable[..
         assert child.stdout is not None
         assert child.stdout.readline() == "now\n"
         child.send_signal(signal.SIGINT)
-        _, err = child.communicate(timeout=60)
+        _, err = child.communicate(timeout=600)
     assert child.returncode == 130
     assert "interrupted: " in err
     assert "Traceback" not in err

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import random
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cache
@@ -23,9 +22,11 @@ from torch.optim.lr_scheduler import LinearLR
 import autoaccum
 from autoaccum.errors import LimitBelowModelError, NothingFitsError, OptimizerOutOfMemoryError
 from autoaccum.events import OutOfMemory, Planned, Record, Replanned, Started, StepReport, Validated
+from autoaccum.memory.clock import ManualClock
 from autoaccum.memory.simulated import MemorySimulation
-from autoaccum.testing import oom_at, simulated_memory
+from autoaccum.testing import manual_clock, oom_at, simulated_memory
 from autoaccum.training.trainer import FitResult
+from tests.faults import Operations, strides
 from tests.models import classes, mlp, noisy, same, state_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:The model holds [12] BatchNorm")
@@ -140,17 +141,6 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@contextmanager
-def frozen() -> Iterator[None]:
-    """Each recovery collects garbage: it need not look at torch's hundreds of thousands of objects."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-
-
 def seen(result: FitResult | autoaccum.Trainer) -> list[Any]:
     """All that callbacks saw of the windows, but for times, memory and replays."""
     return [
@@ -172,7 +162,10 @@ class Sweep:
     make: Callable[..., autoaccum.Trainer]
     """(micro_batch, callbacks) -> a new Trainer"""
     windows: list[int]
+    stride: int = 1
+    offset: int = 0
     operations: int = 0
+    tried: int = 0
     replayed: int = 0
     in_step: int = 0
     outside: set[str] = field(default_factory=set)
@@ -181,12 +174,12 @@ class Sweep:
 
     def run(self, micro_batch: int) -> None:
         counting = self.make(micro_batch)
-        with oom_at(None) as counter:
+        with Operations() as operations:
             counting.fit()
-        self.operations = counter.operations
-        with frozen():
-            for operation in range(1, self.operations + 1):
-                self.fault(micro_batch, operation)
+        self.operations = len(operations.names)
+        for operation in operations.every(self.stride, self.offset):
+            self.tried += 1
+            self.fault(micro_batch, operation)
 
     def fault(self, micro_batch: int, operation: int) -> None:
         fault = ExitStack()  # left at the fault: from there on the run needs no more counting, which is slow
@@ -237,8 +230,11 @@ OUTSIDE = {"aten.randperm.generator.", "aten._foreach_copy_.default.", "aten._lo
 class TestEveryOperation:
     """Two windows, of which the second is short, with dropout, AdamW, clipping and a schedule."""
 
-    @pytest.mark.parametrize(("name", "least"), [("gpt", 900), ("convolutions", 200), ("hugging_face", 600)])
-    def test_an_oom_there_leaves_no_mark(self, name: str, least: int) -> None:
+    @strides(11)
+    @pytest.mark.parametrize(
+        ("name", "offset", "least"), [("gpt", 0, 900), ("convolutions", 4, 200), ("hugging_face", 8, 600)]
+    )
+    def test_an_oom_there_leaves_no_mark(self, name: str, offset: int, least: int, stride: int) -> None:
         def make(micro_batch: Any, callbacks: Any = ()) -> autoaccum.Trainer:
             options = {**CASES[name], "micro_batch": micro_batch, "callbacks": callbacks}
             return autoaccum.Trainer(
@@ -254,16 +250,16 @@ class TestEveryOperation:
 
         num_samples = len(next(iter(text().values()))) if name == "hugging_face" else len(CASES[name]["data"][0])
         effective_batch = CASES[name]["effective_batch"]
-        sweep = Sweep(make, [effective_batch, num_samples - effective_batch])
+        sweep = Sweep(make, [effective_batch, num_samples - effective_batch], stride, offset)
         sweep.run(CASES[name]["micro_batch"])
         print(
             f"{name}: {sweep.replayed} faults injected and replayed, {sweep.in_step} in the optimizer, "
             f"{sweep.operations} operations, plans {sorted(sweep.plans)}"
         )
-        assert sweep.replayed > least
+        assert sweep.replayed * stride > least
         assert sweep.in_step > 0
         assert sweep.outside <= OUTSIDE
-        assert sweep.operations - sweep.replayed - sweep.in_step < 20
+        assert sweep.tried - sweep.replayed - sweep.in_step < 20
         assert {len(plan) for plan, _ in sweep.plans} >= {2, CASES[name]["effective_batch"] // 2}
 
 
@@ -339,7 +335,8 @@ class FaultyStep:
 class TestLossScale:
     """In float16; the first window's gradient overflows, so that its step is left out and the scale halved."""
 
-    def test_an_oom_leaves_no_mark_on_it(self) -> None:
+    @strides(7)
+    def test_an_oom_leaves_no_mark_on_it(self, stride: int) -> None:
         def loss_fn(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
             return 3 * cross_entropy(outputs, targets)
 
@@ -349,12 +346,12 @@ class TestLossScale:
             options = {"micro_batch": micro_batch, "callbacks": callbacks, "precision": "fp16", "clip_norm": 0.5}
             return stepping(model, None, **options, loss_fn=loss_fn)
 
-        sweep = Sweep(make, windows=[4, 4, 4])
+        sweep = Sweep(make, [4, 4, 4], stride, offset=2)
         sweep.run(3)
         print(f"{sweep.replayed} faults injected and replayed, {sweep.in_step} in the optimizer")
         scales = [(scaler["scale"], scaler["_growth_tracker"]) for _, _, scaler in sweep.clean.values()]
         assert scales == [(2.0**15, 2)] * len(sweep.plans)
-        assert sweep.replayed > 200
+        assert sweep.replayed * stride > 200
         assert sweep.outside <= OUTSIDE
 
 
@@ -382,18 +379,21 @@ class TestOptimizer:
         beyond = FaultyStep(make, at, clean.counter.operations + 1)
         assert same(state_of(beyond.fit()), expected), "so the sweep was of the whole step"
 
-    def test_state_that_is_made_in_the_first_step_is_there_after_a_replay(self) -> None:
+    @strides(5)
+    def test_state_that_is_made_in_the_first_step_is_there_after_a_replay(self, stride: int) -> None:
         """A window before it, or after it, is replayed like any other."""
         sweep = Sweep(
             lambda micro_batch, callbacks=(): stepping(
                 mlp(), OPTIMIZERS["somebody else's"], micro_batch=micro_batch, callbacks=callbacks
             ),
-            windows=[4, 4, 4],
+            [4, 4, 4],
+            stride,
+            offset=3,
         )
         sweep.run(3)
         print(f"{sweep.replayed} faults injected and replayed, {sweep.in_step} in the optimizer")
-        assert sweep.replayed > 100
-        assert sweep.in_step > 3 * 4
+        assert sweep.replayed * stride > 100
+        assert sweep.in_step * stride > 3 * 4
         assert sweep.outside <= OUTSIDE
 
     @all_but_lazy
@@ -456,11 +456,16 @@ class Counts(nn.Module):
 
 
 class MovingLimit:
-    """Moves a simulated memory's limit, now and then: between windows, and anywhere in them."""
+    """Moves a simulated memory's limit, now and then: between windows, and anywhere in them.
 
-    def __init__(self, device: MemorySimulation, moves: list[int | None]) -> None:
+    A micro-batch takes ``pace`` times the square of its samples in seconds, so that small ones may be the fastest.
+    """
+
+    def __init__(self, device: MemorySimulation, moves: list[int | None], pace: float, clock: ManualClock) -> None:
         self.device = device
         self._moves = iter(moves)
+        self._pace = pace
+        self._clock = clock
 
     def __call__(self, *_: object) -> None:
         if (limit := next(self._moves, None)) is not None:
@@ -472,6 +477,7 @@ class MovingLimit:
         hidden = torch.tanh(counted[:, None] + model.hidden)
         hidden.register_hook(self)  # in the backward pass
         self()
+        self._clock.advance(self._pace * len(batch) ** 2)
         return counted.mean() + 0 * hidden.square().mean()
 
 
@@ -494,11 +500,11 @@ DATA: dict[str, Callable[[int], Any]] = {
 
 
 def count_samples(
-    kind: str, num_samples: int, moves: list[int | None], limit: int, **options: Any
+    kind: str, num_samples: int, moves: list[int | None], limit: int, pace: float = 0.0, **options: Any
 ) -> tuple[FitResult, torch.Tensor, int]:
     """(result, what the parameters should be if each epoch has each sample once, peak of the memory)"""
-    with simulated_memory(limit) as device:
-        limits = MovingLimit(device, moves)
+    with simulated_memory(limit) as device, manual_clock() as clock:
+        limits = MovingLimit(device, moves, pace, clock)
         result = autoaccum.fit(
             Counts(num_samples),
             DATA[kind](num_samples),
@@ -528,11 +534,12 @@ def least_limit(kind: str, num_samples: int, effective_batch: int) -> int:
 class TestMovingLimit:
     """Whatever the memory's limit does, each epoch trains on each sample once."""
 
-    def test_no_sample_is_lost_or_repeated(self) -> None:
+    @pytest.mark.parametrize("examples", [60, pytest.param(400, marks=pytest.mark.slow)])
+    def test_no_sample_is_lost_or_repeated(self, examples: int) -> None:
         replays: list[int] = []
 
         @given(data=st.data())
-        @settings(max_examples=200, deadline=None)
+        @settings(max_examples=examples, deadline=None)
         def check(data: st.DataObject) -> None:
             kind = data.draw(st.sampled_from(sorted(DATA)), "kind")
             num_samples = data.draw(st.integers(5, 30), "num_samples")
@@ -542,20 +549,26 @@ class TestMovingLimit:
             least = least_limit(kind, num_samples, effective_batch)
             limits = st.integers(0, 16).map(lambda samples: least + samples * 1024 + 256)  # a few scalars are kept
             limit = data.draw(limits, "limit")
+            pace = data.draw(st.sampled_from([0.0, 0.1]), "pace")
             moves = data.draw(st.lists(st.none() | limits, min_size=10, max_size=40), "moves")
             result, expected, _ = count_samples(
-                kind, num_samples, moves, limit, epochs=epochs, effective_batch=effective_batch, micro_batch=micro_batch
+                kind,
+                num_samples,
+                moves,
+                limit,
+                pace,
+                epochs=epochs,
+                effective_batch=effective_batch,
+                micro_batch=micro_batch,
             )
             assert (result.model.counts - expected).abs().max() < 1e-12
             assert result.num_samples == epochs * num_samples
             replays.append(sum(report.replays for report in result.history))
 
-        least_limit("tensors", 5, 2)  # what a first run imports is to be frozen too
-        with frozen():
-            check()
+        check()
         print(f"{len(replays)} histories, {sum(replays)} replays, in {sum(map(bool, replays))} of them")
-        assert len(replays) >= 200
-        assert sum(map(bool, replays)) > 50
+        assert len(replays) >= examples
+        assert sum(map(bool, replays)) > examples / 4
 
 
 class Remembers(nn.Module):
@@ -715,30 +728,29 @@ class TestValidation:
         expected = validated(clean)
         replayed, nothing_fits = 0, 0
         refused, outside = set(), set()
-        with frozen():
-            for operation in range(spans[0] + 1, spans[1] + 1):
-                trainer = make()
-                try:
-                    with oom_at(operation):
-                        result = trainer.fit()
-                except NothingFitsError as error:
-                    refused.add((error.phase, error.micro_batch, trainer.step))
-                    nothing_fits += 1
-                    continue
-                except torch.OutOfMemoryError as error:
-                    outside.add(str(error).split()[-1])
-                    continue
-                (event,) = [event for event in result.events if isinstance(event, OutOfMemory)]
-                assert (event.phase, event.step) == ("validation", 2)
-                assert seen(result) == seen(clean)
-                assert same(state_of(result), state_of(clean)), f"operation {operation} left a mark"
-                assert result.plan == clean.plan
-                assert not any(isinstance(event, Replanned) for event in result.events)
-                found = validated(result)
-                assert [record.loss for record in found] == pytest.approx([e.loss for e in expected], rel=1e-12)
-                assert [record.metrics for record in found] == [e.metrics for e in expected]
-                assert [record.num_samples for record in found] == [7, 7]
-                replayed += 1
+        for operation in range(spans[0] + 1, spans[1] + 1):
+            trainer = make()
+            try:
+                with oom_at(operation):
+                    result = trainer.fit()
+            except NothingFitsError as error:
+                refused.add((error.phase, error.micro_batch, trainer.step))
+                nothing_fits += 1
+                continue
+            except torch.OutOfMemoryError as error:
+                outside.add(str(error).split()[-1])
+                continue
+            (event,) = [event for event in result.events if isinstance(event, OutOfMemory)]
+            assert (event.phase, event.step) == ("validation", 2)
+            assert seen(result) == seen(clean)
+            assert same(state_of(result), state_of(clean)), f"operation {operation} left a mark"
+            assert result.plan == clean.plan
+            assert not any(isinstance(event, Replanned) for event in result.events)
+            found = validated(result)
+            assert [record.loss for record in found] == pytest.approx([e.loss for e in expected], rel=1e-12)
+            assert [record.metrics for record in found] == [e.metrics for e in expected]
+            assert [record.num_samples for record in found] == [7, 7]
+            replayed += 1
         print(f"{replayed} faults injected into validation, {nothing_fits} with one sample, outside: {outside}")
         assert replayed > 20
         assert nothing_fits > 5

@@ -117,18 +117,7 @@ def run(data: Any, **options: Any) -> tuple[autoaccum.FitResult, list[list[int]]
     return autoaccum.fit(model, data, callbacks=[take], **{**arguments, **options}), committed
 
 
-@pytest.mark.filterwarnings("ignore:.*is more than the data's")
-@given(
-    text=texts(),
-    num_samples=st.integers(1, 90),
-    budget=budgets,
-    drop_last=st.booleans(),
-    room=st.integers(0, 60) | st.none(),
-)
-@settings(max_examples=150, deadline=None)
-def test_windows_are_those_of_the_schedule(
-    text: str, num_samples: int, budget: dict[str, int], drop_last: bool, room: int | None
-) -> None:
+def check_windows(text: str, num_samples: int, budget: dict[str, int], drop_last: bool, room: int | None) -> None:
     schedule = parse(text)
     if drop_last:
         num_samples += schedule.largest or 0  # else an epoch may have no window at all
@@ -142,6 +131,19 @@ def test_windows_are_those_of_the_schedule(
     assert isinstance(started, Started)
     assert (started.num_steps, started.num_samples) == (len(expected), sum(size for _, size in expected))
     assert all(sum(report.micro_batches) == report.effective_batch for report in result.history)
+
+
+@pytest.mark.filterwarnings("ignore:.*is more than the data's")
+@pytest.mark.parametrize("examples", [50, pytest.param(500, marks=pytest.mark.slow)])
+def test_windows_are_those_of_the_schedule(examples: int) -> None:
+    check = given(
+        text=texts(),
+        num_samples=st.integers(1, 90),
+        budget=budgets,
+        drop_last=st.booleans(),
+        room=st.integers(0, 60) | st.none(),
+    )(check_windows)
+    settings(max_examples=examples, deadline=None)(check)()
 
 
 @pytest.mark.parametrize("kind", ["tensors", "dataset", "workers", "own collate", "loader", "stream"])

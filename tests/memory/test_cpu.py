@@ -12,6 +12,7 @@ import torch
 
 from autoaccum.memory.cpu import CpuMemory
 from autoaccum.testing import manual_clock
+from tests.processes import in_turn
 
 MIB = 2**20
 UNLIMITED_V1 = 9223372036854771712
@@ -303,6 +304,7 @@ print(memory.limit() - memory.used())
 
 
 @linux_only
+@in_turn
 def test_a_real_resource_limit_is_seen() -> None:
     child = subprocess.run([sys.executable, "-c", CHILD], capture_output=True, text=True, check=True)
     assert 90 * MIB < int(child.stdout) <= 100 * MIB

@@ -11,6 +11,7 @@ from autoaccum.errors import LimitBelowModelError
 from autoaccum.memory.devices import memory_of
 from autoaccum.memory.oom import is_out_of_memory, room_for_model
 from autoaccum.testing import simulated_memory
+from tests.processes import in_turn
 
 OUT_OF_MEMORY = [
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.15 GiB of which 1 GiB is free.",
@@ -138,6 +139,7 @@ except MemoryError as error:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA holds back the allocator only on Linux")
+@in_turn
 def test_the_cpu_allocator_s_real_failure_is_recognised() -> None:
     child = subprocess.run([sys.executable, "-c", CHILD], capture_output=True, text=True)
     assert child.returncode == 0, child.stderr

@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and RLIMIT_DATA")
+from tests.processes import in_turn
+
+pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and RLIMIT_DATA"), in_turn]
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "char_gpt.py"
 MIB = 2**20
@@ -39,9 +41,9 @@ def run(command: list[str]) -> tuple[subprocess.CompletedProcess[str], int]:
     return subprocess.CompletedProcess(process.args, process.returncode, *outputs), peak_bytes
 
 
-def fit(limit_bytes: int, num_samples: int) -> tuple[subprocess.CompletedProcess[str], int]:
+def fit(limit_bytes: int, effective_batch: int, num_samples: int) -> tuple[subprocess.CompletedProcess[str], int]:
     return run(
-        ["-m", "autoaccum", "fit", str(EXAMPLE), "--effective-batch", "256", "--memory-limit", str(limit_bytes),
+        ["-m", "autoaccum", "fit", str(EXAMPLE), "--effective-batch", str(effective_batch), "--memory-limit", str(limit_bytes),
          "--samples", str(num_samples), "--json"]
     )  # fmt: skip
 
@@ -63,13 +65,18 @@ except autoaccum.AutoaccumError as error:
     return int(outcome.stdout)
 
 
-@pytest.mark.parametrize(("extra_mib", "smallest", "largest"), [(42, 1, 7), (130, 12, 64), (500, 8, 256)])
-def test_resident_set_stays_below_the_limit(needed_bytes: int, extra_mib: int, smallest: int, largest: int) -> None:
+@pytest.mark.parametrize(
+    ("extra_mib", "effective_batch", "smallest", "largest"), [(42, 64, 1, 7), (130, 128, 12, 64), (500, 128, 8, 128)]
+)
+def test_resident_set_stays_below_the_limit(
+    needed_bytes: int, extra_mib: int, effective_batch: int, smallest: int, largest: int
+) -> None:
     limit_bytes = needed_bytes + extra_mib * MIB
-    outcome, peak_bytes = fit(limit_bytes, 600)
+    outcome, peak_bytes = fit(limit_bytes, effective_batch, 2 * effective_batch + 30)
     assert outcome.returncode == 0, outcome.stderr
     document: dict[str, Any] = json.loads(outcome.stdout)
-    assert [report["effective_batch"] for report in document["history"]] == [256, 256, 88]
+    windows = [report["effective_batch"] for report in document["history"]]
+    assert windows == [effective_batch, effective_batch, 30]
     assert all(sum(report["micro_batches"]) == report["effective_batch"] for report in document["history"])
     settled = max(document["history"][1]["micro_batches"])
     assert smallest <= settled <= largest

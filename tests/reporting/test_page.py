@@ -73,6 +73,18 @@ class Page(HTMLParser):
         return " ".join(self.texts)
 
 
+@pytest.fixture
+def real_images() -> None:
+    """For tests that read them."""
+
+
+@pytest.fixture(autouse=True)
+def blank_images(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files beside a page hold what is in it, and to draw them takes as long again."""
+    if "real_images" not in request.fixturenames:
+        monkeypatch.setattr("autoaccum.reporting.page.png", lambda figure, path: path.touch())
+
+
 def page_of(*run_dirs: Path, output: Path | None = None) -> Page:
     return Page(write_report(run_dirs, output).path.read_text())
 
@@ -127,6 +139,7 @@ def test_the_page_needs_nothing_but_itself(run_dir: Path) -> None:
     assert not re.search(r"@import|url\((?!#)", (run_dir / "report.html").read_text())
 
 
+@pytest.mark.usefixtures("real_images")
 def test_the_pictures_lie_beside_it(run_dir: Path, tmp_path: Path) -> None:
     made = write_report([run_dir])
     assert made.path == run_dir / "report.html"
@@ -342,7 +355,7 @@ def test_a_browser_shows_it(dark: bool, run_dir: Path, tmp_path: Path) -> None:
     if dark:
         options.append("--blink-settings=preferredColorScheme=0")
     command = [str(browser()), *options, f"--user-data-dir={tmp_path / 'profile'}", f"--screenshot={picture}"]
-    subprocess.run([*command, made.path.as_uri()], check=True, capture_output=True, timeout=120)
+    subprocess.run([*command, made.path.as_uri()], check=True, capture_output=True, timeout=600)
     with Image.open(picture) as image:
         pixels = image.convert("RGB")
         background = pixels.getpixel((5, 5))

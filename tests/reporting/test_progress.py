@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import tqdm
 from torch.nn.functional import cross_entropy
 
 import autoaccum
@@ -24,6 +25,7 @@ from autoaccum.events import (
     StepSkipped,
     Validated,
 )
+from autoaccum.memory.clock import ManualClock
 from autoaccum.reporting import ProgressBar
 from autoaccum.reporting.lines import cut_text
 from tests.models import classes, mlp
@@ -36,12 +38,14 @@ def lines(text: str) -> list[str]:
 
 
 @pytest.fixture
-def shown(capsys: pytest.CaptureFixture[str]) -> Any:
+def shown(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, work_clock: ManualClock) -> Any:
     """Shows records; returns the lines on standard error, after checking that nothing went to standard output."""
+    monkeypatch.setattr(tqdm.std, "time", work_clock.now)
 
     def show(*records: Record) -> list[str]:
         bar = ProgressBar()
         for record in records:
+            work_clock.advance(1 / 64)
             bar(record)
         captured = capsys.readouterr()
         assert captured.out == ""

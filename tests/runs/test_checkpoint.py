@@ -24,6 +24,7 @@ from torch import nn
 from autoaccum import errors
 from autoaccum.runs import checkpoint, states
 from autoaccum.runs.checkpoint import MANIFEST, STATE, WEIGHTS, Checkpoint, Checkpoints, best, every, newest
+from tests.processes import in_turn
 from tests.runs.children import child, content
 
 
@@ -494,6 +495,7 @@ def test_a_state_that_cannot_be_kept_is_refused_at_once(writer: Checkpoints, dir
 
 
 @pytest.mark.parametrize("background", [True, False])
+@in_turn
 def test_a_full_disk(directory: Path, background: bool) -> None:
     """As a limit on the size of files gives it: EFBIG."""
     script = f"""
@@ -515,7 +517,7 @@ def test_a_full_disk(directory: Path, background: bool) -> None:
         print(*sorted(os.listdir(directory)))
     """
     process = child(directory, script)
-    said, then, later = process.communicate(timeout=60)[0].splitlines()
+    said, then, later = process.communicate(timeout=600)[0].splitlines()
     assert process.returncode == 0
     needed, path, message = said.split("|")
     assert int(needed) == 16 * 8 * 4 * 2 + 3 * 8
@@ -585,9 +587,10 @@ def test_a_directory_that_cannot_be(tmp_path: Path) -> None:
         Checkpoints(tmp_path / "file" / "checkpoints")
 
 
+@in_turn
 def test_a_process_that_ends_finishes_what_it_writes(directory: Path) -> None:
     process = child(directory, "Checkpoints(directory).save(step=4, **content(4))")
-    process.communicate(timeout=60)
+    process.communicate(timeout=600)
     assert process.returncode == 0
     found, _ = newest(directory)
     assert found is not None
@@ -597,6 +600,7 @@ def test_a_process_that_ends_finishes_what_it_writes(directory: Path) -> None:
 # Killed.
 
 
+@in_turn
 def test_killed_at_any_instant_it_leaves_what_was_there_or_what_came(directory: Path) -> None:
     """By the kernel, in a loop of saves, some of which replace the same step."""
     script = """

@@ -42,6 +42,7 @@ from autoaccum.runs.records import RecordWriter
 from autoaccum.testing import manual_clock, simulated_memory
 from autoaccum.training.trainer import FitResult, Trainer
 from tests.models import classes, mlp, noisy, same, state_of, wide
+from tests.processes import in_turn
 from tests.runs.machine import Machine, begun
 
 pytestmark = [
@@ -314,7 +315,7 @@ def held(directory: Path) -> Iterator[int]:
     if pid == 0:
         Checkpoints(directory / "checkpoints")
         os.write(write, b"x")
-        time.sleep(60)
+        time.sleep(3600)  # it is killed long before
         os._exit(0)
     os.read(read, 1)
     try:
@@ -326,6 +327,7 @@ def held(directory: Path) -> Iterator[int]:
         os.close(write)
 
 
+@in_turn
 class TestTwoProcesses:
     @pytest.mark.parametrize("resume", ["auto", True, False])
     def test_the_second_is_refused_and_changes_nothing(self, resume: Any, tmp_path: Path) -> None:
@@ -535,6 +537,7 @@ class TestWhatCannotBeWritten:
     @pytest.mark.parametrize(
         ("every", "kind", "what"), [(1, Saved, "checkpoints/step-0000000[34]"), ("1h", StepReport, "history.jsonl")]
     )
+    @in_turn
     def test_a_full_disk_in_mid_run(self, every: Any, kind: type, what: str, tmp_path: Path) -> None:
         whole = state_of(fit(None))
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -16,8 +16,9 @@ import pytest
 
 from autoaccum.events import Finished, Replanned, Resumed, StepReport
 from autoaccum.runs.records import HISTORY, read_records
+from tests.processes import in_turn
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs fork, and control groups")
+pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="needs fork, and control groups"), in_turn]
 
 ROOT = Path(__file__).parents[2]
 MIB = 2**20
@@ -117,7 +118,7 @@ def test_a_kill_by_the_kernel_in_mid_run_is_survived(group: tuple[Path, str], tm
         # What it has already is charged to the group that it came from. A micro-batch of 64 samples takes 0.5 GiB.
         write(folder / limit, 320 * MIB)
         write(folder / "cgroup.procs", process.pid)
-        process.communicate("go\n", timeout=120)
+        process.communicate("go\n", timeout=600)
         codes.append(process.returncode)
         if process.returncode != -signal.SIGKILL:
             break

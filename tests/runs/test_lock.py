@@ -11,6 +11,7 @@ import pytest
 
 from autoaccum import errors
 from autoaccum.runs.checkpoint import Checkpoints, newest
+from tests.processes import in_turn
 from tests.runs.children import child
 
 
@@ -19,6 +20,7 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path / "run" / "checkpoints"
 
 
+@in_turn
 def test_a_directory_has_one_writer(directory: Path) -> None:
     script = """
         writer = Checkpoints(directory)
@@ -52,6 +54,7 @@ def test_a_directory_has_one_writer_in_a_process_too(directory: Path) -> None:
     Checkpoints(directory).close()
 
 
+@in_turn
 def test_a_worker_that_outlives_a_killed_run_does_not_hold_its_directory(directory: Path) -> None:
     script = """
         writer = Checkpoints(directory)

@@ -16,6 +16,7 @@ from optuna.trial import TrialState
 from autoaccum.errors import ArgumentError
 from autoaccum.sweeps.claims import Claims, directory_of
 from autoaccum.sweeps.storages import open_storage
+from tests.processes import in_turn
 
 
 def begin(directory: Path, num_trials: int = 3, seed: int = 0) -> tuple[Claims, optuna.Study]:
@@ -86,6 +87,7 @@ def test_samplers_draw_by_the_trial_and_not_by_the_process(tmp_path: Path) -> No
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
+@in_turn
 def test_a_trial_that_another_process_runs_is_waited_for_and_taken_over(tmp_path: Path) -> None:
     claims, study = begin(tmp_path / "a", num_trials=1)
     ready, told = os.pipe()

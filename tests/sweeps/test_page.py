@@ -17,7 +17,7 @@ from optuna.distributions import CategoricalDistribution
 from autoaccum.cli.app import main
 from autoaccum.sweeps.page import write_study_report
 from tests.reporting.synthetic import report, write
-from tests.reporting.test_page import NASTY, Page
+from tests.reporting.test_page import NASTY, Page, blank_images, real_images  # noqa: F401
 from tests.sweeps.studies import law, running, storage, study, trial
 
 
@@ -25,6 +25,7 @@ def page_of(made: optuna.Study, folder: Path) -> Page:
     return Page(write_study_report(made, folder).path.read_text())
 
 
+@pytest.mark.usefixtures("real_images")
 def test_the_page_has_sentences_pictures_and_a_table(tmp_path: Path) -> None:
     made = study(*law(0.5), trial(None, 0.05, 16, ooms=7, reports={500: 1.5}), running())
     written = write_study_report(made, tmp_path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import shutil
@@ -31,18 +30,11 @@ from autoaccum.runs.records import HISTORY
 from autoaccum.sweeps.sweep import _work
 from autoaccum.testing import simulated_memory
 from tests.models import classes, mlp
+from tests.processes import in_turn
 from tests.sweeps.sweeping import outcomes, pruner, read, run, small
 
 forks = pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
 Recipe = Callable[..., dict[str, Any]]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quick_collections() -> Iterator[None]:
-    """What other tests have left is not looked through after each trial."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 class Broad(nn.Module):
@@ -141,7 +133,6 @@ class Brittle(nn.Module):
         self.layer = nn.Linear(8, 3)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        time.sleep(0.002)
         if len(inputs) > 20:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
         out: torch.Tensor = self.layer(inputs)
@@ -195,6 +186,7 @@ def die(*_: Any, **__: Any) -> None:
 
 
 @forks
+@in_turn
 def test_killed_four_times_it_ends_as_if_it_had_not_been(tmp_path: Path) -> None:
     """In a recipe, in two windows, and when a trial was about to be told of: the values are the same to the bit."""
     settings = {"micro_batch": 8, "num_trials": 4, "checkpoint_every": 1, "study_name": "killed"}
@@ -292,11 +284,13 @@ def share(directories: list[Path], **settings: Any) -> None:
 
 
 @forks
+@in_turn
 def test_two_processes_share_a_study(tmp_path: Path) -> None:
     share([tmp_path] * 2)
 
 
 @forks
+@in_turn
 @pytest.mark.parametrize("names", [("a", "a"), ("a", "b")])
 @pytest.mark.filterwarnings("ignore:Trials .* are run in other directories")
 def test_two_processes_share_a_study_on_postgresql(names: tuple[str, str], tmp_path: Path, postgresql: str) -> None:
@@ -305,6 +299,7 @@ def test_two_processes_share_a_study_on_postgresql(names: tuple[str, str], tmp_p
 
 
 @forks
+@in_turn
 def test_ctrl_c_leaves_the_trial_to_be_gone_on_with(tmp_path: Path) -> None:
     seen = []
 
@@ -324,6 +319,7 @@ def test_ctrl_c_leaves_the_trial_to_be_gone_on_with(tmp_path: Path) -> None:
 
 
 @forks
+@in_turn
 def test_a_process_that_jobs_started_ends_in_order_between_windows_too(tmp_path: Path) -> None:
     def recipe() -> dict[str, Any]:
         signal.raise_signal(signal.SIGTERM)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import gc
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ import autoaccum
 from autoaccum import Accumulator, errors
 from autoaccum.events import Notice, OutOfMemory, Planned, Replanned, StepSkipped
 from autoaccum.testing import oom_at, simulated_memory
+from tests.faults import Operations, strides
 from tests.models import classes, mlp, noisy, relative_error, same, wide
 
 pytestmark = pytest.mark.filterwarnings("ignore:The model holds 1 BatchNorm")
@@ -130,18 +131,18 @@ class TestGradient:
 
 
 class TestReplay:
-    def test_oom_at_every_operation_leaves_no_mark(self) -> None:
+    @strides(5)
+    def test_oom_at_every_operation_leaves_no_mark(self, stride: int) -> None:
         data = batches([6, 5], torch.float32)
-        gc.freeze()  # each recovery collects garbage: it need not look at torch's hundreds of thousands of objects
 
-        def run(micro_batches: list[int], fault: int | None) -> tuple[list[torch.Tensor], list[tuple[int, ...]], int]:
-            """What two batches leave, how they were cut, and the operations of the first."""
+        def run(micro_batches: list[int], faults: Any) -> tuple[list[torch.Tensor], list[tuple[int, ...]]]:
+            """What two batches leave, the first of them within ``faults``, and how they were cut."""
             model = noisy()
             optimizer = torch.optim.AdamW(model.parameters(), fused=True)
             accumulator = Accumulator(model, optimizer, loss_fn=cross_entropy, micro_batch=micro_batches[0])
             plans = []
             torch.manual_seed(1)
-            with oom_at(fault) as counter:
+            with faults:
                 accumulator.backward(data[0])
             plans.append(accumulator.micro_batches)
             optimizer.step()
@@ -152,23 +153,24 @@ class TestReplay:
             else:
                 accumulator.step(data[1])
                 plans.append(accumulator.micro_batches)
-            return state_of(model, optimizer), plans, counter.operations
+            return state_of(model, optimizer), plans
 
         clean: dict[Any, list[torch.Tensor]] = {}
         replayed = 0
-        for fault in range(1, run([4], None)[2] + 1):
+        operations = Operations()
+        run([4], operations)
+        for fault in operations.every(stride, offset=1):
             try:
-                found, plans, _ = run([4], fault)
+                found, plans = run([4], oom_at(fault))
             except torch.OutOfMemoryError:  # while the snapshot is taken: what it writes to is there already
                 continue
             replayed += plans[0] != (3, 3)
             key = tuple(plans)
             if key not in clean:
-                clean[key], again, _ = run([max(plan) for plan in plans], None)
+                clean[key], again = run([max(plan) for plan in plans], nullcontext())
                 assert again == plans
             assert same(found, clean[key]), f"operation {fault}"
-        gc.unfreeze()
-        assert replayed > 100
+        assert replayed * stride > 100
 
     def test_a_limit_is_found_and_kept(self) -> None:
         model = wide()

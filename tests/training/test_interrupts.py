@@ -17,6 +17,7 @@ from autoaccum.events import Finished, StepReport
 from autoaccum.runs import checkpoint
 from autoaccum.runs.records import HISTORY, read_records
 from autoaccum.training.interrupts import CLUSTERS, interrupt_calls
+from tests.processes import in_turn
 
 
 def send(number: int = signal.SIGINT) -> None:
@@ -101,7 +102,10 @@ FOLDER = Path(__file__).parent
 
 def step(model, batch):
     (FOLDER / "inside").touch()
-    time.sleep(float((FOLDER / "seconds").read_text()))
+    end = time.monotonic() + float((FOLDER / "seconds").read_text())
+    while time.monotonic() < end:
+        time.sleep(0.01)
+        (FOLDER / "beat").touch()
     inputs, targets = batch
     return cross_entropy(model(inputs), targets)
 
@@ -117,6 +121,7 @@ def recipe():
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs fork and POSIX signals")
 @pytest.mark.filterwarnings("ignore:The run in .* is finished")
+@in_turn
 class TestCommandLine:
     @pytest.fixture
     def recipe(self, tmp_path: Path) -> Path:
@@ -140,7 +145,7 @@ class TestCommandLine:
     @staticmethod
     def code(pid: int) -> int:
         """Its exit code, as a shell says it, once it has ended."""
-        for _ in range(6000):
+        for _ in range(60_000):
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
                 code = os.waitstatus_to_exitcode(status)
@@ -152,7 +157,7 @@ class TestCommandLine:
 
     @staticmethod
     def wait(condition: Callable[[], bool]) -> None:
-        end = time.monotonic() + 60
+        end = time.monotonic() + 600
         while not condition():
             assert time.monotonic() < end
             time.sleep(0.005)
@@ -206,13 +211,15 @@ class TestCommandLine:
             assert self.code(pid) == code
 
     def test_a_second_ctrl_c_stops_at_once(self, recipe: Path, tmp_path: Path) -> None:
-        (tmp_path / "seconds").write_text("300")
+        (tmp_path / "seconds").write_text("3000")
         run_dir = tmp_path / "run"
         pid = self.fit(recipe, "--run-dir", run_dir)
         self.wait((tmp_path / "inside").exists)
         os.kill(pid, signal.SIGTERM)  # counts for none
         os.kill(pid, signal.SIGINT)
-        time.sleep(0.2)
+        for _ in range(2):  # by the second beat it has surely been told
+            (tmp_path / "beat").unlink(missing_ok=True)
+            self.wait((tmp_path / "beat").exists)
         assert os.waitpid(pid, os.WNOHANG)[0] == 0, "the first waits for the window"
         os.kill(pid, signal.SIGINT)
         assert self.code(pid) == 130

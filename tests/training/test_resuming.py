@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRando
 import autoaccum
 from autoaccum.errors import StopTraining
 from autoaccum.events import Notice, Planned, Resumed, StepReport, StepSkipped, Validated
+from autoaccum.memory.clock import ManualClock
 from autoaccum.testing import manual_clock, simulated_memory
 from autoaccum.training.pace import runs_of
 from autoaccum.training.trainer import FitResult, Trainer
@@ -469,9 +470,14 @@ def assert_close(result: FitResult, expected: FitResult) -> None:
     assert [r.loss for r in result.history] == pytest.approx([r.loss for r in expected.history], rel=1e-4)
 
 
+@pytest.mark.parametrize("pace", [0.0, 0.01], ids=["larger ones are faster", "smaller ones are faster"])
 @pytest.mark.parametrize("step", [1, 2, 3, 5, 9])
-def test_a_search_goes_on_where_it_was(step: int, tmp_path: Path) -> None:
-    whole = found(None)
+def test_a_search_goes_on_where_it_was(step: int, pace: float, tmp_path: Path, work_clock: ManualClock) -> None:
+    def loss_fn(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        work_clock.advance(pace * len(outputs) ** 2)
+        return cross_entropy(outputs, targets)
+
+    whole = found(None, loss_fn=loss_fn)
     settled = next(event.step for event in whole.events if isinstance(event, Planned))
 
     def end(record: Any) -> None:
@@ -479,11 +485,11 @@ def test_a_search_goes_on_where_it_was(step: int, tmp_path: Path) -> None:
             raise autoaccum.StopTraining
 
     with simulated_memory("800KiB"):
-        first = trainer(tmp_path, callbacks=[end])
+        first = trainer(tmp_path, loss_fn=loss_fn, callbacks=[end])
         before = first.fit()
-        second = trainer(tmp_path)
+        second = trainer(tmp_path, loss_fn=loss_fn)
         second.fit()
-    assert_close(found(tmp_path), whole)
+    assert_close(found(tmp_path, loss_fn=loss_fn), whole)
     tried = [(trial.micro_batch, trial.peak_bytes) for trial in first._tuner.history]
     assert tried
     assert [(trial.micro_batch, trial.peak_bytes) for trial in second._tuner.history][: len(tried)] == tried
@@ -499,7 +505,6 @@ def trainer(directory: Path, **options: Any) -> Trainer:
     return Trainer(
         wide(),
         classes(240),
-        loss_fn=cross_entropy,
         effective_batch=60,
         epochs=3,
         lr=0.01,
@@ -507,7 +512,7 @@ def trainer(directory: Path, **options: Any) -> Trainer:
         progress=False,
         cache=False,
         run_dir=directory,
-        **options,
+        **{"loss_fn": cross_entropy, **options},
     )
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -20,15 +19,6 @@ from tests.models import classes, noisy
 
 WIDTH, LENGTH = 64, 256
 UNLIMITED = 1 << 40
-
-
-@pytest.fixture(autouse=True, scope="module")
-def frozen() -> Iterator[None]:
-    """Each refusal collects garbage: it need not look at torch's hundreds of thousands of objects."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 class Block(nn.Module):

@@ -1,0 +1,46 @@
+"""Where in a run memory is to run out: at every operation with ``-m slow``, at some of each kind without."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+def strides(stride: int) -> pytest.MarkDecorator:
+    """Parametrize a test with ``stride``: as given, and 1, which takes minutes, behind ``slow``."""
+    return pytest.mark.parametrize("stride", [stride, pytest.param(1, id="every operation", marks=pytest.mark.slow)])
+
+
+class Operations(TorchDispatchMode):
+    """Notes the names of the operations within it, numbered as ``oom_at`` numbers them."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __enter__(self) -> Operations:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+    def every(self, stride: int, offset: int = 0) -> list[int]:
+        """Return numbers, from 1: of each kind of operation the first, and every ``stride``-th.
+
+        ``offset`` is where among its kind the count begins: tests that sweep the same code take different ones.
+        """
+        met: Counter[str] = Counter()
+        numbers = []
+        for number, name in enumerate(self.names, start=1):
+            if met[name] % stride == offset % stride or met[name] == 0:
+                numbers.append(number)
+            met[name] += 1
+        return numbers
