@@ -47,6 +47,11 @@ def tuner(smallest: int = 1) -> Tuner:
     return Tuner(ceiling=64, limit_bytes=10**6, headroom=0, search=True, smallest=smallest)
 
 
+def said(one: Tuner, num_samples: int, lengths: Any = None, most: int = 1) -> list[tuple[int, bool]]:
+    """The first pieces of the next window: their samples, and whether they are trials."""
+    return [(piece.size, piece.is_trial) for piece in islice(one.window(num_samples, lengths), most)]
+
+
 def trained(one: Tuner) -> Tuner:
     for size in (1, 2, 4):
         one.observe(size, 1000 + 10 * size)
@@ -106,7 +111,7 @@ def test_a_failure_is_told_to_runs_of_this_process_that_have_no_more_room(
     cache().recall(Window(), second, used_bytes=used_bytes)
     assert [trial.micro_batch for trial in second.past] == [1, 2, 4], "and to no other process"
     assert second.history == ([Trial(micro_batch=7, fits=False)] if is_told else [])
-    assert list(islice(second.sizes(64), 2)) == [(1, False), (4, True)], "what was settled on then"
+    assert said(second, 64, most=2) == [(1, False), (4, True)], "what was settled on then"
 
 
 def test_a_failure_that_was_told_is_not_told_again_as_one_of_more_room() -> None:
@@ -153,8 +158,8 @@ def test_that_the_smallest_failed_is_tried_again() -> None:
     second = tuner()
     cache().recall(Window(), second, used_bytes=0)
     assert second.told is None
-    assert next(second.sizes(64)) == (1, False)
-    assert next(second.sizes(1)) == (1, True)
+    assert said(second, 64) == [(1, False)]
+    assert said(second, 1) == [(1, True)]
 
 
 def test_a_failure_that_was_told_and_overruled_is_told_no_more() -> None:
@@ -173,7 +178,7 @@ def test_a_failure_that_was_told_and_overruled_is_told_no_more() -> None:
 def test_of_samples_that_differ_in_length_too_a_failure_leaves_what_was_measured() -> None:
     first, began = cache(), tuner()
     first.recall(Window(length=7), began, used_bytes=0)
-    next(began.sizes(64, (7,) * 64))
+    said(began, 64, (7,) * 64)
     for size in (1, 2, 4):
         began.observe(size, 1000 + 10 * size, length=7)
     began.out_of_memory(8, 64, (7,) * 64, length=7)
@@ -181,7 +186,7 @@ def test_of_samples_that_differ_in_length_too_a_failure_leaves_what_was_measured
     second = tuner()
     cache().recall(Window(length=7), second, used_bytes=0)
     before = second.predicted_bytes(28)
-    next(second.sizes(64, (7,) * 64))
+    said(second, 64, (7,) * 64)
     assert second.told is not None
     assert second.history == [second.told]
     assert second.predicted_bytes(28) == before is not None
