@@ -100,6 +100,13 @@ def test_a_submodule_in_use_takes_no_names_place() -> None:
     assert callable(autoaccum.probe)
 
 
+@pytest.mark.parametrize("name", ["errors", "events", "reporting", "schedules", "testing"])
+def test_a_module_of_public_names_is_an_attribute_without_an_import_of_its_own(name: str) -> None:
+    """In a fresh interpreter, for each import of any of them would make it one."""
+    script = f"import autoaccum\nassert autoaccum.{name}.__name__ == 'autoaccum.{name}'"
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
 MOVED = {
     "autoaccum.reporting.best_lr": ("autoaccum.sweeps.best_lr", "best_lrs_of"),
     "autoaccum.reporting.records": ("autoaccum.runs.records", "read_records"),

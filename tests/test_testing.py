@@ -7,9 +7,10 @@ import torch
 
 import autoaccum.testing
 from autoaccum.errors import ArgumentError
+from autoaccum.memory import clock as clock_in_use
 from autoaccum.memory.devices import memory_of
 from autoaccum.memory.oom import is_out_of_memory
-from autoaccum.testing import oom_at, simulated_memory
+from autoaccum.testing import manual_clock, oom_at, simulated_memory
 
 
 def gradient(model: torch.nn.Module, inputs: torch.Tensor, micro_batch: int) -> tuple[list[torch.Tensor], int]:
@@ -85,4 +86,36 @@ def test_an_operation_that_cannot_be_is_refused_by_name(n: Any) -> None:
 
 
 def test_everything_public_is_listed() -> None:
-    assert sorted(autoaccum.testing.__all__) == ["oom_at", "simulated_memory"]
+    assert sorted(autoaccum.testing.__all__) == ["manual_clock", "oom_at", "simulated_memory"]
+
+
+def test_a_manual_clock_moves_when_it_is_told_to_and_by_waiting() -> None:
+    with manual_clock(5.0) as clock:
+        assert (clock.now(), clock.stamp()) == (5.0, 5.0)
+        clock.advance(1.5)
+        clock.sleep(2.0)
+        assert (clock.now(), clock.stamp()) == (8.5, 8.5)
+        clock_in_use.sleep(1.0)
+        assert (clock_in_use.now(), clock_in_use.stamp()) == (9.5, 9.5)
+    with manual_clock() as clock:
+        assert clock_in_use.now() == 0.0
+
+
+def test_a_run_reads_the_manual_clock_and_no_other() -> None:
+    with manual_clock() as clock:
+
+        def training_step(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+            clock.advance(0.25)
+            loss: torch.Tensor = model(batch[0]).square().mean()
+            return loss
+
+        result = autoaccum.fit(
+            torch.nn.Linear(8, 1),
+            (torch.zeros(16, 8),),
+            training_step=training_step,
+            effective_batch=8,
+            micro_batch=2,
+            device="cpu",
+            progress=False,
+        )
+    assert [report.seconds for report in result.history] == [1.0, 1.0], "four micro-batches each"

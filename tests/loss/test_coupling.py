@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from autoaccum.loss.coupling import batch_norm_notices, count_batch_norms, smallest_micro_batch
+from autoaccum.loss.coupling import count_batch_norms, smallest_micro_batch
 
 
 @pytest.mark.parametrize(
@@ -72,11 +72,3 @@ def test_a_batch_norm_without_running_statistics_couples_in_eval_mode() -> None:
     inputs = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
     assert not torch.allclose(layer(inputs)[:3], layer(inputs[:3]))
     assert count_batch_norms([layer]) == 1
-
-
-def test_the_notice_counts_the_layers_and_names_the_cure() -> None:
-    for layers, cause in ((1, "1 BatchNorm layer in"), (3, "3 BatchNorm layers in")):
-        (notice,) = batch_norm_notices([nn.BatchNorm1d(4) for _ in range(layers)])
-        assert cause in notice.cause
-        assert "GroupNorm" in notice.cure
-    assert batch_norm_notices([nn.LayerNorm(4)]) == []

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+import weakref
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,7 +12,7 @@ import torch
 
 from autoaccum.errors import LimitBelowModelError
 from autoaccum.memory.devices import memory_of
-from autoaccum.memory.oom import is_out_of_memory, room_for_model
+from autoaccum.memory.oom import RAN_OUT, attempt, is_out_of_memory, room_for_model
 from autoaccum.testing import simulated_memory
 from tests.processes import in_turn
 
@@ -170,3 +173,45 @@ class TestRoomForModel:
     def test_other_errors_pass(self) -> None:
         with pytest.raises(KeyError), room_for_model(memory_of(torch.device("cpu")), 1):
             raise KeyError
+
+
+class TestAttempt:
+    @pytest.mark.parametrize("value", [7, 0, None, "RAN_OUT"])
+    def test_what_the_function_returns_is_returned(self, value: Any) -> None:
+        assert attempt(lambda: value) is value
+
+    @pytest.mark.parametrize(
+        "error",
+        [torch.OutOfMemoryError("CUDA out of memory."), MemoryError(), RuntimeError("CUDA error: out of memory")],
+        ids=repr,
+    )
+    def test_running_out_of_memory_is_a_value(self, error: Exception) -> None:
+        def fails() -> None:
+            raise error
+
+        assert attempt(fails) is RAN_OUT
+
+    @pytest.mark.parametrize("error", [ValueError("no"), RuntimeError("of shapes"), KeyboardInterrupt()], ids=repr)
+    def test_other_errors_come_through_as_they_are(self, error: BaseException) -> None:
+        def fails() -> None:
+            raise error
+
+        with pytest.raises(type(error)) as raised:
+            attempt(fails)
+        assert raised.value is error
+
+    def test_nothing_holds_the_tensors_of_the_failed_frame_after_it(self) -> None:
+        """Also without the garbage collector, which would find what an exception and its frames hold of each other."""
+        references: list[weakref.ref[torch.Tensor]] = []
+
+        def fails() -> None:
+            outputs = torch.ones(3)
+            references.append(weakref.ref(outputs))
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+        gc.disable()
+        try:
+            assert attempt(fails) is RAN_OUT
+            assert references[0]() is None
+        finally:
+            gc.enable()

@@ -15,8 +15,10 @@ from autoaccum.planning.costs import (
     MemoryModel,
     TimeModel,
     Trial,
+    bounds,
     fit_memory_model,
     fit_time_model,
+    memory_model,
     prediction_error,
     weigher,
 )
@@ -223,3 +225,46 @@ def test_the_newest_prediction_is_the_one_that_is_judged() -> None:
     assert prediction_error([old, new]) == pytest.approx(0.05)
     assert prediction_error([old, Trial(micro_batch=8, fits=True, peak_bytes=200)]) == pytest.approx(0.5)
     assert prediction_error([Trial(micro_batch=8, fits=False, predicted_bytes=190)]) is None
+
+
+def test_bounds_believes_the_newest() -> None:
+    history = [Trial(micro_batch=size, fits=True) for size in (1, 2, 4, 8)]
+    assert bounds(history) == (8, None)
+    assert bounds([*history, Trial(micro_batch=4, fits=False)]) == (2, 4)
+    assert bounds([*history, Trial(micro_batch=4, fits=False), Trial(micro_batch=6, fits=True)]) == (6, None)
+
+
+FIXED, PER_SAMPLE = 1000, 7
+
+
+def linear(size: int) -> int:
+    return FIXED + PER_SAMPLE * size
+
+
+def fitted(*points: tuple[int, int]) -> list[Trial]:
+    return [Trial(micro_batch=size, fits=True, peak_bytes=peak) for size, peak in points]
+
+
+class TestPrior:
+    """The memory model of an earlier run."""
+
+    model = MemoryModel(fixed_bytes=500, bytes_per_sample=7)
+
+    def test_one_trial_moves_it_to_where_it_lies(self) -> None:
+        found = memory_model(fitted((16, linear(16))), self.model)
+        assert found is not None
+        assert [found.predict(size) for size in (1, 16, 100)] == [linear(size) for size in (1, 16, 100)]
+
+    def test_the_newest_trial_does(self) -> None:
+        found = memory_model([*fitted((16, linear(16))), *fitted((16, linear(16) + 90))], self.model)
+        assert found is not None
+        assert found.predict(10) == linear(10) + 90
+
+    def test_two_sizes_speak_for_themselves(self) -> None:
+        found = memory_model(fitted((1, 101), (2, 102)), self.model)
+        assert found is not None
+        assert found.bytes_per_sample == pytest.approx(1)
+
+    def test_without_a_trial_it_stands(self) -> None:
+        assert memory_model([], self.model) is self.model
+        assert memory_model([], None) is None

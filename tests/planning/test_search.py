@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoaccum.planning.costs import MemoryModel, Trial, bounds, memory_model
+from autoaccum.planning.costs import MemoryModel, Trial, bounds
 from autoaccum.planning.search import has_plateaued, next_trial
 
 FIXED, PER_SAMPLE = 1000, 7
@@ -82,13 +82,6 @@ def test_without_peaks_it_bisects(truth: int) -> None:
     assert truth * 0.98 - 1 < bounds(history)[0] <= truth
 
 
-def test_bounds_believes_the_newest() -> None:
-    history = [Trial(micro_batch=size, fits=True) for size in (1, 2, 4, 8)]
-    assert bounds(history) == (8, None)
-    assert bounds([*history, Trial(micro_batch=4, fits=False)]) == (2, 4)
-    assert bounds([*history, Trial(micro_batch=4, fits=False), Trial(micro_batch=6, fits=True)]) == (6, None)
-
-
 def fitted(*points: tuple[int, int]) -> list[Trial]:
     return [Trial(micro_batch=size, fits=True, peak_bytes=peak) for size, peak in points]
 
@@ -125,25 +118,6 @@ class TestPrior:
     """The memory model of an earlier run."""
 
     model = MemoryModel(fixed_bytes=500, bytes_per_sample=7)
-
-    def test_one_trial_moves_it_to_where_it_lies(self) -> None:
-        found = memory_model(fitted((16, linear(16))), self.model)
-        assert found is not None
-        assert [found.predict(size) for size in (1, 16, 100)] == [linear(size) for size in (1, 16, 100)]
-
-    def test_the_newest_trial_does(self) -> None:
-        found = memory_model([*fitted((16, linear(16))), *fitted((16, linear(16) + 90))], self.model)
-        assert found is not None
-        assert found.predict(10) == linear(10) + 90
-
-    def test_two_sizes_speak_for_themselves(self) -> None:
-        found = memory_model(fitted((1, 101), (2, 102)), self.model)
-        assert found is not None
-        assert found.bytes_per_sample == pytest.approx(1)
-
-    def test_without_a_trial_it_stands(self) -> None:
-        assert memory_model([], self.model) is self.model
-        assert memory_model([], None) is None
 
     def test_the_second_trial_jumps(self) -> None:
         history = fitted((40, linear(40)))

@@ -76,14 +76,6 @@ def test_the_search_ends_with_a_plan_that_is_said() -> None:
     assert made.tuner.searching is False
 
 
-def test_what_is_announced_is_an_event_and_a_warning() -> None:
-    events: list[Event] = []
-    notice = Notice(cause="This", consequence="Therefore that", cure="Do so")
-    with pytest.warns(AutoaccumWarning, match=r"Therefore that\. Do so\."):
-        step(events).announcer.say(notice)
-    assert events == [notice]
-
-
 def test_a_limit_below_the_devices_own_is_watched() -> None:
     memory = memory_of(CPU)
     assert step([], limit_now=lambda: 2**60 - 1, memory=memory).limit.is_enforced is False
@@ -121,12 +113,6 @@ def test_a_loss_that_is_not_finite_later_is_said_once() -> None:
     made.announce_if_not_finite(float("inf"))
     made.announce_if_not_finite(1.0)
     assert len(events) == 1
-
-
-def test_a_warning_points_at_the_users_line() -> None:
-    with pytest.warns(AutoaccumWarning) as caught:
-        step([]).announcer.say(Notice(cause="This", consequence="That", cure="So"))
-    assert caught[0].filename == __file__
 
 
 def test_a_plan_that_gives_way_before_a_short_window_is_told_of_full_ones() -> None:

@@ -1,0 +1,129 @@
+"""The state of modules and optimizers comes back whole, to the bit, with what a state_dict leaves out."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autoaccum.window.modules import left_out, load_modules, load_optimizer, state_of_modules
+
+CPU = torch.device("cpu")
+
+
+class Inner(nn.Module):
+    """A parameter, a buffer that a state_dict has, two that it leaves out, and one of each that is None."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.register_buffer("kept", torch.ones(2))
+        self.register_buffer("hidden", torch.ones(2), persistent=False)
+        self.register_buffer("same", torch.zeros(1).expand(3), persistent=False)
+        self.register_buffer("none", None)
+        self.register_buffer("hidden_none", None, persistent=False)
+
+
+def nested() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 2), nn.Sequential(Inner()))
+
+
+def buffers(module: nn.Module) -> dict[str, list[float]]:
+    return {name: buffer.tolist() for name, buffer in module.named_buffers()}
+
+
+def test_the_buffers_that_a_state_dict_leaves_out_are_named_as_it_would() -> None:
+    found = left_out(nested())
+    assert {key: buffer.tolist() for key, buffer in found.items()} == {"1.0.hidden": [1, 1], "1.0.same": [0, 0, 0]}
+    assert sorted(left_out(Inner())) == ["hidden", "same"]
+
+
+def test_several_modules_come_back_with_all_of_their_values() -> None:
+    modules = [nested(), Inner()]
+    for module in modules:
+        for value in (*module.parameters(), *module.buffers()):
+            value.data = torch.full_like(value, 7)
+    states = copy.deepcopy(state_of_modules(modules))
+    fresh = [nested(), Inner()]
+    load_modules(fresh, states, CPU)
+    for module, expected in zip(fresh, modules, strict=True):
+        assert buffers(module) == buffers(expected)
+        for p, q in zip(module.parameters(), expected.parameters(), strict=True):
+            assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize("name", ["kept", "hidden"])
+@pytest.mark.parametrize(
+    "value", [torch.full((2,), 3.0), torch.full((5,), 3.0), torch.full((2,), 3, dtype=torch.int64)], ids=str
+)
+def test_a_buffer_comes_back_in_the_shape_and_type_that_it_had(name: str, value: torch.Tensor) -> None:
+    first, second = Inner(), Inner()
+    setattr(first, name, value)
+    load_modules([second], state_of_modules([first]), CPU)
+    found = getattr(second, name)
+    assert (found.tolist(), found.dtype) == (value.tolist(), value.dtype)
+
+
+@pytest.mark.parametrize("name", ["none", "hidden_none"])
+def test_a_buffer_that_a_forward_had_made_is_made(name: str) -> None:
+    first, second = Inner(), Inner()
+    setattr(first, name, torch.full((2,), 3.0))
+    load_modules([second], state_of_modules([first]), CPU)
+    assert getattr(second, name).tolist() == [3.0, 3.0]
+
+
+@pytest.mark.parametrize("name", ["kept", "hidden"])
+def test_a_buffer_that_a_forward_had_dropped_is_dropped(name: str) -> None:
+    first, second = Inner(), Inner()
+    setattr(first, name, None)
+    load_modules([second], state_of_modules([first]), CPU)
+    assert getattr(second, name) is None
+
+
+def test_a_buffer_of_the_same_shape_stays_the_tensor_that_it_is() -> None:
+    """What holds it besides, such as another module, goes on sharing it."""
+    first, second = Inner(), Inner()
+    with torch.no_grad():
+        first.hidden.fill_(3)  # type: ignore[operator]
+    before = second.hidden
+    load_modules([second], state_of_modules([first]), CPU)
+    assert second.hidden is before
+    assert before.tolist() == [3.0, 3.0]
+
+
+class InFloat32(torch.optim.Optimizer):
+    """Its momentum has more bits than its parameters."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.05})
+
+    def fill(self, value: float) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p] = {"momentum": torch.full_like(p, value, dtype=torch.float32), "step": 3}
+
+
+def test_what_an_optimizer_keeps_in_more_bits_than_its_parameters_is_not_rounded() -> None:
+    parameters = [nn.Parameter(torch.zeros(2, dtype=torch.bfloat16)) for _ in range(2)]
+    first, second = (InFloat32([{"params": [p]} for p in parameters]) for _ in range(2))
+    first.fill(1 / 3)
+    first.param_groups[1]["lr"] = 0.25
+    load_optimizer(second, first.state_dict())
+    third = torch.tensor(1 / 3)
+    assert third.bfloat16() != third, "else nothing is shown"
+    for p in parameters:
+        assert second.state[p]["momentum"].dtype is torch.float32
+        assert second.state[p]["momentum"].tolist() == [third.item()] * 2
+        assert second.state[p]["step"] == 3
+    assert [group["lr"] for group in second.param_groups] == [0.05, 0.25]
+
+
+def test_an_optimizer_that_took_no_step_has_nothing_to_come_back() -> None:
+    parameter = nn.Parameter(torch.zeros(2))
+    first, second = (torch.optim.SGD([parameter], lr=lr, momentum=0.9) for lr in (0.5, 0.1))
+    load_optimizer(second, first.state_dict())
+    assert second.param_groups[0]["lr"] == 0.5
+    assert not second.state
