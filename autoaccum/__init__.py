@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from autoaccum.errors import AutoaccumWarning as AutoaccumWarning
     from autoaccum.errors import StopTraining as StopTraining
     from autoaccum.events import StepReport as StepReport
-    from autoaccum.planning.cuts import Plan as Plan
-    from autoaccum.planning.cuts import plan as plan
+    from autoaccum.planning.plans import Plan as Plan
+    from autoaccum.planning.plans import plan as plan
     from autoaccum.sweeps.sweep import sweep as sweep
     from autoaccum.training.accumulator import Accumulator as Accumulator
     from autoaccum.training.fitting import fit as fit
@@ -37,26 +37,29 @@ _HOMES = {
     "AutoaccumError": "errors",
     "AutoaccumWarning": "errors",
     "FitResult": "training.trainer",
-    "Plan": "planning.cuts",
+    "Plan": "planning.plans",
     "ProbeReport": "training.probing",
     "StepReport": "events",
     "StopTraining": "errors",
     "Trainer": "training.trainer",
     "fit": "training.fitting",
-    "plan": "planning.cuts",
+    "plan": "planning.plans",
     "probe": "training.probing",
     "sweep": "sweeps.sweep",
 }
+
+_MODULES = ("errors", "events", "reporting", "schedules", "testing")
 
 __all__ = ["__version__", *_HOMES]
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("schedules", "testing"):  # whose names are used as autoaccum.schedules.Linear
+    if name in _MODULES:  # whose names are used as autoaccum.schedules.Linear
         return import_module(f"{__name__}.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    value = globals()[name] = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)  # looked up once
+    return value
 
 
 def __dir__() -> list[str]:

@@ -34,29 +34,9 @@ PURPOSES = {
 }
 """What rooms are for whose folder is not there, or says nothing."""
 
-PLANNED = [
-    "cli/commands.py",
-    "cli/options.py",
-    "cli/printing.py",
-    "memory/limit.py",
-    "planning/fastest.py",
-    "planning/limits.py",
-    "planning/searching.py",
-    "runs/configuration.py",
-    "runs/lock.py",
-    "runs/past_of_run.py",
-    "runs/window_mark.py",
-    "sweeps/draw.py",
-    "training/options.py",
-    "training/setup.py",
-    "verification/examiner.py",
-    "verification/notices.py",
-    "verification/side_effects.py",
-    "window/announcer.py",
-    "window/gradient.py",
-]
+PLANNED: list[str] = []
 """Files of the tour that need not be there yet. To be emptied."""
-LEAVING = ["runs/cache.py"]
+LEAVING: list[str] = []
 """Files that are there and that the tour need not name any more. To be emptied."""
 
 

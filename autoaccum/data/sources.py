@@ -152,7 +152,7 @@ def _plain_order(num_samples: int, seed: int, shuffle: bool, argument: str) -> O
 
 def _loader_order(loader: DataLoader[Any], seed: int, argument: str) -> Order:
     """Return the order of a DataLoader's samplers; what its own ``shuffle=`` made is replaced by a seeded one."""
-    # A plain sequential or random sampler gives way to an order that is a function of (seed, epoch). Any other sampler
+    # A plain sequential or random sampler is replaced by an order that is a function of (seed, epoch). Any other one
     # draws by itself, under a seed.
     size = len(loader.dataset)  # type: ignore[arg-type]
     # By type() throughout, for a subclass may draw otherwise. A BatchSampler itself only cuts what its sampler draws,

@@ -35,6 +35,10 @@ class Conclusion:
     """(why they may not add up to the loss of the window, what to do)"""
 
 
+PLAIN_MEAN = Conclusion(is_sum=False)
+"""The conclusion for losses whose graph leaves nothing to doubt, as for those whose items a user counts."""
+
+
 def conclude(sizes: Sequence[int], reductions: Sequence[Reduction], is_doubtful: bool = False) -> Conclusion:
     """Conclude what the losses of a window's micro-batches add up to.
 

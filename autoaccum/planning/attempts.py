@@ -18,10 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple, Protocol
 
-from autoaccum.planning.cuts import cut
-
-Lengths = Sequence[int] | None
-"""How long each sample of a window is, the longest first; None where they are alike."""
+from autoaccum.planning.cuts import Lengths, cut
 
 
 class Piece(NamedTuple):

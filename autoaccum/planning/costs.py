@@ -14,7 +14,7 @@ import math
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 
@@ -222,3 +222,44 @@ def _fit_plane(rows: Sequence[tuple[float, float, float]]) -> tuple[float, float
     if slope <= 0 or slope_z <= 0:
         return None
     return means[2] - slope * means[0] - slope_z * means[1], slope, slope_z
+
+
+def memory_model(history: Sequence[Trial], prior: MemoryModel | None = None) -> MemoryModel | None:
+    """Fit the memory model to the trials; until they suffice, use the one of an earlier run.
+
+    Args:
+        history: the trials so far, oldest first.
+        prior: the earlier run's model. It is moved to where the newest trial lies: what a sample adds is that of the
+            code, what is in use besides may differ from run to run.
+
+    Returns:
+        None while the trials do not suffice and there is no model that could be true of them.
+    """
+    model = fit_memory_model(history)
+    if model is not None or prior is None:
+        return model
+    for trial in reversed(history):
+        if trial.peak_bytes is not None:
+            fixed_bytes = trial.peak_bytes - prior.bytes_per_sample * trial.micro_batch
+            # Samples that would take more than there was in use have become cheaper: a code that has changed.
+            return replace(prior, fixed_bytes=fixed_bytes) if fixed_bytes >= 0 else None
+    return prior
+
+
+def bounds(history: Sequence[Trial]) -> tuple[int, int | None]:
+    """Return (largest size that fits, smallest that does not), by the newest trials: memory may have moved meanwhile.
+
+    The first is 0 while nothing fitted; the second None while nothing failed.
+    """
+    # Whatever fits, smaller ones fit too, and whatever fails, larger ones do: each trial overrules those before it that
+    # say otherwise.
+    fits: set[int] = set()  # sizes whose newest word is that they fit
+    fails: set[int] = set()
+    for trial in history:
+        if trial.fits:
+            fits.add(trial.micro_batch)
+            fails = {size for size in fails if size > trial.micro_batch}
+        else:
+            fails.add(trial.micro_batch)
+            fits = {size for size in fits if size < trial.micro_batch}
+    return max(fits, default=0), min(fails, default=None)

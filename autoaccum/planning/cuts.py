@@ -1,65 +1,12 @@
-"""Cuts of windows into micro-batches: arithmetic alone.
-
->>> plan(effective_batch=256, max_micro_batch=100).sizes
-(86, 85, 85)
->>> plan(effective_batch=7, max_micro_batch=2, world_size=2).ranks
-((2, 2), (2, 1))
-"""
+"""Cuts of windows into micro-batches: arithmetic alone, for every window of a run."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 
-from autoaccum._checks import positive_int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
-    """The sizes of the micro-batches that a window is cut into, on every rank."""
-
-    ranks: tuple[tuple[int, ...], ...]
-    """Each rank's micro-batch sizes in samples, in order; a rank beyond the effective batch has none."""
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Return the samples of every micro-batch, rank after rank.
-
-        They sum to the effective batch and differ by one at most.
-        """
-        return tuple(size for rank in self.ranks for size in rank)
-
-    @property
-    def effective_batch(self) -> int:
-        """Return the samples per optimizer step, over all ranks."""
-        return sum(self.sizes)
-
-    @property
-    def accumulation_steps(self) -> int:
-        """Return the micro-batches per optimizer step on one rank, the busiest where they differ."""
-        # The first ranks have the larger shares: see ``near_equal``.
-        return len(self.ranks[0])
-
-
-def plan(effective_batch: int, max_micro_batch: int, world_size: int = 1) -> Plan:
-    """Return the fewest near-equal micro-batches, none above ``max_micro_batch``, that sum to ``effective_batch``.
-
-    Args:
-        effective_batch: samples per optimizer step, over all ranks.
-        max_micro_batch: samples that fit into one forward and backward on one device.
-        world_size: ranks that share the window.
-
-    Raises:
-        ArgumentError: an argument is not an int of at least 1.
-    """
-    positive_int("effective_batch", effective_batch, "Pass the samples you want per optimizer step.")
-    positive_int("max_micro_batch", max_micro_batch, "Pass the samples that fit on the device at once.")
-    positive_int("world_size", world_size, "Pass the number of processes that train together.")
-    shares = near_equal(effective_batch, world_size)
-    # As many steps on every rank, where it has the samples for them: a rank with fewer would wait for the others.
-    steps = -(-shares[0] // max_micro_batch)
-    return Plan(ranks=tuple(near_equal(share, min(steps, share)) for share in shares))
+Lengths = Sequence[int] | None
+"""How long each sample of a window is, the longest first; None where they are alike."""
 
 
 @lru_cache(maxsize=64)

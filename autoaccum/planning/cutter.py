@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autoaccum.planning.attempts import Lengths
-from autoaccum.planning.cuts import cut, cut_by_weight
+from autoaccum.planning.cuts import Lengths, cut, cut_by_weight
 from autoaccum.planning.history import History
 
 
@@ -39,7 +38,8 @@ class Cutter:
         fewest = self.fewest if fewest is None else fewest
         most = -(-num_samples // fewest)
         if lengths is None or lengths[0] == lengths[-1]:
-            return cut(num_samples, min(most, max(1, weight // self.history.each(lengths))), self.smallest)
+            each = 1 if lengths is None else self.history.each(lengths)
+            return cut(num_samples, min(most, max(1, weight // each)), self.smallest)
         sizes = cut_by_weight([self.history.weight(length) for length in lengths], weight, self.smallest)
         return sizes if len(sizes) >= fewest else cut(num_samples, most, self.smallest)
 

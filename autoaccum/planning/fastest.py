@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from autoaccum.planning.attempts import Lengths
 from autoaccum.planning.costs import TimeModel
-from autoaccum.planning.cuts import cheapest
+from autoaccum.planning.cuts import Lengths, cheapest
 from autoaccum.planning.cutter import Cutter
 from autoaccum.planning.timing import Timing
 
@@ -37,30 +36,22 @@ class Fastest:
         """The weight of the fastest plan, or of the one that is being timed; None for the largest that fits."""
         self.model: TimeModel | None = None
         """Seconds by weight, once plans were timed in this run or in an earlier one."""
-        self._timing: Timing | None = None
+        self.timing: Timing | None = None
+        """The comparison of plans that goes on; None while there is none."""
         self._timed_window: tuple[int, Lengths] = (0, None)  # to which the times of other windows are scaled
         self._broken_off = 0  # comparisons that windows of another size have ended
         self._not_full = 0  # windows in a row that are not full, and so cannot be compared
-        self._checks = 0  # windows to time until an earlier run's times are believed
-
-    @property
-    def is_comparing(self) -> bool:
-        """Return whether plans are being compared."""
-        return self._timing is not None
-
-    @property
-    def wants_times(self) -> bool:
-        """Return whether windows are to be timed: to compare plans, or to check what an earlier run found."""
-        return self._timing is not None or self._checks > 0
+        self.checks = 0
+        """Windows to time until an earlier run's times are believed."""
 
     def recall(self, model: TimeModel | None) -> None:
         """Begin with the times of an earlier run, which two windows will have to confirm."""
         self.model = model
-        self._checks = 2 if model is not None else 0
+        self.checks = 2 if model is not None else 0
 
     def forget(self) -> None:
         """Drop everything that is known of times: their units have changed, or an earlier run's were wrong."""
-        self.model = self._timing = self.weight = None
+        self.model = self.timing = self.weight = None
 
     def use_largest(self) -> None:
         """Make plans of the largest weight again, whatever was the fastest, as a search for more begins."""
@@ -68,7 +59,7 @@ class Fastest:
 
     def choose(self, *, is_settled: bool) -> None:
         """Keep the fastest plan where times are known, or begin to compare; do neither before a search has settled."""
-        self._timing = self.weight = None
+        self.timing = self.weight = None
         self._not_full = 0
         if not is_settled or not self._cutter.full_window[0]:
             return
@@ -79,7 +70,7 @@ class Fastest:
         window = self._timed_window = self._cutter.full_window
         # Where samples differ in length, windows do too, and only a change by a factor shows among them.
         are_alike = window[1] is None
-        self._timing = Timing(
+        self.timing = Timing(
             largest,
             cut=lambda weight: self._cutter.weights_of(window, weight),
             trials=self._cutter.history.in_weights,
@@ -96,40 +87,44 @@ class Fastest:
         weights = [max(largest >> halvings, 1) for halvings in range(6)]
         return min(weights, key=lambda weight: sum(map(model.predict, self._cutter.weights_of_full(weight))))
 
+    def up_to(self, largest: int) -> int | None:
+        """Return the same by the times that are known; None where none are."""
+        return None if self.model is None else self.of(self.model, largest)
+
     def observe(self, seconds: float, num_samples: int, lengths: Lengths) -> None:
         """Take the time of a window; it is of use if the window was one of those that plans are made for."""
-        if self._timing is None or self.weight is None:
+        if self.timing is None or self.weight is None:
             return
         if num_samples != self._cutter.full_window[0]:
             self._not_full += 1
             return
         self._not_full = 0
         work = self._cutter.work((num_samples, lengths))
-        self._timing.observe(self.weight, seconds * self._cutter.work(self._timed_window) / work)
+        self.timing.observe(self.weight, seconds * self._cutter.work(self._timed_window) / work)
 
     def is_belied(self, seconds: float, weights: list[int]) -> bool:
         """Return whether a full window of such micro-batches shows that an earlier run's times are far off.
 
         The first window that is cut by them only makes ready for the second, which decides.
         """
-        if not self._checks:
+        if not self.checks:
             return False
-        self._checks -= 1
-        if self._checks or self.model is None:
+        self.checks -= 1
+        if self.checks or self.model is None:
             return False
         expected = sum(map(self.model.predict, weights))
         return not expected / FAR_OFF < seconds < expected * FAR_OFF
 
     def compare(self) -> bool:
         """Choose the plan of the next full window; return False while there is more to compare."""
-        if self._timing is None:
+        if self.timing is None:
             return True
-        self.weight = self._timing.cap()
+        self.weight = self.timing.cap()
         if self.weight is not None and self._not_full < UNTIMED:
             return False
-        self.weight, self.model = self._timing.fastest(), self._timing.model()
-        self._rises = self._timing.rises()
-        self._timing = None
+        self.weight, self.model = self.timing.fastest(), self.timing.model()
+        self._rises = self.timing.rises()
+        self.timing = None
         return True
 
     def is_still_rising(self) -> bool:
@@ -142,12 +137,12 @@ class Fastest:
         A window that is a little larger or smaller tells as much: a ramp has no two alike. Where windows never stay as
         they are for long, comparisons are given up, and what is known by then has to do.
         """
-        if self._timing is None:
+        if self.timing is None:
             return False
         timed = self._timed_window[0]
         if timed / SIMILAR < num_samples < timed * SIMILAR:
             return True
         self._broken_off += 1
         if self._broken_off > PATIENT:
-            self.model = self._timing.model()
+            self.model = self.timing.model()
         return False

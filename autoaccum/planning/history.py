@@ -11,9 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from autoaccum.planning.attempts import Lengths
-from autoaccum.planning.costs import SPREAD, MemoryModel, Trial, weigher
-from autoaccum.planning.search import bounds, memory_model
+from autoaccum.planning.costs import SPREAD, MemoryModel, Trial, bounds, memory_model, weigher
+from autoaccum.planning.cuts import Lengths
 
 
 class History:
@@ -31,7 +30,7 @@ class History:
         self.weight: Callable[[int], int] = weigher(())
         """(length) -> what a sample of that length weighs."""
         self.bounds: tuple[int, int | None] = (0, None)
-        """(largest weight that fits, smallest that does not): see ``search.bounds``."""
+        """(largest weight that fits, smallest that does not): see ``costs.bounds``."""
 
     @property
     def model(self) -> MemoryModel | None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from autoaccum.planning.search import target_bytes
-
 
 class Limits:
     """What micro-batches may take."""
@@ -34,3 +32,22 @@ class Limits:
     def allows(self, peak_bytes: int, *, is_smallest: bool) -> bool:
         """Return whether a peak is acceptable: the smallest micro-batch may use the headroom, for there is no other."""
         return peak_bytes <= (self.limit_bytes if is_smallest else self.target_bytes)
+
+
+def target_bytes(limit_bytes: int, headroom: float, least_bytes: int) -> int:
+    """Return the peak that plans keep to.
+
+    Args:
+        limit_bytes: what this process may use.
+        headroom: the fraction of it that is kept free.
+        least_bytes: the peak of the smallest micro-batch; 0 while it is not known.
+
+    >>> target_bytes(1000, 0.05, 400), target_bytes(1000, 0.05, 980)
+    (950, 999)
+    """
+    target = int(limit_bytes * (1 - headroom))
+    if not target < least_bytes <= limit_bytes:
+        return target
+    # The least there can be is past it already, and within the limit: free stays the same fraction of what is left
+    # above that.
+    return int(least_bytes + (limit_bytes - least_bytes) * (1 - headroom))

@@ -7,53 +7,14 @@ sizes of each window, and the tuner tries what ``next_trial`` says on samples th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
-from autoaccum.planning.costs import MemoryModel, Trial, fit_memory_model
+from autoaccum.planning.costs import MemoryModel, Trial, bounds, memory_model
 
 TOLERANCE = 0.02
 """End the search when no size that is larger than the largest that fitted by this fraction is expected to fit."""
 
 TRUST = 4
 """Trust a memory model of n sizes up to this to the power of n times the largest success."""
-
-
-def target_bytes(limit_bytes: int, headroom: float, least_bytes: int) -> int:
-    """Return the peak that plans keep to.
-
-    Args:
-        limit_bytes: what this process may use.
-        headroom: the fraction of it that is kept free.
-        least_bytes: the peak of the smallest micro-batch; 0 while it is not known.
-
-    >>> target_bytes(1000, 0.05, 400), target_bytes(1000, 0.05, 980)
-    (950, 999)
-    """
-    target = int(limit_bytes * (1 - headroom))
-    if not target < least_bytes <= limit_bytes:
-        return target
-    # The least there can be is past it already, and within the limit: free stays the same fraction of what is left
-    # above that.
-    return int(least_bytes + (limit_bytes - least_bytes) * (1 - headroom))
-
-
-def bounds(history: Sequence[Trial]) -> tuple[int, int | None]:
-    """Return (largest size that fits, smallest that does not), by the newest trials: memory may have moved meanwhile.
-
-    The first is 0 while nothing fitted; the second None while nothing failed.
-    """
-    # Whatever fits, smaller ones fit too, and whatever fails, larger ones do: each trial overrules those before it that
-    # say otherwise.
-    fits: set[int] = set()  # sizes whose newest word is that they fit
-    fails: set[int] = set()
-    for trial in history:
-        if trial.fits:
-            fits.add(trial.micro_batch)
-            fails = {size for size in fails if size > trial.micro_batch}
-        else:
-            fails.add(trial.micro_batch)
-            fits = {size for size in fits if size < trial.micro_batch}
-    return max(fits, default=0), min(fails, default=None)
 
 
 def next_trial(
@@ -116,28 +77,6 @@ def _first_trial(fails: int | None, *, ceiling: int, smallest: int, first: int |
         size = max(smallest, fails // 2)
     # A failure may be of an earlier run with larger windows, and half of it beyond any use in these.
     return min(size, ceiling)
-
-
-def memory_model(history: Sequence[Trial], prior: MemoryModel | None = None) -> MemoryModel | None:
-    """Fit the memory model to the trials; until they suffice, use the one of an earlier run.
-
-    Args:
-        history: the trials so far, oldest first.
-        prior: the earlier run's model. It is moved to where the newest trial lies: what a sample adds is that of the
-            code, what is in use besides may differ from run to run.
-
-    Returns:
-        None while the trials do not suffice and there is no model that could be true of them.
-    """
-    model = fit_memory_model(history)
-    if model is not None or prior is None:
-        return model
-    for trial in reversed(history):
-        if trial.peak_bytes is not None:
-            fixed_bytes = trial.peak_bytes - prior.bytes_per_sample * trial.micro_batch
-            # Samples that would take more than there was in use have become cheaper: a code that has changed.
-            return replace(prior, fixed_bytes=fixed_bytes) if fixed_bytes >= 0 else None
-    return prior
 
 
 COARSE_FIRST, COARSE_GROWTH = 16, 4

@@ -6,11 +6,10 @@ need every sample once, and whose first micro-batch is better not a trial.
 
 from __future__ import annotations
 
-from autoaccum.planning.attempts import Lengths
-from autoaccum.planning.costs import TimeModel
-from autoaccum.planning.cuts import cut
+from collections.abc import Callable
+
+from autoaccum.planning.cuts import Lengths, cut
 from autoaccum.planning.cutter import Cutter
-from autoaccum.planning.fastest import Fastest
 from autoaccum.planning.limits import Limits
 from autoaccum.planning.search import COARSE_FIRST, COARSE_GROWTH, has_plateaued, next_trial
 
@@ -21,9 +20,20 @@ ENDLESS = 2**62
 class Searching:
     """Chooses trials for windows."""
 
-    def __init__(self, cutter: Cutter, fastest: Fastest, limits: Limits, *, few_sizes: bool) -> None:
+    def __init__(
+        self, cutter: Cutter, limits: Limits, fastest_up_to: Callable[[int], int | None], *, few_sizes: bool
+    ) -> None:
+        """Set up.
+
+        Args:
+            cutter: cuts the windows.
+            limits: what trials may take.
+            fastest_up_to: (weight) -> the weight of the fastest plan whose micro-batches weigh no more; None where no
+                times are known.
+            few_sizes: whether each new size costs a compilation, say, so that few are tried, and large ones.
+        """
         self._cutter = cutter
-        self._fastest = fastest
+        self._fastest_up_to = fastest_up_to
         self._limits = limits
         self.few_sizes = few_sizes
         """Whether to try few sizes, and large ones."""
@@ -91,21 +101,20 @@ class Searching:
 
     def is_enough(self, weight: int) -> bool:
         """Return whether larger ones are known to be no faster."""
-        history, model = self._cutter.history, self._fastest.model
-        if self.known > weight and model is not None and history.prior is not None:
-            return self._fastest.of(model, self.known) <= weight
+        history = self._cutter.history
+        if self.known > weight and history.prior is not None:
+            fastest = self._fastest_up_to(self.known)
+            if fastest is not None:
+                return fastest <= weight
         return not self.doubts_plateau and has_plateaued(history.in_weights)
 
     def _first_weight(self, num_samples: int, each: int) -> int | None:
         """Return the weight to begin a search with; None to begin with that of the smallest size."""
         prior = self._cutter.history.prior
         if self.known and prior is not None:
-            known = self._fastest_known(self._fastest.model)
+            known = self._fastest_up_to(self.known) or self.known
             return int(min(known, prior.largest_within(self._limits.target_bytes)))
         return min(COARSE_FIRST, num_samples // 2) * each if self.few_sizes else None
-
-    def _fastest_known(self, model: TimeModel | None) -> int:
-        return self.known if model is None else self._fastest.of(model, self.known)
 
     def _growth(self, fits: int) -> int:
         """Return how many times as large as the largest success a trial may be."""

@@ -11,9 +11,9 @@ from dataclasses import asdict
 from typing import Any
 
 from autoaccum.planning.attempts import Piece
-from autoaccum.planning.costs import MemoryModel, Trial, fit_memory_model
+from autoaccum.planning.costs import MemoryModel, Trial, bounds, fit_memory_model
 from autoaccum.planning.limits import Limits
-from autoaccum.planning.search import bounds, next_trial
+from autoaccum.planning.search import next_trial
 
 
 class Trials:

@@ -15,8 +15,9 @@ from typing import Any
 
 from autoaccum._units import format_bytes
 from autoaccum.errors import NothingFitsError
-from autoaccum.planning.attempts import Attempt, Lengths, Piece, length_at, pieces_of
+from autoaccum.planning.attempts import Attempt, Piece, length_at, pieces_of
 from autoaccum.planning.costs import MemoryModel, TimeModel, Trial, fit_memory_model, fit_time_model, weigher
+from autoaccum.planning.cuts import Lengths
 from autoaccum.planning.cutter import Cutter
 from autoaccum.planning.fastest import Fastest
 from autoaccum.planning.history import History, in_weights
@@ -65,7 +66,7 @@ class Tuner:
         self._cutter = Cutter(smallest=smallest, fewest=fewest, ceiling=ceiling, by_samples=not search)
         self.limits = Limits(limit_bytes, headroom)
         self._fastest = Fastest(self._cutter, lambda: self.largest, few_sizes=few_sizes)
-        self._search = Searching(self._cutter, self._fastest, self.limits, few_sizes=few_sizes)
+        self._search = Searching(self._cutter, self.limits, self._fastest.up_to, few_sizes=few_sizes)
         self._pressure = Pressure()
         self.searching = search
         """Whether sizes are being tried, in this run or once more since memory came back."""
@@ -82,6 +83,7 @@ class Tuner:
         self._enough: int | None = None  # the weight beyond which nothing is faster
         self._grown_from = 0  # the largest weight when it was last tried to grow again
         self._passed_limit = False  # whether the last window that was measured passed the target
+        self._last_cut: tuple[object, tuple[Piece, ...]] = (None, ())  # (what decided it, the pieces of a window)
 
     # What is known.
 
@@ -112,7 +114,7 @@ class Tuner:
     @property
     def is_timing(self) -> bool:
         """Return whether windows are to be timed."""
-        return self._fastest.wants_times
+        return self._fastest.timing is not None or self._fastest.checks > 0
 
     @property
     def micro_batch(self) -> int:
@@ -192,8 +194,12 @@ class Tuner:
 
     def pieces(self, num_samples: int, lengths: Lengths) -> Iterator[Piece]:
         """Return the pieces of a window one by one; trials are chosen as the outcomes of those before come in."""
-        if not self.searching and lengths is None:  # nearly every window of a run
-            return iter(pieces_of(self._cutter.sizes(num_samples, None, self._weight())))
+        if not self.searching and lengths is None:  # nearly every window of a run, and most are cut as the last one
+            decided_by = (num_samples, self._weight(), self.smallest)
+            if decided_by != self._last_cut[0]:
+                sizes = self._cutter.sizes(num_samples, None, self._weight())
+                self._last_cut = (decided_by, pieces_of(sizes))
+            return iter(self._last_cut[1])
         return self._chosen(num_samples, lengths)
 
     def _chosen(self, num_samples: int, lengths: Lengths) -> Iterator[Piece]:
@@ -358,9 +364,9 @@ class Tuner:
                 self._pressure.shrank()  # there was nothing to be had
             self._search.goal = None
             self._choose()
-        elif not self._fastest.is_comparing:
+        elif self._fastest.timing is None:
             return False
-        if self._fastest.is_comparing:
+        if self._fastest.timing is not None:
             if not self._fastest.compare():
                 return False
             is_rising = self._fastest.is_still_rising() and not self._search.doubts_plateau
@@ -409,7 +415,7 @@ class Tuner:
         before = self.limits.limit_bytes
         self.limits.heed(limit_bytes)
         # Sizes that are new to an allocator make it try again as a matter of course.
-        is_settled = not self.searching and not self._fastest.is_comparing
+        is_settled = not self.searching and self._fastest.timing is None
         is_strained = self._pressure.look(limit_bytes, strain is not None and is_settled)
         if not self._learns:
             return None
@@ -425,7 +431,7 @@ class Tuner:
             if is_strained:
                 self._shrink(int(weight / WORTHWHILE))
                 return strain
-        if not self.searching and not self._fastest.is_comparing:
+        if not self.searching and self._fastest.timing is None:
             self._grow()
         return None
 
@@ -525,7 +531,7 @@ class Tuner:
             "loads": self._history.state_dict(),
             "past": [asdict(trial) for trial in self.past],
             "times": None if model is None else model.points,
-            "is_timing": self._fastest.is_comparing,
+            "is_timing": self._fastest.timing is not None,
             "searching": self.searching,
             "smallest": self.smallest,
             "largest": self.largest,

@@ -6,10 +6,6 @@ speed and nothing else (laws 1 and 2), so trials differ by what was searched ove
 
 from __future__ import annotations
 
-import hashlib
-import inspect
-import json
-import os
 import warnings
 import weakref
 from collections.abc import Callable
@@ -33,19 +29,13 @@ from autoaccum.memory.oom import is_out_of_memory
 from autoaccum.runs.configuration import differing
 from autoaccum.sweeps import draw
 from autoaccum.sweeps.facts import SETTINGS
+from autoaccum.sweeps.options import Arguments
 from autoaccum.sweeps.spaces import MINIMISED, Batches, Direction, LearningRates
 from autoaccum.training import recipes
-from autoaccum.training.trainer import Trainer
+from autoaccum.training.options import OF_FIT
 
-Arguments = dict[str, Any]
-OWN = ("model", "data", "run_dir", "resume")
-"""Arguments of fit that no sweep passes on."""
-COMMON = ("samples", "epochs", "steps", "validate_every", "seed")
-"""Arguments of fit that are for all trials, and not to be searched for."""
 DATA = ("data", "validation_data")
 """What is the same whatever is searched for."""
-OF_FIT = inspect.signature(Trainer).parameters
-"""All of its arguments."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,8 +79,9 @@ class Objective:
         for name, value in chosen.items():
             # What the recipe took it may have used up, as an lr in an optimizer that it made. Else it goes to fit as
             # well, so that a recipe may take lr only to look at it.
+            known = OF_FIT.get(name)
             is_used_up = name in taken and (
-                name not in OF_FIT or name in arguments or name in COMMON or (name == "lr" and has_optimizer)
+                known is None or name in arguments or known.in_sweeps == "shared" or (name == "lr" and has_optimizer)
             )
             if not is_used_up:
                 self._check_goes_to_fit(name, value, has_optimizer=has_optimizer)
@@ -99,19 +90,24 @@ class Objective:
 
     def _check_goes_to_fit(self, name: str, value: Any, *, has_optimizer: bool) -> None:
         """Refuse what was chosen if ``fit`` would not heed it, or would make trials incomparable by it."""
-        if name in COMMON and name not in self.metrics:  # of loss and samples there is a front
+        known = OF_FIT.get(name)
+        if known is not None and known.in_sweeps == "shared" and name not in self.metrics:
+            # Of loss and samples there is a front.
             raise ArgumentError(name, value, "the same for all trials", "Leave it out of search_space.")
         if name == "lr" and has_optimizer:
             cure = "Write 'def recipe(lr): ...' and make the optimizer with it."
             raise ArgumentError(name, value, "a recipe that takes it, as it makes its own optimizer", cure)
-        if name not in OF_FIT or name in OWN:
+        if known is None or known.in_sweeps == "own":
             cure = f"Write 'def recipe({name}): ...' and use it there."
             raise ArgumentError(name, value, "an argument of fit, or a parameter of the recipe", cure)
 
-    def foreseen(self) -> Objective:
+    def foreseen(self, trained_by: Callable[[Arguments], Arguments]) -> Objective:
         """Return the same with its budget and cadence known, and found to make sense in one draw that is not kept.
 
         The draw is the same in every process that makes the same call.
+
+        Args:
+            trained_by: (arguments of fit) -> what decides the values of a trial that is given them.
 
         Raises:
             ArgumentError: no trial could be run, or compared with another.
@@ -128,7 +124,7 @@ class Objective:
         # Built as a trial's, and never run: it finds what cannot be trained, before a trial is spent on it.
         trained: Arguments = {}
         try:
-            trained = _trained(Trainer(**{**arguments, "run_dir": os.curdir, "progress": False}))
+            trained = trained_by(arguments)
         except Exception as error:  # a trial of another effective batch may fit
             if not (isinstance(error, MemoryLimitError) or is_out_of_memory(error)):
                 raise
@@ -237,9 +233,9 @@ class Objective:
         alive = [reference for reference in self.taken_parameters if reference() is not None]
         self.taken_parameters[:] = [*alive, *map(weakref.ref, parameters)]
 
-    def check_data(self, trainer: Trainer) -> None:
-        """Warn where a trial has other data than the first draw."""
-        if self.trained and any(self.trained[name] != facts for name, facts in _data(trainer).items()):
+    def check_data(self, data: Arguments) -> None:
+        """Warn where the data of a trial are others than those of the first draw."""
+        if self.trained and any(self.trained[name] != facts for name, facts in data.items()):
             warnings.warn(
                 "The recipe has made other data for this trial than for another. Trials that are trained or validated "
                 "on other data are hardly comparable. Where that is not what is searched for, draw or split the data "
@@ -255,35 +251,3 @@ def _parameters(arguments: Arguments) -> list[torch.nn.Parameter]:
     # A loss, or a training step, may be a module with parameters of its own.
     modules = [arguments.get(name) for name in ("model", "loss_fn", "training_step")]
     return [p for m in modules if isinstance(m, torch.nn.Module) for p in m.parameters() if p.requires_grad]
-
-
-def _data(trainer: Trainer) -> Arguments:
-    """Return what tells the data of one trial from that of another: the entries ``DATA``."""
-    validator = trainer._validator
-    return {
-        "data": trainer._source.description(),
-        "validation_data": None if validator is None else validator._source.description(),
-    }
-
-
-def _trained(trainer: Trainer) -> Arguments:
-    """Return what decides the values of a trial, in a few short texts.
-
-    A storage has columns of limited width, in which the names and shapes of a large model have no room.
-    """
-    trained = trainer._configuration()["trained"]
-    return {
-        **{name: _digest(facts) if name in _LONG else facts for name, facts in trained.items()},
-        **_data(trainer),
-    }
-
-
-_LONG = ("model", "loss", "optimizer")
-"""Entries of a configuration that are kept as a digest."""
-
-
-def _digest(facts: Arguments | None) -> str | None:
-    """Return a class and a digest of all that is said of it; None where there is nothing."""
-    if facts is None:
-        return None
-    return f"{facts['class']} {hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]}"

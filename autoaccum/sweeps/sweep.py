@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import optuna
 from optuna.exceptions import ExperimentalWarning
@@ -26,18 +26,18 @@ from optuna.storages import BaseStorage, InMemoryStorage
 from optuna.trial import Trial, TrialState
 from tqdm import tqdm
 
-from autoaccum._checks import non_negative_int, positive_int
-from autoaccum.errors import ArgumentError, ArgumentTypeError, AutoaccumError, AutoaccumWarning
+from autoaccum._checks import positive_int
+from autoaccum.errors import ArgumentError, AutoaccumError, AutoaccumWarning
 from autoaccum.sweeps import spaces
 from autoaccum.sweeps.claims import FINISHED, Claims, directory_of
-from autoaccum.sweeps.objective import OF_FIT, OWN, Arguments, Objective
+from autoaccum.sweeps.objective import Objective
+from autoaccum.sweeps.options import Arguments, PassedOn, Recipe, SweepArguments, of_sampler
 from autoaccum.sweeps.storages import answering, open_storage
-from autoaccum.sweeps.trial import Interrupted, run_trial
+from autoaccum.sweeps.trial import Interrupted, run_trial, trained_by
 from autoaccum.training import recipes
 
-Recipe = str | Callable[..., Arguments]
 
-
+# Its parameters, their texts, and those passed on, are written by tests/write_signatures.py.
 def sweep(
     recipe: Recipe,
     *,
@@ -56,7 +56,7 @@ def sweep(
     jobs: int = 1,
     seed: int = 0,
     progress: bool = True,
-    **fit_arguments: Any,
+    **fit_arguments: Unpack[PassedOn],
 ) -> optuna.Study:
     """Search for the learning rate and effective batch with the lowest validation loss after the same samples.
 
@@ -108,45 +108,40 @@ def sweep(
         Exception: what a trial raised, which has failed then. One that does not fit, whose loss is not finite, or that
             a callback stopped before its samples has not: it is pruned.
     """
-    settings = {**locals(), "jobs": 1, "progress": False}
-    settings |= settings.pop("fit_arguments")
-    positive_int("num_trials", num_trials)
-    positive_int("jobs", jobs)
-    non_negative_int("seed", seed)
-    kinds: Any
-    for argument, value, kinds, accepted in (
-        ("recipe", recipe, str | Callable, "a function that returns the arguments of fit, or the text that names it"),
-        ("search_space", search_space, Callable | None, "a function of the trial"),
-        ("study_name", study_name, str | None, "a text"),
-    ):
-        if not isinstance(value, kinds):
-            raise ArgumentTypeError(argument, value, accepted)
-    for name in fit_arguments:
-        if name in OWN or name not in OF_FIT:
-            taken = [other for other in OF_FIT if other not in OWN]
-            raise ArgumentError(name, fit_arguments[name], f"arguments of sweep, or of fit: {', '.join(taken)}")
-    metrics, directions = spaces.metrics(metric, direction)
-    sampling = spaces.sampler_of(sampler)
-    spaces.pruner_of(pruner, 1)  # for what it says
-    name = study_name or recipes.name_of(recipe)
+    given = SweepArguments(
+        recipe=recipe, lr=lr, effective_batch=effective_batch, search_space=search_space, num_trials=num_trials,
+        samples=samples, metric=metric, direction=direction, sampler=sampler, pruner=pruner, storage=storage,
+        study_name=study_name, directory=directory, jobs=jobs, seed=seed, progress=progress,
+        fit_arguments=fit_arguments,
+    )  # fmt: skip
+    return _sweep(given)
+
+
+def _sweep(given: SweepArguments) -> optuna.Study:
+    """Run trials until the study has as many as were asked for, as one of the processes that do."""
+    checked = given.check()
+    recipe, storage, num_trials = given.recipe, given.storage, given.num_trials
+    metrics, directions = checked[spaces.metrics]
+    sampling = checked[of_sampler]
+    name = given.study_name or recipes.name_of(recipe)
     with recipes.imported(recipe) if isinstance(recipe, str) else nullcontext(recipe) as function:
         objective = Objective(
             recipe=function,
-            lr=spaces.learning_rates(lr),
-            effective_batch=spaces.batches(effective_batch),
-            search_space=search_space,
-            samples=0 if samples is None else positive_int("samples", samples),
+            lr=spaces.learning_rates(given.lr),
+            effective_batch=spaces.batches(given.effective_batch),
+            search_space=given.search_space,
+            samples=0 if given.samples is None else positive_int("samples", given.samples),
             metrics=metrics,
             directions=directions,
-            fit_arguments=fit_arguments,
+            fit_arguments={**given.fit_arguments},
         )
         with _quiet():
-            objective = objective.foreseen()
-        if sampler == "grid":
+            objective = objective.foreseen(trained_by)
+        if given.sampler == "grid":
             spaces.check_grid(objective.distributions)
         gc.collect()  # what was made of a first draw refers to itself
-        path = directory_of(name) if directory is None else Path(directory)
-        claims = Claims(path, num_trials, seed)
+        path = directory_of(name) if given.directory is None else Path(given.directory)
+        claims = Claims(path, num_trials, given.seed)
 
         def study_of() -> optuna.Study:
             study = optuna.create_study(
@@ -154,7 +149,7 @@ def sweep(
                 study_name=name,
                 directions=directions,
                 sampler=sampling if isinstance(sampling, BaseSampler) else None,
-                pruner=spaces.pruner_of(pruner, objective.samples),
+                pruner=spaces.pruner_of(given.pruner, objective.samples),
                 load_if_exists=True,
             )
             objective.check_same(study)
@@ -164,8 +159,8 @@ def sweep(
             study = claims.open(study_of)
             with (
                 suppress(Interrupted),
-                _joined_by(settings, jobs),
-                tqdm(total=num_trials, unit=" trials", disable=not progress) as bar,
+                _joined_by(given),
+                tqdm(total=num_trials, unit=" trials", disable=not given.progress) as bar,
             ):
                 _show(bar, study)
                 while _is_wanted():
@@ -181,7 +176,7 @@ def sweep(
                 f"trials until they end. Run the same command there, or give up one by study.tell({others[0].number}, "
                 f"state=optuna.trial.TrialState.FAIL) and run it here.",
                 AutoaccumWarning,
-                stacklevel=2,
+                stacklevel=3,  # where sweep was called
             )
         return study
 
@@ -194,11 +189,12 @@ _parent: Any = None
 
 
 def _is_wanted() -> bool:
-    """Not once the process that started this one is gone."""
+    """Return False once the process that started this one is gone: nobody waits for its trials any more."""
     return _parent is None or bool(_parent.is_alive())
 
 
 def _work(settings: Arguments) -> None:
+    """Make the same call of ``sweep`` in a process that another has started."""
     global _parent
     _parent = multiprocessing.parent_process()
     # Between windows too it ends in order, and leaves no semaphores to be warned of.
@@ -212,12 +208,16 @@ def _work(settings: Arguments) -> None:
 
 
 @contextmanager
-def _joined_by(settings: Arguments, jobs: int) -> Iterator[None]:
-    """Within it, so many processes in all make the same call; when it ends in an error, they end after their windows.
+def _joined_by(given: SweepArguments) -> Iterator[None]:
+    """Start the other processes that make the same call, and wait for them at its end.
+
+    When it ends in an error, they end after their windows.
 
     Raises:
         ArgumentError: other processes cannot.
     """
+    jobs = given.jobs
+    settings = {**given.call(), "jobs": 1, "progress": False}
     if jobs > 1:
         accepted = "1 for what other processes cannot have"
         try:
@@ -246,6 +246,7 @@ def _joined_by(settings: Arguments, jobs: int) -> Iterator[None]:
 
 
 def _show(bar: tqdm[Any], study: optuna.Study) -> None:
+    """Show how many trials are finished, by any process, and the best so far."""
     bar.n = len(study.get_trials(deepcopy=False, states=FINISHED))
     if len(study.directions) == 1 and study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)):
         best = study.best_trial
@@ -255,7 +256,7 @@ def _show(bar: tqdm[Any], study: optuna.Study) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without Optuna's lines, and without the advice for a run that was finished when its process was killed."""
+    """Keep back Optuna's lines, and the advice for a run that was finished when its process was killed."""
     before = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     try:

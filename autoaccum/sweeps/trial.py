@@ -8,7 +8,10 @@ the sweep. A trial that a signal or a full disk has ended stays a running one, w
 from __future__ import annotations
 
 import gc
+import hashlib
+import json
 import math
+import os
 import shutil
 import warnings
 from collections.abc import Callable
@@ -32,7 +35,8 @@ from autoaccum.events import Finished, OutOfMemory, Record, Resumed, StepReport,
 from autoaccum.memory.oom import is_out_of_memory
 from autoaccum.sweeps.claims import SEED
 from autoaccum.sweeps.draw import cause_of, set_seed
-from autoaccum.sweeps.objective import Arguments, Objective
+from autoaccum.sweeps.objective import Objective
+from autoaccum.sweeps.options import Arguments
 from autoaccum.sweeps.spaces import MINIMISED
 from autoaccum.training.trainer import Trainer
 
@@ -74,7 +78,7 @@ def _run(
         arguments["callbacks"] = [*arguments.get("callbacks", ()), reporter]
         objective.check_new(arguments)
         trainer = Trainer(**arguments)
-        objective.check_data(trainer)
+        objective.check_data(_data(trainer))
         result = trainer.fit()
         last = result.events[-1]
         if reporter.is_orphan or (isinstance(last, Finished) and last.reason == "interrupted"):
@@ -199,3 +203,36 @@ def _facts(trainer: Trainer) -> Arguments:
         "peak_bytes": max((report.peak_bytes for report in history), default=0),
         "micro_batches": tuner.plan(*tuner.full_window),
     }
+
+
+def _data(trainer: Trainer) -> Arguments:
+    """Return descriptions of what a trial is trained and validated on."""
+    validator = trainer._validator
+    return {
+        "data": trainer._source.description(),
+        "validation_data": None if validator is None else validator._source.description(),
+    }
+
+
+def trained_by(arguments: Arguments) -> Arguments:
+    """Return what decides the values of a trial that is given these arguments of ``fit``; nothing is trained.
+
+    They are a few short texts: those of large models would not fit into a storage.
+    """
+    trainer = Trainer(**{**arguments, "run_dir": os.curdir, "progress": False})
+    trained = trainer._configuration()["trained"]
+    return {
+        **{name: _digest(facts) if name in _LONG else facts for name, facts in trained.items()},
+        **_data(trainer),
+    }
+
+
+_LONG = ("model", "loss", "optimizer")
+"""Of what decides the values of a trial, descriptions that have an entry for each parameter."""
+
+
+def _digest(facts: Arguments | None) -> str | None:
+    """Return a short text that differs where the facts differ."""
+    if facts is None:
+        return None
+    return f"{facts['class']} {hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]}"

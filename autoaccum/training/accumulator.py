@@ -18,10 +18,11 @@ from autoaccum.events import Event
 from autoaccum.loss.coupling import batch_norms, smallest_micro_batch
 from autoaccum.loss.functions import loss_function
 from autoaccum.loss.weighting import CountItems
-from autoaccum.memory.devices import find_device, memory_of
-from autoaccum.memory.limit import Limit, MemoryLimit
+from autoaccum.memory.limit import MemoryLimit
 from autoaccum.memory.oom import room_for_model
-from autoaccum.training.steps import make_step
+from autoaccum.training.declarations import check
+from autoaccum.training.options import CHECKS, OF_ACCUMULATOR, modules_of
+from autoaccum.training.setup import make_step, place_of
 from autoaccum.window.gradient import Gradient
 from autoaccum.window.job import Job
 from autoaccum.window.optimizers import allocate_state, check_optimizer, needs_closure, trainable_parameters
@@ -44,6 +45,7 @@ class Accumulator:
     the model. Batches may be of any size, and on the host.
     """
 
+    # Its parameters, their texts, and those checked, are written by tests/write_signatures.py.
     def __init__(
         self,
         model: nn.Module,
@@ -65,13 +67,14 @@ class Accumulator:
         Args:
             model: the module to train; compiled or not.
             optimizer: over its parameters. One whose ``step`` needs a closure, such as LBFGS, is given one.
-            loss_fn: (outputs, targets) -> loss, for batches that are (inputs, targets).
-            training_step: (model, batch) -> loss, for any batch. With neither, the model returns its loss.
+            loss_fn: (outputs, targets) -> loss, a mean or a sum, for batches that are (inputs, targets).
+            training_step: (model, batch) -> loss, for any batch. With neither, the model returns its loss, as ``.loss``
+                or ``["loss"]``.
             num_items: (micro-batch) -> how many items its loss is a mean over, where that cannot be read off the loss.
             micro_batch: "auto", or the samples of one forward and backward.
             max_micro_batch: the most samples to try at once.
-            memory_limit: device memory this process may use, as bytes, "8GiB", a share such as 0.5, or a function
-                () -> one of these.
+            memory_limit: device memory this process may use, as bytes, "8GiB", a share such as 0.5, or a function () ->
+                one of these, asked again as training goes on.
             headroom: fraction of the limit that plans leave free.
             precision: fp32 (as the model is), bf16 or fp16 (both by autocast).
             clip_norm: clip each batch's gradient to this 2-norm.
@@ -81,18 +84,21 @@ class Accumulator:
             ArgumentError: an argument cannot be used; it names the argument, the value and the cure.
             LimitBelowModelError: the limit is below what is needed before the first sample.
         """
-        _checks.of_windows(num_items, max_micro_batch, headroom, clip_norm)
-        if micro_batch != "auto":
-            _checks.positive_int("micro_batch", micro_batch, "Leave it out to have it found.")
-        loss_of = loss_function(loss_fn, training_step)
-        self._callbacks = _checks.functions("callbacks", callbacks)
-        self._modules = [m for m in (model, loss_fn, training_step) if isinstance(m, nn.Module)]
+        checked = check(
+            OF_ACCUMULATOR, CHECKS, model=model, optimizer=optimizer, loss_fn=loss_fn, training_step=training_step,
+            num_items=num_items, micro_batch=micro_batch, max_micro_batch=max_micro_batch, memory_limit=memory_limit,
+            headroom=headroom, precision=precision, clip_norm=clip_norm, callbacks=callbacks,
+        )  # fmt: skip
+        loss_of = checked[loss_function]
+        self._callbacks = checked[_checks.of_callbacks]
+        self._modules = modules_of(model, loss_fn, training_step)
         parameters = trainable_parameters(model, self._modules)
         check_optimizer(optimizer, parameters)
         self._closes = needs_closure(optimizer)
         if self._closes and precision == "fp16":
             cure = "It looks at the loss between its own updates, which no gradient scaler can follow: take 'bf16'."
             raise ConflictingArgumentsError("precision", precision, f"optimizer={type(optimizer).__name__}", cure)
+        # Its layers are built by a first forward, which is not ours to make in a loop of the caller's.
         if any(map(is_lazy, parameters)):
             cure = "Call it once on a batch: model(inputs)."
             raise ArgumentError("model", type(model).__name__, "a model whose lazy layers know their shapes", cure)
@@ -100,10 +106,9 @@ class Accumulator:
         if len(devices) > 1:
             found = " and ".join(sorted(map(str, devices)))
             raise ArgumentError("model", type(model).__name__, "a model on one device", f"It is on {found}.")
-        self._device = find_device(devices.pop())
-        memory = memory_of(self._device)
-        limit = Limit(memory, memory_limit)
-        with room_for_model(memory, limit.bytes, parameters):
+        place = place_of(devices.pop(), memory_limit)
+        self._device = place.device
+        with room_for_model(place.memory, place.limit.bytes, parameters):
             allocate_state(optimizer, self._modules)
         self.events: list[Event] = []
         """Everything that happened, in order."""
@@ -113,9 +118,9 @@ class Accumulator:
         """2-norm of the last batch's gradient before clipping; None without ``clip_norm``."""
         self._is_scaled = precision == "fp16"
         self._searches = micro_batch == "auto"
-        self._largest_batch = 0
+        self._largest_batch = 0  # samples; plans are settled for batches as large as this one
         self._length_of = BatchLengths()
-        self._batch_norms = batch_norms(self._modules)
+        self._batch_norms = batch_norms(self._modules)  # whose modes decide how small a micro-batch may be
         self._modes = [layer.training for layer in self._batch_norms]
         job = Job(
             model=model,
@@ -131,15 +136,15 @@ class Accumulator:
             micro_batch=micro_batch if isinstance(micro_batch, int) else None,
             max_micro_batch=max_micro_batch,
             full_window=None,
-            memory=memory,
-            limit=limit,
+            memory=place.memory,
+            limit=place.limit,
             headroom=headroom,
             clip_norm=clip_norm,
             emit=self._emit,
         )
 
     def step(self, batch: Any) -> torch.Tensor:
-        """One step of the optimizer on the gradient of a batch, which is dropped when the next one begins.
+        """Take one step of the optimizer on the gradient of a batch, which is dropped when the next one begins.
 
         Args:
             batch: any pytree whose tensors have one row per sample.
@@ -158,6 +163,7 @@ class Accumulator:
             gradient = self._run(window)
             self._engine.apply(gradient)
             return gradient.loss
+        # An optimizer that asks for gradients itself, several times in a step: each is a window of the same batch.
         losses: list[torch.Tensor] = []
 
         def closure() -> torch.Tensor:
@@ -172,7 +178,7 @@ class Accumulator:
         return losses[0]
 
     def backward(self, batch: Any) -> torch.Tensor:
-        """The gradient of a batch, left in ``.grad`` for a step of one's own; clipped, and nothing before it remains.
+        """Leave the gradient of a batch in ``.grad`` for a step of one's own; clipped, and nothing before it remains.
 
         Returns and raises what ``step`` does. With it, a closure is ``lambda: accumulator.backward(batch)``.
         """
@@ -184,6 +190,7 @@ class Accumulator:
         return gradient.loss
 
     def _window(self, batch: Any) -> _Batch:
+        """Return a batch as a window, with the length of its samples where they have one."""
         num_samples = batches.num_samples(batch, "batch")
         if num_samples == 0:
             raise EmptyDatasetError("batch", "its tensors have no rows.")
@@ -192,6 +199,8 @@ class Accumulator:
 
     @torch.enable_grad()
     def _run(self, window: _Batch) -> Gradient:
+        """Run a window, and keep what users may look at after it."""
+        # The mode of the model is the caller's, and BatchNorm in eval mode takes single samples.
         modes = [layer.training for layer in self._batch_norms]
         if modes != self._modes:
             self._modes = modes
@@ -206,6 +215,7 @@ class Accumulator:
         return gradient
 
     def _emit(self, event: Event) -> None:
+        """Keep an event, and tell every callback of it."""
         self.events.append(event)
         for callback in self._callbacks:
             callback(event)
@@ -213,7 +223,7 @@ class Accumulator:
 
 @dataclass(slots=True)
 class _Batch:
-    """A window in one's hand."""
+    """A window whose samples are all there: the batch itself, which is sliced."""
 
     batch: Any
     num_samples: int
@@ -221,4 +231,5 @@ class _Batch:
     lengths: tuple[int, ...] | None = None
 
     def micro_batch(self, start: int, size: int) -> Any:
+        """Return some of the samples, on the device."""
         return batches.to_device(batches.take(self.batch, start, start + size), self.device, copy=True)

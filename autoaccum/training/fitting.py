@@ -2,110 +2,157 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from typing import ParamSpec
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal
 
+import torch
+from torch import nn
+
+from autoaccum.loss.weighting import CountItems
+from autoaccum.memory.limit import MemoryLimit
+from autoaccum.planning.schedules import Progress, Schedule
+from autoaccum.training.learning_rate import MakeScheduler, Scaling
+from autoaccum.training.metrics import Metric
+from autoaccum.training.options import Callback
 from autoaccum.training.trainer import FitResult, Trainer
-
-P = ParamSpec("P")
-
-
-def _as_function(trainer: Callable[P, Trainer]) -> Callable[P, FitResult]:
-    """``fit`` with the signature of ``Trainer``, so that the two cannot differ."""
-
-    def fit(*args: P.args, **kwargs: P.kwargs) -> FitResult:
-        """Train ``model`` with exactly ``effective_batch`` samples per optimizer step, in whatever memory there is.
-
-        ::
-
-            for epoch in epochs:
-                for window in windows of effective_batch samples:       # the last one of an epoch may be short
-                    remember buffers and random states
-                    for micro_batch in plan:                            # found while training; sums to the window
-                        loss = loss_fn(model(inputs), targets)          # a mean over the micro-batch's items
-                        (loss * items / items of the window).backward()
-                    out of memory anywhere above: put everything back, plan smaller, run the window again
-                    clip; optimizer.step(); lr_scheduler.step(); report
-                validate
-
-        Args:
-            model: the module to train, in place.
-            data: a Dataset, a DataLoader (its dataset, collate_fn, workers and sampler are used, its batch size is
-                not), a tuple or dict of tensors with one row per sample, or any iterable of batches. A batch is any
-                pytree whose tensors have one row per sample.
-            effective_batch: samples per optimizer step; or a schedule, its text such as "64, 1000:256", or a function
-                (Progress) -> samples: see autoaccum.schedules.
-            loss_fn: (outputs, targets) -> loss, a mean or a sum, for batches that are (inputs, targets).
-            training_step: (model, batch) -> loss, for any batch. With neither, the model returns its loss, as
-                ``.loss`` or ``["loss"]``.
-            num_items: (micro-batch) -> how many items its loss is a mean over, where that cannot be read off the loss.
-            optimizer: an Optimizer or a function (parameters) -> Optimizer; AdamW when left out.
-            lr: learning rate of the AdamW that is made when optimizer is left out; 1e-3 when left out too.
-            lr_scheduler: function (optimizer, num_steps) -> LRScheduler; stepped once per window, or for every
-                base_batch samples where only training tells how many windows there are.
-            lr_scaling: none, linear or sqrt: lr times effective_batch / base_batch, or its root.
-            base_batch: effective batch that lr is right for.
-            epochs: passes over the data; one when no budget is given.
-            steps: optimizer steps, over as many epochs as that takes.
-            samples: samples to train on; the last window is cut to it.
-            micro_batch: "auto", the samples of one forward and backward, or the plans of a recorded run
-                ([report.micro_batches for report in history]) to repeat it bit for bit.
-            max_micro_batch: the most samples to try at once.
-            memory_limit: device memory this process may use, as bytes, "8GiB", a share such as 0.5, or a function
-                () -> one of these, asked again as training goes on.
-            headroom: fraction of the limit that plans leave free.
-            precision: fp32 (as the model is), bf16 or fp16 (both by autocast).
-            clip_norm: clip each window's gradient to this 2-norm.
-            compile: run the model through torch.compile.
-            device: where to train, such as cpu or cuda:1; an accelerator where there is one.
-            seed: of the order of samples, of what datasets draw, and of dropout.
-            shuffle: read the data in a new order each epoch; a DataLoader says so itself.
-            drop_last: leave out the short window at the end of an epoch.
-            collate_fn: makes a batch of a list of samples.
-            num_workers: processes that read the data ahead of time.
-            validation_data: like data; its loss is reported at the end of each epoch, and of the run.
-            validate_every: samples from one validation to the next, instead of epochs.
-            metrics: what else validations report, {"accuracy": function}: (outputs, targets) beside loss_fn,
-                (model, batch) beside training_step, which takes a forward of its own, (outputs, batch) where the model
-                returns its loss -> a tensor of one value per sample or item (a token that counts), over all of which
-                the mean is taken.
-            run_dir: directory for checkpoints and records; the same call again goes on where the last one was killed.
-            checkpoint_every: steps, a time such as "30s" or "10m", or "epoch"; ten minutes when left out. One more is
-                written after the first window, after each validation that is the best so far, and at the end.
-            keep_checkpoints: how many of the newest stay; the best stays besides.
-            resume: go on from what run_dir holds, where it holds something (auto), in any case (true), or not (false).
-            noise_scale: report the gradient noise scale of windows.
-            cache: begin from what earlier runs of the same model, data shapes and device found, and keep what this one
-                finds.
-            callbacks: functions (record) -> None, called with every StepReport and event; StopTraining ends the run.
-            progress: show a progress bar and a summary on standard error.
-
-        Returns:
-            FitResult: history, events, plan, num_steps, num_samples, model, optimizer.
-
-        Raises:
-            ArgumentError: an argument cannot be used; it names the argument, the value and the cure.
-            DataError: the data cannot be cut into windows.
-            LossError: the loss cannot be trained on; no step was taken.
-            MemoryLimitError: not even one sample fits, or not even the model.
-
-        >>> import torch
-        >>> inputs, targets = torch.randn(10, 3), torch.randn(10, 1)
-        >>> result = fit(
-        ...     torch.nn.Linear(3, 1), (inputs, targets), effective_batch=4, micro_batch=3,
-        ...     loss_fn=torch.nn.functional.mse_loss, device="cpu", progress=False,
-        ... )
-        >>> [report.micro_batches for report in result.history]
-        [(2, 2), (2, 2), (2,)]
-        """
-        signature.bind(*args, **kwargs)  # so that a TypeError speaks of fit
-        return trainer(*args, **kwargs).fit()
-
-    signature = inspect.signature(trainer).replace(return_annotation="FitResult")
-    fit.__signature__ = signature  # type: ignore[attr-defined]
-    fit.__qualname__ = "fit"
-    return fit
+from autoaccum.window.optimizers import OptimizerLike
+from autoaccum.window.precision import Precision
 
 
-fit = _as_function(Trainer)
+# Its parameters, their texts, and those passed on, are written by tests/write_signatures.py.
+def fit(
+    model: nn.Module,
+    data: Any,
+    *,
+    effective_batch: int | str | Schedule | Callable[[Progress], int],
+    loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
+    training_step: Callable[[Any, Any], torch.Tensor] | None = None,
+    num_items: CountItems | None = None,
+    optimizer: OptimizerLike | None = None,
+    lr: float | None = None,
+    lr_scheduler: MakeScheduler | None = None,
+    lr_scaling: Scaling = "none",
+    base_batch: int | None = None,
+    epochs: int | None = None,
+    steps: int | None = None,
+    samples: int | None = None,
+    micro_batch: int | Literal["auto"] | Sequence[Sequence[int]] = "auto",
+    max_micro_batch: int | None = None,
+    memory_limit: MemoryLimit = None,
+    headroom: float = 0.05,
+    precision: Precision = "fp32",
+    clip_norm: float | None = None,
+    compile: bool = False,
+    device: str | torch.device | None = None,
+    seed: int = 0,
+    shuffle: bool = True,
+    drop_last: bool = False,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    num_workers: int = 0,
+    validation_data: Any = None,
+    validate_every: int | None = None,
+    metrics: Mapping[str, Metric] | None = None,
+    run_dir: str | os.PathLike[str] | None = None,
+    checkpoint_every: int | str | None = None,
+    keep_checkpoints: int = 2,
+    resume: Literal["auto"] | bool = "auto",
+    noise_scale: bool = False,
+    cache: bool = True,
+    callbacks: Iterable[Callback] = (),
+    progress: bool = True,
+) -> FitResult:
+    """Train ``model`` with exactly ``effective_batch`` samples per optimizer step, in whatever memory there is.
+
+    ::
+
+        for epoch in epochs:
+            for window in windows of effective_batch samples:       # the last one of an epoch may be short
+                remember buffers and random states
+                for micro_batch in plan:                            # found while training; sums to the window
+                    loss = loss_fn(model(inputs), targets)          # a mean over the micro-batch's items
+                    (loss * items / items of the window).backward()
+                out of memory anywhere above: put everything back, plan smaller, run the window again
+                clip; optimizer.step(); lr_scheduler.step(); report
+            validate
+
+    Args:
+        model: the module to train, in place.
+        data: a Dataset, a DataLoader (its dataset, collate_fn, workers and sampler are used, its batch size is not), a
+            tuple or dict of tensors with one row per sample, or any iterable of batches. A batch is any pytree whose
+            tensors have one row per sample.
+        effective_batch: samples per optimizer step; or a schedule, its text such as "64, 1000:256", or a function
+            (Progress) -> samples: see autoaccum.schedules.
+        loss_fn: (outputs, targets) -> loss, a mean or a sum, for batches that are (inputs, targets).
+        training_step: (model, batch) -> loss, for any batch. With neither, the model returns its loss, as ``.loss`` or
+            ``["loss"]``.
+        num_items: (micro-batch) -> how many items its loss is a mean over, where that cannot be read off the loss.
+        optimizer: an Optimizer or a function (parameters) -> Optimizer; AdamW when left out.
+        lr: learning rate of the AdamW that is made when optimizer is left out; 1e-3 when left out too.
+        lr_scheduler: function (optimizer, num_steps) -> LRScheduler; stepped once per window, or for every base_batch
+            samples where only training tells how many windows there are.
+        lr_scaling: none, linear or sqrt: lr times effective_batch / base_batch, or its root.
+        base_batch: effective batch that lr is right for.
+        epochs: passes over the data; one when no budget is given.
+        steps: optimizer steps, over as many epochs as that takes.
+        samples: samples to train on; the last window is cut to it.
+        micro_batch: "auto", the samples of one forward and backward, or the plans of a recorded run
+            ([report.micro_batches for report in history]) to repeat it bit for bit.
+        max_micro_batch: the most samples to try at once.
+        memory_limit: device memory this process may use, as bytes, "8GiB", a share such as 0.5, or a function () -> one
+            of these, asked again as training goes on.
+        headroom: fraction of the limit that plans leave free.
+        precision: fp32 (as the model is), bf16 or fp16 (both by autocast).
+        clip_norm: clip each window's gradient to this 2-norm.
+        compile: run the model through torch.compile.
+        device: where to train, such as cpu or cuda:1; an accelerator where there is one.
+        seed: of the order of samples, of what datasets draw, and of dropout.
+        shuffle: read the data in a new order each epoch; a DataLoader says so itself.
+        drop_last: leave out the short window at the end of an epoch.
+        collate_fn: makes a batch of a list of samples.
+        num_workers: processes that read the data ahead of time.
+        validation_data: like data; its loss is reported at the end of each epoch, and of the run.
+        validate_every: samples from one validation to the next, instead of epochs.
+        metrics: what else validations report, {"accuracy": function}: (outputs, targets) beside loss_fn, (model, batch)
+            beside training_step, which takes a forward of its own, (outputs, batch) where the model returns its loss ->
+            a tensor of one value per sample or item (a token that counts), over all of which the mean is taken.
+        run_dir: directory for checkpoints and records; the same call again goes on where the last one was killed.
+        checkpoint_every: steps, a time such as "30s" or "10m", or "epoch"; ten minutes when left out. One more is
+            written after the first window, after each validation that is the best so far, and at the end.
+        keep_checkpoints: how many of the newest stay; the best stays besides.
+        resume: go on from what run_dir holds, where it holds something (auto), in any case (true), or not (false).
+        noise_scale: report the gradient noise scale of windows.
+        cache: begin from what earlier runs of the same model, data shapes and device found, and keep what this one
+            finds.
+        callbacks: functions (record) -> None, called with every StepReport and event; StopTraining ends the run.
+        progress: show a progress bar and a summary on standard error.
+
+    Returns:
+        FitResult: history, events, plan, num_steps, num_samples, model, optimizer.
+
+    Raises:
+        ArgumentError: an argument cannot be used; it names the argument, the value and the cure.
+        DataError: the data cannot be cut into windows.
+        LossError: the loss cannot be trained on; no step was taken.
+        MemoryLimitError: not even one sample fits, or not even the model.
+
+    >>> import torch
+    >>> inputs, targets = torch.randn(10, 3), torch.randn(10, 1)
+    >>> result = fit(
+    ...     torch.nn.Linear(3, 1), (inputs, targets), effective_batch=4, micro_batch=3,
+    ...     loss_fn=torch.nn.functional.mse_loss, device="cpu", progress=False,
+    ... )
+    >>> [report.micro_batches for report in result.history]
+    [(2, 2), (2, 2), (2,)]
+    """
+    trainer = Trainer(
+        model=model, data=data, effective_batch=effective_batch, loss_fn=loss_fn, training_step=training_step,
+        num_items=num_items, optimizer=optimizer, lr=lr, lr_scheduler=lr_scheduler, lr_scaling=lr_scaling,
+        base_batch=base_batch, epochs=epochs, steps=steps, samples=samples, micro_batch=micro_batch,
+        max_micro_batch=max_micro_batch, memory_limit=memory_limit, headroom=headroom, precision=precision,
+        clip_norm=clip_norm, compile=compile, device=device, seed=seed, shuffle=shuffle, drop_last=drop_last,
+        collate_fn=collate_fn, num_workers=num_workers, validation_data=validation_data, validate_every=validate_every,
+        metrics=metrics, run_dir=run_dir, checkpoint_every=checkpoint_every, keep_checkpoints=keep_checkpoints,
+        resume=resume, noise_scale=noise_scale, cache=cache, callbacks=callbacks, progress=progress,
+    )  # fmt: skip
+    return trainer.fit()

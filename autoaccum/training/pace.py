@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields, replace
@@ -12,7 +13,7 @@ from autoaccum.data.base import Reader, Window
 from autoaccum.errors import EmptyDatasetError
 from autoaccum.events import Notice, StepReport
 from autoaccum.planning.budget import Budget
-from autoaccum.planning.schedules import REPORTS, Progress, Schedule
+from autoaccum.planning.schedules import REPORTS, Constant, Progress, Schedule
 from autoaccum.window.step import Step
 
 
@@ -40,6 +41,11 @@ class Pace:
             step: counts the steps, and says how windows are cut.
         """
         self._schedule = schedule
+        # Most runs have one batch throughout: these need not say where they stand before each window.
+        self._constant = schedule.effective_batch if isinstance(schedule, Constant) else None
+        # (epochs, steps, samples), of which no more than one is finite: asked after each window.
+        of_budget = (budget.max_epochs, budget.steps, budget.samples)
+        self._allowance = tuple(math.inf if most is None else most for most in of_budget)
         self._budget = budget
         self._num_samples = num_samples
         self._drop_last = drop_last
@@ -75,7 +81,8 @@ class Pace:
 
     def asked(self) -> int:
         """Samples that the schedule asks for next, and the data can give."""
-        return self._at_most(self._num_samples, self._schedule.at(self._progress()))
+        asked = self._constant
+        return self._at_most(self._num_samples, self._schedule.at(self._progress()) if asked is None else asked)
 
     def _at_most(self, there: int | None, asked: int) -> int:
         if there is None or asked <= there:
@@ -150,9 +157,8 @@ class Pace:
     @property
     def is_spent(self) -> bool:
         """Whether the budget is used up."""
-        most = self._budget.max_epochs
-        spent = self._budget.spent(self._step.number, self.samples_seen)
-        return spent or (most is not None and self.epoch >= most)
+        epochs, steps, samples = self._allowance
+        return self.epoch >= epochs or self._step.number >= steps or self.samples_seen >= samples
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the run stands, and the reports that a schedule may look at, as plain values."""

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from autoaccum import _checks
 from autoaccum.data.base import Source
 from autoaccum.data.sources import open_source
 from autoaccum.errors import NothingFitsError
@@ -25,12 +24,14 @@ from autoaccum.memory.limit import Limit, MemoryLimit
 from autoaccum.memory.oom import RAN_OUT, attempt, room_for_model
 from autoaccum.planning.attempts import Piece
 from autoaccum.planning.costs import MemoryModel, TimeModel, Trial, fit_time_model
-from autoaccum.planning.cuts import Plan, plan
 from autoaccum.planning.limits import Limits
-from autoaccum.planning.schedules import Progress, Schedule, schedule_of
+from autoaccum.planning.plans import Plan, plan
+from autoaccum.planning.schedules import Progress, Schedule
 from autoaccum.planning.search import COARSE_FIRST
 from autoaccum.planning.trials import Trials
+from autoaccum.training.declarations import check
 from autoaccum.training.lazy import build_lazy_layers
+from autoaccum.training.options import CHECKS, OF_PROBE, modules_of, schedule_if_any
 from autoaccum.window.advice import Refused, advise
 from autoaccum.window.attributes import Attributes
 from autoaccum.window.optimizers import (
@@ -44,12 +45,12 @@ from autoaccum.window.precision import Autocast, Precision, autocast
 from autoaccum.window.snapshot import Snapshot
 
 GROWTH = 64
-"""How far beyond its largest success a probe may go where the device itself refuses what is too much."""
+"""How many times its largest success a probe may try next, where the device itself refuses what is too much."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProbeReport:
-    """What a probe found out."""
+    """All that a probe found out."""
 
     max_micro_batch: int
     """The largest micro-batch that was tried and fitted, within 2 % of the largest there is."""
@@ -65,6 +66,7 @@ class ProbeReport:
     """For the effective batch that was passed; None where a function is to say it."""
 
 
+# Its parameters, their texts, and those checked, are written by tests/write_signatures.py.
 def probe(
     model: nn.Module,
     data: Any,
@@ -91,12 +93,13 @@ def probe(
         data: as for ``fit``; its first samples are repeated to make batches of any size.
         effective_batch: samples per optimizer step, the most of them where it is a schedule: no larger micro-batch is
             tried, and a plan is made.
-        loss_fn: (outputs, targets) -> loss, for batches that are (inputs, targets).
-        training_step: (model, batch) -> loss, for any batch. With neither, the model returns its loss.
+        loss_fn: (outputs, targets) -> loss, a mean or a sum, for batches that are (inputs, targets).
+        training_step: (model, batch) -> loss, for any batch. With neither, the model returns its loss, as ``.loss`` or
+            ``["loss"]``.
         optimizer: an Optimizer or a function (parameters) -> Optimizer; AdamW when left out. Its state must fit too.
         max_micro_batch: the most samples to try at once.
-        memory_limit: device memory this process may use, as bytes, "8GiB", a share such as 0.5, or a function
-            () -> one of these.
+        memory_limit: device memory this process may use, as bytes, "8GiB", a share such as 0.5, or a function () -> one
+            of these.
         headroom: fraction of the limit to leave free.
         precision: fp32 (as the model is), bf16 or fp16 (both by autocast).
         device: where to train, such as cpu or cuda:1; an accelerator where there is one.
@@ -115,15 +118,18 @@ def probe(
     >>> report.max_micro_batch, report.plan.sizes
     (8, (8,))
     """
-    loss_of = loss_function(loss_fn, training_step)
-    most = None if effective_batch is None else schedule_of(effective_batch).largest
-    if max_micro_batch is not None:
-        _checks.positive_int("max_micro_batch", max_micro_batch)
-    _checks.number_between("headroom", headroom, 0, 1)
-    modules = [m for m in (model, loss_fn, training_step) if isinstance(m, nn.Module)]
+    checked = check(
+        OF_PROBE, CHECKS, model=model, data=data, effective_batch=effective_batch, loss_fn=loss_fn,
+        training_step=training_step, optimizer=optimizer, max_micro_batch=max_micro_batch, memory_limit=memory_limit,
+        headroom=headroom, precision=precision, device=device, collate_fn=collate_fn,
+    )  # fmt: skip
+    loss_of, schedule = checked[loss_function], checked[schedule_if_any]
+    most = None if schedule is None else schedule.largest
+    modules = modules_of(model, loss_fn, training_step)
     parameters = trainable_parameters(model, modules)
     on = find_device(device)
     memory = memory_of(on)
+    # Beyond a limit that only we know of, an allocation would succeed, and could take the machine's last memory.
     limit = Limit(memory, memory_limit)
     source = open_source(data, seed=0, shuffle=False, device=on, collate_fn=collate_fn)
     ceiling = min(n for n in (max_micro_batch, most, source.num_samples, 2**20) if n is not None)
@@ -142,7 +148,7 @@ def probe(
                 if not any(p is weight for weight in sparse):  # zeros would make its gradient dense
                     p.grad = torch.zeros_like(p)
             allocate_state(state_of, modules)
-        smallest = smallest_micro_batch(modules)
+        smallest = smallest_micro_batch(modules)  # 2 with BatchNorm, which has no statistics of one sample
         limits = Limits(limit.bytes, headroom)
         search = Trials(
             limits,
@@ -164,7 +170,6 @@ def probe(
                     limits.learn_least(reading[0])
         history, largest = search.history, search.largest
         if largest == 0:
-            peak_bytes = history[-1].peak_bytes
             refused = Refused(
                 model=model,
                 modules=modules,
@@ -175,15 +180,9 @@ def probe(
                 device=on,
                 memory=memory,
                 limit_bytes=limit.bytes,
-                peak_bytes=peak_bytes,
+                peak_bytes=history[-1].peak_bytes,
             )
-            raise NothingFitsError(
-                phase="probe",
-                micro_batch=smallest,
-                peak_bytes=peak_bytes,
-                limit_bytes=limit.bytes,
-                advice=advise(refused),
-            )
+            raise _nothing_fits(refused, smallest)
     return ProbeReport(
         max_micro_batch=largest,
         trials=tuple(history),
@@ -191,6 +190,17 @@ def probe(
         time_model=fit_time_model(history),
         limit_bytes=limit.bytes,
         plan=None if most is None else plan(most, largest),
+    )
+
+
+def _nothing_fits(refused: Refused, micro_batch: int) -> NothingFitsError:
+    """Return the error for a smallest micro-batch that was refused, with what would make it fit."""
+    return NothingFitsError(
+        phase="probe",
+        micro_batch=micro_batch,
+        peak_bytes=refused.peak_bytes,
+        limit_bytes=refused.limit_bytes,
+        advice=advise(refused),
     )
 
 
@@ -213,7 +223,7 @@ def _try(
         with context():
             loss = loss_of(model, batch)
         torch.autograd.backward(loss)
-        if device.type != "cpu":
+        if device.type != "cpu":  # kernels run behind the host, and errors and peaks come as late
             torch.accelerator.synchronize(device)
         seconds = clock.now() - started
         return memory.peak(), seconds
@@ -227,7 +237,7 @@ def _try(
 
 @contextmanager
 def _no_trace(modules: Sequence[nn.Module], optimizer: object, device: torch.device) -> Iterator[None]:
-    """Whatever forwards, backwards and ``allocate_state`` do within it is undone."""
+    """Undo, at its end, whatever forwards, backwards and ``allocate_state`` have done within it."""
     snapshot = Snapshot(modules, device)
     snapshot.take()
     everything = {id(m): m for module in modules for m in module.modules()}.values()

@@ -33,7 +33,7 @@ class RecipeRaised(Exception):
 
 @contextmanager
 def opened(recipe: str) -> Iterator[dict[str, Any]]:
-    """Import the recipe, call its function and give the arguments it returned: see ``imported``.
+    """Import the recipe, call its function and give the arguments it returned, within a context: see ``imported``.
 
     Raises:
         RecipeNotFoundError: there is no such file, module or function.
@@ -60,6 +60,7 @@ def imported(recipe: str) -> Iterator[Callable[..., dict[str, Any]]]:
     # For a module it is the current folder: python -m has it on the path, the console script has not.
     folder = str(Path(target).resolve().parent if is_file else Path.cwd())
     name = _free_name(Path(target).stem) if is_file else target
+    # First, as for a script that Python runs; whatever the recipe imports stands beside it.
     sys.path.insert(0, folder)
     try:
         module = _import_file(Path(target), name) if is_file else _import_module(target)
@@ -71,6 +72,7 @@ def imported(recipe: str) -> Iterator[Callable[..., dict[str, Any]]]:
 
         yield call
     finally:
+        # The recipe may have changed the path itself.
         with suppress(ValueError):
             sys.path.remove(folder)
         if is_file:
@@ -78,7 +80,7 @@ def imported(recipe: str) -> Iterator[Callable[..., dict[str, Any]]]:
 
 
 def name_of(recipe: str | Callable[..., Any]) -> str:
-    """What is made of it is called.
+    """Return the name of what is made of a recipe: a study, and its directory.
 
     >>> name_of("recipes/digits.py"), name_of("digits.py:small"), name_of("package.digits"), name_of(name_of)
     ('digits', 'digits-small', 'digits', 'name_of')
@@ -91,7 +93,7 @@ def name_of(recipe: str | Callable[..., Any]) -> str:
 
 
 def as_file_name(text: str) -> str:
-    """Letters, digits, ``_`` and ``-``.
+    """Return the text with nothing but letters, digits, ``_`` and ``-``.
 
     >>> as_file_name("../lr: 1e-4"), as_file_name("<lambda>")
     ('lr-1e-4', 'lambda')
@@ -100,13 +102,13 @@ def as_file_name(text: str) -> str:
 
 
 def _split(recipe: str) -> tuple[str, str]:
-    """What to import and the function's name; a colon may also stand in a path (``C:\\file.py``)."""
+    """Return what to import and the function's name; a colon may also stand in a path (``C:\\file.py``)."""
     target, colon, function = recipe.rpartition(":")
     return (target, function) if colon and function.isidentifier() else (recipe.removesuffix(":"), "recipe")
 
 
 def _free_name(stem: str) -> str:
-    """The module's name: the file's, by which spawned processes can import it, unless another module has it."""
+    """Return the module's name: the file's, by which spawned processes can import it, unless another module has it."""
     name = stem.replace(".", "_")
     while name in sys.modules:
         name = f"recipe_{name}"
@@ -130,6 +132,7 @@ def _import_file(path: Path, name: str) -> ModuleType:
 
 
 def _import_module(name: str) -> ModuleType:
+    # Made here for two places: a name that cannot be one, and one that is not found.
     missing = RecipeNotFoundError(
         f"no recipe module {name!r} (looked for in {Path.cwd()} and on Python's path). Pass {FORMS}."
     )
@@ -149,6 +152,7 @@ def _find(module: ModuleType, target: str, function: str) -> Callable[..., objec
     found = getattr(module, function, None)
     if callable(found):
         return found  # type: ignore[no-any-return]
+    # Its own, and not those that it has imported.
     names = [
         name
         for name, value in vars(module).items()
@@ -164,26 +168,23 @@ def _find(module: ModuleType, target: str, function: str) -> Callable[..., objec
 
 
 def checked(arguments: object, recipe: str) -> dict[str, Any]:
-    """What a recipe of that name returned.
+    """Return what a recipe of that name returned, if ``fit`` can take it.
 
     Raises:
         RecipeResultError: it is not a dict of ``fit``'s arguments, model and data included.
     """
-    from autoaccum.training.trainer import (
-        Trainer,
-    )  # not at the top: it takes torch with it, which `autoaccum plan` has no use for
+    from autoaccum.training.options import OF_FIT  # not at the top: `autoaccum plan` has no use for torch
 
     if not isinstance(arguments, dict):
         raise RecipeResultError(
             f"{recipe} returned {type(arguments).__name__}, expected a dict of fit's arguments, such as "
             f'{{"model": ..., "data": ..., "loss_fn": ...}}.'
         )
-    accepted = inspect.signature(Trainer).parameters
     for key in arguments:
-        if key not in accepted:
+        if key not in OF_FIT:
             raise RecipeResultError(
-                f"{recipe} returned {key!r}, which fit does not take.{_suggest(str(key), list(accepted))} fit takes "
-                f"{', '.join(accepted)}."
+                f"{recipe} returned {key!r}, which fit does not take.{_suggest(str(key), list(OF_FIT))} fit takes "
+                f"{', '.join(OF_FIT)}."
             )
     for key in ("model", "data"):
         if key not in arguments:
@@ -201,6 +202,7 @@ def _run(call: Callable[[], T]) -> T:
     try:
         return call()
     except Exception as error:
+        # Our frames and those of the import system come first, and say nothing of where the mistake is.
         traceback = error.__traceback__
         while traceback is not None and (
             (file := traceback.tb_frame.f_code.co_filename) in (__file__, importlib.__file__)

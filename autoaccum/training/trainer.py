@@ -11,13 +11,11 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 
 from autoaccum import _checks
 from autoaccum.data import randomness
 from autoaccum.data.base import Window
-from autoaccum.data.sources import open_source
-from autoaccum.errors import ArgumentError, ArgumentTypeError, CheckpointCorruptError, StopTraining
+from autoaccum.errors import ArgumentError, CheckpointCorruptError, StopTraining
 from autoaccum.events import (
     Event,
     Finished,
@@ -31,39 +29,29 @@ from autoaccum.events import (
 from autoaccum.loss.functions import loss_function
 from autoaccum.loss.weighting import CountItems
 from autoaccum.memory import clock
-from autoaccum.memory.devices import find_device, memory_of
-from autoaccum.memory.limit import Limit, MemoryLimit
-from autoaccum.memory.oom import room_for_model
+from autoaccum.memory.limit import MemoryLimit
 from autoaccum.planning.budget import Budget
-from autoaccum.planning.cuts import Plan
-from autoaccum.planning.noise import Smoothed
-from autoaccum.planning.schedules import SMOOTHING, NoiseScale, Progress, Schedule, schedule_of
+from autoaccum.planning.plans import Plan
+from autoaccum.planning.schedules import Progress, Schedule, schedule_of
 from autoaccum.reporting import ProgressBar
 from autoaccum.runs import configuration
 from autoaccum.runs.cost_key import describe
 from autoaccum.runs.directory import RunDirectory
-from autoaccum.runs.past_of_run import PastOfRun
+from autoaccum.training import setup
+from autoaccum.training.declarations import values_of
 from autoaccum.training.interrupts import interrupt_calls
-from autoaccum.training.lazy import build_lazy_layers
-from autoaccum.training.learning_rate import LearningRate, MakeScheduler, Scaling
-from autoaccum.training.metrics import Metric, Metrics
+from autoaccum.training.learning_rate import MakeScheduler, Scaling
+from autoaccum.training.metrics import Metric
+from autoaccum.training.options import OF_FIT, Callback, FitArguments
 from autoaccum.training.pace import Pace
-from autoaccum.training.steps import make_step
-from autoaccum.training.validation import Validator
-from autoaccum.window.job import Job
 from autoaccum.window.modules import State, left_out, load_modules, load_optimizer, state_of_modules
-from autoaccum.window.optimizers import OptimizerLike, allocate_state, make_optimizer, trainable_parameters
-from autoaccum.window.precision import Precision, autocast
-
-Callback = Callable[[Record], None]
-
-DECIDE = ("lr_scaling", "base_batch", "precision", "clip_norm", "seed", "shuffle", "drop_last")
-"""Arguments that decide what is trained, besides model, data, optimizer and schedules; others only decide how."""
+from autoaccum.window.optimizers import OptimizerLike, trainable_parameters
+from autoaccum.window.precision import Precision
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FitResult:
-    """What a run leaves."""
+    """All that a run leaves to whoever called it."""
 
     history: Sequence[StepReport]
     """One report per window; with a ``run_dir`` read from there when it is looked at."""
@@ -87,6 +75,7 @@ class Trainer:
     Everything that can be checked before training is checked when it is made.
     """
 
+    # Its parameters, and those passed on, are written by tests/write_signatures.py.
     def __init__(
         self,
         model: nn.Module,
@@ -129,184 +118,101 @@ class Trainer:
         callbacks: Iterable[Callback] = (),
         progress: bool = True,
     ) -> None:
-        """See ``fit``, which takes the same arguments."""
-        given = {name: value for name, value in locals().items() if name not in ("self", "model", "data")}
-        self.schedule = schedule_of(effective_batch)
-        _checks.of_windows(num_items, max_micro_batch, headroom, clip_norm)
-        _checks.non_negative_int("num_workers", num_workers)
-        _checks.non_negative_int("seed", seed)
-        if lr is not None:
-            _checks.number_between("lr", lr, 0)
-        loss_of = loss_function(loss_fn, training_step)
-        _checks.of_validation(validation_data, validate_every, metrics)
-        self._validate_every = validate_every
-        _checks.of_run_directory(run_dir, checkpoint_every, keep_checkpoints, resume)
-        self._run_dir = None if run_dir is None else Path(run_dir).absolute()  # callbacks may change directory
-        self._resume, self._keep_checkpoints = resume, keep_checkpoints
-        self._cadence = _checks.cadence("checkpoint_every", "10m" if checkpoint_every is None else checkpoint_every)
+        """Set up a run, up to its first window; ``fit`` says what the arguments are."""
+        given = FitArguments(
+            model=model, data=data, effective_batch=effective_batch, loss_fn=loss_fn, training_step=training_step,
+            num_items=num_items, optimizer=optimizer, lr=lr, lr_scheduler=lr_scheduler, lr_scaling=lr_scaling,
+            base_batch=base_batch, epochs=epochs, steps=steps, samples=samples, micro_batch=micro_batch,
+            max_micro_batch=max_micro_batch, memory_limit=memory_limit, headroom=headroom, precision=precision,
+            clip_norm=clip_norm, compile=compile, device=device, seed=seed, shuffle=shuffle, drop_last=drop_last,
+            collate_fn=collate_fn, num_workers=num_workers, validation_data=validation_data,
+            validate_every=validate_every, metrics=metrics, run_dir=run_dir, checkpoint_every=checkpoint_every,
+            keep_checkpoints=keep_checkpoints, resume=resume, noise_scale=noise_scale, cache=cache, callbacks=callbacks,
+            progress=progress,
+        )  # fmt: skip
+        self._set_up(given)
+
+    def _set_up(self, arguments: FitArguments) -> None:
+        """Check the arguments and make the parts of the run, in the order that the parts need.
+
+        What a user can have got wrong is said before the first side effect, as far as the arguments alone show it.
+        """
+        checked = arguments.check()
+        self._arguments = arguments
+        self.schedule = checked[schedule_of]
+        # Looked up now, for callbacks may change directory.
+        self._run_dir = None if arguments.run_dir is None else Path(arguments.run_dir).absolute()
+        self._cadence = checked[_checks.of_checkpoint_every]
         self._directory: RunDirectory | None = None
         self._resumed: Resumed | None = None
-        budget = Budget(epochs=epochs, steps=steps, samples=samples)
-        plans = _checks.recorded_plans(micro_batch)
-        callbacks = _checks.functions("callbacks", callbacks)
-        modules = [m for m in (model, loss_fn, training_step) if isinstance(m, nn.Module)]
-        of_metrics = [m for m in (metrics or {}).values() if isinstance(m, nn.Module)]
-        parameters = trainable_parameters(model, modules)
+        budget, loss_of = checked[Budget], checked[loss_function]
+        self.model = arguments.model
+        self._modules = arguments.modules()
+        parameters = trainable_parameters(self.model, self._modules)
 
-        self.device = find_device(device)
-        self.memory = memory_of(self.device)
-        limit = Limit(self.memory, memory_limit)
-        self.limit_bytes = limit.bytes
-        host = memory_of(torch.device("cpu"))
-        host_bytes = min(host.limit(), self.limit_bytes) if self.device.type == "cpu" else host.limit()
-        # Kept for replays before samples are read again; on a CPU it is taken from what micro-batches have.
-        budget_bytes = max(0, host_bytes - host.used()) // (64 if self.device.type == "cpu" else 8)
-        self._source = open_source(
-            data,
-            seed=seed,
-            shuffle=shuffle,
-            device=self.device,
-            collate_fn=collate_fn,
-            num_workers=num_workers,
-            budget_bytes=budget_bytes,
-        )
+        place = setup.place_of(arguments.device, arguments.memory_limit)
+        self.device, self.memory, self.limit_bytes = place.device, place.memory, place.limit.bytes
+        self._source = setup.open_data(arguments, place)
         epoch_samples = self._source.num_samples
-        if hasattr(data, "__next__") and (epochs or 1) > 1:
-            raise ArgumentError("epochs", epochs, "1 for an iterator, which can be read only once", "Pass a Dataset.")
-        self.num_steps, self.num_samples = budget.totals(epoch_samples, self.schedule, drop_last)
+        self.num_steps, self.num_samples = budget.totals(epoch_samples, self.schedule, arguments.drop_last)
 
-        torch.manual_seed(seed)
-        randomness.seed_host(seed)
-        self.model = model
-        if not model.training:  # a model in training mode may hold layers that were frozen in eval mode on purpose
-            model.train()
-        with room_for_model(self.memory, self.limit_bytes, parameters):
-            for module in (*modules, *of_metrics):
-                module.to(self.device)
-            build_lazy_layers(model, modules, self._source, loss_of, autocast(precision, self.device), self.device)
-            self.optimizer = make_optimizer(optimizer, lr, parameters)
-            self._learning_rate = LearningRate(
-                self.optimizer,
-                lr_scheduler,
-                num_steps=self.num_steps,
-                most_samples=budget.most_samples(epoch_samples),
-                lr_scaling=lr_scaling,
-                base_batch=base_batch,
-                first_batch=self.schedule.at(Progress()),
-            )
-            allocate_state(self.optimizer, modules)
-
-        self._noise = None
-        if noise_scale or isinstance(self.schedule, NoiseScale):
-            self._noise = Smoothed(smoothing=getattr(self.schedule, "smoothing", SMOOTHING))
-        fixed = micro_batch if isinstance(micro_batch, int) else max((max(plan) for plan in plans), default=None)
-        step_model: Any = torch.compile(model) if compile else model
-        self._modules = modules
-        job = Job(
-            model=step_model,
-            modules=tuple(modules),
-            optimizer=self.optimizer,
-            loss_of=loss_of,
-            num_items=num_items,
-            device=self.device,
-            precision=precision,
+        setup.seed_all(arguments)
+        self.optimizer, self._learning_rate = setup.build(
+            arguments, checked, place, self._source, parameters, self.num_steps
         )
-        self._engine = make_step(
-            job,
-            micro_batch=fixed,
-            max_micro_batch=max_micro_batch,
-            full_window=min((n for n in (self.schedule.largest, epoch_samples) if n is not None), default=None),
-            memory=self.memory,
-            limit=limit,
-            headroom=headroom,
-            clip_norm=clip_norm,
+        self._noise = setup.noise_of(arguments, self.schedule)
+        step_model: Any = torch.compile(self.model) if arguments.compile else self.model
+        self._engine = setup.step_of(
+            arguments,
+            checked,
+            place,
+            step_model,
+            self.optimizer,
+            epoch_samples,
+            self._emit,
             noise_scale=self._noise is not None,
-            emit=self._emit,
         )
         self._tuner = self._engine.tuner
-        if isinstance(self.schedule, NoiseScale) and self.schedule.min < 2 * self._tuner.smallest:
-            cure = "A noise scale is estimated from two micro-batches, and BatchNorm has no statistics of one sample."
-            raise ArgumentError("effective_batch", str(self.schedule), "a min of at least 4", cure)
-        self._cache = None
-        if cache and self._tuner.searching:
-            self._cache = PastOfRun(
-                modules,
-                self.optimizer,
-                precision=precision,
-                device=self.device,
-                compiled=compile,
-                functions=(loss_fn, training_step),
-            )
-        self._validator = None
-        if hasattr(validation_data, "__next__"):
-            cure = "It is read after each epoch, and an iterator yields its items only once: pass a Dataset or a list."
-            raise ArgumentTypeError("validation_data", validation_data, "data that can be read again", cure)
-        if validation_data is not None:
-            source = open_source(
-                validation_data,
-                seed=seed,
-                shuffle=False,
-                device=self.device,
-                collate_fn=None if isinstance(validation_data, DataLoader) else collate_fn,
-                num_workers=0 if isinstance(validation_data, DataLoader) else num_workers,
-                argument="validation_data",
-            )
-            of: Any = "loss_fn" if loss_fn is not None else "training_step" if training_step is not None else "model"
-            self._validator = Validator(
-                step_model,
-                [*modules, *of_metrics],
-                source,
-                loss_of=loss_of,
-                of_outputs=loss_fn is not None,
-                num_items=num_items,
-                autocast=job.autocast,
-                device=self.device,
-                memory=self.memory,
-                limits=self._tuner.limits,
-                is_enforced=limit.is_enforced,
-                emit=self._emit,
-                metrics=Metrics(metrics, step_model, of=of, autocast=job.autocast) if metrics else None,
-            )
-            if metrics:
-                self._validator.try_metrics(Metrics(metrics, model, of=of, autocast=job.autocast))
+        self._cache = setup.cache_of(arguments, place, self.optimizer, self._tuner)
+        self._validator = setup.validator_of(arguments, loss_of, place, step_model, self._engine, self._emit)
 
-        self._given = given | {"metrics": ", ".join(metrics or ()) or None}
+        # What changes in the course of the run.
         self._history: list[Any] = []  # empty where there is a run_dir
         self._events: list[Any] = []
         self._pace = Pace(
             self.schedule,
             budget,
             num_samples=epoch_samples,
-            drop_last=drop_last,
-            plans=plans,
+            drop_last=arguments.drop_last,
+            plans=checked[_checks.recorded_plans],
             step=self._engine,
         )
-        self._best_loss, self._is_best = math.inf, False
+        self._best_loss, self._is_best = math.inf, False  # of validations; is the newest the best, and not yet saved?
         self._validation_loss: float | None = None
-        self._bar = ProgressBar() if progress else None
-        self._callbacks: list[Callback] = [*([self._bar] if self._bar else []), *callbacks]
-        self._stop_reason: str | None = None
+        self._bar = ProgressBar() if arguments.progress else None
+        self._callbacks: list[Callback] = [*([self._bar] if self._bar else []), *checked[_checks.of_callbacks]]
+        self._stop_reason: str | None = None  # set once the run is to end after its window
         self._validated = 0  # the step after which it was done last
-        self._mark = 0.0
+        self._mark = 0.0  # when the window began, so that reports leave out validations and checkpoints
 
     @property
     def history(self) -> Sequence[StepReport]:
-        """One report per window so far."""
+        """Return one report per window so far."""
         return tuple(self._history) if self._directory is None else self._directory.history
 
     @property
     def events(self) -> Sequence[Event]:
-        """Everything else that happened so far."""
+        """Return everything else that happened so far."""
         return tuple(self._events) if self._directory is None else self._directory.events
 
     @property
     def step(self) -> int:
-        """Optimizer steps taken."""
+        """Return the optimizer steps taken."""
         return self._engine.number
 
     @property
     def samples_seen(self) -> int:
-        """Samples trained on."""
+        """Return the samples trained on."""
         return self._pace.samples_seen
 
     @torch.enable_grad()
@@ -321,6 +227,7 @@ class Trainer:
                 self._directory.record(Finished(step=self.step, reason=type(error).__name__))
             raise
         finally:
+            # What was measured is true of a run that failed too, and spares the next one the same search.
             if self._cache is not None:
                 self._cache.keep(self._tuner)
             if self._bar is not None:
@@ -329,6 +236,7 @@ class Trainer:
                 self._directory.close()
 
     def _fit(self) -> FitResult:
+        """Train, unless there is nothing left to do, and return what the run leaves."""
         if self._start():
             self._run()
         self._emit(Finished(step=self.step, reason=self._stop_reason or ""))
@@ -343,9 +251,12 @@ class Trainer:
         )
 
     def _run(self) -> None:
+        """Run one epoch's windows after the other, until the budget, a callback or a signal ends the run."""
+        # What clusters send before they kill ends a run only where it can go on from a checkpoint.
         with interrupt_calls(lambda: self._end("interrupted"), clusters=self._directory is not None):
             self._validate_if_due()  # which the end of an earlier process may have kept it from
             while self._stop_reason is None:
+                # After a resume the epoch begins behind the windows that an earlier process has had of it.
                 reader = self._source.read(self._pace.epoch, self._pace.sizes_ahead(), self._pace.windows)
                 while self._stop_reason is None:
                     if (found := self._pace.next_window(reader)) is None:
@@ -364,10 +275,12 @@ class Trainer:
             )
 
     def _start(self) -> bool:
-        """Say so; whether there is anything to do."""
+        """Announce the start; return False if the run is already finished."""
         self._mark = clock.now()
+        # A resumed run may have had its budget but not its last validation, which is then made up for.
         is_spent = self._resumed is not None and self._pace.is_spent
         is_finished = is_spent and (self._validator is None or self._validated == self.step)
+        # A finished run's records stay as they are, so that the same call may be made any number of times.
         if self._directory is not None and not (is_finished and self._directory.is_finished()):
             self._directory.begin()
         self._emit(
@@ -394,22 +307,27 @@ class Trainer:
                 )
             )
             return False
+        # The kernel left no error to learn from: the mark of the window is all there is of it.
         if self._directory is not None and (died := self._directory.window_mark.died_of_memory) is not None:
             self._engine.killed(*died, self._pace.asked())
+        # A search ends with a plan that is announced then.
         if not self._tuner.searching:
             self._engine.announce_plan(self._pace.asked())
         return True
 
     def _end_epoch(self) -> None:
+        """Go on to the next pass over the data, after a validation and a checkpoint where these are due."""
         self._pace.end_epoch()
         if self._pace.is_spent:
             self._end("budget")
-        if self._validate_every is None or self._stop_reason is not None:
+        # With validate_every an epoch's end is no occasion, but the run's end always is one.
+        if self._arguments.validate_every is None or self._stop_reason is not None:
             self._validate(self._pace.epoch - 1)
         self._save(epoch_ended=True)
 
     def _train(self, window: Window, asked: int) -> None:
-        """One window: its gradient, the optimizer's step, the report."""
+        """Run one window: its gradient, the optimizer's step, the report."""
+        # Not sooner, for past runs are known by the shapes of their data, and these by the first window.
         if self.step == 0 and self._cache is not None:
             self._cache.recall(window, self._tuner, self.memory.used())
         plan = self._pace.recorded_plan()
@@ -420,13 +338,14 @@ class Trainer:
         is_full = window.lengths is None or window.num_samples == asked  # samples that are alike need not be there
         if is_full and asked != self._tuner.full_window[0]:
             self._engine.resize(asked, window.lengths)
+        # Written where it outlives a process that the kernel kills: what was tried, and that it was not survived.
         if self._directory is not None:
             largest = max(plan) if plan else self._tuner.plan(window.num_samples, window.lengths)[0]
             self._directory.window_mark.enter(largest, window.lengths[0] if window.lengths else 1)
         gradient, replays = self._engine.run(window, plan)
         num_samples = sum(gradient.sizes)
         self._pace.passed(num_samples)
-        lr = self._learning_rate.now(asked)
+        lr = self._learning_rate.now(asked)  # that of this step, before the scheduler goes on
         with self._learning_rate.scaled(asked):
             stepped = self._engine.apply(gradient)
         self._learning_rate.advance(self.samples_seen, stepped)
@@ -436,6 +355,7 @@ class Trainer:
         if noise is not None and self._noise is not None:
             self._noise.observe(noise)
         now = clock.now()
+        # Reading the loss waits for the device, which the optimizer's step has been given to by now.
         report = StepReport(
             step=self.step,
             epoch=self._pace.epoch,
@@ -471,24 +391,26 @@ class Trainer:
         self._save()
 
     def _validate_if_due(self) -> None:
-        """After a window that passed another ``validate_every`` samples."""
-        every, seen, windows = self._validate_every, self.samples_seen, self._pace.windows
+        """Validate after a window that passed another ``validate_every`` samples."""
+        every, seen, windows = self._arguments.validate_every, self.samples_seen, self._pace.windows
         if every is not None and windows and seen // every > (seen - windows[-1]) // every:
             self._validate(self._pace.epoch)
 
     def _validate(self, epoch: int) -> None:
-        """After an epoch, so many samples, or the run; not after one that was broken off."""
+        """Validate, unless it was done after this step, or the run was broken off."""
         if self._validator is not None and self._stop_reason in (None, "budget") and self._validated != self.step:
             self._validated = self.step
             self._validation_loss = self._validator.run(self.step, epoch, self._tuner.micro_batch)
             if self._validation_loss < self._best_loss:
                 self._best_loss, self._is_best = self._validation_loss, True
-            self._mark = clock.now()
+            self._mark = clock.now()  # its seconds are reported by the validation itself
 
     # What outlives the process.
 
     def _configuration(self) -> dict[str, Any]:
-        """What was asked for; under "trained" what a run that goes on has to have in common with this one."""
+        """Return what was asked for; under "trained" what a run that goes on has to have in common with this one."""
+        given = {name: value for name, value in values_of(self._arguments).items() if name not in ("model", "data")}
+        given["metrics"] = ", ".join(self._arguments.metrics or ()) or None
         trained = {
             "model": configuration.describe_model(self.model),
             "loss": configuration.describe_model(self._modules[-1]) if self._modules[-1] is not self.model else None,
@@ -496,13 +418,13 @@ class Trainer:
             "effective_batch": str(self.schedule),
             "optimizer": configuration.describe_optimizer(self.optimizer),
             "steps of the lr_scheduler": self._learning_rate.num_steps,
-            **{name: self._given[name] for name in DECIDE},
+            **{name: given[name] for name, argument in OF_FIT.items() if argument.decides == "training"},
         }
-        return {"model": type(self.model).__name__, **configuration.plain(self._given), "trained": trained}
+        return {"model": type(self.model).__name__, **configuration.plain(given), "trained": trained}
 
     def _open(self, path: Path) -> RunDirectory:
-        """The run's directory; what an earlier process left there of this run is taken up."""
-        keep, anew = self._keep_checkpoints, self._resume is False
+        """Return the run's directory, having taken up what an earlier process left there of this run."""
+        keep, anew = self._arguments.keep_checkpoints, self._arguments.resume is False
         directory = RunDirectory(
             path,
             keep=keep,
@@ -511,6 +433,7 @@ class Trainer:
             anew=anew,
             background=self.device.type != "cpu",  # there the copy is in the memory that windows are planned for
         )
+        # The mark says which size was being tried, for larger ones are tried within a window.
         self._engine.meter.before_trial = directory.window_mark.enter
         try:
             found = directory.resume()
@@ -522,7 +445,7 @@ class Trainer:
                     problem = f"is of another version, or was made by hand ({error!r})"
                     raise CheckpointCorruptError(checkpoint.path, problem) from error
                 self._resumed = Resumed(step=self.step, num_samples=self.samples_seen, checkpoint=checkpoint.path.name)
-            elif self._resume is True:
+            elif self._arguments.resume is True:
                 cure = "Pass resume='auto' to begin where there is nothing to go on from."
                 raise ArgumentError("resume", True, f"a checkpoint in {path}", cure)
         except BaseException:
@@ -572,7 +495,7 @@ class Trainer:
         randomness.load_state_dict(state["randomness"], self.device)
 
     def _save(self, *, epoch_ended: bool = False, is_last: bool = False) -> None:
-        """A checkpoint, where one is due; the last one waits until it is on the disk."""
+        """Write a checkpoint, where one is due; the last one waits until it is on the disk."""
         directory = self._directory
         if directory is None:
             return
@@ -588,9 +511,10 @@ class Trainer:
                 directory.wait()
             seconds = clock.now() - started
             self._emit(Saved(step=self.step, path=str(path), seconds=seconds))
-            self._mark += seconds
+            self._mark += seconds  # the next report leaves it out
 
     def _announce_no_noise(self) -> None:
+        """Announce, once, that windows are not cut and so show no noise."""
         self._engine.announcer.say_once(
             Notice(
                 cause=f"Window {self.step} was one micro-batch, and it takes two to estimate the noise scale",
@@ -602,6 +526,7 @@ class Trainer:
         )
 
     def _announce_sorted(self) -> None:
+        """Announce, once, that the noise scale is off where micro-batches differ in length."""
         self._engine.announcer.say_once(
             Notice(
                 cause="Windows are sorted by length, so their micro-batches are no random parts of them",
@@ -612,6 +537,7 @@ class Trainer:
         )
 
     def _emit(self, record: Record) -> None:
+        """Keep a record, then tell every callback of it, those after one that ends the run too."""
         if self._directory is not None:
             self._directory.record(record)
         else:

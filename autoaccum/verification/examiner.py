@@ -42,6 +42,11 @@ class Examiner:
         transaction.forward = self.forward
         self.begin_attempt()
 
+    @property
+    def is_finished(self) -> bool:
+        """Return whether a window has been cut and committed, so that later ones need not be looked at any more."""
+        return not self._is_examining
+
     def begin_attempt(self) -> None:
         """Forget what an attempt that was rolled back has shown."""
         self._met: list[tuple[int, set[Crossing]]] = []  # by which operations samples meet, and how many there were

@@ -41,7 +41,9 @@ class Gradients:
 
     def __init__(self, modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> None:
         """Set up for the parameters of modules, and for those that an optimizer holds."""
-        self._parameters = [p for module in modules for p in module.parameters()]
+        own = {id(p): p for module in modules for p in module.parameters()}
+        self._parameters: list[torch.Tensor] = list(own.values())
+        self._known = set(own)
         self._optimizer = optimizer
 
     def trained(self) -> list[torch.Tensor]:
@@ -49,8 +51,9 @@ class Gradients:
 
         Parameters may be added to an optimizer while training goes on.
         """
-        held = [p for group in self._optimizer.param_groups for p in group["params"]]
-        return list({id(p): p for p in (*self._parameters, *held)}.values())
+        groups = self._optimizer.param_groups
+        others = {id(p): p for group in groups for p in group["params"] if id(p) not in self._known}
+        return [*self._parameters, *others.values()] if others else self._parameters
 
     def drop(self) -> None:
         """Set all gradients to None: a parameter that takes no part in a window must not look like one with zeros."""

@@ -16,13 +16,14 @@ from autoaccum._units import format_bytes
 from autoaccum.data.base import Window
 from autoaccum.errors import NonFiniteLossError, NothingFitsError
 from autoaccum.events import Event, Notice, OutOfMemory, Planned, Replanned, StepSkipped
+from autoaccum.loss.conclusions import PLAIN_MEAN
 from autoaccum.memory import clock
 from autoaccum.memory.base import Memory
 from autoaccum.memory.limit import Limit
 from autoaccum.memory.oom import RAN_OUT, attempt
-from autoaccum.planning.attempts import Attempt, Lengths, Piece
+from autoaccum.planning.attempts import Attempt, Piece
 from autoaccum.planning.costs import prediction_error
-from autoaccum.planning.cuts import cut
+from autoaccum.planning.cuts import Lengths, cut
 from autoaccum.planning.tuner import Tuner
 from autoaccum.window.advice import Refused, advise
 from autoaccum.window.announcer import Announcer
@@ -44,6 +45,10 @@ class Failure(NamedTuple):
 
 class Examiner(Protocol):
     """What looks at windows to say where they are not exact: see ``verification.examiner``."""
+
+    @property
+    def is_finished(self) -> bool:
+        """Return whether it need not look at every window any more."""
 
     def begin_attempt(self) -> None:
         """Forget what an attempt that was rolled back has shown."""
@@ -97,6 +102,7 @@ class Step:
         """Windows that were run and stepped on."""
         self.announcer = Announcer(emit)
         self._examiner = examiner
+        self._is_examined = True  # until the examiner has seen a window that was cut
         self._memory = memory
         self._emit = emit
         self._next_look = 0.0  # the time from which on memory is looked at again
@@ -152,9 +158,11 @@ class Step:
                 pieces = pieces.repeated(outcome.sizes)
         pieces.committed(outcome.sizes, None if started is None else meter.now() - started)
         self.transaction.commit()
-        if len(outcome.sizes) > 1:
+        # Of plain means there is nothing to say, once they have been looked at.
+        if len(outcome.sizes) > 1 and (self._is_examined or outcome.conclusion is not PLAIN_MEAN):
             for notice in self._examiner.notices(outcome):
                 self.announcer.say_once(notice)
+            self._is_examined = not self._examiner.is_finished
         peak_bytes = meter.end_window(is_searching=tuner.searching, target_bytes=tuner.limits.target_bytes)
         if peak_bytes is not None and not self.limit.is_enforced and not tuner.searching:
             self._keep_limit(outcome.sizes, lengths, peak_bytes)
@@ -162,7 +170,8 @@ class Step:
 
     def _try(self, pieces: Attempt) -> Gradient | Repeat | Failure:
         """Run a window once."""
-        self._examiner.begin_attempt()
+        if self._is_examined:
+            self._examiner.begin_attempt()
         try:
             outcome = attempt(lambda: self._add_all(pieces))
         except (NothingFitsError, NonFiniteLossError):  # said by numbers: a trial's peak, the loss; nothing has failed
@@ -181,7 +190,7 @@ class Step:
             sizes.append(piece.size)
         self._piece = piece._replace(size=max(sizes))  # what is to blame if the end of it runs out of memory
         outcome = self.transaction.finish()
-        if isinstance(outcome, Gradient):
+        if self._is_examined and isinstance(outcome, Gradient):
             self._examiner.check_first(outcome)
         return outcome
 
@@ -363,6 +372,7 @@ class Step:
         self.number = state["step"]
         self.announcer.load_state_dict([*state["announced"], *state["announced of windows"]])
         self._examiner.load_state_dict(state["runner"])
+        self._is_examined = not self._examiner.is_finished
         self.transaction.load_state_dict(state["runner"] | {"scaler": state["scaler"]})
         self._plan = state["plan"]
         self.tuner.load_state_dict(state["tuner"], is_same_device=is_same_device)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from autoaccum.data.base import Window
-from autoaccum.loss.conclusions import Conclusion, conclude, stands_for_none
+from autoaccum.loss.conclusions import PLAIN_MEAN, conclude, stands_for_none
 from autoaccum.loss.reductions import Reduction, read, without_graph
 from autoaccum.loss.terms import Count
 from autoaccum.loss.weighting import Tally, by_user, counted_once
@@ -173,7 +173,9 @@ class Transaction:
         if len(losses) > len(counts) - counts.count(0):  # a count that was deferred turned out to be 0
             self._is_deferred = False
             return Repeat(sizes=sizes)
-        found = conclude(sizes, reductions, is_doubtful) if len(sizes) > 1 else Conclusion(is_sum=False)
+        found = PLAIN_MEAN
+        if len(sizes) > 1 and any(reduction.terms for reduction in reductions):
+            found = conclude(sizes, reductions, is_doubtful)
         has_constants = len(sizes) > 1 and bool(reductions[0].constants)
         if has_constants and any(self._is_sum(reduction) is not found.is_sum for reduction in reductions):
             self._has_sums = found.is_sum
@@ -226,7 +228,6 @@ class Transaction:
     def commit(self) -> None:
         """Give up the window and all that was kept to run it again."""
         del self._window
-        self._begin_anew()
 
     def roll_back(self) -> None:
         """Undo the window as if it had never run: gradients, buffers, random states, scaler. It may then run again."""

@@ -146,7 +146,7 @@ class Training:
         is_timed = attempt.is_timed and self.device.seconds is not None
         attempt.committed(tuple(done), taken if is_timed else None)
         self.is_settled = tuner.settle(max(self.num_samples, num_samples), lengths) or (
-            not tuner.searching and not tuner._fastest.is_comparing
+            not tuner.searching and tuner._fastest.timing is None
         )
         if not tuner.searching and self._growing_from is not None:
             if tuner.plan(self.num_samples, lengths) != self._growing_from:

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoaccum.errors import ArgumentError, ArgumentTypeError
-from autoaccum.planning.cuts import AS_CHEAP, cheapest, cut, cut_by_weight, plan
+from autoaccum.planning.cuts import AS_CHEAP, cheapest, cut, cut_by_weight
+from autoaccum.planning.plans import plan
 
 SIZES = st.integers(1, 10_000)
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoaccum.planning.costs import MemoryModel, Trial
-from autoaccum.planning.search import bounds, has_plateaued, memory_model, next_trial
+from autoaccum.planning.costs import MemoryModel, Trial, bounds, memory_model
+from autoaccum.planning.search import has_plateaued, next_trial
 
 FIXED, PER_SAMPLE = 1000, 7
 

@@ -671,8 +671,8 @@ def test_plans_are_not_timed_for_ever_where_no_window_is_full() -> None:
         device.run(tuner, 64)
         tuner.settle(64)
     fastest = tuner._fastest
-    fastest._timing = Timing(20, cut=lambda cap: (cap,) * (64 // cap), trials=[], choose=None)
-    fastest._timing._candidates, fastest.weight = [20, 10], 20
+    fastest.timing = Timing(20, cut=lambda cap: (cap,) * (64 // cap), trials=[], choose=None)
+    fastest.timing._candidates, fastest.weight = [20, 10], 20
     for _ in range(UNTIMED):
         assert tuner.is_timing
         tuner.timed(1.0, 63)

@@ -13,7 +13,7 @@ def test_it_takes_what_the_trainer_takes_and_says_what_each_is() -> None:
     taken = inspect.signature(autoaccum.fit).parameters
     assert taken == inspect.signature(autoaccum.Trainer).parameters
     for name in taken:
-        assert f"\n            {name}: " in (autoaccum.fit.__doc__ or ""), name
+        assert f"\n    {name}: " in (inspect.getdoc(autoaccum.fit) or ""), name
 
 
 def test_a_wrong_argument_is_one_of_fit() -> None:

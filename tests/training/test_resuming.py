@@ -575,24 +575,32 @@ NOT_KEPT = {
     "Tuner._passed_limit": "of readings of this process",
     "Validator._released_bytes": "a reading of this process",
     # Begins anew, which costs time and changes nothing that is computed.
-    "Fastest._timing": "a comparison of plans begins anew",
+    "Fastest.timing": "a comparison of plans begins anew",
     "Fastest._timed_window": "goes with it",
     "Fastest._broken_off": "goes with it",
     "Fastest._not_full": "goes with it",
-    "Fastest._checks": "goes with it",
+    "Fastest.checks": "goes with it",
     "Fastest._rises": "goes with it",
     # What only makes a run fast, or is read anew.
     "Transaction._seeds": "a cache of constants",
     "Transaction.scaler": "has a state_dict of its own, which is kept",
     "Transaction._tally": "of the window that runs",
     "Transaction._num_samples": "of the window that runs",
+    "Transaction._sizes": "of the window that runs",
+    "Transaction._losses": "of the window that runs",
+    "Transaction._reductions": "of the window that runs",
+    "Transaction._norms": "of the window that runs",
+    "Tally._num_samples": "of the window that runs",
+    "Tally._counts": "of the window that runs",
+    "Tally._guess": "of the window that runs",
+    "Tuner._last_cut": "a cache of the last cut",
     "Trials._done": "of the window that is validated",
     "Snapshot._copies": "taken before each window",
     "Snapshot._buffers": "taken before each window",
     "Snapshot._random": "taken before each window",
 }
 """What may differ between a run and one that was resumed where it stands, with the reason."""
-READ_ANEW = {"Meter", "Pressure", "SimulatedMemory", "Retries", "RunDirectory", "Cache", "ProgressBar", "Narrator"}
+READ_ANEW = {"Meter", "Pressure", "SimulatedMemory", "Retries", "RunDirectory", "PastOfRun", "ProgressBar", "Narrator"}
 """Classes whose state is readings of this process, or what the disk holds."""
 
 

@@ -15,7 +15,7 @@ from autoaccum.loss.weighting import CountItems
 from autoaccum.memory.base import Memory
 from autoaccum.memory.devices import memory_of
 from autoaccum.memory.limit import Limit
-from autoaccum.training.steps import make_step
+from autoaccum.training.setup import make_step
 from autoaccum.window.job import Job
 from autoaccum.window.precision import Precision
 from autoaccum.window.step import Step

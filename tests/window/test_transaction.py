@@ -370,14 +370,14 @@ class TestNoise:
             transaction.roll_back = rolled_back  # type: ignore[method-assign]
             transaction.roll_back()
             with Operations() as operations:
-                made.run(window, (4, 4, 4))
+                made._run(window, (4, 4, 4))
             for number, name in enumerate(operations.names, 1):
                 if name not in (
                     "aten.t.default",
                     "aten.detach.default",
                 ):  # PyTorch itself keeps a graph that fails here
                     with oom_at(number), contextlib.suppress(torch.OutOfMemoryError):
-                        made.run(window, (4, 4, 4))
+                        made._run(window, (4, 4, 4))
         assert {"aten._foreach_norm.Scalar", "aten._foreach_add_.List"} <= set(operations.names)
         assert len(left) > 140
         assert set(left) == {left[0]}

@@ -1,0 +1,241 @@
+"""The commands: each calls one function of the public interface, prints what it returns, and gives the exit code."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import App, Parameter
+
+from autoaccum._units import format_bytes
+from autoaccum.cli import options
+from autoaccum.cli.options import Json, Recipe
+from autoaccum.cli.printing import (
+    counted,
+    fail,
+    fit_document,
+    plan_document,
+    plan_line,
+    print_json,
+    probe_lines,
+    stdout_kept,
+    study_lines,
+)
+from autoaccum.errors import ArgumentError
+from autoaccum.events import Finished
+from autoaccum.planning import plans
+from autoaccum.runs.past import Past
+from autoaccum.training.recipes import opened
+
+STUDY = "study.db"
+"""What a sweep keeps in its directory, unless told otherwise."""
+
+
+def __getattr__(name: str) -> Any:
+    """Return a command whose options torch has to be imported for (PEP 562)."""
+    if name not in ("fit", "probe", "sweep"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from autoaccum.training.options import OF_FIT, OF_PROBE
+
+    # Made anew each time: a process runs one command, and tests call several.
+    if name == "fit":
+        return options.command(_fit, options.of_declared(OF_FIT.values()))
+    if name == "probe":
+        return options.command(_probe, options.of_declared(OF_PROBE.values()))
+    from autoaccum.sweeps.options import OF_SWEEP, PASSED_ON
+
+    # The recipe is the command's own argument, and --trials its own name; budgets but samples would not be the same
+    # for trials of different effective batches.
+    own = [argument for argument in OF_SWEEP.values() if argument.name not in ("recipe", "num_trials")]
+    of_fit = [argument for argument in PASSED_ON.values() if argument.decides != "budget"]
+    return options.command(_sweep, options.of_declared([*own, *of_fit]))
+
+
+def _fit(recipe: Recipe, /, *, json: Json = False, **given: Any) -> int:
+    """Train what the recipe returns."""
+    from autoaccum.training.fitting import fit
+    from autoaccum.training.options import OF_FIT
+
+    with stdout_kept(json), opened(recipe) as arguments:
+        budgets = {name for name, argument in OF_FIT.items() if argument.decides == "budget"}
+        if not given.keys().isdisjoint(budgets):  # one budget replaces another
+            arguments = {name: value for name, value in arguments.items() if name not in budgets}
+        arguments = {**arguments, **given}
+        if "effective_batch" not in arguments:
+            raise ArgumentError(
+                "effective_batch", None, "samples", "Pass --effective-batch, or return it from the recipe."
+            )
+        result = fit(**arguments)
+    if json:
+        print_json(fit_document(result))
+    # A run that was ended by a signal has come to its last checkpoint, if it has any: 4 says that it can go on.
+    finished = [event.reason for event in result.events if isinstance(event, Finished)]  # of each process of the run
+    if finished[-1:] != ["interrupted"]:
+        return 0
+    return 130 if arguments.get("run_dir") is None else 4
+
+
+def _probe(recipe: Recipe, /, *, json: Json = False, **given: Any) -> None:
+    """Find the largest micro-batch that fits."""
+    from autoaccum.training.options import OF_PROBE
+    from autoaccum.training.probing import probe
+
+    with stdout_kept(json), opened(recipe) as arguments:
+        # A recipe serves fit too, which takes more.
+        shared = {name: value for name, value in arguments.items() if name in OF_PROBE}
+        report = probe(**{**shared, **given})
+    if json:
+        print_json({**dataclasses.asdict(report), "plan": None if report.plan is None else plan_document(report.plan)})
+    else:
+        print("\n".join(probe_lines(report)))
+
+
+def _sweep(
+    recipe: Recipe,
+    /,
+    *,
+    trials: Annotated[int, Parameter(help="finished or pruned ones that the study is to end with.")] = 20,
+    json: Json = False,
+    **given: Any,
+) -> int:
+    """Run trials, as many as the study lacks, and print what they have come to."""
+    from autoaccum._checks import positive_int
+    from autoaccum.sweeps.studies import best_trials, totals
+    from autoaccum.sweeps.sweep import sweep
+
+    positive_int("trials", trials)  # by its name here, which is not that of sweep's argument
+    with stdout_kept(json):
+        try:
+            study = sweep(recipe, num_trials=trials, **given)
+        except KeyboardInterrupt:  # not while a window was run: what it has come to is in the storage
+            print("interrupted: the same command goes on", file=sys.stderr)
+            return 4
+    found = totals(study)
+    if json:
+        trials_of = [
+            {
+                "number": trial.number,
+                "state": trial.state.name.lower(),
+                "values": trial.values,
+                "params": trial.params,
+                **trial.user_attrs,
+            }
+            for trial in study.trials
+        ]
+        best = [trial.number for trial in best_trials(study)]
+        print_json({"study": study.study_name, **found, "best": best, "trials": trials_of})
+    else:
+        print("\n".join(study_lines(best_trials(study), found)))
+    # Trials that do not fit are pruned, so the study has ended well; but nothing was learnt from it.
+    if found["finished"] and found["not_fitting"] == found["finished"]:
+        print(f"error: none of {counted(found['finished'], 'trial')} fits: see their not_fitting", file=sys.stderr)
+        return 3
+    return 0 if found["finished"] >= trials else 4
+
+
+def _plan(*, json: Json = False, **given: Any) -> None:
+    """Cut a window, and print how."""
+    plan = plans.plan(**given)
+    if json:
+        print_json(plan_document(plan))
+    else:
+        print(plan_line(plan))
+
+
+plan = options.command(_plan, options.of_function(plans.plan), plans.plan.__doc__ or "")
+
+cache = App(name="cache")
+
+
+@cache.default
+def _show_cache(*, json: Json = False) -> None:
+    """Print what earlier runs have left, an entry a line."""
+    past = Past()
+    entries, num_bytes = past.entries(), past.num_bytes()
+    if json:
+        models = [dataclasses.asdict(entry) for entry in entries]
+        print_json({"directory": str(past.where), "num_entries": len(models), "bytes": num_bytes, "entries": models})
+        return
+    for entry in entries:
+        print(f"{entry.saved}  {entry.model} on {entry.device}: {counted(entry.num_trials, 'size')}")
+    print(f"{past.where}: {counted(len(entries), 'entry', 'entries')}, {format_bytes(num_bytes)}")
+
+
+@cache.command(name="clear")
+def _clear_cache(*, json: Json = False) -> int:
+    """Remove all of it, and nothing else that is in the same directory."""
+    past = Past()
+    try:
+        removed = past.clear()
+    except OSError as error:
+        return fail(error, 1)
+    if json:
+        print_json({"directory": str(past.where), "removed_files": removed})
+    else:
+        print(f"{past.where}: removed {counted(removed, 'file')}")
+    return 0
+
+
+def report(
+    run_dirs: Annotated[
+        list[str],
+        Parameter(
+            name="RUN_DIR", negative=(), help="where a run has kept its records; or a sweep's directory or storage."
+        ),
+    ],
+    /,
+    *,
+    study: Annotated[str | None, Parameter(help="which one, of a storage with several.", show_default=False)] = None,
+    output: Annotated[str | None, Parameter(help="where to write; the (first) RUN_DIR.", show_default=False)] = None,
+    json: Json = False,
+) -> int:
+    """Make a page of runs or of a sweep, and print where it is."""
+    if study is not None or any(map(_is_sweep, run_dirs)):
+        return _report_study(run_dirs, study, output, json)
+    from autoaccum.reporting.page import write_report
+
+    try:
+        page = write_report(run_dirs, output)
+    except OSError as error:
+        return fail(error, 1)
+    if json:
+        print_json(
+            {
+                "path": str(page.path),
+                "images": [str(image) for image in page.images],
+                "runs": [dataclasses.asdict(facts) for facts in page.runs],
+            }
+        )
+    else:
+        print(page.path)
+    return 0
+
+
+def _is_sweep(place: str) -> bool:
+    """Return whether it is a sweep's directory, or a storage of studies, rather than a run's directory."""
+    if Path(place).is_dir():
+        return (Path(place) / STUDY).exists()
+    return "://" in place or place.startswith("journal:") or place.endswith(".log")
+
+
+def _report_study(places: Sequence[str], name: str | None, output: str | None, json: bool) -> int:
+    """Make a page of a study, and print where it is."""
+    from autoaccum.sweeps.page import write_study_report
+    from autoaccum.sweeps.studies import load_study
+
+    if len(places) > 1:
+        raise ArgumentError("RUN_DIR", ", ".join(places), "one sweep", "Make a page of each.")
+    study, directory = load_study(places[0], name)
+    try:
+        page = write_study_report(study, directory, output)
+    except OSError as error:
+        return fail(error, 1)
+    if json:
+        images = [str(image) for image in page.images]
+        print_json({"path": str(page.path), "images": images, "study": dataclasses.asdict(page.study)})
+    else:
+        print(page.path)
+    return 0

@@ -1,0 +1,149 @@
+"""What commands print: JSON documents, tables and lines, warnings and errors."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
+from json import dumps
+from typing import TYPE_CHECKING, Any
+
+from autoaccum._units import format_bytes
+from autoaccum.errors import AutoaccumWarning
+from autoaccum.planning.costs import prediction_error
+from autoaccum.planning.plans import Plan
+
+if TYPE_CHECKING:  # they take torch with them, which `plan` and `--help` have no use for
+    from optuna.trial import FrozenTrial
+
+    from autoaccum.training.probing import ProbeReport
+    from autoaccum.training.trainer import FitResult
+
+
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """Return a number with its noun: ``1 entry``, ``2 entries``."""
+    return f"{number} {noun if number == 1 else plural or f'{noun}s'}"
+
+
+@contextmanager
+def stdout_kept(json: bool) -> Iterator[None]:
+    """Send to standard error what a recipe or a callback prints, where standard output is one JSON document."""
+    if not json:
+        yield
+        return
+    with redirect_stdout(sys.stderr):
+        yield
+
+
+def print_json(document: dict[str, Any]) -> None:
+    """Print one document on one line."""
+    # json would write NaN, which most other readers refuse.
+    print(dumps(_finite(document), allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    """Return the same with null for NaN and infinity, which JSON has not."""
+    if isinstance(value, dict):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def fit_document(result: FitResult) -> dict[str, Any]:
+    """Return what ``fit --json`` prints: all that the run has reported."""
+    return {
+        "num_steps": result.num_steps,
+        "num_samples": result.num_samples,
+        "plan": plan_document(result.plan),
+        "history": [dataclasses.asdict(report) for report in result.history],
+        "events": [{"type": type(event).__name__, **dataclasses.asdict(event)} for event in result.events],
+    }
+
+
+def plan_document(plan: Plan) -> dict[str, Any]:
+    """Return what ``plan --json`` prints, and what others print of a plan."""
+    return {
+        "effective_batch": plan.effective_batch,
+        "world_size": len(plan.ranks),
+        "accumulation_steps": plan.accumulation_steps,
+        "sizes": plan.sizes,
+        "ranks": plan.ranks,
+    }
+
+
+def plan_line(plan: Plan) -> str:
+    """Return one line, however many micro-batches there are: ``86 x 1 + 85 x 2 = 256 samples, ...``."""
+    # A window may have thousands of micro-batches, of two sizes at most.
+    counts = sorted(Counter(plan.sizes).items(), reverse=True)
+    cut = " + ".join(f"{size} x {count}" for size, count in counts)
+    steps, ranks = plan.accumulation_steps, len(plan.ranks)
+    return (
+        f"{cut} = {plan.effective_batch} samples: {steps} accumulation step{'' if steps == 1 else 's'} "
+        f"on {f'each of {ranks} ranks' if ranks > 1 else '1 rank'}"
+    )
+
+
+def probe_lines(report: ProbeReport) -> Iterable[str]:
+    """Return the table of a probe's trials, and below it what they have shown."""
+    yield f"{'micro-batch':>11}  {'fits':<4}  {'peak':>10}  {'predicted':>10}  {'seconds':>8}  {'samples/s':>9}"
+    for trial in report.trials:
+        peak, predicted = (
+            "-" if value is None else format_bytes(value) for value in (trial.peak_bytes, trial.predicted_bytes)
+        )
+        seconds = "-" if trial.seconds is None else f"{trial.seconds:.4f}"
+        rate = "-" if not trial.seconds else f"{trial.micro_batch / trial.seconds:.0f}"
+        fits = "yes" if trial.fits else "no"
+        yield f"{trial.micro_batch:>11}  {fits:<4}  {peak:>10}  {predicted:>10}  {seconds:>8}  {rate:>9}"
+    yield ""
+    if (model := report.memory_model) is not None:  # it takes two sizes to fit one
+        error = prediction_error(report.trials)
+        off = "" if error is None else f"; its last prediction was {error:.1%} off"
+        each = format_bytes(model.bytes_per_sample)
+        yield f"memory model: {format_bytes(model.fixed_bytes)} + {each} per sample{off}"
+    yield f"limit: {format_bytes(report.limit_bytes)}"
+    yield f"largest micro-batch: {report.max_micro_batch}"
+    if report.plan is not None:
+        yield f"plan: {plan_line(report.plan)}"
+
+
+def study_lines(best: Sequence[FrozenTrial], found: Mapping[str, Any]) -> Iterable[str]:
+    """Return the table of a study's best trials, and below it how all of them have ended and what they cost."""
+    names = list(best[0].params) if best else []
+    yield "  ".join([f"{'trial':>5}", *(f"{title:>15}" for title in (*found["metric"], *names))])
+    for trial in best[:10]:  # of several metrics it is a front, which may be long
+        values = [f"{value:.6g}" if isinstance(value, float) else f"{value}" for value in trial.params.values()]
+        yield "  ".join(
+            [f"{trial.number:>5}", *(f"{text:>15}" for text in (*(f"{v:.6g}" for v in trial.values), *values))]
+        )
+    yield ""
+    yield (
+        f"{counted(found['finished'], 'trial')}: {found['complete']} to the end, {found['pruned']} pruned, "
+        f"of these {found['not_fitting']} that did not fit, {found['diverged']} that diverged and {found['stopped']} "
+        f"that a callback stopped; {found['failed']} failed"
+    )
+    yield (
+        f"cost of searching for micro-batches: {counted(found['search_trials'], 'size')} tried, "
+        f"{counted(found['ooms'], 'OOM')}, at most {counted(found['wasted_samples'], 'sample')} of "
+        f"{found['num_samples']} run again"
+    )
+
+
+def fail(error: Exception, code: int) -> int:
+    """Print an error as one message, and return the exit code."""
+    print(f"error: {error}", file=sys.stderr)
+    return code
+
+
+def show_warning(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+    """Print a warning of ours as one line, and any other with the place that it comes from."""
+    if issubclass(category, AutoaccumWarning):
+        from tqdm import tqdm
+
+        tqdm.write(f"warning: {' '.join(str(message).split())}", file=sys.stderr)  # above a progress bar, not in it
+    else:
+        print(warnings.formatwarning(message, category, *where[:2]), end="", file=sys.stderr)

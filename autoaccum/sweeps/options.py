@@ -1,0 +1,234 @@
+"""The arguments of ``sweep``, declared as those of ``fit`` are; and which of those of ``fit`` it passes on.
+
+``python -m tests.write_signatures`` writes the signature of ``sweep`` from them, and ``PassedOn`` below.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, TypedDict
+
+import torch
+from optuna.pruners import BasePruner
+from optuna.samplers import BaseSampler
+from optuna.storages import BaseStorage
+from optuna.trial import Trial
+
+from autoaccum import _checks
+from autoaccum.errors import ArgumentError, ArgumentTypeError
+from autoaccum.loss.weighting import CountItems
+from autoaccum.memory.limit import MemoryLimit
+from autoaccum.sweeps import spaces
+from autoaccum.training.declarations import Checked, arguments, arguments_of, check, option, values_of
+from autoaccum.training.learning_rate import MakeScheduler, Scaling
+from autoaccum.training.metrics import Metric
+from autoaccum.training.options import OF_FIT, Callback
+from autoaccum.window.optimizers import OptimizerLike
+from autoaccum.window.precision import Precision
+
+Arguments = dict[str, Any]
+"""Of a recipe, or of ``fit``, by their names."""
+Recipe = str | Callable[..., Arguments]
+
+
+class PassedOn(TypedDict, total=False):
+    """Arguments that ``sweep`` passes on to ``fit``, in place of what the recipe returns."""
+
+    loss_fn: Callable[[Any, Any], torch.Tensor] | None
+    training_step: Callable[[Any, Any], torch.Tensor] | None
+    num_items: CountItems | None
+    optimizer: OptimizerLike | None
+    lr_scheduler: MakeScheduler | None
+    lr_scaling: Scaling
+    base_batch: int | None
+    epochs: int | None
+    steps: int | None
+    micro_batch: int | Literal["auto"] | Sequence[Sequence[int]]
+    max_micro_batch: int | None
+    memory_limit: MemoryLimit
+    headroom: float
+    precision: Precision
+    clip_norm: float | None
+    compile: bool
+    device: str | torch.device | None
+    shuffle: bool
+    drop_last: bool
+    collate_fn: Callable[[list[Any]], Any] | None
+    num_workers: int
+    validation_data: Any
+    validate_every: int | None
+    metrics: Mapping[str, Metric] | None
+    checkpoint_every: int | str | None
+    keep_checkpoints: int
+    noise_scale: bool
+    cache: bool
+    callbacks: Iterable[Callback]
+
+
+def of_num_trials(num_trials: object) -> None:
+    """Check with how many trials a study is to end."""
+    _checks.positive_int("num_trials", num_trials)
+
+
+def of_jobs(jobs: object) -> None:
+    """Check how many processes share the trials."""
+    _checks.positive_int("jobs", jobs)
+
+
+def of_recipe(recipe: object) -> None:
+    """Check the kind of recipe; whether there is one of that name is seen when it is imported."""
+    if not isinstance(recipe, str) and not callable(recipe):
+        accepted = "a function that returns the arguments of fit, or the text that names it"
+        raise ArgumentTypeError("recipe", recipe, accepted)
+
+
+def of_search_space(search_space: object) -> None:
+    """Check the function that says what else is searched."""
+    if search_space is not None and not callable(search_space):
+        raise ArgumentTypeError("search_space", search_space, "a function of the trial")
+
+
+def of_study_name(study_name: object) -> None:
+    """Check the name of the study."""
+    if study_name is not None and not isinstance(study_name, str):
+        raise ArgumentTypeError("study_name", study_name, "a text")
+
+
+def of_fit_arguments(fit_arguments: Arguments) -> None:
+    """Refuse names that ``fit`` does not have, and those that no sweep passes on."""
+    # What sweep has itself cannot be among them: Python has given it to the parameter of that name.
+    for name, value in fit_arguments.items():
+        if name not in OF_FIT or OF_FIT[name].in_sweeps == "own":
+            taken = [argument.name for argument in OF_FIT.values() if argument.in_sweeps != "own"]
+            raise ArgumentError(name, value, f"arguments of sweep, or of fit: {', '.join(taken)}")
+
+
+def of_sampler(sampler: object) -> BaseSampler | Callable[[int], BaseSampler]:
+    """Return the sampler, or what makes one of a seed."""
+    return spaces.sampler_of(sampler)
+
+
+def of_pruner(pruner: object) -> None:
+    """Check the pruner, which is made once the budget of a trial is known."""
+    spaces.pruner_of(pruner, 1)
+
+
+CHECKS: tuple[Callable[..., Any], ...] = (
+    of_num_trials,
+    of_jobs,
+    _checks.of_seed,
+    of_recipe,
+    of_search_space,
+    of_study_name,
+    of_fit_arguments,
+    spaces.metrics,
+    of_sampler,
+    of_pruner,
+)
+"""The order in which checks are made; lr, effective_batch and samples are read once the recipe was found."""
+
+
+@arguments
+class SweepArguments:
+    """The arguments of one call of ``sweep``."""
+
+    # What is trained.
+    recipe: Recipe = option(
+        "a function that returns the keyword arguments of ``fit``, a new model among them each time; or the text by "
+        "which the command line names it.",
+        check=of_recipe,
+        is_positional=True,
+    )
+    # What is searched. A tuple is a range and a list a choice; texts are for the command line.
+    lr: float | tuple[float, float] | list[float] | str | None = option(
+        '(low, high), or "low:high": searched for on a logarithmic scale; [1e-4, 1e-3] or "1e-4,1e-3": one of these; '
+        "a number is taken by all trials.",
+        default=None,
+    )
+    effective_batch: int | tuple[int, int] | list[int] | str | None = option(
+        '[32, 64, 128] or "32,64,128": one of these; (low, high) or "low:high": powers of two where both are, else '
+        "any integer on a logarithmic scale; a number is taken by all trials.",
+        default=None,
+    )
+    search_space: Callable[[Trial], Arguments] | None = option(
+        "(trial) -> further arguments of the recipe or of fit, made of what the Optuna trial suggests.",
+        default=None,
+        check=of_search_space,
+    )
+    # How long, in all and for each trial.
+    num_trials: int = option(
+        "trials that the study is to end with, finished or pruned.", default=20, check=of_num_trials
+    )
+    samples: int | None = option(
+        "training samples of each trial; what the recipe says when left out, in samples or epochs.",
+        default=None,
+    )
+    # What trials are compared by.
+    metric: str | Sequence[str] = option(
+        "validation_loss, or what fit's argument metrics reports: of the trial's last validation (the best of several "
+        "would be better the more there are); seconds (of training) or samples. Of several the study has a Pareto "
+        "front, and prunes nothing.",
+        default="validation_loss",
+        check=spaces.metrics,
+    )
+    direction: str | Sequence[str] | None = option(
+        "minimize or maximize, for each metric; has to be said where it is not one of the three named.",
+        default=None,
+        check=spaces.metrics,
+    )
+    # How Optuna draws and gives up. Objects of Optuna are taken too, so that nothing of it is out of reach.
+    sampler: BaseSampler | Callable[[int], BaseSampler] | str = option(
+        "tpe, random, grid, gp, cmaes or nsgaii; a sampler of Optuna; or a function (seed) -> sampler, called for "
+        "each trial with its seed, as one that was made with a seed draws the same again after each start.",
+        default="tpe",
+        check=of_sampler,
+    )
+    pruner: BasePruner | str = option(
+        "median, hyperband, halving, wilcoxon or none; or one of Optuna. Its steps are samples. The median is that of "
+        "other trials, from a third of the samples on: before that a large effective batch has taken few steps, which "
+        "says little about where it ends.",
+        default="median",
+        check=of_pruner,
+    )
+    # What outlives the processes.
+    storage: str | BaseStorage | None = option(
+        "any URL of Optuna, journal:PATH or a path that ends in .log for a journal file, or a storage; a SQLite file "
+        "in the directory when left out.",
+        default=None,
+    )
+    study_name: str | None = option("named after the recipe when left out.", default=None, check=of_study_name)
+    directory: str | os.PathLike[str] | None = option(
+        "for checkpoints and records, a run directory a trial; sweeps/STUDY_NAME when left out.",
+        default=None,
+    )
+    # Who runs the trials, and what is seen of it.
+    jobs: int = option("processes that share the trials.", default=1, check=of_jobs)
+    seed: int = option(
+        "a trial's own is its number more, and is among its user attributes.", default=0, check=_checks.of_seed
+    )
+    progress: bool = option("show a bar over trials on standard error.", default=True)
+    fit_arguments: PassedOn = option(
+        "any others of fit, in place of what the recipe returns.", check=of_fit_arguments, is_rest=True
+    )
+
+    def check(self) -> Checked:
+        """Make the checks that come before the recipe is looked for.
+
+        Raises:
+            ArgumentError: an argument cannot be used; it names the argument, the value and the cure.
+        """
+        return check(OF_SWEEP, CHECKS, **values_of(self))
+
+    def call(self) -> Arguments:
+        """Return what ``sweep`` has to be called with to be called so again."""
+        values = values_of(self)
+        rest: Arguments = values.pop("fit_arguments")
+        return {**values, **rest}
+
+
+OF_SWEEP = arguments_of(SweepArguments)
+# What both have, such as lr, means something else in a sweep, which passes it on trial by trial.
+PASSED_ON = {
+    name: argument for name, argument in OF_FIT.items() if argument.in_sweeps != "own" and name not in OF_SWEEP
+}

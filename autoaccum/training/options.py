@@ -1,0 +1,348 @@
+"""The arguments of ``fit``, each declared once: its type, default, text, check, and what it decides.
+
+What else needs to know the arguments takes them from here. ``FitArguments`` is what ``Trainer`` works with. ``probe``
+and ``Accumulator`` share some of its fields, as these say themselves; ``sweep`` declares those of its own in the same
+manner. The plain signatures of these functions, with the texts in their docstrings, are written from the declarations
+by ``python -m tests.write_signatures``. The command line makes its options of them, recipes and sweeps check names
+against them, and a run's directory keeps their values.
+
+A check that needs no more than arguments is declared with them, and is made before anything else is done. What needs
+the model, the data or the device to be judged is judged where it is first used.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import MISSING
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from autoaccum import _checks
+from autoaccum.events import Record
+from autoaccum.loss.functions import loss_function
+from autoaccum.loss.weighting import CountItems
+from autoaccum.memory.limit import MemoryLimit
+from autoaccum.planning.budget import Budget
+from autoaccum.planning.schedules import Progress, Schedule, schedule_of
+from autoaccum.training.declarations import Checked, Own, arguments, arguments_of, check, option, values_of
+from autoaccum.training.learning_rate import MakeScheduler, Scaling
+from autoaccum.training.metrics import Metric
+from autoaccum.window.optimizers import OptimizerLike
+from autoaccum.window.precision import Precision
+
+Callback = Callable[[Record], None]
+"""Takes all that a run reports, as it happens."""
+
+
+def schedule_if_any(
+    effective_batch: int | str | Schedule | Callable[[Progress], int] | None,
+) -> Schedule | None:
+    """Return the schedule of a probe, which needs none."""
+    return None if effective_batch is None else schedule_of(effective_batch)
+
+
+# One function may check several arguments that only make sense together, and what it returns is used further on.
+CHECKS: tuple[Callable[..., Any], ...] = (
+    schedule_of,
+    schedule_if_any,
+    _checks.of_windows,
+    _checks.of_micro_batch,
+    _checks.of_num_workers,
+    _checks.of_seed,
+    _checks.of_lr,
+    loss_function,
+    _checks.of_validation,
+    _checks.of_run_directory,
+    _checks.of_checkpoint_every,
+    Budget,
+    _checks.recorded_plans,
+    _checks.of_callbacks,
+)
+"""The order in which checks are made, so that of several mistakes the same one is always named."""
+
+
+@arguments
+class FitArguments:
+    """The arguments of one call of ``fit``."""
+
+    # What is trained, on what. A run's directory keeps descriptions of these objects, and a run that goes on is
+    # compared with them.
+    model: nn.Module = option(
+        "the module to train, in place.",
+        is_positional=True,
+        in_sweeps="own",
+        probe=Own(text="the module to train."),
+        accumulator=Own(text="the module to train; compiled or not."),
+    )
+    data: Any = option(
+        "a Dataset, a DataLoader (its dataset, collate_fn, workers and sampler are used, its batch size is not), a "
+        "tuple or dict of tensors with one row per sample, or any iterable of batches. A batch is any pytree whose "
+        "tensors have one row per sample.",
+        is_positional=True,
+        in_sweeps="own",
+        probe=Own(text="as for ``fit``; its first samples are repeated to make batches of any size."),
+    )
+    # The one argument besides that has no default: any number would be a guess at what the user wants to learn.
+    effective_batch: int | str | Schedule | Callable[[Progress], int] = option(
+        'samples per optimizer step; or a schedule, its text such as "64, 1000:256", or a function (Progress) -> '
+        "samples: see autoaccum.schedules.",
+        check=schedule_of,
+        probe=Own(
+            text="samples per optimizer step, the most of them where it is a schedule: no larger micro-batch is tried, "
+            "and a plan is made.",
+            annotation="int | str | Schedule | Callable[[Progress], int] | None",
+            default=None,
+            check=schedule_if_any,
+        ),
+    )
+    # How its loss is computed: by one of these two functions, or by the model itself.
+    loss_fn: Callable[[Any, Any], torch.Tensor] | None = option(
+        "(outputs, targets) -> loss, a mean or a sum, for batches that are (inputs, targets).",
+        default=None,
+        check=loss_function,
+        probe=Own(),
+        accumulator=Own(),
+    )
+    training_step: Callable[[Any, Any], torch.Tensor] | None = option(
+        "(model, batch) -> loss, for any batch. With neither, the model returns its loss, as ``.loss`` or "
+        '``["loss"]``.',
+        default=None,
+        check=loss_function,
+        probe=Own(),
+        accumulator=Own(),
+    )
+    num_items: CountItems | None = option(
+        "(micro-batch) -> how many items its loss is a mean over, where that cannot be read off the loss.",
+        default=None,
+        check=_checks.of_windows,
+        accumulator=Own(),
+    )
+    # How the optimizer steps.
+    optimizer: OptimizerLike | None = option(
+        "an Optimizer or a function (parameters) -> Optimizer; AdamW when left out.",
+        default=None,
+        probe=Own(
+            text="an Optimizer or a function (parameters) -> Optimizer; AdamW when left out. Its state must fit too."
+        ),
+        # Whoever writes a loop has an optimizer at hand, for a scheduler and its own state.
+        accumulator=Own(
+            text="over its parameters. One whose ``step`` needs a closure, such as LBFGS, is given one.",
+            annotation="torch.optim.Optimizer",
+            default=MISSING,
+            is_positional=True,
+        ),
+    )
+    lr: float | None = option(
+        "learning rate of the AdamW that is made when optimizer is left out; 1e-3 when left out too.",
+        default=None,
+        check=_checks.of_lr,
+    )
+    lr_scheduler: MakeScheduler | None = option(
+        "function (optimizer, num_steps) -> LRScheduler; stepped once per window, or for every base_batch samples "
+        "where only training tells how many windows there are.",
+        default=None,
+    )
+    lr_scaling: Scaling = option(
+        "none, linear or sqrt: lr times effective_batch / base_batch, or its root.",
+        default="none",
+        decides="training",
+    )
+    base_batch: int | None = option(
+        "effective batch that lr is right for.",
+        default=None,
+        decides="training",
+    )
+    # How long. Trials of a sweep are compared after the same samples, so a search may not set any of these.
+    epochs: int | None = option(
+        "passes over the data; one when no budget is given.",
+        default=None,
+        check=Budget,
+        decides="budget",
+        in_sweeps="shared",
+    )
+    steps: int | None = option(
+        "optimizer steps, over as many epochs as that takes.",
+        default=None,
+        check=Budget,
+        decides="budget",
+        in_sweeps="shared",
+    )
+    samples: int | None = option(
+        "samples to train on; the last window is cut to it.",
+        default=None,
+        check=Budget,
+        decides="budget",
+        in_sweeps="shared",
+    )
+    # How windows are run. Laws 1 and 2 say that this decides speed and memory, and nothing of what is trained.
+    micro_batch: int | Literal["auto"] | Sequence[Sequence[int]] = option(
+        '"auto", the samples of one forward and backward, or the plans of a recorded run ([report.micro_batches for '
+        "report in history]) to repeat it bit for bit.",
+        default="auto",
+        check=_checks.recorded_plans,
+        # Batches are what its caller makes of them, so there is no recorded run to repeat.
+        accumulator=Own(
+            text='"auto", or the samples of one forward and backward.',
+            annotation='int | Literal["auto"]',
+            check=_checks.of_micro_batch,
+        ),
+    )
+    max_micro_batch: int | None = option(
+        "the most samples to try at once.",
+        default=None,
+        check=_checks.of_windows,
+        probe=Own(),
+        accumulator=Own(),
+    )
+    memory_limit: MemoryLimit = option(
+        'device memory this process may use, as bytes, "8GiB", a share such as 0.5, or a function () -> one of these, '
+        "asked again as training goes on.",
+        default=None,
+        # A function is asked once: a probe has ended before a limit has moved.
+        probe=Own(
+            text='device memory this process may use, as bytes, "8GiB", a share such as 0.5, or a function () -> one '
+            "of these."
+        ),
+        accumulator=Own(),
+    )
+    headroom: float = option(
+        "fraction of the limit that plans leave free.",
+        default=0.05,
+        check=_checks.of_windows,
+        probe=Own(text="fraction of the limit to leave free."),
+        accumulator=Own(),
+    )
+    # From here on some decide the numbers: a rounding, a clipping.
+    precision: Precision = option(
+        "fp32 (as the model is), bf16 or fp16 (both by autocast).",
+        default="fp32",
+        decides="training",
+        probe=Own(),
+        accumulator=Own(),
+    )
+    clip_norm: float | None = option(
+        "clip each window's gradient to this 2-norm.",
+        default=None,
+        check=_checks.of_windows,
+        decides="training",
+        accumulator=Own(text="clip each batch's gradient to this 2-norm."),
+    )
+    # Where and from which seed it is computed.
+    compile: bool = option("run the model through torch.compile.", default=False)
+    device: str | torch.device | None = option(
+        "where to train, such as cpu or cuda:1; an accelerator where there is one.",
+        default=None,
+        probe=Own(),
+    )
+    seed: int = option(
+        "of the order of samples, of what datasets draw, and of dropout.",
+        default=0,
+        check=_checks.of_seed,
+        decides="training",
+        in_sweeps="shared",
+    )
+    # How the data are read.
+    shuffle: bool = option(
+        "read the data in a new order each epoch; a DataLoader says so itself.",
+        default=True,
+        decides="training",
+    )
+    drop_last: bool = option(
+        "leave out the short window at the end of an epoch.",
+        default=False,
+        decides="training",
+    )
+    collate_fn: Callable[[list[Any]], Any] | None = option(
+        "makes a batch of a list of samples.",
+        default=None,
+        probe=Own(),
+    )
+    num_workers: int = option(
+        "processes that read the data ahead of time.",
+        default=0,
+        check=_checks.of_num_workers,
+    )
+    # What is looked at beside the training loss. Validations are where trials are compared, so all have the same.
+    validation_data: Any = option(
+        "like data; its loss is reported at the end of each epoch, and of the run.",
+        default=None,
+        check=_checks.of_validation,
+    )
+    validate_every: int | None = option(
+        "samples from one validation to the next, instead of epochs.",
+        default=None,
+        check=_checks.of_validation,
+        in_sweeps="shared",
+    )
+    metrics: Mapping[str, Metric] | None = option(
+        'what else validations report, {"accuracy": function}: (outputs, targets) beside loss_fn, (model, batch) '
+        "beside training_step, which takes a forward of its own, (outputs, batch) where the model returns its loss -> "
+        "a tensor of one value per sample or item (a token that counts), over all of which the mean is taken.",
+        default=None,
+        check=_checks.of_validation,
+    )
+    # What outlives the process. Each trial of a sweep has a directory that the sweep finds again after a kill.
+    run_dir: str | os.PathLike[str] | None = option(
+        "directory for checkpoints and records; the same call again goes on where the last one was killed.",
+        default=None,
+        check=_checks.of_run_directory,
+        in_sweeps="own",
+    )
+    checkpoint_every: int | str | None = option(
+        'steps, a time such as "30s" or "10m", or "epoch"; ten minutes when left out. One more is written after the '
+        "first window, after each validation that is the best so far, and at the end.",
+        default=None,
+        check=_checks.of_checkpoint_every,
+    )
+    keep_checkpoints: int = option(
+        "how many of the newest stay; the best stays besides.",
+        default=2,
+        check=_checks.of_run_directory,
+    )
+    resume: Literal["auto"] | bool = option(
+        "go on from what run_dir holds, where it holds something (auto), in any case (true), or not (false).",
+        default="auto",
+        check=_checks.of_run_directory,
+        in_sweeps="own",
+    )
+    # What is reported, and kept for other runs.
+    noise_scale: bool = option("report the gradient noise scale of windows.", default=False)
+    cache: bool = option(
+        "begin from what earlier runs of the same model, data shapes and device found, and keep what this one finds.",
+        default=True,
+    )
+    callbacks: Iterable[Callback] = option(
+        "functions (record) -> None, called with every StepReport and event; StopTraining ends the run.",
+        default=(),
+        check=_checks.of_callbacks,
+        accumulator=Own(
+            text="functions (event) -> None, called with every event: a plan, a re-plan, memory that ran out.",
+            annotation="Iterable[Callable[[Event], None]]",
+        ),
+    )
+    progress: bool = option("show a progress bar and a summary on standard error.", default=True)
+
+    def check(self) -> Checked:
+        """Make the checks that need no more than the arguments.
+
+        Raises:
+            ArgumentError: an argument cannot be used; it names the argument, the value and the cure.
+        """
+        return check(OF_FIT, CHECKS, **values_of(self))
+
+    def modules(self) -> list[nn.Module]:
+        """Return the model, and the loss or the training step where it is a module too."""
+        return modules_of(self.model, self.loss_fn, self.training_step)
+
+
+def modules_of(model: object, loss_fn: object, training_step: object) -> list[nn.Module]:
+    """Return those of a call's objects that may have parameters to train."""
+    return [module for module in (model, loss_fn, training_step) if isinstance(module, nn.Module)]
+
+
+OF_FIT = arguments_of(FitArguments)
+OF_PROBE = arguments_of(FitArguments, "probe")
+OF_ACCUMULATOR = arguments_of(FitArguments, "accumulator")

@@ -1,0 +1,347 @@
+"""From the arguments of a run to its parts: each function makes one part, and ``Trainer`` calls them in their order.
+
+The order matters. The seed is set before anything is drawn from it, modules are moved before the optimizer is made of
+their parameters, and the optimizer's state is allocated before a plan counts on the memory that is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from autoaccum import _checks
+from autoaccum.data import randomness
+from autoaccum.data.base import Source
+from autoaccum.data.sources import open_source
+from autoaccum.errors import ArgumentError, ArgumentTypeError
+from autoaccum.events import Event
+from autoaccum.loss.coupling import is_compiled, smallest_micro_batch
+from autoaccum.loss.functions import LossOf, loss_function
+from autoaccum.memory.base import Memory
+from autoaccum.memory.devices import find_device, memory_of
+from autoaccum.memory.limit import Limit, MemoryLimit
+from autoaccum.memory.oom import room_for_model
+from autoaccum.planning.budget import Budget
+from autoaccum.planning.noise import Smoothed
+from autoaccum.planning.schedules import SMOOTHING, NoiseScale, Progress, Schedule, schedule_of
+from autoaccum.planning.tuner import Tuner
+from autoaccum.runs.past_of_run import PastOfRun
+from autoaccum.training.declarations import Checked
+from autoaccum.training.lazy import build_lazy_layers
+from autoaccum.training.learning_rate import LearningRate
+from autoaccum.training.metrics import Metrics
+from autoaccum.training.options import FitArguments
+from autoaccum.training.validation import Validator
+from autoaccum.verification.examiner import Examiner
+from autoaccum.window.job import Job
+from autoaccum.window.meter import Meter
+from autoaccum.window.optimizers import allocate_state, make_optimizer
+from autoaccum.window.precision import autocast
+from autoaccum.window.step import Step
+from autoaccum.window.transaction import Transaction
+
+BOUNDLESS = 2**30
+"""Samples in a micro-batch where nothing says how many are of use."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where windows are computed, and what memory they may use there."""
+
+    device: torch.device
+    memory: Memory
+    limit: Limit
+    """What may be used of it."""
+
+
+def place_of(device: str | torch.device | None, memory_limit: MemoryLimit) -> Place:
+    """Find the device, and read the limit a first time.
+
+    Raises:
+        ArgumentError: there is no such device, or the limit is none.
+    """
+    found = find_device(device)
+    memory = memory_of(found)
+    return Place(device=found, memory=memory, limit=Limit(memory, memory_limit))
+
+
+def open_data(arguments: FitArguments, place: Place) -> Source:
+    """Open what is trained on.
+
+    Raises:
+        DataError: it cannot be cut into windows.
+        ArgumentError: it can be read only once, and is to be read more often.
+    """
+    # Samples wait for their window in host memory, wherever that is computed.
+    on_cpu = place.device.type == "cpu"
+    host = memory_of(torch.device("cpu"))
+    host_bytes = min(host.limit(), place.limit.bytes) if on_cpu else host.limit()
+    # Kept for replays before samples are read again; on a CPU it is taken from what micro-batches have.
+    budget_bytes = max(0, host_bytes - host.used()) // (64 if on_cpu else 8)
+    source = open_source(
+        arguments.data,
+        seed=arguments.seed,
+        shuffle=arguments.shuffle,
+        device=place.device,
+        collate_fn=arguments.collate_fn,
+        num_workers=arguments.num_workers,
+        budget_bytes=budget_bytes,
+    )
+    # An iterable that is no iterator begins anew for each epoch.
+    epochs = arguments.epochs
+    if hasattr(arguments.data, "__next__") and (epochs or 1) > 1:
+        raise ArgumentError("epochs", epochs, "1 for an iterator, which can be read only once", "Pass a Dataset.")
+    return source
+
+
+def open_validation_data(arguments: FitArguments, place: Place) -> Source:
+    """Open what is validated on, in the order that it has.
+
+    Raises:
+        ArgumentTypeError: it can be read only once.
+        DataError: it cannot be cut.
+    """
+    data = arguments.validation_data
+    if hasattr(data, "__next__"):
+        cure = "It is read after each epoch, and an iterator yields its items only once: pass a Dataset or a list."
+        raise ArgumentTypeError("validation_data", data, "data that can be read again", cure)
+    # A DataLoader brings its own, which the training data's would contradict.
+    is_loader = isinstance(data, DataLoader)
+    return open_source(
+        data,
+        seed=arguments.seed,
+        shuffle=False,
+        device=place.device,
+        collate_fn=None if is_loader else arguments.collate_fn,
+        num_workers=0 if is_loader else arguments.num_workers,
+        argument="validation_data",
+    )
+
+
+def seed_all(arguments: FitArguments) -> None:
+    """Set the seeds of torch, Python and NumPy."""
+    torch.manual_seed(arguments.seed)  # of every device
+    randomness.seed_host(arguments.seed)
+
+
+def build(
+    arguments: FitArguments,
+    checked: Checked,
+    place: Place,
+    source: Source,
+    parameters: list[nn.Parameter],
+    num_steps: int | None,
+) -> tuple[torch.optim.Optimizer, LearningRate]:
+    """Move all modules to the device, make the optimizer, its schedule and its state there, and return the first two.
+
+    All of the memory that a run needs before its first sample is taken here.
+
+    Raises:
+        LimitBelowModelError: the limit is below that.
+        ArgumentError: the optimizer or its schedule cannot be used.
+    """
+    model, modules = arguments.model, arguments.modules()
+    if not model.training:  # a model in training mode may hold layers that were frozen in eval mode on purpose
+        model.train()
+    with room_for_model(place.memory, place.limit.bytes, parameters):
+        for module in (*modules, *metric_modules(arguments)):
+            module.to(place.device)
+        # A first forward builds them, as it will be in training: an optimizer can only be made of what is there.
+        context = autocast(arguments.precision, place.device)
+        build_lazy_layers(model, modules, source, checked[loss_function], context, place.device)
+        optimizer = make_optimizer(arguments.optimizer, arguments.lr, parameters)
+        learning_rate = LearningRate(
+            optimizer,
+            arguments.lr_scheduler,
+            num_steps=num_steps,
+            most_samples=checked[Budget].most_samples(source.num_samples),
+            lr_scaling=arguments.lr_scaling,
+            base_batch=arguments.base_batch,
+            first_batch=checked[schedule_of].at(Progress()),
+        )
+        # Left to the first step, it would be allocated after plans have been measured without it.
+        allocate_state(optimizer, modules)
+    return optimizer, learning_rate
+
+
+def metric_modules(arguments: FitArguments) -> list[nn.Module]:
+    """Return the metrics that are modules, and so have to be on the device too."""
+    return [metric for metric in (arguments.metrics or {}).values() if isinstance(metric, nn.Module)]
+
+
+def noise_of(arguments: FitArguments, schedule: Schedule) -> Smoothed | None:
+    """Return what smooths the noise scale, where the run reports it or its effective batch follows it."""
+    if not arguments.noise_scale and not isinstance(schedule, NoiseScale):
+        return None
+    return Smoothed(smoothing=schedule.smoothing if isinstance(schedule, NoiseScale) else SMOOTHING)
+
+
+def make_step(
+    job: Job,
+    *,
+    micro_batch: int | None,
+    max_micro_batch: int | None,
+    full_window: int | None,
+    memory: Memory,
+    limit: Limit,
+    headroom: float,
+    clip_norm: float | None,
+    emit: Callable[[Event], None],
+    noise_scale: bool = False,
+) -> Step:
+    """Return what takes the steps of a run.
+
+    Args:
+        job: what is computed; everything is on the device, and the optimizer's state is allocated.
+        micro_batch: its samples; None to find them.
+        max_micro_batch: the most samples to try at once.
+        full_window: samples of the largest window of the run, where that is known.
+        memory: of the device.
+        limit: what may be used of it.
+        headroom: fraction of the limit that plans leave free.
+        clip_norm: 2-norm to clip each window's gradient to.
+        emit: takes the events.
+        noise_scale: whether windows that are cut tell of the noise in their gradient.
+
+    Raises:
+        ArgumentError: BatchNorm, and micro-batches of one sample.
+    """
+    smallest = smallest_micro_batch(job.modules)
+    for name, value in (("micro_batch", micro_batch), ("max_micro_batch", max_micro_batch)):
+        if value is not None and value < smallest <= (full_window or smallest):
+            cure = "The model holds BatchNorm in training mode, which has no statistics of one sample."
+            raise ArgumentError(name, value, f"an int of at least {smallest}", cure)
+    ceilings = [samples for samples in (full_window, max_micro_batch) if samples is not None]
+    tuner = Tuner(
+        ceiling=min(ceilings, default=BOUNDLESS),
+        limit_bytes=limit.bytes,
+        headroom=headroom,
+        search=micro_batch is None,
+        largest=min(micro_batch or 0, max_micro_batch or micro_batch or 0),
+        smallest=smallest,
+        few_sizes=smallest > 1 or is_compiled(job.model),  # statistics of a few samples are poor
+        fewest=2 if noise_scale and micro_batch is None else 1,
+    )
+    transaction = Transaction(job, clip_norm=clip_norm, noise_scale=noise_scale)
+    return Step(
+        job,
+        transaction=transaction,
+        examiner=Examiner(job, transaction),
+        tuner=tuner,
+        meter=Meter(memory, job.device, is_enforced=limit.is_enforced, needs_room=tuner.needs_room),
+        memory=memory,
+        limit=limit,
+        emit=emit,
+    )
+
+
+def step_of(
+    arguments: FitArguments,
+    checked: Checked,
+    place: Place,
+    step_model: Any,
+    optimizer: torch.optim.Optimizer,
+    epoch_samples: int | None,
+    emit: Callable[[Event], None],
+    *,
+    noise_scale: bool,
+) -> Step:
+    """Return what takes the steps of a run, on the model as it is called: compiled, or as it is.
+
+    Raises:
+        ArgumentError: BatchNorm, and micro-batches of one sample; or a noise scale of fewer than two micro-batches.
+    """
+    # A recorded run's plans leave nothing to search for; the largest of them stands for the size of micro-batches.
+    schedule, plans = checked[schedule_of], checked[_checks.recorded_plans]
+    micro_batch = arguments.micro_batch
+    fixed = micro_batch if isinstance(micro_batch, int) else max((max(plan) for plan in plans), default=None)
+    job = Job(
+        model=step_model,
+        modules=tuple(arguments.modules()),
+        optimizer=optimizer,
+        loss_of=checked[loss_function],
+        num_items=arguments.num_items,
+        device=place.device,
+        precision=arguments.precision,
+    )
+    step = make_step(
+        job,
+        micro_batch=fixed,
+        max_micro_batch=arguments.max_micro_batch,
+        # No micro-batch need be larger than a window, and no window is larger than the data.
+        full_window=min((n for n in (schedule.largest, epoch_samples) if n is not None), default=None),
+        memory=place.memory,
+        limit=place.limit,
+        headroom=arguments.headroom,
+        clip_norm=arguments.clip_norm,
+        noise_scale=noise_scale,
+        emit=emit,
+    )
+    if isinstance(schedule, NoiseScale) and schedule.min < 2 * step.tuner.smallest:
+        cure = "A noise scale is estimated from two micro-batches, and BatchNorm has no statistics of one sample."
+        raise ArgumentError("effective_batch", str(schedule), "a min of at least 4", cure)
+    return step
+
+
+def cache_of(arguments: FitArguments, place: Place, optimizer: torch.optim.Optimizer, tuner: Tuner) -> PastOfRun | None:
+    """Return what earlier runs have found out, where there is something to search for."""
+    # A micro-batch that was passed is no discovery: it may not even be near what fits.
+    if not arguments.cache or not tuner.searching:
+        return None
+    return PastOfRun(
+        arguments.modules(),
+        optimizer,
+        precision=arguments.precision,
+        device=place.device,
+        compiled=arguments.compile,
+        functions=(arguments.loss_fn, arguments.training_step),
+    )
+
+
+def validator_of(
+    arguments: FitArguments,
+    loss_of: LossOf,
+    place: Place,
+    step_model: Any,
+    step: Step,
+    emit: Callable[[Event], None],
+) -> Validator | None:
+    """Return what validates, where there is something to validate on; its metrics have been tried once.
+
+    Raises:
+        ArgumentError: the data or a metric cannot be used.
+    """
+    if arguments.validation_data is None:
+        return None
+    source = open_validation_data(arguments, place)
+    of: Any = "model"  # what the loss is computed by, and so what metrics are called with
+    if arguments.loss_fn is not None:
+        of = "loss_fn"
+    elif arguments.training_step is not None:
+        of = "training_step"
+    metrics = arguments.metrics
+    modules: Sequence[nn.Module] = [*arguments.modules(), *metric_modules(arguments)]
+    validator = Validator(
+        step_model,
+        modules,
+        source,
+        loss_of=loss_of,
+        of_outputs=arguments.loss_fn is not None,
+        num_items=arguments.num_items,
+        autocast=step.job.autocast,
+        device=place.device,
+        memory=place.memory,
+        limits=step.tuner.limits,
+        is_enforced=place.limit.is_enforced,
+        emit=emit,
+        metrics=Metrics(metrics, step_model, of=of, autocast=step.job.autocast) if metrics else None,
+    )
+    if metrics:
+        # On the model as it is: a compiled one would be compiled for batches of one sample and of two.
+        validator.try_metrics(Metrics(metrics, arguments.model, of=of, autocast=step.job.autocast))
+    return validator

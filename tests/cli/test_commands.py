@@ -1,0 +1,104 @@
+"""Commands: what reaches fit and probe from the command line and from a recipe, and what the cache shows."""
+
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autoaccum.cli.app import main
+from tests.cli.conftest import QUIET
+
+# Flags and the recipe.
+
+
+def test_options_override_the_recipe_and_leave_it_the_rest(
+    tiny: Callable[..., str], fit_json: Callable[..., dict[str, Any]]
+) -> None:
+    recipe = tiny("'effective_batch': 12, 'lr': 0.5, 'micro_batch': 4, 'headroom': 0.5,")
+    run = fit_json(recipe, "--lr", "0.125")
+    assert [report["micro_batches"] for report in run["history"]] == [[4, 4, 4]] * 2
+    assert {report["lr"] for report in run["history"]} == {0.125}
+    assert fit_json(recipe, "--effective-batch", "24")["plan"]["sizes"] == [4] * 6
+
+
+def test_an_option_that_repeats_the_default_overrides_the_recipe_too(
+    tiny: Callable[..., str], fit_json: Callable[..., dict[str, Any]]
+) -> None:
+    recipe = tiny("'effective_batch': 10, 'drop_last': True,")
+    assert fit_json(recipe)["num_steps"] == 2
+    assert fit_json(recipe, "--no-drop-last")["num_steps"] == 3
+
+
+def test_a_budget_replaces_the_recipes_budget(
+    tiny: Callable[..., str], fit_json: Callable[..., dict[str, Any]]
+) -> None:
+    recipe = tiny("'effective_batch': 8, 'epochs': 5,")
+    assert fit_json(recipe)["num_steps"] == 15
+    assert fit_json(recipe, "--steps", "4")["num_steps"] == 4
+    assert fit_json(recipe, "--samples", "13")["num_samples"] == 13
+    assert fit_json(recipe, "--epochs", "2")["num_steps"] == 6
+
+
+def test_effective_batch_from_neither_is_a_usage_error(
+    tiny: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["fit", tiny(), *QUIET]) == 2
+    assert "Pass --effective-batch, or return it from the recipe." in capsys.readouterr().err
+
+
+def test_probe_ignores_what_only_fit_takes(tiny: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = tiny("'epochs': 3, 'lr_scheduler': None, 'clip_norm': 1.0, 'effective_batch': 6,")
+    assert main(["probe", recipe, "--json", "--device", "cpu"]) == 0
+    assert json.loads(capsys.readouterr().out)["max_micro_batch"] == 6
+    assert main(["probe", recipe, "--json", "--device", "cpu", "--max-micro-batch", "3"]) == 0
+    assert json.loads(capsys.readouterr().out)["plan"]["sizes"] == [3, 3]
+
+
+# Memory of past runs.
+
+
+def test_cache_shows_what_runs_left_and_clear_empties_it(
+    tiny: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = os.environ["AUTOACCUM_CACHE_DIR"]
+    searching = ["fit", tiny("'effective_batch': 8,"), "--micro-batch", "auto", *QUIET]
+    assert main([*searching, "--no-cache"]) == 0
+    assert main(["cache"]) == 0
+    assert capsys.readouterr().out == f"{where}: 0 entries, 0 B\n"
+    assert main(searching) == 0
+    assert main(["cache", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    (file,) = Path(where).iterdir()
+    assert shown.keys() == {"directory", "num_entries", "bytes", "entries"}
+    assert (shown["directory"], shown["num_entries"], shown["bytes"]) == (where, 1, file.stat().st_size)
+    assert shown["entries"][0]["model"] == "Linear"
+    assert main(["cache"]) == 0
+    entry, total = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"20\d\d-\d\d-\d\dT[\d:]{8}\+00:00  Linear on cpu \S+: [1-9] sizes?", entry)
+    assert total.startswith(f"{where}: 1 entry, ")
+    assert main(["cache", "clear", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"directory": where, "removed_files": 1}
+    assert list(Path(where).iterdir()) == []
+    assert main(["cache", "clear"]) == 0
+    assert capsys.readouterr().out == f"{where}: removed 0 files\n"
+
+
+def test_a_cache_that_cannot_be_cleared_exits_with_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    where = Path(os.environ["AUTOACCUM_CACHE_DIR"])
+    where.mkdir()
+    (where / f"trials-{'0' * 32}.json").write_text("")
+    monkeypatch.setattr(Path, "unlink", refuse)
+    assert main(["cache", "clear"]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: [Errno 13] Permission denied: ")
+    assert err.count("\n") == 1

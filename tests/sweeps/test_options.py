@@ -1,0 +1,70 @@
+"""Arguments of ``sweep``: those of its own, and those that it passes on to ``fit``."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, get_type_hints
+
+import pytest
+
+import autoaccum
+from autoaccum.errors import ArgumentError, ArgumentTypeError
+from autoaccum.sweeps import spaces
+from autoaccum.sweeps.options import OF_SWEEP, PASSED_ON, PassedOn, SweepArguments, of_sampler
+from autoaccum.training.options import OF_FIT
+
+
+def recipe() -> dict[str, Any]:
+    return {}
+
+
+def given(**options: Any) -> SweepArguments:
+    return SweepArguments(**{"recipe": recipe, "fit_arguments": {}, **options})
+
+
+def test_what_is_passed_on_is_of_fit_and_not_of_the_sweep() -> None:
+    assert PASSED_ON.keys() == OF_FIT.keys() - OF_SWEEP.keys() - {"model", "data", "run_dir", "resume"}
+    assert list(get_type_hints(PassedOn)) == list(PASSED_ON)
+    for name, argument in PASSED_ON.items():
+        assert argument.type == get_type_hints(PassedOn)[name]
+
+
+def test_trials_share_what_would_make_them_incomparable() -> None:
+    shared = {argument.name for argument in OF_FIT.values() if argument.in_sweeps == "shared"}
+    assert shared == {"samples", "epochs", "steps", "validate_every", "seed"}
+
+
+def test_the_same_call_can_be_made_again() -> None:
+    call = given(lr=0.1, seed=3, fit_arguments={"clip_norm": 1.0}).call()
+    assert (call["lr"], call["seed"], call["clip_norm"]) == (0.1, 3, 1.0)
+    assert "fit_arguments" not in call
+    inspect.signature(autoaccum.sweep).bind(**call)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "kind"),
+    [
+        ({"num_trials": 0}, ArgumentError),
+        ({"jobs": 0}, ArgumentError),
+        ({"seed": -1}, ArgumentError),
+        ({"recipe": 3}, ArgumentTypeError),
+        ({"search_space": 3}, ArgumentTypeError),
+        ({"study_name": 3}, ArgumentTypeError),
+        ({"fit_arguments": {"clip_nrm": 1.0}}, ArgumentError),
+        ({"fit_arguments": {"run_dir": "a"}}, ArgumentError),
+        ({"metric": []}, ArgumentError),
+        ({"sampler": "best"}, ArgumentError),
+        ({"pruner": 3}, ArgumentTypeError),
+    ],
+)
+def test_wrong_ones_are_refused_by_name(wrong: dict[str, Any], kind: type[ArgumentError]) -> None:
+    (name,) = wrong.get("fit_arguments", wrong)
+    with pytest.raises(kind) as caught:
+        given(**wrong).check()
+    assert caught.value.argument == name
+
+
+def test_checks_return_what_they_have_read() -> None:
+    checked = given(metric="validation_loss,seconds", sampler="random").check()
+    assert checked[spaces.metrics] == (("validation_loss", "seconds"), ("minimize", "minimize"))
+    assert checked[of_sampler] is spaces.SAMPLERS["random"]

@@ -1,0 +1,193 @@
+"""Arguments of ``fit`` are declared once: what stands elsewhere follows, and type checkers and readers see it."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import pydoc
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autoaccum
+from autoaccum._checks import of_callbacks
+from autoaccum.errors import ArgumentError, ConflictingArgumentsError
+from autoaccum.loss.functions import loss_function
+from autoaccum.planning.budget import Budget
+from autoaccum.planning.schedules import Constant, schedule_of
+from autoaccum.sweeps.options import CHECKS as CHECKS_OF_SWEEP
+from autoaccum.sweeps.options import OF_SWEEP
+from autoaccum.training.declarations import Argument
+from autoaccum.training.options import CHECKS, OF_ACCUMULATOR, OF_FIT, OF_PROBE, FitArguments
+from tests import write_signatures
+
+ROOT = Path(autoaccum.__file__).parent.parent
+CALLS: list[tuple[Callable[..., Any], dict[str, Argument]]] = [
+    (autoaccum.fit, OF_FIT),
+    (autoaccum.Trainer, OF_FIT),
+    (autoaccum.probe, OF_PROBE),
+    (autoaccum.Accumulator, OF_ACCUMULATOR),
+    (autoaccum.sweep, OF_SWEEP),
+]
+
+
+def given(**options: Any) -> FitArguments:
+    return FitArguments(**{"model": nn.Linear(2, 1), "data": [], "effective_batch": 8, **options})
+
+
+# What is written from them.
+
+
+@pytest.mark.parametrize("path", write_signatures.written(), ids=lambda path: path.name)
+def test_what_is_written_is_not_stale(path: Path) -> None:
+    """Else run ``python -m tests.write_signatures``."""
+    assert path.read_text() == write_signatures.written()[path]
+
+
+@pytest.mark.parametrize(("function", "declared"), CALLS, ids=lambda value: getattr(value, "__name__", ""))
+def test_signatures_show_names_and_defaults(function: Callable[..., Any], declared: dict[str, Argument]) -> None:
+    parameters = inspect.signature(function).parameters
+    assert list(parameters) == list(declared)
+    for name, parameter in parameters.items():
+        argument = declared[name]
+        kinds = {parameter.POSITIONAL_OR_KEYWORD: "positional", parameter.KEYWORD_ONLY: "named"}
+        kind = "positional" if argument.is_positional else "named"
+        assert kinds.get(parameter.kind, "rest") == ("rest" if argument.is_rest else kind)
+        assert parameter.default == (parameter.empty if argument.is_required else argument.default)
+
+
+@pytest.mark.parametrize(("function", "declared"), CALLS, ids=lambda value: getattr(value, "__name__", ""))
+def test_help_shows_every_text(function: Callable[..., Any], declared: dict[str, Argument]) -> None:
+    if function is autoaccum.Trainer:  # which says that fit has them
+        return
+    shown = " ".join(pydoc.render_doc(function, renderer=pydoc.plaintext).replace("|", " ").split())
+    for argument in declared.values():
+        assert f"{argument.name}: {argument.text}" in shown
+
+
+@pytest.mark.parametrize("function", [autoaccum.fit, autoaccum.Trainer, autoaccum.probe])
+def test_the_types_in_signatures_are_known_where_they_stand(function: Callable[..., Any]) -> None:
+    declared = dict(CALLS)[function]
+    for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
+        assert parameter.annotation == declared[name].type
+
+
+MISTAKES = {
+    "fit(model, data, effective_batch=8, batch_size=2)": 'Unexpected keyword argument "batch_size" for "fit"',
+    "fit(model, data, loss_fn=None)": 'Missing named argument "effective_batch" for "fit"',
+    'fit(model, data, effective_batch=8, lr="high")': 'Argument "lr" to "fit" has incompatible type "str"',
+    'fit(model, data, effective_batch=8, precision="fp8")': 'Argument "precision" to "fit" has incompatible type',
+    "Trainer(model, data, effective_batch=8, step=3)": 'Unexpected keyword argument "step" for "Trainer"',
+    "probe(model, data, micro_batch=3)": 'Unexpected keyword argument "micro_batch" for "probe"',
+    "Accumulator(model)": 'Missing positional argument "optimizer" in call to "Accumulator"',
+    'sweep("a.py", lr=(1e-4, 1e-2), clip_nrm=1.0)': 'Unexpected keyword argument "clip_nrm" for "sweep"',
+    'sweep("a.py", lr=(1e-4, 1e-2), clip_norm="1")': 'Argument "clip_norm" to "sweep" has incompatible type "str"',
+}
+FINE = [
+    'fit(model, data, effective_batch="64, 1000:256", lr=1, callbacks=[print], metrics={"a": max}, run_dir=Path("a"))',
+    "probe(model, data).plan",
+    'sweep("a.py", effective_batch=[32, 64], samples=1000, clip_norm=1.0, precision="bf16")',
+]
+
+
+def test_type_checkers_find_misspelt_missing_and_wrongly_typed_arguments(tmp_path: Path) -> None:
+    """Of other packages nothing is read, for what mypy needs for torch is a minute."""
+    others = ",".join(
+        f"{name}.*" for name in ("torch", "numpy", "optuna", "psutil", "safetensors", "tqdm", "platformdirs")
+    )
+    (tmp_path / "mypy.ini").write_text(
+        f"[mypy]\nstrict = True\nfollow_imports = silent\nmypy_path = {ROOT}\n[mypy-{others}]\nfollow_imports = skip\n"
+    )
+    head = "from pathlib import Path\nfrom typing import Any\nfrom autoaccum import Accumulator, Trainer, fit, probe, sweep\nmodel: Any\ndata: Any\n"
+    lines = [*MISTAKES, *FINE]
+    (tmp_path / "calls.py").write_text(head + "\n".join(lines) + "\n")
+    run = subprocess.run(
+        [sys.executable, "-m", "mypy", "--config-file", "mypy.ini", "--no-pretty", "--hide-error-context", "calls.py"],
+        cwd=tmp_path, capture_output=True, text=True,
+    )  # fmt: skip
+    errors = dict(line.split(": error: ") for line in run.stdout.splitlines() if ": error: " in line)
+    begin = head.count("\n") + 1
+    found = {lines[int(place.split(":")[1]) - begin]: message for place, message in errors.items()}
+    assert found.keys() == MISTAKES.keys(), run.stdout + run.stderr
+    for call, message in MISTAKES.items():
+        assert message in found[call]
+
+
+# What is declared.
+
+
+@pytest.mark.parametrize(("declared", "order"), [(OF_FIT, CHECKS), (OF_SWEEP, CHECKS_OF_SWEEP)])
+def test_every_check_has_its_turn(declared: dict[str, Argument], order: tuple[Callable[..., Any], ...]) -> None:
+    for argument in declared.values():
+        assert argument.check is None or argument.check in order, argument.name
+    looked_at = {name for check in order for name in inspect.signature(check).parameters}
+    assert {argument.name for argument in declared.values() if argument.check} <= looked_at <= {*declared}
+
+
+def test_texts_are_one_paragraph_each() -> None:
+    for _, declared in CALLS:
+        for argument in declared.values():
+            assert argument.text.endswith("."), argument.name
+            assert "\n" not in argument.text
+
+
+def test_the_budget_is_one_of_three_arguments() -> None:
+    names = [argument.name for argument in OF_FIT.values() if argument.decides == "budget"]
+    assert names == ["epochs", "steps", "samples"] == [field.name for field in dataclasses.fields(Budget)]
+
+
+def test_what_a_resumed_run_has_to_have_in_common() -> None:
+    """A change of this list is a change of what the directories of earlier versions can be gone on with."""
+    assert [argument.name for argument in OF_FIT.values() if argument.decides == "training"] == [
+        "lr_scaling", "base_batch", "precision", "clip_norm", "seed", "shuffle", "drop_last",
+    ]  # fmt: skip
+
+
+# What becomes of values.
+
+
+def test_checks_return_what_arguments_stand_for() -> None:
+    checked = given(steps=3, callbacks=iter([print]), loss_fn=nn.functional.mse_loss).check()
+    assert checked[schedule_of] == Constant(8)
+    assert checked[Budget] == Budget(steps=3)
+    assert checked[of_callbacks] == [print], "an iterator is read once"
+    batch = torch.ones(4, 2), torch.ones(4, 1)
+    assert checked[loss_function](nn.Linear(2, 1), batch).shape == ()
+
+
+def test_of_several_mistakes_the_same_is_named_first() -> None:
+    wrong: dict[str, Any] = {
+        "effective_batch": 0, "headroom": 2, "num_workers": -1, "seed": -1, "lr": -1.0, "loss_fn": 3,
+        "validate_every": 0, "keep_checkpoints": 0, "checkpoint_every": "often", "steps": 0, "micro_batch": 0,
+        "callbacks": [1],
+    }  # fmt: skip
+    names = list(wrong)
+    for position, name in enumerate(names):
+        with pytest.raises(ArgumentError) as caught:
+            given(run_dir=".", **{other: wrong[other] for other in names[position:]}).check()
+        assert caught.value.argument == name
+
+
+def test_arguments_that_exclude_each_other() -> None:
+    with pytest.raises(ConflictingArgumentsError):
+        given(loss_fn=print, training_step=print).check()
+    with pytest.raises(ConflictingArgumentsError):
+        given(epochs=1, steps=1).check()
+
+
+def test_modules_are_what_may_hold_parameters() -> None:
+    loss = nn.CrossEntropyLoss()
+    arguments = given(loss_fn=loss)
+    assert arguments.modules() == [arguments.model, loss]
+    assert given(loss_fn=print).modules()[1:] == []
+
+
+def test_arguments_cannot_be_changed() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        given().lr = 0.1  # type: ignore[misc]
