@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import gc
 import logging
+import signal
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
 torch.set_num_threads(1)
+# A shell has what it starts in the background ignore Ctrl-C, and then Python does not catch it.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # Nothing here is timed: a busy machine is no failure.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
