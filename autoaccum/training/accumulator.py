@@ -131,7 +131,7 @@ class Accumulator:
             device=self._device,
             precision=precision,
         )
-        self._engine = make_step(
+        self._step = make_step(
             job,
             micro_batch=micro_batch if isinstance(micro_batch, int) else None,
             max_micro_batch=max_micro_batch,
@@ -161,7 +161,7 @@ class Accumulator:
         window = self._window(batch)
         if not self._closes:
             gradient = self._run(window)
-            self._engine.apply(gradient)
+            self._step.apply(gradient)
             return gradient.loss
         # An optimizer that asks for gradients itself, several times in a step: each is a window of the same batch.
         losses: list[torch.Tensor] = []
@@ -170,10 +170,10 @@ class Accumulator:
             losses.append(self._run(window).loss)
             return losses[-1]
 
-        self._engine.apply_closure(closure)
+        self._step.apply_closure(closure)
         if not losses:
             raise ArgumentTypeError(
-                "optimizer", type(self._engine.job.optimizer).__name__, "one that calls its closure"
+                "optimizer", type(self._step.job.optimizer).__name__, "one that calls its closure"
             )
         return losses[0]
 
@@ -186,7 +186,7 @@ class Accumulator:
             cure = "Only step() can leave out a step on a gradient that overflowed; or take precision='bf16'."
             raise ConflictingArgumentsError("precision", "fp16", "backward()", cure)
         gradient = self._run(self._window(batch))
-        self._engine.number += 1
+        self._step.number += 1
         return gradient.loss
 
     def _window(self, batch: Any) -> _Batch:
@@ -204,14 +204,14 @@ class Accumulator:
         modes = [layer.training for layer in self._batch_norms]
         if modes != self._modes:
             self._modes = modes
-            self._engine.tuner.set_smallest(smallest_micro_batch(self._modules))
+            self._step.tuner.set_smallest(smallest_micro_batch(self._modules))
         if window.num_samples > self._largest_batch:  # no smaller one could tell what is best for it
             self._largest_batch = window.num_samples
-            self._engine.tuner.searching = self._searches
-        gradient, _ = self._engine.run(window)
+            self._step.tuner.searching = self._searches
+        gradient, _ = self._step.run(window)
         self.micro_batches, self.grad_norm = gradient.sizes, gradient.grad_norm
         if window.lengths is None or window.num_samples == self._largest_batch:
-            self._engine.settle(self._largest_batch, window.lengths)
+            self._step.settle(self._largest_batch, window.lengths)
         return gradient
 
     def _emit(self, event: Event) -> None:

@@ -162,7 +162,7 @@ class Trainer:
         )
         self._noise = setup.noise_of(arguments, self.schedule)
         step_model: Any = torch.compile(self.model) if arguments.compile else self.model
-        self._engine = setup.step_of(
+        self._step = setup.step_of(
             arguments,
             checked,
             place,
@@ -172,9 +172,9 @@ class Trainer:
             self._emit,
             noise_scale=self._noise is not None,
         )
-        self._tuner = self._engine.tuner
+        self._tuner = self._step.tuner
         self._cache = setup.cache_of(arguments, place, self.optimizer, self._tuner)
-        self._validator = setup.validator_of(arguments, loss_of, place, step_model, self._engine, self._emit)
+        self._validator = setup.validator_of(arguments, loss_of, place, step_model, self._step, self._emit)
 
         # What changes in the course of the run.
         self._history: list[Any] = []  # empty where there is a run_dir
@@ -185,7 +185,7 @@ class Trainer:
             num_samples=epoch_samples,
             drop_last=arguments.drop_last,
             plans=checked[_checks.recorded_plans],
-            step=self._engine,
+            step=self._step,
         )
         self._best_loss, self._is_best = math.inf, False  # of validations; is the newest the best, and not yet saved?
         self._validation_loss: float | None = None
@@ -208,7 +208,7 @@ class Trainer:
     @property
     def step(self) -> int:
         """Return the optimizer steps taken."""
-        return self._engine.number
+        return self._step.number
 
     @property
     def samples_seen(self) -> int:
@@ -266,7 +266,7 @@ class Trainer:
             self._validate(self._pace.epoch)  # unless that was done at the epoch's end
             self._save(is_last=True)
         if self._stop_reason == "budget" and self.num_steps not in (None, self.step):
-            self._engine.announcer.say(
+            self._step.announcer.say(
                 Notice(
                     cause=f"The run took {self.step} steps instead of the {self.num_steps} that were foreseen",
                     consequence="A learning rate scheduler was told of too many or too few",
@@ -295,11 +295,11 @@ class Trainer:
         if self._resumed is not None:
             self._emit(self._resumed)
         if self._directory is not None and self._directory.passed_over is not None:
-            self._engine.announcer.say(self._directory.passed_over)
+            self._step.announcer.say(self._directory.passed_over)
         if is_spent:
             self._end("budget")
         if is_finished:
-            self._engine.announcer.say(
+            self._step.announcer.say(
                 Notice(
                     cause=f"The run in {self._run_dir} is finished: it has taken its {self.step} steps",
                     consequence="Nothing is trained",
@@ -309,10 +309,10 @@ class Trainer:
             return False
         # The kernel left no error to learn from: the mark of the window is all there is of it.
         if self._directory is not None and (died := self._directory.window_mark.died_of_memory) is not None:
-            self._engine.killed(*died, self._pace.asked())
+            self._step.killed(*died, self._pace.asked())
         # A search ends with a plan that is announced then.
         if not self._tuner.searching:
-            self._engine.announce_plan(self._pace.asked())
+            self._step.announce_plan(self._pace.asked())
         return True
 
     def _end_epoch(self) -> None:
@@ -337,20 +337,20 @@ class Trainer:
             )
         is_full = window.lengths is None or window.num_samples == asked  # samples that are alike need not be there
         if is_full and asked != self._tuner.full_window[0]:
-            self._engine.resize(asked, window.lengths)
+            self._step.resize(asked, window.lengths)
         # Written where it outlives a process that the kernel kills: what was tried, and that it was not survived.
         if self._directory is not None:
             largest = max(plan) if plan else self._tuner.plan(window.num_samples, window.lengths)[0]
             self._directory.window_mark.enter(largest, window.lengths[0] if window.lengths else 1)
-        gradient, replays = self._engine.run(window, plan)
+        gradient, replays = self._step.run(window, plan)
         num_samples = sum(gradient.sizes)
         self._pace.passed(num_samples)
         lr = self._learning_rate.now(asked)  # that of this step, before the scheduler goes on
         with self._learning_rate.scaled(asked):
-            stepped = self._engine.apply(gradient)
+            stepped = self._step.apply(gradient)
         self._learning_rate.advance(self.samples_seen, stepped)
         if is_full:
-            self._engine.settle(asked, window.lengths)
+            self._step.settle(asked, window.lengths)
         noise = gradient.noise
         if noise is not None and self._noise is not None:
             self._noise.observe(noise)
@@ -366,8 +366,8 @@ class Trainer:
             lr=lr,
             grad_norm=None if gradient.grad_norm is None else gradient.grad_norm.item(),
             seconds=now - self._mark,
-            peak_bytes=self._engine.meter.peak_bytes,
-            limit_bytes=self._engine.limit.bytes,
+            peak_bytes=self._step.meter.peak_bytes,
+            limit_bytes=self._step.limit.bytes,
             replays=replays,
             noise_scale=None if noise is None or self._noise is None else self._noise.scale,
             gradient_squared=None if noise is None else noise.gradient_squared,
@@ -378,7 +378,7 @@ class Trainer:
         if self._directory is not None:
             self._directory.window_mark.leave()
         if stepped:
-            self._engine.announce_if_not_finite(report.loss)
+            self._step.announce_if_not_finite(report.loss)
         if self._noise is not None and window.num_samples == asked and len(gradient.sizes) == 1:
             self._announce_no_noise()
         lengths = window.lengths
@@ -434,7 +434,7 @@ class Trainer:
             background=self.device.type != "cpu",  # there the copy is in the memory that windows are planned for
         )
         # The mark says which size was being tried, for larger ones are tried within a window.
-        self._engine.meter.before_trial = directory.window_mark.enter
+        self._step.meter.before_trial = directory.window_mark.enter
         try:
             found = directory.resume()
             if found is not None:
@@ -465,7 +465,7 @@ class Trainer:
             "modules": state_of_modules(others),
             "optimizer": self.optimizer.state_dict(),
             "learning_rate": self._learning_rate.state_dict(),
-            "engine": self._engine.state_dict(),
+            "engine": self._step.state_dict(),
             "validator": None if self._validator is None else self._validator.state_dict(),
             "noise": None if self._noise is None else self._noise.state_dict(),
             **self._pace.state_dict(),
@@ -484,7 +484,7 @@ class Trainer:
         load_optimizer(self.optimizer, state["optimizer"])
         self._learning_rate.load_state_dict(state["learning_rate"])
         is_same_device = state["device"] == describe(self.device)
-        self._engine.load_state_dict(state["engine"], is_same_device=is_same_device)
+        self._step.load_state_dict(state["engine"], is_same_device=is_same_device)
         if self._validator is not None and state["validator"] is not None and is_same_device:
             self._validator.load_state_dict(state["validator"])
         if self._noise is not None and state["noise"] is not None:
@@ -515,7 +515,7 @@ class Trainer:
 
     def _announce_no_noise(self) -> None:
         """Announce, once, that windows are not cut and so show no noise."""
-        self._engine.announcer.say_once(
+        self._step.announcer.say_once(
             Notice(
                 cause=f"Window {self.step} was one micro-batch, and it takes two to estimate the noise scale",
                 consequence="Until windows are cut, noise_scale is None, and an effective batch that follows it stays "
@@ -527,7 +527,7 @@ class Trainer:
 
     def _announce_sorted(self) -> None:
         """Announce, once, that the noise scale is off where micro-batches differ in length."""
-        self._engine.announcer.say_once(
+        self._step.announcer.say_once(
             Notice(
                 cause="Windows are sorted by length, so their micro-batches are no random parts of them",
                 consequence="What long and short samples differ in counts as noise, and the noise scale may come out "
