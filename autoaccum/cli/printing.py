@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # they take torch with them, which `plan` and `--help` have n
     from optuna.trial import FrozenTrial
 
     from autoaccum.training.probing import ProbeReport
-    from autoaccum.training.trainer import FitResult
+    from autoaccum.training.result import FitResult
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:

@@ -172,9 +172,7 @@ class Accumulator:
 
         self._step.apply_closure(closure)
         if not losses:
-            raise ArgumentTypeError(
-                "optimizer", type(self._step.job.optimizer).__name__, "one that calls its closure"
-            )
+            raise ArgumentTypeError("optimizer", type(self._step.job.optimizer).__name__, "one that calls its closure")
         return losses[0]
 
     def backward(self, batch: Any) -> torch.Tensor:

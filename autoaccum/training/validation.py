@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,6 +31,40 @@ from autoaccum.training.metrics import Kept, Metrics, Sums
 from autoaccum.window.attributes import Attributes
 from autoaccum.window.precision import Autocast
 from autoaccum.window.snapshot import Snapshot
+
+
+@dataclass(kw_only=True, slots=True)
+class Validations:
+    """What the validations of a run have come to so far."""
+
+    step: int = 0
+    """Optimizer steps that were taken before the last one; 0 before the first."""
+    loss: float | None = None
+    """Loss of the last one."""
+    best_loss: float = math.inf
+    """Lowest loss of all."""
+    is_unsaved_best: bool = False
+    """Whether the lowest loss is of parameters that no checkpoint holds yet."""
+
+    def add(self, loss: float) -> None:
+        """Note the loss of a validation."""
+        self.loss = loss
+        if loss < self.best_loss:  # never so for NaN
+            self.best_loss, self.is_unsaved_best = loss, True
+
+    def is_best_at(self, step: int) -> bool:
+        """Return whether the parameters after this step are those of the lowest loss."""
+        # Asked of the step and not remembered from the validation: a checkpoint that takes the place of another one of
+        # the same step is the best as well.
+        return self.step == step and self.loss == self.best_loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what they have come to, under the names of the first version of the format."""
+        return {"_validated": self.step, "_validation_loss": self.loss, "_best_loss": self.best_loss}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Put back what ``state_dict`` returned; other entries are left alone."""
+        self.step, self.loss, self.best_loss = state["_validated"], state["_validation_loss"], state["_best_loss"]
 
 
 class Validator:
