@@ -96,10 +96,13 @@ class RunState:
 
     def load_state_dict(self, weights: State, state: State) -> None:
         """Put back what ``state_dict`` returned, into the parts of a run that was set up by the same arguments."""
+        # The weights lie in a file of their own, which any reader of safetensors understands: apart from other modules.
         of_all = [{"state": weights, "buffers": state["buffers"]}, *state["modules"]]
         load_modules([self.model, *self.others], of_all, self.device)
         load_optimizer(self.optimizer, state["optimizer"])
-        self.learning_rate.load_state_dict(state["learning_rate"])
+        self.learning_rate.load_state_dict(
+            state["learning_rate"]
+        )  # after the optimizer, which has the rates themselves
         # Sizes that were found are of the device they were found on; on another one they are searched for anew.
         is_same_device = state["device"] == describe(self.device)
         self.step.load_state_dict(state["engine"], is_same_device=is_same_device)
@@ -115,16 +118,19 @@ class RunState:
 
 def configuration_of(arguments: FitArguments, schedule: Schedule, source: Source, state: RunState) -> dict[str, Any]:
     """Return what was asked for; under "trained" what a run that goes on has to have in common with this one."""
+    # The model and the data are described apart, by more than their names.
     given = {name: value for name, value in values_of(arguments).items() if name not in ("model", "data")}
+    # Their names, for functions have no text that is the same in each process.
     given["metrics"] = ", ".join(arguments.metrics or ()) or None
     model, last = arguments.model, arguments.modules()[-1]
     trained = {
         "model": configuration.describe_model(model),
-        # A loss or a training step that is a module has parameters to train too.
+        # A loss or a training step that is a module may have parameters to train too.
         "loss": configuration.describe_model(last) if last is not model else None,
         "data": source.description(),
         "effective_batch": str(schedule),
         "optimizer": configuration.describe_optimizer(state.optimizer),
+        # The scheduler's own state is in checkpoints; told of another number of steps it would go on otherwise.
         "steps of the lr_scheduler": state.learning_rate.num_steps,
         **{name: given[name] for name, argument in OF_FIT.items() if argument.decides == "training"},
     }
@@ -188,7 +194,7 @@ def save(run: Run, directory: RunDirectory, validations: Validations, loss: floa
     facts = {"num_samples": run.samples_seen, "loss": loss, "validation_loss": validations.loss}
     is_best = validations.is_best_at(run.step)
     path = directory.save(run.step, *run.state_dict(), facts, is_best=is_best)
-    validations.is_unsaved_best = False
-    if is_last:
+    validations.is_unsaved_best = False  # once it was handed over: a save that raises ends the run anyway
+    if is_last:  # others may be written while training goes on: an error comes up at the next one
         directory.wait()
     return Saved(step=run.step, path=str(path), seconds=clock.now() - started)
