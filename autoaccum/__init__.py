@@ -29,14 +29,14 @@ if TYPE_CHECKING:
     from autoaccum.training.fitting import fit as fit
     from autoaccum.training.probing import ProbeReport as ProbeReport
     from autoaccum.training.probing import probe as probe
-    from autoaccum.training.trainer import FitResult as FitResult
+    from autoaccum.training.result import FitResult as FitResult
     from autoaccum.training.trainer import Trainer as Trainer
 
 _HOMES = {
     "Accumulator": "training.accumulator",
     "AutoaccumError": "errors",
     "AutoaccumWarning": "errors",
-    "FitResult": "training.trainer",
+    "FitResult": "training.result",
     "Plan": "planning.plans",
     "ProbeReport": "training.probing",
     "StepReport": "events",

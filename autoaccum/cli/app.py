@@ -23,11 +23,12 @@ from autoaccum.errors import ArgumentError, AutoaccumError, MemoryLimitError, Re
 from autoaccum.training.recipes import RecipeRaised
 
 COMMANDS = "autoaccum.cli.commands"
+"""Where cyclopts finds a command by its name, once it is called."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code."""
-    with warnings.catch_warnings():
+    with warnings.catch_warnings():  # puts showwarning back: main may be called from Python
         warnings.showwarning = show_warning
         try:
             # Parsed here and called here, so that cyclopts is in no traceback.
@@ -35,12 +36,14 @@ def main(argv: Sequence[str] | None = None) -> int:
                 sys.argv[1:] if argv is None else list(argv), print_error=False, exit_on_error=False
             )
             return command(*bound.args, **bound.kwargs) or 0
+        # What another command line would cure is told in one line each, by the code that scripts can go by.
         except (CycloptsError, ArgumentError, RecipeError, ResumeError) as error:
             return fail(error, 2)
         except MemoryLimitError as error:
             return fail(error, 3)
         except AutoaccumError as error:
             return fail(error, 1)
+        # The user's own mistake: the traceback begins in the recipe, for our frames say nothing of it.
         except RecipeRaised as raised:
             traceback.print_exception(raised.__cause__)
             return 1

@@ -59,11 +59,13 @@ def _fit(recipe: Recipe, /, *, json: Json = False, **given: Any) -> int:
     from autoaccum.training.fitting import fit
     from autoaccum.training.options import OF_FIT
 
+    # Trained within the recipe's context, for processes that read data import what stands beside it.
     with stdout_kept(json), opened(recipe) as arguments:
         budgets = {name for name, argument in OF_FIT.items() if argument.decides == "budget"}
         if not given.keys().isdisjoint(budgets):  # one budget replaces another
             arguments = {name: value for name, value in arguments.items() if name not in budgets}
         arguments = {**arguments, **given}
+        # Not left to fit, whose TypeError would speak of Python and not of options.
         if "effective_batch" not in arguments:
             raise ArgumentError(
                 "effective_batch", None, "samples", "Pass --effective-batch, or return it from the recipe."
@@ -113,7 +115,7 @@ def _sweep(
         except KeyboardInterrupt:  # not while a window was run: what it has come to is in the storage
             print("interrupted: the same command goes on", file=sys.stderr)
             return 4
-    found = totals(study)
+    found = totals(study)  # of all processes that have worked on it
     if json:
         trials_of = [
             {
@@ -133,6 +135,7 @@ def _sweep(
     if found["finished"] and found["not_fitting"] == found["finished"]:
         print(f"error: none of {counted(found['finished'], 'trial')} fits: see their not_fitting", file=sys.stderr)
         return 3
+    # With fewer than were asked for it was interrupted: the same command goes on.
     return 0 if found["finished"] >= trials else 4
 
 
@@ -145,6 +148,7 @@ def _plan(*, json: Json = False, **given: Any) -> None:
         print(plan_line(plan))
 
 
+# Made when this is imported and not when it is called, for it needs no torch.
 plan = options.command(_plan, options.of_function(plans.plan), plans.plan.__doc__ or "")
 
 cache = App(name="cache")
@@ -170,7 +174,7 @@ def _clear_cache(*, json: Json = False) -> int:
     past = Past()
     try:
         removed = past.clear()
-    except OSError as error:
+    except OSError as error:  # no error of ours, and no mistake in our code: told without a traceback
         return fail(error, 1)
     if json:
         print_json({"directory": str(past.where), "removed_files": removed})
@@ -193,8 +197,10 @@ def report(
     json: Json = False,
 ) -> int:
     """Make a page of runs or of a sweep, and print where it is."""
+    # Whoever names a study means a sweep; else what the places hold tells.
     if study is not None or any(map(_is_sweep, run_dirs)):
         return _report_study(run_dirs, study, output, json)
+    # Imported here, for it takes matplotlib with it, which no other command has a use for.
     from autoaccum.reporting.page import write_report
 
     try:
@@ -217,7 +223,8 @@ def report(
 def _is_sweep(place: str) -> bool:
     """Return whether it is a sweep's directory, or a storage of studies, rather than a run's directory."""
     if Path(place).is_dir():
-        return (Path(place) / STUDY).exists()
+        return (Path(place) / STUDY).exists()  # a sweep's own storage, beside the folders of its trials
+    # Otherwise as ``sweep`` reads the text: a URL of Optuna, or a journal file.
     return "://" in place or place.startswith("journal:") or place.endswith(".log")
 
 

@@ -36,10 +36,12 @@ def command(run: Callable[..., int | None], offered: Iterable[inspect.Parameter]
         offered: parameters of the function that it calls; those that a command line can write become options.
         doc: a docstring with the texts of those that bring none.
     """
+    # A command's own come first in the help, as what it cannot do without.
     own = inspect.signature(run, eval_str=True).parameters.values()
     parameters = [parameter for parameter in own if parameter.kind is not inspect.Parameter.VAR_KEYWORD]
     parameters += [option for parameter in offered if (option := _option(parameter)) is not None]
 
+    # A new function each time: what cyclopts reads is attached to it, and ``run`` stays what it is.
     def call(*args: Any, **kwargs: Any) -> int | None:
         return run(*args, **kwargs)
 
@@ -73,6 +75,7 @@ def _option(parameter: inspect.Parameter) -> inspect.Parameter | None:
     members = writable(parameter.annotation)
     if not members:
         return None
+    # Declared arguments bring their texts in their annotation, those of a plain function have them in its docstring.
     helps = [extra.help for extra in getattr(parameter.annotation, "__metadata__", ())]
     converter = None if members == (bool,) else _convert
     # With no help at all, even None, the docstring's text is shown.
@@ -101,11 +104,13 @@ def _convert(annotation: Any, tokens: Sequence[Token]) -> Any:
     """
     text = tokens[0].value
     members = writable(annotation)
+    # Before numbers and other texts, for "auto" or "true" would pass for any text.
     words = {str(choice): choice for member in members for choice in get_args(member)}
     if bool in members:
         words |= {"true": True, "false": False}
     if text in words:
         return words[text]
+    # From the narrowest on: "8" is the number where one is taken, and a text where none is.
     for narrow in (int, float, str):
         if narrow in members:
             with suppress(ValueError):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # they take torch with them, which `plan` and `--help` have n
     from optuna.trial import FrozenTrial
 
     from autoaccum.training.probing import ProbeReport
-    from autoaccum.training.trainer import FitResult
+    from autoaccum.training.result import FitResult
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:
@@ -56,6 +56,7 @@ def _finite(value: Any) -> Any:
 
 def fit_document(result: FitResult) -> dict[str, Any]:
     """Return what ``fit --json`` prints: all that the run has reported."""
+    # Without the model and the optimizer, which JSON cannot hold: a run_dir keeps them.
     return {
         "num_steps": result.num_steps,
         "num_samples": result.num_samples,
@@ -92,6 +93,7 @@ def probe_lines(report: ProbeReport) -> Iterable[str]:
     """Return the table of a probe's trials, and below it what they have shown."""
     yield f"{'micro-batch':>11}  {'fits':<4}  {'peak':>10}  {'predicted':>10}  {'seconds':>8}  {'samples/s':>9}"
     for trial in report.trials:
+        # Of what ran out of memory no peak is known, and the first sizes have no prediction.
         peak, predicted = (
             "-" if value is None else format_bytes(value) for value in (trial.peak_bytes, trial.predicted_bytes)
         )
@@ -101,7 +103,7 @@ def probe_lines(report: ProbeReport) -> Iterable[str]:
         yield f"{trial.micro_batch:>11}  {fits:<4}  {peak:>10}  {predicted:>10}  {seconds:>8}  {rate:>9}"
     yield ""
     if (model := report.memory_model) is not None:  # it takes two sizes to fit one
-        error = prediction_error(report.trials)
+        error = prediction_error(report.trials)  # how far to trust the line that was fitted
         off = "" if error is None else f"; its last prediction was {error:.1%} off"
         each = format_bytes(model.bytes_per_sample)
         yield f"memory model: {format_bytes(model.fixed_bytes)} + {each} per sample{off}"
@@ -113,6 +115,7 @@ def probe_lines(report: ProbeReport) -> Iterable[str]:
 
 def study_lines(best: Sequence[FrozenTrial], found: Mapping[str, Any]) -> Iterable[str]:
     """Return the table of a study's best trials, and below it how all of them have ended and what they cost."""
+    # The best trial names the columns: trials of a study draw the same, unless its search_space goes by conditions.
     names = list(best[0].params) if best else []
     yield "  ".join([f"{'trial':>5}", *(f"{title:>15}" for title in (*found["metric"], *names))])
     for trial in best[:10]:  # of several metrics it is a front, which may be long
@@ -142,7 +145,7 @@ def fail(error: Exception, code: int) -> int:
 def show_warning(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
     """Print a warning of ours as one line, and any other with the place that it comes from."""
     if issubclass(category, AutoaccumWarning):
-        from tqdm import tqdm
+        from tqdm import tqdm  # imported here, for most commands end without a warning
 
         tqdm.write(f"warning: {' '.join(str(message).split())}", file=sys.stderr)  # above a progress bar, not in it
     else:

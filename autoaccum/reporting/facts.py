@@ -85,6 +85,7 @@ class Facts:
 def facts_of(run: Run, now: float | None = None) -> Facts:
     """Return the facts of a run; ``now`` is unix time, the clock's when left out."""
     windows, events = run.windows, run.events
+    # Summed over reports: the times of records would count what lay between processes.
     seconds = float(windows["seconds"].sum())
     started, validated = events["Started"], events["Validated"]["loss"]
     device = str(started["device"][-1]) if len(started["device"]) else "unknown device"
@@ -105,6 +106,7 @@ def facts_of(run: Run, now: float | None = None) -> Facts:
         # Of the last windows together: a single one says more of its samples than of the model.
         loss=_mean(windows["loss"][-twentieth(run) :]),
         validation_loss=float(validated[-1]) if len(validated) else None,
+        # NaN is no best, and where nothing was finite there is none.
         best_validation_loss=float(np.nanmin(validated)) if np.isfinite(validated).any() else None,
         metrics=_metrics(run),
         peak_bytes=int(windows["peak_bytes"].max(initial=0)),
@@ -112,6 +114,7 @@ def facts_of(run: Run, now: float | None = None) -> Facts:
         num_out_of_memory=len(events["OutOfMemory"]["step"]),
         num_replans=len(replans(run)),
         prediction_error=error,
+        # In the order in which people ask; before the first window none of them can be answered.
         answers=(
             (_memory(run), prediction, _changes(run), _speed(run), _learning(run))
             if len(run)
@@ -164,6 +167,7 @@ def _state(run: Run, now: float) -> str:
     """Say how the run stands; from its files alone nobody can tell whether its process still runs."""
     if run.finished is not None:
         return "finished" if run.finished == "budget" else run.finished
+    # A process that was killed writes nothing more, and a window may take minutes: the age is for people to judge.
     if run.last_time is None:
         return "nothing recorded yet"
     return f"running or killed: last record {format_seconds(max(0.0, now - run.last_time))} ago"
@@ -214,6 +218,7 @@ def _prediction(run: Run) -> tuple[float | None, Answer]:
     if not compared:
         text = "There is no prediction to compare: no memory model was needed, or none of its plans was run."
         return None, Answer(question=question, text=text, good=None)
+    # Relative to what was measured, so that small and large micro-batches count alike.
     errors = [((period.predicted_bytes or 0) - peak) / peak for period, peak in compared]
     (period, peak), error = compared[-1], errors[-1]
     worst = max(errors, key=abs)
@@ -276,6 +281,7 @@ def _speed(run: Run) -> Answer:
     tail = slice(-max(1, len(run) // 10), None)
     if len(run) >= 20 and seconds[tail].sum():  # a tenth of fewer would be a single window
         text += f" In the last tenth it was {format_rate(batches[tail].sum() / seconds[tail].sum())} samples/s."
+    # With the attempts that ran out of memory, which a window's seconds hold too.
     if replayed := float(seconds[run.windows["replays"] > 0].sum()):
         text += f" Windows that were replayed took {replayed / total:.1%} of the time."
     if validating := float(run.events["Validated"]["seconds"].sum()):
@@ -285,6 +291,7 @@ def _speed(run: Run) -> Answer:
 
 def _learning(run: Run) -> Answer:
     """Say what became of the training loss, of the validation loss, and of metrics."""
+    # Means of both ends, for the losses of single windows go up and down by more than what was learnt.
     losses, few = run.windows["loss"], twentieth(run)
     first, last = _mean(losses[:few]), _mean(losses[-few:])
     validated = run.events["Validated"]
@@ -333,7 +340,7 @@ def _range(values: NDArray[Any]) -> str:
     # All alike but for the last window, which has the samples that were left over.
     if len(values) > 1 and values[-1] < values[:-1].min() and values[:-1].min() == values[:-1].max():
         values = values[:-1]
-    low, high = values.min(), values.max()
+    low, high = values.min(), values.max()  # a ramp is told by its ends
     return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
 

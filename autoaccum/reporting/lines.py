@@ -48,10 +48,10 @@ class Narrator:
     def __init__(self) -> None:
         self.last: StepReport | None = None
         """The last window."""
-        self._first: StepReport | None = None
+        self._first: StepReport | None = None  # for the loss that the run began with
         self._validated: Validated | None = None
         self._plan: tuple[int, ...] = ()
-        self._is_news = News()
+        self._is_news = News()  # a ramp of thousands of plans is told in a few lines
         # For the summary: of this process, which may have resumed a run.
         self._peak_bytes = 0
         self._replays = 0
@@ -95,6 +95,7 @@ class Narrator:
         speed = ""
         if seconds > 0:
             speed = f" ({(samples - self._resumed_samples) / seconds:.0f} samples/s)"
+        # The last one, as the parameters at the end are what the run leaves.
         validated = "" if self._validated is None else f"; validation {self._validated.loss:.4f}"
         if self._validated is not None and self._validated.metrics:
             validated += f", {metrics_text(self._validated.metrics)}"
@@ -133,6 +134,7 @@ def line(event: Event) -> str | None:
         return f"step {event.step}: saved {event.path} in {event.seconds:.2f} s"
     if isinstance(event, Resumed):
         return f"step {event.step}: resumed from {event.checkpoint}, {counted(event.num_samples, 'sample')} in"
+    # What is left is said by the bar, by the next re-plan or in the summary.
     return str(event) if isinstance(event, Notice) else None
 
 
@@ -155,7 +157,7 @@ def state_text(report: StepReport) -> str:
 
 def is_scheduled(old: tuple[int, ...], new: tuple[int, ...]) -> bool:
     """Return whether a re-plan is one of another effective batch, rather than of memory."""
-    return sum(old) != sum(new)
+    return sum(old) != sum(new)  # what memory changes is how the same samples are cut
 
 
 def cut_text(sizes: tuple[int, ...]) -> str:

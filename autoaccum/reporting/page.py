@@ -88,6 +88,7 @@ def write_report(run_dirs: Sequence[str | os.PathLike[str]], output: str | os.Pa
     # Numbered, for two runs may have directories of the same name.
     labels = [f"{number}: {one.name}" for number, one in enumerate(facts, start=1)]
     figures = pictures(runs[0]) if len(runs) == 1 else comparison(runs, labels)
+    # Drawn once for the page, where they take the colours of the reader's system, and once more for the files.
     shown = html_pictures(figures)
     body = _one(runs[0], facts[0], shown) if len(runs) == 1 else _several(runs, facts, labels, shown)
     path, images = write_page(folder, ", ".join(one.name for one in facts), body, figures)
@@ -130,11 +131,12 @@ def _one(run: Run, facts: Facts, figures: str) -> str:
     ]
     if run.garbled:  # one line is usual after a kill; many tell of a disk, or of another file
         parts.append(f"<p>Lines of the history that could not be read: {run.garbled:,}.</p>")
-    return "\n".join(filter(None, parts))
+    return "\n".join(filter(None, parts))  # parts without anything to show are empty
 
 
 def _several(runs: Sequence[Run], facts: Sequence[Facts], labels: Sequence[str], figures: str) -> str:
     """Return the body of a page about several runs: a row for each, and what is said of each folded below."""
+    # In the order of the arguments, by which people know them.
     rows = [_row(at, one, label) for at, (one, label) in enumerate(zip(facts, labels, strict=True))]
     head = (
         "run", "state", "effective batch", "samples", "steps", "training time", "samples/s", "loss at the end",
@@ -177,6 +179,7 @@ def _row(at: int, facts: Facts, label: str) -> list[str]:
 
 def _what(facts: Facts) -> str:
     """Say in a line what the run was."""
+    # Of a run without a configuration the model is not known, and left out.
     parts = [
         facts.model,
         f"effective batch {facts.effective_batch}",
@@ -207,6 +210,7 @@ def _plans(run: Run) -> str:
 
 def _notices(run: Run) -> str:
     """Return the table of notices, each of them once."""
+    # Side by side, for what a notice says is all three together.
     notices = run.events["Notice"]
     said = zip(*(notices[field] for field in _NOTICE), strict=True)
     rows = []
@@ -235,6 +239,7 @@ def _differences(runs: Sequence[Run], labels: Sequence[str]) -> str:
 
 def _folded(title: str, values: Mapping[str, Any]) -> str:
     """Return a table that is shown when its title is clicked; nothing without values."""
+    # By an element of HTML's own: the page has no script.
     if not values:
         return ""
     rows = [[escaped(key), escaped(_value(value))] for key, value in values.items()]
@@ -256,6 +261,7 @@ def html_head(title: str, state: str, what: str, answers: Sequence[Answer]) -> s
 
 def html_pictures(figures: Mapping[str, Figure]) -> str:
     """Return the figures as a block of pictures; nothing without one."""
+    # Salted by their names, for ids in a page have to differ from picture to picture.
     elements = "".join(f"<figure>{svg(figure, salt=name)}</figure>\n" for name, figure in figures.items())
     return f'<div class="pictures">\n{elements}</div>' if elements else ""
 
@@ -283,13 +289,14 @@ def html_table(
     lines = [line(row, "td") for row in shown]
     if len(rows) > ROWS:
         lines.insert(ROWS // 2, f'<tr><td colspan="{len(head)}">… {len(rows) - ROWS:,} more …</td></tr>\n')
+    # A table of names and values explains itself.
     header = line([escaped(title) for title in head], "th") if any(head) else ""
     return f'<div class="wide"><table>\n{header}{"".join(lines)}</table></div>'
 
 
 def _value(value: Any) -> str:
     """Return a value of a configuration as a text."""
-    return value if isinstance(value, str) else json.dumps(value)
+    return value if isinstance(value, str) else json.dumps(value)  # as it stands in config.json
 
 
 def number_cell(value: float | None, form: str = ",") -> str:

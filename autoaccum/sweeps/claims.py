@@ -64,7 +64,7 @@ class Claims:
             reason = f"{error.strerror}: {error.filename!r}. Choose another one."
             raise ArgumentError("directory", str(directory), "one that can be written to", reason) from None
         self._directory, self._num_trials, self._seed = directory, num_trials, seed
-        self._id = ""
+        self._id = ""  # until the study is open
 
     def open(self, study_of: Callable[[], optuna.Study]) -> optuna.Study:
         """Return the study, which one process makes and the others find.
@@ -108,14 +108,14 @@ class Claims:
             sampler_of: (seed) -> a sampler. One that draws from the beginning in each process would draw the same in
                 all of them, and again after each start.
         """
-        found = None
+        found = None  # a trial and its lock
         while found is None:
             with self._alone():
                 found, others = self._claim(study)
             if found is None and not others:
                 yield None
                 return
-            if found is None:
+            if found is None:  # with the directory's lock given back, so that those others can claim
                 clock.sleep(POLL_SECONDS)
         frozen, lock = found
         try:
@@ -123,6 +123,7 @@ class Claims:
             seed = frozen.user_attrs.get(SEED, self._seed + frozen.number)
             if sampler_of is not None:
                 study.sampler = sampler_of(seed)
+            # Optuna has no public way to go on with a trial of another process; this is how it does so itself.
             trial = Trial(study, frozen._trial_id)
             trial.set_user_attr(SEED, seed)
             yield trial
@@ -146,6 +147,7 @@ class Claims:
         if num_finished + len(running) >= self._num_trials:
             return None, bool(ours)
         trial = self._new(study)
+        # Looked at afterwards, for the storage has no lock over directories: whoever comes too late gives up its own.
         if self._is_surplus(study, trial):
             study.tell(trial.number, state=TrialState.FAIL)
             return None, True

@@ -32,6 +32,7 @@ _TAKEN = ("seconds", "samples")
 class TrialFacts:
     """One trial in a few numbers."""
 
+    # As plain values, so that ``report --json`` can print them.
     number: int
     state: str
     """complete, pruned, did not fit, diverged, stopped, running, failed or waiting"""
@@ -53,6 +54,7 @@ class TrialFacts:
         batch, lr = self.params.get("effective_batch"), self.params.get("lr")
         if not isinstance(batch, int) or not isinstance(lr, int | float):
             return None
+        # A recipe may have searched a parameter of the same name for something else.
         return (batch, lr) if batch > 0 and 0 < lr < math.inf else None
 
 
@@ -99,6 +101,7 @@ def facts_of(study: optuna.Study) -> StudyFacts:
     signs = [{"minimize": 1, "maximize": -1}[direction] for direction in directions]
     # Read once: trials may finish meanwhile, and the numbers below should be of one moment.
     frozen = study.get_trials(deepcopy=False)
+    # Of one metric the order of the values is all there is.
     front = {trial.number for trial in study.best_trials} if len(metrics) > 1 else set()
     trials = sorted(map(_trial, frozen), key=lambda trial: _rank(trial, front, signs))
     # Of one metric all complete trials in their order, so that the second best can be told too.
@@ -214,6 +217,7 @@ def _searched(
     space: Mapping[str, BaseDistribution], num_samples: int, metrics: Sequence[str], signs: Sequence[int]
 ) -> Answer:
     """Say what was searched and for what, as the study's trials tell."""
+    # From the trials and not from the call: several calls may have searched, with other ranges.
     each = [f"{name} {_range(distribution)}" for name, distribution in space.items()]
     what = f"{listed(each)}, " if each else ""
     sought = [f"the {_END[sign]} {name}" for name, sign in zip(metrics, signs, strict=True)]
@@ -254,7 +258,7 @@ def _ended(counts: Mapping[str, int]) -> Answer:
     parts = [f"{number:,} {_WORDS[state]}" for state, number in counts.items() if number]
     if not parts:
         return Answer(question=question, text="There is none yet.", good=None)
-    total = sum(counts.values())
+    total = sum(counts.values())  # more than were asked for where some have failed
     text = f"Of {total:,} trial{'' if total == 1 else 's'} {listed(parts)}."
     return Answer(question=question, text=text, good=not counts["failed"])
 
@@ -285,7 +289,7 @@ def _found(best: Sequence[TrialFacts], metrics: Sequence[str], signs: Sequence[i
         count = f"{len(best)} trial{' is' if len(best) == 1 else 's are'} not beaten in all of {listed(metrics)}"
         return Answer(question=question, text=f"{count}; {'; '.join(ends)}.", good=None)
     first = best[0]
-    text = f"{metrics[0]} {first.values[0]:.4g} of {_named(first)}"
+    text = f"{metrics[0]} {first.values[0]:.4g} of {_named(first)}"  # with what to pass to have it again
     text += "." if first.seconds is None else f", after {format_seconds(first.seconds)} of training."
     if len(best) > 1:  # by how much the best is ahead says whether it is more than luck
         text += f" Next is {best[1].values[0]:.4g} of {_named(best[1])}."
@@ -336,6 +340,7 @@ def listed(parts: Sequence[str]) -> str:
 def importances_of(study: optuna.Study) -> tuple[dict[str, float], str]:
     """Return the shares of the parameters in what the first metric varies by, the greatest first; or none, and why."""
     few = f"Too few trials are complete to tell: it takes {_ENOUGH}."
+    # Pruned ones have no value at the end that could be compared.
     complete = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
     if len(complete) < _ENOUGH:
         return {}, few
@@ -358,6 +363,7 @@ def importances_of(study: optuna.Study) -> tuple[dict[str, float], str]:
 
 def _alike(trials: Sequence[FrozenTrial], names: Sequence[str]) -> optuna.Study:
     """Return a study of these parameters and the first values, as if the ranges had been the same for all trials."""
+    # Ranges that were changed between calls would make Optuna refuse to compare the trials.
     space = _space(trials)
     # Optuna says that it has created a study, which nobody has asked for.
     verbosity = optuna.logging.get_verbosity()

@@ -30,6 +30,7 @@ from autoaccum.window.precision import Precision
 Arguments = dict[str, Any]
 """Of a recipe, or of ``fit``, by their names."""
 Recipe = str | Callable[..., Arguments]
+"""A function that returns arguments of ``fit``, or the text by which the command line names it."""
 
 
 class PassedOn(TypedDict, total=False):
@@ -78,6 +79,7 @@ def of_jobs(jobs: object) -> None:
 
 def of_recipe(recipe: object) -> None:
     """Check the kind of recipe; whether there is one of that name is seen when it is imported."""
+    # Whatever can be called will do: a class, a partial.
     if not isinstance(recipe, str) and not callable(recipe):
         accepted = "a function that returns the arguments of fit, or the text that names it"
         raise ArgumentTypeError("recipe", recipe, accepted)
@@ -100,6 +102,7 @@ def of_fit_arguments(fit_arguments: Arguments) -> None:
     # What sweep has itself cannot be among them: Python has given it to the parameter of that name.
     for name, value in fit_arguments.items():
         if name not in OF_FIT or OF_FIT[name].in_sweeps == "own":
+            # All of them and not the most similar one: what a sweep does not pass on may well be an argument of fit.
             taken = [argument.name for argument in OF_FIT.values() if argument.in_sweeps != "own"]
             raise ArgumentError(name, value, f"arguments of sweep, or of fit: {', '.join(taken)}")
 
@@ -111,7 +114,7 @@ def of_sampler(sampler: object) -> BaseSampler | Callable[[int], BaseSampler]:
 
 def of_pruner(pruner: object) -> None:
     """Check the pruner, which is made once the budget of a trial is known."""
-    spaces.pruner_of(pruner, 1)
+    spaces.pruner_of(pruner, 1)  # for its errors alone: any budget does
 
 
 CHECKS: tuple[Callable[..., Any], ...] = (
@@ -157,6 +160,7 @@ class SweepArguments:
         check=of_search_space,
     )
     # How long, in all and for each trial.
+    # What the study ends with and not what this call runs, so that the same call can be made again after a kill.
     num_trials: int = option(
         "trials that the study is to end with, finished or pruned.", default=20, check=of_num_trials
     )
@@ -165,6 +169,7 @@ class SweepArguments:
         default=None,
     )
     # What trials are compared by.
+    # The last validation and not the best one: the best of many is lower by luck alone.
     metric: str | Sequence[str] = option(
         "validation_loss, or what fit's argument metrics reports: of the trial's last validation (the best of several "
         "would be better the more there are); seconds (of training) or samples. Of several the study has a Pareto "
@@ -184,6 +189,7 @@ class SweepArguments:
         default="tpe",
         check=of_sampler,
     )
+    # In samples, for windows of different effective batches come to the same step at different times.
     pruner: BasePruner | str = option(
         "median, hyperband, halving, wilcoxon or none; or one of Optuna. Its steps are samples. The median is that of "
         "other trials, from a third of the samples on: before that a large effective batch has taken few steps, which "
@@ -198,6 +204,7 @@ class SweepArguments:
         default=None,
     )
     study_name: str | None = option("named after the recipe when left out.", default=None, check=of_study_name)
+    # Not asked for: what a killed process leaves has to lie where the same call looks for it.
     directory: str | os.PathLike[str] | None = option(
         "for checkpoints and records, a run directory a trial; sweeps/STUDY_NAME when left out.",
         default=None,
@@ -208,6 +215,7 @@ class SweepArguments:
         "a trial's own is its number more, and is among its user attributes.", default=0, check=_checks.of_seed
     )
     progress: bool = option("show a bar over trials on standard error.", default=True)
+    # The last, for it gathers what is none of the above.
     fit_arguments: PassedOn = option(
         "any others of fit, in place of what the recipe returns.", check=of_fit_arguments, is_rest=True
     )
@@ -222,7 +230,7 @@ class SweepArguments:
 
     def call(self) -> Arguments:
         """Return what ``sweep`` has to be called with to be called so again."""
-        values = values_of(self)
+        values = values_of(self)  # by name; ``sweep`` itself takes the rest apart again
         rest: Arguments = values.pop("fit_arguments")
         return {**values, **rest}
 

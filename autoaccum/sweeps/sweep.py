@@ -122,8 +122,10 @@ def _sweep(given: SweepArguments) -> optuna.Study:
     checked = given.check()
     recipe, storage, num_trials = given.recipe, given.storage, given.num_trials
     metrics, directions = checked[spaces.metrics]
+    # A sampler, or what makes one of a seed: that is called for each trial, so that every process draws otherwise.
     sampling = checked[of_sampler]
     name = given.study_name or recipes.name_of(recipe)
+    # Open until the last trial has ended: what reads its data imports what stands beside the recipe.
     with recipes.imported(recipe) if isinstance(recipe, str) else nullcontext(recipe) as function:
         objective = Objective(
             recipe=function,
@@ -135,6 +137,7 @@ def _sweep(given: SweepArguments) -> optuna.Study:
             directions=directions,
             fit_arguments={**given.fit_arguments},
         )
+        # Mistakes in the recipe or in arguments come up here, before there is a study that would be left behind.
         with _quiet():
             objective = objective.foreseen(trained_by)
         if given.sampler == "grid":
@@ -152,20 +155,21 @@ def _sweep(given: SweepArguments) -> optuna.Study:
                 pruner=spaces.pruner_of(given.pruner, objective.samples),
                 load_if_exists=True,
             )
-            objective.check_same(study)
+            objective.check_same(study)  # trials of another objective cannot be compared with those to come
             return study
 
         with _quiet(), answering(storage, path):
             study = claims.open(study_of)
             with (
-                suppress(Interrupted),
+                suppress(Interrupted),  # its trial is left as it is, to be gone on with
                 _joined_by(given),
                 tqdm(total=num_trials, unit=" trials", disable=not given.progress) as bar,
             ):
                 _show(bar, study)
+                # Until no trial is missing. Which one is next is asked each time, for other processes run some too.
                 while _is_wanted():
                     with claims.next(study, None if isinstance(sampling, BaseSampler) else sampling) as trial:
-                        if trial is None:
+                        if trial is None:  # the study has what it is to end with
                             break
                         run_trial(objective, study, trial, claims.folder(trial), _is_wanted)
                     _show(bar, study)
@@ -184,12 +188,14 @@ def _sweep(given: SweepArguments) -> optuna.Study:
 # Processes.
 
 
+# Global, for it is asked for deep inside the call that ``_work`` makes.
 _parent: Any = None
 """Of a process that ``jobs`` started: the one that did."""
 
 
 def _is_wanted() -> bool:
     """Return False once the process that started this one is gone: nobody waits for its trials any more."""
+    # A parent that was killed cannot end its children; without a look they would go on training for nobody.
     return _parent is None or bool(_parent.is_alive())
 
 
@@ -218,6 +224,7 @@ def _joined_by(given: SweepArguments) -> Iterator[None]:
     """
     jobs = given.jobs
     settings = {**given.call(), "jobs": 1, "progress": False}
+    # Said before anything is started: in a child the error would have no one to go to.
     if jobs > 1:
         accepted = "1 for what other processes cannot have"
         try:
@@ -235,7 +242,7 @@ def _joined_by(given: SweepArguments) -> Iterator[None]:
         yield
     except BaseException:
         for worker in workers:
-            worker.terminate()
+            worker.terminate()  # SIGTERM: they end after their windows, with a checkpoint
         raise
     finally:
         for worker in workers:
@@ -247,6 +254,7 @@ def _joined_by(given: SweepArguments) -> Iterator[None]:
 
 def _show(bar: tqdm[Any], study: optuna.Study) -> None:
     """Show how many trials are finished, by any process, and the best so far."""
+    # Counted anew, for other processes finish trials too.
     bar.n = len(study.get_trials(deepcopy=False, states=FINISHED))
     if len(study.directions) == 1 and study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)):
         best = study.best_trial
@@ -257,6 +265,7 @@ def _show(bar: tqdm[Any], study: optuna.Study) -> None:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Keep back Optuna's lines, and the advice for a run that was finished when its process was killed."""
+    # Optuna's level is the process's: whoever called may have set it, and has it back afterwards.
     before = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     try:

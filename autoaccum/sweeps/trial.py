@@ -220,7 +220,7 @@ def trained_by(arguments: Arguments) -> Arguments:
     They are a few short texts: those of large models would not fit into a storage.
     """
     trainer = Trainer(**{**arguments, "run_dir": os.curdir, "progress": False})
-    trained = trainer._configuration()["trained"]
+    trained = trainer.configuration()["trained"]
     return {
         **{name: _digest(facts) if name in _LONG else facts for name, facts in trained.items()},
         **_data(trainer),

@@ -30,7 +30,7 @@ from autoaccum.window.precision import Precision
 
 
 class Accumulator:
-    """Steps an optimizer on batches that need not fit into memory: each is cut into micro-batches that do.
+    """Steps of an optimizer on batches that need not fit into memory: each is cut into micro-batches that do.
 
     ::
 
@@ -93,7 +93,7 @@ class Accumulator:
         self._callbacks = checked[_checks.of_callbacks]
         self._modules = modules_of(model, loss_fn, training_step)
         parameters = trainable_parameters(model, self._modules)
-        check_optimizer(optimizer, parameters)
+        check_optimizer(optimizer, parameters)  # one of another model would train nothing, and say nothing
         self._closes = needs_closure(optimizer)
         if self._closes and precision == "fp16":
             cure = "It looks at the loss between its own updates, which no gradient scaler can follow: take 'bf16'."
@@ -102,12 +102,14 @@ class Accumulator:
         if any(map(is_lazy, parameters)):
             cure = "Call it once on a batch: model(inputs)."
             raise ArgumentError("model", type(model).__name__, "a model whose lazy layers know their shapes", cure)
+        # Where the caller has put it: to move the model would leave an optimizer's state, or a compiled model, behind.
         devices = {p.device for p in parameters}
         if len(devices) > 1:
             found = " and ".join(sorted(map(str, devices)))
             raise ArgumentError("model", type(model).__name__, "a model on one device", f"It is on {found}.")
         place = place_of(devices.pop(), memory_limit)
         self._device = place.device
+        # Left to the first step, it would be allocated after plans have been measured without it.
         with room_for_model(place.memory, place.limit.bytes, parameters):
             allocate_state(optimizer, self._modules)
         self.events: list[Event] = []
@@ -118,8 +120,9 @@ class Accumulator:
         """2-norm of the last batch's gradient before clipping; None without ``clip_norm``."""
         self._is_scaled = precision == "fp16"
         self._searches = micro_batch == "auto"
+        # A loop of the caller's has no largest batch that is known beforehand: it is learnt as batches come.
         self._largest_batch = 0  # samples; plans are settled for batches as large as this one
-        self._length_of = BatchLengths()
+        self._length_of = BatchLengths()  # tells lengths once batches differ in them
         self._batch_norms = batch_norms(self._modules)  # whose modes decide how small a micro-batch may be
         self._modes = [layer.training for layer in self._batch_norms]
         job = Job(
@@ -131,7 +134,7 @@ class Accumulator:
             device=self._device,
             precision=precision,
         )
-        self._engine = make_step(
+        self._step = make_step(
             job,
             micro_batch=micro_batch if isinstance(micro_batch, int) else None,
             max_micro_batch=max_micro_batch,
@@ -161,20 +164,19 @@ class Accumulator:
         window = self._window(batch)
         if not self._closes:
             gradient = self._run(window)
-            self._engine.apply(gradient)
+            self._step.apply(gradient)
             return gradient.loss
         # An optimizer that asks for gradients itself, several times in a step: each is a window of the same batch.
+        # The first loss is the one before the step, which is what callers compare.
         losses: list[torch.Tensor] = []
 
         def closure() -> torch.Tensor:
             losses.append(self._run(window).loss)
             return losses[-1]
 
-        self._engine.apply_closure(closure)
+        self._step.apply_closure(closure)
         if not losses:
-            raise ArgumentTypeError(
-                "optimizer", type(self._engine.job.optimizer).__name__, "one that calls its closure"
-            )
+            raise ArgumentTypeError("optimizer", type(self._step.job.optimizer).__name__, "one that calls its closure")
         return losses[0]
 
     def backward(self, batch: Any) -> torch.Tensor:
@@ -186,7 +188,7 @@ class Accumulator:
             cure = "Only step() can leave out a step on a gradient that overflowed; or take precision='bf16'."
             raise ConflictingArgumentsError("precision", "fp16", "backward()", cure)
         gradient = self._run(self._window(batch))
-        self._engine.number += 1
+        self._step.number += 1  # the caller steps, and windows are numbered by steps in what is announced
         return gradient.loss
 
     def _window(self, batch: Any) -> _Batch:
@@ -194,24 +196,25 @@ class Accumulator:
         num_samples = batches.num_samples(batch, "batch")
         if num_samples == 0:
             raise EmptyDatasetError("batch", "its tensors have no rows.")
-        length = self._length_of(batch)
+        length = self._length_of(batch)  # padded already, so all samples have the same
         return _Batch(batch, num_samples, self._device, None if length is None else (length,) * num_samples)
 
     @torch.enable_grad()
     def _run(self, window: _Batch) -> Gradient:
         """Run a window, and keep what users may look at after it."""
-        # The mode of the model is the caller's, and BatchNorm in eval mode takes single samples.
+        # In each window, for the mode of the model is the caller's, and BatchNorm in eval mode takes single samples.
         modes = [layer.training for layer in self._batch_norms]
         if modes != self._modes:
             self._modes = modes
-            self._engine.tuner.set_smallest(smallest_micro_batch(self._modules))
+            self._step.tuner.set_smallest(smallest_micro_batch(self._modules))
         if window.num_samples > self._largest_batch:  # no smaller one could tell what is best for it
             self._largest_batch = window.num_samples
-            self._engine.tuner.searching = self._searches
-        gradient, _ = self._engine.run(window)
+            self._step.tuner.searching = self._searches
+        gradient, _ = self._step.run(window)
         self.micro_batches, self.grad_norm = gradient.sizes, gradient.grad_norm
+        # Of samples with lengths, smaller batches say nothing of the largest: only one as large settles the search.
         if window.lengths is None or window.num_samples == self._largest_batch:
-            self._engine.settle(self._largest_batch, window.lengths)
+            self._step.settle(self._largest_batch, window.lengths)
         return gradient
 
     def _emit(self, event: Event) -> None:
@@ -229,7 +232,9 @@ class _Batch:
     num_samples: int
     device: torch.device
     lengths: tuple[int, ...] | None = None
+    """Of each sample, where they have one."""
 
     def micro_batch(self, start: int, size: int) -> Any:
         """Return some of the samples, on the device."""
+        # Copied, for a forward may write to its inputs, and a replay has to see the batch as it was.
         return batches.to_device(batches.take(self.batch, start, start + size), self.device, copy=True)

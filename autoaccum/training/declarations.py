@@ -38,6 +38,7 @@ as the recipe returns it or the sweep itself decides it."""
 class Own:
     """How an argument of ``fit`` differs where something else takes it too; what is left out is as in ``fit``."""
 
+    # Empty texts and None stand for "as in fit", so that only what differs is written down.
     text: str = ""
     annotation: str = ""
     default: Any = _AS_IN_FIT
@@ -61,6 +62,7 @@ class Argument:
     is_positional: bool
     is_rest: bool
     """Whether it gathers further arguments by their names."""
+    # The defaults of ``option`` are the common case: what decides nothing of training may be searched by a sweep.
     decides: Decides
     in_sweeps: InSweeps
     module: str
@@ -78,6 +80,7 @@ class Argument:
         return eval(self.annotation, vars(sys.modules[self.module]))
 
 
+# Two forms, for type checkers: with a default an option has its type, and without one the field says it.
 @overload
 def option(
     text: str,
@@ -135,10 +138,10 @@ def arguments_of(declared: type, verb: Verb | None = None) -> dict[str, Argument
     """
     found = []
     for field in dataclasses.fields(declared):
-        facts = dict(field.metadata)
+        facts = dict(field.metadata)  # a copy, for the field's own serves every caller
         own = {"probe": facts.pop("probe", None), "accumulator": facts.pop("accumulator", None)}
         differs = Own() if verb is None else own[verb]
-        if differs is None:
+        if differs is None:  # an argument of fit alone
             continue
         argument = Argument(
             name=field.name,
@@ -171,6 +174,7 @@ class Checked:
 
     def __getitem__(self, check: Callable[..., T]) -> T:
         """Return what that check has returned."""
+        # By the function and not by a name, so that type checkers know what comes of it.
         return self._results[check]  # type: ignore[no-any-return]
 
 
@@ -185,7 +189,8 @@ def check(declared: Mapping[str, Argument], order: Sequence[Callable[..., Any]],
     # Several arguments may name the same check.
     named = {argument.check for argument in declared.values()}
     results = {}
-    for function in order:
+    for function in order:  # and not that of the arguments: a check may need more than one of them
         if function in named:
+            # What a check wants to see it says by the names of its parameters, so none is handed on twice.
             results[function] = function(**{name: values.get(name) for name in inspect.signature(function).parameters})
     return Checked(results)

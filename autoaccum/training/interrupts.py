@@ -14,7 +14,7 @@ CLUSTERS = [number for name in ("SIGTERM", "SIGUSR1") if (number := getattr(sign
 
 @contextmanager
 def interrupt_calls(function: Callable[[], None], *, clusters: bool = False) -> Iterator[None]:
-    """Within it, the first Ctrl-C calls ``function``; a second one does what it did before, which is to stop at once.
+    """Call ``function``, within it, at the first Ctrl-C; a second one does what it did before: it stops at once.
 
     With ``clusters`` the signals that clusters send call it too, however often they come.
 
@@ -23,10 +23,13 @@ def interrupt_calls(function: Callable[[], None], *, clusters: bool = False) -> 
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    # Looked up, for whoever calls may have handlers of its own: they are put back, and a second Ctrl-C goes to them.
     caught = [signal.SIGINT, *(CLUSTERS if clusters else [])]
     before = {number: signal.getsignal(number) for number in caught}
 
     def interrupt(number: int, frame: Any) -> None:
+        # A person who presses twice does not want to wait. What clusters send may come several times, and they give
+        # time before they kill.
         if number == signal.SIGINT:
             signal.signal(number, before[number] or signal.default_int_handler)
         function()
@@ -36,5 +39,6 @@ def interrupt_calls(function: Callable[[], None], *, clusters: bool = False) -> 
     try:
         yield
     finally:
+        # A handler that was not installed from Python reads as None, and cannot be put back.
         for number, handler in before.items():
             signal.signal(number, handler or signal.SIG_DFL)

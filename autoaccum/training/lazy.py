@@ -38,28 +38,35 @@ def build_lazy_layers(
     """
     if not _unbuilt(modules):
         return
+    # Each once, though a layer may stand in several places: it would else be snapshot and restored more than once.
     layers = list({id(m): m for root in modules for m in root.modules()}.values())
+    # What PyTorch itself goes by: the hook that builds a layer is there until it has been built.
     lazy: list[nn.Module] = [m for m in layers if isinstance(m, LazyModuleMixin) and hasattr(m, "_initialize_hook")]
     traces = [_Trace(layers, device)]  # of lazy layers those come after it that are taken when they have been built
 
     def built_now(layer: nn.Module, inputs: Any) -> None:
-        """After its own hook has built it, and before its first forward leaves a trace."""
+        """Note the layer's state once its own hook has built it, before its first forward leaves a trace."""
         handles.pop(layer).remove()
         traces.append(_Trace([layer], device))
 
+    # Hooks run in the order in which they were registered, so these come after the ones that build.
     handles = {layer: layer.register_forward_pre_hook(built_now) for layer in lazy}
     try:
+        # Under autocast as in training, for a layer may take its type from its input.
         with torch.no_grad(), autocast():
             loss_of(model, _example(model, modules, source))
     except Exception as error:
+        # Our errors name their own cure, and too little memory is told of by whoever measures it.
         if isinstance(error, AutoaccumError) or is_out_of_memory(error):
             raise
         raise _refusal(model, f"a forward on an example batch failed ({type(error).__name__}: {error})") from error
     finally:
         for handle in handles.values():
             handle.remove()
+        # Those of built layers come last, so that they stay built: the first trace knows them as lazy ones.
         for trace in traces:
             trace.remove()
+    # A branch that this batch did not take would be built in some window: its parameters would be in no optimizer.
     if left := _unbuilt(modules):
         raise _refusal(model, f"a forward on an example batch did not come to {', '.join(left)}")
 
@@ -68,29 +75,38 @@ class _Trace:
     """What a forward leaves in modules and random states, to be taken away again."""
 
     def __init__(self, modules: list[nn.Module], device: torch.device) -> None:
+        """Remember how things are."""
         self._snapshot = Snapshot(modules, device)
         self._snapshot.take()
         self._attributes = Attributes(modules)
 
     def remove(self) -> None:
+        """Put everything back to how it was."""
         self._attributes.restore()
         self._snapshot.restore()
 
 
 def _unbuilt(modules: Sequence[nn.Module]) -> list[str]:
-    """The names of parameters and buffers without a shape."""
+    """Return the names of parameters and buffers without a shape."""
     named = ((name, t) for root in modules for name, t in (*root.named_parameters(), *root.named_buffers()))
     return [name for name, tensor in named if is_lazy(tensor)]
 
 
 def _example(model: nn.Module, modules: Sequence[nn.Module], source: Source) -> Any:
+    """Return a batch of as few samples as the model can be called on.
+
+    Raises:
+        ArgumentError: the data cannot make one.
+    """
     try:
+        # Two with BatchNorm, which has no statistics of one.
         return source.example(smallest_micro_batch(modules))
     except DataError as error:
         raise _refusal(model, f"there is no example batch to build them by ({error})") from error
 
 
 def _refusal(model: nn.Module, reason: str) -> ArgumentError:
+    """Return the error for a model whose layers cannot be built here, with the way to do it oneself."""
     accepted = "a model whose lazy layers know their shapes, or learn them from a forward on an example batch"
     return ArgumentError(
         "model", type(model).__name__, accepted, f"Call it once on a batch, model(inputs), before: {reason}."

@@ -19,11 +19,13 @@ from autoaccum import _checks
 from autoaccum.errors import ArgumentError, ArgumentTypeError
 
 MakeScheduler = Callable[[torch.optim.Optimizer, int], LRScheduler]
+"""(optimizer, number of its steps) -> LRScheduler"""
 Scaling = Literal["none", "linear", "sqrt"]
+"""How rates follow the effective batch: not at all, in proportion to it, or to its root."""
 
 
 class LearningRate:
-    """Of every parameter group."""
+    """The learning rate of every parameter group, from window to window."""
 
     def __init__(
         self,
@@ -55,9 +57,10 @@ class LearningRate:
             _checks.positive_int("base_batch", base_batch)
         self._optimizer = optimizer
         self._scaling = lr_scaling
-        self._base_batch = base_batch or 0
-        self._steps_taken = 0
+        self._base_batch = base_batch or 0  # not asked for without scaling
+        self._steps_taken = 0  # of the scheduler
         self._samples_per_step: int | None = None  # None: a step for each window
+        # A default would be a guess at what nobody but the user knows: the batch that the rates were found at.
         if lr_scaling != "none" and base_batch is None:
             cure = "Pass the effective batch that the learning rate is right for."
             raise ArgumentError("base_batch", base_batch, f"an int of at least 1 beside {lr_scaling=}", cure)
@@ -66,12 +69,13 @@ class LearningRate:
             raise ArgumentError(
                 "lr_scaling", lr_scaling, f"'none' for {type(optimizer).__name__}, which has no lr", cure
             )
+        # Only training tells how many windows there are where the effective batch follows the noise, and of a stream.
         counts_samples = lr_scheduler is not None and num_steps is None
         if base_batch is not None and lr_scaling == "none" and not counts_samples:
             cure = "It is what lr_scaling is relative to: pass 'linear' or 'sqrt', or leave base_batch out."
             raise ArgumentError("base_batch", base_batch, "lr_scaling beside it", cure)
         if counts_samples:
-            if most_samples is None:
+            if most_samples is None:  # a scheduler has to be told of some number of steps when it is made
                 raise ArgumentError(
                     "lr_scheduler",
                     lr_scheduler,
@@ -79,30 +83,31 @@ class LearningRate:
                     "Pass steps= or samples=, so that the scheduler can be told how many steps there are.",
                 )
             self._samples_per_step = base_batch or first_batch
-            num_steps = -(-most_samples // self._samples_per_step)
+            num_steps = -(-most_samples // self._samples_per_step)  # the last one may be short
         self.num_steps = None if lr_scheduler is None else num_steps
         """Steps that the scheduler was told of."""
         self.scheduler = None if lr_scheduler is None else _make(lr_scheduler, optimizer, num_steps or 0)
 
     def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint."""
+        """Return the scheduler's state and how often it was stepped, for a checkpoint."""
         scheduler = None if self.scheduler is None else self.scheduler.state_dict()
         return {"scheduler": scheduler, "steps_taken": self._steps_taken}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """What ``state_dict`` returned; the rates themselves are the optimizer's."""
+        """Put back what ``state_dict`` returned; the rates themselves are the optimizer's."""
         self._steps_taken = state["steps_taken"]
         if self.scheduler is not None and state["scheduler"] is not None:
             self.scheduler.load_state_dict(state["scheduler"])
 
     def now(self, effective_batch: int) -> float:
-        """Of the first parameter group, in a step on so many samples; NaN where it has none."""
+        """Return the rate of the first parameter group in a step on so many samples; NaN where it has none."""
         lr = self._optimizer.param_groups[0].get("lr")  # None, too, in optimizers that find it themselves
         return math.nan if lr is None else float(lr) * self._factor(effective_batch)
 
     @contextmanager
     def scaled(self, effective_batch: int) -> Iterator[None]:
-        """Within it, rates are those for so many samples. Schedulers, that may build on the last one, see their own."""
+        """Scale the rates, within it, to so many samples, and put them back at its end."""
+        # Put back, for most schedulers make the next rate of the last one: a factor that stayed would be applied again.
         factor = self._factor(effective_batch)
         if factor == 1:
             yield
@@ -118,14 +123,17 @@ class LearningRate:
                 group["lr"] = lr
 
     def _factor(self, effective_batch: int) -> float:
-        """Linear: Goyal et al. 2017. Square root: Krizhevsky 2014, and Malladi et al. 2022 for Adam."""
+        """Return what the rates are multiplied by.
+
+        Linear: Goyal et al. 2017. Square root: Krizhevsky 2014, and Malladi et al. 2022 for Adam.
+        """
         if self._scaling == "none":
             return 1.0
         factor = effective_batch / self._base_batch
         return factor if self._scaling == "linear" else math.sqrt(factor)
 
     def advance(self, samples: int, stepped: bool) -> None:
-        """After a window: the scheduler's steps.
+        """Take the scheduler's steps after a window.
 
         Args:
             samples: trained on so far.
@@ -133,6 +141,8 @@ class LearningRate:
         """
         if self.scheduler is None:
             return
+        # Due by what was seen in all, so that a resumed run takes the same steps at the same samples.
+        # By samples several steps may be due after a large window, and none after a small one.
         due = self._steps_taken + 1 if self._samples_per_step is None else samples // self._samples_per_step
         with warnings.catch_warnings():
             if not stepped:  # the schedule counts windows; PyTorch would take it for a mistake
@@ -143,11 +153,17 @@ class LearningRate:
 
 
 def _make(lr_scheduler: MakeScheduler, optimizer: torch.optim.Optimizer, num_steps: int) -> LRScheduler:
+    """Return the scheduler that the user's function makes.
+
+    Raises:
+        ArgumentError: it is no function, or what it returns cannot be stepped after each window.
+    """
     accepted = "a function that returns an LRScheduler whose step needs no metric"
     cure = "For example lambda optimizer, num_steps: CosineAnnealingLR(optimizer, num_steps)."
     if not callable(lr_scheduler):
         raise ArgumentTypeError("lr_scheduler", lr_scheduler, "a function (optimizer, num_steps) -> LRScheduler", cure)
     made = lr_scheduler(optimizer, num_steps)
+    # ReduceLROnPlateau is an LRScheduler by its class alone: its step wants a validation loss, which no window has.
     if not isinstance(made, LRScheduler) or isinstance(made, ReduceLROnPlateau):
         raise ArgumentTypeError("lr_scheduler", made, accepted, cure)
     return made

@@ -19,30 +19,34 @@ Sums = dict[str, tuple[torch.Tensor, int]]
 """The sum of each metric's values, on their device, and how many they are."""
 
 
-class Kept:
-    """A batch or outputs, for several functions in turn, each of which may empty containers and write to tensors."""
+class SharedTree:
+    """A batch or outputs for several functions in turn, each of which may empty containers and write to tensors."""
 
     def __init__(self, tree: Any) -> None:
+        """Hold the tensors without a graph; containers are made anew for each function."""
         leaves, self._spec = batches.flatten(tree)
         self._leaves = [_detached(leaf) for leaf in leaves]
         self._versions = self._now()
 
     def tree(self) -> Any:
-        """The same tensors, without a graph, in containers of their own."""
+        """Return the same tensors, without a graph, in containers of their own."""
         return self._spec.unflatten(self._leaves)
 
     @property
     def is_intact(self) -> bool:
-        """Whether no tensor was written to."""
+        """Return whether no tensor was written to."""
+        # Tensors are shared and not copied: outputs may be the largest of all, and hardly any function writes to them.
         return self._now() == self._versions
 
     def _now(self) -> list[int]:
+        """Return the version of each tensor, which PyTorch counts up whenever it is written to."""
+        # PyTorch has no public name for the counter, by which it finds writes that would spoil a backward.
         tensors = [tensor for leaf in self._leaves for tensor in _tensors(leaf).values()]
         return [0 if tensor.is_inference() else tensor._version for tensor in tensors]  # which has no counter
 
 
 class Metrics:
-    """Calls the functions on micro-batches, and adds up what they return."""
+    """Sums of what the user's functions return for micro-batches."""
 
     def __init__(
         self,
@@ -52,53 +56,63 @@ class Metrics:
         of: Literal["loss_fn", "training_step", "model"],
         autocast: Autocast,
     ) -> None:
-        """``of`` is what computes the loss, beside which the functions are called."""
+        """Set up; ``of`` is what computes the loss, beside which the functions are called."""
         self._functions = dict(functions)
         self._model = model
         self._of = of
         self._autocast = autocast
-        self.model: Any = model if of == "training_step" else _Heard(model)
+        # A training step may call its model several times, so there are no outputs that the loss was computed of.
+        self.model: Any = model if of == "training_step" else _Remembering(model)
         """What the loss is to be computed with, so that one forward is enough."""
-        self.begin()
+        self.begin()  # so that they can be tried before the first validation
 
     def begin(self) -> None:
         """Forget what was added up."""
         self._sums: Sums = {}
 
-    def measure(self, batch: Kept, again: Callable[[], Any]) -> Sums:
-        """What is added up with one more micro-batch, whose loss was computed or not.
+    def measure(self, batch: SharedTree, reread: Callable[[], Any]) -> Sums:
+        """Return what the functions add up to with one more micro-batch, whose loss was computed or not.
 
         Args:
             batch: the micro-batch as it was before.
-            again: reads it once more, where that or the outputs have been written to.
+            reread: reads it once more, where that or the outputs have been written to.
 
         Raises:
             ArgumentError: a function returned no tensor of values.
         """
-        outputs = self._heard()
+        # Those that the loss was computed of; where there are none, the first function's forward makes some for all.
+        outputs = self._last_outputs()
         sums = {}
         for name, function in self._functions.items():
+            # Each function is to see what it would see alone, so what another has written to is made anew.
             if not (batch.is_intact and (outputs is None or outputs.is_intact)):
-                batch, outputs = Kept(again()), None
+                batch, outputs = SharedTree(reread()), None
+            # In the precision of the loss, so that both are of the same outputs.
             with torch.no_grad(), self._autocast():
                 if self._of == "training_step":
                     values = function(self._model, batch.tree())
                 else:
-                    outputs = outputs or Kept(self._forward(batch.tree()))
+                    outputs = outputs or SharedTree(self._forward(batch.tree()))
                     tree = batch.tree()
                     values = function(outputs.tree(), tree[1] if self._of == "loss_fn" else tree)
             total, count = _summed(name, values)
+            # A tensor on the device: to read it here would wait for the device in every micro-batch.
             before = self._sums.get(name)
             sums[name] = (total, count) if before is None else (before[0] + total, before[1] + count)
         return sums
 
     def check(self, batch: Any) -> None:
-        """Of a batch of two samples there are as many values as of each alone: means and outer products have others.
+        """Check that of two samples together there are as many values as of each alone.
+
+        Means and outer products have others.
 
         Raises:
             ArgumentError: a function returned values that depend on the micro-batches.
         """
-        found = [self.measure(Kept(part), lambda part=part: part) for part in (batch, *_halves(batch))]  # type: ignore[misc]
+        found = []
+        for part in (batch, *_halves(batch)):
+            found.append(self.measure(SharedTree(part), lambda part=part: part))  # type: ignore[misc]
+        # What returns one value for any batch has 1 and not 2; what is broadcast to (2, 2) has 4, and of one alone 1.
         for name in self._functions:
             together, first, second = (sums[name][1] for sums in found)
             if together != first + second:
@@ -112,66 +126,81 @@ class Metrics:
                 )
 
     def keep(self, sums: Sums) -> None:
-        """The micro-batch counts; nothing is computed here, so nothing can fail."""
+        """Let the micro-batch count whose ``measure`` returned these sums."""
+        # Apart from measuring: nothing is computed here, so nothing can fail half-way and leave some metrics counted.
         self._sums = sums
 
     def read(self) -> dict[str, float]:
-        """The means over all that was added up; NaN where that is nothing."""
+        """Return the means over all that was added up; NaN where that is nothing."""
         return {name: total.item() / count if count else float("nan") for name, (total, count) in self._sums.items()}
 
     def forget(self) -> None:
-        """The outputs of a micro-batch that failed, which may be large."""
-        self._heard()
+        """Let go the outputs of a micro-batch that failed, which may be large."""
+        self._last_outputs()
 
-    def _heard(self) -> Kept | None:
+    def _last_outputs(self) -> SharedTree | None:
+        """Return what the model returned last, which is held no longer; None where nothing was."""
         return self.model.take() if self._of != "training_step" else None
 
     def _forward(self, batch: Any) -> Any:
+        """Return the model's outputs for a batch, called as the loss calls it."""
         if self._of == "loss_fn":
             return call(self._model, inputs_and_targets(batch)[0])
         return call_on_batch(self._model, batch)
 
 
-class _Heard:
+class _Remembering:
     """The model, which is called as ever; what it returned last is kept until it is taken."""
 
     def __init__(self, model: Callable[..., Any]) -> None:
         self._model = model
-        self._kept: Kept | None = None
+        self._kept: SharedTree | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model, and keep what it returns."""
         outputs = self._model(*args, **kwargs)
-        self._kept = Kept(outputs)
+        # Before the loss has them, which may write to them.
+        self._kept = SharedTree(outputs)
         return outputs
 
     def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the model: what computes the loss may look at its configuration."""
         return getattr(self._model, name)
 
-    def take(self) -> Kept | None:
+    def take(self) -> SharedTree | None:
+        """Return what the model returned last, once."""
         kept, self._kept = self._kept, None
         return kept
 
 
 def _halves(batch: Any) -> tuple[Any, Any]:
+    """Return the first and the second sample of a batch of two."""
     return batches.take(batch, 0, 1), batches.take(batch, 1, 2)
 
 
 def _tensors(leaf: Any) -> dict[str, torch.Tensor]:
-    """Of a leaf that is one, or an object that holds some: a dataclass, a SimpleNamespace, a distribution."""
+    """Return the tensors of a leaf that is one, or holds some: a dataclass, a SimpleNamespace, a distribution."""
     held = {"": leaf} if isinstance(leaf, torch.Tensor) else getattr(leaf, "__dict__", {})
     return {name: value for name, value in held.items() if isinstance(value, torch.Tensor)}
 
 
 def _detached(leaf: Any) -> Any:
+    """Return a leaf whose tensors have no graph, which would hold the activations of the forward."""
     if isinstance(leaf, torch.Tensor):
         return leaf.detach()
     if tensors := _tensors(leaf):
-        leaf = copy.copy(leaf)
+        leaf = copy.copy(leaf)  # the object is the user's
         vars(leaf).update({name: tensor.detach() for name, tensor in tensors.items()})
     return leaf
 
 
 def _summed(name: str, values: Any) -> tuple[torch.Tensor, int]:
+    """Return the sum of a metric's values, on their device, and their number.
+
+    Raises:
+        ArgumentError: they are no tensor with one real value per sample or item.
+    """
+    # A tensor of shape () is a mean already, which would weigh each micro-batch alike, whatever is in it.
     if not isinstance(values, torch.Tensor) or not values.ndim or values.is_complex():
         if isinstance(values, torch.Tensor):
             found = f"a {str(values.dtype).removeprefix('torch.')} tensor of shape {tuple(values.shape)}"
@@ -184,6 +213,6 @@ def _summed(name: str, values: Any) -> tuple[torch.Tensor, int]:
             f"It returned {found}. Return the values, not their mean, which would depend on the micro-batches; of a "
             f"single sample too (squeeze(-1) rather than squeeze()).",
         )
-    # Apple's GPU has no float64.
+    # In float64, for a validation may have millions of values; Apple's GPU has none.
     dtype = torch.float32 if values.device.type == "mps" else torch.float64
     return values.detach().sum(dtype=dtype), values.numel()

@@ -70,6 +70,7 @@ class FitArguments:
 
     # What is trained, on what. A run's directory keeps descriptions of these objects, and a run that goes on is
     # compared with them.
+    # In place, for a copy would take its memory twice; whoever calls has the trained model at hand.
     model: nn.Module = option(
         "the module to train, in place.",
         is_positional=True,
@@ -77,6 +78,7 @@ class FitArguments:
         probe=Own(text="the module to train."),
         accumulator=Own(text="the module to train; compiled or not."),
     )
+    # Windows are cut from samples, so the size of a loader's batches says nothing.
     data: Any = option(
         "a Dataset, a DataLoader (its dataset, collate_fn, workers and sampler are used, its batch size is not), a "
         "tuple or dict of tensors with one row per sample, or any iterable of batches. A batch is any pytree whose "
@@ -90,6 +92,7 @@ class FitArguments:
         'samples per optimizer step; or a schedule, its text such as "64, 1000:256", or a function (Progress) -> '
         "samples: see autoaccum.schedules.",
         check=schedule_of,
+        # A probe may only want to know what fits.
         probe=Own(
             text="samples per optimizer step, the most of them where it is a schedule: no larger micro-batch is tried, "
             "and a plan is made.",
@@ -114,6 +117,7 @@ class FitArguments:
         probe=Own(),
         accumulator=Own(),
     )
+    # Whoever gives no count is asked for none: most losses tell it. What does not is announced with this as its cure.
     num_items: CountItems | None = option(
         "(micro-batch) -> how many items its loss is a mean over, where that cannot be read off the loss.",
         default=None,
@@ -135,6 +139,7 @@ class FitArguments:
             is_positional=True,
         ),
     )
+    # None and not 1e-3, so that an lr beside an optimizer of one's own, which it could not reach, is refused.
     lr: float | None = option(
         "learning rate of the AdamW that is made when optimizer is left out; 1e-3 when left out too.",
         default=None,
@@ -150,6 +155,7 @@ class FitArguments:
         default="none",
         decides="training",
     )
+    # No default: only the user knows at which batch a rate was found to be right.
     base_batch: int | None = option(
         "effective batch that lr is right for.",
         default=None,
@@ -208,6 +214,7 @@ class FitArguments:
         ),
         accumulator=Own(),
     )
+    # For what no trial has shown: fragmentation, a longer sample, another process.
     headroom: float = option(
         "fraction of the limit that plans leave free.",
         default=0.05,
@@ -231,6 +238,7 @@ class FitArguments:
         accumulator=Own(text="clip each batch's gradient to this 2-norm."),
     )
     # Where and from which seed it is computed.
+    # How a forward is compiled may change the last bits of it, as another device may: runs go on with either.
     compile: bool = option("run the model through torch.compile.", default=False)
     device: str | torch.device | None = option(
         "where to train, such as cpu or cuda:1; an accelerator where there is one.",
@@ -260,6 +268,7 @@ class FitArguments:
         default=None,
         probe=Own(),
     )
+    # Not "training": samples are read under seeds of their own, whichever process reads them.
     num_workers: int = option(
         "processes that read the data ahead of time.",
         default=0,
@@ -271,6 +280,7 @@ class FitArguments:
         default=None,
         check=_checks.of_validation,
     )
+    # In samples, as budgets of trials are: windows of different sizes are compared after as many.
     validate_every: int | None = option(
         "samples from one validation to the next, instead of epochs.",
         default=None,
@@ -297,6 +307,7 @@ class FitArguments:
         default=None,
         check=_checks.of_checkpoint_every,
     )
+    # Two, so that there is one to go on from should the newest turn out to be unreadable.
     keep_checkpoints: int = option(
         "how many of the newest stay; the best stays besides.",
         default=2,
@@ -309,7 +320,9 @@ class FitArguments:
         in_sweeps="own",
     )
     # What is reported, and kept for other runs.
+    # Off, for it takes at least two micro-batches a window, and reading the gradient between them.
     noise_scale: bool = option("report the gradient noise scale of windows.", default=False)
+    # What an earlier run found is a first guess, which this run tries before it believes it.
     cache: bool = option(
         "begin from what earlier runs of the same model, data shapes and device found, and keep what this one finds.",
         default=True,

@@ -18,7 +18,7 @@ from autoaccum.window.step import Step
 
 
 class Pace:
-    """Asks the schedule, and keeps to the data, to the budget and to recorded plans."""
+    """A run's place in its epochs: it asks the schedule, and keeps to the data, the budget and recorded plans."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class Pace:
         plans: Sequence[tuple[int, ...]],
         step: Step,
     ) -> None:
-        """At the beginning.
+        """Begin with nothing trained.
 
         Args:
             schedule: says how many samples windows are to have.
@@ -53,27 +53,36 @@ class Pace:
         self._step = step
         self.epoch = 0
         """The pass over the data that the next window belongs to."""
+        # A resumed run's reader passes over these; a stream can do so only by reading them again, one by one.
         self.windows: list[int] = []
         """The sizes of those of this epoch so far."""
         self.epoch_seen = 0
         """Their sum."""
         self.samples_seen = 0
         """Samples trained on."""
+        # A schedule that follows the noise goes by steps from this one; 0 before the first window.
         self.effective_batch = 0
         """Samples that were asked for in the last window."""
+        # Beside what was passed, for of a stream this changes, and checkpoints keep it.
         self.epoch_samples = num_samples
         """In one pass; of a stream as far as one has told."""
+        # What a function for the effective batch may look at. In memory, for a run may have millions.
         self.reports: deque[StepReport] = deque(maxlen=REPORTS)
+        """The newest, oldest first."""
 
     def next_window(self, reader: Reader) -> tuple[Window, int] | None:
-        """With how many samples were asked for, which an epoch's end may not have; None after the epoch's last."""
+        """Return the next window and the samples that were asked for; None after the epoch's last window.
+
+        The window has fewer than were asked for at an epoch's end, and at the budget's.
+        """
         if self.epoch_seen == self._num_samples:  # nothing is asked: a function may have no answer here
             return None
         asked = self.asked()
         window = reader.window(self._allowed(asked), self._drop_last)
         if window is None:
             return None
-        if self._num_samples is None and self.epoch_samples is not None:  # a stream, which may have more than last time
+        # Of a stream it is known from its second pass on; and it may have more than in its last one.
+        if self._num_samples is None and self.epoch_samples is not None:
             self.epoch_samples = max(self.epoch_samples, window.num_samples)
             asked = self._at_most(self.epoch_samples, asked)
         self.effective_batch = asked
@@ -85,8 +94,10 @@ class Pace:
         return self._at_most(self._num_samples, self._schedule.at(self._progress()) if asked is None else asked)
 
     def _at_most(self, there: int | None, asked: int) -> int:
+        """Return what is asked for, or all the samples that are there if that is fewer, which is said once."""
         if there is None or asked <= there:
             return asked
+        # Not an error: a schedule may grow past the data, and a window of all samples is what was asked for at best.
         self._step.announcer.say_once(
             Notice(
                 cause=f"effective_batch={asked} is more than the data's {there} samples",
@@ -98,15 +109,17 @@ class Pace:
 
     def _allowed(self, asked: int) -> int:
         """Samples that the next window may have."""
+        # A recorded run's window was cut to its own budget, so its plan has the last word.
         if (plan := self.recorded_plan()) is not None:
             return sum(plan)
         return asked if self._budget.samples is None else min(asked, self._budget.samples - self.samples_seen)
 
     def recorded_plan(self) -> tuple[int, ...] | None:
-        """Of the next window, if one was passed."""
+        """Return the plan that was passed for the next window; None where there is none."""
         return self._plans[self._step.number] if self._step.number < len(self._plans) else None
 
     def _progress(self) -> Progress:
+        """Return what a schedule may go by."""
         return Progress(
             step=self._step.number,
             epoch=self.epoch,
@@ -116,16 +129,19 @@ class Pace:
         )
 
     def sizes_ahead(self) -> Callable[[int], tuple[int, ...]]:
-        """(position) -> how the window that begins there will be cut, as things stand: for what workers collate.
+        """Return a function (position) -> how the window that begins there will be cut, as things stand.
 
-        They ask for one window of the epoch after the other, ahead of training.
+        Workers collate by it. They ask for one window of the epoch after the other, ahead of training.
         """
+        # Counted here, for training is still at an earlier window when they ask. What it changes meanwhile, a re-plan
+        # say, they do not hear of: then batches are cut or joined once more.
         step, before = self._step.number, self.samples_seen - self.epoch_seen
 
         def sizes_at(position: int) -> tuple[int, ...]:
             nonlocal step
             if position == self.epoch_samples or self._budget.spent(step, before + position):
                 return (1,)  # there will be no window
+            # By what is known now: a schedule that goes by reports may ask otherwise once it is the window's turn.
             asked = self._schedule.at(replace(self._progress(), step=step, samples=before + position))
             step += 1
             left = asked if self.epoch_samples is None else self.epoch_samples - position
@@ -134,16 +150,16 @@ class Pace:
         return sizes_at
 
     def passed(self, num_samples: int) -> None:
-        """A window of so many samples has committed."""
+        """Count a window of so many samples that has committed."""
         self.windows.append(num_samples)
         self.epoch_seen += num_samples
         self.samples_seen += num_samples
 
     def end_epoch(self) -> None:
-        """The data has no more.
+        """Go on to the next epoch, for the data has no more.
 
         Raises:
-            EmptyDatasetError: it had nothing.
+            EmptyDatasetError: it had nothing in this one.
         """
         if not self.windows:
             raise EmptyDatasetError(
@@ -156,12 +172,13 @@ class Pace:
 
     @property
     def is_spent(self) -> bool:
-        """Whether the budget is used up."""
+        """Return whether the budget is used up."""
         epochs, steps, samples = self._allowance
         return self.epoch >= epochs or self._step.number >= steps or self.samples_seen >= samples
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the run stands, and the reports that a schedule may look at, as plain values."""
+        # The step is counted by what takes the steps, and kept with it.
         return {
             "epoch": self.epoch,
             "epoch_samples": self.epoch_samples,

@@ -128,19 +128,20 @@ def probe(
     modules = modules_of(model, loss_fn, training_step)
     parameters = trainable_parameters(model, modules)
     on = find_device(device)
-    memory = memory_of(on)
+    memory = memory_of(on)  # by which peaks are read
     # Beyond a limit that only we know of, an allocation would succeed, and could take the machine's last memory.
     limit = Limit(memory, memory_limit)
     source = open_source(data, seed=0, shuffle=False, device=on, collate_fn=collate_fn)
+    # Of a stream without an effective batch nothing says how many samples are of use: a million is enough to know.
     ceiling = min(n for n in (max_micro_batch, most, source.num_samples, 2**20) if n is not None)
     context = autocast(precision, on)
-    sparse = sparsely_trained(modules)
+    sparse = sparsely_trained(modules)  # their gradients grow with the samples, so they are no fixed cost
 
     with _no_trace(modules, optimizer, on):
         with room_for_model(memory, limit.bytes):
             for module in modules:
                 module.to(on)
-            if not model.training:
+            if not model.training:  # one in training mode may hold layers that were frozen in eval mode on purpose
                 model.train()
             build_lazy_layers(model, modules, source, loss_of, context, on)
             state_of = make_optimizer(optimizer, None, parameters)
@@ -159,6 +160,7 @@ def probe(
         for piece in search.until_known(ceiling):
             for weight in sparse:  # as long as all the trials before it, by now
                 weight.grad = None
+            # Predicted before it is run, so that a report can tell how good predictions were.
             expected = search.memory_model
             predicted = None if expected is None else expected.predict(piece.size)
             reading = _try(piece, model, source, loss_of, context, memory, on)
@@ -169,7 +171,7 @@ def probe(
                 if piece.size <= smallest:  # as in training, which moves the target where little is free above it
                     limits.learn_least(reading[0])
         history, largest = search.history, search.largest
-        if largest == 0:
+        if largest == 0:  # asked for advice in here, where the model still is as it was tried
             refused = Refused(
                 model=model,
                 modules=modules,
@@ -214,6 +216,7 @@ def _try(
     device: torch.device,
 ) -> tuple[int, float] | None:
     """Run one forward and backward; return its peak in bytes and its seconds, or None when memory ran out."""
+    # What trials before it have left in the allocator would count in its peak.
     memory.release()
     memory.reset_peak()
     started = clock.now()
@@ -222,6 +225,7 @@ def _try(
         batch = source.example(piece.size)
         with context():
             loss = loss_of(model, batch)
+        # The call of training itself, so that it takes the same.
         torch.autograd.backward(loss)
         if device.type != "cpu":  # kernels run behind the host, and errors and peaks come as late
             torch.accelerator.synchronize(device)
@@ -240,13 +244,16 @@ def _no_trace(modules: Sequence[nn.Module], optimizer: object, device: torch.dev
     """Undo, at its end, whatever forwards, backwards and ``allocate_state`` have done within it."""
     snapshot = Snapshot(modules, device)
     snapshot.take()
+    # Parameters of the modules, and those that only the optimizer holds: gradients of both are taken away.
     everything = {id(m): m for module in modules for m in module.modules()}.values()
     parameters = [p for module in everything for p in module.parameters(recurse=False)]
     trained = [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]
     tensors = [*parameters, *(b for module in everything for b in module.buffers(recurse=False))]
+    # Built in place by the first forward: afterwards they are lazy again, and know no shape.
     unbuilt = [(t, type(t), t.data) for t in tensors if is_lazy(t)]
     elsewhere = [(p, p.data) for p in parameters if p.device != device]  # will be moved to the device, and back
     gradients = [(p, p.grad) for p in (*parameters, *trained)]
+    # Taken away and not zeroed: the caller's own may be there, and would be added to.
     for p, _ in gradients:
         p.grad = None
     owners = [*everything, *([optimizer] if isinstance(optimizer, torch.optim.Optimizer) else [])]
@@ -254,6 +261,7 @@ def _no_trace(modules: Sequence[nn.Module], optimizer: object, device: torch.dev
     try:
         yield
     finally:
+        # First, for a gradient has to lie where its parameter does, and have its shape.
         for p, _ in gradients:
             p.grad = None
         for p, value in elsewhere:
@@ -263,5 +271,6 @@ def _no_trace(modules: Sequence[nn.Module], optimizer: object, device: torch.dev
             tensor.__class__ = kind
         for p, gradient in gradients:
             p.grad = gradient
+        # Attributes know which tensors stood where, the snapshot what was in those that are buffers.
         attributes.restore()
         snapshot.restore()

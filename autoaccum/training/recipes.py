@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 from autoaccum.errors import RecipeNotFoundError, RecipeResultError
 
+# Shown in the help and in errors, so that both say the same.
 FORMS = "path/to/file.py[:function] or package.module[:function]"
 T = TypeVar("T")
 
@@ -66,6 +67,7 @@ def imported(recipe: str) -> Iterator[Callable[..., dict[str, Any]]]:
         module = _import_file(Path(target), name) if is_file else _import_module(target)
         found = _find(module, target, function)
 
+        # With the signature of the recipe's own function, which a sweep looks at to pass what it has a parameter for.
         @wraps(found)
         def call(**given: Any) -> dict[str, Any]:
             return checked(_run(lambda: found(**given)), f"{target}:{function}")
@@ -103,6 +105,7 @@ def as_file_name(text: str) -> str:
 
 def _split(recipe: str) -> tuple[str, str]:
     """Return what to import and the function's name; a colon may also stand in a path (``C:\\file.py``)."""
+    # From the right: what follows the last colon is a function only if it could be a name.
     target, colon, function = recipe.rpartition(":")
     return (target, function) if colon and function.isidentifier() else (recipe.removesuffix(":"), "recipe")
 
@@ -116,12 +119,14 @@ def _free_name(stem: str) -> str:
 
 
 def _import_file(path: Path, name: str) -> ModuleType:
+    """Run the file as the module of that name; raise RecipeNotFoundError if there is none."""
     if not path.is_file() or path.suffix != ".py":
-        with suppress(OSError):
+        with suppress(OSError):  # a folder that cannot be listed has nothing to suggest
             beside = [str(path.with_name(file.name)) for file in path.resolve().parent.glob("*.py")]
         raise RecipeNotFoundError(
             f"no recipe file {str(path)!r} (looked for {path.resolve()}).{_suggest(str(path), beside)} Pass {FORMS}."
         )
+    # In sys.modules before it is run, as an import does: its own classes are looked up there to be pickled.
     spec = importlib.util.spec_from_file_location(name, path.resolve())
     assert spec is not None  # it ends in .py
     assert spec.loader is not None
@@ -132,6 +137,7 @@ def _import_file(path: Path, name: str) -> ModuleType:
 
 
 def _import_module(name: str) -> ModuleType:
+    """Import the module of that name; raise RecipeNotFoundError if there is none."""
     # Made here for two places: a name that cannot be one, and one that is not found.
     missing = RecipeNotFoundError(
         f"no recipe module {name!r} (looked for in {Path.cwd()} and on Python's path). Pass {FORMS}."
@@ -149,6 +155,7 @@ def _import_module(name: str) -> ModuleType:
 
 
 def _find(module: ModuleType, target: str, function: str) -> Callable[..., object]:
+    """Return the recipe's function; raise RecipeNotFoundError, with those that are there, if it is none of them."""
     found = getattr(module, function, None)
     if callable(found):
         return found  # type: ignore[no-any-return]
@@ -193,7 +200,8 @@ def checked(arguments: object, recipe: str) -> dict[str, Any]:
 
 
 def _suggest(word: str, words: list[str]) -> str:
-    matches = get_close_matches(word, words, n=1)
+    """Return a sentence with the most similar of the words; nothing where none is similar."""
+    matches = get_close_matches(word, words, n=1)  # at difflib's own cutoff: a bad guess is worse than none
     return f" Did you mean {matches[0]!r}?" if matches else ""
 
 

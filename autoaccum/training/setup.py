@@ -45,6 +45,7 @@ from autoaccum.window.precision import autocast
 from autoaccum.window.step import Step
 from autoaccum.window.transaction import Transaction
 
+# An Accumulator does not know its batches beforehand, nor does a stream its length; a search wants some end.
 BOUNDLESS = 2**30
 """Samples in a micro-batch where nothing says how many are of use."""
 
@@ -67,6 +68,7 @@ def place_of(device: str | torch.device | None, memory_limit: MemoryLimit) -> Pl
     """
     found = find_device(device)
     memory = memory_of(found)
+    # A user's function for the limit is asked here, so that one that fails does so before anything is moved.
     return Place(device=found, memory=memory, limit=Limit(memory, memory_limit))
 
 
@@ -92,7 +94,8 @@ def open_data(arguments: FitArguments, place: Place) -> Source:
         num_workers=arguments.num_workers,
         budget_bytes=budget_bytes,
     )
-    # An iterable that is no iterator begins anew for each epoch.
+    # An iterable that is no iterator begins anew for each epoch. Of a budget in steps or samples nobody can tell here
+    # whether one pass will do: that shows when it is over.
     epochs = arguments.epochs
     if hasattr(arguments.data, "__next__") and (epochs or 1) > 1:
         raise ArgumentError("epochs", epochs, "1 for an iterator, which can be read only once", "Pass a Dataset.")
@@ -125,6 +128,7 @@ def open_validation_data(arguments: FitArguments, place: Place) -> Source:
 
 def seed_all(arguments: FitArguments) -> None:
     """Set the seeds of torch, Python and NumPy."""
+    # Of all three: layers draw from torch's, and augmentations of data often from the other two.
     torch.manual_seed(arguments.seed)  # of every device
     randomness.seed_host(arguments.seed)
 
@@ -146,7 +150,8 @@ def build(
         ArgumentError: the optimizer or its schedule cannot be used.
     """
     model, modules = arguments.model, arguments.modules()
-    if not model.training:  # a model in training mode may hold layers that were frozen in eval mode on purpose
+    # A model in training mode may hold layers that were frozen in eval mode on purpose.
+    if not model.training:
         model.train()
     with room_for_model(place.memory, place.limit.bytes, parameters):
         for module in (*modules, *metric_modules(arguments)):
@@ -159,6 +164,7 @@ def build(
             optimizer,
             arguments.lr_scheduler,
             num_steps=num_steps,
+            # A scheduler that counts samples is told of as many steps as these make.
             most_samples=checked[Budget].most_samples(source.num_samples),
             lr_scaling=arguments.lr_scaling,
             base_batch=arguments.base_batch,
@@ -212,19 +218,23 @@ def make_step(
         ArgumentError: BatchNorm, and micro-batches of one sample.
     """
     smallest = smallest_micro_batch(job.modules)
+    # Refused and not raised in silence: whoever passes 1 may count on what one sample takes.
     for name, value in (("micro_batch", micro_batch), ("max_micro_batch", max_micro_batch)):
         if value is not None and value < smallest <= (full_window or smallest):
             cure = "The model holds BatchNorm in training mode, which has no statistics of one sample."
             raise ArgumentError(name, value, f"an int of at least {smallest}", cure)
+    # Nothing larger is tried: it would be of no use, or is not wanted.
     ceilings = [samples for samples in (full_window, max_micro_batch) if samples is not None]
     tuner = Tuner(
         ceiling=min(ceilings, default=BOUNDLESS),
         limit_bytes=limit.bytes,
         headroom=headroom,
         search=micro_batch is None,
+        # A size that was passed is taken at its word; should it run out of memory, the window is cut smaller.
         largest=min(micro_batch or 0, max_micro_batch or micro_batch or 0),
         smallest=smallest,
         few_sizes=smallest > 1 or is_compiled(job.model),  # statistics of a few samples are poor
+        # The noise is estimated from the micro-batches of a window. A size that was passed is left as it is.
         fewest=2 if noise_scale and micro_batch is None else 1,
     )
     transaction = Transaction(job, clip_norm=clip_norm, noise_scale=noise_scale)
@@ -269,6 +279,7 @@ def step_of(
         device=place.device,
         precision=arguments.precision,
     )
+    # The same that an Accumulator makes: what is between the windows is all that differs.
     step = make_step(
         job,
         micro_batch=fixed,
@@ -282,6 +293,7 @@ def step_of(
         noise_scale=noise_scale,
         emit=emit,
     )
+    # Said here, where the smallest micro-batch is known; the schedule's own checks know no model.
     if isinstance(schedule, NoiseScale) and schedule.min < 2 * step.tuner.smallest:
         cure = "A noise scale is estimated from two micro-batches, and BatchNorm has no statistics of one sample."
         raise ArgumentError("effective_batch", str(schedule), "a min of at least 4", cure)
@@ -318,6 +330,7 @@ def validator_of(
     """
     if arguments.validation_data is None:
         return None
+    # Opened before the first window, so that what cannot be cut is told before hours of training.
     source = open_validation_data(arguments, place)
     of: Any = "model"  # what the loss is computed by, and so what metrics are called with
     if arguments.loss_fn is not None:
@@ -325,6 +338,7 @@ def validator_of(
     elif arguments.training_step is not None:
         of = "training_step"
     metrics = arguments.metrics
+    # Put into eval mode together; a loss may hold dropout, and a metric that is a module too.
     modules: Sequence[nn.Module] = [*arguments.modules(), *metric_modules(arguments)]
     validator = Validator(
         step_model,
@@ -336,7 +350,7 @@ def validator_of(
         autocast=step.job.autocast,
         device=place.device,
         memory=place.memory,
-        limits=step.tuner.limits,
+        limits=step.tuner.limits,  # the same object, for the limit moves while training goes on
         is_enforced=place.limit.is_enforced,
         emit=emit,
         metrics=Metrics(metrics, step_model, of=of, autocast=step.job.autocast) if metrics else None,

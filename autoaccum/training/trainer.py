@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,19 +11,9 @@ import torch
 from torch import nn
 
 from autoaccum import _checks
-from autoaccum.data import randomness
 from autoaccum.data.base import Window
-from autoaccum.errors import ArgumentError, CheckpointCorruptError, StopTraining
-from autoaccum.events import (
-    Event,
-    Finished,
-    Notice,
-    Record,
-    Resumed,
-    Saved,
-    Started,
-    StepReport,
-)
+from autoaccum.errors import ArgumentError, StopTraining
+from autoaccum.events import Event, Finished, Record, Resumed, Started, StepReport
 from autoaccum.loss.functions import loss_function
 from autoaccum.loss.weighting import CountItems
 from autoaccum.memory import clock
@@ -34,39 +22,18 @@ from autoaccum.planning.budget import Budget
 from autoaccum.planning.plans import Plan
 from autoaccum.planning.schedules import Progress, Schedule, schedule_of
 from autoaccum.reporting import ProgressBar
-from autoaccum.runs import configuration
-from autoaccum.runs.cost_key import describe
 from autoaccum.runs.directory import RunDirectory
-from autoaccum.training import setup
-from autoaccum.training.declarations import values_of
+from autoaccum.training import notices, saving, setup
 from autoaccum.training.interrupts import interrupt_calls
 from autoaccum.training.learning_rate import MakeScheduler, Scaling
 from autoaccum.training.metrics import Metric
-from autoaccum.training.options import OF_FIT, Callback, FitArguments
+from autoaccum.training.options import Callback, FitArguments
 from autoaccum.training.pace import Pace
-from autoaccum.window.modules import State, left_out, load_modules, load_optimizer, state_of_modules
+from autoaccum.training.result import FitResult as FitResult
+from autoaccum.training.validation import Validations
+from autoaccum.window.modules import State
 from autoaccum.window.optimizers import OptimizerLike, trainable_parameters
 from autoaccum.window.precision import Precision
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FitResult:
-    """All that a run leaves to whoever called it."""
-
-    history: Sequence[StepReport]
-    """One report per window; with a ``run_dir`` read from there when it is looked at."""
-    events: Sequence[Event]
-    """Everything else that happened, in order; likewise."""
-    plan: Plan
-    """How the last full window was cut."""
-    num_steps: int
-    """Optimizer steps taken."""
-    num_samples: int
-    """Samples trained on."""
-    model: nn.Module
-    """The model that was passed in, trained in place."""
-    optimizer: torch.optim.Optimizer
-    """With its state."""
 
 
 class Trainer:
@@ -133,22 +100,16 @@ class Trainer:
         self._set_up(given)
 
     def _set_up(self, arguments: FitArguments) -> None:
-        """Check the arguments and make the parts of the run, in the order that the parts need.
-
-        What a user can have got wrong is said before the first side effect, as far as the arguments alone show it.
-        """
+        """Check the arguments and make the parts of the run, in the order that the parts need."""
+        # What a user can have got wrong is said before the first side effect, as far as the arguments alone show it.
         checked = arguments.check()
         self._arguments = arguments
-        self.schedule = checked[schedule_of]
         # Looked up now, for callbacks may change directory.
         self._run_dir = None if arguments.run_dir is None else Path(arguments.run_dir).absolute()
-        self._cadence = checked[_checks.of_checkpoint_every]
-        self._directory: RunDirectory | None = None
-        self._resumed: Resumed | None = None
-        budget, loss_of = checked[Budget], checked[loss_function]
+        self.schedule = checked[schedule_of]
+        budget = checked[Budget]
         self.model = arguments.model
-        self._modules = arguments.modules()
-        parameters = trainable_parameters(self.model, self._modules)
+        parameters = trainable_parameters(self.model, arguments.modules())
 
         place = setup.place_of(arguments.device, arguments.memory_limit)
         self.device, self.memory, self.limit_bytes = place.device, place.memory, place.limit.bytes
@@ -160,39 +121,39 @@ class Trainer:
         self.optimizer, self._learning_rate = setup.build(
             arguments, checked, place, self._source, parameters, self.num_steps
         )
-        self._noise = setup.noise_of(arguments, self.schedule)
-        step_model: Any = torch.compile(self.model) if arguments.compile else self.model
-        self._engine = setup.step_of(
-            arguments,
-            checked,
-            place,
-            step_model,
-            self.optimizer,
-            epoch_samples,
-            self._emit,
-            noise_scale=self._noise is not None,
+        # Windows and validations call this; what is saved and described is the model itself.
+        called: Any = torch.compile(self.model) if arguments.compile else self.model
+        self._noise = noise = setup.noise_of(arguments, self.schedule)
+        self._step = step = setup.step_of(
+            arguments, checked, place, called, self.optimizer, epoch_samples, self._emit, noise_scale=noise is not None
         )
-        self._tuner = self._engine.tuner
+        self._tuner = step.tuner
         self._cache = setup.cache_of(arguments, place, self.optimizer, self._tuner)
-        self._validator = setup.validator_of(arguments, loss_of, place, step_model, self._engine, self._emit)
-
-        # What changes in the course of the run.
-        self._history: list[Any] = []  # empty where there is a run_dir
-        self._events: list[Any] = []
-        self._pace = Pace(
-            self.schedule,
-            budget,
-            num_samples=epoch_samples,
-            drop_last=arguments.drop_last,
-            plans=checked[_checks.recorded_plans],
-            step=self._engine,
+        self._validator = setup.validator_of(arguments, checked[loss_function], place, called, step, self._emit)
+        plans, drop_last = checked[_checks.recorded_plans], arguments.drop_last
+        self._pace = Pace(self.schedule, budget, num_samples=epoch_samples, drop_last=drop_last, plans=plans, step=step)
+        self._validations = Validations()
+        self._state = saving.RunState(
+            model=self.model,
+            others=[module for module in arguments.modules() if module is not self.model],
+            optimizer=self.optimizer,
+            learning_rate=self._learning_rate,
+            step=step,
+            validator=self._validator,
+            validations=self._validations,
+            noise=noise,
+            pace=self._pace,
+            device=self.device,
         )
-        self._best_loss, self._is_best = math.inf, False  # of validations; is the newest the best, and not yet saved?
-        self._validation_loss: float | None = None
+
+        # Of this process alone; what a later one goes on from is in the state above.
+        self._directory: RunDirectory | None = None  # open while the run trains
+        self._resumed: Resumed | None = None
+        self._history: list[Any] = []  # these two are empty where there is a run_dir, which has them in a file
+        self._events: list[Any] = []
         self._bar = ProgressBar() if arguments.progress else None
         self._callbacks: list[Callback] = [*([self._bar] if self._bar else []), *checked[_checks.of_callbacks]]
         self._stop_reason: str | None = None  # set once the run is to end after its window
-        self._validated = 0  # the step after which it was done last
         self._mark = 0.0  # when the window began, so that reports leave out validations and checkpoints
 
     @property
@@ -208,7 +169,7 @@ class Trainer:
     @property
     def step(self) -> int:
         """Return the optimizer steps taken."""
-        return self._engine.number
+        return self._step.number
 
     @property
     def samples_seen(self) -> int:
@@ -220,7 +181,9 @@ class Trainer:
         """Train to the end of the budget, or until a callback or a signal ends the run after a window."""
         try:
             if self._run_dir is not None:
-                self._directory = self._open(self._run_dir)
+                self._directory, self._resumed = saving.open_directory(self, self._run_dir, self._arguments)
+                # The mark says which size was being tried, for larger ones are tried within a window.
+                self._step.meter.before_trial = self._directory.window_mark.enter
             return self._fit()
         except BaseException as error:
             if self._directory is not None:  # else nothing on the disk would tell it from a run that goes on
@@ -266,20 +229,14 @@ class Trainer:
             self._validate(self._pace.epoch)  # unless that was done at the epoch's end
             self._save(is_last=True)
         if self._stop_reason == "budget" and self.num_steps not in (None, self.step):
-            self._engine.announcer.say(
-                Notice(
-                    cause=f"The run took {self.step} steps instead of the {self.num_steps} that were foreseen",
-                    consequence="A learning rate scheduler was told of too many or too few",
-                    cure="Let the function passed as effective_batch depend on nothing but its Progress",
-                )
-            )
+            self._step.announcer.say(notices.other_steps(self.step, self.num_steps))
 
     def _start(self) -> bool:
         """Announce the start; return False if the run is already finished."""
         self._mark = clock.now()
         # A resumed run may have had its budget but not its last validation, which is then made up for.
         is_spent = self._resumed is not None and self._pace.is_spent
-        is_finished = is_spent and (self._validator is None or self._validated == self.step)
+        is_finished = is_spent and (self._validator is None or self._validations.step == self.step)
         # A finished run's records stay as they are, so that the same call may be made any number of times.
         if self._directory is not None and not (is_finished and self._directory.is_finished()):
             self._directory.begin()
@@ -295,24 +252,18 @@ class Trainer:
         if self._resumed is not None:
             self._emit(self._resumed)
         if self._directory is not None and self._directory.passed_over is not None:
-            self._engine.announcer.say(self._directory.passed_over)
+            self._step.announcer.say(self._directory.passed_over)
         if is_spent:
             self._end("budget")
         if is_finished:
-            self._engine.announcer.say(
-                Notice(
-                    cause=f"The run in {self._run_dir} is finished: it has taken its {self.step} steps",
-                    consequence="Nothing is trained",
-                    cure="Allow a larger budget to go on, or choose another run_dir to begin anew",
-                )
-            )
+            self._step.announcer.say(notices.already_finished(self._run_dir, self.step))
             return False
         # The kernel left no error to learn from: the mark of the window is all there is of it.
         if self._directory is not None and (died := self._directory.window_mark.died_of_memory) is not None:
-            self._engine.killed(*died, self._pace.asked())
+            self._step.killed(*died, self._pace.asked())
         # A search ends with a plan that is announced then.
         if not self._tuner.searching:
-            self._engine.announce_plan(self._pace.asked())
+            self._step.announce_plan(self._pace.asked())
         return True
 
     def _end_epoch(self) -> None:
@@ -332,26 +283,25 @@ class Trainer:
             self._cache.recall(window, self._tuner, self.memory.used())
         plan = self._pace.recorded_plan()
         if plan is not None and sum(plan) != window.num_samples:
-            raise ArgumentError(
-                "micro_batch", plan, f"sizes that sum to {window.num_samples} in window {self.step + 1}"
-            )
+            accepted = f"sizes that sum to {window.num_samples} in window {self.step + 1}"
+            raise ArgumentError("micro_batch", plan, accepted)
         is_full = window.lengths is None or window.num_samples == asked  # samples that are alike need not be there
         if is_full and asked != self._tuner.full_window[0]:
-            self._engine.resize(asked, window.lengths)
+            self._step.resize(asked, window.lengths)
         # Written where it outlives a process that the kernel kills: what was tried, and that it was not survived.
         if self._directory is not None:
             largest = max(plan) if plan else self._tuner.plan(window.num_samples, window.lengths)[0]
             self._directory.window_mark.enter(largest, window.lengths[0] if window.lengths else 1)
-        gradient, replays = self._engine.run(window, plan)
+        gradient, replays = self._step.run(window, plan)
         num_samples = sum(gradient.sizes)
         self._pace.passed(num_samples)
         lr = self._learning_rate.now(asked)  # that of this step, before the scheduler goes on
         with self._learning_rate.scaled(asked):
-            stepped = self._engine.apply(gradient)
+            stepped = self._step.apply(gradient)
         self._learning_rate.advance(self.samples_seen, stepped)
         if is_full:
-            self._engine.settle(asked, window.lengths)
-        noise = gradient.noise
+            self._step.settle(asked, window.lengths)
+        noise = gradient.noise  # None unless it is asked for, and of a window in one piece
         if noise is not None and self._noise is not None:
             self._noise.observe(noise)
         now = clock.now()
@@ -366,8 +316,8 @@ class Trainer:
             lr=lr,
             grad_norm=None if gradient.grad_norm is None else gradient.grad_norm.item(),
             seconds=now - self._mark,
-            peak_bytes=self._engine.meter.peak_bytes,
-            limit_bytes=self._engine.limit.bytes,
+            peak_bytes=self._step.meter.peak_bytes,
+            limit_bytes=self._step.limit.bytes,
             replays=replays,
             noise_scale=None if noise is None or self._noise is None else self._noise.scale,
             gradient_squared=None if noise is None else noise.gradient_squared,
@@ -378,12 +328,12 @@ class Trainer:
         if self._directory is not None:
             self._directory.window_mark.leave()
         if stepped:
-            self._engine.announce_if_not_finite(report.loss)
+            self._step.announce_if_not_finite(report.loss)
         if self._noise is not None and window.num_samples == asked and len(gradient.sizes) == 1:
-            self._announce_no_noise()
+            self._step.announcer.say_once(notices.no_noise(self.step, self._tuner.smallest))
         lengths = window.lengths
         if noise is not None and lengths is not None and lengths[0] != lengths[-1]:
-            self._announce_sorted()
+            self._step.announcer.say_once(notices.NOISE_OF_SORTED)
         self._emit(report)
         if self._pace.is_spent:
             self._end("budget")
@@ -398,143 +348,38 @@ class Trainer:
 
     def _validate(self, epoch: int) -> None:
         """Validate, unless it was done after this step, or the run was broken off."""
-        if self._validator is not None and self._stop_reason in (None, "budget") and self._validated != self.step:
-            self._validated = self.step
-            self._validation_loss = self._validator.run(self.step, epoch, self._tuner.micro_batch)
-            if self._validation_loss < self._best_loss:
-                self._best_loss, self._is_best = self._validation_loss, True
-            self._mark = clock.now()  # its seconds are reported by the validation itself
+        was_broken_off = self._stop_reason not in (None, "budget")  # by a signal, say: the process is to end soon
+        if self._validator is None or was_broken_off or self._validations.step == self.step:
+            return
+        self._validations.step = self.step  # so that an epoch's end at the same step finds it done
+        self._validations.add(self._validator.run(self.step, epoch, self._tuner.micro_batch))
+        self._mark = clock.now()  # its seconds are reported by the validation itself
 
     # What outlives the process.
 
-    def _configuration(self) -> dict[str, Any]:
-        """Return what was asked for; under "trained" what a run that goes on has to have in common with this one."""
-        given = {name: value for name, value in values_of(self._arguments).items() if name not in ("model", "data")}
-        given["metrics"] = ", ".join(self._arguments.metrics or ()) or None
-        trained = {
-            "model": configuration.describe_model(self.model),
-            "loss": configuration.describe_model(self._modules[-1]) if self._modules[-1] is not self.model else None,
-            "data": self._source.description(),
-            "effective_batch": str(self.schedule),
-            "optimizer": configuration.describe_optimizer(self.optimizer),
-            "steps of the lr_scheduler": self._learning_rate.num_steps,
-            **{name: given[name] for name, argument in OF_FIT.items() if argument.decides == "training"},
-        }
-        return {"model": type(self.model).__name__, **configuration.plain(given), "trained": trained}
-
-    def _open(self, path: Path) -> RunDirectory:
-        """Return the run's directory, having taken up what an earlier process left there of this run."""
-        keep, anew = self._arguments.keep_checkpoints, self._arguments.resume is False
-        directory = RunDirectory(
-            path,
-            keep=keep,
-            cadence=self._cadence,
-            config=self._configuration(),
-            anew=anew,
-            background=self.device.type != "cpu",  # there the copy is in the memory that windows are planned for
-        )
-        # The mark says which size was being tried, for larger ones are tried within a window.
-        self._engine.meter.before_trial = directory.window_mark.enter
-        try:
-            found = directory.resume()
-            if found is not None:
-                checkpoint, weights, state = found
-                try:
-                    self.load_state_dict(weights, state)
-                except (LookupError, TypeError, ValueError, AttributeError) as error:
-                    problem = f"is of another version, or was made by hand ({error!r})"
-                    raise CheckpointCorruptError(checkpoint.path, problem) from error
-                self._resumed = Resumed(step=self.step, num_samples=self.samples_seen, checkpoint=checkpoint.path.name)
-            elif self._arguments.resume is True:
-                cure = "Pass resume='auto' to begin where there is nothing to go on from."
-                raise ArgumentError("resume", True, f"a checkpoint in {path}", cure)
-        except BaseException:
-            directory.close()
-            raise
-        return directory
+    def configuration(self) -> dict[str, Any]:
+        """Return what was asked for, as plain values."""
+        return saving.configuration_of(self._arguments, self.schedule, self._source, self._state)
 
     def state_dict(self) -> tuple[State, State]:
-        """Return (the model's state_dict, everything else) after a window: all that a checkpoint holds of the run.
-
-        What follows from the arguments is not in it, for a run is resumed by the same call; nor is what only makes it
-        fast: a comparison of plans that goes on begins anew, and so does the calm that growth waits for.
-        """
-        others = [module for module in self._modules if module is not self.model]
-        return self.model.state_dict(), {
-            "buffers": left_out(self.model),
-            "modules": state_of_modules(others),
-            "optimizer": self.optimizer.state_dict(),
-            "learning_rate": self._learning_rate.state_dict(),
-            "engine": self._engine.state_dict(),
-            "validator": None if self._validator is None else self._validator.state_dict(),
-            "noise": None if self._noise is None else self._noise.state_dict(),
-            **self._pace.state_dict(),
-            "_validated": self._validated,
-            "_validation_loss": self._validation_loss,
-            "_best_loss": self._best_loss,
-            "device": describe(self.device),
-            "randomness": randomness.state_dict(self.device),
-        }
+        """Return (the model's state_dict, everything else) after a window: all that a checkpoint holds of the run."""
+        return self._state.state_dict()
 
     def load_state_dict(self, weights: State, state: State) -> None:
         """Put back what ``state_dict`` returned, into a trainer that was made with the same arguments."""
-        others = [module for module in self._modules if module is not self.model]
-        of_all = [{"state": weights, "buffers": state["buffers"]}, *state["modules"]]
-        load_modules([self.model, *others], of_all, self.device)
-        load_optimizer(self.optimizer, state["optimizer"])
-        self._learning_rate.load_state_dict(state["learning_rate"])
-        is_same_device = state["device"] == describe(self.device)
-        self._engine.load_state_dict(state["engine"], is_same_device=is_same_device)
-        if self._validator is not None and state["validator"] is not None and is_same_device:
-            self._validator.load_state_dict(state["validator"])
-        if self._noise is not None and state["noise"] is not None:
-            self._noise.load_state_dict(state["noise"])
-        self._pace.load_state_dict(state)
-        self._validated, self._best_loss = state["_validated"], state["_best_loss"]
-        self._validation_loss = state["_validation_loss"]
-        randomness.load_state_dict(state["randomness"], self.device)
+        self._state.load_state_dict(weights, state)
 
     def _save(self, *, epoch_ended: bool = False, is_last: bool = False) -> None:
-        """Write a checkpoint, where one is due; the last one waits until it is on the disk."""
-        directory = self._directory
+        """Write a checkpoint, where one is due."""
+        directory, validations = self._directory, self._validations
         if directory is None:
             return
-        if is_last or directory.is_due(self.step, epoch_ended=epoch_ended) or self._is_best:
-            started = clock.now()
-            loss = self._pace.reports[-1].loss if self._pace.reports else None
-            facts = {"num_samples": self.samples_seen, "loss": loss, "validation_loss": self._validation_loss}
-            # Of the step's own validation, for one that is replaced at the same step is still the best.
-            is_best = self._validated == self.step and self._validation_loss == self._best_loss
-            path = directory.save(self.step, *self.state_dict(), facts, is_best=is_best)
-            self._is_best = False
-            if is_last:
-                directory.wait()
-            seconds = clock.now() - started
-            self._emit(Saved(step=self.step, path=str(path), seconds=seconds))
-            self._mark += seconds  # the next report leaves it out
-
-    def _announce_no_noise(self) -> None:
-        """Announce, once, that windows are not cut and so show no noise."""
-        self._engine.announcer.say_once(
-            Notice(
-                cause=f"Window {self.step} was one micro-batch, and it takes two to estimate the noise scale",
-                consequence="Until windows are cut, noise_scale is None, and an effective batch that follows it stays "
-                "as it is",
-                cure=f"Leave micro_batch out, or pass at most half of an effective batch of {2 * self._tuner.smallest} "
-                "samples or more",
-            )
-        )
-
-    def _announce_sorted(self) -> None:
-        """Announce, once, that the noise scale is off where micro-batches differ in length."""
-        self._engine.announcer.say_once(
-            Notice(
-                cause="Windows are sorted by length, so their micro-batches are no random parts of them",
-                consequence="What long and short samples differ in counts as noise, and the noise scale may come out "
-                "several times too large",
-                cure="Pad all samples to one length where the noise scale matters",
-            )
-        )
+        # What validated best is saved at once: when the cadence comes round, it has been trained on.
+        if is_last or directory.is_due(self.step, epoch_ended=epoch_ended) or validations.is_unsaved_best:
+            loss = self._pace.reports[-1].loss if self._pace.reports else None  # none before the first window
+            saved = saving.save(self, directory, validations, loss, is_last=is_last)
+            self._emit(saved)
+            self._mark += saved.seconds  # the next report leaves it out
 
     def _emit(self, record: Record) -> None:
         """Keep a record, then tell every callback of it, those after one that ends the run too."""

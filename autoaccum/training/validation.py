@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,14 +27,57 @@ from autoaccum.memory.oom import RAN_OUT, attempt, is_out_of_memory
 from autoaccum.planning.attempts import Piece
 from autoaccum.planning.limits import Limits
 from autoaccum.planning.trials import Trials
-from autoaccum.training.metrics import Kept, Metrics, Sums
+from autoaccum.training.metrics import Metrics, SharedTree, Sums
 from autoaccum.window.attributes import Attributes
 from autoaccum.window.precision import Autocast
 from autoaccum.window.snapshot import Snapshot
 
 
+@dataclass(kw_only=True, slots=True)
+class Validations:
+    """What the validations of a run have come to so far."""
+
+    step: int = 0
+    """Optimizer steps that were taken before the last one; 0 before the first."""
+    loss: float | None = None
+    """Loss of the last one."""
+    best_loss: float = math.inf
+    """Lowest loss of all."""
+    is_unsaved_best: bool = False
+    """Whether the lowest loss is of parameters that no checkpoint holds yet."""
+
+    def add(self, loss: float) -> None:
+        """Note the loss of a validation."""
+        self.loss = loss
+        if loss < self.best_loss:  # never so for NaN
+            self.best_loss, self.is_unsaved_best = loss, True
+
+    def is_best_at(self, step: int) -> bool:
+        """Return whether the parameters after this step are those of the lowest loss."""
+        # Asked of the step and not remembered from the validation: a checkpoint that takes the place of another one of
+        # the same step is the best as well.
+        return self.step == step and self.loss == self.best_loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what they have come to, under the names of the first version of the format."""
+        return {"_validated": self.step, "_validation_loss": self.loss, "_best_loss": self.best_loss}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Put back what ``state_dict`` returned; other entries are left alone."""
+        self.step, self.loss, self.best_loss = state["_validated"], state["_validation_loss"], state["_best_loss"]
+
+
+# The ways to read off a loss what it is a mean over; checkpoints keep these names. Each costs the memory of a graph,
+# the first one least. Of a loss_fn only the loss need have one: the model's forward is run without.
+_LOSS_GRAPH = "the loss's graph"
+# A graph through the model too, but without the activations that a backward would need.
+_GRAPH_ALONE = "the graph alone"
+# As in training: for code that asks for gradients itself, and so needs what a backward does.
+_WHOLE_GRAPH = "all of the graph"
+
+
 class Validator:
-    """Runs passes over validation data, and learns from them how large its micro-batches may be."""
+    """Runner of passes over validation data, from which it learns how large its micro-batches may be."""
 
     def __init__(
         self,
@@ -81,29 +125,34 @@ class Validator:
         self._limits = limits
         self._is_enforced = is_enforced
         self._emit = emit
-        # What can be read off a graph costs the memory of one, which is least where the model makes none.
-        self._ways = [*(["the loss's graph"] if of_outputs else []), "the graph alone", "all of the graph"]
+        # The ways that have not failed yet, of which the first is taken. Without one losses are averaged over samples.
+        self._ways = [*([_LOSS_GRAPH] if of_outputs else []), _GRAPH_ALONE, _WHOLE_GRAPH]
+        # Sizes of its own, for without a backward more samples fit than in training.
         self._trials = Trials(limits)
         self._released_bytes = 0  # in use after memory was last given back
 
     def run(self, step: int, epoch: int, training_micro_batch: int) -> float:
-        """One pass, in micro-batches that grow up to training's, which fits without a backward if samples are alike.
+        """Run one pass, in micro-batches that grow up to training's, and return the loss.
 
-        Returns the loss.
+        Where samples are alike training's micro-batch fits, for there is no backward.
         """
         started = clock.now()
+        # One for each micro-batch, joined at the end: how they go together shows only when all are there.
         losses: list[tuple[int, float, Reduction]] = []
         num_samples = largest = 0
         if self._metrics is not None:
             self._metrics.begin()
         with self._evaluating():
             size, ceiling = self._trials.size, training_micro_batch
+            # Always as in the first epoch, so that all validations see the same samples in the same order.
             reader = self._source.read(0, lambda position: (size(ceiling),))
+            # As many samples are asked for as are run at once. Nothing has to be undone when they do not fit: those
+            # that are left are run in smaller pieces.
             while (window := reader.window(size(ceiling))) is not None:
                 for piece in self._trials.window(window.num_samples, ceiling):
                     if (outcome := self._try(window, piece)) is None:
                         self._emit(OutOfMemory(step=step, phase="validation", micro_batch=piece.size))
-                        if piece.size == 1:
+                        if piece.size == 1:  # there is no smaller one; what it would have taken is not known
                             raise self._nothing_fits(None)
                         continue
                     losses.append((piece.size, *outcome))
@@ -136,9 +185,9 @@ class Validator:
         snapshot.take()
         try:
             with self._evaluating():
-                metrics.measure(Kept(self._source.example(1)), lambda: self._source.example(1))
+                metrics.measure(SharedTree(self._source.example(1)), lambda: self._source.example(1))
                 two = self._source.example(2)
-                if _is_cut(two):
+                if _is_cut(two):  # else there is nothing to compare both together with
                     metrics.check(two)
         except EmptyDatasetError:
             raise EmptyDatasetError("validation_data", _NOTHING) from None
@@ -151,10 +200,11 @@ class Validator:
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        """In eval mode; modes and random states are put back."""
+        """Put all modules into eval mode; at its end put back their modes, and the random states."""
+        # Each module's own mode: layers may have been frozen in eval mode while the model trains.
         training = [(module, module.training) for module in self._modules]
         states = randomness.get_state(self._device)
-        for module in self._modules:
+        for module in self._modules:  # set and not called: train() is often overridden, to freeze layers
             module.training = False
         try:
             yield
@@ -165,50 +215,57 @@ class Validator:
 
     def _try(self, window: Window, piece: Piece) -> tuple[float, Reduction] | None:
         """Return the loss of a piece; None when memory ran out. What it took is learnt from."""
+        # What the allocator holds without need is given back first: it would count in a trial's peak, and where nobody
+        # else keeps the limit it would take the room of other pieces.
         if piece.is_trial or self._is_cluttered():
             self._release()
+        # Of a size that is known to fit nothing is to be learnt, unless nobody but us would see it pass the limit.
         is_measured = piece.is_trial or not self._is_enforced
         if is_measured:
             self._memory.reset_peak()
         outcome = attempt(lambda: self._outcome(lambda: window.micro_batch(piece.start, piece.size), piece.size))
         if outcome is RAN_OUT:
-            gc.collect()
+            gc.collect()  # a failed forward may have left reference cycles that hold tensors
             self._memory.release()
             self._trials.ran_out(piece)
             return None
         loss, sums = outcome
+        # Not sooner: what ran out of memory is run again, and would count twice.
         if self._metrics is not None:
             self._metrics.keep(sums)
         peak_bytes = self._memory.peak() if is_measured else None
         if piece.size == 1 and peak_bytes is not None and peak_bytes > self._limits.limit_bytes:
             raise self._nothing_fits(peak_bytes)
-        if not self._trials.fitted(piece, peak_bytes):
+        if not self._trials.fitted(piece, peak_bytes):  # it ran all the same, so its loss counts
             self._memory.release()
         return loss
 
     def _release(self) -> None:
+        """Give back what the allocator holds without need, and note what is in use then."""
         self._memory.release()
         self._released_bytes = self._memory.used()
 
     def _outcome(self, micro_batch: Callable[[], Any], size: int) -> tuple[tuple[float, Reduction], Sums]:
-        """The loss and what it is a mean over; and what the metrics add up to with it."""
+        """Return the loss and what it is a mean over; and what the metrics add up to with it."""
         batch = micro_batch()
         if self._metrics is None:
             return self._loss(batch, size), {}
-        kept = Kept(batch)
+        # Taken before the loss is computed, which may empty containers and write to tensors.
+        shared = SharedTree(batch)
         try:
             loss = self._loss(batch, size)
             states = randomness.get_state(self._device)
-            sums = self._metrics.measure(kept, micro_batch)
+            sums = self._metrics.measure(shared, micro_batch)
             randomness.set_state(states, self._device)  # so that losses that draw are those without metrics
             return loss, sums
         finally:
-            self._metrics.forget()
+            self._metrics.forget()  # the outputs of what has failed would stand in the way of a smaller piece
 
     def _loss(self, batch: Any, size: int) -> tuple[float, Reduction]:
+        """Return the loss of a micro-batch, and what it is a mean over: as the user counts it, or as it can be read."""
         if self._num_items is not None:
             counted = float(count_items(self._num_items, batch))
-            if not counted:
+            if not counted:  # its loss is 0 / 0, which would make everything NaN
                 return 0.0, Reduction(0.0)
         else:
             while self._ways:
@@ -220,6 +277,7 @@ class Validator:
                     # Code that writes to its outputs, or asks for gradients itself, cannot be run like this; and if
                     # the error was another, it comes up again.
                     del self._ways[0]
+                    # A loss without a gradient, an accuracy say, has no graph to be read: nothing has gone wrong.
                     if not self._ways and not isinstance(error, LossWithoutGradError):
                         self._emit(_BY_SAMPLES)
         with torch.no_grad(), self._autocast():
@@ -227,28 +285,30 @@ class Validator:
         return loss.item(), Reduction(size if self._num_items is None else counted)
 
     def _read(self, batch: Any, size: int, way: str) -> tuple[float, Reduction]:
-        """A loss of which a graph is kept, and so what it is a mean over."""
-        with torch.enable_grad() if way == "all of the graph" else graph_alone(), self._autocast():
-            is_apart = way == "the loss's graph"
-            loss = self._loss_of(self._outputs if is_apart else self._model, batch)
+        """Return a loss of which a graph is kept, and what it is a mean over, as the graph tells."""
+        model = self._outputs if way == _LOSS_GRAPH else self._model
+        with torch.enable_grad() if way == _WHOLE_GRAPH else graph_alone(), self._autocast():
+            loss = self._loss_of(model, batch)
         reduction = without_graph(read(loss, size))
+        # A mask's count is often kept from 0 by clamp(min=1): a micro-batch where nothing counts is to count nothing.
         if stands_for_none(reduction, loss, size)[0]:
             reduction = replace(reduction, items=0.0)
         return loss.item() if reduction.items else 0.0, reduction
 
     def _outputs(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's, without its graph: the loss makes one of its own, which is all that is read."""
+        """Return the model's outputs without its graph: the loss makes one of its own, which is all that is read."""
         with torch.no_grad():
             leaves, spec = batches.flatten(self._model(*args, **kwargs))
         return spec.unflatten([_with_grad(leaf) for leaf in leaves])
 
     def _is_cluttered(self) -> bool:
-        """Whether what the allocator still holds, where nothing enforces the limit, is a good part of what is free."""
+        """Return whether what the allocator still holds is a good part of what is free, where nobody else keeps it."""
+        # A release costs time, so it waits until a quarter of the room is taken by what only looks used.
         free = self._limits.target_bytes - self._released_bytes
         return not self._is_enforced and self._memory.used() - self._released_bytes > free / 4
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how it cuts the data, which shows in the last bits of its loss, and how it reads a loss."""
+        """Return how it cuts the data, which shows in the last bits of its loss, and the ways left to read a loss."""
         return {"history": self._trials.state_dict(), "ways": list(self._ways)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -257,6 +317,7 @@ class Validator:
         self._ways[:] = state["ways"]
 
     def _nothing_fits(self, peak_bytes: int | None) -> NothingFitsError:
+        """Return the error of a single sample that does not fit; None where its peak is not known."""
         return NothingFitsError(
             phase="validation", micro_batch=1, peak_bytes=peak_bytes, limit_bytes=self._limits.limit_bytes
         )
@@ -271,20 +332,20 @@ _BY_SAMPLES = Notice(
 
 
 def _joined(losses: list[tuple[int, float, Reduction]]) -> float:
-    """The loss over everything, of the losses of micro-batches."""
+    """Return the loss over everything, of the losses of micro-batches; NaN where nothing counts."""
     there = [(size, loss, reduction) for size, loss, reduction in losses if float(reduction.items)]
     if not there:
         return float("nan")
     counts = [float(reduction.items) for _, _, reduction in there]
     found = conclude([size for size, _, _ in there], [reduction for _, _, reduction in there])
-    is_sum = found.is_sum if len(there) > 1 else False
-    return sum(loss * count for (_, loss, _), count in zip(there, counts, strict=True)) / (
-        counts[0] if is_sum else sum(counts)
-    )
+    weighted = sum(loss * count for (_, loss, _), count in zip(there, counts, strict=True))
+    # A sum has the same divisor in every micro-batch, whatever is in it; divided by one of them it is the sum of all.
+    # Of a single micro-batch there is nothing to compare, and both are the same.
+    return weighted / (counts[0] if found.is_sum and len(there) > 1 else sum(counts))
 
 
 def _is_cut(two: Any) -> bool:
-    """Whether two samples, which a collate_fn may have made one thing of, can be taken one by one."""
+    """Return whether two samples, which a collate_fn may have made one thing of, can be taken one by one."""
     try:
         return batches.num_samples(two) == 2
     except DataError:
@@ -292,6 +353,7 @@ def _is_cut(two: Any) -> bool:
 
 
 def _with_grad(leaf: Any) -> Any:
+    """Return an output as a leaf that the loss can make a graph from; numbers and whole numbers as they are."""
     if isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
         return leaf.detach().requires_grad_()
     return leaf

@@ -151,7 +151,7 @@ def seen(result: FitResult | autoaccum.Trainer) -> list[Any]:
 
 def scaler_state(trainer: autoaccum.Trainer) -> Any:
     """The loss scale, and how many steps ago it moved; None without a scaler."""
-    scaler = trainer._engine._runner.scaler
+    scaler = trainer._step.transaction.scaler
     return None if scaler is None else scaler.state_dict()
 
 

@@ -327,7 +327,7 @@ def run_rank(rank: int, folder: Path) -> None:
     store = torch.distributed.FileStore(str(folder / "store"), 2)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
     made = linear(half_mean_of_tokens, torch.float64)
-    (weight,) = (p for group in made.optimizer.param_groups for p in group["params"])
+    (weight,) = (p for group in made.job.optimizer.param_groups for p in group["params"])
     plan, first = RANKS[rank], sum(RANKS[0]) * rank
     found = []
     for seed in range(RANK_WINDOWS):

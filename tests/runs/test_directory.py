@@ -40,7 +40,7 @@ from autoaccum.runs.checkpoint import Checkpoints
 from autoaccum.runs.directory import Recorded, RunDirectory
 from autoaccum.runs.records import RecordWriter
 from autoaccum.testing import manual_clock, simulated_memory
-from autoaccum.training.trainer import FitResult, Trainer
+from autoaccum.training.trainer import FitResult
 from tests.models import classes, mlp, noisy, same, state_of, wide
 from tests.processes import in_turn
 from tests.runs.machine import Machine, begun
@@ -126,11 +126,6 @@ def one_cycle(optimizer: torch.optim.Optimizer, steps: int) -> OneCycleLR:
 
 def halving(optimizer: torch.optim.Optimizer, steps: int) -> LambdaLR:
     return LambdaLR(optimizer, lambda step: 0.5**step)
-
-
-def explode(optimizer: torch.optim.Optimizer, steps: int) -> LambdaLR:
-    """After the second epoch."""
-    return LambdaLR(optimizer, lambda step: 1.0 if step < 10 else 300.0)
 
 
 class TestWhoMayGoOn:
@@ -293,12 +288,6 @@ class TestAnew:
         assert {path.name for path in tmp_path.glob("before-*")} == {"before-2", "before-3"}
         assert same(state_of(fit(tmp_path / "before-3")), first), "and can be gone on from"
 
-    def test_true_needs_something(self, tmp_path: Path) -> None:
-        with pytest.raises(ArgumentError, match=r"resume=True: expected a checkpoint in .*resume='auto'"):
-            fit(tmp_path, resume=True)
-        fit(tmp_path, callbacks=[end_after(2)])
-        assert fit(tmp_path, resume=True).num_steps == 10
-
     def test_auto_begins_where_there_is_nothing(self, tmp_path: Path) -> None:
         place = tmp_path / "a" / "b"
         result = fit(place)
@@ -426,52 +415,6 @@ class TestWhen:
         fit(tmp_path, checkpoint_every=1, keep_checkpoints=keep)
         found, _ = checkpoint.every(tmp_path / "checkpoints")
         assert [one.step for one in found] == list(range(10, 10 - keep, -1))
-
-    def test_the_best_by_validation_is_kept_besides(self, tmp_path: Path) -> None:
-        options: dict[str, Any] = {"validation_data": classes(40), "lr_scheduler": explode, "epochs": 5}
-        result = fit(tmp_path, keep_checkpoints=1, **options)
-        losses = {event.step: event.loss for event in result.events if isinstance(event, Validated)}
-        at_best = min(losses, key=lambda step: losses[step])
-        assert at_best < 25
-        found, _ = checkpoint.best(tmp_path / "checkpoints")
-        assert found is not None
-        assert (found.step, found.facts["validation_loss"]) == (at_best, losses[at_best])
-        every, _ = checkpoint.every(tmp_path / "checkpoints")
-        assert [one.step for one in every] == [25, at_best]
-        weights, _ = found.load()
-        model = mlp()
-        model.load_state_dict(weights)
-        inputs, targets = classes(40)
-        assert cross_entropy(model(inputs), targets).item() == pytest.approx(losses[at_best], rel=1e-6)
-
-    def test_the_best_is_still_the_best_after_a_resume(self, tmp_path: Path) -> None:
-        options: dict[str, Any] = {"validation_data": classes(40), "lr_scheduler": explode, "epochs": 5}
-        whole = fit(tmp_path / "whole", **options)
-        for step in (5, 6, 14, 16, 20):
-            place = tmp_path / str(step)
-            fit(place, callbacks=[end_after(step)], **options)
-            fit(place, **options)
-            best, expected = (
-                checkpoint.best(place / "checkpoints")[0],
-                checkpoint.best(tmp_path / "whole/checkpoints")[0],
-            )
-            assert best is not None
-            assert expected is not None
-            assert (best.step, best.facts) == (expected.step, expected.facts)
-        assert whole.num_steps == 25
-
-    @pytest.mark.parametrize("stop", [None, 15])
-    def test_the_last_may_be_the_best(self, stop: int | None, tmp_path: Path) -> None:
-        """It is written once as the best, and once more at the run's end."""
-        options: dict[str, Any] = {"validation_data": classes(40), "keep_checkpoints": 1, "epochs": 3}
-        callbacks = [] if stop is None else [end_after(stop)]
-        result = fit(tmp_path, callbacks=callbacks, **options)
-        if stop is not None:
-            result = fit(tmp_path, **options)
-        losses = {event.step: event.loss for event in result.events if isinstance(event, Validated)}
-        assert losses[15] == min(losses.values())
-        found, _ = checkpoint.every(tmp_path / "checkpoints")
-        assert [(one.step, one.is_best) for one in found] == [(15, True)]
 
 
 class TestMemory:
@@ -736,18 +679,3 @@ def test_a_link_in_a_directory_from_a_stranger_is_not_followed(tmp_path: Path, n
     with pytest.raises(CheckpointWriteError):
         fit(tmp_path / "run")
     assert mine.read_text() == "dear to me"
-
-
-def test_a_state_of_another_version_is_a_typed_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = Trainer.state_dict
-
-    def without(trainer: Any) -> Any:
-        weights, state = whole(trainer)
-        del state["randomness"]
-        return weights, state
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Trainer, "state_dict", without)
-        fit(tmp_path, epochs=1)
-    with pytest.raises(CheckpointCorruptError, match="is of another version, or was made by hand"):
-        fit(tmp_path, epochs=2)

@@ -24,7 +24,7 @@ from autoaccum.errors import ArgumentError, ArgumentTypeError, DataError, EmptyD
 from autoaccum.events import Notice, OutOfMemory, Started, Validated
 from autoaccum.reporting import load_run, read_records
 from autoaccum.testing import simulated_memory
-from autoaccum.training.metrics import Kept
+from autoaccum.training.metrics import SharedTree
 from autoaccum.training.trainer import FitResult
 from tests.models import classes, mlp, noisy, same, state_of, wide
 
@@ -382,7 +382,7 @@ class TestMemory:
         assert 8 <= sizes[1] <= 17, "of 512 KiB"
 
     def test_outputs_are_let_go_before_a_smaller_micro_batch_is_tried(self) -> None:
-        kept = Kept((torch.zeros(2), {"x": [torch.zeros(3)]}))
+        kept = SharedTree((torch.zeros(2), {"x": [torch.zeros(3)]}))
         assert kept.is_intact
         kept.tree()[1].clear()
         assert kept.tree()[1]["x"][0].shape == (3,)

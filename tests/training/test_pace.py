@@ -17,14 +17,14 @@ from autoaccum.training.pace import Pace
 
 
 class Counts:
-    """An engine that only counts."""
+    """A step that only counts."""
 
     def __init__(self) -> None:
-        self.step = 0
-        self.tuner = self
+        self.number = 0
+        self.tuner = self.announcer = self
         self.announced: list[Notice] = []
 
-    def announce_once(self, notice: Notice) -> None:
+    def say_once(self, notice: Notice) -> None:
         self.announced.append(notice)
 
     def plan(self, num_samples: int) -> tuple[int, ...]:
@@ -34,10 +34,10 @@ class Counts:
 def pace(
     asks: int | str | Callable[[Progress], int], num_samples: int | None = 20, plans: Any = (), **budget: int
 ) -> Pace:
-    engine: Any = Counts()
+    step: Any = Counts()
     drop_last = bool(budget.pop("drop_last", 0))
     return Pace(
-        schedule_of(asks), Budget(**budget), num_samples=num_samples, drop_last=drop_last, plans=plans, engine=engine
+        schedule_of(asks), Budget(**budget), num_samples=num_samples, drop_last=drop_last, plans=plans, step=step
     )
 
 
@@ -53,7 +53,7 @@ def walk(pace: Pace, data: Any, epochs: int = 10) -> list[tuple[int, int]]:
                 break
             found.append((window[0].num_samples, window[1]))
             pace.passed(window[0].num_samples)
-            pace._engine.step += 1
+            pace._step.number += 1
     return found
 
 
@@ -66,7 +66,7 @@ def test_windows_to_the_end_of_the_budget() -> None:
 def test_what_is_more_than_the_data_has_is_said() -> None:
     made = pace("8, 1:50", epochs=2)
     assert walk(made, torch.randn(20, 2)) == [(8, 8), (12, 20), (20, 20)]
-    assert "effective_batch=50 is more than the data's 20 samples" in str(made._engine.announced[0])  # type: ignore[attr-defined]
+    assert "effective_batch=50 is more than the data's 20 samples" in str(made._step.announced[0])  # type: ignore[attr-defined]
 
 
 def test_recorded_plans_say_the_sizes() -> None:
@@ -85,7 +85,7 @@ def test_what_is_read_ahead_is_what_training_will_ask_for() -> None:
 def test_it_goes_on_from_the_midst_of_an_epoch() -> None:
     whole = walk(pace("3, 2:7", epochs=2), torch.randn(20, 2))
     made = pace("3, 2:7", epochs=2)
-    made.windows, made.epoch_seen, made.samples_seen, made._engine.step = [3, 3], 6, 6, 2
+    made.windows, made.epoch_seen, made.samples_seen, made._step.number = [3, 3], 6, 6, 2
     assert walk(made, torch.randn(20, 2)) == whole[2:]
 
 

@@ -564,7 +564,7 @@ NOT_KEPT = {
     "Trainer._resumed": "an event of the process that goes on",
     "Trainer._mark": "a reading of the clock",
     "Trainer._stop_reason": "why the first process ended",
-    "Trainer._is_best": "said to the checkpoint while it is written",
+    "Validations.is_unsaved_best": "said to the checkpoint while it is written",
     "Step._next_look": "a reading of the clock",
     "Step._growing_from": "an event is worded by it",
     "Step._piece": "what runs at this moment",
@@ -689,7 +689,7 @@ def test_a_resumed_run_holds_what_the_first_one_held(tmp_path: Path) -> None:
         second.fit()
     before, after = held
     changed = {name for name, value in before.items() if at_first.get(name) != value}
-    assert {"Tuner.largest", "Tuner.searching", "Pace.samples_seen", "Pace.epoch", "Trainer._best_loss"} <= changed
+    assert {"Tuner.largest", "Tuner.searching", "Pace.samples_seen", "Pace.epoch", "Validations.best_loss"} <= changed
     assert {
         "Step.number",
         "Step._plan",

@@ -21,6 +21,7 @@ from autoaccum.errors import NothingFitsError
 from autoaccum.events import Event, Notice, OutOfMemory, Validated
 from autoaccum.loss.functions import loss_function
 from autoaccum.memory.devices import memory_of
+from autoaccum.planning.limits import Limits
 from autoaccum.testing import simulated_memory
 from autoaccum.training.validation import Validator
 from autoaccum.window.precision import autocast
@@ -40,13 +41,13 @@ def validator(model: nn.Module, data: Any, **options: Any) -> tuple[Validator, l
         "autocast": nullcontext,
         "device": CPU,
         "memory": memory_of(CPU),
-        "limit_bytes": 2**60,
-        "target_bytes": 2**60,
-        "watch": True,
+        "is_enforced": False,
         "emit": events.append,
     }
+    limits = Limits(options.pop("limit_bytes", 2**60), headroom=0.0)
+    limits.target_bytes = options.pop("target_bytes", 2**60)
     source = open_source(data, seed=0, shuffle=False, device=CPU)
-    return Validator(model, [model], source, **{**arguments, **options}), events
+    return Validator(model, [model], source, limits=limits, **{**arguments, **options}), events
 
 
 def validated(model: nn.Module, data: Any, micro_batch: int = 4, **options: Any) -> Validated:

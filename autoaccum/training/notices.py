@@ -1,0 +1,44 @@
+"""The words of a run for what its user should know: cause, consequence and cure."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from autoaccum.events import Notice
+
+
+def other_steps(taken: int, foreseen: int | None) -> Notice:
+    """Say that the budget came to another number of steps than a scheduler was told of."""
+    return Notice(
+        cause=f"The run took {taken} steps instead of the {foreseen} that were foreseen",
+        consequence="A learning rate scheduler was told of too many or too few",
+        cure="Let the function passed as effective_batch depend on nothing but its Progress",
+    )
+
+
+def already_finished(path: Path | None, step: int) -> Notice:
+    """Say that a run that is started again has had its budget."""
+    return Notice(
+        cause=f"The run in {path} is finished: it has taken its {step} steps",
+        consequence="Nothing is trained",
+        cure="Allow a larger budget to go on, or choose another run_dir to begin anew",
+    )
+
+
+def no_noise(step: int, smallest: int) -> Notice:
+    """Say that a window was not cut and so shows no noise; no micro-batch is smaller than ``smallest``."""
+    return Notice(
+        cause=f"Window {step} was one micro-batch, and it takes two to estimate the noise scale",
+        consequence="Until windows are cut, noise_scale is None, and an effective batch that follows it stays as it is",
+        cure=f"Leave micro_batch out, or pass at most half of an effective batch of {2 * smallest} samples or more",
+    )
+
+
+# Estimates take micro-batches for random parts of their window. Sorted by length, one has the short samples and another
+# the long ones, so what tells these apart counts as noise between samples.
+NOISE_OF_SORTED = Notice(
+    cause="Windows are sorted by length, so their micro-batches are no random parts of them",
+    consequence="What long and short samples differ in counts as noise, and the noise scale may come out several times "
+    "too large",
+    cure="Pad all samples to one length where the noise scale matters",
+)

@@ -1,0 +1,150 @@
+"""What a checkpoint holds of a run, when it is the best, and what becomes of one that is taken up again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from torch.optim.lr_scheduler import LambdaLR
+
+import autoaccum
+from autoaccum.errors import ArgumentError, CheckpointCorruptError
+from autoaccum.events import StepReport, Validated
+from autoaccum.runs import checkpoint
+from autoaccum.training.result import FitResult
+from autoaccum.training.trainer import Trainer
+from autoaccum.training.validation import Validations
+from tests.models import classes, mlp
+
+pytestmark = pytest.mark.filterwarnings("ignore::autoaccum.errors.AutoaccumWarning")
+
+
+def made(run_dir: Path | None, **options: Any) -> Trainer:
+    """Five windows an epoch."""
+    defaults: dict[str, Any] = {
+        "model": mlp(),
+        "data": classes(40),
+        "loss_fn": cross_entropy,
+        "effective_batch": 8,
+        "micro_batch": 8,
+        "optimizer": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+        "epochs": 2,
+        "device": "cpu",
+        "progress": False,
+        "cache": False,
+        "run_dir": run_dir,
+    }
+    return autoaccum.Trainer(**{**defaults, **options})
+
+
+def fit(run_dir: Path, **options: Any) -> FitResult:
+    return made(run_dir, **options).fit()
+
+
+def end_after(step: int) -> Callable[[Any], None]:
+    def end(record: Any) -> None:
+        if isinstance(record, StepReport) and record.step == step:
+            raise autoaccum.StopTraining
+
+    return end
+
+
+def explode(optimizer: torch.optim.Optimizer, steps: int) -> LambdaLR:
+    """After the second epoch."""
+    return LambdaLR(optimizer, lambda step: 1.0 if step < 10 else 300.0)
+
+
+class TestTheBest:
+    def test_the_best_by_validation_is_kept_besides(self, tmp_path: Path) -> None:
+        options: dict[str, Any] = {"validation_data": classes(40), "lr_scheduler": explode, "epochs": 5}
+        result = fit(tmp_path, keep_checkpoints=1, **options)
+        losses = {event.step: event.loss for event in result.events if isinstance(event, Validated)}
+        at_best = min(losses, key=lambda step: losses[step])
+        assert at_best < 25
+        found, _ = checkpoint.best(tmp_path / "checkpoints")
+        assert found is not None
+        assert (found.step, found.facts["validation_loss"]) == (at_best, losses[at_best])
+        every, _ = checkpoint.every(tmp_path / "checkpoints")
+        assert [one.step for one in every] == [25, at_best]
+        weights, _ = found.load()
+        model = mlp()
+        model.load_state_dict(weights)
+        inputs, targets = classes(40)
+        assert cross_entropy(model(inputs), targets).item() == pytest.approx(losses[at_best], rel=1e-6)
+
+    def test_the_best_is_still_the_best_after_a_resume(self, tmp_path: Path) -> None:
+        options: dict[str, Any] = {"validation_data": classes(40), "lr_scheduler": explode, "epochs": 5}
+        whole = fit(tmp_path / "whole", **options)
+        for step in (5, 6, 14, 16, 20):
+            place = tmp_path / str(step)
+            fit(place, callbacks=[end_after(step)], **options)
+            fit(place, **options)
+            best, expected = (
+                checkpoint.best(place / "checkpoints")[0],
+                checkpoint.best(tmp_path / "whole/checkpoints")[0],
+            )
+            assert best is not None
+            assert expected is not None
+            assert (best.step, best.facts) == (expected.step, expected.facts)
+        assert whole.num_steps == 25
+
+    @pytest.mark.parametrize("stop", [None, 15])
+    def test_the_last_may_be_the_best(self, stop: int | None, tmp_path: Path) -> None:
+        """It is written once as the best, and once more at the run's end."""
+        options: dict[str, Any] = {"validation_data": classes(40), "keep_checkpoints": 1, "epochs": 3}
+        callbacks = [] if stop is None else [end_after(stop)]
+        result = fit(tmp_path, callbacks=callbacks, **options)
+        if stop is not None:
+            result = fit(tmp_path, **options)
+        losses = {event.step: event.loss for event in result.events if isinstance(event, Validated)}
+        assert losses[15] == min(losses.values())
+        found, _ = checkpoint.every(tmp_path / "checkpoints")
+        assert [(one.step, one.is_best) for one in found] == [(15, True)]
+
+    def test_of_losses_is_the_lowest_that_is_a_number(self) -> None:
+        validations = Validations()
+        assert not validations.is_best_at(0), "before the first"
+        for step, loss in enumerate([math.nan, 3.0, 2.0, 2.0, 4.0, math.nan], start=1):
+            validations.step = step
+            validations.add(loss)
+            assert validations.is_best_at(step) is (step in (2, 3, 4))
+            assert not validations.is_best_at(step - 1)
+            assert validations.is_unsaved_best is (step in (2, 3)), "the same loss again is no better"
+            validations.is_unsaved_best = False
+        assert validations.best_loss == 2.0
+
+
+def test_true_needs_something(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match=r"resume=True: expected a checkpoint in .*resume='auto'"):
+        fit(tmp_path, resume=True)
+    fit(tmp_path, callbacks=[end_after(2)])
+    assert fit(tmp_path, resume=True).num_steps == 10
+
+
+def test_a_state_of_another_version_is_a_typed_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Trainer.state_dict
+
+    def without(trainer: Any) -> Any:
+        weights, state = whole(trainer)
+        del state["randomness"]
+        return weights, state
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Trainer, "state_dict", without)
+        fit(tmp_path, epochs=1)
+    with pytest.raises(CheckpointCorruptError, match="is of another version, or was made by hand"):
+        fit(tmp_path, epochs=2)
+
+
+def test_the_entries_are_those_of_the_first_version_in_their_order() -> None:
+    _, state = made(None).state_dict()
+    assert list(state) == [
+        "buffers", "modules", "optimizer", "learning_rate", "engine", "validator", "noise",
+        "epoch", "epoch_samples", "epoch_seen", "samples_seen", "effective_batch", "windows", "reports",
+        "_validated", "_validation_loss", "_best_loss", "device", "randomness",
+    ]  # fmt: skip
