@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from autoaccum.planning.cuts import Lengths, cut, cut_by_weight
 from autoaccum.planning.history import History
@@ -71,3 +72,12 @@ class Cutter:
     def heaviest(self, num_samples: int, each: int) -> int:
         """Return the most that a micro-batch of such a window may weigh, where each sample weighs ``each``."""
         return min(self._ceiling, self.most_samples(num_samples)) * each
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain values, for a checkpoint."""
+        return {"loads": self.history.state_dict(), "smallest": self.smallest, "window": self.full_window}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Put back what ``state_dict`` returned."""
+        self.history.load_state_dict(state["loads"])
+        self.smallest, self.full_window = state["smallest"], state["window"]

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from autoaccum.planning.costs import TimeModel
 from autoaccum.planning.cuts import Lengths, cheapest
@@ -127,7 +128,7 @@ class Fastest:
         """Choose the plan of the next full window; return False while there is more to compare."""
         if self._timing is None:
             return True
-        self.weight = self._timing.cap()
+        self.weight = self._timing.next_weight()
         if self.weight is not None and self._not_full < UNTIMED:
             return False
         self.weight, self.model = self._timing.fastest(), self._timing.model()
@@ -154,3 +155,16 @@ class Fastest:
         if self._broken_off > PATIENT:
             self.model = self._timing.model()
         return False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain values, for a checkpoint: of a comparison that goes on, only that it does."""
+        return {
+            "times": None if self.model is None else self.model.points,
+            "is_timing": self.is_comparing,
+            "_cap": self.weight,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Put back what ``state_dict`` returned; a comparison that went on has to be begun again."""
+        self.model = None if state["times"] is None else TimeModel(points=state["times"])
+        self.weight = state["_cap"]

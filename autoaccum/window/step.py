@@ -140,7 +140,7 @@ class Step:
 
     def _run(self, window: Window, plan: Sequence[int] | None) -> tuple[Gradient, int]:
         tuner, meter, lengths = self.tuner, self.meter, window.lengths
-        meter.begin_window(is_searching=tuner.searching)
+        meter.begin_window(is_searching=tuner.search.is_on)
         self.transaction.begin(window)
         pieces = tuner.window(window.num_samples, lengths, plan)
         started = meter.now() if pieces.is_timed else None
@@ -155,8 +155,8 @@ class Step:
         if len(outcome.sizes) > 1:
             for notice in self._examiner.notices(outcome):
                 self.announcer.say_once(notice)
-        peak_bytes = meter.end_window(is_searching=tuner.searching, target_bytes=tuner.limits.target_bytes)
-        if peak_bytes is not None and not self.limit.is_enforced and not tuner.searching:
+        peak_bytes = meter.end_window(is_searching=tuner.search.is_on, target_bytes=tuner.limits.target_bytes)
+        if peak_bytes is not None and not self.limit.is_enforced and not tuner.search.is_on:
             self._keep_limit(outcome.sizes, lengths, peak_bytes)
         return outcome, pieces.replays
 
@@ -250,13 +250,13 @@ class Step:
         tuner, num_samples, lengths = self.tuner, window.num_samples, window.lengths
         if lengths is None:  # a short window is cut in passing: plans are those of full ones
             num_samples = max(num_samples, tuner.full_window[0])
-        was_searching, old = tuner.searching, tuner.plan(num_samples, lengths)
+        was_searching, old = tuner.search.is_on, tuner.plan(num_samples, lengths)
         reason = tuner.look(self.limit.read(), self._memory.strained())
         if reason is not None:
             self._growing_from = None
             self.meter.release()  # for whoever needs it
             self._replanned(old, tuner.plan(num_samples, lengths), reason)
-        elif tuner.searching and not was_searching:
+        elif tuner.search.is_on and not was_searching:
             self._growing_from = old
         if tuner.limits.least_bytes > self.limit.bytes:
             self.announcer.say_once(
@@ -277,7 +277,7 @@ class Step:
                 self.announce_plan(num_samples, lengths)
             elif (new := tuner.plan(num_samples, lengths)) != self._growing_from:
                 self._replanned(self._growing_from, new, "there is room for more", step=self.number)
-        if not (tuner.searching or tuner.is_timing):
+        if not (tuner.search.is_on or tuner.is_timing):
             self._growing_from = None
 
     def resize(self, num_samples: int, lengths: Lengths = None) -> None:
