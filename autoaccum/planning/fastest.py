@@ -31,16 +31,17 @@ class Fastest:
     def __init__(self, cutter: Cutter, largest: Callable[[], int], *, few_sizes: bool) -> None:
         """Set up for windows that a cutter cuts; ``largest`` () -> the largest weight that fits, as far as is known."""
         self._cutter = cutter
-        self._largest = largest
+        self._largest = largest  # asked each time, for memory comes and goes while plans are compared
         self._few_sizes = few_sizes
         self.weight: int | None = None
         """The weight of the fastest plan, or of the one that is being timed; None for the largest that fits."""
         self.model: TimeModel | None = None
         """Seconds by weight, once plans were timed in this run or in an earlier one."""
-        self._timing: Timing | None = None
+        self._timing: Timing | None = None  # while plans are compared
         self._timed_window: tuple[int, Lengths] = (0, None)  # to which the times of other windows are scaled
         self._broken_off = 0  # comparisons that windows of another size have ended
         self._not_full = 0  # windows in a row that are not full, and so cannot be compared
+        self._rises = False  # whether the last comparison found the largest micro-batches clearly the fastest
         self._checks = 0  # windows to time until an earlier run's times are believed
 
     @property
@@ -73,6 +74,7 @@ class Fastest:
         if not is_settled or not self._cutter.full_window[0]:
             return
         largest = self._largest()
+        # Far beyond what was timed, times are a guess, and a wrong one would never show: there plans are compared.
         if self.model is not None and largest <= KNOWN * self.model.points[-1][0]:
             self.weight = self.of(self.model, largest)
             return
@@ -91,8 +93,10 @@ class Fastest:
         """Return the weight of the plan of a full window that takes least time, no micro-batch being heavier."""
         num_samples, lengths = self._cutter.full_window
         if lengths is None:
+            # Every near-equal cut is looked at.
             most = min(largest, self._cutter.most_samples(num_samples))
             return cheapest(num_samples, most, model.predict, self._cutter.smallest)[0]
+        # The next windows, of other lengths, are cut otherwise: finer than by halves the best weight cannot be told.
         weights = [max(largest >> halvings, 1) for halvings in range(6)]
         return min(weights, key=lambda weight: sum(map(model.predict, self._cutter.weights_of_full(weight))))
 
@@ -108,6 +112,8 @@ class Fastest:
             self._not_full += 1
             return
         self._not_full = 0
+        # Windows of a ramp, or of samples of other lengths, have a little more or less to do: what counts are the
+        # seconds for as much work as the comparison's first window had. Padding is no work, but the plan's own doing.
         work = self._cutter.work((num_samples, lengths))
         self._timing.observe(self.weight, seconds * self._cutter.work(self._timed_window) / work)
 
@@ -131,6 +137,7 @@ class Fastest:
         self.weight = self._timing.next_weight()
         if self.weight is not None and self._not_full < UNTIMED:
             return False
+        # All is known, or as much as ever will be.
         self.weight, self.model = self._timing.fastest(), self._timing.model()
         self._rises = self._timing.rises()
         self._timing = None
@@ -152,6 +159,7 @@ class Fastest:
         if timed / SIMILAR < num_samples < timed * SIMILAR:
             return True
         self._broken_off += 1
+        # With a model ``choose`` begins no other comparison.
         if self._broken_off > PATIENT:
             self.model = self._timing.model()
         return False
@@ -161,7 +169,7 @@ class Fastest:
         return {
             "times": None if self.model is None else self.model.points,
             "is_timing": self.is_comparing,
-            "_cap": self.weight,
+            "_cap": self.weight,  # its name in the first version of the format
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

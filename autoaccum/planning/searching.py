@@ -30,7 +30,7 @@ class Searching:
         limits: Limits,
         fastest_up_to: Callable[[int], int | None],
         *,
-        is_on: bool,
+        is_on: bool = True,
         few_sizes: bool,
     ) -> None:
         """Set up.
@@ -46,7 +46,8 @@ class Searching:
         self._cutter = cutter
         self._fastest_up_to = fastest_up_to
         self._limits = limits
-        self._few_sizes = few_sizes
+        self.few_sizes = few_sizes
+        """Whether to try few sizes, and large ones."""
         self.is_on = is_on
         """Whether sizes are being tried."""
         self.has_lengths: bool | None = None
@@ -104,6 +105,7 @@ class Searching:
         each = self._cutter.each(lengths)
         history, smallest = self._cutter.history, self._cutter.smallest
         fits, _ = history.bounds
+        # Growth needs no such end: its goal is no higher than what is enough.
         if fits and self.goal is None and self.is_enough(fits):
             return None
         weight = next_trial(
@@ -119,6 +121,7 @@ class Searching:
             return None
         # Of samples that are alike, the size that the plan with as many micro-batches would have anyway.
         size = cut(num_samples, weight, smallest)[0] if lengths is None and fits else weight // each
+        # Rounded to whole samples it may weigh no more than what has fitted, or be fewer than the smallest.
         return size if size * each > fits and size >= min(smallest, num_samples) else None
 
     def may_try(self, num_samples: int, lengths: Lengths, planned: int) -> bool:
@@ -127,11 +130,12 @@ class Searching:
         Where there is a trial to be made, ``planned`` is the first size of the window's plan.
         """
         trial = self.trial_for(num_samples, lengths)
-        if trial is None or trial == num_samples or self._few_sizes:
+        # A trial that is the whole window, or that comes first in it, needs no room behind another piece.
+        if trial is None or trial == num_samples or self.few_sizes:
             return trial is not None
         first = self.first_size(num_samples, lengths, trial, planned)
         left = num_samples - first
-        if lengths is not None:
+        if lengths is not None:  # the samples behind it are shorter, and more of them make a trial
             trial = self.trial_for(num_samples, lengths[first:]) if left else None
         return trial is not None and self.has_room(trial, left)
 
@@ -140,17 +144,20 @@ class Searching:
 
         It is the trial itself where the window has no room for both.
         """
-        if self._few_sizes or (lengths is None and not self.has_room(trial, num_samples - planned)):
+        # Where few sizes are tried each costs so much that no window is to begin with one more.
+        if self.few_sizes or (lengths is None and not self.has_room(trial, num_samples - planned)):
             return trial
         return planned
 
     def has_room(self, trial: int, left: int) -> bool:
         """Return whether a trial leaves nothing of a window, or enough for another micro-batch."""
+        # What is left between the two would be a micro-batch of fewer samples than the smallest.
         return trial == left or trial <= left - self._cutter.smallest
 
     def is_enough(self, weight: int) -> bool:
         """Return whether larger ones are known to be no faster."""
         history = self._cutter.history
+        # An earlier run has timed larger ones than were tried so far: what it says reaches further than a plateau.
         if self.known > weight and history.prior is not None:
             fastest = self._fastest_up_to(self.known)
             if fastest is not None:
@@ -197,17 +204,19 @@ class Searching:
     def _first_weight(self, num_samples: int, each: int) -> int | None:
         """Return the weight to begin a search with; None to begin with that of the smallest size."""
         prior = self._cutter.history.prior
+        # Where an earlier run ended; or less, if there is less memory now, or if its fastest plan had smaller ones.
         if self.known and prior is not None:
             known = self._fastest_up_to(self.known) or self.known
             return int(min(known, prior.largest_within(self._limits.target_bytes)))
-        return min(FEW_SIZES_FIRST, num_samples // 2) * each if self._few_sizes else None
+        # At most half of a window, so that there is room for a second trial in it: one alone gives no model.
+        return min(FEW_SIZES_FIRST, num_samples // 2) * each if self.few_sizes else None
 
     def _growth(self, fits: int) -> int:
         """Return how many times as large as the largest success a trial may be."""
         model = self._cutter.history.model
         if model is None:
-            return FEW_SIZES_GROWTH if self._few_sizes else 2
-        if not (self._few_sizes or self.has_lengths):  # a whole window may take more than its two halves
+            return FEW_SIZES_GROWTH if self.few_sizes else 2
+        if not (self.few_sizes or self.has_lengths):  # a whole window may take more than its two halves
             return 2
         # A model is trusted further where it would do no harm if samples cost twice as much.
         return FEW_SIZES_GROWTH if 2 * model.predict(FEW_SIZES_GROWTH * fits) <= self._limits.target_bytes else 2

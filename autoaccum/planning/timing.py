@@ -61,7 +61,7 @@ class Timing:
         self._closely = closely
         # Seconds that a straight line foretells for the weights between two others, to see whether it is one.
         self._expected: dict[int, float] = {}
-        # Caps in the order in which they are timed: the largest first, to which all others are compared.
+        # Weights in the order in which they are timed: the largest first, to which all others are compared.
         self._candidates = [max(cut(largest))]
         self._candidates += self._promising()
         self._last: int | None = None  # the weight of the window before
@@ -100,6 +100,7 @@ class Timing:
         if not self.seconds:
             return self._candidates[0]
         best = min(map(self._cost, self.seconds))
+        # Times that differ by less tell nothing, and then the fewest micro-batches are kept.
         return max(weight for weight in self.seconds if self._cost(weight) * GAIN <= best)
 
     def rises(self) -> bool:

@@ -386,7 +386,7 @@ class Tuner:
         for part in (self._cutter, self.search, self._largest, self._fastest):
             part.load_state_dict(state)
         self.limits.learn_least(state["least_bytes"])
-        # A comparison that was going on begins anew: its first half was timed by another process. It comes after all the
-        # rest, for it begins with what fits.
+        # A comparison that was going on begins anew: its first half was timed by another process. It comes last of all,
+        # for it begins with what fits.
         if state["is_timing"]:
             self._largest.choose()
