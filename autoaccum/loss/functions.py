@@ -38,7 +38,7 @@ def loss_function(loss_fn: Callable[[Any, Any], Any] | None, training_step: Call
             raise ArgumentTypeError(name, function.__name__, "a function", cure)
         if function is not None and not callable(function):
             raise ArgumentTypeError(name, function, "a function")
-    # Neither is a fault: then the model returns its loss, which shows when it is called for the first time.
+    # With neither of them the model has to return its loss, which shows when it is called for the first time.
     if loss_fn is not None and training_step is not None:
         raise ConflictingArgumentsError(
             "training_step", training_step, "loss_fn", "A training_step computes the whole loss: leave loss_fn out."
