@@ -28,6 +28,7 @@ def non_negative_int(argument: str, value: object) -> int:
         raise ArgumentTypeError(argument, value, "an int of at least 0")
     if value < 0:
         raise ArgumentError(argument, value, "an int of at least 0")
+    # What is seeded or counted by it is kept in 64 bits with a sign.
     if value >= 2**63:
         raise ArgumentError(argument, value, "an int below 2**63")
     return value
@@ -39,6 +40,7 @@ def number_between(argument: str, value: object, low: float, high: float = math.
     accepted = ("a number above 0" if low == sys.float_info.min else f"a number of at least {low:g}") + (
         "" if high == math.inf else f" and below {high:g}"
     )
+    # Neither a tensor nor a text is one, although each could be made one: a mistake elsewhere is likelier.
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ArgumentTypeError(argument, value, accepted, cure)
     if not low <= value < high:  # NaN is refused here too
@@ -107,6 +109,7 @@ TAKEN = ("loss", "validation_loss", "seconds", "samples")
 
 def of_validation(validation_data: object, validate_every: object, metrics: object) -> None:
     """Check the arguments that say when validations are, and what they report beside the loss."""
+    # With nothing to validate on, it would be left out in silence for the whole run.
     if validate_every is not None:
         positive_int("validate_every", validate_every, "It is in samples.")
         if validation_data is None:
@@ -150,6 +153,7 @@ def cadence(argument: str, value: object) -> Cadence:
     accepted = "a number of steps, a time such as '30s', '10m' or '2h', or 'epoch'"
     if value == "epoch":
         return "epoch", 1
+    # A unit is asked for: "10" may be steps or seconds to whoever reads it.
     if isinstance(value, str):
         found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([smh])\s*", value)
         if found is None or float(found[1]) == 0:
@@ -193,6 +197,7 @@ def recorded_plans(micro_batch: object) -> list[tuple[int, ...]]:
         return []
     if not micro_batch:
         raise ArgumentError("micro_batch", micro_batch, accepted)
+    # Nothing is to be checked against the effective batch: the sum of a plan is that of its window.
     plans = []
     for plan in micro_batch:
         if isinstance(plan, str) or not isinstance(plan, Sequence) or not plan:

@@ -77,6 +77,9 @@ def _remake(cls: type[AutoaccumError], args: tuple[object, ...], facts: dict[str
 class ArgumentError(AutoaccumError, ValueError):
     """An argument that cannot be used: its name, its value, what is accepted and what to do."""
 
+    # Like all of these it takes facts and words its message itself, so that messages of one kind read alike. The facts
+    # stay attributes, so that no code has to read them out of a text.
+
     def __init__(self, argument: str, value: object, accepted: str, cure: str = "") -> None:
         self.argument = argument
         self.value = value
@@ -100,6 +103,7 @@ class NoTrainableParametersError(ArgumentError):
     """A model none of whose parameters requires a gradient."""
 
     def __init__(self, model: object) -> None:
+        # Its class, for the repr of a model fills a screen.
         super().__init__(
             "model",
             type(model).__name__,
@@ -132,6 +136,7 @@ class NoHistoryError(ArgumentError):
     """A directory in which no run has kept its records."""
 
     def __init__(self, run_dir: object, name: str) -> None:
+        # As a text: it may be any path, and a repr would name its class.
         cure = "Pass the run_dir that was passed to fit, or the folder in which a RecordWriter wrote."
         super().__init__("run_dir", str(run_dir), f"a directory that holds {name}", cure)
 
@@ -185,6 +190,8 @@ class RaggedBatchError(DataError):
 class LossError(AutoaccumError, ValueError):
     """A loss that cannot be trained on."""
 
+    # ``source``, where a subclass takes it, is what the user can mend: loss_fn, training_step or the model.
+
 
 class NonScalarLossError(LossError):
     """A loss with more than one element, or one that is not a tensor at all."""
@@ -199,6 +206,7 @@ class LossWithoutGradError(LossError):
     """A loss that no parameter's gradient can come from."""
 
     def __init__(self, source: str) -> None:
+        # All that is known is that the graph ends before the parameters: the usual breaks are listed.
         super().__init__(
             f"{source} returned a loss without a gradient: it does not depend on any trainable parameter. Look for "
             f".detach(), .item(), torch.no_grad() or an argmax on the way from the model to the loss."
@@ -218,6 +226,9 @@ class LossSideEffectError(LossError):
 class NonFiniteLossError(LossError):
     """A NaN or infinite loss in the very first window: no step was taken."""
 
+    # Only in the first, where it is a mistake in the data or the loss. Later it may be a spike that a run gets over:
+    # that is announced, and training goes on.
+
     def __init__(self, loss: float) -> None:
         self.loss = loss
         super().__init__(
@@ -236,6 +247,7 @@ class MemoryLimitError(AutoaccumError):
     def __init__(
         self, message: str, *, micro_batch: int | None, peak_bytes: int | None, limit_bytes: int | None
     ) -> None:
+        # None of what is not known, or was never tried: no number is better than one that is made up.
         self.micro_batch = micro_batch
         self.peak_bytes = peak_bytes
         self.limit_bytes = limit_bytes
@@ -317,7 +329,7 @@ class LimitBelowModelError(MemoryLimitError):
             f"memory_limit: {format_bytes(limit_bytes)} may be used, but {format_bytes(needed_bytes)} are needed "
             f"before the first sample (the process and the model, its gradients, the optimizer's state). Allow more "
             f"than {format_bytes(needed_bytes)}, or train a smaller model.",
-            micro_batch=None,
+            micro_batch=None,  # no sample was tried
             peak_bytes=needed_bytes,
             limit_bytes=limit_bytes,
         )
@@ -325,6 +337,9 @@ class LimitBelowModelError(MemoryLimitError):
 
 class OptimizerOutOfMemoryError(MemoryLimitError):
     """Memory ran out inside ``optimizer.step``: some parameters may have been stepped and others not."""
+
+    # The one failure that is not replayed. To undo half of a step takes a copy of parameters and state, for which there
+    # is no memory either; the last checkpoint is whole.
 
     def __init__(self, *, optimizer: str, step: int, peak_bytes: int | None, limit_bytes: int | None) -> None:
         self.step = step
@@ -353,6 +368,7 @@ class CheckpointStateError(CheckpointError):
     """A state that holds what cannot be kept in files that execute no code; ``key`` says where in it."""
 
     def __init__(self, key: str, found: str, cure: str = "") -> None:
+        # The way to it from the top of the state, such as ``sampler.seen[3]``.
         self.key = key
         cure = cure or (
             "Have its state_dict() return numbers, strings, bytes, tensors and NumPy arrays, in dicts, lists and "
@@ -396,7 +412,7 @@ class CheckpointLockedError(CheckpointError):
     """A directory that another run writes its checkpoints to; ``pid`` is that run's process, None when not known."""
 
     def __init__(self, path: object, pid: int | None) -> None:
-        self.pid = pid
+        self.pid = pid  # of this process too, where two runs in it share a directory
         super().__init__(
             f"{path} belongs to a run that is going on, in process {pid or '(unknown)'}. Wait for it or end it, or "
             f"choose another directory.",
@@ -426,6 +442,7 @@ class StorageError(AutoaccumError):
     """A sweep's storage that was opened, and cannot be read or written any more."""
 
     def __init__(self, storage: str, reason: str) -> None:
+        # Trials that were finished are in the storage, and those that were not have checkpoints: a sweep is never lost.
         self.storage = storage
         super().__init__(
             f"{storage}: {reason}. What was being run is not lost: once the storage can be read and written, the same "
@@ -437,6 +454,7 @@ class MissingExtraError(AutoaccumError, ImportError):
     """A package that an optional part of autoaccum needs, and that is not installed."""
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
+        # An ImportError too, for code that tries an optional part and does without it.
         self.package = package
         self.extra = extra
         super().__init__(f"{purpose} needs {package}, which is not installed: pip install 'autoaccum[{extra}]'")
@@ -460,6 +478,10 @@ class RecipeResultError(RecipeError):
 class StopTraining(Exception):
     """Raised by a callback to end the run cleanly after the window."""
 
+    # Its name is that of what it does, as StopIteration's is.
+
 
 class AutoaccumWarning(UserWarning):
     """Said once, with the cause, the consequence and the cure; the run goes on."""
+
+    # A class of its own, so that a filter can silence these, or make errors of them, and no others.

@@ -24,6 +24,7 @@ class StepReport:
     """Samples trained on so far, this window's included."""
     effective_batch: int
     """Samples in this window."""
+    # The reports' sizes are the recorded plans that ``fit(micro_batch=...)`` takes to repeat a run bit for bit.
     micro_batches: tuple[int, ...]
     """The sizes that committed, in order; they sum to ``effective_batch``."""
     loss: float
@@ -40,6 +41,7 @@ class StepReport:
     """Bytes this process might use then, the headroom included."""
     replays: int
     """How often the window was rolled back and run again."""
+    # These came later than the others, and so have defaults: records of older runs lack them.
     noise_scale: float | None = None
     """Gradient noise scale in samples, smoothed over windows; None where not asked for, or not yet measured."""
     gradient_squared: float | None = None
@@ -54,6 +56,7 @@ class StepReport:
 class Started:
     """Training begins; every argument was accepted."""
 
+    # Also in a run that goes on from a checkpoint: a ``Resumed`` follows, and says from where.
     num_steps: int | None
     """Optimizer steps to come; None when the data's length is unknown and the budget is in epochs."""
     num_samples: int | None
@@ -68,6 +71,8 @@ class Started:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Planned:
     """The search has settled: windows are cut like this from now on."""
+
+    # It may come again: after a ``Replanned``, once the fastest of the plans that are left is known.
 
     step: int
     sizes: tuple[int, ...]
@@ -84,6 +89,8 @@ class Planned:
 class Replanned:
     """A window's plan was given up for another one."""
 
+    # ``old`` and ``new`` have the same sum, unless it is the effective batch that has changed.
+
     step: int
     old: tuple[int, ...]
     new: tuple[int, ...]
@@ -93,6 +100,8 @@ class Replanned:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutOfMemory:
     """The device ran out of memory, and nothing was lost."""
+
+    # In training a ``Replanned`` follows, with the plan in which the window is run again.
 
     step: int
     phase: str
@@ -109,6 +118,7 @@ class Validated:
     epoch: int
     loss: float
     """Mean over the validation data's items; their sum where the loss is one."""
+    # A mapping has no hash: events are equal by their metrics too, and are hashed without them.
     metrics: Mapping[str, float] = field(default_factory=dict, hash=False)
     """Mean over all values that each metric function returned; NaN where it returned none."""
     num_samples: int
@@ -121,6 +131,8 @@ class Validated:
 class StepSkipped:
     """A window's gradient was not applied."""
 
+    # In float16 a gradient that overflowed: the loss scale is lowered. In all precisions a window without any item.
+
     step: int
     reason: str
 
@@ -129,6 +141,7 @@ class StepSkipped:
 class Notice:
     """Something that cannot be exact, or is probably not what was meant; said once."""
 
+    # What is said once is told by the consequence: the cause may hold a number that differs from window to window.
     cause: str
     consequence: str
     cure: str
@@ -163,10 +176,13 @@ class Resumed:
 class Finished:
     """The run is over."""
 
+    # A record without one is that of a run that was killed, or is still going on.
+
     step: int
     reason: str
     """``"budget"``, ``"interrupted"`` (a signal) or ``"stopped"`` (a callback); in records the name of an error too."""
 
 
+# Whatever is added here is written to records as it is; how people are told of it is up to ``reporting.lines``.
 Event = Started | Planned | Replanned | OutOfMemory | Validated | StepSkipped | Notice | Saved | Resumed | Finished
 Record = StepReport | Event

@@ -40,11 +40,12 @@ from autoaccum.errors import ArgumentError, ArgumentTypeError
 from autoaccum.memory.clock import ManualClock, using
 from autoaccum.memory.simulated import MemorySimulation, OutOfMemoryAt
 
+# Public, and used by this package's own tests: what survives every fault here is what "nothing was lost" means.
 __all__ = ["manual_clock", "oom_at", "simulated_memory"]
 
 
 def simulated_memory(limit_bytes: int | str) -> MemorySimulation:
-    """A context in which the CPU's tensors live in a memory of ``limit_bytes``, past which operations raise.
+    """Make a context in which the CPU's tensors live in a memory of ``limit_bytes``, past which operations raise.
 
     It counts every storage that an operation of this thread takes or returns, once, for as long as it lives, and raises
     ``torch.OutOfMemoryError`` when they would not fit. Tensors made before it count from their first use inside it.
@@ -60,20 +61,24 @@ def simulated_memory(limit_bytes: int | str) -> MemorySimulation:
     Raises:
         ArgumentError: ``limit_bytes`` is not a number of bytes.
     """
+    # 0 bytes are accepted: on such a device the first operation fails, which is a case to test too.
     accepted = "a number of bytes, as an int or a text such as '64MiB'"
+    # A share has nothing to be one of: there is no device whose memory it would be.
     if not isinstance(limit_bytes, int | str):
         raise ArgumentTypeError("limit_bytes", limit_bytes, accepted)
     try:
         limit = parse_bytes(limit_bytes)
     except ValueError:
-        limit = -1
+        limit = -1  # refused below, like a number that is below 0: with one error for both
     if limit < 0:
         raise ArgumentError("limit_bytes", limit_bytes, accepted)
+    # Nothing happens before it is entered: tensors that are there already are counted when they are first used.
+    # The simulation is the context itself, so that what it counted can still be asked for when it is over.
     return MemorySimulation(limit)
 
 
 def oom_at(n: int | None) -> OutOfMemoryAt:
-    """A context in which the ``n``-th operation, from 1, raises ``torch.OutOfMemoryError`` before it runs, once.
+    """Make a context in which the ``n``-th operation, from 1, raises ``torch.OutOfMemoryError`` before it runs, once.
 
     The operations are those that PyTorch dispatches in this thread, in forward, backward and optimizer alike.
     ``.operations`` is how many there were so far; ``oom_at(None)`` only counts them.
@@ -91,6 +96,7 @@ def oom_at(n: int | None) -> OutOfMemoryAt:
     Raises:
         ArgumentError: ``n`` is not an int of at least 1.
     """
+    # An operation that is never reached raises nothing: how many there are, a first run with None tells.
     if n is not None and (not isinstance(n, int) or n < 1):
         raise ArgumentError("n", n, "an int of at least 1, or None to only count")
     return OutOfMemoryAt(n)
@@ -108,6 +114,7 @@ def manual_clock(seconds: float = 0.0) -> Iterator[ManualClock]:
     ...     clock.now()
     1.5
     """
+    # One clock for the whole process, its threads included: what they measure has to agree.
     clock = ManualClock(seconds)
     with using(clock):
         yield clock

@@ -22,6 +22,8 @@ NextPiece = Callable[[int], tuple[int, Any]]
 class Window(Protocol):
     """The samples of one optimizer step."""
 
+    # Until the next one is asked for it may have to be run again, and any of its samples be asked for in other sizes.
+
     @property
     def num_samples(self) -> int:
         """Return how many samples it has."""
@@ -41,6 +43,8 @@ class Window(Protocol):
 class Reader(Protocol):
     """One pass over the data."""
 
+    # One window at a time, so that a stream never has to hold more samples than a step takes.
+
     def window(self, num_samples: int, whole: bool = False) -> Window | None:
         """Return the next window, of up to ``num_samples``, and give up the one before it; None after the last.
 
@@ -51,6 +55,7 @@ class Reader(Protocol):
 class Source(Protocol):
     """Data to train on."""
 
+    # Steps are counted in advance by it, for learning rates that fall over a run.
     num_samples: int | None
     """Samples in one pass; None when only reading tells."""
 
@@ -89,6 +94,7 @@ class Order:
             sampler: yields the indices of an epoch, or lists of them; it takes precedence over ``shuffle``.
             in_batches: whether the sampler yields lists.
         """
+        # No state but these: an epoch's order is made again when a run is resumed in the midst of it.
         self._seed = seed
         self._shuffle = shuffle
         self._sampler = sampler
@@ -100,7 +106,8 @@ class Order:
 
     def __call__(self, epoch: int) -> torch.Tensor | list[Any]:
         """Return indices into the dataset, in the order of that epoch."""
-        seed = mix(self._seed, epoch) >> 1  # 63 bits: torch takes a seed with a sign
+        # Mixed, for neighbouring seeds and epochs must not have orders in common; 63 bits, for torch takes a sign.
+        seed = mix(self._seed, epoch) >> 1
         if self._sampler is not None:
             drawn = _draw(self._sampler, epoch, seed)
             if not self._in_batches:
@@ -117,6 +124,7 @@ def _draw(sampler: Any, epoch: int, seed: int) -> list[Any]:
 
     Its generators and the global ones are seeded for it, and put back.
     """
+    # Samplers of several processes draw by the epoch that they are told, and would else repeat the first.
     if hasattr(sampler, "set_epoch"):
         sampler.set_epoch(epoch)
     generators = []

@@ -38,6 +38,7 @@ def loss_function(loss_fn: Callable[[Any, Any], Any] | None, training_step: Call
             raise ArgumentTypeError(name, function.__name__, "a function", cure)
         if function is not None and not callable(function):
             raise ArgumentTypeError(name, function, "a function")
+    # With neither of them the model has to return its loss, which shows when it is called for the first time.
     if loss_fn is not None and training_step is not None:
         raise ConflictingArgumentsError(
             "training_step", training_step, "loss_fn", "A training_step computes the whole loss: leave loss_fn out."
@@ -61,7 +62,8 @@ def inputs_and_targets(batch: Any) -> tuple[Any, Any]:
     Raises:
         DataError: the batch is no pair.
     """
-    if isinstance(batch, tuple | list) and len(batch) == 2:  # a list is what default_collate makes of pairs
+    # A list is what default_collate makes of pairs. A dict is not taken apart: which entry is the target, nothing says.
+    if isinstance(batch, tuple | list) and len(batch) == 2:
         return batch[0], batch[1]
     raise DataError(
         f"data: with loss_fn, batches are (inputs, targets), but this one is {_describe(batch)}. Let the data yield "
@@ -79,6 +81,7 @@ def call(model: Any, inputs: Any) -> Any:
 
 def _arguments(inputs: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
     """Return the positional arguments and the keywords by which a model is called with inputs."""
+    # As the batches of Hugging Face's tokenizers and models are.
     if isinstance(inputs, Mapping):
         return (), inputs
     if isinstance(inputs, tuple | list):
@@ -106,6 +109,7 @@ def call_on_batch(model: Any, batch: Any) -> Any:
 
 def _model_loss(outputs: Any) -> Any:
     """Take the loss out of a model's outputs: their ``loss``, or all of them when they are one number."""
+    # Hugging Face's outputs are mappings with attributes, in which a loss that was not computed is None.
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
     if loss is not None:
         return loss
@@ -124,6 +128,7 @@ def _model_loss(outputs: Any) -> Any:
 
 def _checked(loss: Any, source: str) -> torch.Tensor:
     """Return a loss that can be trained on; ``source`` is what made it, as errors name it."""
+    # Nearly every loss: the rest finds the words for what is wrong with it.
     if isinstance(loss, torch.Tensor) and loss.requires_grad and not loss.ndim:
         return loss
     if loss is None:
@@ -132,12 +137,14 @@ def _checked(loss: Any, source: str) -> torch.Tensor:
         raise NonScalarLossError(source, _describe(loss))
     if loss.ndim:
         raise NonScalarLossError(source, f"a tensor of shape {tuple(loss.shape)}")
+    # A model in inference mode, frozen or detached, would train nothing, and say so nowhere else.
     if torch.is_grad_enabled():  # under no_grad, as in validation, no loss needs a gradient
         raise LossWithoutGradError(source)
     return loss
 
 
 def _describe(value: object) -> str:
+    """Say in a few words what a value is, for an error: its own repr may hold thousands of numbers."""
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     if isinstance(value, tuple | list):

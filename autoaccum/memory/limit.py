@@ -26,9 +26,11 @@ class Limit:
         Raises:
             ArgumentError: it is no number of bytes, and no share.
         """
+        # What the device gives: a limit below that is kept by nobody but us.
         total_bytes = memory.limit()
         self.now = moving_limit(memory_limit, memory.limit)
         """() -> bytes that may be used at this moment."""
+        # Kept, for to ask may cost as much as a window of a tiny model: see ``Memory.reading_seconds``.
         self.bytes = self.now()
         """The same as it was when memory was last looked at."""
         self.is_enforced = memory.enforced and self.bytes >= total_bytes
@@ -41,9 +43,12 @@ class Limit:
 
 
 def memory_limit_bytes(value: MemoryLimit, available_bytes: int) -> int:
-    """The limit in bytes: ``None`` for all that is available, bytes as int or text, a float for that share of it.
+    """Return a limit in bytes: ``None`` is all that is available, an int or a text bytes, a float that share of it.
 
     A share may arrive as a text from the command line: ``"0.5"`` is half, ``"1"`` is one byte. A function is called.
+
+    Raises:
+        ArgumentError: it is no number of bytes, and no share.
     """
     if value is None:
         return available_bytes
@@ -53,9 +58,12 @@ def memory_limit_bytes(value: MemoryLimit, available_bytes: int) -> int:
 
 
 def _limit_bytes(value: object, available_bytes: int, or_else: str, cure: str) -> int:
+    """Return the limit that a value stands for, which is no function; the texts go into the errors."""
     accepted = f"bytes as an int, a text such as '8GiB', or a share of the memory such as 0.5{or_else}"
+    # True would be one byte: bool is a subclass of int.
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise ArgumentTypeError("memory_limit", value, accepted, cure)
+    # Only a text with a point is a share, and no unit may follow: "1.5GiB" is bytes, and so is "1".
     if isinstance(value, str) and value.strip().replace(".", "", 1).isdigit() and "." in value:
         value = float(value)
     if isinstance(value, float):
@@ -70,14 +78,17 @@ def _limit_bytes(value: object, available_bytes: int, or_else: str, cure: str) -
         raise ArgumentError("memory_limit", value, accepted, cure) from None
     if limit < 1:
         raise ArgumentError("memory_limit", value, accepted, cure)
+    # More than there is, is no mistake: the same text may be passed on machines of different sizes.
     return min(limit, available_bytes)
 
 
 def moving_limit(value: Any, available_bytes: Callable[[], int]) -> Callable[[], int]:
-    """() -> the limit in bytes as it is now; a share is one of what was available at first."""
+    """Return a function () -> the limit in bytes as it is now; a share is one of what was available at first."""
     if value is None:
         return available_bytes
+    # What a function returns is asked for each time, and a share that it returns is one of what is available then.
     if callable(value):
         return lambda: memory_limit_bytes(value(), available_bytes())
+    # Worked out once: a share of what is available now would move whenever others take memory or give it back.
     limit = memory_limit_bytes(value, available_bytes())
     return lambda: min(limit, available_bytes())

@@ -24,6 +24,8 @@ from autoaccum.planning.cuts import Lengths, cut
 class Piece(NamedTuple):
     """A micro-batch that is to be run next."""
 
+    # A tuple is made faster than a frozen dataclass; where samples differ in length each micro-batch needs a new one.
+
     start: int
     """Samples of the window that come before it."""
     size: int
@@ -36,6 +38,8 @@ class Piece(NamedTuple):
 
 class Reading:
     """What a piece took, and the context that it runs in: a meter's own one measures it."""
+
+    # This one measures nothing. It is what the tests' devices of numbers return, which know what a piece takes.
 
     __slots__ = ("peak_bytes", "piece", "seconds")
 
@@ -54,6 +58,7 @@ class Reading:
         return None
 
 
+# One for all of them: nothing is ever written to it.
 NOT_MEASURED = Reading(None)
 """Stands for the reading of every piece that is no trial."""
 
@@ -123,10 +128,12 @@ class Attempt:
         self, tuner: Decider, num_samples: int, lengths: Lengths, sizes: Sequence[int] | None, *, is_timed: bool = False
     ) -> None:
         """Cut a window into these sizes; None to have them chosen one by one, as what is tried turns out."""
+        # Asked for pieces, and told what became of them; it keeps nothing of this attempt.
         self._tuner = tuner
+        # The window, for a smaller attempt at it has to be cut from the same.
         self._num_samples = num_samples
         self._lengths = lengths
-        self._sizes = sizes
+        self._sizes = sizes  # None while they are chosen one by one: what is to be tried next depends on the last
         self.is_timed = is_timed
         """Whether the seconds of the whole window are wanted."""
         self.replays = 0
@@ -141,6 +148,8 @@ class Attempt:
 
     def __iter__(self) -> Iterator[Piece]:
         """Return the pieces in their order; the next one is chosen when it is asked for."""
+        # What the tuner returns need not know its end yet: it goes on when the next piece is asked for, and by then it
+        # has heard what became of the last one.
         if self._sizes is None:
             return self._tuner.pieces(self._num_samples, self._lengths)
         return iter(pieces_from(self._sizes, self._lengths))
@@ -151,6 +160,7 @@ class Attempt:
         Raises:
             NothingFitsError: it was a trial of the smallest micro-batch, and passed the limit.
         """
+        # That a piece ran well is no news, unless it was a trial: what ``committed`` says at the end is enough.
         piece = reading.piece
         if piece is not None and reading.peak_bytes is not None:
             self._tuner.observe(piece.size, reading.peak_bytes, reading.seconds, piece.length)
@@ -168,22 +178,27 @@ class Attempt:
             NothingFitsError: there is no smaller one.
         """
         tuner, num_samples, lengths = self._tuner, self._num_samples, self._lengths
+        # The plan that is given up, asked for before the tuner hears of the failure. In a search there was none, only
+        # sizes that grew. So where samples are alike, the plan of the size that failed stands for them.
         old = cut(num_samples, micro_batch) if lengths is None else tuner.plan(num_samples, lengths)
         new = tuner.out_of_memory(
             micro_batch, num_samples, lengths, length=length, peak_bytes=peak_bytes, limit_bytes=limit_bytes
         )
         smaller = Attempt(tuner, num_samples, lengths, new)
+        # It is not timed: ``committed`` would not pass it on.
         smaller.replays, smaller.replaced = self.replays + 1, old
         return smaller
 
     def repeated(self, sizes: Sequence[int]) -> Attempt:
         """Return another attempt in the sizes that this one came to; memory was enough for them."""
+        # Not in those that the tuner would choose by now, which may be others: the window is only to be run once more.
         again = Attempt(self._tuner, self._num_samples, self._lengths, sizes, is_timed=self.is_timed)
         again.replays = self.replays
         return again
 
     def committed(self, sizes: tuple[int, ...], seconds: float | None) -> None:
         """Say that the window went well in these sizes, and in how many seconds where that was wanted."""
+        # A window that was rolled back took longer than one in these sizes does.
         if seconds is not None and not self.replays:
             self._tuner.timed(seconds, self._num_samples, self._lengths)
         self._tuner.committed(sizes, self._lengths)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from autoaccum.planning.cuts import Lengths, cut, cut_by_weight
 from autoaccum.planning.history import History
@@ -20,11 +21,15 @@ class Cutter:
             ceiling: the most samples in a micro-batch of any use.
             by_samples: whether sizes are a user's own, and so of samples however long they are.
         """
+        # What samples weigh is told by the trials. A history that is begun anew takes this one's place, so that others
+        # ask for it here each time.
         self.history = History()
         self.smallest = smallest
         self.full_window: tuple[int, Lengths] = (0, None)
         """Samples of the last full window, and their lengths; 0 before the first."""
+        # What is searched for and timed is the best for these; a shorter one, at an epoch's end, is cut in passing.
         self.fewest = fewest
+        """Micro-batches that each window is cut into at least: two where they are to tell noise from gradient."""
         self._ceiling = ceiling
         self._by_samples = by_samples
 
@@ -36,11 +41,14 @@ class Cutter:
         """Cut a window into near-equal micro-batches, none heavier than ``weight`` but those of the smallest size."""
         lengths = self.lengths_that_count(lengths)
         fewest = self.fewest if fewest is None else fewest
-        most = -(-num_samples // fewest)
+        most = -(-num_samples // fewest)  # rounded up: as many micro-batches of that size hold the window
+        # Sorted by length, so that the ends tell whether all are alike.
         if lengths is None or lengths[0] == lengths[-1]:
+            # One sample may weigh more than the weight, and still has to be run.
             each = 1 if lengths is None else self.history.each(lengths)
             return cut(num_samples, min(most, max(1, weight // each)), self.smallest)
         sizes = cut_by_weight([self.history.weight(length) for length in lengths], weight, self.smallest)
+        # By weight alone there may be fewer than are wanted.
         return sizes if len(sizes) >= fewest else cut(num_samples, most, self.smallest)
 
     def weights(self, sizes: Sequence[int], lengths: Lengths = None) -> list[int]:
@@ -72,3 +80,12 @@ class Cutter:
     def heaviest(self, num_samples: int, each: int) -> int:
         """Return the most that a micro-batch of such a window may weigh, where each sample weighs ``each``."""
         return min(self._ceiling, self.most_samples(num_samples)) * each
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain values, for a checkpoint."""
+        return {"loads": self.history.state_dict(), "smallest": self.smallest, "window": self.full_window}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Put back what ``state_dict`` returned."""
+        self.history.load_state_dict(state["loads"])
+        self.smallest, self.full_window = state["smallest"], state["window"]

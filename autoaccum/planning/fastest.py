@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from autoaccum.planning.costs import TimeModel
 from autoaccum.planning.cuts import Lengths, cheapest
@@ -30,7 +31,7 @@ class Fastest:
     def __init__(self, cutter: Cutter, largest: Callable[[], int], *, few_sizes: bool) -> None:
         """Set up for windows that a cutter cuts; ``largest`` () -> the largest weight that fits, as far as is known."""
         self._cutter = cutter
-        self._largest = largest
+        self._largest = largest  # asked each time, for memory comes and goes while plans are compared
         self._few_sizes = few_sizes
         self.weight: int | None = None
         """The weight of the fastest plan, or of the one that is being timed; None for the largest that fits."""
@@ -41,6 +42,7 @@ class Fastest:
         self._timed_window: tuple[int, Lengths] = (0, None)  # to which the times of other windows are scaled
         self._broken_off = 0  # comparisons that windows of another size have ended
         self._not_full = 0  # windows in a row that are not full, and so cannot be compared
+        self._rises = False  # whether the last comparison found the largest micro-batches clearly the fastest
         self.checks = 0
         """Windows to time until an earlier run's times are believed."""
 
@@ -64,6 +66,7 @@ class Fastest:
         if not is_settled or not self._cutter.full_window[0]:
             return
         largest = self._largest()
+        # Far beyond what was timed, times are a guess, and a wrong one would never show: there plans are compared.
         if self.model is not None and largest <= KNOWN * self.model.points[-1][0]:
             self.weight = self.of(self.model, largest)
             return
@@ -82,8 +85,10 @@ class Fastest:
         """Return the weight of the plan of a full window that takes least time, no micro-batch being heavier."""
         num_samples, lengths = self._cutter.full_window
         if lengths is None:
+            # Every near-equal cut is looked at.
             most = min(largest, self._cutter.most_samples(num_samples))
             return cheapest(num_samples, most, model.predict, self._cutter.smallest)[0]
+        # The next windows, of other lengths, are cut otherwise: finer than by halves the best weight cannot be told.
         weights = [max(largest >> halvings, 1) for halvings in range(6)]
         return min(weights, key=lambda weight: sum(map(model.predict, self._cutter.weights_of_full(weight))))
 
@@ -99,6 +104,8 @@ class Fastest:
             self._not_full += 1
             return
         self._not_full = 0
+        # Windows of a ramp, or of samples of other lengths, have a little more or less to do: what counts are the
+        # seconds for as much work as the comparison's first window had. Padding is no work, but the plan's own doing.
         work = self._cutter.work((num_samples, lengths))
         self.timing.observe(self.weight, seconds * self._cutter.work(self._timed_window) / work)
 
@@ -119,9 +126,10 @@ class Fastest:
         """Choose the plan of the next full window; return False while there is more to compare."""
         if self.timing is None:
             return True
-        self.weight = self.timing.cap()
+        self.weight = self.timing.next_weight()
         if self.weight is not None and self._not_full < UNTIMED:
             return False
+        # All is known, or as much as ever will be.
         self.weight, self.model = self.timing.fastest(), self.timing.model()
         self._rises = self.timing.rises()
         self.timing = None
@@ -143,6 +151,20 @@ class Fastest:
         if timed / SIMILAR < num_samples < timed * SIMILAR:
             return True
         self._broken_off += 1
+        # With a model ``choose`` begins no other comparison.
         if self._broken_off > PATIENT:
             self.model = self.timing.model()
         return False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain values, for a checkpoint: of a comparison that goes on, only that it does."""
+        return {
+            "times": None if self.model is None else self.model.points,
+            "is_timing": self.timing is not None,
+            "_cap": self.weight,  # its name in the first version of the format
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Put back what ``state_dict`` returned; a comparison that went on has to be begun again."""
+        self.model = None if state["times"] is None else TimeModel(points=state["times"])
+        self.weight = state["_cap"]

@@ -21,12 +21,13 @@ class History:
     def __init__(self) -> None:
         self.trials: list[Trial] = []
         """Oldest first; ``micro_batch`` is in samples."""
+        # Kept beside the others, for it is read far more often than a trial is added.
         self.in_weights: list[Trial] = []
         """The same as if of samples of length 1: ``micro_batch`` is the weight."""
         self.prior: MemoryModel | None = None
         """The memory model of an earlier run, in weights."""
         self.weighed: tuple[Trial, ...] = ()
-        """The trials by which samples are weighed."""
+        """The trials by which samples are weighed: those after the search leave the weights as they are."""
         self.weight: Callable[[int], int] = weigher(())
         """(length) -> what a sample of that length weighs."""
         self.bounds: tuple[int, int | None] = (0, None)
@@ -39,12 +40,13 @@ class History:
 
     def each(self, lengths: Lengths) -> int:
         """Return what each of so many samples weighs that are padded to the first of them."""
-        return 1 if lengths is None else self.weight(lengths[0])
+        return 1 if lengths is None else self.weight(lengths[0])  # the first is the longest
 
     def weights(self, sizes: Sequence[int], lengths: Lengths) -> list[int]:
         """Return the weight of each micro-batch of a window that is cut into these sizes."""
         if lengths is None:
             return list(sizes)
+        # The longest come first, so that a micro-batch is padded to its first sample.
         weights, position = [], 0
         for size in sizes:
             weights.append(size * self.weight(lengths[position]))
@@ -53,14 +55,17 @@ class History:
 
     def work(self, num_samples: int, lengths: Lengths) -> int:
         """Return what a window's samples weigh without padding."""
+        # By this windows of different samples are compared, however they are cut.
         return num_samples if lengths is None else sum(map(self.weight, lengths))
 
     def is_new(self, length: int) -> bool:
         """Return whether samples are so much longer than any that were tried that what they cost is worth a trial."""
+        # While nothing was tried there is nothing to be longer than.
         return bool(self.trials) and length >= SPREAD * max(trial.length for trial in self.trials)
 
     def add(self, trial: Trial, *, reweigh: bool) -> int:
         """Keep one more trial, and return its weight. To ``reweigh`` changes the units of all weights."""
+        # Weights that others remember are in the units of before then: ``Largest.record`` says when that does no harm.
         self.trials.append(trial)
         if reweigh:
             self._weigh_by(self.trials)
@@ -72,6 +77,7 @@ class History:
 
         It has no peak, and is worth as much to a later run as all those that have one.
         """
+        # The bounds are of weights, for only these can be compared where samples differ; who asks wants the samples.
         for trial, weighed in zip(self.trials, self.in_weights, strict=True):
             is_smallest_failure = weighed.micro_batch == self.bounds[1] and trial.peak_bytes is None
             if is_smallest_failure and trial.micro_batch > above:
@@ -85,11 +91,13 @@ class History:
             if (kept := judged(trial, weighed.micro_batch)) is not None:
                 found.append(kept)
         self.trials = found
+        # The weights stay: trials are dropped for what memory there was, not for what a sample takes of it.
         self._update()
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain values, for a checkpoint."""
         return {
+            # Both, for which of the trials the weights were told from cannot be seen by looking at them.
             "trials": [asdict(trial) for trial in self.trials],
             "weighed": [asdict(trial) for trial in self.weighed],
             "prior": None if self.prior is None else asdict(self.prior),
@@ -99,6 +107,7 @@ class History:
         """Put back what ``state_dict`` returned."""
         self.trials = [Trial(**trial) for trial in state["trials"]]
         self.prior = None if state["prior"] is None else MemoryModel(**state["prior"])
+        # Before the trials are weighed.
         self._weigh_by([Trial(**trial) for trial in state["weighed"]])
         self._update()
 

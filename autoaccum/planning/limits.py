@@ -15,6 +15,7 @@ class Limits:
 
     def heed(self, limit_bytes: int) -> None:
         """Take over the limit as it is now."""
+        # The target goes with it, and is kept: it is asked for in every window.
         self.limit_bytes = limit_bytes
         """Bytes that this process may use."""
         self.target_bytes = self.target_of(limit_bytes)
@@ -26,6 +27,7 @@ class Limits:
 
     def learn_least(self, peak_bytes: int) -> None:
         """Take over the peak of the smallest micro-batch, which moves the target where little is free above it."""
+        # Were the target below what the smallest needs, every trial that is larger would be refused.
         self.least_bytes = peak_bytes
         self.heed(self.limit_bytes)
 

@@ -18,6 +18,7 @@ from autoaccum.planning.cuts import near_equal
 class Plan:
     """The sizes of the micro-batches that a window is cut into, on every rank."""
 
+    # Rank by rank and not as two numbers, for neither need divide the other: shares and sizes differ by one.
     ranks: tuple[tuple[int, ...], ...]
     """Each rank's micro-batch sizes in samples, in order; a rank beyond the effective batch has none."""
 
@@ -55,7 +56,9 @@ def plan(effective_batch: int, max_micro_batch: int, world_size: int = 1) -> Pla
     positive_int("effective_batch", effective_batch, "Pass the samples you want per optimizer step.")
     positive_int("max_micro_batch", max_micro_batch, "Pass the samples that fit on the device at once.")
     positive_int("world_size", world_size, "Pass the number of processes that train together.")
+    # Between ranks first, then each rank's share by itself, so that no rank has two samples more than another.
     shares = near_equal(effective_batch, world_size)
     # As many steps on every rank, where it has the samples for them: a rank with fewer would wait for the others.
+    # The first share is the largest.
     steps = -(-shares[0] // max_micro_batch)
     return Plan(ranks=tuple(near_equal(share, min(steps, share)) for share in shares))

@@ -32,6 +32,7 @@ REPORTS = 100
 class Progress:
     """The place of a run before a window."""
 
+    # Without arguments it is the place where every run begins.
     step: int = 0
     """Optimizer steps taken."""
     epoch: int = 0
@@ -46,6 +47,7 @@ class Progress:
 
 def _counted(progress: Progress, by: By) -> int:
     """Return how far the run is, in the unit that a schedule goes by."""
+    # Samples and epochs are those that windows before have had: a window is not changed half-way.
     if by == "steps":
         return progress.step
     if by == "samples":
@@ -127,6 +129,7 @@ class _Ramp(Schedule):
     _word: ClassVar[str]  # that its text begins with
 
     def __post_init__(self) -> None:
+        # ``over`` may not be 0: a ramp that takes no time is a constant, and would divide by it.
         for name in ("start", "end", "over"):
             positive_int(name, getattr(self, name))
         one_of("by", self.by, tuple(SUFFIXES))
@@ -171,6 +174,7 @@ class Geometric(_Ramp):
         # Beyond its end the power would go on.
         if done >= self.over:
             return self.end
+        # start * (end / start)^(done / over): by the power, and not factor by factor, so that no rounding adds up.
         return round(self.start * math.pow(self.end / self.start, done / self.over))
 
 
@@ -209,6 +213,7 @@ class Milestones(Schedule):
         # Without points its text would be that of ``Constant``, and be read as one.
         if not pairs:
             raise ArgumentError("points", points, accepted, f"For one batch throughout pass {start} itself.")
+        # The first point is above 0: what there is from the beginning is ``start``.
         before = 0
         for point, batch in pairs:
             positive_int("points", point, f"That is where {batch!r} was to begin, in {by}.")
@@ -262,6 +267,7 @@ class Doubling(Schedule):
         for name in ("start", "most", "every"):
             positive_int(name, getattr(self, name))
         one_of("by", self.by, tuple(SUFFIXES))
+        # Where they are equal it is a constant, which does no harm.
         if self.most < self.start:
             raise ArgumentError("most", self.most, f"at least start={self.start}", "Doubling only grows.")
 
@@ -278,6 +284,7 @@ class Doubling(Schedule):
 
     def settled(self, progress: Progress) -> bool:
         """Return whether it can double no more."""
+        # It never falls, so that its end is where it first reaches the most.
         return self.at(progress) == self.most
 
     def __str__(self) -> str:
@@ -295,6 +302,7 @@ class Function(Schedule):
     """(progress) -> samples that the next window is to have."""
 
     def __post_init__(self) -> None:
+        # Else it would fail when it is called for the first time, with an error that names no argument.
         if not callable(self.function):
             raise ArgumentTypeError("function", self.function, "a function of Progress")
 
@@ -304,6 +312,7 @@ class Function(Schedule):
         Raises:
             ArgumentError: that is no int of at least 1.
         """
+        # Not rounded: which way, only whoever wrote it can say.
         returned = self.function(progress)
         return positive_int("effective_batch", returned, "The function passed as effective_batch returned it.")
 

@@ -79,10 +79,10 @@ def _first_trial(fails: int | None, *, ceiling: int, smallest: int, first: int |
     return min(size, ceiling)
 
 
-COARSE_FIRST, COARSE_GROWTH = 16, 4
+FEW_SIZES_FIRST, FEW_SIZES_GROWTH = 16, 4
 """The size to begin with, and the factor to grow by, where a size costs so much that few should be tried.
 
-Such a search is called coarse: of models that are compiled for each size anew, and of those for which small sizes are
+So it is for models that are compiled for each size anew, and for those for which small sizes are
 poor, as statistics of few samples are.
 """
 

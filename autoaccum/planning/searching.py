@@ -6,22 +6,32 @@ need every sample once, and whose first micro-batch is better not a trial.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
+from autoaccum.planning.attempts import Piece, length_at
 from autoaccum.planning.cuts import Lengths, cut
 from autoaccum.planning.cutter import Cutter
 from autoaccum.planning.limits import Limits
-from autoaccum.planning.search import COARSE_FIRST, COARSE_GROWTH, has_plateaued, next_trial
+from autoaccum.planning.search import FEW_SIZES_FIRST, FEW_SIZES_GROWTH, has_plateaued, next_trial
 
 ENDLESS = 2**62
 """A weight that no micro-batch reaches."""
+NO_FASTER = "larger micro-batches are no faster"
+MORE_PADDING = "with larger micro-batches more would be padding"
 
 
 class Searching:
     """Chooses trials for windows."""
 
     def __init__(
-        self, cutter: Cutter, limits: Limits, fastest_up_to: Callable[[int], int | None], *, few_sizes: bool
+        self,
+        cutter: Cutter,
+        limits: Limits,
+        fastest_up_to: Callable[[int], int | None],
+        *,
+        is_on: bool = True,
+        few_sizes: bool,
     ) -> None:
         """Set up.
 
@@ -30,6 +40,7 @@ class Searching:
             limits: what trials may take.
             fastest_up_to: (weight) -> the weight of the fastest plan whose micro-batches weigh no more; None where no
                 times are known.
+            is_on: whether to search at all.
             few_sizes: whether each new size costs a compilation, say, so that few are tried, and large ones.
         """
         self._cutter = cutter
@@ -37,14 +48,53 @@ class Searching:
         self._limits = limits
         self.few_sizes = few_sizes
         """Whether to try few sizes, and large ones."""
-        # Whether windows say how long their samples are; None until the first one. A stream may change its mind.
+        self.is_on = is_on
+        """Whether sizes are being tried."""
         self.has_lengths: bool | None = None
+        """Whether windows say how long their samples are; None until the first one. A stream may change its mind."""
         self.known = 0
         """The largest weight that fitted in an earlier run; 0 where nothing is known, or it is no longer believed."""
         self.goal: int | None = None
         """The weight to reach when growing again, after memory has come back; None in the first search."""
         self.doubts_plateau = False
         """Whether timed windows have shown that trials stopped to gain too early."""
+
+    def pieces(self, num_samples: int, lengths: Lengths, planned: Callable[[], int]) -> Iterator[Piece]:
+        """Choose trials while there is room for one, then cut what is left of a window.
+
+        A trial is measured with the window's gradients in memory, as most micro-batches run: so it is never a window's
+        first micro-batch, unless it is its only one.
+
+        Args:
+            num_samples: the samples of the window.
+            lengths: how long they are.
+            planned: () -> the weight that plans are made of, as it is by then.
+        """
+        position, left = 0, lengths
+        # What became of a piece comes in while this waits at its yield. It may end the search, or change what is worth
+        # a trial next, what a sample weighs, and the weight of plans: nothing is kept from before it but the position.
+        while self.is_on and (remaining := num_samples - position):
+            trial = self.trial_for(num_samples, left)
+            if trial is None or not self.has_room(trial, remaining):
+                break
+            is_first = position == 0 and trial < num_samples
+            size = trial
+            if is_first:
+                first_planned = self._cutter.sizes(num_samples, lengths, planned())[0]
+                size = self.first_size(num_samples, lengths, trial, first_planned)
+            yield Piece(position, size, length_at(lengths, position), not is_first)
+            position += size
+            left = None if lengths is None else lengths[position:]
+        if position == num_samples:
+            return
+        # The rest of a window that has begun need not be cut into several: the window is already.
+        fewest = 1 if position else None
+        counted = self._cutter.lengths_that_count(lengths)
+        for size in self._cutter.sizes(num_samples - position, left, planned(), fewest=fewest):
+            # Much longer samples than any before are a trial too, although nothing is searched.
+            is_new = position > 0 and counted is not None and self._cutter.history.is_new(counted[position])
+            yield Piece(position, size, length_at(lengths, position), is_new)
+            position += size
 
     def trial_for(self, num_samples: int, lengths: Lengths = None) -> int | None:
         """Return the next size worth a trial for such windows, if any; where lengths differ, of the first samples.
@@ -55,6 +105,7 @@ class Searching:
         each = self._cutter.each(lengths)
         history, smallest = self._cutter.history, self._cutter.smallest
         fits, _ = history.bounds
+        # Growth needs no such end: its goal is no higher than what is enough.
         if fits and self.goal is None and self.is_enough(fits):
             return None
         weight = next_trial(
@@ -70,6 +121,7 @@ class Searching:
             return None
         # Of samples that are alike, the size that the plan with as many micro-batches would have anyway.
         size = cut(num_samples, weight, smallest)[0] if lengths is None and fits else weight // each
+        # Rounded to whole samples it may weigh no more than what has fitted, or be fewer than the smallest.
         return size if size * each > fits and size >= min(smallest, num_samples) else None
 
     def may_try(self, num_samples: int, lengths: Lengths, planned: int) -> bool:
@@ -78,11 +130,12 @@ class Searching:
         Where there is a trial to be made, ``planned`` is the first size of the window's plan.
         """
         trial = self.trial_for(num_samples, lengths)
+        # A trial that is the whole window, or that comes first in it, needs no room behind another piece.
         if trial is None or trial == num_samples or self.few_sizes:
             return trial is not None
         first = self.first_size(num_samples, lengths, trial, planned)
         left = num_samples - first
-        if lengths is not None:
+        if lengths is not None:  # the samples behind it are shorter, and more of them make a trial
             trial = self.trial_for(num_samples, lengths[first:]) if left else None
         return trial is not None and self.has_room(trial, left)
 
@@ -91,37 +144,79 @@ class Searching:
 
         It is the trial itself where the window has no room for both.
         """
+        # Where few sizes are tried each costs so much that no window is to begin with one more.
         if self.few_sizes or (lengths is None and not self.has_room(trial, num_samples - planned)):
             return trial
         return planned
 
     def has_room(self, trial: int, left: int) -> bool:
         """Return whether a trial leaves nothing of a window, or enough for another micro-batch."""
+        # What is left between the two would be a micro-batch of fewer samples than the smallest.
         return trial == left or trial <= left - self._cutter.smallest
 
     def is_enough(self, weight: int) -> bool:
         """Return whether larger ones are known to be no faster."""
         history = self._cutter.history
+        # An earlier run has timed larger ones than were tried so far: what it says reaches further than a plateau.
         if self.known > weight and history.prior is not None:
             fastest = self._fastest_up_to(self.known)
             if fastest is not None:
                 return fastest <= weight
         return not self.doubts_plateau and has_plateaued(history.in_weights)
 
+    def reason(self, planned: int, largest: int) -> str:
+        """Return why plans of full windows have no larger micro-batches, for people to read.
+
+        Args:
+            planned: the weight that plans are made of.
+            largest: the largest weight that fits.
+        """
+        fewest, (num_samples, lengths) = self._cutter.fewest, self._cutter.full_window
+        if not num_samples or len(self._cutter.sizes(num_samples, lengths, planned)) <= fewest:
+            return "the whole window fits" if fewest == 1 else f"{fewest} micro-batches are wanted"
+        # Either windows were timed, and fewer micro-batches took longer; or trials gained nothing any more.
+        of_full = self._cutter.weights_of_full
+        if len(of_full(planned)) > len(of_full(largest)) or self.is_enough(largest):
+            return NO_FASTER
+        history = self._cutter.history
+        model = history.model
+        # Among samples that differ in length the search may end although twice the weight would fit: see ``may_try``.
+        may_fit = history.bounds[1] is None
+        if may_fit and model is not None:
+            may_fit = model.predict(2 * largest) <= self._limits.target_bytes
+        return MORE_PADDING if lengths is not None and may_fit else "larger micro-batches do not fit"
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain values, for a checkpoint."""
+        return {
+            "searching": self.is_on,
+            "_known": self.known,
+            "_is_ragged": self.has_lengths,
+            "_doubts_plateau": self.doubts_plateau,
+            "_goal": self.goal,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Put back what ``state_dict`` returned."""
+        self.is_on, self.known, self.has_lengths = state["searching"], state["_known"], state["_is_ragged"]
+        self.doubts_plateau, self.goal = state["_doubts_plateau"], state["_goal"]
+
     def _first_weight(self, num_samples: int, each: int) -> int | None:
         """Return the weight to begin a search with; None to begin with that of the smallest size."""
         prior = self._cutter.history.prior
+        # Where an earlier run ended; or less, if there is less memory now, or if its fastest plan had smaller ones.
         if self.known and prior is not None:
             known = self._fastest_up_to(self.known) or self.known
             return int(min(known, prior.largest_within(self._limits.target_bytes)))
-        return min(COARSE_FIRST, num_samples // 2) * each if self.few_sizes else None
+        # At most half of a window, so that there is room for a second trial in it: one alone gives no model.
+        return min(FEW_SIZES_FIRST, num_samples // 2) * each if self.few_sizes else None
 
     def _growth(self, fits: int) -> int:
         """Return how many times as large as the largest success a trial may be."""
         model = self._cutter.history.model
         if model is None:
-            return COARSE_GROWTH if self.few_sizes else 2
+            return FEW_SIZES_GROWTH if self.few_sizes else 2
         if not (self.few_sizes or self.has_lengths):  # a whole window may take more than its two halves
             return 2
         # A model is trusted further where it would do no harm if samples cost twice as much.
-        return COARSE_GROWTH if 2 * model.predict(COARSE_GROWTH * fits) <= self._limits.target_bytes else 2
+        return FEW_SIZES_GROWTH if 2 * model.predict(FEW_SIZES_GROWTH * fits) <= self._limits.target_bytes else 2

@@ -32,7 +32,7 @@ MOST_PLANS = 10
 class Timing:
     """The search for the fastest plan, window by window.
 
-    A plan is known by its *cap*: the largest micro-batch that a window is cut into, which fixes all others.
+    A plan is known by its *weight*: that of the heaviest micro-batch that a window is cut into, which fixes all others.
     """
 
     def __init__(
@@ -47,64 +47,65 @@ class Timing:
         """Begin with the plan of the largest micro-batches, and with those that trials promise to be faster.
 
         Args:
-            largest: the cap of the largest micro-batches that fit.
-            cut: (cap) -> the micro-batches of a window.
+            largest: the weight of the largest micro-batches that fit.
+            cut: (weight) -> the micro-batches of a window.
             trials: what is known of their times.
-            choose: (time model) -> the best cap by it.
+            choose: (time model) -> the best weight by it.
             closely: whether sizes between those that were timed are worth a try.
         """
         self.seconds: dict[int, list[float]] = {}
-        """The seconds of windows, by their caps."""
+        """The seconds of windows, by their weights."""
         self._cut = cut
         self._trials = [t for t in trials if t.seconds]
         self._choose = choose
         self._closely = closely
-        # Seconds that a straight line foretells for the caps between two others, to see whether it is one.
+        # Seconds that a straight line foretells for the weights between two others, to see whether it is one.
         self._expected: dict[int, float] = {}
-        # Caps in the order in which they are timed: the largest first, to which all others are compared.
+        # Weights in the order in which they are timed: the largest first, to which all others are compared.
         self._candidates = [max(cut(largest))]
         self._candidates += self._promising()
-        self._last: int | None = None  # the cap of the window before
+        self._last: int | None = None  # the weight of the window before
 
-    def cap(self) -> int | None:
-        """Return the cap to cut the next window with; None when the fastest is known."""
+    def next_weight(self) -> int | None:
+        """Return the weight to cut the next window with; None when the fastest is known."""
         # With nothing to compare it to, the time of the only plan is of no interest.
         if len(self._candidates) == 1:
             return None
-        for cap in self._candidates:
-            if cap not in self.seconds:
-                return cap
+        for weight in self._candidates:
+            if weight not in self.seconds:
+                return weight
         # Each has been timed once. Those that were clearly slower have had their chance; the others may have been
         # disturbed, and are timed again until the median of a few windows decides.
         best = self._cost(self.fastest())
-        for cap, seconds in self.seconds.items():
-            if len(seconds) < ROUNDS and self._cost(cap) <= CLOSE * best:
-                return cap
+        for weight, seconds in self.seconds.items():
+            if len(seconds) < ROUNDS and self._cost(weight) <= CLOSE * best:
+                return weight
         return None
 
-    def observe(self, cap: int, seconds: float) -> None:
-        """Note the seconds of a window that was cut with that cap; the first with a cap only makes ready for the next.
+    def observe(self, weight: int, seconds: float) -> None:
+        """Note the seconds of a window that was cut with that weight; the first one only makes ready for the next.
 
         It chooses kernels for sizes that it meets for the first time, and its allocations fragment what there was.
         """
-        last, self._last = self._last, cap
-        if cap not in self.seconds and last != cap:
+        last, self._last = self._last, weight
+        if weight not in self.seconds and last != weight:
             return
-        self.seconds.setdefault(cap, []).append(seconds)
+        self.seconds.setdefault(weight, []).append(seconds)
         # All that seemed promising are timed: what is known now may promise more.
         if len(self._candidates) < MOST_PLANS and all(candidate in self.seconds for candidate in self._candidates):
             self._candidates += self._promising()
 
     def fastest(self) -> int:
-        """Return the cap of the fastest windows, a larger one where smaller ones gain next to nothing."""
+        """Return the weight of the fastest windows, a larger one where smaller ones gain next to nothing."""
         if not self.seconds:
             return self._candidates[0]
         best = min(map(self._cost, self.seconds))
-        return max(cap for cap in self.seconds if self._cost(cap) * GAIN <= best)
+        # Times that differ by less tell nothing, and then the fewest micro-batches are kept.
+        return max(weight for weight in self.seconds if self._cost(weight) * GAIN <= best)
 
     def rises(self) -> bool:
         """Return whether the largest micro-batches are clearly the fastest, so that larger ones may be faster still."""
-        costs = [self._cost(cap) for cap in sorted(self.seconds, reverse=True)]
+        costs = [self._cost(weight) for weight in sorted(self.seconds, reverse=True)]
         return len(costs) > 1 and PLATEAU * costs[0] < min(costs[1:])
 
     def model(self) -> TimeModel | None:
@@ -113,45 +114,47 @@ class Timing:
         # Trials are cold runs and take longer than windows do. By how much, the windows timed so far tell.
         pace = 1.0
         if by_trials is not None and self.seconds:
-            pace = median(self._cost(cap) / self._predicted(by_trials, cap) for cap in self.seconds)
+            pace = median(self._cost(weight) / self._predicted(by_trials, weight) for weight in self.seconds)
         points = {t.micro_batch: (t.seconds or 0) * pace for t in self._trials}
-        points |= {cap: self._cost(cap) / len(self._cut(cap)) for cap in self.seconds}
+        points |= {weight: self._cost(weight) / len(self._cut(weight)) for weight in self.seconds}
         return fit_time_model(Trial(micro_batch=size, fits=True, seconds=time) for size, time in points.items())
 
     def _promising(self) -> list[int]:
-        """Return caps that may be faster than those so far."""
+        """Return weights that may be faster than those so far."""
         model = self.model()
         if model is None:
             return []
         costs = {}
-        for cap in self._candidates:
-            costs[cap] = self._cost(cap) if cap in self.seconds else self._predicted(model, cap)
+        for weight in self._candidates:
+            costs[weight] = self._cost(weight) if weight in self.seconds else self._predicted(model, weight)
         best, least = min(costs.values()), min(costs)
         found = []
         if self._choose is not None:
-            cap = self._choose(model)
-            if self._predicted(model, cap) < GAIN * best:
-                found.append(cap)
+            weight = self._choose(model)
+            if self._predicted(model, weight) < GAIN * best:
+                found.append(weight)
         # Smaller micro-batches need not take longer, where a device is busy with few samples already. Twice halved
         # without a gain is enough: the fastest is then more than twice the smallest.
         half = max(self._cut(max(1, least // 2)))
         gained_lately = self.fastest() <= 2 * least + 1
         if gained_lately and costs[least] <= CLOSE * best and self._predicted(model, half) <= PROMISING * best:
             found.append(half)
-        found = [cap for cap in dict.fromkeys(found) if cap not in costs]
+        found = [weight for weight in dict.fromkeys(found) if weight not in costs]
         # Only when nothing else promises anything: steps between two sizes are the rarest of gains.
         if not found and self._closely and not self._is_straight():
             found = self._between(model, best)
-            self._expected |= {cap: self._predicted(model, cap) for cap in found}
+            self._expected |= {weight: self._predicted(model, weight) for weight in found}
         return found
 
     def _is_straight(self) -> bool:
         """Return whether sizes between two others took as long as the straight line says: there are no steps."""
-        on_line = [cap for cap, seconds in self._expected.items() if abs(self._cost(cap) / seconds - 1) < STRAIGHT]
+        on_line = [
+            weight for weight, seconds in self._expected.items() if abs(self._cost(weight) / seconds - 1) < STRAIGHT
+        ]
         return len(on_line) > 1
 
     def _between(self, model: TimeModel, best: float) -> list[int]:
-        """Return a cap between two sizes that were timed if, for all that is known, it may be faster; else nothing.
+        """Return a weight between two sizes that were timed if, for all that is known, it may be faster; else nothing.
 
         Times may rise in steps: a device that takes samples by 48 takes as long for 48 as for 32, and for 64 twice as
         long.
@@ -164,16 +167,16 @@ class Timing:
             if above >= 2 * below and slower / above > CLOSE * seconds / below:
                 continue
             fewest, most = len(self._cut(above)), len(self._cut(below))
-            cap = -(-num_samples // ((fewest + most) // 2))
+            weight = -(-num_samples // ((fewest + most) // 2))
             # At best it is as fast as the smaller one, in at least one micro-batch more than the larger one takes.
-            if below < cap < above and FINE * seconds * (fewest + 1) < best:
-                return [cap]
+            if below < weight < above and FINE * seconds * (fewest + 1) < best:
+                return [weight]
         return []
 
-    def _predicted(self, model: TimeModel, cap: int) -> float:
-        """Return the seconds of a window that is cut with that cap, by the model."""
-        return sum(map(model.predict, self._cut(cap)))
+    def _predicted(self, model: TimeModel, weight: int) -> float:
+        """Return the seconds of a window that is cut with that weight, by the model."""
+        return sum(map(model.predict, self._cut(weight)))
 
-    def _cost(self, cap: int) -> float:
-        """Return the seconds of a window that was cut with that cap: what disturbs one window is not in the median."""
-        return median(self.seconds[cap])
+    def _cost(self, weight: int) -> float:
+        """Return the seconds of windows cut with that weight: what disturbs one of them is not in the median."""
+        return median(self.seconds[weight])

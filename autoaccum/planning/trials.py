@@ -28,7 +28,7 @@ class Trials:
             first: the samples to begin with; the smallest when left out.
             growth: how many times as large as the largest success a trial may be.
         """
-        self._limits = limits
+        self._limits = limits  # shared with whoever looks at the memory: they move
         self._smallest = smallest
         self._first = first
         self._growth = growth
@@ -48,18 +48,22 @@ class Trials:
 
     def until_known(self, ceiling: int) -> Iterator[Piece]:
         """Yield one trial after the other, until the largest size up to ``ceiling`` is known."""
+        # What became of the last one is in the history by the time that the next is asked for.
         while size := self._next(ceiling):
             yield Piece(0, size, is_trial=True)
 
     def window(self, num_samples: int, ceiling: int) -> Iterator[Piece]:
         """Yield the pieces of a window, none above ``ceiling``: trials while there is something to be found out."""
         self._done = 0
+        # A piece that ran out of memory is not done, and its samples come again in the next, which is smaller.
         while self._done < num_samples:
             size = min(self.size(ceiling), num_samples - self._done)
+            # Its size alone makes it a trial: what is left of a window may be less than what has fitted.
             yield Piece(self._done, size, is_trial=size > self.largest)
 
     def size(self, ceiling: int) -> int:
         """Return the samples of the next piece."""
+        # The next trial, or what is known to fit; or one sample, while nothing is known and nothing left to try.
         return min(ceiling, self._next(ceiling) or self.largest or 1)
 
     def fitted(
@@ -73,7 +77,9 @@ class Trials:
         self._done += piece.size
         if peak_bytes is None:
             return True
+        # The smallest may use the headroom: there is nothing smaller to run instead.
         fits = self._limits.allows(peak_bytes, is_smallest=piece.size <= self._smallest)
+        # That what fitted before fits again is no news; that it passes the limit now is, for memory may have gone.
         if piece.is_trial or not fits:
             self.history.append(
                 Trial(
@@ -88,6 +94,7 @@ class Trials:
 
     def ran_out(self, piece: Piece, predicted_bytes: int | None = None) -> None:
         """Say that a piece ran out of memory."""
+        # Without a peak: what was reached before the error is less than what would have been needed.
         self.history.append(Trial(micro_batch=piece.size, fits=False, predicted_bytes=predicted_bytes))
 
     def state_dict(self) -> list[dict[str, Any]]:

@@ -27,7 +27,7 @@ from autoaccum.planning.costs import MemoryModel, TimeModel, Trial, fit_time_mod
 from autoaccum.planning.limits import Limits
 from autoaccum.planning.plans import Plan, plan
 from autoaccum.planning.schedules import Progress, Schedule
-from autoaccum.planning.search import COARSE_FIRST
+from autoaccum.planning.search import FEW_SIZES_FIRST
 from autoaccum.planning.trials import Trials
 from autoaccum.training.declarations import check
 from autoaccum.training.lazy import build_lazy_layers
@@ -154,7 +154,7 @@ def probe(
         search = Trials(
             limits,
             smallest=smallest,
-            first=COARSE_FIRST if is_compiled(model) else None,
+            first=FEW_SIZES_FIRST if is_compiled(model) else None,
             growth=GROWTH if limit.is_enforced else 2,
         )
         for piece in search.until_known(ceiling):

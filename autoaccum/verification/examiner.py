@@ -39,6 +39,8 @@ class Examiner:
         self._parameters = [p for module in job.modules for p in module.parameters()]
         self._is_examining = True  # until a window has been cut and committed
         self._is_checked = False  # whether a first window had a finite loss
+        # The transaction knows nothing of being examined. This is put around its forward from outside, and taken away
+        # after the first window that is cut, so that later ones do not pay for it.
         transaction.forward = self.forward
         self.begin_attempt()
 
@@ -61,10 +63,12 @@ class Examiner:
         is_part = num_samples < window_samples
         if not is_part and self._is_checked:  # a whole window has nothing to hide, and needs no second look
             return self._transaction.plain_forward(batch, num_samples, window_samples)
+        # Of a whole window too: gradients that a loss changes are wrong however the window is cut.
         before = SideEffects(self._parameters)
         loss = self._transaction.plain_forward(batch, num_samples, window_samples)
         before.refuse()
         if is_part:
+            # The graph is walked here, for the backward that follows frees it.
             self._met.append((num_samples, crossings(loss, num_samples)))
             self._shown.append(without_graph(read(loss, num_samples)))
         return loss
@@ -77,6 +81,7 @@ class Examiner:
         """
         if self._is_checked or gradient.conclusion is None:
             return
+        # It waits for the device, and so is asked of one window only.
         if not math.isfinite(value := gradient.loss.item()):
             raise NonFiniteLossError(value)
         self._is_checked = True
@@ -99,6 +104,7 @@ class Examiner:
         if couples_samples(self._met):  # no count makes it exact
             return [coupling_notice()]
         if self._job.num_items is not None:
+            # What the user says is compared with what the losses show, of every micro-batch or not at all.
             claimed = [float(reduction.items) for reduction in gradient.reductions]
             if len(self._shown) != len(gradient.sizes):
                 return []

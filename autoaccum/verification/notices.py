@@ -12,9 +12,13 @@ from autoaccum.loss.conclusions import conclude, proportional
 from autoaccum.loss.coupling import count_batch_norms
 from autoaccum.loss.reductions import Reduction
 
+# Each names its cause so that it can be found in the user's code, and a cure that can be tried. One is told from
+# another by its consequence, which therefore holds no numbers: it is said once in a run.
+
 
 def batch_norm_notices(modules: Sequence[nn.Module]) -> list[Notice]:
     """Return what to say when windows of a model with BatchNorm are cut."""
+    # Only those that normalise by a batch: by running statistics no sample meets another.
     layers = count_batch_norms(modules)
     notice = Notice(
         cause=f"The model holds {layers} BatchNorm layer{'s' if layers > 1 else ''} in training mode",
@@ -38,6 +42,7 @@ def coupling_notice() -> Notice:
 
 def half_precision_notices(parameters: Sequence[torch.Tensor]) -> list[Notice]:
     """Return what to say when windows of a model whose parameters have 16 bits themselves are cut."""
+    # Not of autocast: with that, parameters and so gradients have 32 bits.
     dtypes = {str(p.dtype).removeprefix("torch.") for p in parameters if p.dtype in (torch.bfloat16, torch.float16)}
     notice = Notice(
         cause=f"The model's parameters are {' and '.join(sorted(dtypes))}",
@@ -62,12 +67,14 @@ def contradiction_notice(
 ) -> Notice | None:
     """Return what to say when the user's ``num_items`` is not what the loss shows; None when it may be."""
     found = conclude(sizes, reductions)
+    # What cannot be read off the loss cannot contradict anybody.
     if found.doubt is not None:
         return None
     counts = [float(reduction.items) for reduction in reductions]
     # Counts that are the same but for a factor, as those of tokens and of pairs of tokens, are the same weights.
     if not found.is_sum and proportional(claimed, counts):
         return None
+    # The first few show what is wrong; a window may have thousands.
     listed = [", ".join(f"{count:g}" for count in numbers[:4]) for numbers in (claimed, counts)]
     return Notice(
         cause=f"num_items says {listed[0]} for the first micro-batches, but their loss is "

@@ -13,6 +13,8 @@ class SideEffects:
     """The gradients as they were before a loss was computed."""
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        # A copy would cost as much memory as the gradients. Another tensor has another id, and writing in place moves a
+        # tensor's version: both together show every change but one that is made through ``.data``.
         self._parameters = parameters
         self._before = self._versions()
 

@@ -26,6 +26,7 @@ class Announcer:
 
     def say(self, notice: Notice) -> None:
         """Announce a notice whatever was said before."""
+        # Both: the event is for callbacks and records, and the warning for whoever looks at neither.
         self._emit(notice)
         # The warning is to point at the first line that is neither ours nor PyTorch's.
         level, frame = 1, sys._getframe()

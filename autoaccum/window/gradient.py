@@ -30,6 +30,7 @@ class Gradient:
     """What each micro-batch adds to it, where that is measured: before clipping."""
     noise: Noise | None = None
     """What they tell of the noise in it, where that is measured and can be told."""
+    # The last two are for an examiner alone: see ``verification``.
     reductions: tuple[Reduction, ...] = ()
     """How the loss of each micro-batch was reduced."""
     conclusion: Conclusion | None = None
@@ -41,9 +42,11 @@ class Gradients:
 
     def __init__(self, modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> None:
         """Set up for the parameters of modules, and for those that an optimizer holds."""
+        # By identity, for parameters may be shared between modules, and compare by their values.
         own = {id(p): p for module in modules for p in module.parameters()}
         self._parameters: list[torch.Tensor] = list(own.values())
         self._known = set(own)
+        # Asked for each window anew, for it may be given more parameters while training goes on.
         self._optimizer = optimizer
 
     def trained(self) -> list[torch.Tensor]:
@@ -52,6 +55,7 @@ class Gradients:
         Parameters may be added to an optimizer while training goes on.
         """
         groups = self._optimizer.param_groups
+        # Nearly always there are none, and the list that is there already will do.
         others = {id(p): p for group in groups for p in group["params"] if id(p) not in self._known}
         return [*self._parameters, *others.values()] if others else self._parameters
 
@@ -63,6 +67,7 @@ class Gradients:
     @torch.no_grad()
     def scale(self, factor: float) -> None:
         """Multiply the gradients in place, in one launch."""
+        # What took no part in the window has no gradient.
         gradients = [p.grad for p in self.trained() if p.grad is not None]
         if gradients:
             torch._foreach_mul_(gradients, factor)
@@ -75,9 +80,11 @@ class Gradients:
         """
         parameters = self.trained()
         for p in parameters:
+            # An entry that several samples add to must not count several times: it is the square of their sum.
             if p.grad is not None and p.grad.is_sparse:
-                p.grad = p.grad.coalesce()  # an entry that several samples add to must not count several times
+                p.grad = p.grad.coalesce()
         gradients = [p.grad for p in parameters if p.grad is not None]
+        # What a sparse gradient does not hold is 0, and adds nothing to a 2-norm.
         norm = get_total_norm([g._values() if g.is_sparse else g for g in gradients])
         clip_grads_with_norm_(parameters, max_norm, norm)
         return norm

@@ -18,6 +18,9 @@ from autoaccum.window.precision import Autocast, Precision, autocast
 class Job:
     """A model with its loss and its optimizer, on its device."""
 
+    # Handed on as a whole, so that what is computed is declared once, and is the same for the transaction, for what
+    # examines it, and for what advises when nothing fits.
+
     model: Callable[..., Any]
     """What ``loss_of`` is called with: the module, or what torch.compile made of it."""
     modules: tuple[nn.Module, ...]
@@ -26,6 +29,7 @@ class Job:
     """Over their parameters; its state is allocated."""
     loss_of: LossOf
     """(model, micro-batch) -> loss, a mean or a sum."""
+    # What a user passes is believed: it may know what the graph of a loss does not show.
     num_items: CountItems | None = None
     """(micro-batch) -> how many items its loss is a mean over; None where that is read off the loss."""
     device: torch.device
@@ -36,4 +40,5 @@ class Job:
     @property
     def autocast(self) -> Autocast:
         """Return what makes the context of each forward."""
+        # Made anew each time, for a job is a plain value: whoever runs one forward after the other keeps it.
         return autocast(self.precision, self.device)

@@ -43,8 +43,11 @@ class Meter:
         self._between_bytes = 0  # peak of what came before this window
         self._is_measuring = False  # whether this window's peak is read
         self._next_reading = 0.0  # the time from which on the peak is read again
-        self._is_tight = not is_enforced  # whether what the allocator holds may matter
-        self._released_bytes = memory.used()  # in use after memory was last given back
+        # Whether what the allocator holds may matter: only where nobody else keeps the limit, and not once windows have
+        # shown that they need no more than half of the target.
+        self._is_tight = not is_enforced
+        # In use after memory was last given back: what is used beyond that between micro-batches, the allocator holds.
+        self._released_bytes = memory.used()
 
     @property
     def peak_bytes(self) -> int:
@@ -106,6 +109,7 @@ class Meter:
 
     def begin_trial(self) -> float:
         """Start a trial from released memory; return the time."""
+        # The peak is begun anew for it, so that the window's up to here has to be kept.
         self._before_trials = max(self._before_trials, self._memory.peak())
         self.release()
         self._memory.reset_peak()
@@ -128,6 +132,7 @@ class _OfTrial(Reading):
         return self
 
     def __exit__(self, *raised: object) -> None:
+        # Of a trial that failed no more is to be learnt, and to wait for the device may raise once more.
         if raised[0] is None:
             self.seconds = self._meter.now() - self._started
             self.peak_bytes = self._memory.peak()

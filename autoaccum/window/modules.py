@@ -21,6 +21,7 @@ def state_of_modules(modules: Sequence[nn.Module]) -> list[State]:
 
 def left_out(module: nn.Module) -> dict[str, torch.Tensor]:
     """Return the buffers that a state_dict leaves out, by the keys that they would have in it."""
+    # Most of these can be computed again, but nothing says which: a state that changes as it runs may be among them.
     found = {}
     for key, layer, name in _places(module):
         buffer = layer._buffers[name]
@@ -32,15 +33,19 @@ def left_out(module: nn.Module) -> dict[str, torch.Tensor]:
 def load_modules(modules: Sequence[nn.Module], states: Sequence[State], device: torch.device) -> None:
     """Put back what ``state_of_modules`` returned; a forward may have made, dropped or resized buffers since."""
     for module, state in zip(modules, states, strict=True):
+        # Buffers first: ``load_state_dict`` refuses keys that the module lacks, and copies into what is there by shape.
         kept, named = {**state["state"], **state["buffers"]}, module.state_dict()
         for key, layer, name in _places(module):
             value, there = kept.get(key), layer._buffers[name]
             if value is None:
+                # There was nothing when it was saved: a forward has made it since.
                 if key in named or name in layer._non_persistent_buffers_set:
                     layer._buffers[name] = None
             elif there is None or (there.shape, there.dtype) != (value.shape, value.dtype) or is_expanded(there):
+                # A new one; an expanded one shares its memory among its entries, so that it cannot be written to.
                 layer._buffers[name] = value.to(device)
             else:
+                # In place, for others may hold it.
                 with torch.no_grad():
                     there.copy_(value)
         module.load_state_dict(state["state"])

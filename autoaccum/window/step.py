@@ -38,7 +38,7 @@ class Failure(NamedTuple):
     """An attempt that ran out of memory, in numbers alone: an exception would pin the tensors that must be freed."""
 
     piece: Piece
-    """What was being run."""
+    """What was being run; where it was the window's end that failed, its size is that of the largest micro-batch."""
     peak_bytes: int
     """What was reached."""
 
@@ -93,6 +93,8 @@ class Step:
             limit: what may be used of it.
             emit: takes the events.
         """
+        # Plans are chosen by the tuner, run by the transaction and measured by the meter. None of these knows the other
+        # two: what one has to hear of another is said here.
         self.job = job
         self.transaction = transaction
         self.tuner = tuner
@@ -105,8 +107,10 @@ class Step:
         self._is_examined = True  # until the examiner has seen a window that was cut
         self._memory = memory
         self._emit = emit
-        self._next_look = 0.0  # the time from which on memory is looked at again
-        self._plan: tuple[int, ...] = ()  # what was announced for full windows
+        # The time from which on memory is looked at again: a look may cost as much as a window of a tiny model.
+        self._next_look = 0.0
+        # What was announced for full windows, so that the same is not announced twice; empty before the first.
+        self._plan: tuple[int, ...] = ()
         self._growing_from: tuple[int, ...] | None = None  # the plan when growth began; None while nothing grows
 
     def run(self, window: Window, plan: Sequence[int] | None = None) -> tuple[Gradient, int]:
@@ -123,10 +127,12 @@ class Step:
             NonFiniteLossError: the loss of the very first window is NaN or infinite; nothing is left of it.
             NothingFitsError: one sample does not fit; it says what would make it fit.
         """
+        # A size of it has run out of memory in this run.
         if plan is not None and max(plan) > self.tuner.largest:
-            plan = None  # a size of it has run out of memory in this run
+            plan = None
         if clock.now() >= self._next_look:
             self._look(window)
+        # What would help is measured, which takes memory: only after the handler, when nothing pins the window.
         try:
             gradient, replays = self._run(window, plan)
             refused = None
@@ -146,25 +152,31 @@ class Step:
 
     def _run(self, window: Window, plan: Sequence[int] | None) -> tuple[Gradient, int]:
         tuner, meter, lengths = self.tuner, self.meter, window.lengths
-        meter.begin_window(is_searching=tuner.searching)
+        meter.begin_window(is_searching=tuner.search.is_on)
         self.transaction.begin(window)
         pieces = tuner.window(window.num_samples, lengths, plan)
+        # A reading of the clock waits for the device: only windows whose time is wanted pay for that.
         started = meter.now() if pieces.is_timed else None
+        # The recovery is out here, where no exception is being handled: that would pin the frames of the failed
+        # forward, and with them the very tensors that have to go.
         while not isinstance(outcome := self._try(pieces), Gradient):
             self._roll_back()
             if isinstance(outcome, Failure):  # noqa: SIM108 (it has to be seen)
                 pieces = self._smaller(pieces, outcome)
             else:
                 pieces = pieces.repeated(outcome.sizes)
+        # The tuner hears of the window before anything is said of it, and so before a callback can raise.
         pieces.committed(outcome.sizes, None if started is None else meter.now() - started)
         self.transaction.commit()
-        # Of plain means there is nothing to say, once they have been looked at.
+        # A window in one piece is what was asked for, whatever its loss does. Of plain means there is nothing to say,
+        # once one that was cut has been looked at.
         if len(outcome.sizes) > 1 and (self._is_examined or outcome.conclusion is not PLAIN_MEAN):
             for notice in self._examiner.notices(outcome):
                 self.announcer.say_once(notice)
             self._is_examined = not self._examiner.is_finished
-        peak_bytes = meter.end_window(is_searching=tuner.searching, target_bytes=tuner.limits.target_bytes)
-        if peak_bytes is not None and not self.limit.is_enforced and not tuner.searching:
+        peak_bytes = meter.end_window(is_searching=tuner.search.is_on, target_bytes=tuner.limits.target_bytes)
+        # Where the device refuses what passes the limit, there is nothing to keep; and in a search trials keep it.
+        if peak_bytes is not None and not self.limit.is_enforced and not tuner.search.is_on:
             self._keep_limit(outcome.sizes, lengths, peak_bytes)
         return outcome, pieces.replays
 
@@ -183,12 +195,13 @@ class Step:
         """Accumulate: this is the loop that a training step is."""
         sizes = []
         for piece in pieces:
-            self._piece = piece
+            self._piece = piece  # what is to blame if it runs out of memory
             with self.meter.measuring(piece) as reading:
                 self.transaction.add(piece)
             pieces.fitted(reading)
             sizes.append(piece.size)
-        self._piece = piece._replace(size=max(sizes))  # what is to blame if the end of it runs out of memory
+        # If it is the end of the window that does, the largest of them is what has to become smaller.
+        self._piece = piece._replace(size=max(sizes))
         outcome = self.transaction.finish()
         if self._is_examined and isinstance(outcome, Gradient):
             self._examiner.check_first(outcome)
@@ -205,6 +218,7 @@ class Step:
             NothingFitsError: there is none.
         """
         piece = failure.piece
+        # The limit is read anew: that it has fallen may be why there was not enough.
         self._emit(OutOfMemory(step=self.number + 1, phase="training", micro_batch=piece.size))
         smaller = pieces.ran_out(piece.size, piece.length, failure.peak_bytes, self.limit.now())
         self._replanned(smaller.replaced, smaller.sizes, "out of memory")
@@ -212,6 +226,7 @@ class Step:
 
     def _keep_limit(self, sizes: tuple[int, ...], lengths: Lengths, peak_bytes: int) -> None:
         """Give memory back after a window that passed the limit, which nobody else keeps; cut the next ones smaller."""
+        # At once, for what the heap keeps may be all there is too much; the plan only if it happens again.
         if peak_bytes > self.tuner.limits.target_bytes:
             self.meter.release()
         smaller = self.tuner.measured(sizes, lengths, peak_bytes)
@@ -239,6 +254,7 @@ class Step:
 
     def apply(self, gradient: Gradient) -> bool:
         """Step the optimizer; return False when that was left out, for there was nothing to step on."""
+        # A window without items counts too: schedules and records go by windows.
         self.number += 1
         if gradient.items:
             scaler = self.transaction.scaler
@@ -251,6 +267,7 @@ class Step:
 
     def apply_closure(self, closure: Callable[[], torch.Tensor]) -> None:
         """Step an optimizer that asks for gradients itself."""
+        # It counts only once it has ended well: what the closure ran are windows, any of which may raise.
         take_step(self.job.optimizer, None, self.number + 1, self._memory, self.limit.bytes, closure)
         self.number += 1
 
@@ -259,14 +276,14 @@ class Step:
         tuner, num_samples, lengths = self.tuner, window.num_samples, window.lengths
         if lengths is None:  # a short window is cut in passing: plans are those of full ones
             num_samples = max(num_samples, tuner.full_window[0])
-        was_searching, old = tuner.searching, tuner.plan(num_samples, lengths)
+        was_searching, old = tuner.search.is_on, tuner.plan(num_samples, lengths)
         reason = tuner.look(self.limit.read(), self._memory.strained())
         if reason is not None:
             self._growing_from = None
             self.meter.release()  # for whoever needs it
             self._replanned(old, tuner.plan(num_samples, lengths), reason)
-        elif tuner.searching and not was_searching:
-            self._growing_from = old
+        elif tuner.search.is_on and not was_searching:
+            self._growing_from = old  # the change is told when it is known to what
         if tuner.limits.least_bytes > self.limit.bytes:
             self.announcer.say_once(
                 Notice(
@@ -282,11 +299,12 @@ class Step:
         """End the search, or the timing of plans, after a full window that left nothing to be found out."""
         tuner = self.tuner
         if tuner.settle(num_samples, lengths):
+            # What the first search ends with is the plan of the run; what growth ends with is a change of it, if any.
             if self._growing_from is None:
                 self.announce_plan(num_samples, lengths)
             elif (new := tuner.plan(num_samples, lengths)) != self._growing_from:
                 self._replanned(self._growing_from, new, "there is room for more", step=self.number)
-        if not (tuner.searching or tuner.is_timing):
+        if not (tuner.search.is_on or tuner.is_timing):
             self._growing_from = None
 
     def resize(self, num_samples: int, lengths: Lengths = None) -> None:
@@ -294,7 +312,7 @@ class Step:
         tuner = self.tuner
         old = tuner.plan(*tuner.full_window) if self._plan and tuner.full_window[0] else None
         tuner.resize(num_samples, lengths)
-        self._growing_from = None
+        self._growing_from = None  # what grew was a plan of other windows
         if old is not None:  # else there is no plan yet to give up
             self._plan = tuner.plan(num_samples, lengths)
             self._replanned(old, self._plan, f"the effective batch is {num_samples} now")
@@ -325,6 +343,7 @@ class Step:
         if sizes == self._plan:
             return
         self._plan = sizes
+        # With what it is expected to take, so that the record shows how good the memory model was.
         self._emit(
             Planned(
                 step=self.number,

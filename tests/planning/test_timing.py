@@ -72,7 +72,7 @@ def test_nor_on_average_when_readings_are_ten_percent_off(curve: str) -> None:
 def timing(largest: int, num_samples: int, *trials: tuple[int, float], closely: bool = False) -> Timing:
     return Timing(
         largest,
-        cut=lambda cap: cut(num_samples, cap),
+        cut=lambda weight: cut(num_samples, weight),
         trials=[Trial(micro_batch=size, fits=True, seconds=seconds) for size, seconds in trials],
         closely=closely,
     )
@@ -81,53 +81,53 @@ def timing(largest: int, num_samples: int, *trials: tuple[int, float], closely: 
 class TestTiming:
     def test_asks_for_nothing_where_trials_leave_no_doubt(self) -> None:
         found = timing(64, 256, (1, 1.0), (32, 1.0), (64, 1.0))
-        assert found.cap() is None
+        assert found.next_weight() is None
         assert found.fastest() == 64
 
     def test_half_as_large_is_timed_where_it_may_be_faster(self) -> None:
         found = timing(64, 256, (16, 1.0), (32, 2.0), (64, 4.0))
-        assert found.cap() == 64
+        assert found.next_weight() == 64
 
-    def test_the_first_window_with_a_cap_only_makes_ready(self) -> None:
+    def test_the_first_window_with_a_weight_only_makes_ready(self) -> None:
         found = timing(64, 256, (32, 2.0), (64, 4.0))
         found.observe(64, 100.0)
         assert found.seconds == {}
-        assert found.cap() == 64
+        assert found.next_weight() == 64
         found.observe(64, 16.0)
         assert found.seconds == {64: [16.0]}
-        assert found.cap() == 32
+        assert found.next_weight() == 32
         found.observe(32, 100.0)
         assert found.seconds == {64: [16.0]}
 
     def test_close_ones_are_timed_thrice_and_the_larger_is_kept(self) -> None:
         found = timing(64, 256, (32, 2.0), (64, 4.0))
         asked = []
-        while (cap := found.cap()) is not None:
-            asked.append(cap)
-            found.observe(cap, {64: 16.0, 32: 15.9}.get(cap, 30.0))
-        assert {cap: len(seconds) for cap, seconds in found.seconds.items()} == {64: 3, 32: 3}
+        while (weight := found.next_weight()) is not None:
+            asked.append(weight)
+            found.observe(weight, {64: 16.0, 32: 15.9}.get(weight, 30.0))
+        assert {weight: len(seconds) for weight, seconds in found.seconds.items()} == {64: 3, 32: 3}
         assert len(asked) == 3 + 3 + 2  # each once to get ready
         assert found.fastest() == 64
 
     def test_slow_ones_are_timed_once(self) -> None:
         found = timing(64, 256, (32, 2.0), (64, 4.0))
-        while (cap := found.cap()) is not None:
-            found.observe(cap, {64: 16.0}.get(cap, 12.0))
+        while (weight := found.next_weight()) is not None:
+            found.observe(weight, {64: 16.0}.get(weight, 12.0))
         assert len(found.seconds[64]) == 1
         assert found.fastest() == 32
 
     def test_between_two_sizes_steps_are_looked_for(self) -> None:
         """33 to 48 take no longer than 32."""
         found = timing(64, 1024, *((2**power, math.ceil(2**power / 48)) for power in range(7)), closely=True)
-        while (cap := found.cap()) is not None:
-            found.observe(cap, sum(math.ceil(size / 48) for size in cut(1024, cap)))
+        while (weight := found.next_weight()) is not None:
+            found.observe(weight, sum(math.ceil(size / 48) for size in cut(1024, weight)))
         assert found.fastest() in (47, 48)
 
     def test_rises_where_the_largest_is_clearly_the_fastest(self) -> None:
         for cost, expected in ((14.0, True), (15.8, False), (17.0, False)):
             found = timing(64, 256, (32, 2.0), (64, 4.0))
-            while (cap := found.cap()) is not None:
-                found.observe(cap, {64: cost}.get(cap, 16.0))
+            while (weight := found.next_weight()) is not None:
+                found.observe(weight, {64: cost}.get(weight, 16.0))
             assert found.rises() is expected
 
     def test_trials_are_cold_and_windows_tell_their_pace(self) -> None:
@@ -179,22 +179,26 @@ class TestWhatIsNotWorthAWindow:
     """On a curve without steps little is timed, for nothing is to be gained."""
 
     @staticmethod
-    def timed_caps(seconds: Seconds, largest: int, *, closely: bool) -> list[int]:
-        """Caps of the plans that a window of 256 was timed for."""
+    def timed_weights(seconds: Seconds, largest: int, *, closely: bool) -> list[int]:
+        """Weights of the plans that a window of 256 was timed for."""
         trials = [Trial(micro_batch=2**n, fits=True, seconds=seconds(2**n)) for n in range(7)]
-        timing = Timing(largest, cut=lambda cap: cut(256, cap), trials=trials, closely=closely)
-        while (cap := timing.cap()) is not None:
-            timing.observe(cap, sum(map(seconds, cut(256, cap))))
+        timing = Timing(largest, cut=lambda weight: cut(256, weight), trials=trials, closely=closely)
+        while (weight := timing.next_weight()) is not None:
+            timing.observe(weight, sum(map(seconds, cut(256, weight))))
         return list(timing.seconds)
 
     def test_halves_are_tried_twice_without_a_gain(self) -> None:
-        assert self.timed_caps(lambda size: 1.0 * size, 64, closely=False) == [64, 32, 16]
-        assert self.timed_caps(lambda size: size**1.2, 64, closely=False) == [64, 32, 16, 8, 4, 2, 1]
+        assert self.timed_weights(lambda size: 1.0 * size, 64, closely=False) == [64, 32, 16]
+        assert self.timed_weights(lambda size: size**1.2, 64, closely=False) == [64, 32, 16, 8, 4, 2, 1]
 
     def test_two_sizes_between_others_tell_that_times_are_straight_lines(self) -> None:
-        between = [cap for cap in self.timed_caps(lambda size: 1.0 * size, 64, closely=True) if cap not in (64, 32, 16)]
+        between = [
+            weight
+            for weight in self.timed_weights(lambda size: 1.0 * size, 64, closely=True)
+            if weight not in (64, 32, 16)
+        ]
         assert len(between) == 2
 
     def test_steps_never_make_twice_the_samples_more_than_twice_as_slow(self) -> None:
-        caps = self.timed_caps(lambda size: size * (1.4 if size > 32 else 1.0), 64, closely=True)
-        assert not [cap for cap in caps if 32 < cap < 64]
+        weights = self.timed_weights(lambda size: size * (1.4 if size > 32 else 1.0), 64, closely=True)
+        assert not [weight for weight in weights if 32 < weight < 64]

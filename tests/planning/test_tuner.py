@@ -196,13 +196,13 @@ def test_growth_that_ran_out_of_memory_is_tried_again_half_as_soon() -> None:
     device = training.device
     device.limit_bytes = 400_000
     training.run(2)
-    assert training.tuner._pressure.patience == PATIENCE
+    assert training.tuner._largest._pressure.patience == PATIENCE
     peak = device.peak
     device.peak = lambda size, length: peak(size, length) + (10**6 if size > 20 else 0)
     device.limit_bytes = 10**6
     training.run(PATIENCE + 1)
     assert len(training.ooms) == 1
-    assert training.tuner._pressure.patience == 2 * PATIENCE
+    assert training.tuner._largest._pressure.patience == 2 * PATIENCE
     assert training.run()[0] <= 20
 
 
@@ -504,7 +504,7 @@ def test_a_long_sample_on_its_own_is_no_measure_for_others() -> None:
 
 
 def test_the_rest_of_a_window_is_cut_by_what_fits_now() -> None:
-    """What a sample counts for changes while a window is searched: it is no cap in other units that cuts the rest."""
+    """What a sample counts for changes while a window is searched: it is no weight in other units that cuts the rest."""
     assert ragged(1e4, 100, 10, 1).ooms.count(0) == 0
 
 
@@ -660,7 +660,7 @@ def test_the_limit_is_not_said_to_fall_when_it_has_not() -> None:
     tuner = Plain(100).tuner(64)
     for size in (1, 2):
         tuner.observe(size, linear(size))
-    tuner.largest, tuner.searching, tuner._cutter.full_window = 200, False, (200, None)
+    tuner._largest.weight, tuner.searching, tuner._cutter.full_window = 200, False, (200, None)
     assert tuner.look(tuner.limits.limit_bytes, None) == "it would need 2.34 KiB of 1.66 KiB"
 
 
@@ -671,7 +671,7 @@ def test_plans_are_not_timed_for_ever_where_no_window_is_full() -> None:
         device.run(tuner, 64)
         tuner.settle(64)
     fastest = tuner._fastest
-    fastest.timing = Timing(20, cut=lambda cap: (cap,) * (64 // cap), trials=[], choose=None)
+    fastest.timing = Timing(20, cut=lambda weight: (weight,) * (64 // weight), trials=[], choose=None)
     fastest.timing._candidates, fastest.weight = [20, 10], 20
     for _ in range(UNTIMED):
         assert tuner.is_timing

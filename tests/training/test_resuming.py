@@ -571,8 +571,8 @@ NOT_KEPT = {
     "Limit.bytes": "the limit of each process",
     "Limits.limit_bytes": "the limit of each process",
     "Limits.target_bytes": "follows from that",
-    "Tuner.refused_at": "for later runs of the same process",
-    "Tuner._passed_limit": "of readings of this process",
+    "Largest.refused_at": "for later runs of the same process",
+    "Largest._passed_limit": "of readings of this process",
     "Validator._released_bytes": "a reading of this process",
     # Begins anew, which costs time and changes nothing that is computed.
     "Fastest.timing": "a comparison of plans begins anew",
@@ -689,7 +689,7 @@ def test_a_resumed_run_holds_what_the_first_one_held(tmp_path: Path) -> None:
         second.fit()
     before, after = held
     changed = {name for name, value in before.items() if at_first.get(name) != value}
-    assert {"Tuner.largest", "Tuner.searching", "Pace.samples_seen", "Pace.epoch", "Validations.best_loss"} <= changed
+    assert {"Largest.weight", "Searching.is_on", "Pace.samples_seen", "Pace.epoch", "Validations.best_loss"} <= changed
     assert {
         "Step.number",
         "Step._plan",
