@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -327,7 +328,7 @@ def run_rank(rank: int, folder: Path) -> None:
     store = torch.distributed.FileStore(str(folder / "store"), 2)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
     made = linear(half_mean_of_tokens, torch.float64)
-    (weight,) = (p for group in made.optimizer.param_groups for p in group["params"])
+    (weight,) = (p for group in made.job.optimizer.param_groups for p in group["params"])
     plan, first = RANKS[rank], sum(RANKS[0]) * rank
     found = []
     for seed in range(RANK_WINDOWS):
@@ -359,8 +360,9 @@ def test_two_ranks_find_what_one_finds(tmp_path: Path, monkeypatch: pytest.Monke
         if (pid := os.fork()) == 0:
             try:
                 run_rank(rank, tmp_path)
-            finally:
-                os._exit(1)
+            except BaseException:
+                traceback.print_exc()
+            os._exit(1)
         running.append(pid)
     codes = []
     while running:
