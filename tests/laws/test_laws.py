@@ -146,11 +146,13 @@ class TestReplay:
         assert replayed * stride > 550
         assert in_step == (16 if stride == 1 else in_step)
         # Outside of windows: an epoch's order on the host, and what writes to, or reads, memory that is there already.
-        assert outside == {
+        expected = {
             "aten.randperm.generator.",
             "aten._foreach_copy_.default.",
             "aten._local_scalar_dense.default.",
         }
+        assert outside <= expected
+        assert stride > 1 or outside == expected
 
     @pytest.mark.parametrize("operations", [(30, 32), (30, 60), (30, 200)])
     def test_two_in_one_run(self, operations: tuple[int, int]) -> None:

@@ -11,6 +11,7 @@ from autoaccum.memory import clock
 from autoaccum.memory.clock import ManualClock
 
 
+@pytest.mark.machine_clock
 def test_the_machine_s_clock_is_in_use() -> None:
     before = time.perf_counter(), time.time()
     now, stamp = clock.now(), clock.stamp()

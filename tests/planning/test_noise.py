@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -359,8 +360,9 @@ def test_two_ranks_find_what_one_finds(tmp_path: Path, monkeypatch: pytest.Monke
         if (pid := os.fork()) == 0:
             try:
                 run_rank(rank, tmp_path)
-            finally:
-                os._exit(1)
+            except BaseException:
+                traceback.print_exc()
+            os._exit(1)
         running.append(pid)
     codes = []
     while running:
