@@ -59,6 +59,7 @@ def learnt(history: History, times: TimeModel | None, *, has_lengths: bool) -> t
     """
     if has_lengths:  # no window is like another: they are timed again
         return tuple(replace(trial, seconds=None) for trial in history.trials)
+    # What trials took themselves is all there is: a later run is told it, and checks it on its first windows.
     if times is None:
         return tuple(history.trials)
     # Sizes that were timed in windows need not have been trials. A trial of the same size is worth more, for its peak

@@ -46,6 +46,12 @@ class Fastest:
         self.checks = 0
         """Windows to time until an earlier run's times are believed."""
 
+    def planned(self) -> int:
+        """Return the weight that plans are made of: that of the fastest, or the largest while that is not known."""
+        # The fastest was found among those that fitted then.
+        largest = self._largest()
+        return largest if self.weight is None else min(self.weight, largest)
+
     def recall(self, model: TimeModel | None) -> None:
         """Begin with the times of an earlier run, which two windows will have to confirm."""
         self.model = model

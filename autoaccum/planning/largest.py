@@ -66,11 +66,6 @@ class Largest:
         # Whether the last window that was measured passed the target: only two in a row are believed.
         self._passed_limit = False
 
-    def planned(self) -> int:
-        """Return the weight that plans are made of: of the fastest that fits, or of the largest while that is open."""
-        fastest = self._fastest.weight
-        return self.weight if fastest is None else min(fastest, self.weight)
-
     # What trials say of it.
 
     def observe(self, micro_batch: int, peak_bytes: int, seconds: float | None, length: int) -> None:
@@ -132,7 +127,7 @@ class Largest:
         search = self._search
         search.is_on = False
         if search.goal is not None and self.weight <= self._grown_from:
-            self._pressure.shrank()  # there was nothing to be had, and so no sooner next time
+            self._pressure.shrank()  # there was nothing to be had: the next try waits for longer
         search.goal = None
         self.choose()
 
@@ -156,7 +151,7 @@ class Largest:
         if not self._learns:
             return None
         # The heaviest of the plan, which may be much lighter than what plans are made of: a small window fits by far.
-        weight = max(self._cutter.weights_of_full(self.planned()))
+        weight = max(self._cutter.weights_of_full(self._fastest.planned()))
         if weight > self._cutter.smallest * self._cutter.each(self._cutter.full_window[1]):  # else none is smaller
             model = self._cutter.history.model
             # Only what needs all of the headroom too gives way: that is what the headroom is for.
@@ -193,7 +188,7 @@ class Largest:
         model = self._cutter.history.model
         if limit_bytes is None or model is None:
             return
-        weight = self.planned()
+        weight = self._fastest.planned()
         goal = min(model.largest_within(self._limits.target_of(limit_bytes)), self.enough or ENDLESS)
         if self._refused is not None and limit_bytes < SURELY_MORE * self._refused[1]:
             goal = min(goal, (weight + self._refused[0]) // 2)  # half-way to what failed under a limit like this one

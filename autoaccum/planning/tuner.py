@@ -191,7 +191,7 @@ class Tuner:
 
     def plan(self, num_samples: int, lengths: Lengths = None) -> tuple[int, ...]:
         """Return how to cut a window without trials; one that there was not, before the first, into nothing."""
-        return self._cutter.sizes(num_samples, lengths, self._largest.planned()) if num_samples else ()
+        return self._cutter.sizes(num_samples, lengths, self._fastest.planned()) if num_samples else ()
 
     def pieces(self, num_samples: int, lengths: Lengths) -> Iterator[Piece]:
         """Return the pieces of a window one by one; trials are chosen as the outcomes of those before come in."""
@@ -199,10 +199,10 @@ class Tuner:
         if not self.search.is_on and lengths is None:
             decided_by = (num_samples, self._largest.weight, self._fastest.weight, self._cutter.smallest)
             if decided_by != self._last_cut[0]:
-                sizes = self._cutter.sizes(num_samples, None, self._largest.planned())
+                sizes = self._cutter.sizes(num_samples, None, self._fastest.planned())
                 self._last_cut = (decided_by, pieces_of(sizes))
             return iter(self._last_cut[1])
-        return self.search.pieces(num_samples, lengths, self._largest.planned)
+        return self.search.pieces(num_samples, lengths, self._fastest.planned)
 
     def trial_for(self, num_samples: int, lengths: Lengths = None) -> int | None:
         """Return the next size worth a trial for such windows, if any: see ``Searching``."""
@@ -332,7 +332,7 @@ class Tuner:
                 self.search.is_on = self.trial_for(num_samples, lengths) is not None
         # When memory comes back, there is no need to grow beyond this.
         if not self.search.is_on and self.reason() == NO_FASTER:
-            self._largest.enough = self._largest.planned()
+            self._largest.enough = self._fastest.planned()
         return not self.search.is_on
 
     def resize(self, num_samples: int, lengths: Lengths = None) -> None:
@@ -349,7 +349,7 @@ class Tuner:
         """Return why plans have no larger micro-batches, for people to read."""
         if not self._learns:
             return "micro_batch was passed"
-        return self.search.reason(self._largest.planned(), self._largest.weight)
+        return self.search.reason(self._fastest.planned(), self._largest.weight)
 
     # As memory comes and goes.
 

@@ -29,7 +29,7 @@ class Job:
     """Over their parameters; its state is allocated."""
     loss_of: LossOf
     """(model, micro-batch) -> loss, a mean or a sum."""
-    # What a user passes is believed: it may know what the graph of a loss does not show.
+    # Where a user passes one it is what counts; an examiner says so if the losses contradict it.
     num_items: CountItems | None = None
     """(micro-batch) -> how many items its loss is a mean over; None where that is read off the loss."""
     device: torch.device

@@ -111,11 +111,11 @@ class TestTrials:
 
     def test_plans_are_made_of_the_fastest_that_fits(self) -> None:
         parts = Parts(weight=50)
-        assert parts.largest.planned() == 50
+        assert parts.fastest.planned() == 50
         parts.fastest.weight = 20
-        assert parts.largest.planned() == 20
+        assert parts.fastest.planned() == 20
         parts.fastest.weight = 80
-        assert parts.largest.planned() == 50
+        assert parts.fastest.planned() == 50
 
 
 class TestMemory:
