@@ -15,7 +15,8 @@ from autoaccum.planning.schedules import Progress, Schedule
 from autoaccum.training.learning_rate import MakeScheduler, Scaling
 from autoaccum.training.metrics import Metric
 from autoaccum.training.options import Callback
-from autoaccum.training.trainer import FitResult, Trainer
+from autoaccum.training.result import FitResult
+from autoaccum.training.trainer import Trainer
 from autoaccum.window.optimizers import OptimizerLike
 from autoaccum.window.precision import Precision
 
