@@ -49,10 +49,10 @@ def compare(made: Fastest, seconds: Callable[[int], float]) -> int:
 def test_nothing_is_compared_before_a_search_has_settled_on_full_windows() -> None:
     made = fastest()
     made.choose(is_settled=False)
-    assert not made.is_comparing
+    assert made.timing is None
     made = fastest((0, None))
     made.choose(is_settled=True)
-    assert not made.is_comparing
+    assert made.timing is None
     assert made.compare(), "there is nothing to compare"
     assert made.weight is None
 
@@ -61,14 +61,24 @@ def test_nothing_is_compared_where_times_are_known() -> None:
     made = fastest(largest=int(KNOWN * 32))
     made.model = TIMES
     made.choose(is_settled=True)
-    assert (made.is_comparing, made.weight) == (False, 8)
+    assert (made.timing, made.weight) == (None, 8)
 
 
 def test_sizes_far_beyond_those_that_were_timed_are_compared() -> None:
     made = fastest(largest=int(KNOWN * 32) + 1)
     made.model = TIMES
     made.choose(is_settled=True)
-    assert (made.is_comparing, made.wants_times, made.weight) == (True, True, None)
+    assert made.timing is not None
+    assert made.weight is None
+
+
+def test_plans_are_made_of_the_fastest_as_far_as_that_fits_now() -> None:
+    made = fastest(largest=32)
+    assert made.planned() == 32
+    made.weight = 8
+    assert made.planned() == 8
+    made.weight = 64
+    assert made.planned() == 32
 
 
 # What it finds.
@@ -82,7 +92,7 @@ def test_the_plan_that_windows_show_to_be_the_fastest_is_kept() -> None:
     made.choose(is_settled=True)
     assert compare(made, seconds) > 0
     assert made.weight == 8
-    assert not made.is_comparing
+    assert made.timing is None
     assert not made.is_still_rising()
     assert made.model is not None
     assert made.model.predict(8) == 2.0
@@ -141,11 +151,11 @@ def test_windows_that_never_stay_as_they_are_end_all_comparisons() -> None:
         assert not made.keeps_comparing(640)
         assert made.model is None
         made.choose(is_settled=True)
-        assert made.is_comparing
+        assert made.timing is not None
     assert not made.keeps_comparing(640)
     assert made.model is not None
     made.choose(is_settled=True)
-    assert not made.is_comparing, "what is known by then has to do"
+    assert made.timing is None, "what is known by then has to do"
 
 
 # An earlier run's times.
@@ -154,13 +164,13 @@ def test_windows_that_never_stay_as_they_are_end_all_comparisons() -> None:
 def test_an_earlier_runs_times_are_checked_on_two_windows() -> None:
     made = fastest()
     made.recall(None)
-    assert not made.wants_times
+    assert made.checks == 0
     made.recall(TIMES)
-    assert made.wants_times
+    assert made.checks == 2
     assert not made.is_belied(1000.0, [8] * 8), "the first one makes ready"
-    assert made.wants_times
+    assert made.checks == 1
     assert made.is_belied(1000.0, [8] * 8)
-    assert not made.wants_times
+    assert made.checks == 0
     assert not made.is_belied(1000.0, [8] * 8), "then they are believed"
 
 

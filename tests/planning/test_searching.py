@@ -107,6 +107,12 @@ def test_it_begins_with_what_an_earlier_run_has_settled_on_as_far_as_that_fits()
     assert recalling(fastest_up_to=lambda weight: weight - 25).trial_for(256) == 12
 
 
+def test_an_earlier_runs_memory_says_how_much_more_fits_after_one_trial() -> None:
+    made = recalling(limit_bytes=peak(60))
+    made._cutter.history.add(Trial(micro_batch=37, fits=True, peak_bytes=peak(37)), reweigh=True)
+    assert made.trial_for(256) == 52, "as in a plan of up to 60"
+
+
 def test_what_an_earlier_run_found_to_be_the_fastest_is_enough() -> None:
     made = recalling(fastest_up_to=lambda weight: weight - 25)
     assert [made.is_enough(weight) for weight in (11, 12, 36)] == [False, True, True]
@@ -149,3 +155,4 @@ def test_the_samples_behind_the_first_micro_batch_are_the_ones_to_try() -> None:
     assert made.may_try(4, (4, 4, 4, 4), planned=1)
     assert not made.may_try(4, (4, 4, 4, 4), planned=4), "nothing is left"
     assert not made.may_try(3, (4, 4, 4), planned=2), "one is left, and two are to be tried"
+    assert not made.may_try(3, (4, 1, 1), planned=1), "the two that are left weigh less than what fitted"

@@ -118,10 +118,14 @@ def test_counts_that_the_loss_contradicts_are_said() -> None:
 def test_an_attempt_that_was_rolled_back_is_forgotten() -> None:
     """Else its micro-batches would stand beside those of the window that is judged."""
     made = Examined(num_items=lambda batch: 1)
-    made.attempt(6)
-    made.attempt(5)
+    made.attempt(4, 4)
     made.transaction.roll_back()
     assert len(made.causes(5, 3)) == 1
+    losses = [plain, plain, pairs, pairs]
+    made = Examined(lambda model, batch: losses.pop(0)(model, batch))
+    made.attempt(4, 4)
+    made.transaction.roll_back()
+    assert made.examiner.notices(made.run(5, 3)) == [coupling_notice()]
 
 
 def test_a_loss_that_cannot_be_told_is_said() -> None:
@@ -141,11 +145,15 @@ def test_a_penalty_is_said_beside_a_sum_alone(reduction: str) -> None:
     assert made.examiner.notices(made.run(5, 3)) == ([penalty_notice()] if reduction == "sum" else [])
 
 
+def ignores_all(model: Any, batch: Any) -> torch.Tensor:
+    return cross_entropy(model(batch[0]), torch.full_like(batch[1], -100))
+
+
 def test_a_window_in_which_nothing_counts_says_nothing() -> None:
-    made = Examined(num_items=lambda batch: 0)
-    gradient = made.run(5, 3)
-    made.examiner.check_first(gradient)
-    assert made.examiner.notices(gradient) == []
+    for made in (Examined(num_items=lambda batch: 0), Examined(ignores_all)):
+        gradient = made.run(5, 3)
+        made.examiner.check_first(gradient)
+        assert made.examiner.notices(gradient) == []
 
 
 def losses(*factors: float) -> Any:
