@@ -228,6 +228,8 @@ class Transaction:
     def commit(self) -> None:
         """Give up the window and all that was kept to run it again."""
         del self._window
+        # Even a loss is memory of the device, which the optimizer's step may need.
+        self._losses, self._reductions, self._norms = [], [], {}
 
     def roll_back(self) -> None:
         """Undo the window as if it had never run: gradients, buffers, random states, scaler. It may then run again."""
