@@ -142,7 +142,11 @@ class Claims:
         # First those that a process has left: their locks are free.
         for trial in ours:
             if lock := self._lock(trial):
-                return (trial, lock), True
+                # Whoever ran it may have finished it since we looked, and gives its lock back only then.
+                if study.get_trials(deepcopy=False)[trial.number].state == TrialState.RUNNING:
+                    return (trial, lock), True
+                lock.release()
+                return None, True
         # Where enough are running, it is worth waiting only if some are of this directory: they may yet be left to us.
         if num_finished + len(running) >= self._num_trials:
             return None, bool(ours)

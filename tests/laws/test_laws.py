@@ -139,7 +139,7 @@ def check_replays(device: str | None, stride: int = 1) -> tuple[int, int, set[st
 class TestReplay:
     """Law 2: an OOM anywhere in a window leaves no mark."""
 
-    @strides(13)
+    @strides(23)
     def test_oom_at_every_operation(self, stride: int) -> None:
         """Each run is bit-identical to one that used the smaller plan from that window on and met no OOM."""
         replayed, in_step, outside = check_replays("cpu", stride)

@@ -230,7 +230,7 @@ OUTSIDE = {"aten.randperm.generator.", "aten._foreach_copy_.default.", "aten._lo
 class TestEveryOperation:
     """Two windows, of which the second is short, with dropout, AdamW, clipping and a schedule."""
 
-    @strides(11)
+    @strides(23)
     @pytest.mark.parametrize(
         ("name", "offset", "least"), [("gpt", 0, 900), ("convolutions", 4, 200), ("hugging_face", 8, 600)]
     )
@@ -335,7 +335,7 @@ class FaultyStep:
 class TestLossScale:
     """In float16; the first window's gradient overflows, so that its step is left out and the scale halved."""
 
-    @strides(7)
+    @strides(11)
     def test_an_oom_leaves_no_mark_on_it(self, stride: int) -> None:
         def loss_fn(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
             return 3 * cross_entropy(outputs, targets)

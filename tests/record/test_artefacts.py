@@ -13,6 +13,9 @@ from tests.record.configurations import ARTEFACTS
 
 _found: dict[str, Any] = {}
 
+# By one worker, which goes on with it once.
+NAMES = [pytest.param(name, marks=pytest.mark.xdist_group(f"artefact {name}")) for name in ARTEFACTS]
+
 
 def found(name: str, folder: Path) -> Any:
     """Return what going on comes to, which is done once."""
@@ -38,17 +41,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("artefacts")
 
 
-@pytest.mark.parametrize("name", ARTEFACTS)
+@pytest.mark.parametrize("name", NAMES)
 def test_going_on(name: str, folder: Path) -> None:
     check("outcomes", name, folder)
 
 
-@pytest.mark.parametrize("name", ARTEFACTS)
+@pytest.mark.parametrize("name", NAMES)
 def test_messages(name: str, folder: Path) -> None:
     check("messages", name, folder)
 
 
-@pytest.mark.parametrize("name", ARTEFACTS)
+@pytest.mark.parametrize("name", NAMES)
 def test_they_name_no_machine(name: str, tmp_path: Path) -> None:
     """Paths in them would be those of one machine."""
     record.unpack(name, tmp_path)

@@ -12,6 +12,9 @@ from tests.record.configurations import ALL
 
 _found: dict[str, Any] = {}
 
+# By one worker, which runs it once.
+NAMES = [pytest.param(name, marks=pytest.mark.xdist_group(f"record of {name}")) for name in ALL]
+
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -32,12 +35,12 @@ def check(section: str, name: str, places: Path) -> None:
     record.check(expected, found(name, places)[section], name)
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", NAMES)
 def test_record(name: str, places: Path) -> None:
     check("outcomes", name, places)
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", NAMES)
 def test_messages(name: str, places: Path) -> None:
     check("messages", name, places)
 

@@ -117,6 +117,25 @@ def test_what_runs_in_another_directory_is_neither_taken_nor_made_up_for(tmp_pat
     assert [found.state for found in study.trials] == [TrialState.COMPLETE] * 3
 
 
+def test_a_trial_that_ends_while_it_is_claimed_is_not_gone_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claims, study = begin(tmp_path / "a", num_trials=1)
+    claims._new(study)
+    lock = claims._lock
+
+    def late(trial: Any) -> Any:
+        """Between our look at the study and its lock, whoever runs it finishes it."""
+        if study.trials[0].state == TrialState.RUNNING:
+            study.tell(0, 0.5)
+        return lock(trial)
+
+    monkeypatch.setattr(claims, "_lock", late)
+    with claims.next(study, None) as trial:
+        assert trial is None, "all are finished"
+    assert [trial.value for trial in study.trials] == [0.5]
+
+
 def test_one_too_many_in_two_directories_at_once_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (there, shared), (here, study) = begin(tmp_path / "there", 1), begin(tmp_path / "here", 1)
     new = here._new
