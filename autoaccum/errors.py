@@ -30,6 +30,7 @@
     │   ├── CheckpointUnsafeError             ... a file that could run code, or lies elsewhere
     │   ├── CheckpointLockedError             ... another run writes to the same directory: .pid
     │   └── ResumeError                       ... of another run than the one that is to go on: .differences
+    ├── AlreadyRunningError (RuntimeError)    a second run in a process that has one: .running
     ├── StorageError                          a sweep's storage does not answer any more: .storage
     ├── MissingExtraError (ImportError)       a package that an optional part needs: .package .extra
     └── RecipeError                           a recipe file that cannot be used
@@ -352,6 +353,10 @@ class OptimizerOutOfMemoryError(MemoryLimitError):
             limit_bytes=limit_bytes,
         )
 
+    def name_checkpoint(self, path: object) -> None:
+        """Add to the message where the run goes on from."""
+        self.args = (f"{self.args[0]} Started again, the run goes on from {path}.",)
+
 
 # Checkpoints and runs on the disk.
 
@@ -436,6 +441,19 @@ class ResumeError(CheckpointError):
 
 
 # Sweeps, optional parts and recipes.
+
+
+class AlreadyRunningError(AutoaccumError, RuntimeError):
+    """A run that would disturb another one in the same process; ``running`` is what goes on."""
+
+    def __init__(self, refused: str, running: str, *, is_within: bool) -> None:
+        self.running = running
+        where = "called by it: by a callback, a metric or a loss, say" if is_within else "in another thread"
+        cure = "Call it when the other has returned, or in a process of its own (autoaccum.sweep has jobs=...)."
+        super().__init__(
+            f"{refused} while {running} goes on in this process, {where}. Both would draw from the same random states, "
+            f"put them back and read the same memory, so that neither would train what it trains alone. {cure}"
+        )
 
 
 class StorageError(AutoaccumError):

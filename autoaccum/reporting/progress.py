@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from typing import Any
 
 from tqdm import tqdm
@@ -40,6 +41,20 @@ class ProgressBar:
             self.close()
         # A notice is a warning already, and checkpoints are many.
         if text is not None and not isinstance(record, Notice | Saved):
+            tqdm.write(text, file=sys.stderr)
+
+    def ending(self, *, may_repeat: bool) -> None:
+        """Show at once that a signal has come, and what it does.
+
+        Args:
+            may_repeat: whether a second one would stop at once.
+        """
+        text = "ends after this window" + ("; Ctrl-C again to stop now" if may_repeat else "")
+        if self._bar is not None:
+            self._bar.set_description_str("ending", refresh=False)
+        # A handler runs in the midst of whatever the process was doing: of a write to the same stream too, which
+        # cannot be entered twice. Then the description is there when the bar is drawn next.
+        with suppress(RuntimeError):
             tqdm.write(text, file=sys.stderr)
 
     def close(self) -> None:

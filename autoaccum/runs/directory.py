@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args, overload
 
 from autoaccum._checks import Cadence
-from autoaccum.errors import CheckpointCorruptError, CheckpointWriteError, ResumeError
+from autoaccum.errors import CheckpointCorruptError, CheckpointWriteError, OptimizerOutOfMemoryError, ResumeError
 from autoaccum.events import Event, Finished, Notice, Record, Resumed, Started, StepReport
 from autoaccum.memory import clock
 from autoaccum.runs import checkpoint
@@ -78,7 +78,8 @@ class RunDirectory:
         self.events: Sequence[Event] = Recorded(path / HISTORY, *get_args(Event))
         self.passed_over: Notice | None = None
         """Why the run does not go on from its newest checkpoint."""
-        self._saved_step = -1  # the step of the last checkpoint; none yet
+        self._newest: Path | None = None  # the last checkpoint; none yet
+        self._saved_step = -1  # its step
         self._saved_at = clock.now()
 
     def resume(self) -> tuple[Checkpoint, Any, Any] | None:
@@ -99,7 +100,10 @@ class RunDirectory:
             if differences := list(differing(state["trained"], self._config["trained"])):
                 raise ResumeError(self.path, differences)
             loaded = found, weights, state
-            self._saved_step = found.step  # it need not be written again before the next window
+            self._newest, self._saved_step = (
+                found.path,
+                found.step,
+            )  # it need not be written again before the next window
             if skipped:
                 self.passed_over = Notice(
                     cause=f"{len(skipped)} of the checkpoints cannot be read: {' '.join(skipped)}".rstrip("."),
@@ -139,6 +143,12 @@ class RunDirectory:
             except OSError as error:
                 raise _not_written(self.path / HISTORY, error) from None
 
+    def failed(self, step: int, error: BaseException) -> None:
+        """Record that an error has ended the run after that step; one that says to go on says from where."""
+        self.record(Finished(step=step, reason=type(error).__name__))
+        if isinstance(error, OptimizerOutOfMemoryError) and self._newest is not None:
+            error.name_checkpoint(self._newest)
+
     def is_due(self, step: int, *, epoch_ended: bool = False) -> bool:
         """Return whether a checkpoint is to be written after that step."""
         if step == self._saved_step:  # it is on the disk already, be it from before a resume
@@ -164,9 +174,10 @@ class RunDirectory:
         """Write a checkpoint, with what has to be the same when it is resumed; see ``Checkpoints.save``."""
         self._saved_step, self._saved_at = step, clock.now()  # the time that writing takes is part of the interval
         state = {**state, "trained": self._config["trained"]}
-        return self._checkpoints.save(
+        self._newest = self._checkpoints.save(
             step=step, weights=weights, state=state, facts=facts, is_best=is_best, background=self._background
         )
+        return self._newest
 
     def wait(self) -> None:
         """Return when the last checkpoint is on the disk.

@@ -20,6 +20,7 @@ from autoaccum.errors import ArgumentError, ArgumentTypeError
 from autoaccum.loss.weighting import CountItems
 from autoaccum.memory.limit import MemoryLimit
 from autoaccum.sweeps import spaces
+from autoaccum.training.alone import Ranks
 from autoaccum.training.declarations import Checked, arguments, arguments_of, check, option, values_of
 from autoaccum.training.learning_rate import MakeScheduler, Scaling
 from autoaccum.training.metrics import Metric
@@ -53,6 +54,7 @@ class PassedOn(TypedDict, total=False):
     clip_norm: float | None
     compile: bool
     device: str | torch.device | None
+    ranks: Ranks
     shuffle: bool
     drop_last: bool
     collate_fn: Callable[[list[Any]], Any] | None

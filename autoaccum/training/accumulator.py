@@ -20,6 +20,7 @@ from autoaccum.loss.functions import loss_function
 from autoaccum.loss.weighting import CountItems
 from autoaccum.memory.limit import MemoryLimit
 from autoaccum.memory.oom import room_for_model
+from autoaccum.training.alone import Ranks, only_run
 from autoaccum.training.declarations import check
 from autoaccum.training.options import CHECKS, OF_ACCUMULATOR, modules_of
 from autoaccum.training.setup import make_step, place_of
@@ -60,6 +61,7 @@ class Accumulator:
         headroom: float = 0.05,
         precision: Precision = "fp32",
         clip_norm: float | None = None,
+        ranks: Ranks = "together",
         callbacks: Iterable[Callable[[Event], None]] = (),
     ) -> None:
         """Set up; the model is on its device already. The optimizer's lazily made state is allocated.
@@ -78,6 +80,8 @@ class Accumulator:
             headroom: fraction of the limit that plans leave free.
             precision: fp32 (as the model is), bf16 or fp16 (both by autocast).
             clip_norm: clip each batch's gradient to this 2-norm.
+            ranks: together: one process trains, and several that were started together are refused until they can;
+                independent: each process that a launcher has started trains by itself.
             callbacks: functions (event) -> None, called with every event: a plan, a re-plan, memory that ran out.
 
         Raises:
@@ -87,7 +91,7 @@ class Accumulator:
         checked = check(
             OF_ACCUMULATOR, CHECKS, model=model, optimizer=optimizer, loss_fn=loss_fn, training_step=training_step,
             num_items=num_items, micro_batch=micro_batch, max_micro_batch=max_micro_batch, memory_limit=memory_limit,
-            headroom=headroom, precision=precision, clip_norm=clip_norm, callbacks=callbacks,
+            headroom=headroom, precision=precision, clip_norm=clip_norm, ranks=ranks, callbacks=callbacks,
         )  # fmt: skip
         loss_of = checked[loss_function]
         self._callbacks = checked[_checks.of_callbacks]
@@ -200,6 +204,7 @@ class Accumulator:
         return _Batch(batch, num_samples, self._device, None if length is None else (length,) * num_samples)
 
     @torch.enable_grad()
+    @only_run("Accumulator.step")
     def _run(self, window: _Batch) -> Gradient:
         """Run a window, and keep what users may look at after it."""
         # In each window, for the mode of the model is the caller's, and BatchNorm in eval mode takes single samples.

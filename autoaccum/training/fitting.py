@@ -12,6 +12,7 @@ from torch import nn
 from autoaccum.loss.weighting import CountItems
 from autoaccum.memory.limit import MemoryLimit
 from autoaccum.planning.schedules import Progress, Schedule
+from autoaccum.training.alone import Ranks
 from autoaccum.training.learning_rate import MakeScheduler, Scaling
 from autoaccum.training.metrics import Metric
 from autoaccum.training.options import Callback
@@ -46,6 +47,7 @@ def fit(
     clip_norm: float | None = None,
     compile: bool = False,
     device: str | torch.device | None = None,
+    ranks: Ranks = "together",
     seed: int = 0,
     shuffle: bool = True,
     drop_last: bool = False,
@@ -107,6 +109,8 @@ def fit(
         clip_norm: clip each window's gradient to this 2-norm.
         compile: run the model through torch.compile.
         device: where to train, such as cpu or cuda:1; an accelerator where there is one.
+        ranks: together: one process trains, and several that were started together are refused until they can;
+            independent: each process that a launcher has started trains by itself.
         seed: of the order of samples, of what datasets draw, and of dropout.
         shuffle: read the data in a new order each epoch; a DataLoader says so itself.
         drop_last: leave out the short window at the end of an epoch.
@@ -152,9 +156,10 @@ def fit(
         num_items=num_items, optimizer=optimizer, lr=lr, lr_scheduler=lr_scheduler, lr_scaling=lr_scaling,
         base_batch=base_batch, epochs=epochs, steps=steps, samples=samples, micro_batch=micro_batch,
         max_micro_batch=max_micro_batch, memory_limit=memory_limit, headroom=headroom, precision=precision,
-        clip_norm=clip_norm, compile=compile, device=device, seed=seed, shuffle=shuffle, drop_last=drop_last,
-        collate_fn=collate_fn, num_workers=num_workers, validation_data=validation_data, validate_every=validate_every,
-        metrics=metrics, run_dir=run_dir, checkpoint_every=checkpoint_every, keep_checkpoints=keep_checkpoints,
-        resume=resume, noise_scale=noise_scale, cache=cache, callbacks=callbacks, progress=progress,
+        clip_norm=clip_norm, compile=compile, device=device, ranks=ranks, seed=seed, shuffle=shuffle,
+        drop_last=drop_last, collate_fn=collate_fn, num_workers=num_workers, validation_data=validation_data,
+        validate_every=validate_every, metrics=metrics, run_dir=run_dir, checkpoint_every=checkpoint_every,
+        keep_checkpoints=keep_checkpoints, resume=resume, noise_scale=noise_scale, cache=cache, callbacks=callbacks,
+        progress=progress,
     )  # fmt: skip
     return trainer.fit()

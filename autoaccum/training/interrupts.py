@@ -8,13 +8,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from autoaccum.reporting import ProgressBar
+
 CLUSTERS = [number for name in ("SIGTERM", "SIGUSR1") if (number := getattr(signal, name, None)) is not None]
 """What schedulers of clusters send some time before they kill."""
 
 
 @contextmanager
-def interrupt_calls(function: Callable[[], None], *, clusters: bool = False) -> Iterator[None]:
+def interrupt_calls(
+    function: Callable[[], None], bar: ProgressBar | None = None, *, clusters: bool = False
+) -> Iterator[None]:
     """Call ``function``, within it, at the first Ctrl-C; a second one does what it did before: it stops at once.
+
+    Where there is a ``bar``, it says at once that the signal was heard: a window may take minutes.
 
     With ``clusters`` the signals that clusters send call it too, however often they come.
 
@@ -31,8 +37,12 @@ def interrupt_calls(function: Callable[[], None], *, clusters: bool = False) -> 
         # A person who presses twice does not want to wait. What clusters send may come several times, and they give
         # time before they kill.
         if number == signal.SIGINT:
-            signal.signal(number, before[number] or signal.default_int_handler)
+            # A shell has what it starts in the background ignore Ctrl-C. Who sends it all the same means it.
+            is_deaf = before[number] in (None, signal.SIG_IGN)
+            signal.signal(number, signal.default_int_handler if is_deaf else before[number])
         function()
+        if bar is not None:
+            bar.ending(may_repeat=number == signal.SIGINT)
 
     for number in caught:
         signal.signal(number, interrupt)

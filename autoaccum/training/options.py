@@ -27,6 +27,7 @@ from autoaccum.loss.weighting import CountItems
 from autoaccum.memory.limit import MemoryLimit
 from autoaccum.planning.budget import Budget
 from autoaccum.planning.schedules import Progress, Schedule, schedule_of
+from autoaccum.training.alone import Ranks, of_ranks
 from autoaccum.training.declarations import Checked, Own, arguments, arguments_of, check, option, values_of
 from autoaccum.training.learning_rate import MakeScheduler, Scaling
 from autoaccum.training.metrics import Metric
@@ -59,6 +60,7 @@ CHECKS: tuple[Callable[..., Any], ...] = (
     _checks.of_checkpoint_every,
     Budget,
     _checks.recorded_plans,
+    of_ranks,
     _checks.of_callbacks,
 )
 """The order in which checks are made, so that of several mistakes the same one is always named."""
@@ -244,6 +246,19 @@ class FitArguments:
         "where to train, such as cpu or cuda:1; an accelerator where there is one.",
         default=None,
         probe=Own(),
+    )
+    # Several processes that know nothing of each other look like one run that goes well, so they have to be asked for.
+    ranks: Ranks = option(
+        "together: one process trains, and several that were started together are refused until they can; independent: "
+        "each process that a launcher has started trains by itself.",
+        default="together",
+        check=of_ranks,
+        in_sweeps="shared",
+        probe=Own(
+            text="together: several processes that were started together are refused; independent: each looks for "
+            "itself."
+        ),
+        accumulator=Own(),
     )
     seed: int = option(
         "of the order of samples, of what datasets draw, and of dropout.",

@@ -70,6 +70,11 @@ class Pace:
         self.reports: deque[StepReport] = deque(maxlen=REPORTS)
         """The newest, oldest first."""
 
+    def has_passed(self, every: int | None) -> bool:
+        """Return whether the last window has passed a multiple of so many samples; never of None."""
+        seen = self.samples_seen
+        return every is not None and bool(self.windows) and seen // every > (seen - self.windows[-1]) // every
+
     def next_window(self, reader: Reader) -> tuple[Window, int] | None:
         """Return the next window and the samples that were asked for; None after the epoch's last window.
 

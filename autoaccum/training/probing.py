@@ -29,6 +29,7 @@ from autoaccum.planning.plans import Plan, plan
 from autoaccum.planning.schedules import Progress, Schedule
 from autoaccum.planning.search import FEW_SIZES_FIRST
 from autoaccum.planning.trials import Trials
+from autoaccum.training.alone import Ranks, only_run
 from autoaccum.training.declarations import check
 from autoaccum.training.lazy import build_lazy_layers
 from autoaccum.training.options import CHECKS, OF_PROBE, modules_of, schedule_if_any
@@ -67,6 +68,7 @@ class ProbeReport:
 
 
 # Its parameters, their texts, and those checked, are written by tests/write_signatures.py.
+@only_run("probe")
 def probe(
     model: nn.Module,
     data: Any,
@@ -80,6 +82,7 @@ def probe(
     headroom: float = 0.05,
     precision: Precision = "fp32",
     device: str | torch.device | None = None,
+    ranks: Ranks = "together",
     collate_fn: Callable[[list[Any]], Any] | None = None,
 ) -> ProbeReport:
     """Find the largest micro-batch that fits, by forwards and backwards that leave no trace.
@@ -103,6 +106,7 @@ def probe(
         headroom: fraction of the limit to leave free.
         precision: fp32 (as the model is), bf16 or fp16 (both by autocast).
         device: where to train, such as cpu or cuda:1; an accelerator where there is one.
+        ranks: together: several processes that were started together are refused; independent: each looks for itself.
         collate_fn: makes a batch of a list of samples.
 
     Raises:
@@ -121,7 +125,7 @@ def probe(
     checked = check(
         OF_PROBE, CHECKS, model=model, data=data, effective_batch=effective_batch, loss_fn=loss_fn,
         training_step=training_step, optimizer=optimizer, max_micro_batch=max_micro_batch, memory_limit=memory_limit,
-        headroom=headroom, precision=precision, device=device, collate_fn=collate_fn,
+        headroom=headroom, precision=precision, device=device, ranks=ranks, collate_fn=collate_fn,
     )  # fmt: skip
     loss_of, schedule = checked[loss_function], checked[schedule_if_any]
     most = None if schedule is None else schedule.largest

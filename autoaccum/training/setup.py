@@ -31,6 +31,7 @@ from autoaccum.planning.noise import Smoothed
 from autoaccum.planning.schedules import SMOOTHING, NoiseScale, Progress, Schedule, schedule_of
 from autoaccum.planning.tuner import Tuner
 from autoaccum.runs.past_of_run import PastOfRun
+from autoaccum.training.alone import refuse_beside_a_run
 from autoaccum.training.declarations import Checked
 from autoaccum.training.lazy import build_lazy_layers
 from autoaccum.training.learning_rate import LearningRate
@@ -127,7 +128,12 @@ def open_validation_data(arguments: FitArguments, place: Place) -> Source:
 
 
 def seed_all(arguments: FitArguments) -> None:
-    """Set the seeds of torch, Python and NumPy."""
+    """Set the seeds of torch, Python and NumPy.
+
+    Raises:
+        AlreadyRunningError: a run goes on in this process, and draws from them.
+    """
+    refuse_beside_a_run("fit")
     # Of all three: layers draw from torch's, and augmentations of data often from the other two.
     torch.manual_seed(arguments.seed)  # of every device
     randomness.seed_host(arguments.seed)

@@ -24,6 +24,7 @@ from autoaccum.planning.schedules import Progress, Schedule, schedule_of
 from autoaccum.reporting import ProgressBar
 from autoaccum.runs.directory import RunDirectory
 from autoaccum.training import notices, saving, setup
+from autoaccum.training.alone import Ranks, only_run
 from autoaccum.training.interrupts import interrupt_calls
 from autoaccum.training.learning_rate import MakeScheduler, Scaling
 from autoaccum.training.metrics import Metric
@@ -68,6 +69,7 @@ class Trainer:
         clip_norm: float | None = None,
         compile: bool = False,
         device: str | torch.device | None = None,
+        ranks: Ranks = "together",
         seed: int = 0,
         shuffle: bool = True,
         drop_last: bool = False,
@@ -91,8 +93,8 @@ class Trainer:
             num_items=num_items, optimizer=optimizer, lr=lr, lr_scheduler=lr_scheduler, lr_scaling=lr_scaling,
             base_batch=base_batch, epochs=epochs, steps=steps, samples=samples, micro_batch=micro_batch,
             max_micro_batch=max_micro_batch, memory_limit=memory_limit, headroom=headroom, precision=precision,
-            clip_norm=clip_norm, compile=compile, device=device, seed=seed, shuffle=shuffle, drop_last=drop_last,
-            collate_fn=collate_fn, num_workers=num_workers, validation_data=validation_data,
+            clip_norm=clip_norm, compile=compile, device=device, ranks=ranks, seed=seed, shuffle=shuffle,
+            drop_last=drop_last, collate_fn=collate_fn, num_workers=num_workers, validation_data=validation_data,
             validate_every=validate_every, metrics=metrics, run_dir=run_dir, checkpoint_every=checkpoint_every,
             keep_checkpoints=keep_checkpoints, resume=resume, noise_scale=noise_scale, cache=cache, callbacks=callbacks,
             progress=progress,
@@ -177,6 +179,7 @@ class Trainer:
         return self._pace.samples_seen
 
     @torch.enable_grad()
+    @only_run("fit")
     def fit(self) -> FitResult:
         """Train to the end of the budget, or until a callback or a signal ends the run after a window."""
         try:
@@ -187,7 +190,7 @@ class Trainer:
             return self._fit()
         except BaseException as error:
             if self._directory is not None:  # else nothing on the disk would tell it from a run that goes on
-                self._directory.record(Finished(step=self.step, reason=type(error).__name__))
+                self._directory.failed(self.step, error)
             raise
         finally:
             # What was measured is true of a run that failed too, and spares the next one the same search.
@@ -216,7 +219,7 @@ class Trainer:
     def _run(self) -> None:
         """Run one epoch's windows after the other, until the budget, a callback or a signal ends the run."""
         # What clusters send before they kill ends a run only where it can go on from a checkpoint.
-        with interrupt_calls(lambda: self._end("interrupted"), clusters=self._directory is not None):
+        with interrupt_calls(lambda: self._end("interrupted"), self._bar, clusters=self._directory is not None):
             self._validate_if_due()  # which the end of an earlier process may have kept it from
             while self._stop_reason is None:
                 # After a resume the epoch begins behind the windows that an earlier process has had of it.
@@ -342,8 +345,7 @@ class Trainer:
 
     def _validate_if_due(self) -> None:
         """Validate after a window that passed another ``validate_every`` samples."""
-        every, seen, windows = self._arguments.validate_every, self.samples_seen, self._pace.windows
-        if every is not None and windows and seen // every > (seen - windows[-1]) // every:
+        if self._pace.has_passed(self._arguments.validate_every):
             self._validate(self._pace.epoch)
 
     def _validate(self, epoch: int) -> None:

@@ -1,0 +1,135 @@
+"""Whether a run has its process and its model to itself; where it has not, it is refused before anything is trained.
+
+A run seeds and restores the random states of its process, and reads its memory: another one at the same time would
+train something else than either would alone. And ranks that train apart, each on all of the data, look like a run that
+goes well.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+from torch import nn
+
+from autoaccum.errors import AlreadyRunningError, ArgumentError
+
+Ranks = Literal["together", "independent"]
+"""How the processes that a launcher has started go together."""
+
+# torchrun and accelerate; Open MPI; MPICH and those that follow it; srun, which alone sets it for the tasks of a step.
+_SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+"""Variables in which launchers say how many processes they have started."""
+
+# By the modules that classes come from and not by the classes, whose import takes seconds, or is not installed.
+_SHARING = (
+    "torch.nn.parallel.distributed",
+    "torch.distributed.fsdp",
+    "torch.distributed._composable",
+    "torch.distributed.tensor",
+    "torch.distributed._tensor",
+    "torch.distributed.optim",
+    "deepspeed",
+    "fairscale",
+)
+"""Where classes of models, parameters and optimizers come from that speak to other ranks in each step."""
+
+
+def of_ranks(ranks: object, model: object, loss_fn: object, training_step: object, optimizer: object) -> None:
+    """Refuse to train as one of several ranks.
+
+    Raises:
+        ArgumentError: there are several processes and nothing says that they are independent; or the model, its
+            parameters or the optimizer are shared with other ranks.
+    """
+    if ranks not in ("together", "independent"):
+        raise ArgumentError("ranks", ranks, "'together' or 'independent'")
+    shared = "It speaks to other ranks whenever a gradient is made, and so would be wrong, or wait for ever, when a "
+    shared += "window is cut. "
+    for module in (model, loss_fn, training_step):
+        for part in module.modules() if isinstance(module, nn.Module) else ():
+            if is_sharing(part):
+                cure = f"{shared}Pass the module within it (model.module of DistributedDataParallel)."
+                raise ArgumentError("model", type(part).__name__, "a model of this process alone", cure)
+            for name, parameter in part.named_parameters(recurse=False):
+                if is_sharing(parameter):
+                    accepted = "parameters of this process alone"
+                    raise ArgumentError("model", f"{name}: {type(parameter).__name__}", accepted, shared.rstrip())
+    if is_sharing(optimizer):
+        raise ArgumentError("optimizer", type(optimizer).__name__, "one of this process alone", shared.rstrip())
+    if ranks == "together" and (found := several_processes()):
+        cure = (
+            "Ranks are not trained together yet: each would train by itself on all of the data, and end with weights "
+            "of its own. Start one process; or pass ranks='independent' where each is to train by itself."
+        )
+        raise ArgumentError("ranks", ranks, f"one process, and {found}", cure)
+
+
+def is_sharing(thing: object) -> bool:
+    """Return whether an object is of a kind that speaks to other ranks."""
+    # Of a subclass too: FSDP2 gives each module a class of its own, beside the module's.
+    return any(f"{kind.__module__}.".startswith(f"{name}.") for kind in type(thing).__mro__ for name in _SHARING)
+
+
+def several_processes() -> str:
+    """Say what shows that this process is one of several that were started together; empty where nothing does."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        size = torch.distributed.get_world_size()
+        if size > 1:
+            return f"the process group has {size}"
+    for name in _SIZES:
+        value = os.environ.get(name, "")
+        if value.isdecimal() and int(value) > 1:
+            return f"{name} is {value}"
+    return ""
+
+
+_lock = threading.Lock()  # held while the next is looked at and set
+_holder: tuple[str, threading.Thread] | None = None  # of this process: what runs, and where
+
+
+@contextmanager
+def only_run(name: str) -> Iterator[None]:
+    """Have the process to oneself within it; also a decorator.
+
+    Args:
+        name: what runs, as users call it, for the error of whoever comes second.
+
+    Raises:
+        AlreadyRunningError: something else runs in this process.
+    """
+    global _holder
+    with _lock:
+        refuse_beside_a_run(name)
+        _holder = name, threading.current_thread()
+    try:
+        yield
+    finally:
+        _holder = None
+
+
+def refuse_beside_a_run(name: str) -> None:
+    """Refuse what would disturb a run that goes on in this process, if one does.
+
+    Raises:
+        AlreadyRunningError: one does.
+    """
+    holder = _holder
+    if holder is not None:
+        running, thread = holder
+        raise AlreadyRunningError(name, running, is_within=thread is threading.current_thread())
+
+
+def _forget() -> None:
+    """Make the process free: it is the copy of one, and the run goes on in the other."""
+    global _lock, _holder
+    # Whoever held the lock is not there to give it back.
+    _lock, _holder = threading.Lock(), None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
