@@ -337,17 +337,31 @@ class LimitBelowModelError(MemoryLimitError):
 
 
 class OptimizerOutOfMemoryError(MemoryLimitError):
-    """Memory ran out inside ``optimizer.step``: some parameters may have been stepped and others not."""
+    """Memory ran out inside ``optimizer.step``: some parameters may have been stepped and others not.
 
-    # The one failure that is not replayed. To undo half of a step takes a copy of parameters and state, for which there
-    # is no memory either; the last checkpoint is whole.
+    With ``is_untouched`` nothing had been written, at the first try nor at others after it.
+    """
 
-    def __init__(self, *, optimizer: str, step: int, peak_bytes: int | None, limit_bytes: int | None) -> None:
+    # The one failure that is not replayed once something was written. To undo half of a step takes a copy of parameters
+    # and state, for which there is no memory either; the last checkpoint is whole.
+
+    def __init__(
+        self,
+        *,
+        optimizer: str,
+        step: int,
+        peak_bytes: int | None,
+        limit_bytes: int | None,
+        is_untouched: bool = False,
+    ) -> None:
         self.step = step
+        self.is_untouched = is_untouched
+        what = "The parameters may be half-stepped, so training does not go on from them."
+        if is_untouched:
+            what = "It was tried again, and the parameters are those from before the step."
         super().__init__(
-            f"{optimizer}.step ran out of memory in step {step}. The parameters may be half-stepped, so training does "
-            f"not go on from them. Leave more headroom, or take an optimizer whose step allocates nothing "
-            f"(fused=True, or foreach=False).",
+            f"{optimizer}.step ran out of memory in step {step}. {what} Leave more headroom, or take an optimizer "
+            f"whose step allocates nothing (fused=True, or foreach=False).",
             micro_batch=None,
             peak_bytes=peak_bytes,
             limit_bytes=limit_bytes,

@@ -101,13 +101,14 @@ class Replanned:
 class OutOfMemory:
     """The device ran out of memory, and nothing was lost."""
 
-    # In training a ``Replanned`` follows, with the plan in which the window is run again.
+    # In training a ``Replanned`` follows, with the plan in which the window is run again. A step of the optimizer that
+    # had written nothing yet is tried again as it was.
 
     step: int
     phase: str
-    """``"training"`` or ``"validation"``."""
+    """``"training"``, ``"validation"`` or ``"optimizer"``."""
     micro_batch: int
-    """Samples in the micro-batch that failed."""
+    """Samples in the micro-batch that failed; 0 in the optimizer's step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

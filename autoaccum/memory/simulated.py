@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -62,12 +63,12 @@ class MemorySimulation(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if _active[-1] is not self:
-            return func(*args, **kwargs)
+            return _run(func, args, kwargs)
         # The inputs exist, so they are counted even when they do not fit; the outputs only when they do.
         more_bytes, grown = self._growth((args, tuple(kwargs.values())))
         self._count(more_bytes, grown)
         self._require(more_bytes, self.used)
-        result = func(*args, **kwargs)
+        result = _run(func, args, kwargs)
         more_bytes, grown = self._growth((result,))
         try:
             self._require(more_bytes, self.used + more_bytes)
@@ -136,7 +137,7 @@ class OutOfMemoryAt(TorchDispatchMode):
         self.operations += 1
         if self.operations == self._operation:
             raise torch.OutOfMemoryError(f"Simulated out of memory at operation {self.operations}, {func}.")
-        return func(*args, **(kwargs or {}))
+        return _run(func, args, kwargs or {})
 
 
 class SimulatedMemory:
@@ -180,6 +181,27 @@ _active: list[MemorySimulation] = []
 def active_simulation() -> MemorySimulation | None:
     """Return the innermost simulation that is active, if any."""
     return _active[-1] if _active else None
+
+
+def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operation; count its writes as PyTorch does where no mode is on."""
+    result = func(*args, **kwargs)
+    # Within a dispatch mode the version counters of the tensors in a list stay as they are, those of ``_foreach_add_``
+    # say; and by them a step of an optimizer that failed is known to have written nothing.
+    for index, name in _written_lists(func):
+        torch.autograd.graph.increment_version(args[index] if index < len(args) else kwargs.get(name, ()))
+    return result
+
+
+@cache
+def _written_lists(func: Any) -> tuple[tuple[int, str], ...]:
+    """Return the positions and names of an operation's arguments that are lists of tensors which it writes to."""
+    # A fused kernel is left out: nor does PyTorch count its writes.
+    schema = func._schema
+    if "foreach" not in schema.name:
+        return ()
+    found = [(index, argument) for index, argument in enumerate(schema.arguments)]
+    return tuple((i, a.name) for i, a in found if a.alias_info is not None and a.alias_info.is_write)
 
 
 def _storages(values: Iterable[object]) -> Iterator[torch.UntypedStorage]:

@@ -130,6 +130,8 @@ def line(event: Event) -> str | None:
         return f"step {event.step}: skipped, for {event.reason}"
     if isinstance(event, OutOfMemory) and event.phase == "validation":  # in training a re-plan says it
         return f"step {event.step}: out of memory in validation at a micro-batch of {event.micro_batch}"
+    if isinstance(event, OutOfMemory) and event.phase == "optimizer":
+        return f"step {event.step}: out of memory in the optimizer, which had written nothing: tried again"
     if isinstance(event, Saved):
         return f"step {event.step}: saved {event.path} in {event.seconds:.2f} s"
     if isinstance(event, Resumed):

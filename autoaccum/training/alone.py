@@ -7,17 +7,19 @@ goes well.
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import nn
 
 from autoaccum.errors import AlreadyRunningError, ArgumentError
 
+F = TypeVar("F", bound=Callable[..., Any])
 Ranks = Literal["together", "independent"]
 """How the processes that a launcher has started go together."""
 
@@ -92,9 +94,24 @@ _lock = threading.Lock()  # held while the next is looked at and set
 _holder: tuple[str, threading.Thread] | None = None  # of this process: what runs, and where
 
 
+def only_run(name: str) -> Callable[[F], F]:
+    """Make a decorator of functions that have the process to themselves: see ``holding``."""
+
+    def decorate(function: F) -> F:
+        # Not the context's own way to decorate: its frame is not ours, and would be named as where warnings come from.
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with holding(name):
+                return function(*args, **kwargs)
+
+        return cast(F, call)
+
+    return decorate
+
+
 @contextmanager
-def only_run(name: str) -> Iterator[None]:
-    """Have the process to oneself within it; also a decorator.
+def holding(name: str) -> Iterator[None]:
+    """Have the process to oneself within it.
 
     Args:
         name: what runs, as users call it, for the error of whoever comes second.

@@ -30,7 +30,7 @@ from autoaccum.window.announcer import Announcer
 from autoaccum.window.gradient import Gradient
 from autoaccum.window.job import Job
 from autoaccum.window.meter import Meter
-from autoaccum.window.optimizers import take_step
+from autoaccum.window.optimizers import Stepper
 from autoaccum.window.transaction import Repeat, Transaction
 
 
@@ -105,6 +105,7 @@ class Step:
         self.announcer = Announcer(emit)
         self._examiner = examiner
         self._is_examined = True  # until the examiner has seen a window that was cut
+        self._stepper = Stepper(job.optimizer, memory, emit)
         self._memory = memory
         self._emit = emit
         # The time from which on memory is looked at again: a look may cost as much as a window of a tiny model.
@@ -258,7 +259,7 @@ class Step:
         self.number += 1
         if gradient.items:
             scaler = self.transaction.scaler
-            skipped = take_step(self.job.optimizer, scaler, self.number, self._memory, self.limit.bytes)
+            skipped = self._stepper.take(scaler, self.number, self.limit.bytes)
         else:
             skipped = "no micro-batch of the window has an item to learn from"
         if skipped is not None:
@@ -268,7 +269,7 @@ class Step:
     def apply_closure(self, closure: Callable[[], torch.Tensor]) -> None:
         """Step an optimizer that asks for gradients itself."""
         # It counts only once it has ended well: what the closure ran are windows, any of which may raise.
-        take_step(self.job.optimizer, None, self.number + 1, self._memory, self.limit.bytes, closure)
+        self._stepper.take_by_closure(closure, self.number + 1, self.limit.bytes)
         self.number += 1
 
     def _look(self, window: Window) -> None:

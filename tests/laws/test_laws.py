@@ -128,8 +128,8 @@ def check_replays(device: str | None, stride: int = 1) -> tuple[int, int, set[st
                 continue
         plans = tuple(report.micro_batches for report in result.history)
         assert [sum(plan) for plan in plans] == [12, 11, 12, 11]
-        assert sum(report.replays for report in result.history) == 1
-        assert sum(isinstance(event, OutOfMemory) for event in result.events) == 1
+        (failed,) = (event for event in result.events if isinstance(event, OutOfMemory))
+        assert sum(report.replays for report in result.history) == (failed.phase == "training")
         assert same(state_of(result), clean(plans, device)), f"operation {operation} left a mark"
         replayed += 1
     print(f"{replayed} faults injected and replayed, {in_step} in the optimizer, {len(operations.names)} operations")

@@ -204,8 +204,9 @@ class Sweep:
         reports = [record for record in records if isinstance(record, StepReport)]
         assert reports == list(result.history)
         assert [report.effective_batch for report in reports] == self.windows
-        assert sum(report.replays for report in reports) == 1
-        assert sum(isinstance(record, OutOfMemory) for record in records) == 1
+        (failed,) = (record for record in records if isinstance(record, OutOfMemory))
+        # A step that had written nothing is tried again; everything else is a window that is replayed.
+        assert sum(report.replays for report in reports) == (failed.phase == "training")
         plans = tuple(report.micro_batches for report in reports)
         state, reported, scaler = self.without_fault(plans)
         assert seen(result) == reported, f"operation {operation} is to be seen"
@@ -356,7 +357,7 @@ class TestLossScale:
 
 
 class TestOptimizer:
-    """Its step cannot be rolled back, so an OOM in it ends the run; everywhere else it is replayed, or refused."""
+    """Its step cannot be rolled back: an OOM in one that has written something ends the run, any other is replayed."""
 
     @every_optimizer
     @pytest.mark.parametrize("at", [1, 2])
@@ -368,16 +369,30 @@ class TestOptimizer:
         assert clean.happened == [*window * 3, "Finished"]
         assert clean.counter.operations > 0
         print(f"{clean.counter.operations} operations in step {at}")
+        ended: list[int] = []
+        tried_again: list[int] = []
         for operation in range(1, clean.counter.operations + 1):
             run = FaultyStep(make, at, operation)
-            with pytest.raises(OptimizerOutOfMemoryError) as caught:
-                run.fit()
-            assert caught.value.step == at
+            try:
+                result = run.fit()
+            except OptimizerOutOfMemoryError as error:
+                ended.append(operation)
+                caught = error
+            else:  # nothing had been written yet
+                tried_again.append(operation)
+                assert same(state_of(result), expected), f"operation {operation} left a mark"
+                assert [name for name in run.happened if name not in ("OutOfMemory", "step")] == [
+                    name for name in clean.happened if name != "step"
+                ]
+                continue
+            assert caught.step == at
             assert run.happened == (window * at)[:-1], f"the run went on after operation {operation}"
             assert len(run.trainer.history) == at - 1
             assert run.schedule.last_epoch == at - 1
         beyond = FaultyStep(make, at, clean.counter.operations + 1)
         assert same(state_of(beyond.fit()), expected), "so the sweep was of the whole step"
+        assert ended, "something is written in each step"
+        assert not tried_again or max(tried_again) < min(ended), "once written, written"
 
     @strides(5)
     def test_state_that_is_made_in_the_first_step_is_there_after_a_replay(self, stride: int) -> None:

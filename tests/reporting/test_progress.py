@@ -184,6 +184,27 @@ def test_cut_text(sizes: tuple[int, ...], text: str) -> None:
     assert cut_text(sizes) == text
 
 
+def test_a_signal_is_acknowledged_at_once(shown: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    bar = ProgressBar()
+    bar(started(num_samples=20))
+    bar(WINDOWS[0])
+    capsys.readouterr()
+    bar.ending(may_repeat=True)
+    assert "ends after this window; Ctrl-C again to stop now" in capsys.readouterr().err
+    bar.ending(may_repeat=False)
+    assert "again" not in capsys.readouterr().err
+    bar(FINISHED)
+    assert "ending: " in capsys.readouterr().err
+
+
+def test_a_signal_in_the_midst_of_a_write_breaks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reenter(*_: object, **__: object) -> None:
+        raise RuntimeError("reentrant call inside <_io.BufferedWriter name='<stderr>'>")
+
+    monkeypatch.setattr(tqdm.tqdm, "write", reenter)
+    ProgressBar().ending(may_repeat=True)
+
+
 @pytest.mark.parametrize("progress", [True, False])
 def test_of_a_run(progress: bool, capsys: pytest.CaptureFixture[str]) -> None:
     torch.manual_seed(0)

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import autoaccum
 from autoaccum.errors import AlreadyRunningError, ArgumentError, CheckpointLockedError
 from autoaccum.events import StepReport
-from autoaccum.training.alone import is_sharing, only_run, several_processes
+from autoaccum.training.alone import holding, is_sharing, several_processes
 from tests.processes import in_turn
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
@@ -28,7 +28,9 @@ DATA = (torch.arange(24.0).reshape(8, 3), torch.arange(8.0).reshape(8, 1))
 
 def fit(model: nn.Module | None = None, **options: Any) -> autoaccum.FitResult:
     settings: dict[str, Any] = {"effective_batch": 4, "micro_batch": 2, "loss_fn": mse_loss, "cache": False}
-    return autoaccum.fit(nn.Linear(3, 1) if model is None else model, DATA, device="cpu", progress=False, **{**settings, **options})
+    return autoaccum.fit(
+        nn.Linear(3, 1) if model is None else model, DATA, device="cpu", progress=False, **{**settings, **options}
+    )
 
 
 def accumulator(model: nn.Module | None = None, **options: Any) -> autoaccum.Accumulator:
@@ -37,7 +39,9 @@ def accumulator(model: nn.Module | None = None, **options: Any) -> autoaccum.Acc
 
 
 def probe(model: nn.Module | None = None, **options: Any) -> object:
-    return autoaccum.probe(nn.Linear(3, 1) if model is None else model, DATA, loss_fn=mse_loss, device="cpu", max_micro_batch=4, **options)
+    return autoaccum.probe(
+        nn.Linear(3, 1) if model is None else model, DATA, loss_fn=mse_loss, device="cpu", max_micro_batch=4, **options
+    )
 
 
 @pytest.fixture
@@ -233,7 +237,7 @@ class TestForks:
         assert result.num_steps == 2
 
     def test_a_lock_that_is_held_while_the_process_is_copied(self) -> None:
-        with only_run("fit"):
+        with holding("fit"):
             assert self.child(fit) == 0
 
 

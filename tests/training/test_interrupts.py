@@ -36,6 +36,38 @@ def test_the_first_calls_and_the_second_stops() -> None:
     assert signal.getsignal(signal.SIGINT) is before
 
 
+class Bar:
+    def __init__(self) -> None:
+        self.shown: list[bool] = []
+
+    def ending(self, *, may_repeat: bool) -> None:
+        self.shown.append(may_repeat)
+
+
+def test_the_bar_says_at_once_that_it_was_heard() -> None:
+    bar, called = Bar(), []
+    with interrupt_calls(lambda: called.append(1), bar, clusters=True):  # type: ignore[arg-type]
+        if CLUSTERS:
+            send(CLUSTERS[0])
+            assert bar.shown == [False]
+        send()
+        assert bar.shown[-1] is True
+    assert len(called) == len(bar.shown)
+
+
+def test_the_second_stops_even_where_the_first_was_ignored() -> None:
+    """As a shell has it for what it starts in the background."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with interrupt_calls(lambda: None):
+            send()
+            with pytest.raises(KeyboardInterrupt):
+                send()
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_another_thread_is_left_alone() -> None:
     before = signal.getsignal(signal.SIGINT)
     inside: list[object] = []
