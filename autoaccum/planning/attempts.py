@@ -189,6 +189,12 @@ class Attempt:
         smaller.replays, smaller.replaced = self.replays + 1, old
         return smaller
 
+    def again(self) -> Attempt:
+        """Return another attempt in the same sizes, after one that ran out of memory that may be there by now."""
+        same = Attempt(self._tuner, self._num_samples, self._lengths, self._sizes)
+        same.replays = self.replays + 1
+        return same
+
     def repeated(self, sizes: Sequence[int]) -> Attempt:
         """Return another attempt in the sizes that this one came to; memory was enough for them."""
         # Not in those that the tuner would choose by now, which may be others: the window is only to be run once more.

@@ -12,7 +12,7 @@ import torch
 
 from autoaccum.errors import LimitBelowModelError
 from autoaccum.memory.devices import memory_of
-from autoaccum.memory.oom import RAN_OUT, attempt, is_out_of_memory, room_for_model
+from autoaccum.memory.oom import RanOut, attempt, is_out_of_memory, room_for_model
 from autoaccum.testing import simulated_memory
 from tests.processes import in_turn
 
@@ -189,7 +189,7 @@ class TestAttempt:
         def fails() -> None:
             raise error
 
-        assert attempt(fails) is RAN_OUT
+        assert isinstance(attempt(fails), RanOut)
 
     @pytest.mark.parametrize("error", [ValueError("no"), RuntimeError("of shapes"), KeyboardInterrupt()], ids=repr)
     def test_other_errors_come_through_as_they_are(self, error: BaseException) -> None:
@@ -211,7 +211,7 @@ class TestAttempt:
 
         gc.disable()
         try:
-            assert attempt(fails) is RAN_OUT
+            assert isinstance(attempt(fails), RanOut)
             assert references[0]() is None
         finally:
             gc.enable()
