@@ -71,8 +71,10 @@ _TEXTS = re.compile(
 # * NCCL's "Cuda failure 2 'out of memory'": the communicator is lost with it, so no replay on this rank can succeed.
 
 
-_LOCATION = re.compile(r"\[[^\]\n]*\][^.\n]*\.\s*")
-"""What the C++ side puts before a message: ``[enforce fail at alloc_cpu.cpp:127] err == 0.``"""
+_OPENING = re.compile(
+    r"(?:\[[^\]\n]*\][^.\n]*\.|(?:CUDA|HIP|cusolver|cuDNN|hipsolver) error:|Native API failed\. [^\n(]*\()\s*"
+)
+"""What libraries put before these words: ``[enforce fail at alloc_cpu.cpp:127] err == 0.``, ``cuDNN error:``."""
 _QUOTING = ("torch", "triton", "autoaccum")
 """Packages whose Python code passes on what an allocator said, in words of their own around it."""
 
@@ -110,7 +112,7 @@ def _says_so(error: BaseException) -> bool:
     # it on.
     if _is_raised_by_hand(error):
         text = str(error)
-        return _TEXTS.match(text) is not None or _TEXTS.match(_LOCATION.sub("", text, count=1)) is not None
+        return _TEXTS.match(text) is not None or _TEXTS.match(_OPENING.sub("", text, count=1)) is not None
     return _TEXTS.search(str(error)) is not None
 
 

@@ -148,9 +148,7 @@ def probe(
                 model.train()
             build_lazy_layers(model, modules, source, loss_of, context, on)
             state_of = make_optimizer(optimizer, None, parameters)
-            for p in parameters:  # as in every micro-batch of a window but the first
-                if not any(p is weight for weight in sparse):  # zeros would make its gradient dense
-                    p.grad = torch.zeros_like(p)
+            _make_gradients(parameters, sparse)
             allocate_state(state_of, modules)
         smallest = smallest_micro_batch(modules)  # 2 with BatchNorm, which has no statistics of one sample
         limits = Limits(limit.bytes, headroom)
@@ -164,8 +162,7 @@ def probe(
         cause: Exception | None = None
         for piece in search.until_known(ceiling):
             # Predicted before it is run, so that a report can tell how good predictions were.
-            expected = search.memory_model
-            predicted = None if expected is None else expected.predict(piece.size)
+            predicted = None if (expected := search.memory_model) is None else expected.predict(piece.size)
             while True:
                 for weight in sparse:  # as long as all the trials before it, by now
                     weight.grad = None
@@ -203,6 +200,13 @@ def probe(
         limit_bytes=limit.bytes,
         plan=None if most is None else plan(most, largest),
     )
+
+
+def _make_gradients(parameters: Sequence[nn.Parameter], sparse: Sequence[torch.Tensor]) -> None:
+    """Make gradients be there, as they are in every micro-batch of a window but the first."""
+    for p in parameters:
+        if not any(p is weight for weight in sparse):  # zeros would make its gradient dense
+            p.grad = torch.zeros_like(p)
 
 
 def _nothing_fits(refused: Refused, micro_batch: int) -> NothingFitsError:

@@ -183,7 +183,7 @@ class Trainer:
     def fit(self) -> FitResult:
         """Train to the end of the budget, or until a callback or a signal ends the run after a window."""
         try:
-            with named("the run was between two windows"):
+            with named("no window was being run"):
                 if self._run_dir is not None:
                     self._directory, self._resumed = saving.open_directory(self, self._run_dir, self._arguments)
                     # The mark says which size was being tried, for larger ones are tried within a window.

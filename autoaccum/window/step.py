@@ -246,7 +246,9 @@ class Step:
         piece, shortage = failure
         if not shortage.ran:
             self._emit(OutOfMemory(step=self.number + 1, phase="training", micro_batch=piece.size))
-        if piece.size <= self.tuner.smallest and patience.may_pass(shortage, self.tuner.limits.least_bytes):
+        # That of a window which is cut as small as it can be: where no micro-batch may have one sample, 5 are cut 3, 2.
+        smallest = cut(pieces.num_samples, 1, self.tuner.smallest)[0]
+        if piece.size <= smallest and patience.may_pass(shortage, self.tuner.limits.least_bytes):
             self.tuner.limits.heed(self.limit.read())
             return pieces.again()
         if shortage.ran:

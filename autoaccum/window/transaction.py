@@ -87,9 +87,9 @@ class Transaction:
     def begin(self, window: Window) -> None:
         """Begin a window: remember what it may change."""
         self._window = window
+        self._gradients.drop()  # of the window before: their memory may be what the copies need
         self.snapshot.take()
         self.is_open = True
-        self._gradients.drop()
         self._begin_anew(window.num_samples)
 
     def _begin_anew(self, num_samples: int = 0) -> None:
