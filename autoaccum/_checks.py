@@ -76,6 +76,12 @@ def of_windows(num_items: object, max_micro_batch: object, headroom: object, cli
         positive_number("clip_norm", clip_norm)
 
 
+def of_patience(patience: object) -> None:
+    """Check the seconds to wait for memory; without end is long, but no mistake."""
+    if patience != math.inf:
+        number_between("patience", patience, 0)
+
+
 def of_micro_batch(micro_batch: object) -> None:
     """Check a micro-batch that is "auto" or a number: there is no recorded run to repeat."""
     if micro_batch != "auto":

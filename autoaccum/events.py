@@ -101,14 +101,33 @@ class Replanned:
 class OutOfMemory:
     """The device ran out of memory, and nothing was lost."""
 
-    # In training a ``Replanned`` follows, with the plan in which the window is run again. A step of the optimizer that
-    # had written nothing yet is tried again as it was.
+    # In training a ``Replanned`` follows, with the plan in which the window is run again; none where it is run again as
+    # it was, for nothing smaller is left to try. A step of the optimizer that had written nothing is tried again too.
 
     step: int
     phase: str
     """``"training"``, ``"validation"`` or ``"optimizer"``."""
     micro_batch: int
     """Samples in the micro-batch that failed; 0 in the optimizer's step."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Waiting:
+    """The smallest micro-batch there is ran out of memory that may come back, and is tried again until it does."""
+
+    # Once for each window or validation that has to wait. A ``NothingFitsError`` follows where it was in vain.
+
+    step: int
+    phase: str
+    """``"training"`` or ``"validation"``."""
+    micro_batch: int
+    """Samples in the micro-batch that failed."""
+    needed_bytes: int
+    """What it needs at least, as far as that is known."""
+    limit_bytes: int
+    """Bytes this process may use on the device now."""
+    seconds: float
+    """How long is waited at most."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -185,5 +204,17 @@ class Finished:
 
 
 # Whatever is added here is written to records as it is; how people are told of it is up to ``reporting.lines``.
-Event = Started | Planned | Replanned | OutOfMemory | Validated | StepSkipped | Notice | Saved | Resumed | Finished
+Event = (
+    Started
+    | Planned
+    | Replanned
+    | OutOfMemory
+    | Waiting
+    | Validated
+    | StepSkipped
+    | Notice
+    | Saved
+    | Resumed
+    | Finished
+)
 Record = StepReport | Event

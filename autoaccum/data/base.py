@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
 from autoaccum.data.randomness import mix, preserved_randomness, seed_host
+from autoaccum.memory.oom import insist
 
 Collate = Callable[[list[Any]], Any]
 """(samples) -> a batch of them"""
@@ -108,6 +110,9 @@ class Order:
         """Return indices into the dataset, in the order of that epoch."""
         # Mixed, for neighbouring seeds and epochs must not have orders in common; 63 bits, for torch takes a sign.
         seed = mix(self._seed, epoch) >> 1
+        return insist(partial(self._drawn, epoch, seed), "the order of the samples was drawn")
+
+    def _drawn(self, epoch: int, seed: int) -> torch.Tensor | list[Any]:
         if self._sampler is not None:
             drawn = _draw(self._sampler, epoch, seed)
             if not self._in_batches:
@@ -134,11 +139,12 @@ def _draw(sampler: Any, epoch: int, seed: int) -> list[Any]:
             generators.append(generator)
     states = [generator.get_state() for generator in generators]
     # A sampler with a generator draws from it, and any other from the global ones, of torch, NumPy or Python.
-    with preserved_randomness():
-        seed_host(seed)
-        for generator in generators:
-            generator.manual_seed(seed)
-        drawn = list(sampler)
-    for generator, state in zip(generators, states, strict=True):
-        generator.set_state(state)
-    return drawn
+    try:
+        with preserved_randomness():
+            seed_host(seed)
+            for generator in generators:
+                generator.manual_seed(seed)
+            return list(sampler)
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)

@@ -22,7 +22,7 @@ from autoaccum.data.packing import pack, unpack
 from autoaccum.data.pieces import BATCHES, Pieces, SampleReader, items_form, with_preserved_randomness
 from autoaccum.data.randomness import mix, preserved_randomness
 from autoaccum.data.tensors import TensorSource
-from autoaccum.memory.oom import is_out_of_memory
+from autoaccum.memory.oom import insist, is_out_of_memory
 from autoaccum.planning.cuts import near_equal
 
 Key = tuple[int, int, Any]
@@ -204,7 +204,9 @@ class DatasetSource:
             position = start
             while True:
                 for size in plan_at(position):
-                    if not (wanted := keys(range(position, position + size))):
+                    # An error would end this generator, and with it the pass.
+                    ahead = range(position, position + size)
+                    if not (wanted := insist(partial(keys, ahead), "the order of the samples was read")):
                         return
                     ordered.append(range(position, position + len(wanted)))
                     position += len(wanted)
@@ -226,11 +228,17 @@ class DatasetSource:
                     lost = True
                 else:
                     return len(ordered.popleft()), piece
-            # Memory ran out in a worker, or for what it sent, which will not come again: it is read here. Should memory
-            # run out here too, it stays lost, and is read when it is asked for again.
-            piece = reread(ordered[0])
-            lost = False
-            return len(ordered.popleft()), piece
+            # Memory ran out in a worker, or for what it sent, which will not come again: it is read here, and no more
+            # of it at once than is asked for, which is less once plans are smaller. Should memory run out here too, it
+            # stays lost, and is read when it is asked for again.
+            wanted, left = ordered[0][:wished], ordered[0][wished:]
+            piece = reread(wanted)
+            lost = bool(left)
+            if left:
+                ordered[0] = left
+            else:
+                ordered.popleft()
+            return len(wanted), piece
 
         return next_piece
 

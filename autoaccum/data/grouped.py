@@ -12,6 +12,7 @@ import torch
 from autoaccum.data import batches
 from autoaccum.data.base import Item, NextPiece, Window
 from autoaccum.data.lengths import PEEK, Padding, lengths_of, try_twice
+from autoaccum.memory.oom import RanOut, attempt
 
 
 class GroupedSamples:
@@ -86,6 +87,14 @@ class GroupedSamples:
         self._kept = window.items
         return window
 
+    def _next(self, wished: int) -> list[Item]:
+        """Return the next items: as many as wished, or fewer where memory does not do for so many at once."""
+        while isinstance(outcome := attempt(partial(try_twice, partial(self._next_items, wished))), RanOut):
+            if wished == 1:
+                raise outcome.error
+            wished //= 2
+        return outcome[1]  # type: ignore[no-any-return]
+
     def _read(self, num_samples: int) -> tuple[list[Item | None], list[int]]:
         """Read the next items, and return them with their lengths; None stands in place of those past the budget."""
         kept: list[Item | None] = []
@@ -94,7 +103,7 @@ class GroupedSamples:
         while (missing := num_samples - len(kept)) > 0:
             if not self._ahead:
                 try:
-                    _, self._ahead = try_twice(partial(self._next_items, min(missing, PEEK)))
+                    self._ahead = self._next(min(missing, PEEK))
                 except StopIteration:  # what came counts as a window, a short one
                     break
             items, self._ahead = self._ahead[:missing], self._ahead[missing:]

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import gc
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, MutableMapping, Sequence
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch.utils.data import get_worker_info
 
 from autoaccum.data import batches
 from autoaccum.data.base import Collate, Item, NextPiece, Window
 from autoaccum.data.randomness import mix, preserved_randomness, seed_host
 from autoaccum.errors import DataError
+from autoaccum.memory.oom import is_out_of_memory, without_frames
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,14 +207,59 @@ class SampleReader:
         The name is the one by which a worker of a DataLoader calls it.
         """
         # A seed for each sample, so that its augmentation depends neither on those read before it nor on who reads it.
-        items = []
-        for epoch, position, index in keys:
-            seed_host(mix(self._seed, epoch, position))
-            items.append((epoch, position, self.dataset[index]))
-        return items
+        items: list[Item] = []
+        try:
+            for epoch, position, index in keys:
+                seed_host(mix(self._seed, epoch, position))
+                items.append((epoch, position, self.dataset[index]))
+            return items
+        except Exception as error:
+            if not _is_of_host(error):
+                raise
+            key, ran_out = keys[len(items)], without_frames(error)
+        # Those before it may have left too little memory for it, and then fewer of them will do. What cannot be read
+        # by itself either is no matter of how many are read.
+        items.clear()
+        item = self._alone(partial(self._read, key), f"sample {key[2]!r}")
+        if len(keys) == 1:
+            return [item]
+        raise ran_out
+
+    def _read(self, key: tuple[int, int, Any]) -> Item:
+        epoch, position, index = key
+        seed_host(mix(self._seed, epoch, position))
+        return epoch, position, self.dataset[index]
 
     def __call__(self, items: list[Item]) -> Any:
         """Collate items to one batch, under the seed of the first one."""
+        try:
+            return self._collated(items)
+        except Exception as error:
+            if len(items) > 1 or not _is_of_host(error):  # of fewer samples it may well make a batch
+                raise
+        epoch, position, _ = items[0]
+        return self._alone(partial(self._collated, items), f"the sample at position {position} of epoch {epoch}")
+
+    @staticmethod
+    def _alone(function: Callable[[], T], which: str) -> T:
+        """Call what handles one sample, for which the host's memory did not do before; return what it returns.
+
+        Raises:
+            DataError: it did not do again: no plan makes that smaller.
+        """
+        gc.collect()
+        try:
+            return function()
+        except Exception as error:
+            # Of a worker the error is all that comes, and this process looks at the sample itself then.
+            if not _is_of_host(error) or get_worker_info() is not None:
+                raise
+            raise DataError(
+                f"data: {which} takes more memory than this process can get on the host ({error!r}), by itself. Make "
+                f"the sample smaller, or leave it out."
+            ) from error
+
+    def _collated(self, items: list[Item]) -> Any:
         epoch, position, _ = items[0]
         # The 1 sets it apart from the seed under which that item was read.
         seed_host(mix(self._seed, epoch, position, 1))
@@ -217,6 +268,11 @@ class SampleReader:
             # Samples are collated again when a window is replayed, and a collate_fn may take parts out of them.
             samples.append(copy(sample) if isinstance(sample, MutableMapping | list) else sample)
         return self._collate(samples)
+
+
+def _is_of_host(error: Exception) -> bool:
+    """Return whether the host's memory ran out; that of a device, where samples are made there, others give back."""
+    return is_out_of_memory(error) and not isinstance(error, torch.OutOfMemoryError)
 
 
 def with_preserved_randomness(collate: Callable[[list[Item]], Any]) -> Callable[[list[Item]], Any]:

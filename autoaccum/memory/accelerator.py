@@ -31,12 +31,21 @@ class AcceleratorMemory:
         """
         free, total = torch.accelerator.get_memory_info(self._device)
         # The total alone would be wrong wherever other processes use the device too: what they hold is in no term here.
-        limit = self.used() + free
+        return min(self.used() + free, self._share_of(total))
+
+    def capacity(self) -> int:
+        """Return the device's total, or the fraction of it set for this process.
+
+        It is more than could ever be had by what the contexts of processes take, which nobody tells.
+        """
+        return self._share_of(torch.accelerator.get_memory_info(self._device)[1])
+
+    def _share_of(self, total: int) -> int:
         # CUDA, ROCm and XPU can be told to stop at a fraction of the whole device; it is 1.0 when nothing was set.
         module = torch.get_device_module(self._device)
         if hasattr(module, "get_per_process_memory_fraction"):
-            limit = min(limit, int(module.get_per_process_memory_fraction(self._device) * total))
-        return limit
+            return int(module.get_per_process_memory_fraction(self._device) * total)
+        return total
 
     def used(self) -> int:
         """Return the bytes that the allocator holds now."""
@@ -76,6 +85,10 @@ class MpsMemory:
     def limit(self) -> int:
         """Return Metal's recommended working set, or what the host still has for it if that is less."""
         return min(torch.mps.recommended_max_memory(), self.used() + psutil.virtual_memory().available)
+
+    def capacity(self) -> int:
+        """Return Metal's recommended working set."""
+        return torch.mps.recommended_max_memory()
 
     def used(self) -> int:
         """Return the bytes that Metal holds for this process, the allocator's cache included."""

@@ -20,6 +20,9 @@ class Memory(Protocol):
     def limit(self) -> int:
         """Return the most that this process may use now: what it uses plus what is free to it."""
 
+    def capacity(self) -> int:
+        """Return what ``limit`` would be if everybody else gave back what they hold: asked when memory has run out."""
+
     def used(self) -> int:
         """Return what this process uses now."""
 

@@ -32,16 +32,21 @@ class ControlGroup:
         Args:
             enough: bytes that some other limit leaves free. What lies above makes no difference to the tightest limit.
         """
-        limit = read(f"{self.folder}/{self.limit_file}").strip()
-        if not limit.isdigit() or int(limit) >= _UNLIMITED:
+        limit = self.limit()
+        if limit is None:
             return enough
         usage = read(f"{self.folder}/{self.usage_file}").strip()
         if not usage.isdigit():
             return enough
-        free = int(limit) - int(usage)
+        free = limit - int(usage)
         # The page cache counts as used but gives way. To say how much of it there is, the kernel adds up the statistics
         # of all groups below: that is asked only where it makes a difference.
         return free if free >= enough else free + self.reclaimable_bytes()
+
+    def limit(self) -> int | None:
+        """Return the bytes that it allows all that is in it; None where it sets no limit."""
+        limit = read(f"{self.folder}/{self.limit_file}").strip()
+        return int(limit) if limit.isdigit() and int(limit) < _UNLIMITED else None
 
     def reclaimable_bytes(self) -> int:
         """Return the bytes of its usage that are dropped before anything is killed."""

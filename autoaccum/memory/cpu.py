@@ -57,6 +57,13 @@ class CpuMemory:
         # A constraint that was tightened below what is in use leaves less than nothing free.
         return _resident(status) + max(0, free)
 
+    def capacity(self) -> int:
+        """Return the machine's memory, or the tightest of the limits on it: those of processes are this one's alone."""
+        status = self._status()
+        own = [_resident(status) + max(0, free) for free in self._free_under_rlimits(status)]
+        groups = [limit for group in self._groups.all() if (limit := group.limit()) is not None]
+        return min([self._total(), *own, *groups])
+
     def used(self) -> int:
         """Return the resident bytes."""
         return _resident(self._status())
@@ -121,6 +128,11 @@ class CpuMemory:
         # psutil reads the same file, and all of its other lines: it is asked only where there is no such file.
         available = number(read(self._meminfo_path), "MemAvailable")
         return psutil.virtual_memory().available if available is None else available * 1024
+
+    def _total(self) -> int:
+        """Return the bytes that the machine has."""
+        total = number(read(self._meminfo_path), "MemTotal")
+        return psutil.virtual_memory().total if total is None else total * 1024
 
 
 def _resident(status: bytes) -> int:

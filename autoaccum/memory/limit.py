@@ -30,11 +30,21 @@ class Limit:
         total_bytes = memory.limit()
         self.now = moving_limit(memory_limit, memory.limit)
         """() -> bytes that may be used at this moment."""
+        self._memory = memory
+        # What was said once and for all stays below what others give back; a function may say anything, some day.
+        self._fixed_bytes = None if memory_limit is None or callable(memory_limit) else self.now()
         # Kept, for to ask may cost as much as a window of a tiny model: see ``Memory.reading_seconds``.
         self.bytes = self.now()
         """The same as it was when memory was last looked at."""
         self.is_enforced = memory.enforced and self.bytes >= total_bytes
         """Whether the device refuses what passes the limit; else nobody keeps it but us."""
+
+    def most(self) -> int:
+        """Return the bytes that the limit may come to, should others give back what they hold: never below it."""
+        capacity = self._memory.capacity()
+        if self._fixed_bytes is not None:
+            capacity = min(capacity, self._fixed_bytes)
+        return max(capacity, self.now())
 
     def read(self) -> int:
         """Look at the limit; return what it is now."""

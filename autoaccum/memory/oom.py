@@ -7,15 +7,18 @@ a library under it, is known to raise for memory and for nothing else.
 
 from __future__ import annotations
 
+import dis
+import gc
 import re
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from enum import Enum
-from typing import Literal, TypeVar
+from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
-from autoaccum.errors import LimitBelowModelError
+from autoaccum.errors import AutoaccumError, LimitBelowModelError, MemoryLimitError
 from autoaccum.memory.base import Memory
 
 # Only texts of untyped errors are needed: the caching allocators of CUDA, ROCm and XPU raise torch.OutOfMemoryError.
@@ -68,34 +71,134 @@ _TEXTS = re.compile(
 # * NCCL's "Cuda failure 2 'out of memory'": the communicator is lost with it, so no replay on this rank can succeed.
 
 
+_OPENING = re.compile(
+    r"(?:\[[^\]\n]*\][^.\n]*\.|(?:CUDA|HIP|cusolver|cuDNN|hipsolver) error:|Native API failed\. [^\n(]*\()\s*"
+)
+"""What libraries put before these words: ``[enforce fail at alloc_cpu.cpp:127] err == 0.``, ``cuDNN error:``."""
+_QUOTING = ("torch", "triton", "autoaccum")
+"""Packages whose Python code passes on what an allocator said, in words of their own around it."""
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether ``error`` means that memory ran out, on any device or on the host.
+
+    It does so by its type, by its text, or because it was raised from such an error, or while one was being handled: a
+    smaller micro-batch would then not have come to it. Errors of this package never do: they say what they mean.
 
     >>> is_out_of_memory(RuntimeError("CUDA error: out of memory"))
     True
     >>> is_out_of_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))
     False
     """
+    met: set[int] = set()  # a chain may be tied into a ring by hand
+    link: BaseException | None = error
+    while link is not None and id(link) not in met and not isinstance(link, AutoaccumError):
+        if not isinstance(link, Exception):  # Ctrl-C while an error is handled is Ctrl-C
+            return False
+        if _says_so(link):
+            return True
+        met.add(id(link))
+        link = link.__cause__ or _handled(link)
+    return False
+
+
+def _says_so(error: BaseException) -> bool:
+    """Return whether the error itself is one of memory, whatever it was raised from."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    # torch.AcceleratorError is a RuntimeError too.
-    return isinstance(error, RuntimeError) and _TEXTS.search(str(error)) is not None
+    if not isinstance(error, RuntimeError):  # torch.AcceleratorError is one too
+        return False
+    # A user's own error may quote what an allocator said, days ago or in a log; one that begins with its words passes
+    # it on.
+    if _is_raised_by_hand(error):
+        text = str(error)
+        return _TEXTS.match(text) is not None or _TEXTS.match(_OPENING.sub("", text, count=1)) is not None
+    return _TEXTS.search(str(error)) is not None
 
 
+def _is_raised_by_hand(error: BaseException) -> bool:
+    """Return whether a ``raise`` statement made the error, in code that is not PyTorch's; a C function has none."""
+    trace = error.__traceback__
+    if trace is None:
+        return False
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    module = str(trace.tb_frame.f_globals.get("__name__", ""))
+    if module.split(".")[0] in _QUOTING:
+        return False
+    return dis.opname[trace.tb_frame.f_code.co_code[trace.tb_lasti]] == "RAISE_VARARGS"
+
+
+def _handled(error: BaseException) -> BaseException | None:
+    """Return the error that was being handled when this one was raised, in a function that this one came through.
+
+    One that is handled further out is no reason for it: training may be what somebody does after running out of memory.
+    """
+    context = error.__context__
+    if context is None or error.__suppress_context__:
+        return None
+    if context.__traceback__ is None:  # dropped here, in an error that is passed on
+        return context
+    trace = error.__traceback__
+    while trace is not None:
+        # The outermost frame of an error that was caught is the one that caught it.
+        if trace.tb_frame is context.__traceback__.tb_frame:
+            return context
+        trace = trace.tb_next
+    return None
+
+
+_ASKED = re.compile(r"(?:ried|Unable) to allocate (?:[\d.]+ \S+ \((\d+) bytes\)|([\d.]+) ([KMGTPE]iB|bytes))")
+_UNITS = {unit: 1024**power for power, unit in enumerate(("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"))}
+
+
+def asked_bytes(error: BaseException) -> int | None:
+    """Return how much was asked for when memory ran out, as the error's text says; None where it does not.
+
+    >>> asked_bytes(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total of"))
+    2147483648
+    """
+    link: BaseException | None = error
+    for _ in range(10):  # of a chain no more is looked at than people would read
+        if link is None:
+            break
+        if found := _ASKED.search(str(link)):
+            exact, number, unit = found.groups()
+            return int(exact) if exact else int(float(number) * _UNITS[unit])
+        link = link.__cause__ or link.__context__
+    return None
+
+
+E = TypeVar("E", bound=BaseException)
 T = TypeVar("T")
 
 
-class RanOut(Enum):
+def without_frames(error: E) -> E:
+    """Return the same error without its traceback, and without those of what led to it: their frames pin tensors."""
+    met: set[int] = set()
+    found: list[BaseException | None] = [error]
+    while found:
+        link = found.pop()
+        if link is None or id(link) in met:
+            continue
+        met.add(id(link))
+        # Cleared too, for another object may hold a frame, and a generator's is in reference cycles.
+        traceback.clear_frames(link.__traceback__)
+        link.__traceback__ = None
+        found += [link.__cause__, link.__context__]
+    return error
+
+
+@dataclass(frozen=True, slots=True)
+class RanOut:
     """What ``attempt`` returns when memory ran out."""
 
-    RAN_OUT = "memory ran out"
+    error: Exception
+    """The error, which pins nothing: the cause of whatever is raised in the end."""
 
 
-RAN_OUT = RanOut.RAN_OUT
-
-
-def attempt(function: Callable[[], T]) -> T | Literal[RanOut.RAN_OUT]:
-    """Call a function and return what it returns, or ``RAN_OUT`` when memory ran out in it; other errors come through.
+def attempt(function: Callable[[], T]) -> T | RanOut:
+    """Call a function and return what it returns, or a ``RanOut`` when memory ran out in it; other errors come through.
 
     The caller recovers after this has returned, and never within an ``except`` block: an exception that is being
     handled pins, through its traceback, the frames of the failed forward, and with them the very tensors that have to
@@ -106,7 +209,60 @@ def attempt(function: Callable[[], T]) -> T | Literal[RanOut.RAN_OUT]:
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-    return RAN_OUT
+        return RanOut(without_frames(error))
+
+
+TRIES = 3
+"""Try so often what may simply be done again, and needs hardly any memory, before it is given up."""
+
+
+def insist(function: Callable[[], T], what: str) -> T:
+    """Call a function that may simply be called again when memory ran out in it; return what it returns.
+
+    Args:
+        function: what to call; a call that failed half-way is made good by the next one.
+        what: what it does, for the error: "drawing the order of the samples".
+
+    Raises:
+        MemoryLimitError: memory ran out every time.
+    """
+    outcome = attempt(function)
+    for _ in range(TRIES - 1):
+        if not isinstance(outcome, RanOut):
+            return outcome
+        gc.collect()  # what failed may have left reference cycles that hold memory
+        outcome = attempt(function)
+    if not isinstance(outcome, RanOut):
+        return outcome
+    raise _beyond_plans(what) from outcome.error
+
+
+@contextmanager
+def named(what: str) -> Iterator[None]:
+    """Raise a typed error where memory runs out within it, beyond the reach of any plan; others come through.
+
+    Raises:
+        MemoryLimitError: memory ran out.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        # The traceback stays, for nothing goes on from here; what its frames hold does not.
+        traceback.clear_frames(error.__traceback__)
+        raise _beyond_plans(what) from error
+
+
+def _beyond_plans(what: str) -> MemoryLimitError:
+    """Return the error for memory that ran out where no micro-batch is being run."""
+    return MemoryLimitError(
+        f"memory ran out while {what}, where no smaller micro-batch helps; the error above says where. Leave more "
+        f"headroom, raise memory_limit, or free the device for this process.",
+        micro_batch=None,
+        peak_bytes=None,
+        limit_bytes=None,
+    )
 
 
 @contextmanager
@@ -121,18 +277,18 @@ def room_for_model(memory: Memory, limit_bytes: int, parameters: Sequence[torch.
     Raises:
         LimitBelowModelError: memory ran out within it, or what is in use with the gradients passes the limit.
     """
-    # The error is raised below and not in the ``except``, where the traceback would pin what was made half-way: that
-    # would count as used, and the bytes needed are told to the user.
+    cause: Exception | None = None
     try:
         yield
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        ran_out = True
-    else:
-        ran_out = False
+        cause = error
     memory.release()
+    # Where memory ran out, what was made half-way is still there, in frames of the error's: it is needed as well.
     needed = memory.used() + sum(p.nbytes for p in parameters)
-    if ran_out or needed > limit_bytes:
+    if cause is not None:
+        without_frames(cause)
+    if cause is not None or needed > limit_bytes:
         # How much was missing when it ran out is not known; it was more than the limit.
-        raise LimitBelowModelError(needed_bytes=max(needed, limit_bytes + 1), limit_bytes=limit_bytes)
+        raise LimitBelowModelError(needed_bytes=max(needed, limit_bytes + 1), limit_bytes=limit_bytes) from cause

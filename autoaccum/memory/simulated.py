@@ -149,10 +149,16 @@ class SimulatedMemory:
     def __init__(self, simulation: MemorySimulation) -> None:
         self._simulation = simulation
         self._retries = Retries()
+        self._most = simulation.limit
 
     def limit(self) -> int:
         """Return the simulation's limit: nothing else uses its memory."""
+        self._most = max(self._most, self._simulation.limit)
         return self._simulation.limit
+
+    def capacity(self) -> int:
+        """Return the highest limit that was seen: whoever lowers it stands for others, who may give memory back."""
+        return max(self._most, self._simulation.limit)
 
     def used(self) -> int:
         """Return the bytes of the live storages seen so far."""

@@ -122,7 +122,7 @@ class Decider(Protocol):
 class Attempt:
     """One try at a window, as the module ``attempts`` has it: iterate, and say what became of each piece."""
 
-    __slots__ = ("_lengths", "_num_samples", "_sizes", "_tuner", "is_timed", "replaced", "replays")
+    __slots__ = ("_lengths", "_sizes", "_tuner", "is_timed", "num_samples", "replaced", "replays")
 
     def __init__(
         self, tuner: Decider, num_samples: int, lengths: Lengths, sizes: Sequence[int] | None, *, is_timed: bool = False
@@ -131,7 +131,8 @@ class Attempt:
         # Asked for pieces, and told what became of them; it keeps nothing of this attempt.
         self._tuner = tuner
         # The window, for a smaller attempt at it has to be cut from the same.
-        self._num_samples = num_samples
+        self.num_samples = num_samples
+        """Samples of the window."""
         self._lengths = lengths
         self._sizes = sizes  # None while they are chosen one by one: what is to be tried next depends on the last
         self.is_timed = is_timed
@@ -151,7 +152,7 @@ class Attempt:
         # What the tuner returns need not know its end yet: it goes on when the next piece is asked for, and by then it
         # has heard what became of the last one.
         if self._sizes is None:
-            return self._tuner.pieces(self._num_samples, self._lengths)
+            return self._tuner.pieces(self.num_samples, self._lengths)
         return iter(pieces_from(self._sizes, self._lengths))
 
     def fitted(self, reading: Reading) -> None:
@@ -177,7 +178,7 @@ class Attempt:
         Raises:
             NothingFitsError: there is no smaller one.
         """
-        tuner, num_samples, lengths = self._tuner, self._num_samples, self._lengths
+        tuner, num_samples, lengths = self._tuner, self.num_samples, self._lengths
         # The plan that is given up, asked for before the tuner hears of the failure. In a search there was none, only
         # sizes that grew. So where samples are alike, the plan of the size that failed stands for them.
         old = cut(num_samples, micro_batch) if lengths is None else tuner.plan(num_samples, lengths)
@@ -189,10 +190,16 @@ class Attempt:
         smaller.replays, smaller.replaced = self.replays + 1, old
         return smaller
 
+    def again(self) -> Attempt:
+        """Return another attempt in the same sizes, after one that ran out of memory that may be there by now."""
+        same = Attempt(self._tuner, self.num_samples, self._lengths, self._sizes)
+        same.replays = self.replays + 1
+        return same
+
     def repeated(self, sizes: Sequence[int]) -> Attempt:
         """Return another attempt in the sizes that this one came to; memory was enough for them."""
         # Not in those that the tuner would choose by now, which may be others: the window is only to be run once more.
-        again = Attempt(self._tuner, self._num_samples, self._lengths, sizes, is_timed=self.is_timed)
+        again = Attempt(self._tuner, self.num_samples, self._lengths, sizes, is_timed=self.is_timed)
         again.replays = self.replays
         return again
 
@@ -200,5 +207,5 @@ class Attempt:
         """Say that the window went well in these sizes, and in how many seconds where that was wanted."""
         # A window that was rolled back took longer than one in these sizes does.
         if seconds is not None and not self.replays:
-            self._tuner.timed(seconds, self._num_samples, self._lengths)
+            self._tuner.timed(seconds, self.num_samples, self._lengths)
         self._tuner.committed(sizes, self._lengths)

@@ -193,6 +193,8 @@ def _memory(run: Run) -> Answer:
         text += f" The device ran out of memory {_times(failed)}"
         if replayed:
             text += f"; {_many(replayed, 'window')} {'was' if replayed == 1 else 'were'} replayed, and no sample lost"
+        if waited := len(run.events["Waiting"]["step"]):
+            text += f"; it waited {_times(waited)} for memory to come back"
         text += "."
     text = f"{'Not always' if over or failed else 'Yes'}: {text[0].lower()}{text[1:]}"
     return Answer(question="Did it stay within memory?", text=text, good=not over and not failed)

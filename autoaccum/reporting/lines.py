@@ -19,6 +19,7 @@ from autoaccum.events import (
     StepReport,
     StepSkipped,
     Validated,
+    Waiting,
 )
 from autoaccum.memory import clock
 
@@ -132,6 +133,13 @@ def line(event: Event) -> str | None:
         return f"step {event.step}: out of memory in validation at a micro-batch of {event.micro_batch}"
     if isinstance(event, OutOfMemory) and event.phase == "optimizer":
         return f"step {event.step}: out of memory in the optimizer, which had written nothing: tried again"
+    if isinstance(event, Waiting):
+        where = " in validation" if event.phase == "validation" else ""
+        return (
+            f"step {event.step}: out of memory{where} at a micro-batch of {event.micro_batch}, the smallest: waiting "
+            f"for up to {event.seconds:g} s; it needs {format_bytes(event.needed_bytes)} or more, and "
+            f"{format_bytes(event.limit_bytes)} may be used"
+        )
     if isinstance(event, Saved):
         return f"step {event.step}: saved {event.path} in {event.seconds:.2f} s"
     if isinstance(event, Resumed):

@@ -8,7 +8,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from autoaccum.events import Finished, Notice, Record, Resumed, Saved, Started, StepReport
+from autoaccum.events import Finished, Notice, Record, Resumed, Saved, Started, StepReport, Waiting
 from autoaccum.reporting.lines import Narrator, state_text
 
 
@@ -34,6 +34,9 @@ class ProgressBar:
         elif isinstance(record, StepReport) and self._bar is not None:
             self._bar.set_postfix_str(state_text(record), refresh=False)
             self._bar.update(record.effective_batch)
+        elif isinstance(record, Waiting) and self._bar is not None:
+            # Until the next window says otherwise: nothing else moves the bar meanwhile.
+            self._bar.set_postfix_str(f"waiting up to {record.seconds:g} s for memory", refresh=True)
         elif isinstance(record, Resumed) and self._bar is not None:
             # The samples of processes before this one are done, but say nothing of its speed.
             self._bar.initial = self._bar.n = record.num_samples

@@ -6,7 +6,18 @@ import os
 from typing import Any
 
 from autoaccum.errors import MissingExtraError
-from autoaccum.events import Finished, Notice, OutOfMemory, Planned, Record, Replanned, Resumed, StepReport, Validated
+from autoaccum.events import (
+    Finished,
+    Notice,
+    OutOfMemory,
+    Planned,
+    Record,
+    Replanned,
+    Resumed,
+    StepReport,
+    Validated,
+    Waiting,
+)
 from autoaccum.reporting.lines import line
 
 
@@ -47,8 +58,9 @@ class TensorBoardReporter:
             self._writer = self._open(self._directory, purge_step=record.step + 1)
         elif isinstance(record, Finished):
             self._writer.flush()  # and not closed, for a callback may be passed to a second run
-        if isinstance(record, Planned | Replanned | OutOfMemory | Resumed) and (text := line(record)) is not None:
-            self._writer.add_text("plans", text, record.step)
+        if isinstance(record, Planned | Replanned | OutOfMemory | Waiting | Resumed):
+            if (text := line(record)) is not None:
+                self._writer.add_text("plans", text, record.step)
         elif isinstance(record, Notice):
             self._writer.add_text("notices", str(record))
 

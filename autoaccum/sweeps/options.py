@@ -50,6 +50,7 @@ class PassedOn(TypedDict, total=False):
     max_micro_batch: int | None
     memory_limit: MemoryLimit
     headroom: float
+    patience: float
     precision: Precision
     clip_norm: float | None
     compile: bool

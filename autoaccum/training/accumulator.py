@@ -59,6 +59,7 @@ class Accumulator:
         max_micro_batch: int | None = None,
         memory_limit: MemoryLimit = None,
         headroom: float = 0.05,
+        patience: float = 60.0,
         precision: Precision = "fp32",
         clip_norm: float | None = None,
         ranks: Ranks = "together",
@@ -78,6 +79,8 @@ class Accumulator:
             memory_limit: device memory this process may use, as bytes, "8GiB", a share such as 0.5, or a function () ->
                 one of these, asked again as training goes on.
             headroom: fraction of the limit that plans leave free.
+            patience: seconds to wait for memory that others hold where not even the smallest micro-batch fits beside
+                it.
             precision: fp32 (as the model is), bf16 or fp16 (both by autocast).
             clip_norm: clip each batch's gradient to this 2-norm.
             ranks: together: one process trains, and several that were started together are refused until they can;
@@ -91,7 +94,8 @@ class Accumulator:
         checked = check(
             OF_ACCUMULATOR, CHECKS, model=model, optimizer=optimizer, loss_fn=loss_fn, training_step=training_step,
             num_items=num_items, micro_batch=micro_batch, max_micro_batch=max_micro_batch, memory_limit=memory_limit,
-            headroom=headroom, precision=precision, clip_norm=clip_norm, ranks=ranks, callbacks=callbacks,
+            headroom=headroom, patience=patience, precision=precision, clip_norm=clip_norm, ranks=ranks,
+            callbacks=callbacks,
         )  # fmt: skip
         loss_of = checked[loss_function]
         self._callbacks = checked[_checks.of_callbacks]
@@ -146,6 +150,7 @@ class Accumulator:
             memory=place.memory,
             limit=place.limit,
             headroom=headroom,
+            patience=patience,
             clip_norm=clip_norm,
             emit=self._emit,
         )

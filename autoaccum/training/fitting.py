@@ -43,6 +43,7 @@ def fit(
     max_micro_batch: int | None = None,
     memory_limit: MemoryLimit = None,
     headroom: float = 0.05,
+    patience: float = 60.0,
     precision: Precision = "fp32",
     clip_norm: float | None = None,
     compile: bool = False,
@@ -105,6 +106,7 @@ def fit(
         memory_limit: device memory this process may use, as bytes, "8GiB", a share such as 0.5, or a function () -> one
             of these, asked again as training goes on.
         headroom: fraction of the limit that plans leave free.
+        patience: seconds to wait for memory that others hold where not even the smallest micro-batch fits beside it.
         precision: fp32 (as the model is), bf16 or fp16 (both by autocast).
         clip_norm: clip each window's gradient to this 2-norm.
         compile: run the model through torch.compile.
@@ -155,11 +157,11 @@ def fit(
         model=model, data=data, effective_batch=effective_batch, loss_fn=loss_fn, training_step=training_step,
         num_items=num_items, optimizer=optimizer, lr=lr, lr_scheduler=lr_scheduler, lr_scaling=lr_scaling,
         base_batch=base_batch, epochs=epochs, steps=steps, samples=samples, micro_batch=micro_batch,
-        max_micro_batch=max_micro_batch, memory_limit=memory_limit, headroom=headroom, precision=precision,
-        clip_norm=clip_norm, compile=compile, device=device, ranks=ranks, seed=seed, shuffle=shuffle,
-        drop_last=drop_last, collate_fn=collate_fn, num_workers=num_workers, validation_data=validation_data,
-        validate_every=validate_every, metrics=metrics, run_dir=run_dir, checkpoint_every=checkpoint_every,
-        keep_checkpoints=keep_checkpoints, resume=resume, noise_scale=noise_scale, cache=cache, callbacks=callbacks,
-        progress=progress,
+        max_micro_batch=max_micro_batch, memory_limit=memory_limit, headroom=headroom, patience=patience,
+        precision=precision, clip_norm=clip_norm, compile=compile, device=device, ranks=ranks, seed=seed,
+        shuffle=shuffle, drop_last=drop_last, collate_fn=collate_fn, num_workers=num_workers,
+        validation_data=validation_data, validate_every=validate_every, metrics=metrics, run_dir=run_dir,
+        checkpoint_every=checkpoint_every, keep_checkpoints=keep_checkpoints, resume=resume, noise_scale=noise_scale,
+        cache=cache, callbacks=callbacks, progress=progress,
     )  # fmt: skip
     return trainer.fit()

@@ -50,6 +50,7 @@ CHECKS: tuple[Callable[..., Any], ...] = (
     schedule_of,
     schedule_if_any,
     _checks.of_windows,
+    _checks.of_patience,
     _checks.of_micro_batch,
     _checks.of_num_workers,
     _checks.of_seed,
@@ -222,6 +223,15 @@ class FitArguments:
         default=0.05,
         check=_checks.of_windows,
         probe=Own(text="fraction of the limit to leave free."),
+        accumulator=Own(),
+    )
+    # A minute, in which a neighbour's validation or the end of a process gives back what it held.
+    patience: float = option(
+        "seconds to wait for memory that others hold where not even the smallest micro-batch fits beside it.",
+        default=60.0,
+        check=_checks.of_patience,
+        # Whoever asks what fits wants to know what fits now.
+        probe=Own(default=0.0),
         accumulator=Own(),
     )
     # From here on some decide the numbers: a rounding, a clipping.

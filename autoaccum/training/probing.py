@@ -21,7 +21,8 @@ from autoaccum.memory import clock
 from autoaccum.memory.base import Memory
 from autoaccum.memory.devices import find_device, memory_of
 from autoaccum.memory.limit import Limit, MemoryLimit
-from autoaccum.memory.oom import RAN_OUT, attempt, room_for_model
+from autoaccum.memory.oom import RanOut, attempt, named, room_for_model
+from autoaccum.memory.waiting import Patience, Shortage
 from autoaccum.planning.attempts import Piece
 from autoaccum.planning.costs import MemoryModel, TimeModel, Trial, fit_time_model
 from autoaccum.planning.limits import Limits
@@ -80,6 +81,7 @@ def probe(
     max_micro_batch: int | None = None,
     memory_limit: MemoryLimit = None,
     headroom: float = 0.05,
+    patience: float = 0.0,
     precision: Precision = "fp32",
     device: str | torch.device | None = None,
     ranks: Ranks = "together",
@@ -104,6 +106,7 @@ def probe(
         memory_limit: device memory this process may use, as bytes, "8GiB", a share such as 0.5, or a function () -> one
             of these.
         headroom: fraction of the limit to leave free.
+        patience: seconds to wait for memory that others hold where not even the smallest micro-batch fits beside it.
         precision: fp32 (as the model is), bf16 or fp16 (both by autocast).
         device: where to train, such as cpu or cuda:1; an accelerator where there is one.
         ranks: together: several processes that were started together are refused; independent: each looks for itself.
@@ -125,7 +128,7 @@ def probe(
     checked = check(
         OF_PROBE, CHECKS, model=model, data=data, effective_batch=effective_batch, loss_fn=loss_fn,
         training_step=training_step, optimizer=optimizer, max_micro_batch=max_micro_batch, memory_limit=memory_limit,
-        headroom=headroom, precision=precision, device=device, ranks=ranks, collate_fn=collate_fn,
+        headroom=headroom, patience=patience, precision=precision, device=device, ranks=ranks, collate_fn=collate_fn,
     )  # fmt: skip
     loss_of, schedule = checked[loss_function], checked[schedule_if_any]
     most = None if schedule is None else schedule.largest
@@ -141,7 +144,7 @@ def probe(
     context = autocast(precision, on)
     sparse = sparsely_trained(modules)  # their gradients grow with the samples, so they are no fixed cost
 
-    with _no_trace(modules, optimizer, on):
+    with named("a probe was begun, or was undone"), _no_trace(modules, optimizer, on):
         with room_for_model(memory, limit.bytes):
             for module in modules:
                 module.to(on)
@@ -149,9 +152,7 @@ def probe(
                 model.train()
             build_lazy_layers(model, modules, source, loss_of, context, on)
             state_of = make_optimizer(optimizer, None, parameters)
-            for p in parameters:  # as in every micro-batch of a window but the first
-                if not any(p is weight for weight in sparse):  # zeros would make its gradient dense
-                    p.grad = torch.zeros_like(p)
+            _make_gradients(parameters, sparse)
             allocate_state(state_of, modules)
         smallest = smallest_micro_batch(modules)  # 2 with BatchNorm, which has no statistics of one sample
         limits = Limits(limit.bytes, headroom)
@@ -161,14 +162,20 @@ def probe(
             first=FEW_SIZES_FIRST if is_compiled(model) else None,
             growth=GROWTH if limit.is_enforced else 2,
         )
+        trying = Patience(limit, patience, lambda waiting: None, step=0, phase="probe")
+        cause: Exception | None = None
         for piece in search.until_known(ceiling):
-            for weight in sparse:  # as long as all the trials before it, by now
-                weight.grad = None
             # Predicted before it is run, so that a report can tell how good predictions were.
-            expected = search.memory_model
-            predicted = None if expected is None else expected.predict(piece.size)
-            reading = _try(piece, model, source, loss_of, context, memory, on)
-            if reading is None:
+            predicted = None if (expected := search.memory_model) is None else expected.predict(piece.size)
+            while True:
+                for weight in sparse:  # as long as all the trials before it, by now
+                    weight.grad = None
+                reading = _try(piece, model, source, loss_of, context, memory, on)
+                if piece.size > smallest or not isinstance(reading, Shortage) or not trying.may_pass(reading):
+                    break
+                limits.heed(limit.read())
+            if isinstance(reading, Shortage):
+                cause = reading.error
                 search.ran_out(piece, predicted)
             else:
                 search.fitted(piece, *reading, predicted)
@@ -188,7 +195,7 @@ def probe(
                 limit_bytes=limit.bytes,
                 peak_bytes=history[-1].peak_bytes,
             )
-            raise _nothing_fits(refused, smallest)
+            raise _nothing_fits(refused, smallest) from cause
     return ProbeReport(
         max_micro_batch=largest,
         trials=tuple(history),
@@ -197,6 +204,13 @@ def probe(
         limit_bytes=limit.bytes,
         plan=None if most is None else plan(most, largest),
     )
+
+
+def _make_gradients(parameters: Sequence[nn.Parameter], sparse: Sequence[torch.Tensor]) -> None:
+    """Make gradients be there, as they are in every micro-batch of a window but the first."""
+    for p in parameters:
+        if not any(p is weight for weight in sparse):  # zeros would make its gradient dense
+            p.grad = torch.zeros_like(p)
 
 
 def _nothing_fits(refused: Refused, micro_batch: int) -> NothingFitsError:
@@ -218,8 +232,8 @@ def _try(
     context: Autocast,
     memory: Memory,
     device: torch.device,
-) -> tuple[int, float] | None:
-    """Run one forward and backward; return its peak in bytes and its seconds, or None when memory ran out."""
+) -> tuple[int, float] | Shortage:
+    """Run one forward and backward; return its peak in bytes and its seconds, or that memory ran out."""
     # What trials before it have left in the allocator would count in its peak.
     memory.release()
     memory.reset_peak()
@@ -237,10 +251,12 @@ def _try(
         return memory.peak(), seconds
 
     outcome = attempt(forward_and_backward)
-    if outcome is RAN_OUT:
-        gc.collect()  # a failed forward may have left reference cycles that hold tensors
-        return None
-    return outcome
+    if not isinstance(outcome, RanOut):
+        return outcome
+    peak_bytes = memory.peak()
+    gc.collect()  # a failed forward may have left reference cycles that hold tensors
+    memory.release()
+    return Shortage(micro_batch=piece.size, peak_bytes=peak_bytes, error=outcome.error)
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from autoaccum.data.base import Source
 from autoaccum.errors import ArgumentError, CheckpointCorruptError
 from autoaccum.events import Resumed, Saved
 from autoaccum.memory import clock
+from autoaccum.memory.oom import insist
 from autoaccum.planning.noise import Smoothed
 from autoaccum.planning.schedules import Schedule
 from autoaccum.runs import configuration
@@ -193,7 +194,10 @@ def save(run: Run, directory: RunDirectory, validations: Validations, loss: floa
     started = clock.now()
     facts = {"num_samples": run.samples_seen, "loss": loss, "validation_loss": validations.loss}
     is_best = validations.is_best_at(run.step)
-    path = directory.save(run.step, *run.state_dict(), facts, is_best=is_best)
+    # All of it is done again: what was begun is removed when it fails, and counts for nothing until it is whole.
+    path = insist(
+        lambda: directory.save(run.step, *run.state_dict(), facts, is_best=is_best), "a checkpoint was written"
+    )
     validations.is_unsaved_best = False  # once it was handed over: a save that raises ends the run anyway
     if is_last:  # others may be written while training goes on: an error comes up at the next one
         directory.wait()

@@ -202,6 +202,7 @@ def make_step(
     memory: Memory,
     limit: Limit,
     headroom: float,
+    patience: float,
     clip_norm: float | None,
     emit: Callable[[Event], None],
     noise_scale: bool = False,
@@ -216,6 +217,7 @@ def make_step(
         memory: of the device.
         limit: what may be used of it.
         headroom: fraction of the limit that plans leave free.
+        patience: seconds to wait for memory that others hold.
         clip_norm: 2-norm to clip each window's gradient to.
         emit: takes the events.
         noise_scale: whether windows that are cut tell of the noise in their gradient.
@@ -252,6 +254,7 @@ def make_step(
         meter=Meter(memory, job.device, is_enforced=limit.is_enforced, needs_room=tuner.needs_room),
         memory=memory,
         limit=limit,
+        patience=patience,
         emit=emit,
     )
 
@@ -295,6 +298,7 @@ def step_of(
         memory=place.memory,
         limit=place.limit,
         headroom=arguments.headroom,
+        patience=arguments.patience,
         clip_norm=arguments.clip_norm,
         noise_scale=noise_scale,
         emit=emit,
@@ -356,8 +360,10 @@ def validator_of(
         autocast=step.job.autocast,
         device=place.device,
         memory=place.memory,
+        limit=place.limit,
         limits=step.tuner.limits,  # the same object, for the limit moves while training goes on
-        is_enforced=place.limit.is_enforced,
+        patience=arguments.patience,
+        snapshot=step.transaction.snapshot,
         emit=emit,
         metrics=Metrics(metrics, step_model, of=of, autocast=step.job.autocast) if metrics else None,
     )

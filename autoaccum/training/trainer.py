@@ -18,6 +18,7 @@ from autoaccum.loss.functions import loss_function
 from autoaccum.loss.weighting import CountItems
 from autoaccum.memory import clock
 from autoaccum.memory.limit import MemoryLimit
+from autoaccum.memory.oom import insist, named
 from autoaccum.planning.budget import Budget
 from autoaccum.planning.plans import Plan
 from autoaccum.planning.schedules import Progress, Schedule, schedule_of
@@ -65,6 +66,7 @@ class Trainer:
         max_micro_batch: int | None = None,
         memory_limit: MemoryLimit = None,
         headroom: float = 0.05,
+        patience: float = 60.0,
         precision: Precision = "fp32",
         clip_norm: float | None = None,
         compile: bool = False,
@@ -92,14 +94,15 @@ class Trainer:
             model=model, data=data, effective_batch=effective_batch, loss_fn=loss_fn, training_step=training_step,
             num_items=num_items, optimizer=optimizer, lr=lr, lr_scheduler=lr_scheduler, lr_scaling=lr_scaling,
             base_batch=base_batch, epochs=epochs, steps=steps, samples=samples, micro_batch=micro_batch,
-            max_micro_batch=max_micro_batch, memory_limit=memory_limit, headroom=headroom, precision=precision,
-            clip_norm=clip_norm, compile=compile, device=device, ranks=ranks, seed=seed, shuffle=shuffle,
-            drop_last=drop_last, collate_fn=collate_fn, num_workers=num_workers, validation_data=validation_data,
-            validate_every=validate_every, metrics=metrics, run_dir=run_dir, checkpoint_every=checkpoint_every,
-            keep_checkpoints=keep_checkpoints, resume=resume, noise_scale=noise_scale, cache=cache, callbacks=callbacks,
-            progress=progress,
+            max_micro_batch=max_micro_batch, memory_limit=memory_limit, headroom=headroom, patience=patience,
+            precision=precision, clip_norm=clip_norm, compile=compile, device=device, ranks=ranks, seed=seed,
+            shuffle=shuffle, drop_last=drop_last, collate_fn=collate_fn, num_workers=num_workers,
+            validation_data=validation_data, validate_every=validate_every, metrics=metrics, run_dir=run_dir,
+            checkpoint_every=checkpoint_every, keep_checkpoints=keep_checkpoints, resume=resume,
+            noise_scale=noise_scale, cache=cache, callbacks=callbacks, progress=progress,
         )  # fmt: skip
-        self._set_up(given)
+        with named("the run was set up"):
+            self._set_up(given)
 
     def _set_up(self, arguments: FitArguments) -> None:
         """Check the arguments and make the parts of the run, in the order that the parts need."""
@@ -183,11 +186,12 @@ class Trainer:
     def fit(self) -> FitResult:
         """Train to the end of the budget, or until a callback or a signal ends the run after a window."""
         try:
-            if self._run_dir is not None:
-                self._directory, self._resumed = saving.open_directory(self, self._run_dir, self._arguments)
-                # The mark says which size was being tried, for larger ones are tried within a window.
-                self._step.meter.before_trial = self._directory.window_mark.enter
-            return self._fit()
+            with named("no window was being run"):
+                if self._run_dir is not None:
+                    self._directory, self._resumed = saving.open_directory(self, self._run_dir, self._arguments)
+                    # The mark says which size was being tried, for larger ones are tried within a window.
+                    self._step.meter.before_trial = self._directory.window_mark.enter
+                return self._fit()
         except BaseException as error:
             if self._directory is not None:  # else nothing on the disk would tell it from a run that goes on
                 self._directory.failed(self.step, error)
@@ -296,8 +300,7 @@ class Trainer:
             largest = max(plan) if plan else self._tuner.plan(window.num_samples, window.lengths)[0]
             self._directory.window_mark.enter(largest, window.lengths[0] if window.lengths else 1)
         gradient, replays = self._step.run(window, plan)
-        num_samples = sum(gradient.sizes)
-        self._pace.passed(num_samples)
+        self._pace.passed(num_samples := sum(gradient.sizes))
         lr = self._learning_rate.now(asked)  # that of this step, before the scheduler goes on
         with self._learning_rate.scaled(asked):
             stepped = self._step.apply(gradient)
@@ -315,9 +318,9 @@ class Trainer:
             num_samples=self.samples_seen,
             effective_batch=num_samples,
             micro_batches=gradient.sizes,
-            loss=gradient.loss.item(),
+            loss=insist(gradient.loss.item, "the loss was read"),
             lr=lr,
-            grad_norm=None if gradient.grad_norm is None else gradient.grad_norm.item(),
+            grad_norm=None if gradient.grad_norm is None else insist(gradient.grad_norm.item, "the norm was read"),
             seconds=now - self._mark,
             peak_bytes=self._step.meter.peak_bytes,
             limit_bytes=self._step.limit.bytes,
@@ -334,8 +337,7 @@ class Trainer:
             self._step.announce_if_not_finite(report.loss)
         if self._noise is not None and window.num_samples == asked and len(gradient.sizes) == 1:
             self._step.announcer.say_once(notices.no_noise(self.step, self._tuner.smallest))
-        lengths = window.lengths
-        if noise is not None and lengths is not None and lengths[0] != lengths[-1]:
+        if noise is not None and (lengths := window.lengths) is not None and lengths[0] != lengths[-1]:
             self._step.announcer.say_once(notices.NOISE_OF_SORTED)
         self._emit(report)
         if self._pace.is_spent:

@@ -23,7 +23,9 @@ from autoaccum.loss.reductions import Reduction, read, without_graph
 from autoaccum.loss.weighting import CountItems, count_items
 from autoaccum.memory import clock
 from autoaccum.memory.base import Memory
-from autoaccum.memory.oom import RAN_OUT, attempt, is_out_of_memory
+from autoaccum.memory.limit import Limit
+from autoaccum.memory.oom import RanOut, attempt, insist, is_out_of_memory
+from autoaccum.memory.waiting import Patience, Shortage
 from autoaccum.planning.attempts import Piece
 from autoaccum.planning.limits import Limits
 from autoaccum.planning.trials import Trials
@@ -91,8 +93,10 @@ class Validator:
         autocast: Autocast,
         device: torch.device,
         memory: Memory,
+        limit: Limit,
         limits: Limits,
-        is_enforced: bool,
+        patience: float,
+        snapshot: Snapshot,
         emit: Callable[[Event], None],
         metrics: Metrics | None = None,
     ) -> None:
@@ -108,8 +112,10 @@ class Validator:
             autocast: makes the context of each forward.
             device: where to compute.
             memory: of that device.
+            limit: what may be used of it.
             limits: what micro-batches may take: those of training, which move with it.
-            is_enforced: whether the device refuses what passes the limit; else nobody keeps it but us.
+            patience: seconds to wait for memory that others hold, before nothing fits.
+            snapshot: keeps the buffers of what is trained while a validation goes on.
             emit: takes the events.
             metrics: what else is reported.
         """
@@ -122,8 +128,11 @@ class Validator:
         self._autocast = autocast
         self._device = device
         self._memory = memory
+        self._limit = limit
         self._limits = limits
-        self._is_enforced = is_enforced
+        self._patience = patience
+        self._snapshot = snapshot
+        self._is_enforced = limit.is_enforced
         self._emit = emit
         # The ways that have not failed yet, of which the first is taken. Without one losses are averaged over samples.
         self._ways = [*([_LOSS_GRAPH] if of_outputs else []), _GRAPH_ALONE, _WHOLE_GRAPH]
@@ -140,6 +149,7 @@ class Validator:
         # One for each micro-batch, joined at the end: how they go together shows only when all are there.
         losses: list[tuple[int, float, Reduction]] = []
         num_samples = largest = 0
+        patience = Patience(self._limit, self._patience, self._emit, step=step, phase="validation")
         if self._metrics is not None:
             self._metrics.begin()
         with self._evaluating():
@@ -150,10 +160,8 @@ class Validator:
             # that are left are run in smaller pieces.
             while (window := reader.window(size(ceiling))) is not None:
                 for piece in self._trials.window(window.num_samples, ceiling):
-                    if (outcome := self._try(window, piece)) is None:
-                        self._emit(OutOfMemory(step=step, phase="validation", micro_batch=piece.size))
-                        if piece.size == 1:  # there is no smaller one; what it would have taken is not known
-                            raise self._nothing_fits(None)
+                    if isinstance(outcome := self._try(window, piece), Shortage):
+                        self._make_do(outcome, piece, patience)
                         continue
                     losses.append((piece.size, *outcome))
                     largest = max(largest, piece.size)
@@ -166,7 +174,7 @@ class Validator:
                 step=step,
                 epoch=epoch,
                 loss=loss,
-                metrics={} if self._metrics is None else self._metrics.read(),
+                metrics={} if self._metrics is None else insist(self._metrics.read, "the metrics were read"),
                 num_samples=num_samples,
                 micro_batch=largest,
                 seconds=clock.now() - started,
@@ -200,21 +208,40 @@ class Validator:
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        """Put all modules into eval mode; at its end put back their modes, and the random states."""
+        """Put all modules into eval mode; at its end put back their modes, their buffers, and the random states."""
         # Each module's own mode: layers may have been frozen in eval mode while the model trains.
         training = [(module, module.training) for module in self._modules]
-        states = randomness.get_state(self._device)
-        for module in self._modules:  # set and not called: train() is often overridden, to freeze layers
-            module.training = False
+        # An eval forward may write to buffers, to count its calls, say. Those of metrics are what these have come to.
+        self._snapshot.take()
         try:
+            for module in self._modules:  # set and not called: train() is often overridden, to freeze layers
+                module.training = False
             yield
         finally:
             for module, mode in training:
                 module.training = mode
-            randomness.set_state(states, self._device)
+            self._snapshot.restore()
 
-    def _try(self, window: Window, piece: Piece) -> tuple[float, Reduction] | None:
-        """Return the loss of a piece; None when memory ran out. What it took is learnt from."""
+    def _make_do(self, shortage: Shortage, piece: Piece, patience: Patience) -> None:
+        """Go on after a piece that memory did not do for, in smaller ones, or with the same once more.
+
+        Raises:
+            NothingFitsError: it was a single sample, and it is of no use to wait.
+        """
+        if not shortage.ran:
+            self._emit(OutOfMemory(step=patience.step, phase="validation", micro_batch=piece.size))
+        if piece.size > 1:
+            self._trials.ran_out(piece)
+        elif patience.may_pass(shortage):
+            self._limits.heed(self._limit.read())
+        elif shortage.ran:
+            raise self._nothing_fits(shortage.peak_bytes)
+        else:  # what it would have taken is not known
+            self._trials.ran_out(piece)
+            raise self._nothing_fits(None) from shortage.error
+
+    def _try(self, window: Window, piece: Piece) -> tuple[float, Reduction] | Shortage:
+        """Return the loss of a piece, or that memory did not do for it. What it took is learnt from."""
         # What the allocator holds without need is given back first: it would count in a trial's peak, and where nobody
         # else keeps the limit it would take the room of other pieces.
         if piece.is_trial or self._is_cluttered():
@@ -224,19 +251,20 @@ class Validator:
         if is_measured:
             self._memory.reset_peak()
         outcome = attempt(lambda: self._outcome(lambda: window.micro_batch(piece.start, piece.size), piece.size))
-        if outcome is RAN_OUT:
+        if isinstance(outcome, RanOut):
             gc.collect()  # a failed forward may have left reference cycles that hold tensors
+            peak_bytes = self._memory.peak()
             self._memory.release()
-            self._trials.ran_out(piece)
-            return None
+            return Shortage(micro_batch=piece.size, peak_bytes=peak_bytes, error=outcome.error)
         loss, sums = outcome
+        peak = self._memory.peak() if is_measured else None
+        if piece.size == 1 and peak is not None and peak > self._limits.limit_bytes:
+            self._memory.release()
+            return Shortage(micro_batch=1, peak_bytes=peak, error=self._nothing_fits(peak), ran=True)
         # Not sooner: what ran out of memory is run again, and would count twice.
         if self._metrics is not None:
             self._metrics.keep(sums)
-        peak_bytes = self._memory.peak() if is_measured else None
-        if piece.size == 1 and peak_bytes is not None and peak_bytes > self._limits.limit_bytes:
-            raise self._nothing_fits(peak_bytes)
-        if not self._trials.fitted(piece, peak_bytes):  # it ran all the same, so its loss counts
+        if not self._trials.fitted(piece, peak):  # it ran all the same, so its loss counts
             self._memory.release()
         return loss
 

@@ -18,9 +18,10 @@ import torch
 from torch import nn
 
 from autoaccum.data.batches import flatten
-from autoaccum.errors import Advice
+from autoaccum.errors import Advice, NothingFitsError
 from autoaccum.loss.functions import LossOf
 from autoaccum.memory.base import Memory
+from autoaccum.window.job import Job
 from autoaccum.window.optimizers import sparsely_trained
 from autoaccum.window.precision import Precision, autocast
 from autoaccum.window.tape import Entry, lists_of_blocks, most_held, no_trace, record
@@ -53,6 +54,36 @@ class Refused:
     """Bytes that may be used."""
     peak_bytes: int | None
     """The most bytes that were in use; None if that was not read."""
+
+
+def advised(
+    error: NothingFitsError, job: Job, batch: Callable[[int], Any], memory: Memory, limit_bytes: int
+) -> NothingFitsError:
+    """Return an error with what would make the smallest micro-batch of a job fit, and with the cause that it had.
+
+    Args:
+        error: what the job was refused with.
+        job: as it was run.
+        batch: (samples) -> the micro-batch.
+        memory: of the job's device.
+        limit_bytes: what may be used of it.
+    """
+    samples = error.micro_batch or 1
+    refused = Refused(
+        model=job.model,
+        modules=job.modules,
+        optimizer=job.optimizer,
+        loss_of=job.loss_of,
+        batch=lambda: batch(samples),
+        precision=job.precision,
+        device=job.device,
+        memory=memory,
+        limit_bytes=limit_bytes,
+        peak_bytes=error.peak_bytes,
+    )
+    found = error.advised(advise(refused))
+    found.__cause__ = error.__cause__
+    return found
 
 
 def advise(refused: Refused) -> tuple[Advice, ...]:

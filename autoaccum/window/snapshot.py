@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from autoaccum.data import randomness
+from autoaccum.memory.oom import insist
 
 
 class Snapshot:
@@ -31,7 +32,14 @@ class Snapshot:
         self._random: randomness.RandomState = ()
 
     def take(self) -> None:
-        """Remember the present state, in place of the one before, in the same memory where the buffers are the same."""
+        """Remember the present state, in place of the one before, in the same memory where the buffers are the same.
+
+        Raises:
+            MemoryLimitError: there is no memory for it; nothing but what was remembered has changed.
+        """
+        insist(self._take, "buffers were copied")
+
+    def _take(self) -> None:
         self._random = randomness.get_state(self._device)
         self._buffers = [(owner, dict(owner._buffers)) for owner in self._owners if owner._buffers]
         if self._buffers:
@@ -40,25 +48,34 @@ class Snapshot:
     @torch.no_grad()
     def _copy_buffers(self) -> None:
         """Copy every buffer, into the copy of the last time where there is one: this runs before every window."""
-        before, self._copies = self._copies, {}
+        before = self._copies
+        copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         stale = []  # copies to write again
         for _, buffers in self._buffers:
             for buffer in buffers.values():
                 # What a lazy layer has not built yet has no value. What is expanded shares its elements, so PyTorch
                 # lets nothing write through it.
-                if buffer is None or id(buffer) in self._copies or is_lazy(buffer) or is_expanded(buffer):
+                if buffer is None or id(buffer) in copies or is_lazy(buffer) or is_expanded(buffer):
                     continue
                 known = before.get(id(buffer))
                 if known is not None and known[1].shape == buffer.shape:
-                    self._copies[id(buffer)] = known
+                    copies[id(buffer)] = known
                     stale.append(known)
                 else:
-                    self._copies[id(buffer)] = (buffer, buffer.detach().clone())
+                    copies[id(buffer)] = (buffer, buffer.detach().clone())
         _copy([(copy, buffer) for buffer, copy in stale])
+        self._copies = copies
+
+    def restore(self) -> None:
+        """Put the remembered state back; it may be done again.
+
+        Raises:
+            MemoryLimitError: there is no memory for it.
+        """
+        insist(self._restore, "buffers were put back")
 
     @torch.no_grad()
-    def restore(self) -> None:
-        """Put the remembered state back; it may be done again."""
+    def _restore(self) -> None:
         randomness.set_state(self._random, self._device)
         before = {id(owner): buffers for owner, buffers in self._buffers}
         for owner in self._owners:

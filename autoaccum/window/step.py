@@ -12,20 +12,21 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from autoaccum._units import format_bytes
 from autoaccum.data.base import Window
-from autoaccum.errors import NonFiniteLossError, NothingFitsError
+from autoaccum.errors import NothingFitsError
 from autoaccum.events import Event, Notice, OutOfMemory, Planned, Replanned, StepSkipped
 from autoaccum.loss.conclusions import PLAIN_MEAN
 from autoaccum.memory import clock
 from autoaccum.memory.base import Memory
 from autoaccum.memory.limit import Limit
-from autoaccum.memory.oom import RAN_OUT, attempt
+from autoaccum.memory.oom import RanOut, attempt, without_frames
+from autoaccum.memory.waiting import Patience, Shortage
 from autoaccum.planning.attempts import Attempt, Piece
 from autoaccum.planning.costs import prediction_error
 from autoaccum.planning.cuts import Lengths, cut
 from autoaccum.planning.tuner import Tuner
-from autoaccum.window.advice import Refused, advise
+from autoaccum.window import notices
+from autoaccum.window.advice import advised
 from autoaccum.window.announcer import Announcer
 from autoaccum.window.gradient import Gradient
 from autoaccum.window.job import Job
@@ -35,12 +36,12 @@ from autoaccum.window.transaction import Repeat, Transaction
 
 
 class Failure(NamedTuple):
-    """An attempt that ran out of memory, in numbers alone: an exception would pin the tensors that must be freed."""
+    """An attempt that ran out of memory; it pins nothing of what must be freed."""
 
     piece: Piece
     """What was being run; where it was the window's end that failed, its size is that of the largest micro-batch."""
-    peak_bytes: int
-    """What was reached."""
+    shortage: Shortage
+    """What was reached, and the error."""
 
 
 class Examiner(Protocol):
@@ -79,6 +80,7 @@ class Step:
         meter: Meter,
         memory: Memory,
         limit: Limit,
+        patience: float,
         emit: Callable[[Event], None],
     ) -> None:
         """Set up.
@@ -91,6 +93,7 @@ class Step:
             meter: measures them.
             memory: of the device.
             limit: what may be used of it.
+            patience: seconds to wait for memory that others hold, before nothing fits.
             emit: takes the events.
         """
         # Plans are chosen by the tuner, run by the transaction and measured by the meter. None of these knows the other
@@ -107,6 +110,7 @@ class Step:
         self._is_examined = True  # until the examiner has seen a window that was cut
         self._stepper = Stepper(job.optimizer, memory, emit)
         self._memory = memory
+        self._patience = patience
         self._emit = emit
         # The time from which on memory is looked at again: a look may cost as much as a window of a tiny model.
         self._next_look = 0.0
@@ -124,8 +128,10 @@ class Step:
         Returns:
             the gradient, in ``.grad``; the number of replays, in each of which memory had run out.
 
+        Whatever it raises, an error of the user's code or Ctrl-C, the window is rolled back before.
+
         Raises:
-            NonFiniteLossError: the loss of the very first window is NaN or infinite; nothing is left of it.
+            NonFiniteLossError: the loss of the very first window is NaN or infinite.
             NothingFitsError: one sample does not fit; it says what would make it fit.
         """
         # A size of it has run out of memory in this run.
@@ -136,20 +142,32 @@ class Step:
         # What would help is measured, which takes memory: only after the handler, when nothing pins the window.
         try:
             gradient, replays = self._run(window, plan)
+            if not gradient.items:
+                self.announcer.say_once(notices.nothing_counts(self.number + 1))
             refused = None
         except NothingFitsError as error:
-            refused = error.with_traceback(None)  # whose frames hold what was computed of the window
+            refused = without_frames(error)  # which hold what was computed of the window
+        except BaseException:
+            self._break_off()
+            raise
+        self.transaction.commit()
         if refused is not None:
-            raise self._advised(refused, window)
-        if not gradient.items:
-            self.announcer.say_once(
-                Notice(
-                    cause=f"Nothing in window {self.number + 1} counts: every target is ignored, or num_items is 0",
-                    consequence="Such windows take no step, and their loss is nan",
-                    cure="Look at the targets if there should be some",
-                )
-            )
+            raise advised(refused, self.job, lambda size: window.micro_batch(0, size), self._memory, self.limit.bytes)
         return gradient, replays
+
+    def _break_off(self) -> None:
+        """Leave nothing of a window that an error, or Ctrl-C, has ended in its midst."""
+        if not self.transaction.is_open:
+            return
+        try:
+            self._roll_back()
+        except Exception:  # of a device that is broken nothing can be put back, as the error that is on its way says
+            pass
+        except BaseException:  # Ctrl-C once more
+            self._roll_back()
+            raise
+        finally:
+            self.transaction.commit()
 
     def _run(self, window: Window, plan: Sequence[int] | None) -> tuple[Gradient, int]:
         tuner, meter, lengths = self.tuner, self.meter, window.lengths
@@ -158,17 +176,19 @@ class Step:
         pieces = tuner.window(window.num_samples, lengths, plan)
         # A reading of the clock waits for the device: only windows whose time is wanted pay for that.
         started = meter.now() if pieces.is_timed else None
+        patience = None  # of this window; it begins when there is nothing smaller to try
         # The recovery is out here, where no exception is being handled: that would pin the frames of the failed
         # forward, and with them the very tensors that have to go.
         while not isinstance(outcome := self._try(pieces), Gradient):
             self._roll_back()
-            if isinstance(outcome, Failure):  # noqa: SIM108 (it has to be seen)
-                pieces = self._smaller(pieces, outcome)
+            if isinstance(outcome, Failure):
+                step = self.number + 1
+                patience = patience or Patience(self.limit, self._patience, self._emit, step=step, phase="training")
+                pieces = self._after(outcome, pieces, patience)
             else:
                 pieces = pieces.repeated(outcome.sizes)
         # The tuner hears of the window before anything is said of it, and so before a callback can raise.
         pieces.committed(outcome.sizes, None if started is None else meter.now() - started)
-        self.transaction.commit()
         # A window in one piece is what was asked for, whatever its loss does. Of plain means there is nothing to say,
         # once one that was cut has been looked at.
         if len(outcome.sizes) > 1 and (self._is_examined or outcome.conclusion is not PLAIN_MEAN):
@@ -187,10 +207,16 @@ class Step:
             self._examiner.begin_attempt()
         try:
             outcome = attempt(lambda: self._add_all(pieces))
-        except (NothingFitsError, NonFiniteLossError):  # said by numbers: a trial's peak, the loss; nothing has failed
-            self._roll_back()
-            raise
-        return Failure(self._piece, self.meter.peak()) if outcome is RAN_OUT else outcome
+        except NothingFitsError as error:  # said by a number, a trial's peak: nothing has failed
+            refused = without_frames(error)
+            shortage = Shortage(
+                micro_batch=self._piece.size, peak_bytes=refused.peak_bytes or 0, error=refused, ran=True
+            )
+            return Failure(self._piece, shortage)
+        if not isinstance(outcome, RanOut):
+            return outcome
+        shortage = Shortage(micro_batch=self._piece.size, peak_bytes=self.meter.peak(), error=outcome.error)
+        return Failure(self._piece, shortage)
 
     def _add_all(self, pieces: Attempt) -> Gradient | Repeat:
         """Accumulate: this is the loop that a training step is."""
@@ -212,16 +238,27 @@ class Step:
         self.transaction.roll_back()
         self.meter.release()
 
-    def _smaller(self, pieces: Attempt, failure: Failure) -> Attempt:
-        """Return a smaller attempt after one that ran out of memory.
+    def _after(self, failure: Failure, pieces: Attempt, patience: Patience) -> Attempt:
+        """Return the next attempt after one that ran out of memory: a smaller one, or the same once more.
 
         Raises:
-            NothingFitsError: there is none.
+            NothingFitsError: there is none, and it is of no use to wait.
         """
-        piece = failure.piece
-        # The limit is read anew: that it has fallen may be why there was not enough.
-        self._emit(OutOfMemory(step=self.number + 1, phase="training", micro_batch=piece.size))
-        smaller = pieces.ran_out(piece.size, piece.length, failure.peak_bytes, self.limit.now())
+        piece, shortage = failure
+        if not shortage.ran:
+            self._emit(OutOfMemory(step=self.number + 1, phase="training", micro_batch=piece.size))
+        # That of a window which is cut as small as it can be: where no micro-batch may have one sample, 5 are cut 3, 2.
+        smallest = cut(pieces.num_samples, 1, self.tuner.smallest)[0]
+        if piece.size <= smallest and patience.may_pass(shortage, self.tuner.limits.least_bytes):
+            self.tuner.limits.heed(self.limit.read())
+            return pieces.again()
+        if shortage.ran:
+            raise shortage.error
+        try:
+            # The limit is read anew: that it has fallen may be why there was not enough.
+            smaller = pieces.ran_out(piece.size, piece.length, shortage.peak_bytes, self.limit.now())
+        except NothingFitsError as error:
+            raise error from shortage.error
         self._replanned(smaller.replaced, smaller.sizes, "out of memory")
         return smaller
 
@@ -233,25 +270,6 @@ class Step:
         smaller = self.tuner.measured(sizes, lengths, peak_bytes)
         if smaller is not None:
             self._replanned(sizes, smaller, "over the memory limit")
-
-    def _advised(self, refused: NothingFitsError, window: Window) -> NothingFitsError:
-        """Add to an error what would make one sample fit."""
-        samples = refused.micro_batch or 1
-        advice = advise(
-            Refused(
-                model=self.job.model,
-                modules=self.job.modules,
-                optimizer=self.job.optimizer,
-                loss_of=self.job.loss_of,
-                batch=lambda: window.micro_batch(0, samples),
-                precision=self.job.precision,
-                device=self.job.device,
-                memory=self._memory,
-                limit_bytes=self.limit.bytes,
-                peak_bytes=refused.peak_bytes,
-            )
-        )
-        return refused.advised(advice)
 
     def apply(self, gradient: Gradient) -> bool:
         """Step the optimizer; return False when that was left out, for there was nothing to step on."""
@@ -286,14 +304,7 @@ class Step:
         elif tuner.search.is_on and not was_searching:
             self._growing_from = old  # the change is told when it is known to what
         if tuner.limits.least_bytes > self.limit.bytes:
-            self.announcer.say_once(
-                Notice(
-                    cause=f"The limit is {format_bytes(self.limit.bytes)} now, and the smallest micro-batch needs "
-                    f"{format_bytes(tuner.limits.least_bytes)}",
-                    consequence="Training goes on above the limit while the device lets it",
-                    cure="Allow more, or stop the run",
-                )
-            )
+            self.announcer.say_once(notices.above_limit(self.limit.bytes, tuner.limits.least_bytes))
         self._next_look = clock.now() + self._memory.reading_seconds
 
     def settle(self, num_samples: int, lengths: Lengths = None) -> None:
@@ -325,13 +336,7 @@ class Step:
         """
         tuner = self.tuner
         if micro_batch <= tuner.smallest:
-            self.announcer.say(
-                Notice(
-                    cause=f"The kernel killed the last process for its memory, in a micro-batch of {micro_batch}",
-                    consequence="None is smaller, so this one may end like that too",
-                    cure="Allow more memory, or train a smaller model",
-                )
-            )
+            self.announcer.say(notices.killed_at_the_smallest(micro_batch))
             return
         tuner.killed(micro_batch, length)
         old = cut(num_samples, min(micro_batch, num_samples))
@@ -363,13 +368,7 @@ class Step:
     def announce_if_not_finite(self, loss: float) -> None:
         """Say once that a loss after the first window, which was stepped on, is not finite."""
         if not math.isfinite(loss):
-            self.announcer.say_once(
-                Notice(
-                    cause=f"The loss of window {self.number} is {loss}",
-                    consequence="The step was taken, and the parameters may not be finite any more",
-                    cure="Lower lr, pass clip_norm, or look for log(0) or a division by 0 in the loss",
-                )
-            )
+            self.announcer.say_once(notices.not_finite(self.number, loss))
 
     # What outlives the process. The keys are those of the first version of the format.
 

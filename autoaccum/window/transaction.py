@@ -17,6 +17,7 @@ import gc
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from autoaccum.loss.reductions import Reduction, read, without_graph
 from autoaccum.loss.terms import Count
 from autoaccum.loss.weighting import Tally, by_user, counted_once
 from autoaccum.memory.devices import is_slow_to_read
+from autoaccum.memory.oom import insist
 from autoaccum.planning.attempts import Piece
 from autoaccum.planning.noise import Noise, Part, estimate
 from autoaccum.window import contributions
@@ -68,8 +70,9 @@ class Transaction:
         self.forward: Forward = self.plain_forward
         """How the loss of a micro-batch is computed; an examiner puts itself around it for the first windows."""
         self._gradients = Gradients(job.modules, job.optimizer)
-        self._snapshot = Snapshot(job.modules, job.device)
-        self._snapshot.take()  # so that its memory is there before the first window
+        self.snapshot = Snapshot(job.modules, job.device)
+        """The buffers and random states of the window's begin; between windows a validation keeps its own in it."""
+        self.snapshot.take()  # so that its memory is there before the first window
         self._seeds: dict[tuple[float, torch.dtype], torch.Tensor] = {}  # what backwards start from, by weight
         # Whether a loss with terms of parameters alone is a sum; None until a window has shown it.
         self._has_sums: bool | None = None
@@ -77,13 +80,16 @@ class Transaction:
         # items would be found too late: from the first such window on each count is read at once.
         self._is_deferred = is_slow_to_read(job.device)
         self._window: Window  # while one is open
+        self.is_open = False
+        """Whether there is a window to commit, or to roll back."""
         self._begin_anew()
 
     def begin(self, window: Window) -> None:
         """Begin a window: remember what it may change."""
         self._window = window
-        self._snapshot.take()
-        self._gradients.drop()
+        self._gradients.drop()  # of the window before: their memory may be what the copies need
+        self.snapshot.take()
+        self.is_open = True
         self._begin_anew(window.num_samples)
 
     def _begin_anew(self, num_samples: int = 0) -> None:
@@ -226,23 +232,33 @@ class Transaction:
         return tuple(parts), estimate(tuple(parts), (total * unit) * (total * unit))
 
     def commit(self) -> None:
-        """Give up the window and all that was kept to run it again."""
+        """Give up the window, whose end this is, and all that was kept to run it again."""
+        self.is_open = False
         del self._window
         # Even a loss is memory of the device, which the optimizer's step may need.
         self._losses, self._reductions, self._norms = [], [], {}
 
     def roll_back(self) -> None:
-        """Undo the window as if it had never run: gradients, buffers, random states, scaler. It may then run again."""
+        """Undo the window as if it had never run: gradients, buffers, random states, scaler. It may then run again.
+
+        It may be done twice, as where the first time was broken off.
+
+        Raises:
+            MemoryLimitError: memory ran out in this, too.
+        """
         self._begin_anew(self._num_samples)
         self._gradients.drop()
-        self._snapshot.restore()
+        self.snapshot.restore()
         if self.scaler is not None:
-            # The scale changes only after a step, but "already unscaled" must be forgotten: a scaler of the same
-            # state has not heard of it.
-            fresh = torch.amp.GradScaler(self._job.device.type)
-            fresh.load_state_dict(self.scaler.state_dict())
-            self.scaler = fresh
+            self.scaler = insist(partial(self._fresh, self.scaler), "a loss scale was read")
         gc.collect()  # a failed forward may have left reference cycles that hold tensors
+
+    def _fresh(self, scaler: torch.amp.GradScaler) -> torch.amp.GradScaler:
+        """Return a scaler of the same state."""
+        # The scale changes only after a step, but "already unscaled" must be forgotten: a new one has not heard of it.
+        fresh = torch.amp.GradScaler(self._job.device.type)
+        fresh.load_state_dict(scaler.state_dict())
+        return fresh
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was found out about the loss, and the loss scale."""

@@ -108,13 +108,12 @@ def clean(plans: tuple[tuple[int, ...], ...], device: str | None = "cpu") -> lis
     return _clean[plans, device]
 
 
-def check_replays(device: str | None, stride: int = 1) -> tuple[int, int, set[str]]:
-    """An OOM at operations of a run in turn: (replayed, inside the optimizer's step, operations outside)."""
+def check_replays(device: str | None, stride: int = 1) -> tuple[int, int]:
+    """An OOM at operations of a run in turn: (replayed, inside the optimizer's step)."""
     counting = trainer(6, device)
     with Operations() as operations:
         counting.fit()
     replayed, in_step = 0, 0
-    outside: set[str] = set()
     for operation in operations.every(stride):
         running = trainer(6, device)
         with oom_at(operation):
@@ -123,17 +122,17 @@ def check_replays(device: str | None, stride: int = 1) -> tuple[int, int, set[st
             except OptimizerOutOfMemoryError:
                 in_step += 1
                 continue
-            except torch.OutOfMemoryError as error:
-                outside.add(str(error).split()[-1])
-                continue
         plans = tuple(report.micro_batches for report in result.history)
         assert [sum(plan) for plan in plans] == [12, 11, 12, 11]
-        (failed,) = (event for event in result.events if isinstance(event, OutOfMemory))
-        assert sum(report.replays for report in result.history) == (failed.phase == "training")
+        # Outside of windows, where a snapshot is taken, and in a step that had written nothing, the same is done again.
+        failed = [event for event in result.events if isinstance(event, OutOfMemory)]
+        replays = sum(report.replays for report in result.history)
+        assert replays == sum(event.phase == "training" for event in failed)
+        assert len(failed) <= 1
         assert same(state_of(result), clean(plans, device)), f"operation {operation} left a mark"
-        replayed += 1
+        replayed += replays
     print(f"{replayed} faults injected and replayed, {in_step} in the optimizer, {len(operations.names)} operations")
-    return replayed, in_step, outside
+    return replayed, in_step
 
 
 class TestReplay:
@@ -142,17 +141,9 @@ class TestReplay:
     @strides(23)
     def test_oom_at_every_operation(self, stride: int) -> None:
         """Each run is bit-identical to one that used the smaller plan from that window on and met no OOM."""
-        replayed, in_step, outside = check_replays("cpu", stride)
+        replayed, in_step = check_replays("cpu", stride)
         assert replayed * stride > 550
         assert in_step == (16 if stride == 1 else in_step)
-        # Outside of windows: an epoch's order on the host, and what writes to, or reads, memory that is there already.
-        expected = {
-            "aten.randperm.generator.",
-            "aten._foreach_copy_.default.",
-            "aten._local_scalar_dense.default.",
-        }
-        assert outside <= expected
-        assert stride > 1 or outside == expected
 
     @pytest.mark.parametrize("operations", [(30, 32), (30, 60), (30, 200)])
     def test_two_in_one_run(self, operations: tuple[int, int]) -> None:

@@ -168,7 +168,6 @@ class Sweep:
     tried: int = 0
     replayed: int = 0
     in_step: int = 0
-    outside: set[str] = field(default_factory=set)
     plans: set[Plans] = field(default_factory=set)
     clean: dict[Plans, tuple[list[torch.Tensor], list[Any], Any]] = field(default_factory=dict)
 
@@ -198,22 +197,21 @@ class Sweep:
             except OptimizerOutOfMemoryError:
                 self.in_step += 1
                 return
-            except torch.OutOfMemoryError as error:
-                self.outside.add(str(error).split()[-1])
-                return
         reports = [record for record in records if isinstance(record, StepReport)]
         assert reports == list(result.history)
         assert [report.effective_batch for report in reports] == self.windows
-        (failed,) = (record for record in records if isinstance(record, OutOfMemory))
-        # A step that had written nothing is tried again; everything else is a window that is replayed.
-        assert sum(report.replays for report in reports) == (failed.phase == "training")
+        # Outside of windows, where a snapshot is taken, and in a step that had written nothing, the same is done again.
+        failed = [record for record in records if isinstance(record, OutOfMemory)]
+        replays = sum(report.replays for report in reports)
+        assert replays == sum(record.phase == "training" for record in failed)
+        assert len(failed) <= 1
         plans = tuple(report.micro_batches for report in reports)
         state, reported, scaler = self.without_fault(plans)
         assert seen(result) == reported, f"operation {operation} is to be seen"
         assert same(state_of(result), state), f"operation {operation} left a mark"
         assert scaler_state(running) == scaler, f"operation {operation} left a mark on the scaler"
         self.plans.add(plans)
-        self.replayed += 1
+        self.replayed += replays
 
     def without_fault(self, plans: Plans) -> tuple[list[torch.Tensor], list[Any], Any]:
         if plans not in self.clean:
@@ -222,10 +220,6 @@ class Sweep:
             assert sum(report.replays for report in result.history) == 0
             self.clean[plans] = state_of(result), seen(result), scaler_state(running)
         return self.clean[plans]
-
-
-# Outside of windows: the order of an epoch, and what writes to, or reads, memory that is there already.
-OUTSIDE = {"aten.randperm.generator.", "aten._foreach_copy_.default.", "aten._local_scalar_dense.default."}
 
 
 class TestEveryOperation:
@@ -259,8 +253,7 @@ class TestEveryOperation:
         )
         assert sweep.replayed * stride > least
         assert sweep.in_step > 0
-        assert sweep.outside <= OUTSIDE
-        assert sweep.tried - sweep.replayed - sweep.in_step < 20
+        assert sweep.tried - sweep.replayed - sweep.in_step < 30
         assert {len(plan) for plan, _ in sweep.plans} >= {2, CASES[name]["effective_batch"] // 2}
 
 
@@ -353,7 +346,6 @@ class TestLossScale:
         scales = [(scaler["scale"], scaler["_growth_tracker"]) for _, _, scaler in sweep.clean.values()]
         assert scales == [(2.0**15, 2)] * len(sweep.plans)
         assert sweep.replayed * stride > 200
-        assert sweep.outside <= OUTSIDE
 
 
 class TestOptimizer:
@@ -409,7 +401,6 @@ class TestOptimizer:
         print(f"{sweep.replayed} faults injected and replayed, {sweep.in_step} in the optimizer")
         assert sweep.replayed * stride > 100
         assert sweep.in_step * stride > 3 * 4
-        assert sweep.outside <= OUTSIDE
 
     @all_but_lazy
     def test_an_oom_while_its_state_is_allocated_can_be_mended(self, make: Any) -> None:
@@ -654,7 +645,7 @@ class TestWhereItHappens:
     def test_with_one_sample_there_is_no_smaller_plan(self) -> None:
         """What is there then, the window that did not fit left out, is good to go on from."""
         with simulated_memory("64MiB"):
-            trainer = remembering(Step(*range(3, 100)))
+            trainer = remembering(Step(*range(3, 100)), patience=0)
             with pytest.raises(NothingFitsError, match="training: a micro-batch of 1") as caught:
                 trainer.fit()
         error = caught.value
@@ -741,22 +732,13 @@ class TestValidation:
         with oom_at(None) as counter:
             clean = trainer.fit()
         expected = validated(clean)
-        replayed, nothing_fits = 0, 0
-        refused, outside = set(), set()
+        replayed = 0
         for operation in range(spans[0] + 1, spans[1] + 1):
             trainer = make()
-            try:
-                with oom_at(operation):
-                    result = trainer.fit()
-            except NothingFitsError as error:
-                refused.add((error.phase, error.micro_batch, trainer.step))
-                nothing_fits += 1
-                continue
-            except torch.OutOfMemoryError as error:
-                outside.add(str(error).split()[-1])
-                continue
-            (event,) = [event for event in result.events if isinstance(event, OutOfMemory)]
-            assert (event.phase, event.step) == ("validation", 2)
+            with oom_at(operation):
+                result = trainer.fit()
+            failed = [(event.phase, event.step) for event in result.events if isinstance(event, OutOfMemory)]
+            assert failed in ([("validation", 2)], [])
             assert seen(result) == seen(clean)
             assert same(state_of(result), state_of(clean)), f"operation {operation} left a mark"
             assert result.plan == clean.plan
@@ -765,13 +747,9 @@ class TestValidation:
             assert [record.loss for record in found] == pytest.approx([e.loss for e in expected], rel=1e-12)
             assert [record.metrics for record in found] == [e.metrics for e in expected]
             assert [record.num_samples for record in found] == [7, 7]
-            replayed += 1
-        print(f"{replayed} faults injected into validation, {nothing_fits} with one sample, outside: {outside}")
-        assert replayed > 20
-        assert nothing_fits > 5
-        assert refused == {("validation", 1, 2)}
-        # The order of the samples; and the number that metrics come to, which allocates nothing.
-        assert outside <= {"aten.arange.default.", "aten._local_scalar_dense.default."}
+            replayed += len(failed)
+        print(f"{replayed} faults injected into validation, that of its first sample among them")
+        assert replayed > 25
 
 
 class Augmented(torch.utils.data.Dataset[Any]):

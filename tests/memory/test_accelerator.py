@@ -283,3 +283,13 @@ class TestOnADevice:
             assert memory.strained() is None
         finally:
             module.set_per_process_memory_fraction(1.0, device)
+
+
+def test_what_others_hold_could_be_had_up_to_the_share_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = FakeAccelerator(monkeypatch)
+    device.hold(allocated=100, cached=0)
+    device.others = 700 * MIB
+    memory = AcceleratorMemory(CUDA)
+    assert (memory.limit(), memory.capacity()) == (300 * MIB, 1000 * MIB)
+    device.fraction = 0.5
+    assert (memory.limit(), memory.capacity()) == (300 * MIB, 500 * MIB)

@@ -55,7 +55,7 @@ class Host:
 
 @pytest.fixture
 def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1000 * MIB))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1000 * MIB, total=4000 * MIB))
     if sys.platform != "win32":
         import resource
 
@@ -308,3 +308,21 @@ print(memory.limit() - memory.used())
 def test_a_real_resource_limit_is_seen() -> None:
     child = subprocess.run([sys.executable, "-c", CHILD], capture_output=True, text=True, check=True)
     assert 90 * MIB < int(child.stdout) <= 100 * MIB
+
+
+def test_what_others_hold_could_be_had_up_to_the_tightest_limit_on_all(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert host.memory.capacity() == 4000 * MIB
+    (host.proc / "meminfo").write_text(f"MemTotal: {3000 * 1024} kB\nMemAvailable: {500 * 1024} kB\n")
+    assert host.memory.capacity() == 3000 * MIB
+    host.set_groups("0::/job")
+    host.write("job", memory__max=2000 * MIB, memory__current=1900 * MIB)
+    assert host.memory.capacity() == 2000 * MIB, "others in the group may give back what they use"
+    assert host.memory.limit() == 200 * MIB
+    if sys.platform != "win32":
+        import resource
+
+        monkeypatch.setattr(resource, "getrlimit", lambda which: (300 * MIB, 300 * MIB))
+        assert host.memory.capacity() < 500 * MIB, "a process's own limit is given back by nobody"
+        assert host.memory.capacity() >= host.memory.limit()

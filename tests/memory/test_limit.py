@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from autoaccum.errors import ArgumentError, ArgumentTypeError
+from autoaccum.memory.devices import memory_of
 from autoaccum.memory.limit import Limit, memory_limit_bytes
+from autoaccum.testing import simulated_memory
 
 GIB = 2**30
 
@@ -96,3 +99,15 @@ def test_a_limit_is_what_it_was_when_it_was_last_read() -> None:
 def test_only_the_device_s_own_limit_is_enforced(memory_limit: Any, enforced: bool, expected: bool) -> None:
     memory: Any = Told(1000, enforced=enforced)
     assert Limit(memory, memory_limit).is_enforced is expected
+
+
+def test_the_most_that_it_may_come_to() -> None:
+    """A number stays below what others may give back; a function may return anything some day."""
+    with simulated_memory(1000) as device:
+        memory = memory_of(torch.device("cpu"))
+        plain, fixed, moving = Limit(memory), Limit(memory, 600), Limit(memory, lambda: 10)
+        device.limit = 500  # as if others took the rest
+        assert [limit.now() for limit in (plain, fixed, moving)] == [500, 500, 10]
+        assert [limit.most() for limit in (plain, fixed, moving)] == [1000, 600, 1000]
+        device.limit = 2000
+        assert [limit.most() for limit in (plain, fixed, moving)] == [2000, 600, 2000]

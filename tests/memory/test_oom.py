@@ -4,15 +4,16 @@ import gc
 import subprocess
 import sys
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from autoaccum.errors import LimitBelowModelError
+from autoaccum.errors import DataError, LimitBelowModelError, MemoryLimitError, NothingFitsError
 from autoaccum.memory.devices import memory_of
-from autoaccum.memory.oom import RAN_OUT, attempt, is_out_of_memory, room_for_model
+from autoaccum.memory.oom import RanOut, asked_bytes, attempt, insist, is_out_of_memory, named, room_for_model
 from autoaccum.testing import simulated_memory
 from tests.processes import in_turn
 
@@ -118,9 +119,9 @@ def test_real_errors_of_a_wrong_shape_and_a_wrong_type_are_not_taken_for_one() -
 
 CHILD = """
 import re, resource, torch
-from autoaccum.errors import LimitBelowModelError
+from autoaccum.errors import DataError, LimitBelowModelError, MemoryLimitError, NothingFitsError
 from autoaccum.memory.devices import memory_of
-from autoaccum.memory.oom import is_out_of_memory, room_for_model
+from autoaccum.memory.oom import RanOut, asked_bytes, attempt, insist, is_out_of_memory, named, room_for_model
 from autoaccum.testing import simulated_memory
 
 torch.set_num_threads(1)
@@ -189,7 +190,7 @@ class TestAttempt:
         def fails() -> None:
             raise error
 
-        assert attempt(fails) is RAN_OUT
+        assert isinstance(attempt(fails), RanOut)
 
     @pytest.mark.parametrize("error", [ValueError("no"), RuntimeError("of shapes"), KeyboardInterrupt()], ids=repr)
     def test_other_errors_come_through_as_they_are(self, error: BaseException) -> None:
@@ -211,7 +212,184 @@ class TestAttempt:
 
         gc.disable()
         try:
-            assert attempt(fails) is RAN_OUT
+            assert isinstance(attempt(fails), RanOut)
             assert references[0]() is None
         finally:
             gc.enable()
+
+
+def raised(function: Callable[[], Any]) -> Exception:
+    try:
+        function()
+    except Exception as error:
+        return error
+    raise AssertionError
+
+
+class TestWhoseItIs:
+    """A user's own error is told from one of memory: by who raised it, and from what."""
+
+    QUOTED = "step 5 failed before: CUDA out of memory. Tried to allocate 2.00 GiB"
+
+    def test_an_error_of_ones_own_may_quote_one(self) -> None:
+        def mine() -> None:
+            raise RuntimeError(self.QUOTED)
+
+        assert not is_out_of_memory(raised(mine))
+
+    @pytest.mark.parametrize("text", OUT_OF_MEMORY)
+    def test_one_that_begins_with_the_words_passes_them_on(self, text: str) -> None:
+        def passed_on() -> None:
+            raise RuntimeError(text)
+
+        assert is_out_of_memory(raised(passed_on)) is not text.startswith("backend=")
+
+    def test_pytorch_s_own_code_has_words_around_them(self) -> None:
+        code = compile(f"def f():\n    raise RuntimeError({self.QUOTED!r})", "f", "exec")
+        module: dict[str, Any] = {"__name__": "torch._dynamo.output_graph"}
+        exec(code, module)
+        assert is_out_of_memory(raised(module["f"]))
+
+    def test_what_was_raised_from_one_is_one(self) -> None:
+        def wrapped() -> None:
+            try:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            except torch.OutOfMemoryError as error:
+                raise KeyError("batch too large") from error
+
+        def while_handled() -> None:
+            try:
+                raise MemoryError
+            except MemoryError:
+                {}["the handler's own"]
+
+        def hidden() -> None:
+            try:
+                raise MemoryError
+            except MemoryError:
+                raise KeyError("on purpose") from None
+
+        def interrupted() -> None:
+            try:
+                raise MemoryError
+            except MemoryError:
+                raise KeyboardInterrupt from None
+
+        assert is_out_of_memory(raised(wrapped))
+        assert is_out_of_memory(raised(while_handled))
+        assert not is_out_of_memory(raised(hidden))
+        with pytest.raises(KeyboardInterrupt) as stopped:
+            interrupted()
+        assert not is_out_of_memory(stopped.value)
+
+    def test_what_is_handled_further_out_is_no_reason(self) -> None:
+        """Training may be what somebody does after running out of memory."""
+
+        def fails() -> None:
+            raise ValueError("a bug")
+
+        try:
+            raise MemoryError
+        except MemoryError:
+            error = raised(fails)
+        assert isinstance(error.__context__, MemoryError)
+        assert not is_out_of_memory(error)
+
+    def test_errors_of_this_package_say_what_they_mean(self) -> None:
+        error = DataError("iterating ran out of memory")
+        error.__cause__ = MemoryError()
+        assert not is_out_of_memory(error)
+        later = ValueError("while that was handled")
+        later.__cause__ = error
+        assert not is_out_of_memory(later)
+
+    def test_a_ring_has_an_end(self) -> None:
+        first, second = ValueError("a"), ValueError("b")
+        first.__cause__, second.__cause__ = second, first
+        assert not is_out_of_memory(first)
+
+
+@pytest.mark.parametrize(
+    ("text", "asked"),
+    [
+        (OUT_OF_MEMORY[0], 2 << 30),
+        ("Simulated device out of memory. Tried to allocate 4.00 KiB (4097 bytes). The device has (8 bytes)", 4097),
+        ("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8589934592 bytes. Error code 12", 8 << 30),
+        ("Unable to allocate 1.50 MiB for an array with shape (3,)", 3 << 19),
+        ("CUDA out of memory.", None),
+    ],
+)
+def test_how_much_was_asked_for(text: str, asked: int | None) -> None:
+    assert asked_bytes(RuntimeError(text)) == asked
+    wrapped = ValueError("mine")
+    wrapped.__cause__ = RuntimeError(text)
+    assert asked_bytes(wrapped) == asked
+
+
+def test_a_cause_is_kept_and_pins_nothing() -> None:
+    references: list[weakref.ref[torch.Tensor]] = []
+
+    def fails() -> None:
+        outputs = torch.ones(3)
+        references.append(weakref.ref(outputs))
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    def wraps() -> None:
+        try:
+            fails()
+        except torch.OutOfMemoryError as error:
+            raise ValueError("mine") from error
+
+    gc.disable()
+    try:
+        outcome = attempt(wraps)
+        assert isinstance(outcome, RanOut)
+        assert str(outcome.error) == "mine"
+        assert isinstance(outcome.error.__cause__, torch.OutOfMemoryError)
+        assert outcome.error.__traceback__ is outcome.error.__cause__.__traceback__ is None
+        assert references[0]() is None
+    finally:
+        gc.enable()
+
+
+class TestInsist:
+    @pytest.mark.parametrize("failures", [0, 1, 2])
+    def test_what_may_be_done_again_is(self, failures: int) -> None:
+        calls = []
+
+        def fails_at_first() -> int:
+            calls.append(0)
+            if len(calls) <= failures:
+                raise MemoryError
+            return 7
+
+        assert insist(fails_at_first, "counting") == 7
+        assert len(calls) == failures + 1
+
+    def test_and_in_the_end_the_error_says_what_was_done(self) -> None:
+        def fails() -> None:
+            raise MemoryError("host")
+
+        with pytest.raises(MemoryLimitError, match="memory ran out while counting") as caught:
+            insist(fails, "counting")
+        assert str(caught.value.__cause__) == "host"
+
+    def test_other_errors_come_through_at_once(self) -> None:
+        calls = []
+
+        def fails() -> None:
+            calls.append(0)
+            raise KeyError
+
+        with pytest.raises(KeyError):
+            insist(fails, "counting")
+        assert len(calls) == 1
+
+
+def test_named_gives_an_error_a_type_and_keeps_where_it_was() -> None:
+    with pytest.raises(MemoryLimitError, match="while nothing ran") as caught, named("nothing ran"):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+    assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
+    assert caught.value.__cause__.__traceback__ is not None
+    with pytest.raises(NothingFitsError), named("nothing ran"):
+        raise NothingFitsError(phase="training", micro_batch=1, peak_bytes=None, limit_bytes=None)

@@ -16,6 +16,7 @@ from autoaccum.events import (
     Saved,
     StepSkipped,
     Validated,
+    Waiting,
 )
 from autoaccum.reporting.lines import Narrator, counted, is_scheduled, line, state_text
 from autoaccum.testing import manual_clock
@@ -33,6 +34,14 @@ LINES: dict[Any, str | None] = {
     Validated(
         step=2, epoch=1, loss=0.25, metrics={"accuracy": 0.953, "f1": 1 / 3}, num_samples=5, micro_batch=3, seconds=1.0
     ): "epoch 1: validation loss 0.2500, accuracy 0.953, f1 0.3333",
+    Waiting(step=2, phase="training", micro_batch=1, needed_bytes=2**30, limit_bytes=2**29, seconds=60.0): (
+        "step 2: out of memory at a micro-batch of 1, the smallest: waiting for up to 60 s; it needs 1.00 GiB or more, "
+        "and 512.00 MiB may be used"
+    ),
+    Waiting(step=2, phase="validation", micro_batch=1, needed_bytes=2, limit_bytes=1, seconds=0.5): (
+        "step 2: out of memory in validation at a micro-batch of 1, the smallest: waiting for up to 0.5 s; it needs 2 B "
+        "or more, and 1 B may be used"
+    ),
     StepSkipped(step=3, reason="overflow"): "step 3: skipped, for overflow",
     Notice(cause="A", consequence="B", cure="C"): "A. B. C.",
     Saved(step=3, path="a/b", seconds=0.25): "step 3: saved a/b in 0.25 s",

@@ -39,6 +39,7 @@ EVERY: tuple[Record, ...] = (
     Saved(step=3, path="a/b", seconds=0.25),
     Resumed(step=3, num_samples=24, checkpoint="a/b"),
     Finished(step=3, reason="budget"),
+    autoaccum.events.Waiting(step=2, phase="training", micro_batch=1, needed_bytes=3, limit_bytes=2, seconds=60.0),
 )
 
 

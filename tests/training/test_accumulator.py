@@ -203,7 +203,7 @@ class TestReplay:
                 raise torch.OutOfMemoryError("CUDA out of memory.")
             return loss
 
-        accumulator = Accumulator(model, optimizer, training_step=step, micro_batch=4)
+        accumulator = Accumulator(model, optimizer, training_step=step, micro_batch=4, patience=0)
         accumulator.step(classes(8))
         before = state_of(model, optimizer)
         failing["now"] = True

@@ -366,7 +366,7 @@ class TestMemory:
             raise torch.OutOfMemoryError("CUDA out of memory.")
 
         with pytest.raises(NothingFitsError, match="validation: a micro-batch of 1"):
-            fit(metrics={"x": metric})
+            fit(metrics={"x": metric}, patience=0)
 
     def test_what_they_need_is_in_what_is_learnt(self) -> None:
         """Values of 30,000 bytes a sample, beside outputs of twelve."""

@@ -557,7 +557,7 @@ class TestValidation:
                 return self.net(inputs)  # type: ignore[no-any-return]
 
         with pytest.raises(NothingFitsError, match="validation: a micro-batch of 1"):
-            fit(Never(), validation_data=classes(11))
+            fit(Never(), validation_data=classes(11), patience=0)
 
 
 class TestEnd:

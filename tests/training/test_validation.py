@@ -21,11 +21,14 @@ from autoaccum.errors import NothingFitsError
 from autoaccum.events import Event, Notice, OutOfMemory, Validated
 from autoaccum.loss.functions import loss_function
 from autoaccum.memory.devices import memory_of
+from autoaccum.memory.limit import Limit
 from autoaccum.planning.limits import Limits
 from autoaccum.testing import simulated_memory
 from autoaccum.training.validation import Validator
 from autoaccum.window.precision import autocast
+from autoaccum.window.snapshot import Snapshot
 from tests.models import classes, mlp, noisy, same, state_of, wide
+from tests.window.making import Within
 
 CPU = torch.device("cpu")
 IGNORED = -100
@@ -41,13 +44,17 @@ def validator(model: nn.Module, data: Any, **options: Any) -> tuple[Validator, l
         "autocast": nullcontext,
         "device": CPU,
         "memory": memory_of(CPU),
-        "is_enforced": False,
+        "patience": 0.0,
+        "snapshot": Snapshot([model], CPU),
         "emit": events.append,
     }
     limits = Limits(options.pop("limit_bytes", 2**60), headroom=0.0)
     limits.target_bytes = options.pop("target_bytes", 2**60)
     source = open_source(data, seed=0, shuffle=False, device=CPU)
-    return Validator(model, [model], source, limits=limits, **{**arguments, **options}), events
+    given = {**arguments, **options}
+    # A limit below the device's own, so that nobody but us keeps it.
+    given.setdefault("limit", Limit(Within(given["memory"], 2**60 + 1), limits.limit_bytes))
+    return Validator(model, [model], source, limits=limits, **given), events
 
 
 def validated(model: nn.Module, data: Any, micro_batch: int = 4, **options: Any) -> Validated:
@@ -275,7 +282,9 @@ class TestMemory:
         with pytest.raises(NothingFitsError, match="validation: a micro-batch of 1") as caught:
             run.run(1, 0, 2)
         assert (caught.value.micro_batch, caught.value.limit_bytes) == (1, 2**60)
-        assert [event.micro_batch for event in events if isinstance(event, OutOfMemory)] == [1]
+        assert [event.micro_batch for event in events if isinstance(event, OutOfMemory)] == [1, 1, 1]
+        assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
+        assert caught.value.__cause__.__traceback__ is None
 
     def test_keeps_a_limit_that_nobody_else_keeps(self) -> None:
         """Samples 30 times as large as training's: the pass begins small, and no size is kept that passes the target."""

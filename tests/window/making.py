@@ -51,6 +51,7 @@ def step_of(
     full_window: int | None = 8,
     micro_batch: int | None = 4,
     headroom: float = 0.05,
+    patience: float = 0.0,
     clip_norm: float | None = None,
     noise_scale: bool = False,
 ) -> Step:
@@ -73,6 +74,7 @@ def step_of(
         memory=memory,
         limit=Limit(Within(memory, ENDLESS), limit_now),  # type: ignore[arg-type]
         headroom=headroom,
+        patience=patience,
         clip_norm=clip_norm,
         emit=emit,
         noise_scale=noise_scale,

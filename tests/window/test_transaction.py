@@ -328,7 +328,7 @@ class TestNoise:
         made = self.step()
         with Operations() as operations:
             self.train(made, windows)
-        replayed, outside = 0, set()
+        replayed = 0
         for operation in operations.every(stride, offset=4):
             made = self.step()
             with oom_at(operation):
@@ -336,21 +336,17 @@ class TestNoise:
                     gradients, replays, state = self.train(made, windows)
                 except OptimizerOutOfMemoryError:
                     continue
-                except torch.OutOfMemoryError as error:
-                    outside.add(str(error).split()[-1])
-                    continue
             plans = tuple(gradient.sizes for gradient in gradients)
             if plans not in clean:
                 clean[plans] = self.train(self.step(), windows, plans)
             expected, _, expected_state = clean[plans]
-            assert replays == 1
+            assert replays <= 1  # none where it was copying buffers, which is simply done again
             assert [g.parts for g in gradients] == [g.parts for g in expected], f"operation {operation}"
             assert [g.noise for g in gradients] == [g.noise for g in expected]
             assert all(g.noise is not None for g in gradients)
             assert same(state, expected_state)
             replayed += 1
         assert replayed * stride > 300
-        assert outside == {"aten._foreach_copy_.default."}
 
     def test_an_oom_at_any_operation_leaves_no_memory_held(self) -> None:
         """What was set aside goes with the attempt that failed."""

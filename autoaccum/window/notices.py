@@ -1,0 +1,43 @@
+"""The words of a step for what its user should know: cause, consequence and cure."""
+
+from __future__ import annotations
+
+from autoaccum._units import format_bytes
+from autoaccum.events import Notice
+
+
+def nothing_counts(step: int) -> Notice:
+    """Say that a window has no item to learn from."""
+    return Notice(
+        cause=f"Nothing in window {step} counts: every target is ignored, or num_items is 0",
+        consequence="Such windows take no step, and their loss is nan",
+        cure="Look at the targets if there should be some",
+    )
+
+
+def above_limit(limit_bytes: int, least_bytes: int) -> Notice:
+    """Say that the limit has fallen below what the smallest micro-batch needs, which goes on all the same."""
+    return Notice(
+        cause=f"The limit is {format_bytes(limit_bytes)} now, and the smallest micro-batch needs "
+        f"{format_bytes(least_bytes)}",
+        consequence="Training goes on above the limit while the device lets it",
+        cure="Allow more, or stop the run",
+    )
+
+
+def killed_at_the_smallest(micro_batch: int) -> Notice:
+    """Say that the last process was killed in a micro-batch than which none is smaller."""
+    return Notice(
+        cause=f"The kernel killed the last process for its memory, in a micro-batch of {micro_batch}",
+        consequence="None is smaller, so this one may end like that too",
+        cure="Allow more memory, or train a smaller model",
+    )
+
+
+def not_finite(step: int, loss: float) -> Notice:
+    """Say that a loss after the first window is not finite."""
+    return Notice(
+        cause=f"The loss of window {step} is {loss}",
+        consequence="The step was taken, and the parameters may not be finite any more",
+        cure="Lower lr, pass clip_norm, or look for log(0) or a division by 0 in the loss",
+    )
