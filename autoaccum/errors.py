@@ -51,7 +51,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autoaccum._units import format_bytes
+from autoaccum._units import format_bytes, shown
 
 
 class AutoaccumError(Exception):
@@ -84,7 +84,7 @@ class ArgumentError(AutoaccumError, ValueError):
         self.argument = argument
         self.value = value
         self.accepted = accepted
-        super().__init__(f"{argument}={value!r}: expected {accepted}.{' ' if cure else ''}{cure}")
+        super().__init__(f"{argument}={shown(value)}: expected {accepted}.{' ' if cure else ''}{cure}")
 
 
 class ArgumentTypeError(ArgumentError, TypeError):

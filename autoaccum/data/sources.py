@@ -66,13 +66,15 @@ def open_source(
     # An IterableDataset is a Dataset too, by PyTorch's classes, without indices: it comes first.
     if isinstance(data, IterableDataset):
         stream: Any = DataLoader(data, batch_size=None, num_workers=num_workers) if num_workers else data
-        return StreamSource(stream, collate=collate_fn or default_collate, seed=seed, device=device)
+        return StreamSource(stream, collate=collate_fn or default_collate, seed=seed, device=device, argument=argument)
     # Tensors with a row for each sample, though a tuple and a mapping have indices and a length as a dataset has.
     if isinstance(data, torch.Tensor | tuple | Mapping):
         if collate_fn is not None:
             cure = "Tensors are batches already; wrap them in a Dataset to have a collate_fn called on their samples."
             raise ConflictingArgumentsError("collate_fn", collate_fn, f"tensors as {argument}", cure)
-        order = _plain_order(batches.num_samples(data), seed, shuffle, argument)
+        if not isinstance(data, torch.Tensor) and not len(data):
+            raise EmptyDatasetError(argument, f"it is an empty {type(data).__name__}.")
+        order = _plain_order(batches.num_samples(data, argument), seed, shuffle, argument)
         return TensorSource(data, order=order, device=device)
     if isinstance(data, Dataset) or _is_dataset(data):
         return _open_dataset(
@@ -92,7 +94,7 @@ def open_source(
             raise ConflictingArgumentsError("collate_fn", collate_fn, f"an iterable as {argument}", cure)
         if isinstance(data, list) and not data:
             raise EmptyDatasetError(argument, "it is an empty list.")
-        return StreamSource(data, collate=None, seed=seed, device=device)
+        return StreamSource(data, collate=None, seed=seed, device=device, argument=argument)
     raise ArgumentTypeError(
         argument,
         data,
@@ -107,10 +109,12 @@ def _open_loader(
     """Open a DataLoader: its parts, where windows can be cut from the samples of its dataset, else what it yields."""
     # A stream, or without a batch_sampler a dataset whose samples are batches already: what it yields is cut.
     if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
-        return StreamSource(loader, collate=None, seed=seed, device=device)
+        return StreamSource(loader, collate=None, seed=seed, device=device, argument=argument)
     # A sampler without a length may never end, and cannot be drawn for a whole epoch in advance.
     if not hasattr(loader.sampler, "__len__") or not hasattr(loader.batch_sampler, "__len__"):
-        return StreamSource(_SamplerStream(loader), collate=loader.collate_fn, seed=seed, device=device)
+        return StreamSource(
+            _SamplerStream(loader), collate=loader.collate_fn, seed=seed, device=device, argument=argument
+        )
     # Of any other DataLoader the parts are taken, and not its batches: a window is cut from samples.
     options = {name: getattr(loader, name) for name in _LOADER_OPTIONS} if loader.num_workers else {}
     return _open_dataset(

@@ -24,7 +24,15 @@ class StreamSource:
 
     num_samples: int | None = None
 
-    def __init__(self, stream: Iterable[Any], *, collate: Collate | None, seed: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        stream: Iterable[Any],
+        *,
+        collate: Collate | None,
+        seed: int,
+        device: torch.device,
+        argument: str = "data",
+    ) -> None:
         """Set up.
 
         Args:
@@ -32,7 +40,9 @@ class StreamSource:
             collate: makes a batch of a list of samples; None where the stream yields batches.
             seed: of what the stream draws.
             device: where micro-batches go.
+            argument: what errors call the stream.
         """
+        self._argument = argument
         self._stream = stream
         self._seed = seed
         self._device = device
@@ -89,11 +99,13 @@ class StreamSource:
                 with isolated():
                     if not self._of_samples:
                         batch = next(iterator)
-                        return batches.num_samples(batch), batch
+                        return batches.num_samples(batch, self._argument), batch
                     items = [(epoch, position + i, sample) for i, sample in enumerate(islice(iterator, wished))]
             except Exception as error:
                 if is_out_of_memory(error):  # not to be taken for a micro-batch that does not fit
-                    raise DataError(f"data: iterating over it ran out of memory ({error}); it cannot go on.") from error
+                    raise DataError(
+                        f"{self._argument}: iterating over it ran out of memory ({error}); it cannot go on."
+                    ) from error
                 raise
             if not items:
                 raise StopIteration
@@ -109,14 +121,14 @@ class StreamSource:
         """
         if hasattr(self._stream, "__next__"):
             raise DataError(
-                "data: an iterator can be read only once, and looking at it would take samples from training. Pass "
-                "something that can be iterated again: a Dataset, a DataLoader, a list of batches."
+                f"{self._argument}: an iterator can be read only once, and looking at it would take samples from "
+                f"training. Pass something that can be iterated again: a Dataset, a DataLoader, a list of batches."
             )
         next_piece = self._read_stream(0)
         try:
             size, piece = next_piece(1 if self._collate is None else PEEK)
         except StopIteration:
-            raise EmptyDatasetError("data", "iterating over it yields nothing.") from None
+            raise EmptyDatasetError(self._argument, "iterating over it yields nothing.") from None
         if self._collate is None:
             enough = self._form.join([piece] * -(-num_samples // size))
             batch = self._form.finish(self._form.take(enough, 0, num_samples))

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from autoaccum._checks import one_of, positive_int
+from autoaccum._checks import function, one_of, positive_int
 from autoaccum.errors import ArgumentError, ArgumentTypeError
 from autoaccum.events import StepReport
 
@@ -303,8 +303,7 @@ class Function(Schedule):
 
     def __post_init__(self) -> None:
         # Else it would fail when it is called for the first time, with an error that names no argument.
-        if not callable(self.function):
-            raise ArgumentTypeError("function", self.function, "a function of Progress")
+        function("function", self.function, ("progress",), "samples")
 
     def at(self, progress: Progress) -> int:
         """Return what the function returns.

@@ -80,6 +80,8 @@ def of_jobs(jobs: object) -> None:
 def of_recipe(recipe: object) -> None:
     """Check the kind of recipe; whether there is one of that name is seen when it is imported."""
     # Whatever can be called will do: a class, a partial.
+    if isinstance(recipe, str) and "\0" in recipe:
+        raise ArgumentError("recipe", recipe, "a text without NUL")
     if not isinstance(recipe, str) and not callable(recipe):
         accepted = "a function that returns the arguments of fit, or the text that names it"
         raise ArgumentTypeError("recipe", recipe, accepted)
@@ -87,14 +89,20 @@ def of_recipe(recipe: object) -> None:
 
 def of_search_space(search_space: object) -> None:
     """Check the function that says what else is searched."""
-    if search_space is not None and not callable(search_space):
-        raise ArgumentTypeError("search_space", search_space, "a function of the trial")
+    if search_space is not None:
+        _checks.function("search_space", search_space, ("trial",), "further arguments")
 
 
 def of_study_name(study_name: object) -> None:
     """Check the name of the study."""
     if study_name is not None and not isinstance(study_name, str):
         raise ArgumentTypeError("study_name", study_name, "a text")
+
+
+def of_directory(directory: object) -> None:
+    """Check where trials are kept."""
+    if directory is not None:
+        _checks.path("directory", directory)
 
 
 def of_fit_arguments(fit_arguments: Arguments) -> None:
@@ -124,6 +132,8 @@ CHECKS: tuple[Callable[..., Any], ...] = (
     of_recipe,
     of_search_space,
     of_study_name,
+    of_directory,
+    _checks.of_progress,
     of_fit_arguments,
     spaces.metrics,
     of_sampler,
@@ -208,13 +218,14 @@ class SweepArguments:
     directory: str | os.PathLike[str] | None = option(
         "for checkpoints and records, a run directory a trial; sweeps/STUDY_NAME when left out.",
         default=None,
+        check=of_directory,
     )
     # Who runs the trials, and what is seen of it.
     jobs: int = option("processes that share the trials.", default=1, check=of_jobs)
     seed: int = option(
         "a trial's own is its number more, and is among its user attributes.", default=0, check=_checks.of_seed
     )
-    progress: bool = option("show a bar over trials on standard error.", default=True)
+    progress: bool = option("show a bar over trials on standard error.", default=True, check=_checks.of_progress)
     # The last, for it gathers what is none of the above.
     fit_arguments: PassedOn = option(
         "any others of fit, in place of what the recipe returns.", check=of_fit_arguments, is_rest=True
