@@ -190,7 +190,7 @@ def of_callbacks(callbacks: object) -> list[Any]:
     accepted = "a list of functions (record) -> None"
     # A text can be iterated over, as can a model: neither holds functions.
     try:
-        found = list(callbacks)  # type: ignore[call-overload]
+        found: list[Any] = list(callbacks)  # type: ignore[call-overload]
     except Exception as error:
         cure = f"A single function goes into a list; reading this one failed: {shown(error)}."
         raise ArgumentTypeError("callbacks", callbacks, accepted, cure) from error

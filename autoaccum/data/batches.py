@@ -26,13 +26,19 @@ def _is_leaf(node: object) -> bool:
     """Return whether torch's pytree is to stop at a node; teach it, on the way, the mappings it does not know."""
     if isinstance(node, list):
         # A list of texts or numbers has one for each sample; one that holds tensors holds several parts of a batch.
-        return not any(map(_holds_tensors, node))
+        # By the types in it, of which there are few: it may be a column of data, with millions of entries.
+        kinds = set(map(type, node))
+        return not any(issubclass(kind, _MAY_HOLD) for kind in kinds) or not any(map(_holds_tensors, node))
     if type(node) is tuple:  # what default_collate makes of texts; subclasses are named tuples, which are structure
         return bool(node) and all(isinstance(item, str | bytes) for item in node)
     # Else it would be one leaf without rows, and go along whole with every micro-batch.
     if isinstance(node, Mapping) and type(node) not in pytree.SUPPORTED_NODES:
         _register(type(node))
     return False
+
+
+_MAY_HOLD = (list, tuple, torch.Tensor, np.ndarray, Mapping)
+"""Types of entries that have rows of their own, or may hold some that do."""
 
 
 def _holds_tensors(item: object) -> bool:

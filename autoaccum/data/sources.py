@@ -18,8 +18,9 @@ from torch.utils.data import (
 )
 
 from autoaccum.data import batches
-from autoaccum.data.base import Collate, Order, Source
+from autoaccum.data.base import Collate, Source
 from autoaccum.data.datasets import DatasetSource
+from autoaccum.data.orders import Order, count_in_batches
 from autoaccum.data.streams import StreamSource
 from autoaccum.data.tensors import TensorSource
 from autoaccum.errors import ArgumentTypeError, ConflictingArgumentsError, EmptyDatasetError
@@ -110,8 +111,12 @@ def _open_loader(
     # A stream, or without a batch_sampler a dataset whose samples are batches already: what it yields is cut.
     if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
         return StreamSource(loader, collate=None, seed=seed, device=device, argument=argument)
-    # A sampler without a length may never end, and cannot be drawn for a whole epoch in advance.
-    if not hasattr(loader.sampler, "__len__") or not hasattr(loader.batch_sampler, "__len__"):
+    # A sampler without a length may never end, and cannot be drawn for a whole epoch in advance. Nor can one whose
+    # batches hold too many samples to be counted by drawing them.
+    order = None
+    if hasattr(_sampler(loader), "__len__") and hasattr(loader.batch_sampler, "__len__"):
+        order = _loader_order(loader, seed, argument)
+    if order is None:
         return StreamSource(
             _SamplerStream(loader), collate=loader.collate_fn, seed=seed, device=device, argument=argument
         )
@@ -119,7 +124,7 @@ def _open_loader(
     options = {name: getattr(loader, name) for name in _LOADER_OPTIONS} if loader.num_workers else {}
     return _open_dataset(
         loader.dataset,
-        order=_loader_order(loader, seed, argument),
+        order=order,
         collate=loader.collate_fn,
         seed=seed,
         device=device,
@@ -154,21 +159,32 @@ def _plain_order(num_samples: int, seed: int, shuffle: bool, argument: str) -> O
     return Order(num_samples, seed=seed, shuffle=shuffle)
 
 
-def _loader_order(loader: DataLoader[Any], seed: int, argument: str) -> Order:
-    """Return the order of a DataLoader's samplers; what its own ``shuffle=`` made is replaced by a seeded one."""
+def _loader_order(loader: DataLoader[Any], seed: int, argument: str) -> Order | None:
+    """Return the order of a DataLoader's samplers; what its own ``shuffle=`` made is replaced by a seeded one.
+
+    It is None where batches are drawn of which only drawing tells how many samples they hold, and that takes too long.
+    """
     # A plain sequential or random sampler is replaced by an order that is a function of (seed, epoch). Any other one
     # draws by itself, under a seed.
     size = len(loader.dataset)  # type: ignore[arg-type]
     # By type() throughout, for a subclass may draw otherwise. A BatchSampler itself only cuts what its sampler draws,
     # and windows are cut here.
     if type(loader.batch_sampler) is not BatchSampler:
-        return Order(size, seed=seed, sampler=loader.batch_sampler, in_batches=True)
-    sampler = loader.sampler
+        count = count_in_batches(loader.batch_sampler, seed)
+        return None if count is None else Order(count, seed=seed, sampler=loader.batch_sampler, in_batches=True)
+    sampler = _sampler(loader)
     if type(sampler) is SequentialSampler:
         return _plain_order(size, seed, False, argument)
     if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == size:
         return _plain_order(size, seed, True, argument)
-    return Order(size, seed=seed, sampler=sampler)
+    return Order(len(sampler), seed=seed, sampler=sampler)
+
+
+def _sampler(loader: DataLoader[Any]) -> Any:
+    """Return what draws the indices of a DataLoader."""
+    # That of its batches: given a BatchSampler, a DataLoader makes a sequential sampler beside it that nothing asks.
+    batch_sampler: Any = loader.batch_sampler
+    return batch_sampler.sampler if type(batch_sampler) is BatchSampler else loader.sampler
 
 
 class _SamplerStream:
@@ -177,7 +193,7 @@ class _SamplerStream:
     def __init__(self, loader: DataLoader[Any]) -> None:
         self.dataset = loader.dataset
         self._in_batches = type(loader.batch_sampler) is not BatchSampler
-        self.sampler: Any = loader.batch_sampler if self._in_batches else loader.sampler
+        self.sampler: Any = loader.batch_sampler if self._in_batches else _sampler(loader)
 
     def __iter__(self) -> Iterator[Any]:
         for drawn in self.sampler:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import islice
 from typing import Any
 
@@ -64,7 +64,7 @@ class StreamSource:
             stream = stream.dataset
         return {"samples": None, "stream": type(stream).__name__} | ({"workers": workers} if workers else {})
 
-    def read(self, epoch: int, plan_at: PlanAt, passed: Sequence[int] = ()) -> Reader:
+    def read(self, epoch: int, plan_at: PlanAt, passed: Iterable[int] = ()) -> Reader:
         """Begin a pass over what the stream yields; the stream draws from random states of its own.
 
         What was passed is read again, for nothing else leads to what follows.
@@ -137,7 +137,7 @@ class StreamSource:
         return batches.to_device(batch, self._device, copy=True)
 
 
-def _skip(reader: Reader, passed: Sequence[int]) -> Reader:
+def _skip(reader: Reader, passed: Iterable[int]) -> Reader:
     """Take the windows of those sizes from a reader, and give it back."""
     for num_samples in passed:
         reader.window(num_samples)

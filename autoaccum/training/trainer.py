@@ -344,7 +344,7 @@ class Trainer:
     def _validate_if_due(self) -> None:
         """Validate after a window that passed another ``validate_every`` samples."""
         every, seen, windows = self._arguments.validate_every, self.samples_seen, self._pace.windows
-        if every is not None and windows and seen // every > (seen - windows[-1]) // every:
+        if every is not None and windows and seen // every > (seen - windows.last) // every:
             self._validate(self._pace.epoch)
 
     def _validate(self, epoch: int) -> None:
