@@ -58,6 +58,9 @@ class Source(Protocol):
     def description(self) -> dict[str, Any]:
         """Return what tells it from other data, as JSON; read nothing that only training reads."""
 
+    def content(self) -> str | None:
+        """Return a digest of what it holds, where that is in memory; None elsewhere: reading it would take too long."""
+
     def read(self, epoch: int, plan_at: PlanAt, passed: Iterable[int] = ()) -> Reader:
         """Begin a pass over the data, in the order of that epoch.
 

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate,
 
 from autoaccum.data import batches
 from autoaccum.data.base import Collate, Item, NextPiece, PlanAt, Reader
+from autoaccum.data.contents import digest_of
 from autoaccum.data.grouped import GroupedSamples
 from autoaccum.data.lengths import PEEK, Padding, lengths_of, repeat_in_turn, repeat_longest, try_twice
 from autoaccum.data.orders import Order, chosen, reading
@@ -107,8 +108,7 @@ class DatasetSource:
     def description(self) -> dict[str, Any]:
         """Return its class and its length, of a split its indices, and of tensors what a ``TensorSource`` says."""
         # With or without workers tensors are the same data: a run may be resumed with another number of them.
-        if type(self._reader.dataset) is TensorDataset:
-            tensors = tuple(self._reader.dataset.tensors)
+        if (tensors := self._tensors()) is not None:
             return TensorSource(tensors, order=self._order, device=self._device).description()
         found = {"samples": self.num_samples, "dataset": type(self._reader.dataset).__name__}
         # Two splits of a dataset may be of one length: their indices tell them apart.
@@ -116,6 +116,15 @@ class DatasetSource:
             with suppress(ValueError, TypeError, OverflowError):  # keys of a mapping, say
                 found["digest"] = _digest(self._reader.dataset.indices)
         return found | self._order.description()
+
+    def content(self) -> str | None:
+        """Return a digest of the tensors of a dataset of tensors."""
+        return digest_of(self._tensors() or ())
+
+    def _tensors(self) -> tuple[torch.Tensor, ...] | None:
+        """Return the tensors of a dataset of tensors."""
+        dataset = self._reader.dataset
+        return tuple(dataset.tensors) if type(dataset) is TensorDataset else None
 
     def read(self, epoch: int, plan_at: PlanAt, passed: Iterable[int] = ()) -> Reader:
         """Begin a pass over the samples; those that were passed are not read."""

@@ -11,6 +11,7 @@ from torch.utils.data import default_collate
 
 from autoaccum.data import batches
 from autoaccum.data.base import Collate, NextPiece, PlanAt, Reader
+from autoaccum.data.contents import digest_of
 from autoaccum.data.grouped import GroupedSamples
 from autoaccum.data.lengths import PEEK, BatchLengths, Padding, repeat_longest
 from autoaccum.data.pieces import BATCHES, Pieces, SampleReader, items_form, with_preserved_randomness
@@ -63,6 +64,15 @@ class StreamSource:
         if hasattr(stream, "dataset") and hasattr(stream, "sampler"):  # a DataLoader, or what is made of one
             stream = stream.dataset
         return {"samples": None, "stream": type(stream).__name__} | ({"workers": workers} if workers else {})
+
+    def content(self) -> str | None:
+        """Return a digest of the first, the last and a few more batches of a list of them."""
+        stream = self._stream
+        if type(stream) is not list or not stream:
+            return None
+        count = min(len(stream), PEEK)
+        chosen = [stream[number * (len(stream) - 1) // max(count - 1, 1)] for number in range(count)]
+        return digest_of([leaf for batch in chosen for leaf in batches.flatten(batch)[0]])
 
     def read(self, epoch: int, plan_at: PlanAt, passed: Iterable[int] = ()) -> Reader:
         """Begin a pass over what the stream yields; the stream draws from random states of its own.

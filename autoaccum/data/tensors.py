@@ -12,6 +12,7 @@ import torch
 
 from autoaccum.data import batches
 from autoaccum.data.base import PlanAt, Reader, Window
+from autoaccum.data.contents import digest_of
 from autoaccum.data.orders import Order, Unlisted, reading
 
 
@@ -61,6 +62,10 @@ class TensorSource:
         shapes = [str(tuple(leaf.shape)) if hasattr(leaf, "shape") else type(leaf).__name__ for leaf in self._leaves]
         found = {"samples": self.num_samples, "tensors": ", ".join(shapes), "digest": digest.hexdigest()[:16]}
         return found | self._order.description()
+
+    def content(self) -> str | None:
+        """Return a digest of some megabytes of the tensors."""
+        return digest_of(self._leaves)
 
     def read(self, epoch: int, plan_at: PlanAt, passed: Iterable[int] = ()) -> Reader:
         """Begin a pass over the rows; gathering is quick enough to prefetch nothing."""

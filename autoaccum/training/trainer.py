@@ -252,8 +252,8 @@ class Trainer:
         )
         if self._resumed is not None:
             self._emit(self._resumed)
-        if self._directory is not None and self._directory.passed_over is not None:
-            self._step.announcer.say(self._directory.passed_over)
+        for notice in () if self._directory is None else self._directory.notices(goes_on=not is_finished):
+            self._step.announcer.say(notice)
         if is_spent:
             self._end("budget")
         if is_finished:
