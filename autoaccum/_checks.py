@@ -135,6 +135,7 @@ def of_windows(num_items: object, max_micro_batch: object, headroom: object, cli
     """Check the arguments that say how windows are run."""
     # A number would be right for one micro-batch size at most, and it is not the user who chooses that.
     if num_items is not None:
+        no_class("num_items", num_items, "a function")
         function("num_items", num_items, ("micro_batch",), "how many items")
     if max_micro_batch is not None:
         positive_int("max_micro_batch", max_micro_batch)
@@ -188,15 +189,18 @@ def of_lr(lr: object) -> None:
 def of_callbacks(callbacks: object) -> list[Any]:
     """Return the callbacks as a list: they may come as an iterator, which can be read only once."""
     accepted = "a list of functions (record) -> None"
-    # A text can be iterated over, as can a model: neither holds functions.
+    found: list[Any] = []
+    # One by one, for what has indices can be iterated over, a dataset too, and need not come to an end.
     try:
-        found: list[Any] = list(callbacks)  # type: ignore[call-overload]
+        for callback in callbacks:  # type: ignore[attr-defined]
+            no_class("callbacks", callback, accepted)
+            function("callbacks", callback, ("record",), "None")
+            found.append(callback)
+    except ArgumentError:
+        raise
     except Exception as error:
         cure = f"A single function goes into a list; reading this one failed: {shown(error)}."
         raise ArgumentTypeError("callbacks", callbacks, accepted, cure) from error
-    for callback in found:
-        no_class("callbacks", callback, accepted)
-        function("callbacks", callback, ("record",), "None")
     return found
 
 
@@ -269,6 +273,10 @@ def of_checkpoint_every(checkpoint_every: object) -> Cadence:
     return cadence("checkpoint_every", "10m" if checkpoint_every is None else checkpoint_every)
 
 
+_LONGEST_PATH = 4096
+"""Characters that no path reaches: Linux takes no more bytes, and other systems take fewer."""
+
+
 def path(argument: str, value: object) -> str:
     """Return a path as a text: one that the system can be asked for, whether it is there or not."""
     if not isinstance(value, str | os.PathLike):
@@ -276,11 +284,11 @@ def path(argument: str, value: object) -> str:
     try:
         text = os.fspath(value)
         # What Python cannot write in the system's encoding, and a NUL, would fail where it is first opened.
-        is_possible = isinstance(text, str) and b"\0" not in os.fsencode(text)
+        is_possible = isinstance(text, str) and b"\0" not in os.fsencode(text) and len(text) < _LONGEST_PATH
     except Exception:  # a path of the user's own class, or half a surrogate pair
         is_possible = False
     if not is_possible:
-        raise ArgumentError(argument, value, "a path, as a text without NUL that the file system can write")
+        raise ArgumentError(argument, value, "a path that a file system can have, without NUL")
     if not text:  # pathlib reads it as the current directory, which is seldom what an unset variable means
         raise ArgumentError(argument, value, "a path", "Pass '.' for the directory that you are in.")
     return text

@@ -32,8 +32,9 @@ def parse_bytes(text: int | str) -> int:
     if isinstance(text, int):
         return text
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*", text)
-    if match is None or match[2].lower() not in _FACTORS:
-        raise ValueError(f"{text!r} is not a number of bytes such as 8GiB, 500MB or 4096")
+    # Beyond the digits of a float there is no such memory.
+    if match is None or match[2].lower() not in _FACTORS or len(match[1]) > 300:
+        raise ValueError(f"{shown(text)} is not a number of bytes such as 8GiB, 500MB or 4096")
     return round(float(match[1]) * _FACTORS[match[2].lower()])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -297,7 +298,58 @@ class TestCallbacks:
         assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 
-@pytest.mark.parametrize("value", ["a\0b", Path("a\0b"), "\ud800"])
+@pytest.mark.parametrize("value", ["a\0b", Path("a\0b"), "\ud800", "a" * 5000])
 def test_paths_that_no_file_system_has(value: Any) -> None:
-    with pytest.raises(ArgumentError, match="run_dir=.*: expected a path, as a text without NUL"):
+    with pytest.raises(ArgumentError, match="run_dir=.*: expected a path that a file system can have"):
         path("run_dir", value)
+
+
+class TestFuzz:
+    """Of ``benchmarks/fuzz_arguments.py``: 150 calls of every public function with what nobody would mean."""
+
+    @pytest.fixture
+    def fuzz(self, monkeypatch: pytest.MonkeyPatch) -> Any:
+        benchmarks = Path(__file__).parent.parent / "benchmarks"
+        monkeypatch.syspath_prepend(benchmarks)
+        monkeypatch.setenv("PYTHONPATH", str(benchmarks.parent))
+        return importlib.import_module("fuzz_arguments")
+
+    def test_each_call_works_or_is_refused_in_words_of_ours(self, fuzz: Any) -> None:
+        """Before training, with nothing changed and nothing left."""
+        found = list(fuzz.run(seed=1, indices=list(range(150)), deadline=300.0))
+        assert [result["index"] for result in found] == list(range(150))
+        assert [result for result in found if result["outcome"] not in fuzz.FINE] == []
+        assert sum(result["outcome"] == "refused" for result in found) > 75
+        assert sum(result["outcome"] == "works" for result in found) > 5
+
+    def test_what_is_wrong_is_found(self, fuzz: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Errors of no type of ours, models that were changed, files that were left, and words without end."""
+        monkeypatch.chdir(tmp_path)
+        model = torch.nn.Linear(1, 1)
+
+        def raw() -> None:
+            [][1]
+
+        def refuse(text: str = "") -> None:
+            raise ArgumentError("a", 1, "b", text)
+
+        def change() -> None:
+            with torch.no_grad():
+                model.weight += 1
+            refuse()
+
+        def leave() -> None:
+            (tmp_path / "left").write_text("")
+            refuse()
+
+        def outcome(function: Callable[[], None]) -> str:
+            call = fuzz.Call(function, {}, [], model)
+            return str(fuzz._outcome(call, {}, set())["outcome"])
+
+        assert outcome(lambda: None) == "works"
+        assert outcome(refuse) == "refused"
+        assert outcome(lambda: refuse("x" * 10**4)) == "a text too long"
+        assert outcome(raw) == "raw"
+        assert outcome(change) == "the model was changed"
+        assert outcome(leave) == "files were left"
+        assert outcome(fuzz._raise) == "the user's own error"

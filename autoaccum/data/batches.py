@@ -92,7 +92,15 @@ def num_samples(batch: Any, argument: str = "data") -> int:
         RaggedBatchError: they do not agree.
         DataError: there is nothing with rows in it.
     """
-    sizes = {where: len(leaf) for where, leaf in _leaves_by_path(batch).items() if has_rows(leaf)}
+    try:
+        leaves = _leaves_by_path(batch)
+    except RecursionError:
+        raise DataError(f"{argument}: a batch is nested too deeply, or holds itself. Let it be tensors.") from None
+    for where, leaf in leaves.items():
+        if isinstance(leaf, torch.Tensor) and (leaf.is_meta or leaf.is_nested):
+            what = "is on the meta device, which holds no numbers" if leaf.is_meta else "is nested, and has no rows"
+            raise DataError(f"{argument}: the tensor {where or 'itself'} of a batch {what}. Pass plain tensors.")
+    sizes = {where: len(leaf) for where, leaf in leaves.items() if has_rows(leaf)}
     if not sizes:
         raise DataError(
             f"{argument}: a batch of type {type(batch).__name__} holds no tensor with a dim 0, so it has no samples. "
@@ -105,7 +113,13 @@ def num_samples(batch: Any, argument: str = "data") -> int:
 
 def take(batch: Any, start: int, stop: int) -> Any:
     """Take samples ``start`` to ``stop`` of a batch: tensors are views."""
-    return _map_rows(lambda rows: rows[start:stop], batch)
+    return _map_rows(lambda rows: _stretch(rows, start, stop), batch)
+
+
+def _stretch(rows: Any, start: int, stop: int) -> Any:
+    if isinstance(rows, torch.Tensor) and rows.layout is not torch.strided:  # a sparse one has no slices
+        return rows.index_select(0, torch.arange(start, min(stop, len(rows)), device=rows.device))
+    return rows[start:stop]
 
 
 def concat(batches: Sequence[Any]) -> Any:

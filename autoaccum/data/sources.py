@@ -17,14 +17,17 @@ from torch.utils.data import (
     default_collate,
 )
 
+from autoaccum._checks import no_class
+from autoaccum._units import shown
 from autoaccum.data import batches
 from autoaccum.data.base import Collate, Source
 from autoaccum.data.datasets import DatasetSource
 from autoaccum.data.orders import Order, count_in_batches
 from autoaccum.data.streams import StreamSource
 from autoaccum.data.tensors import TensorSource
-from autoaccum.errors import ArgumentTypeError, ConflictingArgumentsError, EmptyDatasetError
+from autoaccum.errors import ArgumentTypeError, ConflictingArgumentsError, DataError, EmptyDatasetError
 
+_ACCEPTED = "a Dataset, a DataLoader, a tuple or dict of tensors, or an iterable of batches"
 # What a user's DataLoader says of its workers, and the one that we start instead is to say too.
 _LOADER_OPTIONS = ("worker_init_fn", "prefetch_factor", "multiprocessing_context", "timeout")
 
@@ -58,6 +61,7 @@ def open_source(
         EmptyDatasetError: it holds no sample.
         RaggedBatchError: its tensors disagree on dim 0.
     """
+    no_class(argument, data, _ACCEPTED)
     if isinstance(data, DataLoader):
         for name, value in (("collate_fn", collate_fn), ("num_workers", num_workers)):
             if value:
@@ -80,7 +84,7 @@ def open_source(
     if isinstance(data, Dataset) or _is_dataset(data):
         return _open_dataset(
             data,
-            order=_plain_order(len(data), seed, shuffle, argument),
+            order=_plain_order(_length(data, argument), seed, shuffle, argument),
             collate=collate_fn or default_collate,
             seed=seed,
             device=device,
@@ -99,7 +103,7 @@ def open_source(
     raise ArgumentTypeError(
         argument,
         data,
-        "a Dataset, a DataLoader, a tuple or dict of tensors, or an iterable of batches",
+        _ACCEPTED,
         "Wrap what you have in a torch.utils.data.Dataset.",
     )
 
@@ -150,6 +154,18 @@ def _open_dataset(
     if type(dataset) is TensorDataset and collate is default_collate and not num_workers:
         return TensorSource(tuple(dataset.tensors), order=order, device=device)
     return DatasetSource(dataset, order=order, collate=collate, device=device, num_workers=num_workers, **options)
+
+
+def _length(dataset: Any, argument: str) -> int:
+    """Return the length of a dataset.
+
+    Raises:
+        DataError: it has none that is a number.
+    """
+    try:
+        return len(dataset)
+    except Exception as error:
+        raise DataError(f"{argument}: its length cannot be read: {shown(error)}. Mend its __len__.") from error
 
 
 def _plain_order(num_samples: int, seed: int, shuffle: bool, argument: str) -> Order:

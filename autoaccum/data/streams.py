@@ -139,6 +139,8 @@ class StreamSource:
             size, piece = next_piece(1 if self._collate is None else PEEK)
         except StopIteration:
             raise EmptyDatasetError(self._argument, "iterating over it yields nothing.") from None
+        if not size:
+            raise EmptyDatasetError(self._argument, "its first batch has no rows.")
         if self._collate is None:
             enough = self._form.join([piece] * -(-num_samples // size))
             batch = self._form.finish(self._form.take(enough, 0, num_samples))

@@ -244,9 +244,7 @@ class TestRuns:
         path.write_text(json.dumps(environment))
         self.goes_on_silently(tmp_path, **now)
 
-    @pytest.mark.parametrize(
-        "content", ["[]", '{"details": {"layers": 3}}', None]
-    )
+    @pytest.mark.parametrize("content", ["[]", '{"details": {"layers": 3}}', None])
     def test_nor_is_what_cannot_be_read(self, content: str | None, tmp_path: Path) -> None:
         fit(tmp_path, callbacks=[end])
         if content is None:
