@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoaccum.planning.schedules import Schedule
+from autoaccum.planning.schedule_kinds import Schedule
 
 ONLY_HOW = ("foreach", "fused", "capturable", "differentiable")
 """Options of optimizers that decide how a step is computed, which may depend on the device, and not what comes of it.

@@ -101,8 +101,9 @@ class RunDirectory:
             # Compared with what was asked for then, which lies in the checkpoint: config.json may have been edited.
             before = details.known(self.path / "environment.json")
             differences = list(differing(state["trained"], self._config["trained"]))
-            if self._details:
-                differences += details.refused(before, self._details)
+            # Of a model of other shapes nobody need read that its layers are others too.
+            if self._details and not differences:
+                differences = details.refused(before, self._details)
                 self.changed = details.announced(before, self._details, self.path)
             if differences:
                 raise ResumeError(self.path, differences)
