@@ -2,36 +2,94 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from autoaccum._units import shown
 from autoaccum.errors import ArgumentError, ArgumentTypeError
 
 
 def positive_int(argument: str, value: object, cure: str = "") -> int:
-    """Return an int of at least 1; a bool is a mistake, and a float is one even when it is whole."""
-    # bool is a subclass of int, and epochs=True is not one epoch but a flag in the wrong place.
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ArgumentTypeError(argument, value, "an int of at least 1", cure)
-    if value < 1:
-        raise ArgumentError(argument, value, "an int of at least 1", cure)
-    return value
+    """Return an int of at least 1, and of at most 63 bits; a bool is a mistake, and so is a float that is whole."""
+    return _int(argument, value, 1, cure)
 
 
 def non_negative_int(argument: str, value: object) -> int:
     """Return an int of at least 0, and of at most 63 bits."""
+    return _int(argument, value, 0, "")
+
+
+def _int(argument: str, value: object, low: int, cure: str) -> int:
+    # bool is a subclass of int, and epochs=True is not one epoch but a flag in the wrong place.
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ArgumentTypeError(argument, value, "an int of at least 0")
-    if value < 0:
-        raise ArgumentError(argument, value, "an int of at least 0")
-    # What is seeded or counted by it is kept in 64 bits with a sign.
+        raise ArgumentTypeError(argument, value, f"an int of at least {low}", cure)
+    if value < low:
+        raise ArgumentError(argument, value, f"an int of at least {low}", cure)
+    # What is seeded, sized or counted by it is kept in 64 bits with a sign.
     if value >= 2**63:
-        raise ArgumentError(argument, value, "an int below 2**63")
+        raise ArgumentError(argument, value, "an int below 2**63", cure)
     return value
+
+
+def flag(argument: str, value: object) -> bool:
+    """Return True or False, of NumPy too; what would only count as one of them is a mistake."""
+    # "False" is true, as every text is, and shuffle=1 may have been meant for another argument. By its name, for NumPy
+    # is not imported here.
+    kind = type(value)
+    if isinstance(value, bool) or (kind.__module__ == "numpy" and kind.__name__ in ("bool", "bool_")):
+        return bool(value)
+    raise ArgumentTypeError(argument, value, "True or False", f"Write {argument}=True or {argument}=False.")
+
+
+def of_flags(
+    compile: object, shuffle: object, drop_last: object, noise_scale: object, cache: object, progress: object
+) -> None:
+    """Check what is on or off."""
+    for name, value in locals().items():
+        flag(name, value)
+
+
+def of_progress(progress: object) -> None:
+    """Check whether a sweep shows a bar."""
+    flag("progress", progress)
+
+
+def function(argument: str, value: object, parameters: tuple[str, ...], returns: str, cure: str = "") -> None:
+    """Check that a value can be called with so many arguments, as far as its signature can be read.
+
+    Args:
+        argument: its name, for errors.
+        value: what the user passed.
+        parameters: what it will be called with.
+        returns: what it is to return.
+        cure: what to do instead.
+    """
+    accepted = f"a function ({', '.join(parameters)}) -> {returns}"
+    if not callable(value):
+        raise ArgumentTypeError(argument, value, accepted, cure)
+    try:
+        # A module is called by way of its forward: that of __call__ takes anything.
+        signature = inspect.signature(value.forward if hasattr(value, "named_parameters") else value)  # type: ignore[attr-defined]
+    except Exception:  # of a function in C, or an object that makes up its attributes: its first call will tell
+        return
+    try:
+        signature.bind(*parameters)
+    except TypeError as error:
+        found = f"It cannot be called with {len(parameters)} of them: {error}."
+        raise ArgumentTypeError(argument, value, accepted, f"{found} {cure}".strip()) from None
+
+
+def no_class(argument: str, value: object, accepted: str) -> None:
+    """Refuse a class where an object of it was meant."""
+    # It can be called, but what that returns is an object and not what its method would.
+    if isinstance(value, type):
+        cure = f"It is the class: make one, {value.__name__}()."
+        raise ArgumentTypeError(argument, value.__name__, accepted, cure)
 
 
 def number_between(argument: str, value: object, low: float, high: float = math.inf, cure: str = "") -> float:
@@ -45,7 +103,10 @@ def number_between(argument: str, value: object, low: float, high: float = math.
         raise ArgumentTypeError(argument, value, accepted, cure)
     if not low <= value < high:  # NaN is refused here too
         raise ArgumentError(argument, value, accepted, cure)
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:  # an int may have more digits than floats reach
+        raise ArgumentError(argument, value, f"a number below {sys.float_info.max:g}", cure) from None
 
 
 def positive_number(argument: str, value: object) -> float:
@@ -55,9 +116,15 @@ def positive_number(argument: str, value: object) -> float:
 
 def one_of(argument: str, value: object, choices: tuple[str, ...]) -> str:
     """Return one of a few texts."""
-    if value not in choices:
+    # Only a text can be one, and nothing else is compared: an array has an == of its own.
+    if not isinstance(value, str) or value not in choices:
         raise ArgumentError(argument, value, f"one of {', '.join(map(repr, choices))}")
     return str(value)
+
+
+def _is(value: object, text: str) -> bool:
+    """Return whether a value is this text; objects with an == of their own are not."""
+    return isinstance(value, str) and value == text
 
 
 # Checks of arguments by their names, each of those that have to be looked at together: ``training.options`` says which
@@ -67,8 +134,9 @@ def one_of(argument: str, value: object, choices: tuple[str, ...]) -> str:
 def of_windows(num_items: object, max_micro_batch: object, headroom: object, clip_norm: object) -> None:
     """Check the arguments that say how windows are run."""
     # A number would be right for one micro-batch size at most, and it is not the user who chooses that.
-    if num_items is not None and not callable(num_items):
-        raise ArgumentTypeError("num_items", num_items, "a function")
+    if num_items is not None:
+        no_class("num_items", num_items, "a function")
+        function("num_items", num_items, ("micro_batch",), "how many items")
     if max_micro_batch is not None:
         positive_int("max_micro_batch", max_micro_batch)
     number_between("headroom", headroom, 0, 1)
@@ -84,13 +152,33 @@ def of_patience(patience: object) -> None:
 
 def of_micro_batch(micro_batch: object) -> None:
     """Check a micro-batch that is "auto" or a number: there is no recorded run to repeat."""
-    if micro_batch != "auto":
+    if not _is(micro_batch, "auto"):
         positive_int("micro_batch", micro_batch, "Leave it out to have it found.")
 
 
 def of_num_workers(num_workers: object) -> None:
     """Check the number of processes that read the data."""
     non_negative_int("num_workers", num_workers)
+
+
+def of_collate_fn(collate_fn: object) -> None:
+    """Check the function that makes batches."""
+    if collate_fn is not None:
+        function("collate_fn", collate_fn, ("samples",), "a batch")
+
+
+def of_lr_scheduler(lr_scheduler: object) -> None:
+    """Check the function that makes a scheduler."""
+    if lr_scheduler is not None:
+        cure = "For example lambda optimizer, num_steps: CosineAnnealingLR(optimizer, num_steps)."
+        function("lr_scheduler", lr_scheduler, ("optimizer", "num_steps"), "LRScheduler", cure)
+
+
+def of_optimizer(optimizer: object) -> None:
+    """Check the function that makes an optimizer; one that is made already is no function."""
+    # A class such as SGD is such a function. What cannot be called is refused where optimizers are known.
+    if callable(optimizer):
+        function("optimizer", optimizer, ("params",), "Optimizer")
 
 
 def of_seed(seed: object) -> None:
@@ -106,7 +194,20 @@ def of_lr(lr: object) -> None:
 
 def of_callbacks(callbacks: object) -> list[Any]:
     """Return the callbacks as a list: they may come as an iterator, which can be read only once."""
-    return functions("callbacks", callbacks)
+    accepted = "a list of functions (record) -> None"
+    found: list[Any] = []
+    # One by one, for what has indices can be iterated over, a dataset too, and need not come to an end.
+    try:
+        for callback in callbacks:  # type: ignore[attr-defined]
+            no_class("callbacks", callback, accepted)
+            function("callbacks", callback, ("record",), "None")
+            found.append(callback)
+    except ArgumentError:
+        raise
+    except Exception as error:
+        cure = f"A single function goes into a list; reading this one failed: {shown(error)}."
+        raise ArgumentTypeError("callbacks", callbacks, accepted, cure) from error
+    return found
 
 
 TAKEN = ("loss", "validation_loss", "seconds", "samples")
@@ -125,8 +226,10 @@ def of_validation(validation_data: object, validate_every: object, metrics: obje
         return
     if not isinstance(metrics, Mapping):
         raise ArgumentTypeError("metrics", metrics, "names and functions, {'accuracy': function}")
+    # A mapping of the user's own class is read once, here.
+    items = list(metrics.items())
     # They name entries of records and a sweep's metrics, of which a command line writes several with commas between.
-    for name, function in metrics.items():
+    for name, metric in items:
         if not isinstance(name, str):
             raise ArgumentTypeError("metrics", name, "names that are texts, such as 'accuracy'")
         if not name.isidentifier():
@@ -134,14 +237,13 @@ def of_validation(validation_data: object, validate_every: object, metrics: obje
         if name in TAKEN:
             cure = "It would stand for two things: choose another."
             raise ArgumentError("metrics", name, f"other names than {', '.join(TAKEN)}", cure)
-        if isinstance(function, type):  # callable, but what it returns is an object and not the metric
-            cure = f"It is the class: make one, {function.__name__}()."
-            raise ArgumentTypeError("metrics", f"{name}: {function.__name__}", "a function for each name", cure)
-        if not callable(function):
-            raise ArgumentTypeError("metrics", {name: function}, "a function for each name")
-    if metrics and validation_data is None:
+        no_class("metrics", metric, "a function for each name")
+        if not callable(metric):
+            raise ArgumentTypeError("metrics", {name: metric}, "a function for each name")
+        function(f"metrics[{name!r}]", metric, ("outputs", "targets"), "a tensor")
+    if items and validation_data is None:
         cure = "Pass what to compute them on, or leave metrics out."
-        raise ArgumentError("metrics", ", ".join(metrics), "validation_data beside them", cure)
+        raise ArgumentError("metrics", ", ".join(name for name, _ in items), "validation_data beside them", cure)
 
 
 Cadence = tuple[Literal["steps", "seconds", "epoch"], float]
@@ -157,7 +259,7 @@ def cadence(argument: str, value: object) -> Cadence:
     ('seconds', 600.0)
     """
     accepted = "a number of steps, a time such as '30s', '10m' or '2h', or 'epoch'"
-    if value == "epoch":
+    if _is(value, "epoch"):
         return "epoch", 1
     # A unit is asked for: "10" may be steps or seconds to whoever reads it.
     if isinstance(value, str):
@@ -167,7 +269,7 @@ def cadence(argument: str, value: object) -> Cadence:
         return "seconds", float(found[1]) * _SECONDS[found[2]]
     if isinstance(value, bool) or not isinstance(value, int):
         raise ArgumentTypeError(argument, value, accepted)
-    if value < 1:
+    if not 1 <= value < 2**63:
         raise ArgumentError(argument, value, accepted)
     return "steps", value
 
@@ -177,17 +279,36 @@ def of_checkpoint_every(checkpoint_every: object) -> Cadence:
     return cadence("checkpoint_every", "10m" if checkpoint_every is None else checkpoint_every)
 
 
+_LONGEST_PATH = 4096
+"""Characters that no path reaches: Linux takes no more bytes, and other systems take fewer."""
+
+
+def path(argument: str, value: object) -> str:
+    """Return a path as a text: one that the system can be asked for, whether it is there or not."""
+    if not isinstance(value, str | os.PathLike):
+        raise ArgumentTypeError(argument, value, "a path")
+    try:
+        text = os.fspath(value)
+        # What Python cannot write in the system's encoding, and a NUL, would fail where it is first opened.
+        is_possible = isinstance(text, str) and b"\0" not in os.fsencode(text) and len(text) < _LONGEST_PATH
+    except Exception:  # a path of the user's own class, or half a surrogate pair
+        is_possible = False
+    if not is_possible:
+        raise ArgumentError(argument, value, "a path that a file system can have, without NUL")
+    if not text:  # pathlib reads it as the current directory, which is seldom what an unset variable means
+        raise ArgumentError(argument, value, "a path", "Pass '.' for the directory that you are in.")
+    return text
+
+
 def of_run_directory(run_dir: object, checkpoint_every: object, keep_checkpoints: object, resume: object) -> None:
     """Check the arguments that say what outlives the process."""
-    if run_dir is not None and not isinstance(run_dir, str | os.PathLike):
-        raise ArgumentTypeError("run_dir", run_dir, "a path")
-    if run_dir == "":  # pathlib reads it as the current directory, which is seldom what an unset variable means
-        raise ArgumentError("run_dir", run_dir, "a path", "Pass '.' for the directory that you are in.")
+    if run_dir is not None:
+        path("run_dir", run_dir)
     if run_dir is None and checkpoint_every is not None:
         cure = "Pass where checkpoints are to go, or leave checkpoint_every out."
         raise ArgumentError("checkpoint_every", checkpoint_every, "run_dir beside it", cure)
     positive_int("keep_checkpoints", keep_checkpoints)
-    if resume != "auto" and not isinstance(resume, bool):
+    if not _is(resume, "auto") and not isinstance(resume, bool):
         raise ArgumentError("resume", resume, "'auto', True or False")
     if resume is True and run_dir is None:
         raise ArgumentError("resume", resume, "run_dir beside it", "Pass the directory of the run to go on with.")
@@ -196,25 +317,17 @@ def of_run_directory(run_dir: object, checkpoint_every: object, keep_checkpoints
 def recorded_plans(micro_batch: object) -> list[tuple[int, ...]]:
     """Return the plans of a recorded run, one a window; none when the micro-batch is a number or to be found."""
     accepted = "'auto', an int of at least 1, or a list of plans, each a tuple of micro-batch sizes"
-    if micro_batch == "auto":
+    if _is(micro_batch, "auto"):
         return []
     if isinstance(micro_batch, str) or not isinstance(micro_batch, Sequence):  # a str is a Sequence of str
         positive_int("micro_batch", micro_batch, "Leave it out to have it found.")
         return []
     if not micro_batch:
         raise ArgumentError("micro_batch", micro_batch, accepted)
-    # Nothing is to be checked against the effective batch: the sum of a plan is that of its window.
+    # What they sum to is compared with the windows once the data are known: see ``Budget.check_plans``.
     plans = []
     for plan in micro_batch:
         if isinstance(plan, str) or not isinstance(plan, Sequence) or not plan:
             raise ArgumentTypeError("micro_batch", micro_batch, accepted)
         plans.append(tuple(positive_int("micro_batch", size) for size in plan))
     return plans
-
-
-def functions(argument: str, value: object) -> list[Any]:
-    """Return the functions of any iterable as a list."""
-    found = list(value) if isinstance(value, Iterable) else [None]  # which is no function, and so is refused below
-    if not all(callable(item) for item in found):
-        raise ArgumentTypeError(argument, value, "a list of functions")
-    return found

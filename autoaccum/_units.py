@@ -1,14 +1,20 @@
-"""Bytes as people write and read them.
+"""Bytes as people write and read them, and values as errors show them.
 
 >>> parse_bytes("8GiB"), parse_bytes("1.5 MB"), parse_bytes(4096)
 (8589934592, 1500000, 4096)
 >>> format_bytes(8 * 2**30), format_bytes(1536), format_bytes(12)
 ('8.00 GiB', '1.50 KiB', '12 B')
+>>> shown([1, "a"]), len(shown("a" * 10**6)) <= LONGEST_SHOWN
+("[1, 'a']", True)
 """
 
 from __future__ import annotations
 
 import re
+from reprlib import Repr
+
+LONGEST_SHOWN = 400
+"""Show a value in at most so many characters."""
 
 # Bytes of each unit, by its name in lower case.
 _FACTORS = {"": 1, "b": 1}
@@ -26,8 +32,9 @@ def parse_bytes(text: int | str) -> int:
     if isinstance(text, int):
         return text
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*", text)
-    if match is None or match[2].lower() not in _FACTORS:
-        raise ValueError(f"{text!r} is not a number of bytes such as 8GiB, 500MB or 4096")
+    # Beyond the digits of a float there is no such memory.
+    if match is None or match[2].lower() not in _FACTORS or len(match[1]) > 300:
+        raise ValueError(f"{shown(text)} is not a number of bytes such as 8GiB, 500MB or 4096")
     return round(float(match[1]) * _FACTORS[match[2].lower()])
 
 
@@ -39,3 +46,24 @@ def format_bytes(num_bytes: float) -> str:
             return f"{value:.0f} B" if unit == "B" else f"{value:.2f} {unit}"
         value /= 1024
     return f"{value:.2f} TiB"
+
+
+# A container is shown by its first entries, so that the text of one with millions is never made.
+_texts = Repr()
+_texts.maxlist = _texts.maxtuple = _texts.maxdict = _texts.maxset = _texts.maxfrozenset = _texts.maxdeque = 50
+_texts.maxarray = 50
+_texts.maxstring = _texts.maxlong = _texts.maxother = LONGEST_SHOWN
+_texts.maxlevel = 8
+
+
+def shown(value: object) -> str:
+    """Return a value's repr for an error, cut where it is long; where it has none, its type."""
+    # The error says what the user passed. That this has no text of its own must not take the error's place.
+    try:
+        text = _texts.repr(value)
+    except Exception:
+        return f"<{type(value).__name__}>"
+    if len(text) <= LONGEST_SHOWN:
+        return text
+    # The end shows too, which closes a text or a list.
+    return f"{text[: LONGEST_SHOWN - 100]}...{text[-97:]}"

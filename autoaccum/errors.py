@@ -52,7 +52,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autoaccum._units import format_bytes
+from autoaccum._units import format_bytes, shown
 
 
 class AutoaccumError(Exception):
@@ -85,7 +85,7 @@ class ArgumentError(AutoaccumError, ValueError):
         self.argument = argument
         self.value = value
         self.accepted = accepted
-        super().__init__(f"{argument}={value!r}: expected {accepted}.{' ' if cure else ''}{cure}")
+        super().__init__(f"{argument}={shown(value)}: expected {accepted}.{' ' if cure else ''}{cure}")
 
 
 class ArgumentTypeError(ArgumentError, TypeError):
@@ -147,13 +147,14 @@ class ScheduleError(ArgumentError):
 
     def __init__(self, text: str, position: int, expected: str, cure: str = "") -> None:
         self.position = position
-        # Each white space as one space, so that the mark below stands under its character.
-        shown = "".join(" " if character.isspace() else character for character in text)
+        # What stands around the character; each white space as one space, so that the mark stands under it.
+        start = max(0, position - 80)
+        around = "".join(" " if character.isspace() else character for character in text[start : position + 80])
         super().__init__(
             "effective_batch",
             text,
             f"{expected} at character {position}",
-            f"{cure or 'Here:'}\n  {shown}\n  {'^':>{position}}",
+            f"{cure or 'Here:'}\n  {around}\n  {'^':>{position - start}}",
         )
 
 

@@ -35,6 +35,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from autoaccum._checks import number_between
 from autoaccum._units import parse_bytes
 from autoaccum.errors import ArgumentError, ArgumentTypeError
 from autoaccum.memory.clock import ManualClock, using
@@ -64,7 +65,7 @@ def simulated_memory(limit_bytes: int | str) -> MemorySimulation:
     # 0 bytes are accepted: on such a device the first operation fails, which is a case to test too.
     accepted = "a number of bytes, as an int or a text such as '64MiB'"
     # A share has nothing to be one of: there is no device whose memory it would be.
-    if not isinstance(limit_bytes, int | str):
+    if isinstance(limit_bytes, bool) or not isinstance(limit_bytes, int | str):
         raise ArgumentTypeError("limit_bytes", limit_bytes, accepted)
     try:
         limit = parse_bytes(limit_bytes)
@@ -97,7 +98,7 @@ def oom_at(n: int | None) -> OutOfMemoryAt:
         ArgumentError: ``n`` is not an int of at least 1.
     """
     # An operation that is never reached raises nothing: how many there are, a first run with None tells.
-    if n is not None and (not isinstance(n, int) or n < 1):
+    if n is not None and (isinstance(n, bool) or not isinstance(n, int) or n < 1):
         raise ArgumentError("n", n, "an int of at least 1, or None to only count")
     return OutOfMemoryAt(n)
 
@@ -114,6 +115,7 @@ def manual_clock(seconds: float = 0.0) -> Iterator[ManualClock]:
     ...     clock.now()
     1.5
     """
+    number_between("seconds", seconds, 0)
     # One clock for the whole process, its threads included: what they measure has to agree.
     clock = ManualClock(seconds)
     with using(clock):

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
+import numpy as np
 import pytest
+import torch
 
 from autoaccum._checks import (
     cadence,
+    flag,
+    function,
     non_negative_int,
     number_between,
+    of_callbacks,
     of_run_directory,
     one_of,
+    path,
     positive_int,
     positive_number,
     recorded_plans,
@@ -22,7 +32,7 @@ from autoaccum.errors import ArgumentError, ArgumentTypeError
 GIB = 2**30
 
 
-@pytest.mark.parametrize("value", [1, 2, 10**20])
+@pytest.mark.parametrize("value", [1, 2, 2**63 - 1])
 def test_positive_int(value: int) -> None:
     assert positive_int("steps", value) == value
 
@@ -175,3 +185,171 @@ class TestRecordedPlans:
     def test_sizes_that_are_none(self, size: Any) -> None:
         with pytest.raises(ArgumentError, match=f"micro_batch={size}: expected an int of at least 1"):
             recorded_plans([(8, 8), (8, size)])
+
+
+def test_ints_of_more_than_63_bits_are_refused() -> None:
+    for value in (2**63, 10**400):
+        for check in (lambda value: positive_int("steps", value), lambda value: non_negative_int("seed", value)):
+            with pytest.raises(ArgumentError, match=r"expected an int below 2\*\*63"):
+                check(value)
+        with pytest.raises(ArgumentError, match="checkpoint_every=.*a number of steps"):
+            cadence("checkpoint_every", value)
+    with pytest.raises(ArgumentError, match="expected a number below 1.79769e"):
+        number_between("clip_norm", 10**400, 0)
+
+
+@pytest.mark.parametrize("value", [torch.zeros(2), np.zeros(2), Mock(), b"fp32", ["fp32"]])
+def test_a_choice_is_a_text(value: Any) -> None:
+    """Arrays have an == of their own, which is no answer."""
+    with pytest.raises(ArgumentError, match="expected one of 'fp32', 'bf16'"):
+        one_of("precision", value, ("fp32", "bf16"))
+    with pytest.raises(ArgumentError, match="checkpoint_every"):
+        cadence("checkpoint_every", value)
+    with pytest.raises(ArgumentError, match="resume"):
+        of_run_directory("runs", None, 2, value)
+
+
+class TestFlags:
+    @pytest.mark.parametrize("value", [True, False, np.True_, np.False_])
+    def test_bools_of_python_and_numpy(self, value: Any) -> None:
+        assert flag("shuffle", value) is bool(value)
+
+    @pytest.mark.parametrize("value", ["False", "", 0, 1, 1.0, None, np.int64(1), [], torch.tensor(True)])
+    def test_what_only_counts_as_one(self, value: Any) -> None:
+        with pytest.raises(ArgumentTypeError) as caught:
+            flag("shuffle", value)
+        assert str(caught.value).endswith("expected True or False. Write shuffle=True or shuffle=False.")
+
+
+class Callable2:
+    def __call__(self, outputs: Any, targets: Any) -> None: ...
+
+
+class Evasive:
+    """Its signature cannot be read."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+    def __call__(self, *args: Any) -> None: ...
+
+
+class Three(torch.nn.Module):
+    def forward(self, one: Any, two: Any, three: Any) -> None: ...
+
+
+def two(outputs: Any, targets: Any, *, weight: float = 1.0) -> None: ...
+
+
+class TestFunctions:
+    @pytest.mark.parametrize(
+        "value",
+        [two, lambda *args: None, lambda a, b=1, c=2: None, Callable2(), functools.partial(Three().forward, 1), Mock(),
+         max, torch.nn.functional.mse_loss, torch.nn.MSELoss(), torch.optim.lr_scheduler.ExponentialLR],
+    )  # fmt: skip
+    def test_what_takes_two_arguments(self, value: Callable[..., Any]) -> None:
+        function("loss_fn", value, ("outputs", "targets"), "loss")
+
+    def test_what_cannot_be_read_may_be_one(self) -> None:
+        function("loss_fn", Evasive(), ("outputs", "targets"), "loss")
+
+    @pytest.mark.parametrize(
+        "value",
+        [lambda: None, lambda a: None, lambda a, b, c: None, lambda *, outputs, targets: None, Three(),
+         functools.partial(two, 1), torch.nn.ReLU()],
+    )  # fmt: skip
+    def test_what_does_not(self, value: Callable[..., Any]) -> None:
+        with pytest.raises(ArgumentTypeError) as caught:
+            function("loss_fn", value, ("outputs", "targets"), "loss", "Mend it.")
+        assert "expected a function (outputs, targets) -> loss. It cannot be called with 2 of them: " in str(
+            caught.value
+        )
+        assert str(caught.value).endswith(" Mend it.")
+
+    @pytest.mark.parametrize("value", [3, "two", None, [two]])
+    def test_what_is_none(self, value: Any) -> None:
+        with pytest.raises(ArgumentTypeError, match=r"expected a function \(outputs, targets\) -> loss\.$"):
+            function("loss_fn", value, ("outputs", "targets"), "loss")
+
+
+class TestCallbacks:
+    @pytest.mark.parametrize("value", [[print], (print,), iter([print]), [], {print: 1}, [[].append], [Mock()]])
+    def test_functions_of_a_record(self, value: Any) -> None:
+        assert all(map(callable, of_callbacks(value)))
+
+    @pytest.mark.parametrize(
+        "value", [print, None, 3, "print", [None], [Callable2], [lambda: None], [two], [print, lambda a, b: None]]
+    )
+    def test_others(self, value: Any) -> None:
+        with pytest.raises(ArgumentTypeError, match=r"^callbacks="):
+            of_callbacks(value)
+
+    def test_a_class_is_to_be_made(self) -> None:
+        with pytest.raises(ArgumentTypeError, match=r"It is the class: make one, Callable2\(\)"):
+            of_callbacks([Callable2])
+
+    def test_what_cannot_be_read(self) -> None:
+        def fails() -> Any:
+            yield print
+            raise ZeroDivisionError("half-way")
+
+        with pytest.raises(ArgumentTypeError, match="ZeroDivisionError") as caught:
+            of_callbacks(fails())
+        assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+@pytest.mark.parametrize("value", ["a\0b", Path("a\0b"), "\ud800", "a" * 5000])
+def test_paths_that_no_file_system_has(value: Any) -> None:
+    with pytest.raises(ArgumentError, match="run_dir=.*: expected a path that a file system can have"):
+        path("run_dir", value)
+
+
+class TestFuzz:
+    """Of ``benchmarks/fuzz_arguments.py``: 150 calls of every public function with what nobody would mean."""
+
+    @pytest.fixture
+    def fuzz(self, monkeypatch: pytest.MonkeyPatch) -> Any:
+        benchmarks = Path(__file__).parent.parent / "benchmarks"
+        monkeypatch.syspath_prepend(benchmarks)
+        monkeypatch.setenv("PYTHONPATH", str(benchmarks.parent))
+        return importlib.import_module("fuzz_arguments")
+
+    def test_each_call_works_or_is_refused_in_words_of_ours(self, fuzz: Any) -> None:
+        """Before training, with nothing changed and nothing left."""
+        found = list(fuzz.run(seed=1, indices=list(range(150)), deadline=300.0))
+        assert [result["index"] for result in found] == list(range(150))
+        assert [result for result in found if result["outcome"] not in fuzz.FINE] == []
+        assert sum(result["outcome"] == "refused" for result in found) > 75
+        assert sum(result["outcome"] == "works" for result in found) > 5
+
+    def test_what_is_wrong_is_found(self, fuzz: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Errors of no type of ours, models that were changed, files that were left, and words without end."""
+        monkeypatch.chdir(tmp_path)
+        model = torch.nn.Linear(1, 1)
+
+        def raw() -> None:
+            [][1]
+
+        def refuse(text: str = "") -> None:
+            raise ArgumentError("a", 1, "b", text)
+
+        def change() -> None:
+            with torch.no_grad():
+                model.weight += 1
+            refuse()
+
+        def leave() -> None:
+            (tmp_path / "left").write_text("")
+            refuse()
+
+        def outcome(function: Callable[[], None]) -> str:
+            call = fuzz.Call(function, {}, [], model)
+            return str(fuzz._outcome(call, {}, set())["outcome"])
+
+        assert outcome(lambda: None) == "works"
+        assert outcome(refuse) == "refused"
+        assert outcome(lambda: refuse("x" * 10**4)) == "a text too long"
+        assert outcome(raw) == "raw"
+        assert outcome(change) == "the model was changed"
+        assert outcome(leave) == "files were left"
+        assert outcome(fuzz._raise) == "the user's own error"

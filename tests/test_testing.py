@@ -119,3 +119,11 @@ def test_a_run_reads_the_manual_clock_and_no_other() -> None:
             progress=False,
         )
     assert [report.seconds for report in result.history] == [1.0, 1.0], "four micro-batches each"
+
+
+def test_flags_are_no_numbers() -> None:
+    for refused in (lambda: simulated_memory(True), lambda: oom_at(True)):
+        with pytest.raises(ArgumentError):
+            refused()
+    with pytest.raises(ArgumentError, match="seconds"), manual_clock("3"):  # type: ignore[arg-type]
+        pass

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoaccum._units import format_bytes, parse_bytes
+from autoaccum._units import LONGEST_SHOWN, format_bytes, parse_bytes, shown
 
 
 @pytest.mark.parametrize(
@@ -65,3 +65,29 @@ def test_format(num_bytes: float, expected: str) -> None:
 @given(st.integers(0, 2**60))
 def test_what_is_printed_can_be_read_again(num_bytes: int) -> None:
     assert parse_bytes(format_bytes(num_bytes)) == pytest.approx(num_bytes, rel=0.005)
+
+
+class Mute:
+    def __repr__(self) -> str:
+        raise RuntimeError("no text")
+
+
+class Long:
+    def __repr__(self) -> str:
+        return "x" * 10**6
+
+
+def test_a_long_text_is_cut() -> None:
+    numbers = list(range(10**6))
+    for value in ("a" * 10**6, b"a" * 10**6, Long(), [Long()] * 9, numbers, dict.fromkeys(numbers), 10**9000):
+        assert 0 < len(shown(value)) <= LONGEST_SHOWN
+
+
+def test_what_has_no_text_is_shown_by_its_type() -> None:
+    assert "Mute" in shown(Mute())
+    assert "Mute" in shown([1, Mute()])
+
+
+@pytest.mark.parametrize("value", [3, 0.1, "a", None, (1, 2), [(8, 8), (8,)], {"a": [1]}, True, len])
+def test_short_values_are_shown_as_they_are(value: object) -> None:
+    assert shown(value) == repr(value)

@@ -1,15 +1,9 @@
-"""States what training asks of data: windows, each readable again until the next is asked for, in a given order."""
+"""States what training asks of data: windows, each readable again until the next is asked for."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Any, Protocol
-
-import torch
-
-from autoaccum.data.randomness import mix, preserved_randomness, seed_host
-from autoaccum.memory.oom import insist
 
 Collate = Callable[[list[Any]], Any]
 """(samples) -> a batch of them"""
@@ -64,7 +58,10 @@ class Source(Protocol):
     def description(self) -> dict[str, Any]:
         """Return what tells it from other data, as JSON; read nothing that only training reads."""
 
-    def read(self, epoch: int, plan_at: PlanAt, passed: Sequence[int] = ()) -> Reader:
+    def content(self) -> str | None:
+        """Return a digest of what it holds, where that is in memory; None elsewhere: reading it would take too long."""
+
+    def read(self, epoch: int, plan_at: PlanAt, passed: Iterable[int] = ()) -> Reader:
         """Begin a pass over the data, in the order of that epoch.
 
         Args:
@@ -79,72 +76,3 @@ class Source(Protocol):
 
         Where a collate_fn takes samples of different lengths, the longest of the first few is repeated.
         """
-
-
-class Order:
-    """Which samples an epoch reads, in which order: a function of (seed, epoch)."""
-
-    def __init__(
-        self, num_samples: int, *, seed: int, shuffle: bool = False, sampler: Any = None, in_batches: bool = False
-    ) -> None:
-        """Set up an order of ``num_samples``.
-
-        Args:
-            num_samples: samples of the dataset.
-            seed: of the shuffling.
-            shuffle: whether each epoch has an order of its own; else it is that of the dataset.
-            sampler: yields the indices of an epoch, or lists of them; it takes precedence over ``shuffle``.
-            in_batches: whether the sampler yields lists.
-        """
-        # No state but these: an epoch's order is made again when a run is resumed in the midst of it.
-        self._seed = seed
-        self._shuffle = shuffle
-        self._sampler = sampler
-        self._in_batches = in_batches
-        self.num_samples = num_samples
-        if sampler is not None:
-            # The length of a sampler of batches is a count of batches: its samples are counted by drawing an epoch.
-            self.num_samples = len(self(0)) if in_batches else len(sampler)
-
-    def __call__(self, epoch: int) -> torch.Tensor | list[Any]:
-        """Return indices into the dataset, in the order of that epoch."""
-        # Mixed, for neighbouring seeds and epochs must not have orders in common; 63 bits, for torch takes a sign.
-        seed = mix(self._seed, epoch) >> 1
-        return insist(partial(self._drawn, epoch, seed), "the order of the samples was drawn")
-
-    def _drawn(self, epoch: int, seed: int) -> torch.Tensor | list[Any]:
-        if self._sampler is not None:
-            drawn = _draw(self._sampler, epoch, seed)
-            if not self._in_batches:
-                return drawn
-            # The user's batches say which samples come, in which order, and not how windows are cut.
-            return [index for indices in drawn for index in indices]
-        if self._shuffle:
-            return torch.randperm(self.num_samples, generator=torch.Generator().manual_seed(seed))
-        return torch.arange(self.num_samples)
-
-
-def _draw(sampler: Any, epoch: int, seed: int) -> list[Any]:
-    """List all that a sampler yields in an epoch.
-
-    Its generators and the global ones are seeded for it, and put back.
-    """
-    # Samplers of several processes draw by the epoch that they are told, and would else repeat the first.
-    if hasattr(sampler, "set_epoch"):
-        sampler.set_epoch(epoch)
-    generators = []
-    for part in (sampler, getattr(sampler, "sampler", None)):  # a sampler of batches often wraps one of indices
-        generator = getattr(part, "generator", None)
-        if isinstance(generator, torch.Generator):
-            generators.append(generator)
-    states = [generator.get_state() for generator in generators]
-    # A sampler with a generator draws from it, and any other from the global ones, of torch, NumPy or Python.
-    try:
-        with preserved_randomness():
-            seed_host(seed)
-            for generator in generators:
-                generator.manual_seed(seed)
-            return list(sampler)
-    finally:
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)

@@ -26,13 +26,19 @@ def _is_leaf(node: object) -> bool:
     """Return whether torch's pytree is to stop at a node; teach it, on the way, the mappings it does not know."""
     if isinstance(node, list):
         # A list of texts or numbers has one for each sample; one that holds tensors holds several parts of a batch.
-        return not any(map(_holds_tensors, node))
+        # By the types in it, of which there are few: it may be a column of data, with millions of entries.
+        kinds = set(map(type, node))
+        return not any(issubclass(kind, _MAY_HOLD) for kind in kinds) or not any(map(_holds_tensors, node))
     if type(node) is tuple:  # what default_collate makes of texts; subclasses are named tuples, which are structure
         return bool(node) and all(isinstance(item, str | bytes) for item in node)
     # Else it would be one leaf without rows, and go along whole with every micro-batch.
     if isinstance(node, Mapping) and type(node) not in pytree.SUPPORTED_NODES:
         _register(type(node))
     return False
+
+
+_MAY_HOLD = (list, tuple, torch.Tensor, np.ndarray, Mapping)
+"""Types of entries that have rows of their own, or may hold some that do."""
 
 
 def _holds_tensors(item: object) -> bool:
@@ -86,7 +92,15 @@ def num_samples(batch: Any, argument: str = "data") -> int:
         RaggedBatchError: they do not agree.
         DataError: there is nothing with rows in it.
     """
-    sizes = {where: len(leaf) for where, leaf in _leaves_by_path(batch).items() if has_rows(leaf)}
+    try:
+        leaves = _leaves_by_path(batch)
+    except RecursionError:
+        raise DataError(f"{argument}: a batch is nested too deeply, or holds itself. Let it be tensors.") from None
+    for where, leaf in leaves.items():
+        if isinstance(leaf, torch.Tensor) and (leaf.is_meta or leaf.is_nested):
+            what = "is on the meta device, which holds no numbers" if leaf.is_meta else "is nested, and has no rows"
+            raise DataError(f"{argument}: the tensor {where or 'itself'} of a batch {what}. Pass plain tensors.")
+    sizes = {where: len(leaf) for where, leaf in leaves.items() if has_rows(leaf)}
     if not sizes:
         raise DataError(
             f"{argument}: a batch of type {type(batch).__name__} holds no tensor with a dim 0, so it has no samples. "
@@ -99,7 +113,13 @@ def num_samples(batch: Any, argument: str = "data") -> int:
 
 def take(batch: Any, start: int, stop: int) -> Any:
     """Take samples ``start`` to ``stop`` of a batch: tensors are views."""
-    return _map_rows(lambda rows: rows[start:stop], batch)
+    return _map_rows(lambda rows: _stretch(rows, start, stop), batch)
+
+
+def _stretch(rows: Any, start: int, stop: int) -> Any:
+    if isinstance(rows, torch.Tensor) and rows.layout is not torch.strided:  # a sparse one has no slices
+        return rows.index_select(0, torch.arange(start, min(stop, len(rows)), device=rows.device))
+    return rows[start:stop]
 
 
 def concat(batches: Sequence[Any]) -> Any:

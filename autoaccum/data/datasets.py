@@ -15,9 +15,11 @@ import torch
 from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate, get_worker_info
 
 from autoaccum.data import batches
-from autoaccum.data.base import Collate, Item, NextPiece, Order, PlanAt, Reader
+from autoaccum.data.base import Collate, Item, NextPiece, PlanAt, Reader
+from autoaccum.data.contents import digest_of
 from autoaccum.data.grouped import GroupedSamples
 from autoaccum.data.lengths import PEEK, Padding, lengths_of, repeat_in_turn, repeat_longest, try_twice
+from autoaccum.data.orders import Order, chosen, reading
 from autoaccum.data.packing import pack, unpack
 from autoaccum.data.pieces import BATCHES, Pieces, SampleReader, items_form, with_preserved_randomness
 from autoaccum.data.randomness import mix, preserved_randomness
@@ -106,30 +108,36 @@ class DatasetSource:
     def description(self) -> dict[str, Any]:
         """Return its class and its length, of a split its indices, and of tensors what a ``TensorSource`` says."""
         # With or without workers tensors are the same data: a run may be resumed with another number of them.
-        if type(self._reader.dataset) is TensorDataset:
-            tensors = tuple(self._reader.dataset.tensors)
+        if (tensors := self._tensors()) is not None:
             return TensorSource(tensors, order=self._order, device=self._device).description()
         found = {"samples": self.num_samples, "dataset": type(self._reader.dataset).__name__}
         # Two splits of a dataset may be of one length: their indices tell them apart.
         if type(self._reader.dataset) is Subset:
             with suppress(ValueError, TypeError, OverflowError):  # keys of a mapping, say
-                indices = np.asarray(self._reader.dataset.indices, np.int64)
-                found["digest"] = hashlib.sha256(indices.tobytes()).hexdigest()[:16]
-        return found
+                found["digest"] = _digest(self._reader.dataset.indices)
+        return found | self._order.description()
 
-    def read(self, epoch: int, plan_at: PlanAt, passed: Sequence[int] = ()) -> Reader:
+    def content(self) -> str | None:
+        """Return a digest of the tensors of a dataset of tensors."""
+        return digest_of(self._tensors() or ())
+
+    def _tensors(self) -> tuple[torch.Tensor, ...] | None:
+        """Return the tensors of a dataset of tensors."""
+        dataset = self._reader.dataset
+        return tuple(dataset.tensors) if type(dataset) is TensorDataset else None
+
+    def read(self, epoch: int, plan_at: PlanAt, passed: Iterable[int] = ()) -> Reader:
         """Begin a pass over the samples; those that were passed are not read."""
-        indices = self._order(epoch)
-        start = sum(passed)
+        start, order = sum(passed), self._order(epoch)
+        return reading(order, start, lambda: self._read(order, epoch, plan_at, start))
+
+    def _read(self, order: Any, epoch: int, plan_at: PlanAt, start: int) -> Reader:
+        """Begin a pass in an order, at a position of it."""
 
         def keys(positions: Sequence[int]) -> list[Key]:
             """List what a reader is asked for by those positions; fewer where the pass ends before."""
-            available = [position for position in positions if position < len(indices)]
-            if isinstance(indices, torch.Tensor):  # datasets take ints
-                chosen = indices[available].tolist()
-            else:
-                chosen = [indices[position] for position in available]
-            return [(epoch, position, index) for position, index in zip(available, chosen, strict=True)]
+            available = [position for position in positions if position < len(order)]
+            return [(epoch, *key) for key in zip(available, chosen(order, available), strict=True)]
 
         def items_at(positions: Sequence[int]) -> list[Item]:
             """Read those positions in this process."""
@@ -150,7 +158,7 @@ class DatasetSource:
         collate = with_preserved_randomness(self._reader)
         shared: dict[str, Any] = {
             "device": self._device,
-            "num_samples": len(indices),
+            "num_samples": len(order),
             "budget_bytes": self._budget_bytes,
             "start": start,
         }
@@ -305,3 +313,13 @@ def _chunks(plan_at: PlanAt, num_workers: int, position: int) -> Iterable[int]:
     window = sum(plan_at(position))
     num_chunks = max(num_workers, -(-window // PEEK))
     return near_equal(window, max(1, min(window, num_chunks)))
+
+
+def _digest(indices: Any) -> str:
+    """Return a digest of the indices of a split."""
+    # By parts, for as an array all of them may take as much memory as the data do.
+    digest, part = hashlib.sha256(), 2**20
+    for start in range(0, len(indices), part):
+        some = indices if len(indices) <= part else indices[start : start + part]
+        digest.update(np.asarray(some, np.int64).tobytes())
+    return digest.hexdigest()[:16]

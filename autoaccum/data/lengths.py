@@ -50,8 +50,8 @@ def length_of(sample: Any) -> int:
 
 
 def lengths_of(items: Sequence[Item]) -> list[int]:
-    """Return the length of each item's sample."""
-    return [length_of(sample) for _, _, sample in items]
+    """Return the length of each item's sample, an empty one's being 1: a sample that weighs nothing has no plan."""
+    return [max(1, length_of(sample)) for _, _, sample in items]
 
 
 def repeat_in_turn(items: Sequence[Item], num_samples: int) -> list[Item]:
@@ -95,7 +95,7 @@ class BatchLengths:
         """Return the size of a sample's largest part; None while that was the same in all batches."""
         leaves = batches.flatten(batch)[0]
         rows = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim]
-        length = max((leaf.numel() // max(1, leaf.shape[0]) for leaf in rows), default=1)
+        length = max((leaf.numel() // max(1, leaf.shape[0]) for leaf in rows), default=1) or 1  # of empty samples too
         if self._first is None:
             self._first = length
         self._vary = self._vary or length != self._first

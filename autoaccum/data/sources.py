@@ -17,13 +17,17 @@ from torch.utils.data import (
     default_collate,
 )
 
+from autoaccum._checks import no_class
+from autoaccum._units import shown
 from autoaccum.data import batches
-from autoaccum.data.base import Collate, Order, Source
+from autoaccum.data.base import Collate, Source
 from autoaccum.data.datasets import DatasetSource
+from autoaccum.data.orders import Order, count_in_batches
 from autoaccum.data.streams import StreamSource
 from autoaccum.data.tensors import TensorSource
-from autoaccum.errors import ArgumentTypeError, ConflictingArgumentsError, EmptyDatasetError
+from autoaccum.errors import ArgumentTypeError, ConflictingArgumentsError, DataError, EmptyDatasetError
 
+_ACCEPTED = "a Dataset, a DataLoader, a tuple or dict of tensors, or an iterable of batches"
 # What a user's DataLoader says of its workers, and the one that we start instead is to say too.
 _LOADER_OPTIONS = ("worker_init_fn", "prefetch_factor", "multiprocessing_context", "timeout")
 
@@ -57,6 +61,7 @@ def open_source(
         EmptyDatasetError: it holds no sample.
         RaggedBatchError: its tensors disagree on dim 0.
     """
+    no_class(argument, data, _ACCEPTED)
     if isinstance(data, DataLoader):
         for name, value in (("collate_fn", collate_fn), ("num_workers", num_workers)):
             if value:
@@ -66,18 +71,20 @@ def open_source(
     # An IterableDataset is a Dataset too, by PyTorch's classes, without indices: it comes first.
     if isinstance(data, IterableDataset):
         stream: Any = DataLoader(data, batch_size=None, num_workers=num_workers) if num_workers else data
-        return StreamSource(stream, collate=collate_fn or default_collate, seed=seed, device=device)
+        return StreamSource(stream, collate=collate_fn or default_collate, seed=seed, device=device, argument=argument)
     # Tensors with a row for each sample, though a tuple and a mapping have indices and a length as a dataset has.
     if isinstance(data, torch.Tensor | tuple | Mapping):
         if collate_fn is not None:
             cure = "Tensors are batches already; wrap them in a Dataset to have a collate_fn called on their samples."
             raise ConflictingArgumentsError("collate_fn", collate_fn, f"tensors as {argument}", cure)
-        order = _plain_order(batches.num_samples(data), seed, shuffle, argument)
+        if not isinstance(data, torch.Tensor) and not len(data):
+            raise EmptyDatasetError(argument, f"it is an empty {type(data).__name__}.")
+        order = _plain_order(batches.num_samples(data, argument), seed, shuffle, argument)
         return TensorSource(data, order=order, device=device)
     if isinstance(data, Dataset) or _is_dataset(data):
         return _open_dataset(
             data,
-            order=_plain_order(len(data), seed, shuffle, argument),
+            order=_plain_order(_length(data, argument), seed, shuffle, argument),
             collate=collate_fn or default_collate,
             seed=seed,
             device=device,
@@ -92,11 +99,11 @@ def open_source(
             raise ConflictingArgumentsError("collate_fn", collate_fn, f"an iterable as {argument}", cure)
         if isinstance(data, list) and not data:
             raise EmptyDatasetError(argument, "it is an empty list.")
-        return StreamSource(data, collate=None, seed=seed, device=device)
+        return StreamSource(data, collate=None, seed=seed, device=device, argument=argument)
     raise ArgumentTypeError(
         argument,
         data,
-        "a Dataset, a DataLoader, a tuple or dict of tensors, or an iterable of batches",
+        _ACCEPTED,
         "Wrap what you have in a torch.utils.data.Dataset.",
     )
 
@@ -107,15 +114,21 @@ def _open_loader(
     """Open a DataLoader: its parts, where windows can be cut from the samples of its dataset, else what it yields."""
     # A stream, or without a batch_sampler a dataset whose samples are batches already: what it yields is cut.
     if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
-        return StreamSource(loader, collate=None, seed=seed, device=device)
-    # A sampler without a length may never end, and cannot be drawn for a whole epoch in advance.
-    if not hasattr(loader.sampler, "__len__") or not hasattr(loader.batch_sampler, "__len__"):
-        return StreamSource(_SamplerStream(loader), collate=loader.collate_fn, seed=seed, device=device)
+        return StreamSource(loader, collate=None, seed=seed, device=device, argument=argument)
+    # A sampler without a length may never end, and cannot be drawn for a whole epoch in advance. Nor can one whose
+    # batches hold too many samples to be counted by drawing them.
+    order = None
+    if hasattr(_sampler(loader), "__len__") and hasattr(loader.batch_sampler, "__len__"):
+        order = _loader_order(loader, seed, argument)
+    if order is None:
+        return StreamSource(
+            _SamplerStream(loader), collate=loader.collate_fn, seed=seed, device=device, argument=argument
+        )
     # Of any other DataLoader the parts are taken, and not its batches: a window is cut from samples.
     options = {name: getattr(loader, name) for name in _LOADER_OPTIONS} if loader.num_workers else {}
     return _open_dataset(
         loader.dataset,
-        order=_loader_order(loader, seed, argument),
+        order=order,
         collate=loader.collate_fn,
         seed=seed,
         device=device,
@@ -143,6 +156,18 @@ def _open_dataset(
     return DatasetSource(dataset, order=order, collate=collate, device=device, num_workers=num_workers, **options)
 
 
+def _length(dataset: Any, argument: str) -> int:
+    """Return the length of a dataset.
+
+    Raises:
+        DataError: it has none that is a number.
+    """
+    try:
+        return len(dataset)
+    except Exception as error:
+        raise DataError(f"{argument}: its length cannot be read: {shown(error)}. Mend its __len__.") from error
+
+
 def _plain_order(num_samples: int, seed: int, shuffle: bool, argument: str) -> Order:
     """Return the order of a dataset without a sampler; refuse an empty one."""
     if num_samples == 0:
@@ -150,21 +175,32 @@ def _plain_order(num_samples: int, seed: int, shuffle: bool, argument: str) -> O
     return Order(num_samples, seed=seed, shuffle=shuffle)
 
 
-def _loader_order(loader: DataLoader[Any], seed: int, argument: str) -> Order:
-    """Return the order of a DataLoader's samplers; what its own ``shuffle=`` made is replaced by a seeded one."""
+def _loader_order(loader: DataLoader[Any], seed: int, argument: str) -> Order | None:
+    """Return the order of a DataLoader's samplers; what its own ``shuffle=`` made is replaced by a seeded one.
+
+    It is None where batches are drawn of which only drawing tells how many samples they hold, and that takes too long.
+    """
     # A plain sequential or random sampler is replaced by an order that is a function of (seed, epoch). Any other one
     # draws by itself, under a seed.
     size = len(loader.dataset)  # type: ignore[arg-type]
     # By type() throughout, for a subclass may draw otherwise. A BatchSampler itself only cuts what its sampler draws,
     # and windows are cut here.
     if type(loader.batch_sampler) is not BatchSampler:
-        return Order(size, seed=seed, sampler=loader.batch_sampler, in_batches=True)
-    sampler = loader.sampler
+        count = count_in_batches(loader.batch_sampler, seed)
+        return None if count is None else Order(count, seed=seed, sampler=loader.batch_sampler, in_batches=True)
+    sampler = _sampler(loader)
     if type(sampler) is SequentialSampler:
         return _plain_order(size, seed, False, argument)
     if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == size:
         return _plain_order(size, seed, True, argument)
-    return Order(size, seed=seed, sampler=sampler)
+    return Order(len(sampler), seed=seed, sampler=sampler)
+
+
+def _sampler(loader: DataLoader[Any]) -> Any:
+    """Return what draws the indices of a DataLoader."""
+    # That of its batches: given a BatchSampler, a DataLoader makes a sequential sampler beside it that nothing asks.
+    batch_sampler: Any = loader.batch_sampler
+    return batch_sampler.sampler if type(batch_sampler) is BatchSampler else loader.sampler
 
 
 class _SamplerStream:
@@ -173,7 +209,7 @@ class _SamplerStream:
     def __init__(self, loader: DataLoader[Any]) -> None:
         self.dataset = loader.dataset
         self._in_batches = type(loader.batch_sampler) is not BatchSampler
-        self.sampler: Any = loader.batch_sampler if self._in_batches else loader.sampler
+        self.sampler: Any = loader.batch_sampler if self._in_batches else _sampler(loader)
 
     def __iter__(self) -> Iterator[Any]:
         for drawn in self.sampler:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import islice
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch.utils.data import default_collate
 
 from autoaccum.data import batches
 from autoaccum.data.base import Collate, NextPiece, PlanAt, Reader
+from autoaccum.data.contents import digest_of
 from autoaccum.data.grouped import GroupedSamples
 from autoaccum.data.lengths import PEEK, BatchLengths, Padding, repeat_longest
 from autoaccum.data.pieces import BATCHES, Pieces, SampleReader, items_form, with_preserved_randomness
@@ -24,7 +25,15 @@ class StreamSource:
 
     num_samples: int | None = None
 
-    def __init__(self, stream: Iterable[Any], *, collate: Collate | None, seed: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        stream: Iterable[Any],
+        *,
+        collate: Collate | None,
+        seed: int,
+        device: torch.device,
+        argument: str = "data",
+    ) -> None:
         """Set up.
 
         Args:
@@ -32,7 +41,9 @@ class StreamSource:
             collate: makes a batch of a list of samples; None where the stream yields batches.
             seed: of what the stream draws.
             device: where micro-batches go.
+            argument: what errors call the stream.
         """
+        self._argument = argument
         self._stream = stream
         self._seed = seed
         self._device = device
@@ -54,7 +65,16 @@ class StreamSource:
             stream = stream.dataset
         return {"samples": None, "stream": type(stream).__name__} | ({"workers": workers} if workers else {})
 
-    def read(self, epoch: int, plan_at: PlanAt, passed: Sequence[int] = ()) -> Reader:
+    def content(self) -> str | None:
+        """Return a digest of the first, the last and a few more batches of a list of them."""
+        stream = self._stream
+        if type(stream) is not list or not stream:
+            return None
+        count = min(len(stream), PEEK)
+        chosen = [stream[number * (len(stream) - 1) // max(count - 1, 1)] for number in range(count)]
+        return digest_of([leaf for batch in chosen for leaf in batches.flatten(batch)[0]])
+
+    def read(self, epoch: int, plan_at: PlanAt, passed: Iterable[int] = ()) -> Reader:
         """Begin a pass over what the stream yields; the stream draws from random states of its own.
 
         What was passed is read again, for nothing else leads to what follows.
@@ -89,11 +109,13 @@ class StreamSource:
                 with isolated():
                     if not self._of_samples:
                         batch = next(iterator)
-                        return batches.num_samples(batch), batch
+                        return batches.num_samples(batch, self._argument), batch
                     items = [(epoch, position + i, sample) for i, sample in enumerate(islice(iterator, wished))]
             except Exception as error:
                 if is_out_of_memory(error):  # not to be taken for a micro-batch that does not fit
-                    raise DataError(f"data: iterating over it ran out of memory ({error}); it cannot go on.") from error
+                    raise DataError(
+                        f"{self._argument}: iterating over it ran out of memory ({error}); it cannot go on."
+                    ) from error
                 raise
             if not items:
                 raise StopIteration
@@ -109,14 +131,16 @@ class StreamSource:
         """
         if hasattr(self._stream, "__next__"):
             raise DataError(
-                "data: an iterator can be read only once, and looking at it would take samples from training. Pass "
-                "something that can be iterated again: a Dataset, a DataLoader, a list of batches."
+                f"{self._argument}: an iterator can be read only once, and looking at it would take samples from "
+                f"training. Pass something that can be iterated again: a Dataset, a DataLoader, a list of batches."
             )
         next_piece = self._read_stream(0)
         try:
             size, piece = next_piece(1 if self._collate is None else PEEK)
         except StopIteration:
-            raise EmptyDatasetError("data", "iterating over it yields nothing.") from None
+            raise EmptyDatasetError(self._argument, "iterating over it yields nothing.") from None
+        if not size:
+            raise EmptyDatasetError(self._argument, "its first batch has no rows.")
         if self._collate is None:
             enough = self._form.join([piece] * -(-num_samples // size))
             batch = self._form.finish(self._form.take(enough, 0, num_samples))
@@ -125,7 +149,7 @@ class StreamSource:
         return batches.to_device(batch, self._device, copy=True)
 
 
-def _skip(reader: Reader, passed: Sequence[int]) -> Reader:
+def _skip(reader: Reader, passed: Iterable[int]) -> Reader:
     """Take the windows of those sizes from a reader, and give it back."""
     for num_samples in passed:
         reader.window(num_samples)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,9 @@ import numpy as np
 import torch
 
 from autoaccum.data import batches
-from autoaccum.data.base import Order, PlanAt, Reader, Window
+from autoaccum.data.base import PlanAt, Reader, Window
+from autoaccum.data.contents import digest_of
+from autoaccum.data.orders import Order, Unlisted, reading
 
 
 class TensorSource:
@@ -47,7 +49,8 @@ class TensorSource:
     def description(self) -> dict[str, Any]:
         """Return the number of samples, the shapes, and a digest of a few rows."""
         # 64 rows, evenly spread, are read in no time and tell data from other data of the same shapes.
-        rows = torch.linspace(0, self._num_rows - 1, min(self._num_rows, 64)).long()
+        # float32 has no number for the last of more than 2**24 rows, and may round it up.
+        rows = torch.linspace(0, self._num_rows - 1, min(self._num_rows, 64)).long().clamp(max=self._num_rows - 1)
         digest = hashlib.sha256()
         for leaf in self._leaves:
             chosen = _rows(leaf, rows)
@@ -57,11 +60,18 @@ class TensorSource:
             else:
                 digest.update(repr(_values_or_types(chosen)).encode())
         shapes = [str(tuple(leaf.shape)) if hasattr(leaf, "shape") else type(leaf).__name__ for leaf in self._leaves]
-        return {"samples": self.num_samples, "tensors": ", ".join(shapes), "digest": digest.hexdigest()[:16]}
+        found = {"samples": self.num_samples, "tensors": ", ".join(shapes), "digest": digest.hexdigest()[:16]}
+        return found | self._order.description()
 
-    def read(self, epoch: int, plan_at: PlanAt, passed: Sequence[int] = ()) -> Reader:
+    def content(self) -> str | None:
+        """Return a digest of some megabytes of the tensors."""
+        return digest_of(self._leaves)
+
+    def read(self, epoch: int, plan_at: PlanAt, passed: Iterable[int] = ()) -> Reader:
         """Begin a pass over the rows; gathering is quick enough to prefetch nothing."""
-        return _TensorReader(self, torch.as_tensor(self._order(epoch)), sum(passed))
+        start, order = sum(passed), self._order(epoch)
+        found = order if isinstance(order, Unlisted) else torch.as_tensor(order)
+        return reading(found, start, lambda: _TensorReader(self, found, start))
 
     def example(self, num_samples: int) -> Any:
         """Return the first rows, repeated."""
@@ -91,7 +101,7 @@ class _TensorReader:
     """One pass over the rows in an order; a window takes the next of its indices."""
 
     source: TensorSource
-    order: torch.Tensor
+    order: torch.Tensor | Unlisted
     position: int = 0  # in the order, of the next window
 
     def window(self, num_samples: int, whole: bool = False) -> Window | None:
@@ -108,7 +118,7 @@ class _TensorWindow:
     """A stretch of the order; rows are gathered anew whenever a micro-batch is asked for."""
 
     source: TensorSource
-    order: torch.Tensor
+    order: torch.Tensor | Unlisted
     first: int  # its position in the order
     num_samples: int
     lengths: None = None  # all rows of a tensor are alike

@@ -7,10 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
+from autoaccum import _checks
 from autoaccum.errors import (
-    ArgumentTypeError,
     ConflictingArgumentsError,
     DataError,
     LossWithoutGradError,
@@ -32,12 +31,13 @@ def loss_function(loss_fn: Callable[[Any, Any], Any] | None, training_step: Call
         ArgumentTypeError: one is no function.
     """
     # loss_fn=nn.MSELoss, without the parentheses, can be called, and would fail only in the first micro-batch.
-    for name, function in (("loss_fn", loss_fn), ("training_step", training_step)):
-        if isinstance(function, type) and issubclass(function, nn.Module):
-            cure = f"It is the class: make one, {function.__name__}()."
-            raise ArgumentTypeError(name, function.__name__, "a function", cure)
-        if function is not None and not callable(function):
-            raise ArgumentTypeError(name, function, "a function")
+    for name, given, parameters in (
+        ("loss_fn", loss_fn, ("outputs", "targets")),
+        ("training_step", training_step, ("model", "batch")),
+    ):
+        if given is not None:
+            _checks.no_class(name, given, "a function")
+            _checks.function(name, given, parameters, "loss")
     # With neither of them the model has to return its loss, which shows when it is called for the first time.
     if loss_fn is not None and training_step is not None:
         raise ConflictingArgumentsError(

@@ -26,7 +26,7 @@ def find_device(device: str | torch.device | None) -> torch.device:
         available += [f"{accelerator.type}:{index}" for index in range(count)]
     try:
         found = torch.device(device)
-    except (RuntimeError, TypeError):
+    except Exception:  # of a text that is no device, an index of 30 digits, or anything else
         raise UnknownDeviceError(device, available) from None
     if found.type == "cpu":
         return torch.device("cpu")  # without an index: "cpu:0" does not compare equal to the device of a tensor

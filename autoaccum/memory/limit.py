@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from autoaccum._checks import function
 from autoaccum._units import parse_bytes
 from autoaccum.errors import ArgumentError, ArgumentTypeError
 from autoaccum.memory.base import Memory
@@ -96,6 +97,8 @@ def moving_limit(value: Any, available_bytes: Callable[[], int]) -> Callable[[],
     """Return a function () -> the limit in bytes as it is now; a share is one of what was available at first."""
     if value is None:
         return available_bytes
+    if callable(value):
+        function("memory_limit", value, (), "bytes, a text or a share")
     # What a function returns is asked for each time, and a share that it returns is one of what is available then.
     if callable(value):
         return lambda: memory_limit_bytes(value(), available_bytes())

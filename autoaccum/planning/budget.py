@@ -94,6 +94,35 @@ class Budget:
             return self.steps, self.samples or self.max_epochs * epoch_samples
         return steps, samples
 
+    def check_plans(
+        self, plans: Sequence[tuple[int, ...]], epoch_samples: int | None, schedule: Schedule, drop_last: bool
+    ) -> None:
+        """Check that recorded plans sum to the windows that they are for, as far as these can be foreseen.
+
+        Args:
+            plans: of a recorded run, one a window.
+            epoch_samples: samples in one pass over the data, when known.
+            schedule: samples per full window.
+            drop_last: whether the short window at the end of a pass is left out.
+
+        Raises:
+            ArgumentError: one does not; of several the first.
+        """
+        try:
+            if epoch_samples is None:
+                # Where an epoch of a stream ends nobody knows, and a window there is short: none is longer.
+                most = schedule.largest
+                for number, plan in enumerate(plans, start=1):
+                    if most is not None and sum(plan) > most:
+                        raise _not_a_sum(plan, f"at most {most}", number)
+            elif plans:
+                windows = self.windows(epoch_samples, schedule, drop_last)
+                for number, (plan, (_, size)) in enumerate(zip(plans, windows, strict=False), start=1):
+                    if sum(plan) != size:
+                        raise _not_a_sum(plan, str(size), number)
+        except _UnforeseeableError:  # training will tell
+            return
+
     def windows(self, epoch_samples: int, schedule: Schedule, drop_last: bool) -> Iterator[tuple[Progress, int]]:
         """Yield (where the run stands before it, samples) of one window after the other, to the end of the budget.
 
@@ -176,6 +205,11 @@ class Budget:
             return progress.step + windows_now + epochs * windows - (-rest // batch), self.samples
         epochs = (self.max_epochs or 1) - progress.epoch - 1
         return progress.step + windows_now + epochs * windows, progress.samples + used_now + epochs * used
+
+
+def _not_a_sum(plan: tuple[int, ...], wanted: str, window: int) -> ArgumentError:
+    cure = "Pass the recorded run's effective_batch and budget too, or leave micro_batch out."
+    return ArgumentError("micro_batch", plan, f"sizes that sum to {wanted} in window {window}", cure)
 
 
 class _UnforeseeableError(BaseException):

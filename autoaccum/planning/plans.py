@@ -11,7 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autoaccum._checks import positive_int
+from autoaccum.errors import ArgumentError
 from autoaccum.planning.cuts import near_equal
+
+MOST_PIECES = 10**7
+"""Micro-batches, over all ranks, that a plan may have."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,11 +55,16 @@ def plan(effective_batch: int, max_micro_batch: int, world_size: int = 1) -> Pla
         world_size: ranks that share the window.
 
     Raises:
-        ArgumentError: an argument is not an int of at least 1.
+        ArgumentError: an argument is not an int of at least 1, or there would be more micro-batches than can be held.
     """
     positive_int("effective_batch", effective_batch, "Pass the samples you want per optimizer step.")
     positive_int("max_micro_batch", max_micro_batch, "Pass the samples that fit on the device at once.")
     positive_int("world_size", world_size, "Pass the number of processes that train together.")
+    # Each has an entry of its own: a plan of more could not be held, and would be no use.
+    each = -(-effective_batch // world_size)
+    if world_size > MOST_PIECES or world_size * -(-each // max_micro_batch) > MOST_PIECES:
+        accepted = f"a plan of at most {MOST_PIECES:,} micro-batches over {world_size} ranks"
+        raise ArgumentError("max_micro_batch", max_micro_batch, accepted, "Check which of the numbers is too large.")
     # Between ranks first, then each rank's share by itself, so that no rank has two samples more than another.
     shares = near_equal(effective_batch, world_size)
     # As many steps on every rank, where it has the samples for them: a rank with fewer would wait for the others.

@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from autoaccum._checks import one_of, positive_int
+from autoaccum._checks import function, one_of, positive_int
+from autoaccum._units import shown
 from autoaccum.errors import ArgumentError, ArgumentTypeError
 from autoaccum.events import StepReport
 
@@ -204,26 +205,29 @@ class Milestones(Schedule):
         positive_int("start", start)
         one_of("by", by, tuple(SUFFIXES))
         accepted = f"a dict such as {{1000: 256}}, from {by} to the effective batch from there on"
-        # Taken apart here, where whatever is not made of pairs can be refused with words of ours.
+        # Taken apart here, where whatever is not made of pairs can be refused with words of ours; one by one, for what
+        # can be iterated over need not come to an end.
+        pairs: list[tuple[int, int]] = []
+        # The first point is above 0: what there is from the beginning is ``start``.
+        before = 0
         try:
-            items = points.items() if isinstance(points, Mapping) else points
-            pairs = tuple((point, batch) for point, batch in items)
-        except (TypeError, ValueError):
+            for point, batch in points.items() if isinstance(points, Mapping) else points:
+                positive_int("points", point, f"That is where {shown(batch)} was to begin, in {by}.")
+                positive_int("points", batch, f"That is the effective batch from {point} {by} on.")
+                if point <= before:
+                    raise ArgumentError("points", points, f"{point} to be more than {before}", "Give them in order.")
+                pairs.append((point, batch))
+                before = point
+        except ArgumentError:
+            raise
+        except Exception:
             raise ArgumentTypeError("points", points, accepted) from None
         # Without points its text would be that of ``Constant``, and be read as one.
         if not pairs:
             raise ArgumentError("points", points, accepted, f"For one batch throughout pass {start} itself.")
-        # The first point is above 0: what there is from the beginning is ``start``.
-        before = 0
-        for point, batch in pairs:
-            positive_int("points", point, f"That is where {batch!r} was to begin, in {by}.")
-            positive_int("points", batch, f"That is the effective batch from {point} {by} on.")
-            if point <= before:
-                raise ArgumentError("points", points, f"{point} to be more than {before}", "Give them in order.")
-            before = point
         # A frozen dataclass can be set in no other way.
         object.__setattr__(self, "start", start)
-        object.__setattr__(self, "points", pairs)
+        object.__setattr__(self, "points", tuple(pairs))
         object.__setattr__(self, "by", by)
 
     def at(self, progress: Progress) -> int:
@@ -303,8 +307,7 @@ class Function(Schedule):
 
     def __post_init__(self) -> None:
         # Else it would fail when it is called for the first time, with an error that names no argument.
-        if not callable(self.function):
-            raise ArgumentTypeError("function", self.function, "a function of Progress")
+        function("function", self.function, ("progress",), "samples")
 
     def at(self, progress: Progress) -> int:
         """Return what the function returns.

@@ -92,8 +92,11 @@ def parse(text: str) -> Schedule:
     NoiseScale(min=64, max=1024, smoothing=0.9, patience=5)
 
     Raises:
+        ArgumentTypeError: it is no text.
         ScheduleError: it cannot be read; says what was expected at which character.
     """
+    if not isinstance(text, str):
+        raise ArgumentTypeError("text", text, "the text of a schedule, such as '64, 1000:256'")
     scanner = _Scanner(text)
     # A word in front says the kind; without one there are only numbers.
     word = scanner.find("linear|geometric|double|noise")
@@ -181,7 +184,10 @@ class _Scanner:
     def number(self, expected: str) -> int:
         """Take an int of at least 1, and return it."""
         # Digits, in groups as Python has them, and nothing else that ``int`` would read: no sign, no other scripts.
-        value = int(self.take("[0-9]+(_[0-9]+)*", expected))
+        digits = self.take("[0-9]+(_[0-9]+)*", expected)
+        value = int(digits) if len(digits) < 100 else 2**63  # Python reads no more than some thousand digits
+        if value >= 2**63:
+            raise self.error("an int below 2**63", self.begin)
         if value < 1:
             raise self.error("an int of at least 1", self.begin)
         return value

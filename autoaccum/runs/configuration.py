@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoaccum.planning.schedules import Schedule
+from autoaccum.planning.schedule_kinds import Schedule
 
 ONLY_HOW = ("foreach", "fused", "capturable", "differentiable")
 """Options of optimizers that decide how a step is computed, which may depend on the device, and not what comes of it.
@@ -52,6 +52,8 @@ def plain(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values as JSON can hold them: what it cannot hold, as a text."""
     found = {}
     for name, value in values.items():
+        if type(value).__module__ == "numpy" and hasattr(value, "item") and not getattr(value, "ndim", 1):
+            value = value.item()  # a number or a flag of NumPy's is the one of Python that it stands for
         is_plain = value is None or isinstance(value, bool | int | float | str)
         found[name] = value if is_plain else text_of(value)
     return found

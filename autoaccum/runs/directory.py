@@ -6,7 +6,7 @@
         checkpoints/        the last few whole ones and the best: see checkpoint.py
         history.jsonl       every StepReport and event as they happened: see records.py
         config.json         what was asked for: see configuration.py
-        environment.json    on what it runs
+        environment.json    on what it runs, and what tells that code or data have changed: see details.py
         window              the window that is being run, in a few bytes that outlive the process: see window_mark.py
         kills.json          how often the kernel had killed for lack of memory when the run began
 """
@@ -21,7 +21,7 @@ from autoaccum._checks import Cadence
 from autoaccum.errors import CheckpointCorruptError, CheckpointWriteError, OptimizerOutOfMemoryError, ResumeError
 from autoaccum.events import Event, Finished, Notice, Record, Resumed, Started, StepReport
 from autoaccum.memory import clock
-from autoaccum.runs import checkpoint
+from autoaccum.runs import checkpoint, details
 from autoaccum.runs.checkpoint import Checkpoint, Checkpoints
 from autoaccum.runs.configuration import differing
 from autoaccum.runs.records import HISTORY, RecordWriter, environment, read_records, write_json
@@ -59,6 +59,7 @@ class RunDirectory:
         self._cadence = cadence
         self._background = background
         self._config = dict(config)
+        self._details: details.Details = self._config.pop("details", {})
         if anew:  # before anything is opened, for it is moved
             _put_away(path)
         # Its lock is the whole directory's: whoever writes the checkpoints may write the other files.
@@ -78,6 +79,8 @@ class RunDirectory:
         self.events: Sequence[Event] = Recorded(path / HISTORY, *get_args(Event))
         self.passed_over: Notice | None = None
         """Why the run does not go on from its newest checkpoint."""
+        self.changed: Notice | None = None
+        """What has changed since the last process, in what a run may go on with."""
         self._newest: Path | None = None  # the last checkpoint; none yet
         self._saved_step = -1  # its step
         self._saved_at = clock.now()
@@ -97,13 +100,16 @@ class RunDirectory:
         if found is not None:
             weights, state = found.load()
             # Compared with what was asked for then, which lies in the checkpoint: config.json may have been edited.
-            if differences := list(differing(state["trained"], self._config["trained"])):
+            before = details.known(self.path / "environment.json")
+            differences = list(differing(state["trained"], self._config["trained"]))
+            # Of a model of other shapes nobody need read that its layers are others too.
+            if self._details and not differences:
+                differences = details.refused(before, self._details)
+                self.changed = details.announced(before, self._details, self.path)
+            if differences:
                 raise ResumeError(self.path, differences)
             loaded = found, weights, state
-            self._newest, self._saved_step = (
-                found.path,
-                found.step,
-            )  # it need not be written again before the next window
+            self._newest, self._saved_step = found.path, found.step  # not written again before the next window
             if skipped:
                 self.passed_over = Notice(
                     cause=f"{len(skipped)} of the checkpoints cannot be read: {' '.join(skipped)}".rstrip("."),
@@ -111,6 +117,10 @@ class RunDirectory:
                     cure="Look at the disk if this comes again",
                 )
         return loaded
+
+    def notices(self, *, goes_on: bool) -> list[Notice]:
+        """Return what to say of what was found; of a run that does not go on no change matters."""
+        return [notice for notice in (self.passed_over, self.changed if goes_on else None) if notice is not None]
 
     def is_finished(self) -> bool:
         """Return whether the last that was recorded is that the budget was spent."""
@@ -127,7 +137,7 @@ class RunDirectory:
         try:
             self.window_mark.begin()
             write_json(self.path / "config.json", self._config)
-            write_json(self.path / "environment.json", environment())
+            write_json(self.path / "environment.json", {**environment(), "details": self._details})
         except OSError as error:
             raise _not_written(self.path, error) from None
 

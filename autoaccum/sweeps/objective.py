@@ -17,6 +17,7 @@ import torch
 from optuna.distributions import BaseDistribution, check_distribution_compatibility
 from optuna.trial import Trial, TrialState
 
+from autoaccum import _checks
 from autoaccum.data.sources import open_source
 from autoaccum.errors import (
     ArgumentError,
@@ -149,6 +150,7 @@ class Objective:
             cure = "Return it from the recipe, or pass it."
             raise ArgumentError("validation_data", None, "data by whose loss trials are compared", cure)
         # Metrics of fit are a dict of functions by name.
+        _checks.of_validation(arguments["validation_data"], None, arguments.get("metrics"))
         known = (*MINIMISED, *(arguments.get("metrics") or ()))
         for name in self.metrics:
             if name not in known:

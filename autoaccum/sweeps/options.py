@@ -19,7 +19,7 @@ from autoaccum import _checks
 from autoaccum.errors import ArgumentError, ArgumentTypeError
 from autoaccum.loss.weighting import CountItems
 from autoaccum.memory.limit import MemoryLimit
-from autoaccum.sweeps import spaces
+from autoaccum.sweeps import spaces, storages
 from autoaccum.training.alone import Ranks
 from autoaccum.training.declarations import Checked, arguments, arguments_of, check, option, values_of
 from autoaccum.training.learning_rate import MakeScheduler, Scaling
@@ -83,21 +83,38 @@ def of_jobs(jobs: object) -> None:
 def of_recipe(recipe: object) -> None:
     """Check the kind of recipe; whether there is one of that name is seen when it is imported."""
     # Whatever can be called will do: a class, a partial.
-    if not isinstance(recipe, str) and not callable(recipe):
+    if isinstance(recipe, str) and "\0" in recipe:
+        raise ArgumentError("recipe", recipe, "a text without NUL")
+    if isinstance(recipe, torch.nn.Module) or (not isinstance(recipe, str) and not callable(recipe)):
         accepted = "a function that returns the arguments of fit, or the text that names it"
         raise ArgumentTypeError("recipe", recipe, accepted)
 
 
 def of_search_space(search_space: object) -> None:
     """Check the function that says what else is searched."""
-    if search_space is not None and not callable(search_space):
-        raise ArgumentTypeError("search_space", search_space, "a function of the trial")
+    if search_space is not None:
+        _checks.no_class("search_space", search_space, "a function of the trial")
+        _checks.function("search_space", search_space, ("trial",), "further arguments")
 
 
 def of_study_name(study_name: object) -> None:
     """Check the name of the study."""
     if study_name is not None and not isinstance(study_name, str):
         raise ArgumentTypeError("study_name", study_name, "a text")
+    # Its directory is named after it.
+    if study_name is not None and ("\0" in study_name or len(study_name) > 200):
+        raise ArgumentError("study_name", study_name, "a text of at most 200 characters, without NUL")
+
+
+def of_storage(storage: object) -> None:
+    """Check the kind of storage."""
+    storages.check_storage(storage)
+
+
+def of_directory(directory: object) -> None:
+    """Check where trials are kept."""
+    if directory is not None:
+        _checks.path("directory", directory)
 
 
 def of_fit_arguments(fit_arguments: Arguments) -> None:
@@ -127,6 +144,9 @@ CHECKS: tuple[Callable[..., Any], ...] = (
     of_recipe,
     of_search_space,
     of_study_name,
+    of_directory,
+    of_storage,
+    _checks.of_progress,
     of_fit_arguments,
     spaces.metrics,
     of_sampler,
@@ -205,19 +225,21 @@ class SweepArguments:
         "any URL of Optuna, journal:PATH or a path that ends in .log for a journal file, or a storage; a SQLite file "
         "in the directory when left out.",
         default=None,
+        check=of_storage,
     )
     study_name: str | None = option("named after the recipe when left out.", default=None, check=of_study_name)
     # Not asked for: what a killed process leaves has to lie where the same call looks for it.
     directory: str | os.PathLike[str] | None = option(
         "for checkpoints and records, a run directory a trial; sweeps/STUDY_NAME when left out.",
         default=None,
+        check=of_directory,
     )
     # Who runs the trials, and what is seen of it.
     jobs: int = option("processes that share the trials.", default=1, check=of_jobs)
     seed: int = option(
         "a trial's own is its number more, and is among its user attributes.", default=0, check=_checks.of_seed
     )
-    progress: bool = option("show a bar over trials on standard error.", default=True)
+    progress: bool = option("show a bar over trials on standard error.", default=True, check=_checks.of_progress)
     # The last, for it gathers what is none of the above.
     fit_arguments: PassedOn = option(
         "any others of fit, in place of what the recipe returns.", check=of_fit_arguments, is_rest=True

@@ -18,6 +18,7 @@ from optuna.pruners import BasePruner
 from optuna.samplers import BaseSampler
 
 from autoaccum._checks import one_of, positive_int, positive_number
+from autoaccum._units import shown
 from autoaccum.errors import ArgumentError, ArgumentTypeError
 
 N = TypeVar("N", int, float)
@@ -134,7 +135,7 @@ def metrics(metric: Any, direction: Any) -> tuple[tuple[str, ...], tuple[Directi
         for name in names:
             if name not in MINIMISED:
                 accepted = "minimize or maximize, for each metric"
-                cure = f"Say which way {name!r} is better; only {', '.join(MINIMISED)} go without saying."
+                cure = f"Say which way {shown(name)} is better; only {', '.join(MINIMISED)} go without saying."
                 raise ArgumentError("direction", None, accepted, cure)
         directions = ("minimize",) * len(names)
         return names, directions

@@ -16,6 +16,7 @@ from optuna.storages import BaseStorage, JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
 from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 
+from autoaccum._units import shown
 from autoaccum.errors import ArgumentError, ArgumentTypeError, StorageError
 from autoaccum.memory import clock
 
@@ -25,12 +26,33 @@ _RACES = 9
 """Look again so many times, and raise what is wrong when that is over."""
 
 
+def is_journal(storage: str) -> bool:
+    """Return whether a storage's text is the path of a journal file."""
+    return storage.startswith("journal:") or ("://" not in storage and storage.endswith(".log"))
+
+
+def check_storage(storage: object) -> None:
+    """Refuse what is neither a storage nor the text of one; whether it can be opened is seen when it is.
+
+    Raises:
+        ArgumentError: it is something else.
+    """
+    if storage is None or isinstance(storage, BaseStorage):
+        return
+    accepted = "a URL, 'journal:PATH' or a path that ends in .log"
+    if not isinstance(storage, str):
+        raise ArgumentTypeError("storage", storage, accepted)
+    if not is_journal(storage) and "://" not in storage:
+        raise ArgumentError("storage", storage, accepted, f"For a SQLite file write {shown('sqlite:///' + storage)}.")
+
+
 def open_storage(storage: str | BaseStorage | None, directory: Path) -> BaseStorage:
     """Open the SQLite file in ``directory`` for None, a journal for ``"journal:PATH"`` or ``"*.log"``, else by a URL.
 
     Raises:
         ArgumentError: a text that is neither, or behind which there is nothing that can be used.
     """
+    check_storage(storage)
     if isinstance(storage, BaseStorage):
         return storage
     # SQLite's own 5 seconds are short for many processes on a slow disk.
@@ -40,14 +62,9 @@ def open_storage(storage: str | BaseStorage | None, directory: Path) -> BaseStor
         path = str((directory / "study.db").absolute())
         connect = partial(sqlite3.connect, path, check_same_thread=False, **seconds)
         return _opened(path, lambda: _database("sqlite:///study.db", {"creator": connect}))
-    accepted = "a URL, 'journal:PATH' or a path that ends in .log"
-    if not isinstance(storage, str):
-        raise ArgumentTypeError("storage", storage, accepted)
-    if storage.startswith("journal:") or ("://" not in storage and storage.endswith(".log")):
+    if is_journal(storage):
         path = storage.removeprefix("journal:")
         return _opened(storage, lambda: _journal(path))
-    if "://" not in storage:
-        raise ArgumentError("storage", storage, accepted, f"For a SQLite file write 'sqlite:///{storage}'.")
     # A server may have been started again since a connection was last used.
     options = {"connect_args": seconds} if storage.startswith("sqlite") else {"pool_pre_ping": True}
     return _opened(storage, lambda: _database(storage, options))

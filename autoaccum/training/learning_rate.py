@@ -158,12 +158,12 @@ def _make(lr_scheduler: MakeScheduler, optimizer: torch.optim.Optimizer, num_ste
     Raises:
         ArgumentError: it is no function, or what it returns cannot be stepped after each window.
     """
-    accepted = "a function that returns an LRScheduler whose step needs no metric"
-    cure = "For example lambda optimizer, num_steps: CosineAnnealingLR(optimizer, num_steps)."
-    if not callable(lr_scheduler):
-        raise ArgumentTypeError("lr_scheduler", lr_scheduler, "a function (optimizer, num_steps) -> LRScheduler", cure)
-    made = lr_scheduler(optimizer, num_steps)
+    # A class is a function too: of a scheduler, or it makes something else.
+    is_other = isinstance(lr_scheduler, type) and not issubclass(lr_scheduler, LRScheduler)
+    made: Any = lr_scheduler if is_other else lr_scheduler(optimizer, num_steps)
     # ReduceLROnPlateau is an LRScheduler by its class alone: its step wants a validation loss, which no window has.
     if not isinstance(made, LRScheduler) or isinstance(made, ReduceLROnPlateau):
+        accepted = "a function that returns an LRScheduler whose step needs no metric"
+        cure = "For example lambda optimizer, num_steps: CosineAnnealingLR(optimizer, num_steps)."
         raise ArgumentTypeError("lr_scheduler", made, accepted, cure)
     return made

@@ -53,8 +53,12 @@ CHECKS: tuple[Callable[..., Any], ...] = (
     _checks.of_patience,
     _checks.of_micro_batch,
     _checks.of_num_workers,
+    _checks.of_collate_fn,
     _checks.of_seed,
     _checks.of_lr,
+    _checks.of_optimizer,
+    _checks.of_lr_scheduler,
+    _checks.of_flags,
     loss_function,
     _checks.of_validation,
     _checks.of_run_directory,
@@ -131,6 +135,7 @@ class FitArguments:
     optimizer: OptimizerLike | None = option(
         "an Optimizer or a function (parameters) -> Optimizer; AdamW when left out.",
         default=None,
+        check=_checks.of_optimizer,
         probe=Own(
             text="an Optimizer or a function (parameters) -> Optimizer; AdamW when left out. Its state must fit too."
         ),
@@ -152,6 +157,7 @@ class FitArguments:
         "function (optimizer, num_steps) -> LRScheduler; stepped once per window, or for every base_batch samples "
         "where only training tells how many windows there are.",
         default=None,
+        check=_checks.of_lr_scheduler,
     )
     lr_scaling: Scaling = option(
         "none, linear or sqrt: lr times effective_batch / base_batch, or its root.",
@@ -251,7 +257,7 @@ class FitArguments:
     )
     # Where and from which seed it is computed.
     # How a forward is compiled may change the last bits of it, as another device may: runs go on with either.
-    compile: bool = option("run the model through torch.compile.", default=False)
+    compile: bool = option("run the model through torch.compile.", default=False, check=_checks.of_flags)
     device: str | torch.device | None = option(
         "where to train, such as cpu or cuda:1; an accelerator where there is one.",
         default=None,
@@ -281,16 +287,19 @@ class FitArguments:
     shuffle: bool = option(
         "read the data in a new order each epoch; a DataLoader says so itself.",
         default=True,
+        check=_checks.of_flags,
         decides="training",
     )
     drop_last: bool = option(
         "leave out the short window at the end of an epoch.",
         default=False,
+        check=_checks.of_flags,
         decides="training",
     )
     collate_fn: Callable[[list[Any]], Any] | None = option(
         "makes a batch of a list of samples.",
         default=None,
+        check=_checks.of_collate_fn,
         probe=Own(),
     )
     # Not "training": samples are read under seeds of their own, whichever process reads them.
@@ -346,11 +355,12 @@ class FitArguments:
     )
     # What is reported, and kept for other runs.
     # Off, for it takes at least two micro-batches a window, and reading the gradient between them.
-    noise_scale: bool = option("report the gradient noise scale of windows.", default=False)
+    noise_scale: bool = option("report the gradient noise scale of windows.", default=False, check=_checks.of_flags)
     # What an earlier run found is a first guess, which this run tries before it believes it.
     cache: bool = option(
         "begin from what earlier runs of the same model, data shapes and device found, and keep what this one finds.",
         default=True,
+        check=_checks.of_flags,
     )
     callbacks: Iterable[Callback] = option(
         "functions (record) -> None, called with every StepReport and event; StopTraining ends the run.",
@@ -361,7 +371,9 @@ class FitArguments:
             annotation="Iterable[Callable[[Event], None]]",
         ),
     )
-    progress: bool = option("show a progress bar and a summary on standard error.", default=True)
+    progress: bool = option(
+        "show a progress bar and a summary on standard error.", default=True, check=_checks.of_flags
+    )
 
     def check(self) -> Checked:
         """Make the checks that need no more than the arguments.

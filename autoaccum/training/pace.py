@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, fields, replace
-from itertools import groupby
+from itertools import repeat
 from typing import Any
 
 from autoaccum.data.base import Reader, Window
@@ -54,7 +54,7 @@ class Pace:
         self.epoch = 0
         """The pass over the data that the next window belongs to."""
         # A resumed run's reader passes over these; a stream can do so only by reading them again, one by one.
-        self.windows: list[int] = []
+        self.windows = Sizes()
         """The sizes of those of this epoch so far."""
         self.epoch_seen = 0
         """Their sum."""
@@ -73,7 +73,7 @@ class Pace:
     def has_passed(self, every: int | None) -> bool:
         """Return whether the last window has passed a multiple of so many samples; never of None."""
         seen = self.samples_seen
-        return every is not None and bool(self.windows) and seen // every > (seen - self.windows[-1]) // every
+        return every is not None and bool(self.windows) and seen // every > (seen - self.windows.last) // every
 
     def next_window(self, reader: Reader) -> tuple[Window, int] | None:
         """Return the next window and the samples that were asked for; None after the epoch's last window.
@@ -173,7 +173,7 @@ class Pace:
         if self._num_samples is None and not self._drop_last:  # which leaves no window short
             self.epoch_samples = max(self.epoch_samples or 0, self.epoch_seen)
         self.epoch += 1
-        self.windows, self.epoch_seen = [], 0
+        self.windows, self.epoch_seen = Sizes(), 0
 
     @property
     def is_spent(self) -> bool:
@@ -190,7 +190,7 @@ class Pace:
             "epoch_seen": self.epoch_seen,
             "samples_seen": self.samples_seen,
             "effective_batch": self.effective_batch,
-            "windows": runs_of(self.windows),
+            "windows": self.windows.runs(),
             "reports": [asdict(report) for report in self.reports],
         }
 
@@ -199,16 +199,45 @@ class Pace:
         self.epoch, self.epoch_samples = state["epoch"], state["epoch_samples"]
         self.epoch_seen, self.samples_seen = state["epoch_seen"], state["samples_seen"]
         self.effective_batch = state["effective_batch"]
-        self.windows = [size for size, count in state["windows"] for _ in range(count)]
+        self.windows = Sizes(state["windows"])
         names = {field.name for field in fields(StepReport)}
         for report in state["reports"]:  # fields of another version are left out
             self.reports.append(StepReport(**{name: value for name, value in report.items() if name in names}))
 
 
-def runs_of(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """Return (size, how many such windows) in a row: those of an epoch are mostly alike.
+class Sizes:
+    """The sizes of windows, one after the other; equal ones in a row take no more memory than one.
 
-    >>> runs_of([8, 8, 8, 5])
-    [(8, 3), (5, 1)]
+    >>> sizes = Sizes([(8, 2)])
+    >>> sizes.append(5)
+    >>> list(sizes), sizes.last, sizes.runs()
+    ([8, 8, 5], 5, [(8, 2), (5, 1)])
     """
-    return [(size, len(list(alike))) for size, alike in groupby(sizes)]
+
+    # An epoch may have millions of windows, which mostly are alike.
+    def __init__(self, runs: Iterable[tuple[int, int]] = ()) -> None:
+        """Begin with what ``runs`` has returned."""
+        self._runs = [list(run) for run in runs]
+
+    def append(self, size: int) -> None:
+        """Add a window."""
+        if self._runs and self._runs[-1][0] == size:
+            self._runs[-1][1] += 1
+        else:
+            self._runs.append([size, 1])
+
+    def runs(self) -> list[tuple[int, int]]:
+        """Return (size, how many such windows) in a row."""
+        return [(size, count) for size, count in self._runs]
+
+    def __bool__(self) -> bool:
+        return bool(self._runs)
+
+    def __iter__(self) -> Iterator[int]:
+        for size, count in self._runs:
+            yield from repeat(size, count)
+
+    @property
+    def last(self) -> int:
+        """Return the newest."""
+        return self._runs[-1][0]

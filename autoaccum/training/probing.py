@@ -267,7 +267,8 @@ def _no_trace(modules: Sequence[nn.Module], optimizer: object, device: torch.dev
     # Parameters of the modules, and those that only the optimizer holds: gradients of both are taken away.
     everything = {id(m): m for module in modules for m in module.modules()}.values()
     parameters = [p for module in everything for p in module.parameters(recurse=False)]
-    trained = [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]
+    groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else ()
+    trained = [p for group in groups for p in group["params"]]
     tensors = [*parameters, *(b for module in everything for b in module.buffers(recurse=False))]
     # Built in place by the first forward: afterwards they are lazy again, and know no shape.
     unbuilt = [(t, type(t), t.data) for t in tensors if is_lazy(t)]

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
+from autoaccum._units import shown
 from autoaccum.errors import RecipeNotFoundError, RecipeResultError
 
 # Shown in the help and in errors, so that both say the same.
@@ -124,7 +125,8 @@ def _import_file(path: Path, name: str) -> ModuleType:
         with suppress(OSError):  # a folder that cannot be listed has nothing to suggest
             beside = [str(path.with_name(file.name)) for file in path.resolve().parent.glob("*.py")]
         raise RecipeNotFoundError(
-            f"no recipe file {str(path)!r} (looked for {path.resolve()}).{_suggest(str(path), beside)} Pass {FORMS}."
+            f"no recipe file {shown(str(path))} (looked for {path.resolve()}).{_suggest(str(path), beside)} "
+            f"Pass {FORMS}."
         )
     # In sys.modules before it is run, as an import does: its own classes are looked up there to be pickled.
     spec = importlib.util.spec_from_file_location(name, path.resolve())
@@ -140,7 +142,7 @@ def _import_module(name: str) -> ModuleType:
     """Import the module of that name; raise RecipeNotFoundError if there is none."""
     # Made here for two places: a name that cannot be one, and one that is not found.
     missing = RecipeNotFoundError(
-        f"no recipe module {name!r} (looked for in {Path.cwd()} and on Python's path). Pass {FORMS}."
+        f"no recipe module {shown(name)} (looked for in {Path.cwd()} and on Python's path). Pass {FORMS}."
     )
     if not all(name.split(".")):
         raise missing

@@ -25,6 +25,7 @@ from autoaccum.planning.noise import Smoothed
 from autoaccum.planning.schedules import Schedule
 from autoaccum.runs import configuration
 from autoaccum.runs.cost_key import describe
+from autoaccum.runs.details import details_of
 from autoaccum.runs.directory import RunDirectory
 from autoaccum.training.declarations import values_of
 from autoaccum.training.learning_rate import LearningRate
@@ -118,7 +119,10 @@ class RunState:
 
 
 def configuration_of(arguments: FitArguments, schedule: Schedule, source: Source, state: RunState) -> dict[str, Any]:
-    """Return what was asked for; under "trained" what a run that goes on has to have in common with this one."""
+    """Return what was asked for; under "trained" what a run that goes on has to have in common with this one.
+
+    Under "details" is what came later than the first version of the format, and is no part of ``config.json``.
+    """
     # The model and the data are described apart, by more than their names.
     given = {name: value for name, value in values_of(arguments).items() if name not in ("model", "data")}
     # Their names, for functions have no text that is the same in each process.
@@ -133,9 +137,13 @@ def configuration_of(arguments: FitArguments, schedule: Schedule, source: Source
         "optimizer": configuration.describe_optimizer(state.optimizer),
         # The scheduler's own state is in checkpoints; told of another number of steps it would go on otherwise.
         "steps of the lr_scheduler": state.learning_rate.num_steps,
-        **{name: given[name] for name, argument in OF_FIT.items() if argument.decides == "training"},
+        **configuration.plain(
+            {name: given[name] for name, argument in OF_FIT.items() if argument.decides == "training"}
+        ),
     }
-    return {"model": type(model).__name__, **configuration.plain(given), "trained": trained}
+    functions = {name: getattr(arguments, name) for name in ("loss_fn", "training_step", "num_items", "collate_fn")}
+    details = details_of({"model": model} | ({"loss": last} if last is not model else {}), functions, source.content())
+    return {"model": type(model).__name__, **configuration.plain(given), "trained": trained, "details": details}
 
 
 def open_directory(run: Run, path: Path, arguments: FitArguments) -> tuple[RunDirectory, Resumed | None]:

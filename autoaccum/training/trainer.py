@@ -121,6 +121,8 @@ class Trainer:
         self._source = setup.open_data(arguments, place)
         epoch_samples = self._source.num_samples
         self.num_steps, self.num_samples = budget.totals(epoch_samples, self.schedule, arguments.drop_last)
+        plans, drop_last = checked[_checks.recorded_plans], arguments.drop_last
+        budget.check_plans(plans, epoch_samples, self.schedule, drop_last)
 
         setup.seed_all(arguments)
         self.optimizer, self._learning_rate = setup.build(
@@ -135,7 +137,6 @@ class Trainer:
         self._tuner = step.tuner
         self._cache = setup.cache_of(arguments, place, self.optimizer, self._tuner)
         self._validator = setup.validator_of(arguments, checked[loss_function], place, called, step, self._emit)
-        plans, drop_last = checked[_checks.recorded_plans], arguments.drop_last
         self._pace = Pace(self.schedule, budget, num_samples=epoch_samples, drop_last=drop_last, plans=plans, step=step)
         self._validations = Validations()
         self._state = saving.RunState(
@@ -258,8 +259,8 @@ class Trainer:
         )
         if self._resumed is not None:
             self._emit(self._resumed)
-        if self._directory is not None and self._directory.passed_over is not None:
-            self._step.announcer.say(self._directory.passed_over)
+        for notice in () if self._directory is None else self._directory.notices(goes_on=not is_finished):
+            self._step.announcer.say(notice)
         if is_spent:
             self._end("budget")
         if is_finished:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from autoaccum.errors import (
+    ArgumentError,
     ArgumentTypeError,
     ConflictingArgumentsError,
     ForeignOptimizerError,
@@ -32,6 +33,7 @@ def trainable_parameters(model: object, modules: Sequence[nn.Module]) -> list[nn
     Raises:
         ArgumentTypeError: the model is no module.
         NoTrainableParametersError: there are none.
+        ArgumentError: they hold no numbers.
     """
     if not isinstance(model, nn.Module):
         raise ArgumentTypeError("model", type(model).__name__, "a torch.nn.Module", "It comes first, the data second.")
@@ -40,6 +42,9 @@ def trainable_parameters(model: object, modules: Sequence[nn.Module]) -> list[nn
     parameters = list(found.values())
     if not parameters:
         raise NoTrainableParametersError(model)
+    if any(tensor.is_meta for module in modules for tensor in (*module.parameters(), *module.buffers())):
+        cure = "Call its to_empty(device='cpu') and initialise it, or load a state_dict with assign=True."
+        raise ArgumentError("model", type(model).__name__, "a model that is not on the meta device", cure)
     return parameters
 
 
@@ -71,7 +76,11 @@ def make_optimizer(
         raise ConflictingArgumentsError("lr", lr, "optimizer", "Set the learning rate where the optimizer is made.")
     made: Any = optimizer
     # What is neither of the two is refused below, with words that say what is accepted.
-    if not isinstance(optimizer, torch.optim.Optimizer) and callable(optimizer):
+    # A module and any class can be called too, and would fail in words of their own.
+    is_other = isinstance(optimizer, nn.Module)
+    if isinstance(optimizer, type):
+        is_other = not issubclass(optimizer, torch.optim.Optimizer)
+    if not isinstance(optimizer, torch.optim.Optimizer) and callable(optimizer) and not is_other:
         made = optimizer(parameters)
     check_optimizer(made, parameters, "a torch.optim.Optimizer, or a function (params) -> Optimizer")
     if needs_closure(made):

@@ -259,3 +259,30 @@ class TestUnusual:
 
     def test_a_registered_type_without_paths(self) -> None:
         assert batches.num_samples(Unnamed(torch.zeros(3))) == 3
+
+
+class TestWhatHasNoRows:
+    @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+    def test_meta_nested_and_endless(self) -> None:
+        with pytest.raises(DataError, match="batch: the tensor .* of a batch is on the meta device"):
+            batches.num_samples((torch.ones(3, device="meta"), torch.ones(3)), "batch")
+        nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(1)])
+        with pytest.raises(DataError, match="of a batch is nested, and has no rows"):
+            batches.num_samples(nested)
+        endless: list[Any] = []
+        endless.append(endless)
+        with pytest.raises(DataError, match="data: a batch is nested too deeply, or holds itself"):
+            batches.num_samples(endless)
+
+    def test_a_sparse_tensor_is_cut(self) -> None:
+        rows = torch.eye(5).to_sparse()
+        assert torch.equal(batches.take(rows, 1, 9).to_dense(), torch.eye(5)[1:9])
+
+
+@pytest.mark.parametrize("entries", [["a", "b"], [1, 2], [None], []])
+def test_a_list_without_tensors_is_one_leaf(entries: list[Any]) -> None:
+    assert batches.flatten({"texts": entries})[0] == [entries]
+
+
+def test_a_list_that_holds_tensors_somewhere_is_structure() -> None:
+    assert len(batches.flatten([["a"], [torch.ones(1)]])[0]) == 2

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from autoaccum.data.lengths import Padding, length_of, repeat_longest, try_twice
+from autoaccum.data.lengths import BatchLengths, Padding, length_of, lengths_of, repeat_longest, try_twice
 
 
 @dataclass
@@ -158,3 +158,10 @@ def test_a_second_try_only_when_memory_ran_out(error: type[Exception], tries: in
     with pytest.raises(error):
         try_twice(fails)
     assert calls == tries
+
+
+def test_an_empty_sample_is_as_long_as_one_of_one() -> None:
+    """What weighs nothing has no plan."""
+    assert lengths_of(items_of(0, 3, 0)) == [1, 3, 1]
+    length_of_batch = BatchLengths()
+    assert [length_of_batch(torch.zeros(4, length)) for length in (3, 0, 5, 0)] == [None, 1, 5, 1]

@@ -277,3 +277,32 @@ def test_one_at_most() -> None:
 )
 def test_spent_or_past_it(budget: Budget, steps: int, samples: int, expected: bool) -> None:
     assert budget.spent(steps, samples) is expected
+
+
+PLANS = [
+    (Budget(epochs=2), 20, Constant(8), False, [(5, 3), (8,), (4,), (4, 4)], ""),
+    (Budget(epochs=2), 20, Constant(8), False, [(5, 3), (8,), (8,), (4, 3)], "sum to 4 in window 3"),
+    (Budget(epochs=2), 20, Constant(8), False, [(5, 3), (4, 3)], "sum to 8 in window 2"),
+    (Budget(epochs=2), 20, Constant(8), True, [(8,), (8,), (8,)], ""),
+    (Budget(epochs=2), 20, Constant(8), False, [(8,), (8,), (4,)] * 9, ""),  # more than the run has windows
+    (Budget(samples=11), 20, Constant(8), False, [(8,), (3,)], ""),
+    (Budget(samples=11), 20, Constant(8), False, [(8,), (8,)], "sum to 3 in window 2"),
+    (Budget(steps=3), 90, Linear(2, 4, 2), False, [(2,), (2, 1), (4,)], ""),
+    (Budget(steps=3), 90, Linear(2, 4, 2), False, [(2,), (2, 2)], "sum to 3 in window 2"),
+    (Budget(steps=3), 90, NoiseScale(2, 8), False, [(2,), (7,)], ""),  # which only training tells
+    (Budget(steps=3), None, Constant(8), False, [(8,), (5,)], ""),
+    (Budget(steps=3), None, Constant(8), False, [(8,), (9,)], "sum to at most 8 in window 2"),
+]
+
+
+@pytest.mark.parametrize(("budget", "epoch", "schedule", "drop_last", "plans", "words"), PLANS)
+def test_plans_are_those_of_their_windows(
+    budget: Budget, epoch: int | None, schedule: Schedule, drop_last: bool, plans: list[tuple[int, ...]], words: str
+) -> None:
+    if not words:
+        budget.check_plans(plans, epoch, schedule, drop_last)
+        return
+    with pytest.raises(ArgumentError, match=words) as caught:
+        budget.check_plans(plans, epoch, schedule, drop_last)
+    assert caught.value.argument == "micro_batch"
+    assert caught.value.value in plans

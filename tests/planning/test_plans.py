@@ -59,3 +59,9 @@ def test_refuses_what_is_no_int(value: object) -> None:
 def test_imports_no_torch() -> None:
     code = "import sys, autoaccum; autoaccum.plan(256, 100); import autoaccum.planning.search; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+@pytest.mark.parametrize("numbers", [(2**40, 1), (2**62, 3, 7), (8, 2, 2**31)])
+def test_a_plan_that_nobody_could_hold_is_refused(numbers: tuple[int, ...]) -> None:
+    with pytest.raises(ArgumentError, match="max_micro_batch=.*: expected a plan of at most 10,000,000 micro-batches"):
+        plan(*numbers)

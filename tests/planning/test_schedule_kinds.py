@@ -243,3 +243,12 @@ def test_they_are_values(schedule: Any) -> None:
 
 def test_a_ramp_of_another_kind_is_another_schedule() -> None:
     assert Linear(1, 2, 3) != Geometric(1, 2, 3)
+
+
+def test_points_without_end_are_refused_at_the_first_that_is_none() -> None:
+    class Endless:
+        def __getitem__(self, index: int) -> tuple[str, str]:
+            return "a", "b"
+
+    with pytest.raises(ArgumentTypeError, match="points='a'"):
+        Milestones(2, Endless())  # type: ignore[arg-type]

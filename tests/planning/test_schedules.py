@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from autoaccum.errors import ScheduleError
+from autoaccum.errors import ArgumentTypeError, ScheduleError
 from autoaccum.schedules import (
     Constant,
     Doubling,
@@ -151,3 +151,25 @@ def test_any_text_is_a_schedule_or_an_error_within_it(text: str) -> None:
         position = 1
         assert parse(str(schedule)) == schedule
     assert 1 <= position <= len(text) + 1
+
+
+def test_what_is_no_text_is_refused() -> None:
+    for value in (3, None, b"64", ["64"]):
+        with pytest.raises(ArgumentTypeError, match="text=.*: expected the text of a schedule"):
+            parse(value)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("text", ["8" * 5000, str(2**63), "8, 5:" + "9" * 50])
+def test_numbers_that_are_too_long(text: str) -> None:
+    with pytest.raises(ScheduleError, match=r"an int below 2\*\*63") as caught:
+        parse(text)
+    assert len(str(caught.value)) < 1000
+
+
+def test_of_a_long_text_the_place_is_shown() -> None:
+    text = "8" + ", 5:9" * 10**4
+    with pytest.raises(ScheduleError) as caught:
+        parse(text)
+    lines = str(caught.value).splitlines()
+    assert len(str(caught.value)) < 1000
+    assert lines[-2][lines[-1].index("^")] == text[caught.value.position - 1]

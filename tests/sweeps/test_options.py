@@ -6,6 +6,7 @@ import inspect
 from typing import Any, get_type_hints
 
 import pytest
+import torch
 
 import autoaccum
 from autoaccum.errors import ArgumentError, ArgumentTypeError
@@ -68,3 +69,15 @@ def test_checks_return_what_they_have_read() -> None:
     checked = given(metric="validation_loss,seconds", sampler="random").check()
     assert checked[spaces.metrics] == (("validation_loss", "seconds"), ("minimize", "minimize"))
     assert checked[of_sampler] is spaces.SAMPLERS["random"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("study_name", "a" * 201), ("study_name", "a\0"), ("recipe", torch.nn.Linear(1, 1)), ("recipe", "a\0"),
+     ("search_space", dict), ("search_space", lambda one, two: {}), ("directory", "a\0"), ("directory", 3), ("progress", 1),
+     ("storage", 3), ("storage", "study")],
+)  # fmt: skip
+def test_what_cannot_be_meant(name: str, value: Any) -> None:
+    with pytest.raises(ArgumentError) as caught:
+        autoaccum.sweep(**{"recipe": "recipe.py", "lr": [0.1, 0.2], name: value})
+    assert caught.value.argument == name

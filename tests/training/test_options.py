@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -172,6 +173,38 @@ def test_of_several_mistakes_the_same_is_named_first() -> None:
         with pytest.raises(ArgumentError) as caught:
             given(run_dir=".", **{other: wrong[other] for other in names[position:]}).check()
         assert caught.value.argument == name
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    *(({name: value}, name) for name in ("compile", "shuffle", "drop_last", "noise_scale", "cache", "progress")
+      for value in ("False", 0, 1)),
+    ({"loss_fn": lambda outputs: outputs}, "loss_fn"),
+    ({"loss_fn": dict}, "loss_fn"),
+    ({"training_step": lambda model, batch, more: model}, "training_step"),
+    ({"num_items": lambda: 3}, "num_items"),
+    ({"collate_fn": lambda: 3}, "collate_fn"),
+    ({"collate_fn": 3}, "collate_fn"),
+    ({"lr_scheduler": lambda optimizer: optimizer}, "lr_scheduler"),
+    ({"lr_scheduler": 3}, "lr_scheduler"),
+    ({"optimizer": lambda: None}, "optimizer"),
+    ({"effective_batch": lambda: 8}, "function"),
+    ({"metrics": {"a": lambda outputs: outputs}, "validation_data": []}, "metrics['a']"),
+    ({"callbacks": [lambda: None]}, "callbacks"),
+    ({"effective_batch": 2**63}, "effective_batch"),
+    ({"micro_batch": 2**63}, "micro_batch"),
+    ({"run_dir": "a\0"}, "run_dir"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "argument"), REFUSED, ids=str)
+def test_what_cannot_be_meant_is_refused_before_anything_is_done(options: dict[str, Any], argument: str) -> None:
+    with pytest.raises(ArgumentError) as caught:
+        given(**options).check()
+    assert caught.value.argument == argument
+
+
+def test_flags_of_numpy_are_flags() -> None:
+    given(shuffle=np.False_, drop_last=np.True_).check()
 
 
 def test_arguments_that_exclude_each_other() -> None:

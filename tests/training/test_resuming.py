@@ -25,7 +25,7 @@ from autoaccum.errors import StopTraining
 from autoaccum.events import Notice, Planned, Resumed, StepReport, StepSkipped, Validated
 from autoaccum.memory.clock import ManualClock
 from autoaccum.testing import manual_clock, simulated_memory
-from autoaccum.training.pace import runs_of
+from autoaccum.training.pace import Sizes
 from autoaccum.training.trainer import FitResult, Trainer
 from tests.models import classes, mlp, noisy, relative_error, wide
 
@@ -553,8 +553,14 @@ def test_a_lower_limit_is_heeded_from_the_first_window(tmp_path: Path) -> None:
 
 
 def test_of_windows() -> None:
-    assert runs_of([]) == []
-    assert runs_of([8, 8, 5, 8]) == [(8, 2), (5, 1), (8, 1)]
+    sizes = Sizes()
+    assert not sizes
+    assert sizes.runs() == []
+    for size in (8, 8, 5, 8):
+        sizes.append(size)
+    assert sizes.runs() == [(8, 2), (5, 1), (8, 1)]
+    assert (list(sizes), sizes.last, bool(sizes)) == ([8, 8, 5, 8], 8, True)
+    assert list(Sizes(sizes.runs())) == [8, 8, 5, 8]
 
 
 # Nothing that changes in a run is forgotten.

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 import os
 import signal
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -15,7 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import pad_sequence
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
+from torch.utils.data import Dataset
 
 import autoaccum
 from autoaccum import schedules
@@ -398,8 +402,52 @@ class TestPlans:
         assert same(state_of(first), state_of(again))
 
     def test_a_plan_that_does_not_sum_is_refused(self) -> None:
+        seen: list[Any] = []
+        model = mlp()
+        before = copy.deepcopy(model.state_dict())
         with pytest.raises(autoaccum.AutoaccumError, match="sizes that sum to 4 in window 3"):
-            fit(micro_batch=[(8,), (8,), (8,)])
+            fit(model, micro_batch=[(8,), (8,), (8,)], callbacks=[seen.append])
+        assert seen == []
+        assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+    def test_the_plan_of_a_stream_is_refused_when_its_window_comes(self) -> None:
+        with pytest.raises(autoaccum.AutoaccumError, match="sizes that sum to 4 in window 3"):
+            fit(data=[classes(20)], micro_batch=[(8,), (8,), (8,)])
+
+    @pytest.mark.parametrize("data", [{}, [], ()])
+    def test_empty_validation_data_are_called_so(self, data: Any) -> None:
+        with pytest.raises(
+            autoaccum.errors.EmptyDatasetError, match="^validation_data holds no sample: it is an empty"
+        ):
+            fit(validation_data=data)
+
+    def test_validation_data_without_samples_are_called_so(self) -> None:
+        with pytest.raises(autoaccum.errors.DataError, match="^validation_data: a batch of type dict holds no tensor"):
+            fit(validation_data={"a": 3})
+
+    @pytest.mark.parametrize("limit", [None, 30_000])
+    @pytest.mark.parametrize("lengths", [[0] * 12, [0, 3, 1, 0, 5, 0] * 2, [0] * 6 + [50] * 6, [50] * 6 + [0] * 6])
+    def test_samples_of_length_0(self, lengths: list[int], limit: int | None) -> None:
+        class Texts(Dataset[Any]):
+            def __len__(self) -> int:
+                return len(lengths)
+
+            def __getitem__(self, index: int) -> list[int]:
+                return [1] * lengths[index]
+
+        model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 1))
+        with nullcontext() if limit is None else simulated_memory(limit):
+            result = fit(
+                model,
+                Texts(),
+                effective_batch=6,
+                epochs=2,
+                training_step=lambda model, batch: model[1](model[0](batch).sum(1)).mean(),
+                collate_fn=lambda texts: pad_sequence(
+                    [torch.tensor(text, dtype=torch.long) for text in texts], batch_first=True
+                ),
+            )
+        assert [report.effective_batch for report in result.history] == [6] * 4
 
     def test_max_micro_batch(self) -> None:
         for micro_batch in ("auto", 8):
