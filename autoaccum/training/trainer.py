@@ -30,6 +30,7 @@ from autoaccum.training.metrics import Metric
 from autoaccum.training.options import Callback, FitArguments
 from autoaccum.training.pace import Pace
 from autoaccum.training.result import FitResult as FitResult
+from autoaccum.training.run_state import RunState
 from autoaccum.training.validation import Validations
 from autoaccum.window.modules import State
 from autoaccum.window.optimizers import OptimizerLike, trainable_parameters
@@ -133,7 +134,7 @@ class Trainer:
         plans, drop_last = checked[_checks.recorded_plans], arguments.drop_last
         self._pace = Pace(self.schedule, budget, num_samples=epoch_samples, drop_last=drop_last, plans=plans, step=step)
         self._validations = Validations()
-        self._state = saving.RunState(
+        self._state = RunState(
             model=self.model,
             others=[module for module in arguments.modules() if module is not self.model],
             optimizer=self.optimizer,
@@ -359,7 +360,8 @@ class Trainer:
 
     def configuration(self) -> dict[str, Any]:
         """Return what was asked for, as plain values."""
-        return saving.configuration_of(self._arguments, self.schedule, self._source, self._state)
+        num_steps = self._learning_rate.num_steps
+        return saving.configuration_of(self._arguments, self.schedule, self._source, self.optimizer, num_steps)
 
     def state_dict(self) -> tuple[State, State]:
         """Return (the model's state_dict, everything else) after a window: all that a checkpoint holds of the run."""
