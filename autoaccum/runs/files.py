@@ -42,17 +42,18 @@ def open_regular(path: str | os.PathLike[str], flags: int, *, links: bool = Fals
     return handle
 
 
-def read_small(path: str | os.PathLike[str], most: int = 1 << 24) -> bytes:
+def read_small(path: str | os.PathLike[str], most: int = 1 << 24, *, links: bool = False) -> bytes:
     """Return the content of a file of a few lines.
 
     Args:
         path: of the file.
         most: bytes that it may have.
+        links: whether a link is followed.
 
     Raises:
         OSError: it cannot be read, is no regular file, or is larger.
     """
-    with open(open_regular(path, os.O_RDONLY), "rb") as file:
+    with open(open_regular(path, os.O_RDONLY, links=links), "rb") as file:
         content = file.read(most + 1)
     if len(content) > most:
         raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), os.fspath(path))
