@@ -42,8 +42,8 @@ from autoaccum.runs import tensor_files
 from autoaccum.runs.checkpoint import MANIFEST, STATE, WEIGHTS, _checksum
 from autoaccum.training.trainer import Trainer
 
-SECONDS = 60
-"""A mutation that takes longer hangs."""
+SECONDS, STARTING = 60, 600
+"""A mutation that takes longer hangs; a child has more time for its start."""
 MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None
 """Where the runs are: not on a disk, which would have to bring each of their files there."""
 PIECE = 2_500
@@ -530,6 +530,7 @@ def child(names: list[str], first: int, count: int) -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
         bases = [written(name, Path(folder) / f"base-{index}") for index, name in enumerate(names)]
+        print("ready", flush=True)
         for seed in range(first, first + count):
             turn = seed % len(names)
             kind, said, mutation = one(names[turn], bases[turn], Path(folder) / "run", seed)
@@ -550,6 +551,8 @@ def in_children(names: list[str], first: int, count: int) -> Iterator[tuple[int,
         hangs = False
         with process.stdout, selectors.DefaultSelector() as selector:
             selector.register(process.stdout, selectors.EVENT_READ)
+            if selector.select(STARTING):
+                process.stdout.readline()
             while not (hangs := not selector.select(SECONDS)) and (line := process.stdout.readline()):
                 at_seed, kind, said, done = json.loads(line)
                 yield at_seed, kind, f"{said} {done}"

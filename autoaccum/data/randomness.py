@@ -52,9 +52,13 @@ def _numpy_state() -> Any:
 
 def set_state(state: RandomState, device: torch.device | None = None) -> None:
     """Put back what ``get_state`` returned for the same device."""
+    global _last_numpy
     torch.default_generator.set_state(state[0])
     random.setstate(state[1])
     np.random.set_state(state[2])
+    # A normal number that waits is all that two states may differ in, and would not show in the generator's memory.
+    if _last_numpy[2] is not state[2]:
+        _last_numpy = (None, b"", None)
     if device is not None and state[3] is not None:
         torch.get_device_module(device).set_rng_state(state[3], *as_argument(device))
 
