@@ -26,7 +26,7 @@
     ├── CheckpointError                       a checkpoint that cannot be written or read: .path
     │   ├── CheckpointStateError              ... a state holds what cannot be kept: .key
     │   ├── CheckpointWriteError              ... the disk is full, or refuses: .needed_bytes
-    │   ├── CheckpointCorruptError            ... a file is torn, changed or missing
+    │   ├── CheckpointCorruptError            ... a file is torn, changed or missing, or an entry of it wrong: .entry
     │   ├── CheckpointUnsafeError             ... a file that could run code, or lies elsewhere
     │   ├── CheckpointLockedError             ... another run writes to the same directory: .pid
     │   └── ResumeError                       ... of another run than the one that is to go on: .differences
@@ -413,10 +413,14 @@ class CheckpointWriteError(CheckpointError):
 
 
 class CheckpointCorruptError(CheckpointError):
-    """A checkpoint that is not what was written: torn, changed, or not all there."""
+    """A checkpoint that is not what was written; ``entry`` names the entry of its state, empty where a file is torn."""
 
-    def __init__(self, path: object, problem: str) -> None:
-        super().__init__(f"{path} {problem}. Resume from another checkpoint; this one cannot be trusted.", path=path)
+    def __init__(self, path: object, problem: str, *, entry: str = "") -> None:
+        # Such as ``optimizer.state[3].exp_avg``.
+        self.entry = entry
+        self.problem = problem
+        where = f"{path}: {entry}".removeprefix(": ") if entry else str(path)
+        super().__init__(f"{where} {problem}. Resume from another checkpoint; this one cannot be trusted.", path=path)
 
 
 class CheckpointUnsafeError(CheckpointError):

@@ -38,7 +38,7 @@ ROOMS: dict[str, str] = {
     "loss": "loss",
     "planning": "planning",
     "memory": "memory",
-    "floor": "_version errors events _units _checks",
+    "floor": "_version errors events _units _checks _kinds",
 }
 """From the top down. The facade makes names public and is imported by none of the rooms."""
 

@@ -19,11 +19,13 @@ def get_state(device: torch.device | None = None) -> RandomState:
     """Return the states of torch's CPU generator, Python's and NumPy's, and with ``device`` of that device's."""
     on_device = None
     if device is not None and device.type != "cpu":
-        on_device = torch.get_device_module(device).get_rng_state(*_as_argument(device))
+        on_device = torch.get_device_module(device).get_rng_state(*as_argument(device))
     return torch.default_generator.get_state(), random.getstate(), _numpy_state(), on_device
 
 
-_MT19937_BYTES = 624 * 4 + 4
+WORDS = 624
+"""Words of the key of MT19937, by which torch's CPU generator, Python's and NumPy's draw."""
+_MT19937_BYTES = WORDS * 4 + 4
 """Bytes of the generator's C struct: its key of 624 words, and the position in it."""
 # The generator, its memory and its state when the state was last asked for.
 _last_numpy: tuple[Any, bytes, Any] = (None, b"", None)
@@ -37,7 +39,7 @@ def _numpy_state() -> Any:
     global _last_numpy
     generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
     if type(generator) is not np.random.MT19937:
-        return np.random.get_state()
+        return np.random.get_state(legacy=False)
     memory = ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
     known, then, state = _last_numpy
     # What was drawn shows in the generator's memory, but for the second of two normal numbers, which waits outside of
@@ -50,11 +52,15 @@ def _numpy_state() -> Any:
 
 def set_state(state: RandomState, device: torch.device | None = None) -> None:
     """Put back what ``get_state`` returned for the same device."""
+    global _last_numpy
     torch.default_generator.set_state(state[0])
     random.setstate(state[1])
     np.random.set_state(state[2])
+    # A normal number that waits is all that two states may differ in, and would not show in the generator's memory.
+    if _last_numpy[2] is not state[2]:
+        _last_numpy = (None, b"", None)
     if device is not None and state[3] is not None:
-        torch.get_device_module(device).set_rng_state(state[3], *_as_argument(device))
+        torch.get_device_module(device).set_rng_state(state[3], *as_argument(device))
 
 
 def state_dict(device: torch.device) -> dict[str, Any]:
@@ -69,7 +75,8 @@ def load_state_dict(state: dict[str, Any], device: torch.device) -> None:
     set_state((state["torch"], state["python"], state["numpy"], on_device), device)
 
 
-def _as_argument(device: torch.device) -> tuple[torch.device, ...]:
+def as_argument(device: torch.device) -> tuple[torch.device, ...]:
+    """Return a device as the functions of its kind take it."""
     return () if device.type == "mps" else (device,)  # torch.mps has one device and takes no argument
 
 
@@ -79,10 +86,10 @@ def mix(*numbers: int) -> int:
     Neighbouring inputs give unrelated seeds, which a sum or a product would not.
     """
     seed = 0
-    for number in numbers:
+    for term in numbers:
         # The increment is 2**64 divided by the golden ratio; multipliers and shifts are Stafford's Mix13, as in the
         # reference implementation.
-        seed = (seed + number + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+        seed = (seed + term + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
         seed = ((seed ^ (seed >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
         seed = ((seed ^ (seed >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
         seed ^= seed >> 31

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoaccum.errors import NoHistoryError
+from autoaccum.runs.files import open_regular, read_small
 from autoaccum.runs.records import FIELDS, HISTORY, documents, value_of
 
 Columns = Mapping[str, NDArray[Any]]
@@ -79,13 +80,15 @@ def load_run(run_dir: str | os.PathLike[str]) -> Run:
     # In chunks, so that the file is never in memory as a whole; and as bytes, which JSON is read from anyway.
     loading = _Loading()
     try:
-        with open(path / HISTORY, "rb") as file:
+        with open(open_regular(path / HISTORY, os.O_RDONLY, links=True), "rb") as file:
             while lines := list(islice(file, _ROWS)):
                 for document in documents(lines):
                     loading.take(document)
                 loading.pack()
-    except (FileNotFoundError, NotADirectoryError):
-        raise NoHistoryError(run_dir, HISTORY) from None
+    except OSError as error:
+        if (path / HISTORY).is_file():
+            raise
+        raise NoHistoryError(run_dir, HISTORY) from error  # nothing is there, or a pipe, which would never end
     return Run(
         path=path,
         windows=loading.windows(),
@@ -228,9 +231,11 @@ def _columns(name: str, rows: list[tuple[Any, ...]]) -> dict[str, NDArray[Any]]:
 def _document(path: Path) -> dict[str, Any]:
     """Return what a JSON file holds; a user may have edited it, so that anything may be in it."""
     try:
-        document = json.loads(path.read_bytes())
+        document = json.loads(read_small(path, links=True))
     except FileNotFoundError:
         return {}
+    except OSError as error:
+        return {"error": f"{path.name} cannot be read: {error.strerror}"}
     except (ValueError, RecursionError):
         return {"error": f"{path.name} is not JSON"}
     return document if isinstance(document, dict) else {"value": document}

@@ -15,7 +15,6 @@ import os
 import re
 import shutil
 import stat
-import sys
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
@@ -26,6 +25,7 @@ from typing import Any
 
 import torch
 
+from autoaccum._kinds import a, accepts, entries, whole
 from autoaccum.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -35,7 +35,8 @@ from autoaccum.errors import (
 )
 from autoaccum.memory import clock
 from autoaccum.memory.oom import is_out_of_memory
-from autoaccum.runs import states
+from autoaccum.runs import states, tensor_files
+from autoaccum.runs.files import open_regular, read_small, sync_directory
 from autoaccum.runs.lock import DirectoryLock
 
 FORMAT = 1
@@ -46,6 +47,10 @@ _TREE = "tree"
 """The tensor that holds the JSON: a header of safetensors has a limit, 100 MB."""
 _NAME = re.compile(r"step-\d+(\.replaced)?")
 """Names of checkpoints that count: ``.replaced`` is one that is whole while another of its step takes its place."""
+_MANIFEST = entries(
+    {"step": whole(), "serial": whole(), "is_best": a(bool), "saved": a(str), "facts": a(dict), "files": a(dict)},
+    optionally={"format": whole()},
+)
 _PICKLES = (b"PK\x03\x04", *(b"\x80%c" % protocol for protocol in range(2, 6)))
 """How a file of ``torch.save``, and a bare pickle, begin."""
 
@@ -81,31 +86,32 @@ class Checkpoint:
         manifest = path / MANIFEST
         try:
             _check_is_file(manifest)
-            document = json.loads(manifest.read_bytes())
-            checksum = document.pop("checksum")
-            # Looked at first: a newer version may compute the checksum otherwise, and "changed" would be a wrong word.
-            if document.get("format", FORMAT) > FORMAT:
-                raise CheckpointCorruptError(manifest, "was written by a newer version of autoaccum")
-            # Checked before anything in it is believed. It tells of torn files; an attacker could compute it anew.
-            if checksum != _checksum(document):
-                raise CheckpointCorruptError(manifest, "was changed after it was written")
-            # A manifest from a stranger could name any file of the reader's.
-            if document["files"].keys() != {WEIGHTS, STATE}:
-                raise CheckpointUnsafeError(manifest, f"names the files {', '.join(document['files'])}")
-            return cls(
-                path=path,
-                step=int(document["step"]),
-                serial=int(document["serial"]),
-                is_best=bool(document["is_best"]),
-                saved=str(document["saved"]),
-                facts=dict(document["facts"]),
-                files={name: (int(size), str(digest)) for name, (size, digest) in document["files"].items()},
-            )
+            document = json.loads(read_small(manifest))
         except OSError as error:
             raise CheckpointCorruptError(manifest, f"cannot be read: {error.strerror}") from None
-        # These are what JSON of any other shape raises in the lines above: lists for dicts, texts for numbers, depth.
-        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
-            raise CheckpointCorruptError(manifest, "is not a manifest") from None
+        except (ValueError, RecursionError):
+            document = None
+        if not isinstance(document, dict) or not accepts(whole(), document.get("format", FORMAT)):
+            raise CheckpointCorruptError(manifest, "is not a manifest")
+        # Looked at first: a newer version may compute the checksum otherwise, and "changed" would be a wrong word.
+        if document.get("format", FORMAT) > FORMAT:
+            raise CheckpointCorruptError(manifest, "was written by a newer version of autoaccum")
+        # Checked before anything in it is believed. It tells of torn files; an attacker could compute it anew.
+        if document.pop("checksum", None) != _checksum(document):
+            raise CheckpointCorruptError(manifest, "was changed after it was written")
+        try:
+            _MANIFEST(document, "")
+        except CheckpointCorruptError as error:
+            raise CheckpointCorruptError(manifest, f"is not a manifest: {error.entry} {error.problem}") from None
+        # A manifest from a stranger could name any file of the reader's.
+        if document["files"].keys() != {WEIGHTS, STATE}:
+            raise CheckpointUnsafeError(manifest, f"names the files {', '.join(document['files'])}")
+        files = document.pop("files")
+        for name, described in files.items():
+            if not (isinstance(described, list) and list(map(type, described)) == [int, str]):
+                raise CheckpointCorruptError(manifest, f"is not a manifest: files[{name!r}] is no size and checksum")
+        document.pop("format", None)
+        return cls(path=path, **document, files={name: (size, digest) for name, (size, digest) in files.items()})
 
     def verify(self) -> None:
         """Read all of its files and compare them with the checksums.
@@ -120,7 +126,7 @@ class Checkpoint:
                 found = _check_is_file(path)
                 if found != size:  # said with both numbers, and without reading gigabytes first
                     raise CheckpointCorruptError(path, f"has {found} bytes, not the {size} that were written")
-                with open(path, "rb") as file:
+                with open(open_regular(path, os.O_RDONLY), "rb") as file:
                     if hashlib.file_digest(file, "sha256").hexdigest() != digest:
                         raise CheckpointCorruptError(path, "was changed after it was written")
             except OSError as error:
@@ -139,18 +145,19 @@ class Checkpoint:
         # Read twice: once for the checksums and once to be used. Files of this size are in the page cache by then.
         self.verify()
         weights, others = self._read(WEIGHTS), self._read(STATE)
-        try:
-            tree = json.loads(others.pop(_TREE).numpy().tobytes())
-            return states.unpack(states.Packed(tree=tree, weights=weights, others=others))
-        except Exception as error:  # the checksums are right: whatever this raises, somebody else wrote the tree
-            if is_out_of_memory(error):
-                raise
-            raise CheckpointCorruptError(self.path / STATE, f"makes no sense ({error!r})") from None
+        # The checksums are right: whatever is wrong from here on, somebody else wrote the tree.
+        tree: Any = None
+        if _TREE in others:
+            with suppress(ValueError, RecursionError):
+                tree = states.tree_of(others.pop(_TREE))
+        if tree is None:
+            raise CheckpointCorruptError(self.path / STATE, "holds no tree of a state")
+        return states.unpack(states.Packed(tree=tree, weights=weights, others=others))
 
-    def _read(self, name: str) -> states.Tensors:
+    def _read(self, name: str) -> tensor_files.Tensors:
         path = self.path / name
         try:
-            return states.read(path)
+            return tensor_files.read(path)
         except Exception as error:
             if is_out_of_memory(error):
                 raise
@@ -222,8 +229,12 @@ class Checkpoints:
         try:
             directory.mkdir(parents=True, exist_ok=True)
             self._lock = DirectoryLock(directory)
-            _sync_directory(directory.parent)
-            self._remove_unfinished()
+            try:
+                sync_directory(directory.parent)
+                self._remove_unfinished()
+            except BaseException:
+                self._lock.release()
+                raise
         except OSError as error:
             raise CheckpointWriteError(directory, 0, error.strerror or repr(error)) from None
         # The count goes on where it was, for a step says nothing of time: a run that went back writes its steps again.
@@ -322,14 +333,14 @@ class Checkpoints:
             partial.mkdir()
             tree = torch.frombuffer(bytearray(json.dumps(packed.tree).encode()), dtype=torch.uint8)
             files = {
-                WEIGHTS: states.write(partial / WEIGHTS, packed.weights),
-                STATE: states.write(partial / STATE, {**packed.others, _TREE: tree}),
+                WEIGHTS: tensor_files.write(partial / WEIGHTS, packed.weights),
+                STATE: tensor_files.write(partial / STATE, {**packed.others, _TREE: tree}),
             }
             # The manifest comes last, and with it the checksums: without it there is no checkpoint.
             document = {**manifest, "files": files}
             text = json.dumps({**document, "checksum": _checksum(document)}, indent=1)
-            states.write_durably(partial / MANIFEST, [text.encode()])
-            _sync_directory(partial)
+            tensor_files.write_durably(partial / MANIFEST, [text.encode()])
+            sync_directory(partial)
             self._put(partial, path)
         except OSError as error:
             raise CheckpointWriteError(path, packed.num_bytes, error.strerror or repr(error)) from None
@@ -344,7 +355,7 @@ class Checkpoints:
             self._discard(before)
             os.rename(path, before)  # a directory that is not empty cannot be renamed over
         os.rename(partial, path)
-        _sync_directory(self.directory)  # the new name is on the disk before anything older is deleted
+        sync_directory(self.directory)  # the new name is on the disk before anything older is deleted
         self._discard(before)
 
     def _prune(self) -> None:
@@ -386,13 +397,3 @@ def _check_is_file(path: Path) -> int:
     if not stat.S_ISREG(status.st_mode):
         raise CheckpointUnsafeError(path, "is not a regular file")
     return status.st_size
-
-
-def _sync_directory(path: Path) -> None:
-    """Bring the names in a directory to the disk."""
-    if sys.platform != "win32":
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoaccum._kinds import a, below, refuse, shown
 from autoaccum.planning.schedule_kinds import Schedule
 
 ONLY_HOW = ("foreach", "fused", "capturable", "differentiable")
@@ -90,3 +91,20 @@ def differing(before: Mapping[str, Any], now: Mapping[str, Any], name: str = "")
             yield from differing(old, new, path)
         elif old != new:
             yield f"{path}: {'nothing' if old is None else old} -> {'nothing' if new is None else new}"
+
+
+def check_plain(value: Any, entry: str) -> None:
+    """Check that what was asked for then, as a checkpoint holds it, is plain values in dicts.
+
+    Raises:
+        CheckpointCorruptError: it is not.
+    """
+    if type(value) is dict:
+        for name, item in value.items():
+            a(str)(name, f"a name in {entry}")
+            check_plain(item, below(entry, name))
+    elif type(value) in (list, tuple):
+        for index, item in enumerate(value):
+            check_plain(item, f"{entry}[{index}]")
+    elif value is not None and type(value) not in (bool, int, float, str):
+        refuse(entry, f"is {shown(value)}, not a plain value")

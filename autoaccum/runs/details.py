@@ -22,6 +22,7 @@ from torch import nn
 
 from autoaccum.events import Notice
 from autoaccum.runs.configuration import differing
+from autoaccum.runs.files import read_small
 
 _MOST_FUNCTIONS = 200
 """Read the code of at most so many functions that a function calls: a loss that calls half a library is one name."""
@@ -63,7 +64,7 @@ def details_of(modules: Mapping[str, nn.Module], functions: Mapping[str, Any], c
 def known(path: Path) -> Details:
     """Return what an earlier process has left in its ``environment.json``; nothing where that cannot be told."""
     try:
-        found = json.loads(path.read_bytes())["details"]
+        found = json.loads(read_small(path))["details"]
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -13,17 +13,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args, overload
 
 from autoaccum._checks import Cadence
-from autoaccum.errors import CheckpointCorruptError, CheckpointWriteError, OptimizerOutOfMemoryError, ResumeError
+from autoaccum._kinds import a
+from autoaccum.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointWriteError,
+    OptimizerOutOfMemoryError,
+    ResumeError,
+)
 from autoaccum.events import Event, Finished, Notice, Record, Resumed, Started, StepReport
 from autoaccum.memory import clock
 from autoaccum.runs import checkpoint, details
 from autoaccum.runs.checkpoint import Checkpoint, Checkpoints
-from autoaccum.runs.configuration import differing
+from autoaccum.runs.configuration import check_plain, differing
 from autoaccum.runs.records import HISTORY, RecordWriter, environment, read_records, write_json
 from autoaccum.runs.window_mark import WindowMark
 
@@ -66,7 +73,11 @@ class RunDirectory:
         self._checkpoints = Checkpoints(path / "checkpoints", keep=keep)
         try:
             self._writer = RecordWriter(path / HISTORY)
-            self.window_mark = WindowMark(path)
+            try:
+                self.window_mark = WindowMark(path)
+            except BaseException:
+                self._writer.close()
+                raise
         except BaseException as error:
             self._checkpoints.close()
             if isinstance(error, OSError):
@@ -85,38 +96,65 @@ class RunDirectory:
         self._saved_step = -1  # its step
         self._saved_at = clock.now()
 
-    def resume(self) -> tuple[Checkpoint, Any, Any] | None:
-        """Return the newest whole checkpoint, its weights and its state; None where there is none.
+    def resume(self, take: Callable[[Checkpoint, Any, Any], None]) -> Checkpoint | None:
+        """Return the newest checkpoint that can be gone on from; None where there is none at all.
+
+        Args:
+            take: (checkpoint, its weights, its state) -> None: puts them back, or raises what is wrong with them,
+                before it has changed anything; then the next older one is tried.
 
         Raises:
             CheckpointCorruptError: there are some, and none of them is whole.
             ResumeError: it is of another run.
         """
-        found, skipped = checkpoint.newest(self.path / "checkpoints")
-        if found is None and skipped:
+        found, skipped = checkpoint.every(self.path / "checkpoints")
+        entry = ""  # of the newest, where it has one that is wrong
+        for one in found:
+            # An error is kept as its text alone: its frames hold the tensors that were read.
+            try:
+                self._take(one, take)
+            except ResumeError:
+                raise
+            except CheckpointCorruptError as error:
+                entry = entry or error.entry
+                said = error if error.path else CheckpointCorruptError(one.path, error.problem, entry=error.entry)
+                skipped += (str(said),)
+            except CheckpointError as error:
+                skipped += (str(error),)
+            else:
+                self._newest, self._saved_step = one.path, one.step  # not written again before the next window
+                if skipped:
+                    self.passed_over = Notice(
+                        cause=f"{len(skipped)} of the checkpoints cannot be read: {' '.join(skipped)}".rstrip("."),
+                        consequence=f"The run goes on from {one.path.name}, the newest that is whole",
+                        cure="Look at the disk if this comes again",
+                    )
+                return one
+        if skipped:
             # To begin anew would in time delete what may be saved by hand.
-            raise CheckpointCorruptError(self.path / "checkpoints", f"holds no whole checkpoint: {' '.join(skipped)}")
-        loaded = None
-        if found is not None:
-            weights, state = found.load()
-            # Compared with what was asked for then, which lies in the checkpoint: config.json may have been edited.
-            before = details.known(self.path / "environment.json")
-            differences = list(differing(state["trained"], self._config["trained"]))
-            # Of a model of other shapes nobody need read that its layers are others too.
-            if self._details and not differences:
-                differences = details.refused(before, self._details)
-                self.changed = details.announced(before, self._details, self.path)
-            if differences:
-                raise ResumeError(self.path, differences)
-            loaded = found, weights, state
-            self._newest, self._saved_step = found.path, found.step  # not written again before the next window
-            if skipped:
-                self.passed_over = Notice(
-                    cause=f"{len(skipped)} of the checkpoints cannot be read: {' '.join(skipped)}".rstrip("."),
-                    consequence=f"The run goes on from {found.path.name}, the newest that is whole",
-                    cure="Look at the disk if this comes again",
-                )
-        return loaded
+            place = self.path / "checkpoints"
+            none_whole = CheckpointCorruptError(place, f"holds no whole checkpoint: {' '.join(skipped)}")
+            none_whole.entry = entry
+            raise none_whole
+        return None
+
+    def _take(self, one: Checkpoint, take: Callable[[Checkpoint, Any, Any], None]) -> None:
+        """Read a checkpoint, see that it is of this run, and hand it on."""
+        weights, state = one.load()
+        a(dict)(state, "the state")
+        # Compared with what was asked for then, which lies in the checkpoint: config.json may have been edited.
+        trained = state.pop("trained", None)
+        a(dict)(trained, "trained")
+        check_plain(trained, "trained")
+        before = details.known(self.path / "environment.json")
+        differences = list(differing(trained, self._config["trained"]))
+        # Of a model of other shapes nobody need read that its layers are others too.
+        if self._details and not differences:
+            differences = details.refused(before, self._details)
+            self.changed = details.announced(before, self._details, self.path)
+        if differences:
+            raise ResumeError(self.path, differences)
+        take(one, weights, state)
 
     def notices(self, *, goes_on: bool) -> list[Notice]:
         """Return what to say of what was found; of a run that does not go on no change matters."""

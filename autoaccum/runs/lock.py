@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from autoaccum.errors import CheckpointLockedError
-from autoaccum.runs.records import NO_LINK
+from autoaccum.runs.files import open_regular
 
 if sys.platform != "win32":
     import fcntl
@@ -32,26 +32,30 @@ class DirectoryLock:
 
         Raises:
             CheckpointLockedError: another writer holds it, in this process or in another.
-            OSError: the file cannot be made, or it is a link.
+            OSError: the file cannot be made, or it is a link or no regular file.
         """
         self._directory = directory.resolve()
         if self._directory in self._held:
             raise CheckpointLockedError(directory, os.getpid())
-        self._file = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT | NO_LINK, 0o666)
+        self._file = open_regular(directory / ".lock", os.O_RDWR | os.O_CREAT)
         try:
             if sys.platform != "win32":
                 fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):  # POSIX leaves it open which of EAGAIN and EACCES comes
-            pid = os.read(self._file, 20).decode()
+            pid = os.read(self._file, 20)  # of digits, unless somebody else has written there
             os.close(self._file)
-            raise CheckpointLockedError(directory, int(pid) if pid.isdecimal() else None) from None
+            raise CheckpointLockedError(directory, int(pid) if pid.isdigit() else None) from None
         except OSError:
             os.close(self._file)
             raise
         self._held.add(self._directory)
-        # The process's number is for the message of whoever comes second; the lock itself does not depend on it.
-        os.ftruncate(self._file, 0)
-        os.write(self._file, str(os.getpid()).encode())
+        try:
+            # The process's number is for the message of whoever comes second; the lock itself does not depend on it.
+            os.ftruncate(self._file, 0)
+            os.write(self._file, str(os.getpid()).encode())
+        except OSError:  # a full disk
+            self.release()
+            raise
 
     def release(self) -> None:
         """Give the directory back; do nothing if that was done before."""

@@ -13,15 +13,18 @@ import re
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import platformdirs
 
+from autoaccum._kinds import accepts
 from autoaccum.memory import clock
 from autoaccum.planning.costs import Trial
+from autoaccum.planning.saved import trials_of
+from autoaccum.runs.files import read_small
 
 FORMAT = 1
 """Version of files and of keys: with another number nothing that was written before is found."""
@@ -169,7 +172,7 @@ def _remove(path: Path) -> bool:
 def _read(path: Path) -> dict[str, Any] | None:
     """Return what a file holds; None where it cannot be read or is of another format."""
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = json.loads(read_small(path))
     except (OSError, ValueError, RecursionError):  # RecursionError: a file of brackets in brackets
         return None
     return document if isinstance(document, dict) and document.get("format") == FORMAT else None
@@ -181,26 +184,9 @@ def _trials(document: dict[str, Any]) -> tuple[Trial, ...] | None:
     They are read by the fields that trials have now: another version may have written more, or fewer.
     """
     trials = document.get("trials")
-    if not isinstance(trials, list) or not all(isinstance(trial, dict) and _is_sound(trial) for trial in trials):
+    if not isinstance(trials, list) or not all(isinstance(trial, dict) for trial in trials):
         return None
     names = {field.name for field in fields(Trial)}
-    found = []
-    for trial in trials:
-        known = {name: value for name, value in trial.items() if name in names}
-        found.append(Trial(**known))
-    return tuple(found)
-
-
-def _is_sound(trial: dict[str, Any]) -> bool:
-    """Return whether the values are such as a trial may have; the user may have edited the file."""
-    for name, annotation in get_type_hints(Trial).items():
-        if name in trial:
-            value, types = trial[name], get_args(annotation) or (annotation,)
-            # JSON has one type of number: 1.0 may come back as 1.
-            if type(value) not in types and not (type(value) is int and float in types):
-                return False
-            # NaN compares as False and infinity is too large; integers that are larger do not become floats.
-            if value is not None and not 0 <= value < 2**63:
-                return False
-    required = {field.name for field in fields(Trial) if field.default is MISSING}
-    return required <= trial.keys() and bool(trial["micro_batch"]) and trial.get("length") != 0
+    known = [{name: value for name, value in trial.items() if name in names} for trial in trials]
+    # The user may have edited the file.
+    return tuple(Trial(**trial) for trial in known) if accepts(trials_of(Trial), known) else None

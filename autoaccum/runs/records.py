@@ -19,9 +19,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from autoaccum._version import __version__
 from autoaccum.events import Record
 from autoaccum.memory import clock
-
-NO_LINK = getattr(os, "O_NOFOLLOW", 0)
-"""Flag of ``os.open``: fail at a link. In a directory from a stranger one could lead to any file of ours."""
+from autoaccum.runs.files import open_regular
 
 HISTORY = "history.jsonl"
 """Name of the file in a run's directory."""
@@ -48,11 +46,15 @@ class RecordWriter:
             OSError: it cannot be written to.
         """
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        self._file: int | None = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | NO_LINK, 0o666)
-        size = os.fstat(self._file).st_size
-        # A run was killed while it wrote: its last line stays as it is, and what comes begins with a line of its own.
-        if size and os.pread(self._file, 1, size - 1) != b"\n":
-            os.write(self._file, b"\n")
+        self._file: int | None = open_regular(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+        try:
+            size = os.fstat(self._file).st_size
+            # A run was killed while it wrote: its last line stays as it is, and what comes begins with one of its own.
+            if size and os.pread(self._file, 1, size - 1) != b"\n":
+                os.write(self._file, b"\n")
+        except BaseException:
+            self.close()
+            raise
 
     def __call__(self, record: Record) -> None:
         """Take one record."""
@@ -126,7 +128,7 @@ def read_records(path: str | os.PathLike[str]) -> Records:
     Lines without a record are left out and counted, and so are fields that this version does not know.
 
     Raises:
-        OSError: the file cannot be read.
+        OSError: the file cannot be read, or is no file.
     """
 
     def lines() -> Iterator[bytes]:
@@ -134,7 +136,7 @@ def read_records(path: str | os.PathLike[str]) -> Records:
             yield from file
 
     # Opened now and not with the first line, so that what is wrong with it is said here.
-    file = open(path, "rb")  # noqa: SIM115
+    file = open(open_regular(path, os.O_RDONLY, links=True), "rb")  # noqa: SIM115
     return Records(lines())
 
 
@@ -206,8 +208,10 @@ def write_json(path: str | os.PathLike[str], document: Any) -> None:
     # By its number no other process writes to the same file; a rename within a folder is one step.
     beside = Path(f"{os.fspath(path)}.{os.getpid()}.tmp")
     beside.parent.mkdir(parents=True, exist_ok=True)
+    # What is there already is a leftover of a process of the same number, or a stranger's link to a file of ours.
+    beside.unlink(missing_ok=True)
     try:
-        with open(beside, "w", encoding="utf-8") as file:
+        with open(beside, "x", encoding="utf-8") as file:
             file.write(f"{text}\n")
             file.flush()
             os.fsync(file.fileno())  # else the name may come to stand for an empty file when the power fails

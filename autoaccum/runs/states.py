@@ -1,4 +1,4 @@
-"""Weights and a nested state as one JSON tree and tensors, in safetensors files: nothing in them can execute code.
+"""Weights and a nested state as one JSON tree and tensors, which ``tensor_files`` keeps: no code can be in them.
 
 In the tree, ``null``, booleans, strings, lists, finite floats and ints below 2**63 stand for themselves, and everything
 else is ``{kind: content}``, a dict too. Types are restored exactly, or refused when the state is packed. A tensor comes
@@ -8,49 +8,27 @@ back on the CPU and detached, one object for each that went in, its dimensions i
 from __future__ import annotations
 
 import base64
-import hashlib
 import json
 import math
-import os
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
 
-from autoaccum.errors import CheckpointStateError
+from autoaccum._kinds import below, shown
+from autoaccum.errors import CheckpointCorruptError, CheckpointStateError
+from autoaccum.memory.oom import is_out_of_memory
+from autoaccum.runs.tensor_files import CODES, Tensors, as_bytes
 
-Tensors = dict[str, torch.Tensor]
-"""Tensors of one file, by their names in it."""
 Tree = Any
 """JSON, in which every dict is ``{kind: content}``."""
 
-_CODES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.complex64: "C64",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-"""Names of dtypes in the safetensors format."""
 _AS_BYTES = (torch.complex128, torch.complex32, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu)
 """Dtypes without a code, or with one that older readers do not know: they are written as bytes."""
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*_CODES, *_AS_BYTES)}
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*CODES, *_AS_BYTES)}
 # Types are told by identity, so that a subclass, which may hold more than its entries, is refused and not flattened.
 _SEQUENCES: dict[str, Callable[..., Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset, "Size": torch.Size}
 _MAPPINGS: dict[str, Callable[..., Any]] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
@@ -58,8 +36,6 @@ _FACTORIES: dict[str, Any] = {"dict": dict, "list": list, "set": set, "int": int
 _FACTORY_NAMES = {factory: name for name, factory in _FACTORIES.items()}
 _KEYS = (type(None), bool, int, float, str, bytes, tuple)
 """Types that a dict's keys may have."""
-_CHUNK_BYTES = 1 << 22
-"""Digest and write so many bytes at a time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,10 +79,36 @@ def unpack(packed: Packed) -> tuple[Any, Any]:
     """Return the weights and the state that were packed, in memory of their own.
 
     Raises:
-        Exception: of many kinds, where the tree is not one that ``pack`` made.
+        CheckpointCorruptError: the tree is not one that ``pack`` made; it names the entry.
     """
     unpacker = _Unpacker(packed)
-    return unpacker.value(packed.tree["weights"]), unpacker.value(packed.tree["state"])
+    try:
+        weights, state = packed.tree["weights"], packed.tree["state"]
+        return unpacker.value(weights, "weights"), unpacker.value(state, "")
+    except CheckpointCorruptError:
+        raise
+    # Whatever else Python, PyTorch and NumPy refuse: a name of no tensor, a shape that it has not, nesting without end.
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        found = repr(error)[:200]
+    raise CheckpointCorruptError("", f"makes no sense ({found})", entry=unpacker.entry or "the tree of its state")
+
+
+def tree_of(tensor: torch.Tensor) -> Tree:
+    """Return the tree that a tensor holds as JSON.
+
+    Raises:
+        ValueError: it holds none.
+        RecursionError: it is nested without end.
+    """
+
+    def refuse_constant(name: str) -> None:  # NaN and the infinities, which readers of JSON take although it has none
+        raise ValueError(name)
+
+    if tensor.dtype != torch.uint8:
+        raise ValueError(f"{tensor.dtype}")
+    return json.loads(tensor.numpy().tobytes(), parse_constant=refuse_constant)
 
 
 class _Packer:
@@ -139,7 +141,7 @@ class _Packer:
 
     def _weight(self, name: str, value: torch.Tensor, path: str) -> Tree:
         # "__metadata__" is the format's own key. Such a weight, or one of an odd type, goes to the other file.
-        if value.dtype not in _CODES or not name.isprintable() or name == "__metadata__":
+        if value.dtype not in CODES or not name.isprintable() or name == "__metadata__":
             return self.tree(value, path)
         self.weights[name] = self._taken(value)
         return {"weight": name}
@@ -190,11 +192,10 @@ class _Packer:
         # A list of pairs: JSON's own dicts have only texts for keys, and their order is nobody's promise.
         items = []
         for key, value in values.items():
-            is_name = isinstance(key, str) and key.isidentifier()
-            below = f"{path}.{key}".lstrip(".") if is_name else f"{path}[{key!r}]"
+            inside = f"{path}.{key}".lstrip(".") if isinstance(key, str) and key.isidentifier() else f"{path}[{key!r}]"
             if type(key) not in _KEYS:
                 raise CheckpointStateError(path or "state", f"a dict with a key of type {type(key).__qualname__}")
-            items.append([self.tree(key, below), self.tree(value, below)])
+            items.append([self.tree(key, inside), self.tree(value, inside)])
         return items
 
     def _tensor(self, value: torch.Tensor, path: str) -> Tree:
@@ -211,9 +212,9 @@ class _Packer:
 
     def _typed(self, value: torch.Tensor) -> Tree:
         """Return the tree of a tensor whose elements lie in order."""
-        if value.dtype in _CODES:
+        if value.dtype in CODES:
             return {"tensor": self._stored(value)}
-        flat = _bytes(value)  # to be viewed as its dtype again when it is read
+        flat = as_bytes(value)  # to be viewed as its dtype again when it is read
         return {"bits": [self._stored(flat), str(value.dtype).removeprefix("torch."), list(value.shape)]}
 
     def _stored(self, value: torch.Tensor) -> str:
@@ -241,66 +242,96 @@ class _Packer:
 class _Unpacker:
     """The state of one ``unpack``; nothing in a tree can name code but the few kinds that have a method here."""
 
+    # What ``pack`` never makes is refused, also where something could be made of it: two entries of one key, a shape
+    # with a -1 in it. What a run goes on from is then what the tree says.
+
     def __init__(self, packed: Packed) -> None:
         self._packed = packed
         self._known: dict[str, torch.Tensor] = {}
+        self.entry = ""
+        """The entry that is being unpacked."""
 
-    def value(self, tree: Tree) -> Any:
-        """Return what a tree stands for."""
+    def value(self, tree: Tree, entry: str) -> Any:
+        """Return what a tree stands for, at an entry of the state."""
+        self.entry = entry
         if isinstance(tree, list):
-            return [self.value(item) for item in tree]
+            return [self.value(item, f"{entry}[{index}]") for index, item in enumerate(tree)]
         if not isinstance(tree, dict):
             return tree
         ((kind, content),) = tree.items()  # one entry, else pack has not made it
         if kind in _SEQUENCES:
-            return _SEQUENCES[kind](self.value(item) for item in content)
+            items = self.value(_checked(content, list), entry)
+            return self._whole(_SEQUENCES[kind](items), len(items))
         if kind in _MAPPINGS:
-            items, extra = content  # extra: the attribute _metadata of a state_dict
-            values = _MAPPINGS[kind](self._items(items))
+            items, extra = _checked(content, list)  # extra: the attribute _metadata of a state_dict
+            values = _MAPPINGS[kind](self._items(items, entry))
             if extra is not None:
-                values._metadata = self.value(extra)
-            return values
+                values._metadata = self.value(extra, f"{entry}._metadata")
+            return self._whole(values, len(items))
         return getattr(self, f"_{kind}_value")(content)
 
-    def _items(self, items: list[list[Tree]]) -> dict[Any, Any]:
-        return {self.value(key): self.value(value) for key, value in items}
+    def _whole(self, values: Any, count: int) -> Any:
+        if len(values) != count:
+            raise ValueError("something is there twice")
+        return values
+
+    def _items(self, items: list[list[Tree]], entry: str) -> dict[Any, Any]:
+        found = {}
+        for pair in _checked(items, list):
+            key, value = _checked(pair, list)
+            key = self.value(key, entry)
+            found[key] = self.value(value, below(entry, key))
+        return found
 
     def _int_value(self, content: str) -> int:
-        return int(content, 16)
+        return int(_checked(content, str), 16)
 
     def _float_value(self, content: str) -> float:
-        return float(content)
+        return float(_checked(content, str))
 
     def _complex_value(self, content: list[Tree]) -> complex:
-        real, imag = content
-        return complex(self.value(real), self.value(imag))
+        real, imag = (_checked(self.value(part, self.entry), float) for part in _checked(content, list))
+        return complex(real, imag)
 
     def _bytes_value(self, content: str) -> bytes:
-        return base64.b64decode(content)
+        return base64.b64decode(_checked(content, str), validate=True)
 
     def _defaultdict_value(self, content: list[Tree]) -> defaultdict[Any, Any]:
         factory, items = content
-        return defaultdict(_FACTORIES[factory], self._items(items))
+        values = defaultdict(_FACTORIES[factory], self._items(items, self.entry))
+        return self._whole(values, len(items))  # type: ignore[no-any-return]
 
     def _dtype_value(self, content: str) -> torch.dtype:
         return _DTYPES[content]
 
     def _device_value(self, content: str) -> torch.device:
-        return torch.device(content)
+        return torch.device(_checked(content, str))
 
     def _weight_value(self, content: str) -> torch.Tensor:
         return self._once(f"weight {content}", lambda: self._packed.weights[content].clone())
 
     def _tensor_value(self, content: str) -> torch.Tensor:
-        return self._once(content, lambda: self._packed.others[content].clone())
+        return self._once(f"tensor {content}", lambda: self._packed.others[content].clone())
 
     def _bits_value(self, content: list[Any]) -> torch.Tensor:
         name, dtype, shape = content
-        return self._once(name, lambda: self._packed.others[name].clone().view(_DTYPES[dtype]).reshape(shape))
+        found = self._once(
+            str(content), lambda: self._packed.others[name].clone().view(_DTYPES[dtype]).reshape(torch.Size(shape))
+        )
+        if list(found.shape) != shape:  # -1 stands for whatever is left
+            raise ValueError(f"the shape {shape}")
+        return found
 
     def _permuted_value(self, content: list[Any]) -> torch.Tensor:
         stored, order = content
-        return self._once(str(content), lambda: self.value(stored).permute(*np.argsort(order).tolist()))
+        if sorted(order) != list(range(len(order))) or set(map(type, order)) - {int}:
+            raise ValueError("no order of dimensions")
+
+        def permuted() -> torch.Tensor:
+            made = _checked(self.value(stored, self.entry), torch.Tensor)
+            return made.permute(*np.argsort(order).tolist())  # type: ignore[no-any-return]
+
+        return self._once(str(content), permuted)
 
     def _once(self, name: str, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Return one object for each name, so that what was shared is shared again."""
@@ -311,73 +342,19 @@ class _Unpacker:
     def _array_value(self, content: list[Any]) -> np.ndarray[Any, Any]:
         name, dtype, shape = content
         # NumPy itself refuses to make Python objects of bytes.
-        return np.frombuffer(self._packed.others[name].numpy().tobytes(), dtype).reshape(shape).copy()
+        found = np.frombuffer(self._packed.others[name].numpy().tobytes(), _checked(dtype, str)).reshape(shape).copy()
+        if list(found.shape) != shape:
+            raise ValueError(f"the shape {shape}")
+        return found
 
     def _scalar_value(self, content: list[Any]) -> Any:
         dtype, encoded = content
-        return np.frombuffer(base64.b64decode(encoded), dtype)[0]
+        (found,) = np.frombuffer(base64.b64decode(_checked(encoded, str), validate=True), _checked(dtype, str))
+        return found
 
 
-def write(path: Path, tensors: Tensors) -> tuple[int, str]:
-    """Write a new safetensors file, to the disk; return its number of bytes and their SHA-256.
-
-    ``safetensors.torch.save_file`` does not do: it wants all tensors on the host and contiguous at once, and hides the
-    number of an OSError. One tensor at a time is in memory here.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    # Aligned, as long as wider elements come first and the header's length is a multiple of 8.
-    # The name decides among equals, so that the same state makes the same bytes.
-    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
-    header, end = {}, 0
-    for name, tensor in ordered:
-        begin, end = end, end + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": _CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
-    head = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
-    head += b" " * (-len(head) % 8)
-    return write_durably(path, _parts(head, [tensor for _, tensor in ordered]))
-
-
-def write_durably(path: Path, parts: Iterable[bytes | memoryview]) -> tuple[int, str]:
-    """Write a new file, to the disk; return its number of bytes and their SHA-256.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    digest, size = hashlib.sha256(), 0
-    # "x" follows no link and writes over nothing.
-    with open(path, "xb") as file:
-        for part in parts:
-            digest.update(part)
-            size += file.write(part)
-        file.flush()
-        os.fsync(file.fileno())
-    return size, digest.hexdigest()
-
-
-def read(path: Path) -> Tensors:
-    """Return the tensors of a safetensors file, mapped into memory.
-
-    Raises:
-        OSError: it cannot be read.
-        SafetensorError: it is not such a file.
-    """
-    with safe_open(path, framework="pt") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-
-
-def _parts(head: bytes, tensors: list[torch.Tensor]) -> Iterator[bytes | memoryview]:
-    """Yield the file piece by piece: the header with its length before it, and each tensor in chunks."""
-    yield len(head).to_bytes(8, "little") + head
-    for tensor in tensors:
-        data = memoryview(_bytes(tensor.cpu()).numpy())  # type: ignore[arg-type]
-        for begin in range(0, len(data), _CHUNK_BYTES):
-            yield data[begin : begin + _CHUNK_BYTES]
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's bytes, its elements one after the other, with nothing left to be conjugated or negated."""
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    # A single element may count as contiguous with any stride, which a view as bytes would refuse.
-    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
+def _checked(value: Any, kind: type) -> Any:
+    """Return a value if it is of the kind that ``pack`` would have put there."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{shown(value)} instead of a {kind.__name__}")
+    return value

@@ -8,12 +8,16 @@ import os
 import struct
 from pathlib import Path
 
+from autoaccum._kinds import accepts, whole
 from autoaccum.memory.kills import OomKills, have_risen
-from autoaccum.runs.records import NO_LINK, write_json
+from autoaccum.runs.files import open_regular, read_small
+from autoaccum.runs.records import write_json
 
 # Three little-endian 64-bit integers: 1 inside a window and 0 outside, the samples of its largest micro-batch, and
 # their length.
 _MARK = struct.Struct("<3q")
+_ENDLESS = 2**62
+"""A number of samples that no micro-batch has."""
 
 
 class WindowMark:
@@ -28,10 +32,10 @@ class WindowMark:
         """Read what an earlier process left there.
 
         Raises:
-            OSError: the file cannot be made or mapped, or it is a link.
+            OSError: the file cannot be made or mapped, or it is a link or no regular file.
         """
         self._kills_path = folder / "kills.json"
-        handle = os.open(folder / "window", os.O_RDWR | os.O_CREAT | NO_LINK, 0o666)
+        handle = open_regular(folder / "window", os.O_RDWR | os.O_CREAT)
         try:
             if os.fstat(handle).st_size != _MARK.size:
                 os.pwrite(handle, bytes(_MARK.size), 0)  # a hole that a full disk cannot fill would end the process
@@ -45,13 +49,19 @@ class WindowMark:
         """(samples, their length) of a micro-batch of the window in which the kernel killed the last process for its
         memory; None when it did not."""
         is_inside, micro_batch, length = _MARK.unpack(self._map[:])
-        if is_inside == 1:
-            try:
-                before = json.loads(self._kills_path.read_text())
-            except (OSError, ValueError):
-                before = {}  # nothing is known of before, so no kill is inferred
-            if have_risen(before, self._kills):
-                self.died_of_memory = micro_batch, length
+        # Other marks are none of ours: no micro-batch is that large, and none has no sample.
+        is_sound = is_inside == 1 and min(micro_batch, length) >= 1 and max(micro_batch, length) < _ENDLESS
+        if is_sound and have_risen(self._kills_before(), self._kills):
+            self.died_of_memory = micro_batch, length
+
+    def _kills_before(self) -> dict[str, int]:
+        """Return the counts of kills when the last process began; none where they make no sense."""
+        try:
+            before = json.loads(read_small(self._kills_path))
+        except (OSError, ValueError, RecursionError):
+            return {}  # nothing is known of before, so no kill is inferred
+        is_sound = isinstance(before, dict) and all(accepts(whole(), count) for count in before.values())
+        return before if is_sound else {}
 
     def begin(self) -> None:
         """Put in place of what was left that there is no window yet, and the counts of kills as they are now.

@@ -1,10 +1,25 @@
-"""The words of a run for what its user should know: cause, consequence and cure."""
+"""The words of a run for what its user should know: how it begins; cause, consequence and cure of what is odd."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from autoaccum.events import Notice
+import torch
+
+from autoaccum.events import Notice, Started
+
+
+def started(
+    num_steps: int | None, num_samples: int | None, device: torch.device, limit_bytes: int, used_bytes: int
+) -> Started:
+    """Say that training begins: what is to come, as far as it is known, and in which memory."""
+    return Started(
+        num_steps=num_steps,
+        num_samples=num_samples,
+        device=str(device),
+        limit_bytes=limit_bytes,
+        used_bytes=used_bytes,
+    )
 
 
 def other_steps(taken: int, foreseen: int | None) -> Notice:

@@ -7,33 +7,27 @@ that goes on begins anew, and so does the calm that growth waits for.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import nn
 
 from autoaccum import _checks
-from autoaccum.data import randomness
+from autoaccum._kinds import refuse, shown
 from autoaccum.data.base import Source
-from autoaccum.errors import ArgumentError, CheckpointCorruptError
+from autoaccum.errors import ArgumentError, CheckpointError
 from autoaccum.events import Resumed, Saved
 from autoaccum.memory import clock
-from autoaccum.memory.oom import insist
-from autoaccum.planning.noise import Smoothed
+from autoaccum.memory.oom import insist, is_out_of_memory
 from autoaccum.planning.schedules import Schedule
 from autoaccum.runs import configuration
-from autoaccum.runs.cost_key import describe
+from autoaccum.runs.checkpoint import Checkpoint
 from autoaccum.runs.details import details_of
 from autoaccum.runs.directory import RunDirectory
 from autoaccum.training.declarations import values_of
-from autoaccum.training.learning_rate import LearningRate
 from autoaccum.training.options import OF_FIT, FitArguments
-from autoaccum.training.pace import Pace
-from autoaccum.training.validation import Validations, Validator
-from autoaccum.window.modules import State, left_out, load_modules, load_optimizer, state_of_modules
-from autoaccum.window.step import Step
+from autoaccum.training.validation import Validations
+from autoaccum.window.modules import State
 
 
 class Run(Protocol):
@@ -61,67 +55,19 @@ class Run(Protocol):
         """Put back what ``state_dict`` returned."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunState:
-    """The parts of a run that change while it trains, whose states together are the run's."""
-
-    model: nn.Module
-    others: list[nn.Module]
-    """Further modules that are trained: a loss with parameters, say."""
-    optimizer: torch.optim.Optimizer
-    learning_rate: LearningRate
-    step: Step
-    validator: Validator | None
-    validations: Validations
-    noise: Smoothed | None
-    pace: Pace
-    device: torch.device
-    """Where all of them are."""
-
-    def state_dict(self) -> tuple[State, State]:
-        """Return (the model's state_dict, everything else), after a window."""
-        # The keys, and their order, are those of the first version of the format: checkpoints of all versions are read,
-        # and the same run writes the same bytes.
-        return self.model.state_dict(), {
-            "buffers": left_out(self.model),
-            "modules": state_of_modules(self.others),
-            "optimizer": self.optimizer.state_dict(),
-            "learning_rate": self.learning_rate.state_dict(),
-            "engine": self.step.state_dict(),
-            "validator": None if self.validator is None else self.validator.state_dict(),
-            "noise": None if self.noise is None else self.noise.state_dict(),
-            **self.pace.state_dict(),
-            **self.validations.state_dict(),
-            "device": describe(self.device),
-            "randomness": randomness.state_dict(self.device),
-        }
-
-    def load_state_dict(self, weights: State, state: State) -> None:
-        """Put back what ``state_dict`` returned, into the parts of a run that was set up by the same arguments."""
-        # The weights lie in a file of their own, which any reader of safetensors understands: apart from other modules.
-        of_all = [{"state": weights, "buffers": state["buffers"]}, *state["modules"]]
-        load_modules([self.model, *self.others], of_all, self.device)
-        load_optimizer(self.optimizer, state["optimizer"])
-        self.learning_rate.load_state_dict(
-            state["learning_rate"]
-        )  # after the optimizer, which has the rates themselves
-        # Sizes that were found are of the device they were found on; on another one they are searched for anew.
-        is_same_device = state["device"] == describe(self.device)
-        self.step.load_state_dict(state["engine"], is_same_device=is_same_device)
-        if self.validator is not None and state["validator"] is not None and is_same_device:
-            self.validator.load_state_dict(state["validator"])
-        if self.noise is not None and state["noise"] is not None:
-            self.noise.load_state_dict(state["noise"])
-        self.pace.load_state_dict(state)
-        self.validations.load_state_dict(state)
-        # Last, for whatever is drawn while the parts are put back has not been drawn in the run.
-        randomness.load_state_dict(state["randomness"], self.device)
-
-
-def configuration_of(arguments: FitArguments, schedule: Schedule, source: Source, state: RunState) -> dict[str, Any]:
+def configuration_of(
+    arguments: FitArguments, schedule: Schedule, source: Source, optimizer: torch.optim.Optimizer, num_steps: int | None
+) -> dict[str, Any]:
     """Return what was asked for; under "trained" what a run that goes on has to have in common with this one.
 
     Under "details" is what came later than the first version of the format, and is no part of ``config.json``.
+
+    Args:
+        arguments: of the run.
+        schedule: of the effective batch.
+        source: the data.
+        optimizer: as it is before the first step.
+        num_steps: those that the lr_scheduler was told of.
     """
     # The model and the data are described apart, by more than their names.
     given = {name: value for name, value in values_of(arguments).items() if name not in ("model", "data")}
@@ -134,9 +80,9 @@ def configuration_of(arguments: FitArguments, schedule: Schedule, source: Source
         "loss": configuration.describe_model(last) if last is not model else None,
         "data": source.description(),
         "effective_batch": str(schedule),
-        "optimizer": configuration.describe_optimizer(state.optimizer),
+        "optimizer": configuration.describe_optimizer(optimizer),
         # The scheduler's own state is in checkpoints; told of another number of steps it would go on otherwise.
-        "steps of the lr_scheduler": state.learning_rate.num_steps,
+        "steps of the lr_scheduler": num_steps,
         **configuration.plain(
             {name: given[name] for name, argument in OF_FIT.items() if argument.decides == "training"}
         ),
@@ -175,18 +121,33 @@ def open_directory(run: Run, path: Path, arguments: FitArguments) -> tuple[RunDi
 
 
 def _resume(run: Run, directory: RunDirectory) -> Resumed | None:
-    """Put the run where its newest whole checkpoint is; return what to say of it, or None where there is none."""
-    found = directory.resume()
-    if found is None:
-        return None
-    checkpoint, weights, state = found
-    try:
+    """Put the run where its newest whole checkpoint is; return what to say of it, or None where there is none.
+
+    Raises:
+        CheckpointError: memory ran out while it was read.
+    """
+
+    def take(found: Checkpoint, weights: Any, state: Any) -> None:
+        engine = state.get("engine")
+        if isinstance(engine, dict) and engine.get("step") != found.step:
+            refuse("engine.step", f"is {shown(engine.get('step'))}, in the checkpoint of step {found.step}")
         run.load_state_dict(weights, state)
-    # Its checksums were right, so nothing is torn: the state has another shape than this version's.
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        problem = f"is of another version, or was made by hand ({error!r})"
-        raise CheckpointCorruptError(checkpoint.path, problem) from error
-    return Resumed(step=run.step, num_samples=run.samples_seen, checkpoint=checkpoint.path.name)
+
+    try:
+        found = directory.resume(take)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        cause = error.with_traceback(None)  # its frames hold what was read
+    else:
+        if found is None:
+            return None
+        return Resumed(step=run.step, num_samples=run.samples_seen, checkpoint=found.path.name)
+    raise CheckpointError(
+        f"{directory.path}: memory ran out while a checkpoint was read, with which nothing is wrong. It is in memory "
+        f"beside the model until it is put back: allow more.",
+        path=directory.path,
+    ) from cause
 
 
 def save(run: Run, directory: RunDirectory, validations: Validations, loss: float | None, *, is_last: bool) -> Saved:

@@ -13,7 +13,7 @@ from torch import nn
 from autoaccum import _checks
 from autoaccum.data.base import Window
 from autoaccum.errors import ArgumentError, StopTraining
-from autoaccum.events import Event, Finished, Record, Resumed, Started, StepReport
+from autoaccum.events import Event, Finished, Record, Resumed, StepReport
 from autoaccum.loss.functions import loss_function
 from autoaccum.loss.weighting import CountItems
 from autoaccum.memory import clock
@@ -32,6 +32,7 @@ from autoaccum.training.metrics import Metric
 from autoaccum.training.options import Callback, FitArguments
 from autoaccum.training.pace import Pace
 from autoaccum.training.result import FitResult as FitResult
+from autoaccum.training.run_state import RunState
 from autoaccum.training.validation import Validations
 from autoaccum.window.modules import State
 from autoaccum.window.optimizers import OptimizerLike, trainable_parameters
@@ -139,7 +140,7 @@ class Trainer:
         self._validator = setup.validator_of(arguments, checked[loss_function], place, called, step, self._emit)
         self._pace = Pace(self.schedule, budget, num_samples=epoch_samples, drop_last=drop_last, plans=plans, step=step)
         self._validations = Validations()
-        self._state = saving.RunState(
+        self._state = RunState(
             model=self.model,
             others=[module for module in arguments.modules() if module is not self.model],
             optimizer=self.optimizer,
@@ -248,15 +249,8 @@ class Trainer:
         # A finished run's records stay as they are, so that the same call may be made any number of times.
         if self._directory is not None and not (is_finished and self._directory.is_finished()):
             self._directory.begin()
-        self._emit(
-            Started(
-                num_steps=self.num_steps,
-                num_samples=self.num_samples,
-                device=str(self.device),
-                limit_bytes=self.limit_bytes,
-                used_bytes=self.memory.used(),
-            )
-        )
+        limit_bytes, used_bytes = self.limit_bytes, self.memory.used()
+        self._emit(notices.started(self.num_steps, self.num_samples, self.device, limit_bytes, used_bytes))
         if self._resumed is not None:
             self._emit(self._resumed)
         for notice in () if self._directory is None else self._directory.notices(goes_on=not is_finished):
@@ -364,7 +358,8 @@ class Trainer:
 
     def configuration(self) -> dict[str, Any]:
         """Return what was asked for, as plain values."""
-        return saving.configuration_of(self._arguments, self.schedule, self._source, self._state)
+        num_steps = self._learning_rate.num_steps
+        return saving.configuration_of(self._arguments, self.schedule, self._source, self.optimizer, num_steps)
 
     def state_dict(self) -> tuple[State, State]:
         """Return (the model's state_dict, everything else) after a window: all that a checkpoint holds of the run."""

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoaccum._kinds import entries, every, one_of
 from autoaccum.data import batches, randomness
 from autoaccum.data.base import Source, Window
 from autoaccum.errors import DataError, EmptyDatasetError, LossWithoutGradError, NothingFitsError
@@ -28,6 +29,7 @@ from autoaccum.memory.oom import RanOut, attempt, insist, is_out_of_memory
 from autoaccum.memory.waiting import Patience, Shortage
 from autoaccum.planning.attempts import Piece
 from autoaccum.planning.limits import Limits
+from autoaccum.planning.saved import TRIALS
 from autoaccum.planning.trials import Trials
 from autoaccum.training.metrics import Metrics, SharedTree, Sums
 from autoaccum.window.attributes import Attributes
@@ -76,6 +78,9 @@ _LOSS_GRAPH = "the loss's graph"
 _GRAPH_ALONE = "the graph alone"
 # As in training: for code that asks for gradients itself, and so needs what a backward does.
 _WHOLE_GRAPH = "all of the graph"
+
+SAVED = entries({"history": TRIALS, "ways": every(one_of(_LOSS_GRAPH, _GRAPH_ALONE, _WHOLE_GRAPH))})
+"""What the state of a validator may be."""
 
 
 class Validator:

@@ -23,7 +23,7 @@ def left_out(module: nn.Module) -> dict[str, torch.Tensor]:
     """Return the buffers that a state_dict leaves out, by the keys that they would have in it."""
     # Most of these can be computed again, but nothing says which: a state that changes as it runs may be among them.
     found = {}
-    for key, layer, name in _places(module):
+    for key, (layer, name) in buffer_places(module).items():
         buffer = layer._buffers[name]
         if name in layer._non_persistent_buffers_set and buffer is not None:
             found[key] = buffer
@@ -35,7 +35,10 @@ def load_modules(modules: Sequence[nn.Module], states: Sequence[State], device: 
     for module, state in zip(modules, states, strict=True):
         # Buffers first: ``load_state_dict`` refuses keys that the module lacks, and copies into what is there by shape.
         kept, named = {**state["state"], **state["buffers"]}, module.state_dict()
-        for key, layer, name in _places(module):
+        for key in state["buffers"].keys() - buffer_places(module).keys():
+            if (new := new_buffer_place(module, key)) is not None:
+                new[0].register_buffer(new[1], None, persistent=False)
+        for key, (layer, name) in buffer_places(module).items():
             value, there = kept.get(key), layer._buffers[name]
             if value is None:
                 # There was nothing when it was saved: a forward has made it since.
@@ -66,10 +69,20 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: State) -> None:
                 optimizer.state[p][name] = value.to(loaded.device)
 
 
-def _places(module: nn.Module) -> list[tuple[str, nn.Module, str]]:
-    """Return (key in a state_dict, layer, name) of each buffer, those that are None too."""
-    return [
-        (f"{path}.{name}" if path else name, layer, name)
+def buffer_places(module: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+    """Return (layer, name) of each buffer, those that are None too, by its key in a state_dict."""
+    return {
+        f"{path}.{name}" if path else name: (layer, name)
         for path, layer in module.named_modules()
         for name in layer._buffers.keys()  # noqa: SIM118 (no dict in TorchScript)
-    ]
+    }
+
+
+def new_buffer_place(module: nn.Module, key: str) -> tuple[nn.Module, str] | None:
+    """Return (layer, name) of a buffer that a forward has registered in an earlier process; None where it cannot be."""
+    if type(key) is not str:
+        return None
+    path, _, name = key.rpartition(".")
+    layer = dict(module.named_modules()).get(path)
+    # A name that the layer uses for something else, a method say, is none of a buffer.
+    return None if layer is None or not name or hasattr(layer, name) else (layer, name)

@@ -213,3 +213,14 @@ class TestNumpysStateIsReadOnlyWhenItHasChanged:
         first = get_state()[2]
         monkeypatch.setattr(np.random, "get_state", None)
         assert get_state()[2] is first
+
+
+def test_a_normal_number_that_waits_is_part_of_the_state() -> None:
+    """States may differ in it alone, and it lies outside of the generator's memory."""
+    np.random.seed(3)
+    state = get_state()
+    kind, key, position, _, _ = state[2]
+    set_state((*state[:2], (kind, key, position, 1, 0.25), None))
+    assert get_state()[2][3:] == (1, 0.25)
+    set_state(state)
+    assert get_state()[2][3:] == state[2][3:]

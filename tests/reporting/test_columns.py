@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +12,8 @@ import pytest
 
 from autoaccum.errors import NoHistoryError
 from autoaccum.events import Finished, Notice, OutOfMemory, Replanned, Resumed, StepReport
+from autoaccum.reporting import RecordWriter, load_run, read_records, write_json
 from autoaccum.reporting import columns as runs_module
-from autoaccum.reporting import load_run, read_records, write_json
 from tests.reporting.synthetic import planned, report, started, write
 
 
@@ -169,6 +171,21 @@ def test_a_directory_without_a_history(name: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(NoHistoryError, match=r"run_dir=.*a directory that holds history\.jsonl\. Pass the run_dir"):
         load_run(tmp_path / name)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs pipes")
+def test_pipes_in_the_place_of_files_hold_nothing_up(tmp_path: Path) -> None:
+    write(tmp_path, started(), report(1, (3, 3, 2)))
+    os.mkfifo(tmp_path / "config.json")
+    assert load_run(tmp_path).config == {"error": "config.json cannot be read: is not a regular file"}
+    (tmp_path / "history.jsonl").unlink()
+    os.mkfifo(tmp_path / "history.jsonl")
+    with pytest.raises(NoHistoryError, match=r"history\.jsonl") as caught:
+        load_run(tmp_path)
+    assert isinstance(caught.value.__cause__, OSError)
+    for opened in (read_records, RecordWriter):
+        with pytest.raises(OSError, match="not a regular file"):
+            opened(tmp_path / "history.jsonl")
 
 
 def test_configuration_and_environment_lie_beside_it(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from autoaccum import errors
-from autoaccum.runs import checkpoint, states
+from autoaccum.runs import checkpoint, tensor_files
 from autoaccum.runs.checkpoint import MANIFEST, STATE, WEIGHTS, Checkpoint, Checkpoints, best, every, newest
 from tests.processes import in_turn
 from tests.runs.children import child, content
@@ -114,14 +114,14 @@ def test_training_may_go_on_while_it_is_written(
     writer: Checkpoints, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begin, caller = threading.Event(), threading.get_ident()
-    write = states.write
+    write = tensor_files.write
 
-    def waits(path: Path, tensors: states.Tensors) -> tuple[int, str]:
+    def waits(path: Path, tensors: tensor_files.Tensors) -> tuple[int, str]:
         assert threading.get_ident() != caller
         assert begin.wait(60)
         return write(path, tensors)
 
-    monkeypatch.setattr(states, "write", waits)
+    monkeypatch.setattr(tensor_files, "write", waits)
     saved = content(1)
     writer.save(step=1, **saved)
     assert newest(directory) == (None, ())
@@ -571,10 +571,10 @@ def test_what_cannot_be_deleted_is_tried_again_and_stops_nothing(
 
 
 def test_an_error_in_the_background_is_not_lost(writer: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(path: Path, tensors: states.Tensors) -> tuple[int, str]:
+    def fails(path: Path, tensors: tensor_files.Tensors) -> tuple[int, str]:
         raise MemoryError("no")
 
-    monkeypatch.setattr(states, "write", fails)
+    monkeypatch.setattr(tensor_files, "write", fails)
     writer.save(step=1, **content(1))
     with pytest.raises(MemoryError, match="no"):
         writer.wait()

@@ -44,6 +44,7 @@ from autoaccum.training.trainer import FitResult
 from tests.models import classes, mlp, noisy, same, state_of, wide
 from tests.processes import in_turn
 from tests.runs.machine import Machine, begun
+from tests.runs.test_files import IRREGULAR
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::autoaccum.errors.AutoaccumWarning"),
@@ -664,9 +665,49 @@ def test_is_due(tmp_path: Path) -> None:
     assert [step for step in range(1, 11) if directory.is_due(step)] == [5, 10]
     directory.close()
     directory = RunDirectory(tmp_path, keep=1, cadence=("steps", 5), config=config, anew=False)
-    assert directory.resume() is not None
+    assert directory.resume(lambda *found: None) is not None
     assert [step for step in range(1, 11) if directory.is_due(step)] == [5, 10], "the first was that of the first run"
     directory.close()
+
+
+@pytest.mark.parametrize("kind", IRREGULAR)
+@pytest.mark.parametrize("name", ["window", "history.jsonl", "checkpoints/.lock"])
+def test_what_is_no_file_is_said_and_leaves_nothing_open(tmp_path: Path, name: str, kind: str) -> None:
+    place = tmp_path / "run" / name
+    place.parent.mkdir(parents=True)
+    IRREGULAR[kind](place)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(2):  # the second is not told that the first goes on
+        with pytest.raises(CheckpointWriteError):
+            fit(tmp_path / "run")
+        assert len(os.listdir("/proc/self/fd")) == before
+    # A directory is no file to unlink.
+    place.rename(tmp_path / "away") if kind == "directory" else place.unlink()
+    assert fit(tmp_path / "run").num_steps > 0
+
+
+def test_a_link_in_the_place_of_a_file_that_is_yet_to_be_renamed(tmp_path: Path) -> None:
+    """Its name can be foreseen."""
+    mine = tmp_path / "mine"
+    mine.write_text("dear to me")
+    (tmp_path / "run").mkdir()
+    for name in ("config.json", "environment.json", "kills.json"):
+        (tmp_path / "run" / f"{name}.{os.getpid()}.tmp").symlink_to(mine)
+    fit(tmp_path / "run")
+    assert mine.read_text() == "dear to me"
+
+
+def test_the_lock_is_given_back_when_the_directory_cannot_be_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(path: Path) -> None:
+        raise OSError(5, "the disk is broken")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint, "sync_directory", fails)
+        with pytest.raises(CheckpointWriteError, match="the disk is broken"):
+            checkpoint.Checkpoints(tmp_path / "checkpoints")
+    checkpoint.Checkpoints(tmp_path / "checkpoints").close()
 
 
 @pytest.mark.parametrize("name", ["window", "history.jsonl", "checkpoints/.lock"])

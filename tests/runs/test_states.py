@@ -19,16 +19,16 @@ from torch import nn
 from torch.optim import lr_scheduler as schedulers
 from torch.optim.swa_utils import SWALR, AveragedModel
 
-from autoaccum.errors import CheckpointStateError
-from autoaccum.runs import states
+from autoaccum.errors import CheckpointCorruptError, CheckpointStateError
+from autoaccum.runs import states, tensor_files
 
 
 def through_files(tmp_path: Path, weights: Any, state: Any, *, copy: bool = True) -> tuple[Any, Any]:
     packed = states.pack(weights, state, copy=copy)
     for name, tensors in (("weights", packed.weights), ("others", packed.others)):
-        states.write(tmp_path / name, tensors)
+        tensor_files.write(tmp_path / name, tensors)
     tree = json.loads(json.dumps(packed.tree))
-    weights, others = (states.read(tmp_path / name) for name in ("weights", "others"))
+    weights, others = (tensor_files.read(tmp_path / name) for name in ("weights", "others"))
     return states.unpack(states.Packed(tree=tree, weights=weights, others=others))
 
 
@@ -176,7 +176,7 @@ def test_anyone_can_read_the_weights(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
     model[2].weight = nn.Parameter(model[2].weight.detach().bfloat16().t())
     packed = states.pack(model.state_dict(), None, copy=True)
-    states.write(tmp_path / "m.safetensors", packed.weights)
+    tensor_files.write(tmp_path / "m.safetensors", packed.weights)
     read = safetensors.torch.load_file(tmp_path / "m.safetensors")
     assert same(dict(sorted(read.items())), dict(sorted(model.state_dict().items())))
 
@@ -191,20 +191,9 @@ def test_tied_weights_are_read_by_others_too(tmp_path: Path) -> None:
     model, other = tied(1), tied(2)
     packed = states.pack(model.state_dict(), None, copy=True)
     assert list(packed.weights) == ["0.weight", "1.bias"]
-    states.write(tmp_path / "m.safetensors", packed.weights)
+    tensor_files.write(tmp_path / "m.safetensors", packed.weights)
     assert safetensors.torch.load_model(other, tmp_path / "m.safetensors") == (set(), [])
     assert same(dict(other.state_dict()), dict(model.state_dict()))
-
-
-def test_data_are_aligned(tmp_path: Path) -> None:
-    tensors = {"a": torch.ones(3, dtype=torch.uint8), "b": torch.ones(1, dtype=torch.float64), "c": torch.ones(5)}
-    size, _ = states.write(tmp_path / "f", tensors)
-    raw = (tmp_path / "f").read_bytes()
-    assert size == len(raw)
-    length = int.from_bytes(raw[:8], "little")
-    assert length % 8 == 0
-    offsets = {name: entry.get("data_offsets") for name, entry in json.loads(raw[8 : 8 + length]).items()}
-    assert offsets == {"__metadata__": None, "b": [0, 8], "c": [8, 28], "a": [28, 31]}
 
 
 # What PyTorch's own objects hold.
@@ -428,5 +417,5 @@ def test_weights_that_cannot_be_kept() -> None:
 )
 def test_trees_that_make_no_sense_make_nothing(tree: Any) -> None:
     packed = states.Packed(tree={"weights": tree, "state": None}, weights={}, others={"0": torch.zeros(8).byte()})
-    with pytest.raises((KeyError, ValueError, TypeError, AttributeError, RuntimeError)):
+    with pytest.raises(CheckpointCorruptError, match=r"^weights.* makes no sense"):
         states.unpack(packed)

@@ -10,6 +10,7 @@ import pytest
 
 from autoaccum.runs.window_mark import WindowMark
 from tests.runs.machine import Machine, begun
+from tests.runs.test_files import IRREGULAR
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs a procfs")
 
@@ -44,10 +45,37 @@ class TestWindowMark:
         machine.kills(9)
         assert WindowMark(tmp_path).died_of_memory is None, "another boot, whose count says nothing"
 
-    @pytest.mark.parametrize("content", ["", "{"])
+    @pytest.mark.parametrize("kind", IRREGULAR)
+    def test_what_is_no_file_holds_nothing_up(self, kind: str, tmp_path: Path, machine: Machine) -> None:
+        begun(tmp_path).enter(64, 10)
+        machine.kills(9)
+        (tmp_path / "kills.json").unlink()
+        IRREGULAR[kind](tmp_path / "kills.json")
+        assert WindowMark(tmp_path).died_of_memory is None, "nothing is known of before"
+        (tmp_path / "window").unlink()
+        IRREGULAR[kind](tmp_path / "window")
+        with pytest.raises(OSError):  # noqa: PT011 (of several kinds)
+            WindowMark(tmp_path)
+
+    @pytest.mark.parametrize(
+        "mark", [(1, 0, 10), (1, 64, 0), (1, -1, 10), (1, 2**62, 10), (1, 64, 2**63 - 1), (7, 64, 10)]
+    )
+    def test_marks_that_are_none(self, mark: tuple[int, int, int], tmp_path: Path, machine: Machine) -> None:
+        begun(tmp_path)
+        machine.kills(9)
+        (tmp_path / "window").write_bytes(struct.pack("<3q", *mark))
+        assert WindowMark(tmp_path).died_of_memory is None
+        (tmp_path / "window").write_bytes(struct.pack("<3q", 1, 64, 10))
+        assert WindowMark(tmp_path).died_of_memory == (64, 10)
+
+    @pytest.mark.parametrize(
+        "content",
+        ["", "{", "[]", "3", "null", '{"a": "x"}', '{"a": null}', '{"a": -1}', '{"a": NaN}', '{"a": 1e99}',
+         '{"a": [1]}', '{"a": 1%s}' % ("0" * 5000), "[" * 100_000, "\udcff"],
+    )  # fmt: skip
     def test_files_that_are_torn(self, content: str, tmp_path: Path, machine: Machine) -> None:
         begun(tmp_path).enter(64, 10)
-        (tmp_path / "kills.json").write_text(content)
+        (tmp_path / "kills.json").write_text(content, errors="surrogateescape")
         machine.kills(9)
         assert WindowMark(tmp_path).died_of_memory is None
         (tmp_path / "window").write_bytes(b"\x01")

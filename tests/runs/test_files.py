@@ -1,0 +1,68 @@
+"""Regular files are opened, and nothing else: no link, no pipe to wait for, no device."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from autoaccum.runs.files import open_regular, read_small, sync_directory
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs links and pipes")
+
+
+def _socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as made:
+        here = Path.cwd()
+        os.chdir(path.parent)  # the path of a socket has a limit
+        try:
+            made.bind(path.name)
+        finally:
+            os.chdir(here)
+
+
+IRREGULAR: dict[str, Callable[[Path], object]] = {
+    "pipe": os.mkfifo,
+    "directory": Path.mkdir,
+    "socket": _socket,
+    "link to a device": lambda path: path.symlink_to("/dev/zero"),
+    "link": lambda path: path.symlink_to(__file__),
+    "dangling link": lambda path: path.symlink_to(path.with_name("nowhere")),
+}
+"""What may lie in the place of a file."""
+
+
+@pytest.mark.parametrize("kind", IRREGULAR)
+@pytest.mark.parametrize("flags", [os.O_RDONLY, os.O_RDWR | os.O_CREAT])
+def test_what_is_no_file_is_refused_at_once(kind: str, flags: int, tmp_path: Path) -> None:
+    IRREGULAR[kind](tmp_path / "a")
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError):  # noqa: PT011 (of several kinds)
+        open_regular(tmp_path / "a", flags)
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_a_link_that_a_user_has_named_is_followed_to_a_file(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(__file__)
+    os.close(open_regular(tmp_path / "link", os.O_RDONLY, links=True))
+    (tmp_path / "other").symlink_to("/dev/zero")
+    with pytest.raises(OSError, match="not a regular file"):
+        open_regular(tmp_path / "other", os.O_RDONLY, links=True)
+
+
+def test_files_are_read_up_to_a_size(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"12345")
+    assert read_small(tmp_path / "a", most=5) == b"12345"
+    with pytest.raises(OSError, match="too large"):
+        read_small(tmp_path / "a", most=4)
+
+
+def test_names_of_a_directory_that_is_gone_are_not_on_the_disk(tmp_path: Path) -> None:
+    sync_directory(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        sync_directory(tmp_path / "gone")
