@@ -25,7 +25,7 @@ from autoaccum.planning.schedules import Progress, Schedule, schedule_of
 from autoaccum.reporting import ProgressBar
 from autoaccum.runs.directory import RunDirectory
 from autoaccum.training import notices, saving, setup
-from autoaccum.training.alone import Ranks, only_run
+from autoaccum.training.alone import Ranks, holding
 from autoaccum.training.interrupts import interrupt_calls
 from autoaccum.training.learning_rate import MakeScheduler, Scaling
 from autoaccum.training.metrics import Metric
@@ -184,28 +184,28 @@ class Trainer:
         return self._pace.samples_seen
 
     @torch.enable_grad()
-    @only_run("fit")
     def fit(self) -> FitResult:
         """Train to the end of the budget, or until a callback or a signal ends the run after a window."""
-        try:
-            with named("no window was being run"):
-                if self._run_dir is not None:
-                    self._directory, self._resumed = saving.open_directory(self, self._run_dir, self._arguments)
-                    # The mark says which size was being tried, for larger ones are tried within a window.
-                    self._step.meter.before_trial = self._directory.window_mark.enter
-                return self._fit()
-        except BaseException as error:
-            if self._directory is not None:  # else nothing on the disk would tell it from a run that goes on
-                self._directory.failed(self.step, error)
-            raise
-        finally:
-            # What was measured is true of a run that failed too, and spares the next one the same search.
-            if self._cache is not None:
-                self._cache.keep(self._tuner)
-            if self._bar is not None:
-                self._bar.close()
-            if self._directory is not None:
-                self._directory.close()
+        with holding("fit"):
+            try:
+                with named("no window was being run"):
+                    if self._run_dir is not None:
+                        self._directory, self._resumed = saving.open_directory(self, self._run_dir, self._arguments)
+                        # The mark says which size was being tried, for larger ones are tried within a window.
+                        self._step.meter.before_trial = self._directory.window_mark.enter
+                    return self._fit()
+            except BaseException as error:
+                if self._directory is not None:  # else nothing on the disk would tell it from a run that goes on
+                    self._directory.failed(self.step, error)
+                raise
+            finally:
+                # What was measured is true of a run that failed too, and spares the next one the same search.
+                if self._cache is not None:
+                    self._cache.keep(self._tuner)
+                if self._bar is not None:
+                    self._bar.close()
+                if self._directory is not None:
+                    self._directory.close()
 
     def _fit(self) -> FitResult:
         """Train, unless there is nothing left to do, and return what the run leaves."""

@@ -31,7 +31,7 @@ from autoaccum.window.announcer import Announcer
 from autoaccum.window.gradient import Gradient
 from autoaccum.window.job import Job
 from autoaccum.window.meter import Meter
-from autoaccum.window.optimizers import Stepper
+from autoaccum.window.stepping import Stepper
 from autoaccum.window.transaction import Repeat, Transaction
 
 

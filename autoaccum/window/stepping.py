@@ -1,0 +1,221 @@
+"""The optimizer's step: once, or again where memory ran out before it had written anything."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from autoaccum.errors import OptimizerOutOfMemoryError
+from autoaccum.events import OutOfMemory
+from autoaccum.memory.base import Memory
+from autoaccum.memory.oom import is_out_of_memory
+from autoaccum.window.optimizers import is_pytorchs
+
+RETRIES = 2
+"""Try a step again so often when memory ran out before it had written anything."""
+
+
+class Stepper:
+    """Steps of an optimizer, tried again where memory ran out before anything was written."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, memory: Memory, emit: Callable[[OutOfMemory], None] = lambda event: None
+    ) -> None:
+        """Set up for the steps of one optimizer.
+
+        Args:
+            optimizer: to step.
+            memory: of the device.
+            emit: takes the events: memory has run out, and the step is tried again.
+        """
+        self._optimizer = optimizer
+        self._memory = memory
+        self._emit = emit
+        self._writes = Writes(optimizer)
+        # Kernels that are given bare pointers move no counter. So a step that went well has to have shown that writes
+        # are counted, unless it is known.
+        self._is_counted = False
+
+    def take(self, scaler: torch.amp.GradScaler | None, step: int, limit_bytes: int) -> str | None:
+        """Take one step on gradients that are unscaled already; return why it was left out, if it was.
+
+        Args:
+            scaler: for float16; None without it.
+            step: the number of the optimizer step, for the error: the first is 1.
+            limit_bytes: what may be used of the device's memory.
+
+        Raises:
+            OptimizerOutOfMemoryError: memory ran out, perhaps half-way through the parameters.
+        """
+        optimizer, writes = self._optimizer, self._writes
+        writes.begin()
+        scale = 1.0 if scaler is None else scaler.get_scale()
+        left = [optimizer.step] if scaler is None else [lambda: scaler.step(optimizer), scaler.update]
+        tries = 0
+        while left:
+            error = _failure_of(left[0])
+            if error is None:
+                del left[0]
+                continue
+            writes.take_out_new_state()
+            # The last of a scaler's two has nothing to do with the parameters, whatever was written by then.
+            is_whole = scaler is not None and len(left) == 1
+            is_counted = self._is_counted or _counts(optimizer)
+            is_untouched = is_counted and not is_whole and not writes.are_there()
+            if tries == RETRIES or not (is_whole or is_untouched):
+                raise self._out_of_memory(step, limit_bytes, is_untouched=is_untouched) from error
+            tries += 1
+            self._memory.release()
+            self._emit(OutOfMemory(step=step, phase="optimizer", micro_batch=0))
+        if not self._is_counted:
+            self._is_counted = writes.are_everywhere()
+        # It leaves the step out when a gradient is not finite, and tells it only by a scale that falls.
+        if scaler is None or scaler.get_scale() >= scale:
+            return None
+        return f"the float16 gradient overflowed at a loss scale of {scale:g}"
+
+    def take_by_closure(self, closure: Callable[[], Any], step: int, limit_bytes: int) -> None:
+        """Take one step of an optimizer that computes the loss and its gradients itself, by a closure.
+
+        Raises:
+            OptimizerOutOfMemoryError: memory ran out. It is not tried again, for the closure has drawn random numbers.
+        """
+        error = _failure_of(lambda: self._optimizer.step(closure))
+        if error is not None:
+            raise self._out_of_memory(step, limit_bytes, is_untouched=False) from error
+
+    def _out_of_memory(self, step: int, limit_bytes: int, *, is_untouched: bool) -> OptimizerOutOfMemoryError:
+        return OptimizerOutOfMemoryError(
+            optimizer=type(self._optimizer).__name__,
+            step=step,
+            peak_bytes=self._memory.peak(),
+            limit_bytes=limit_bytes,
+            is_untouched=is_untouched,
+        )
+
+
+def _failure_of(function: Callable[[], Any]) -> Exception | None:
+    """Call a function; return the error where memory ran out in it, without the frames that pin its tensors."""
+    try:
+        function()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return error.with_traceback(None)
+    return None
+
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes)
+
+
+class Writes:
+    """Writes of an optimizer's step, to its parameters, to their state and to its groups.
+
+    The version counter of a tensor rises with each write to it. Counters and plain values that are what they were say
+    that nothing was written; what nobody can look into counts as written to.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        """Set up for the steps of one optimizer."""
+        self._optimizer = optimizer
+        self._places = _Places(optimizer)
+        self._before = self._places.marks()
+
+    def begin(self) -> None:
+        """Note where everything stands before a step."""
+        # State comes with the first step, and another dict of it when a checkpoint is loaded.
+        if self._places.size != _size(self._optimizer):
+            self._places = _Places(self._optimizer)
+        self._before = self._places.marks()
+
+    def are_there(self) -> bool:
+        """Return whether anything was written since ``begin``, or may have been."""
+        now = _Places(self._optimizer)
+        # A tensor in place of another one is a write too.
+        return now.is_opaque or not now.is_same(self._places) or now.marks() != self._before
+
+    def are_everywhere(self) -> bool:
+        """Return whether each parameter that has a gradient is known to have been written to."""
+        now = self._places.marks()
+        versions = iter(zip(self._before[0], now[0], strict=True))
+        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+        # Parameters come first among the tensors.
+        return all(before != after or p.grad is None for p, (before, after) in zip(parameters, versions, strict=False))
+
+    def take_out_new_state(self) -> None:
+        """Take out state that a failed step has begun to make: half of it would fail the next one."""
+        state, known = self._optimizer.state, self._places.names
+        for p in list(state):
+            if p not in known:
+                del state[p]
+            elif isinstance(state[p], dict):
+                for name in state[p].keys() - known[p]:
+                    del state[p][name]
+
+
+class _Places:
+    """Where an optimizer keeps what its steps write."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.size = _size(optimizer)
+        self.names = {p: frozenset(kept) for p, kept in optimizer.state.items() if isinstance(kept, dict)}
+        self.is_opaque = False
+        # Weakly, for a step that puts another tensor in place of one is to find the old one's memory free.
+        self._tensors: list[weakref.ref[torch.Tensor]] = []
+        self._plain: list[tuple[Any, Any]] = []  # containers, and where in them a plain value is
+        for group in optimizer.param_groups:
+            self._tensors += map(weakref.ref, group["params"])
+        for group in optimizer.param_groups:
+            self._collect({name: value for name, value in group.items() if name != "params"}, group)
+        for kept in optimizer.state.values():
+            self._collect(kept, kept)
+
+    def _collect(self, values: Any, container: Any) -> None:
+        """Find the tensors and the plain values below ``values``, which lie in the container under the same keys."""
+        if not isinstance(values, dict | list | tuple):
+            self.is_opaque = True
+            return
+        for key, value in values.items() if isinstance(values, dict) else enumerate(values):
+            if isinstance(value, torch.Tensor):
+                self._tensors.append(weakref.ref(value))
+            elif type(value) in _PLAIN:
+                self._plain.append((container, key))
+            else:
+                self._collect(value, value)
+
+    def is_same(self, other: _Places) -> bool:
+        """Return whether both have found the same tensors, and as many plain values."""
+        if len(self._tensors) != len(other._tensors) or len(self._plain) != len(other._plain):
+            return False
+        return all(mine() is theirs() for mine, theirs in zip(self._tensors, other._tensors, strict=True))
+
+    def marks(self) -> tuple[list[int | None], list[Any]]:
+        """Return the version counters of the tensors, and the plain values."""
+        versions = [None if (tensor := ref()) is None else tensor._version for ref in self._tensors]
+        return versions, [container[key] for container, key in self._plain]
+
+
+def _size(optimizer: torch.optim.Optimizer) -> tuple[int, ...]:
+    """Return numbers that change when the optimizer has other parameters, or other state for them."""
+    state = optimizer.state
+    kept = sum([len(entries) for entries in state.values() if isinstance(entries, dict)])
+    return id(state), len(state), kept, *[len(group["params"]) for group in optimizer.param_groups]
+
+
+def _counts(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the writes of an optimizer of PyTorch's own are counted, as things are."""
+    if not is_pytorchs(optimizer):
+        return False
+    # Fused kernels count nothing; but before they are called, the steps are counted, which all of them but SGD's keep.
+    if type(optimizer) is torch.optim.SGD and any(group.get("fused") for group in optimizer.param_groups):
+        return False
+    # Nor are writes to lists of tensors within the dispatch modes of others.
+    try:
+        tensors = [torch.zeros(()), torch.zeros(())]
+        torch._foreach_add_(tensors, 1)
+    except RuntimeError:  # memory is that short
+        return False
+    return all(tensor._version for tensor in tensors)

@@ -1,0 +1,193 @@
+"""The optimizer's step: what it leaves where memory runs out in it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from autoaccum.errors import OptimizerOutOfMemoryError
+from autoaccum.memory.devices import memory_of
+from autoaccum.testing import oom_at, simulated_memory
+from autoaccum.window.optimizers import allocate_state
+from autoaccum.window.stepping import Stepper
+from tests.faults import Operations
+
+
+class Momentum(Optimizer):
+    """Somebody's own: it makes its state in the midst of its step."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__(parameters, {"lr": 0.5})
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                state = self.state[p]
+                if not state:
+                    state["momentum"] = torch.zeros_like(p)
+                    moved = p.grad.clone()
+                else:
+                    moved = state["momentum"] * 0.9 + p.grad
+                state["momentum"].copy_(moved)
+                p.sub_(moved, alpha=0.5)
+
+
+class Pointers(Optimizer):
+    """One whose kernel is given bare pointers, as those of extensions are: no counter moves."""
+
+    fails = False
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            p.detach().numpy()[:] -= 0.5
+        if self.fails:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
+CPU = memory_of(torch.device("cpu"))
+
+
+class TestStepper:
+    def trained(self, gradient: float) -> tuple[nn.Parameter, Optimizer]:
+        parameter = nn.Parameter(torch.ones(2))
+        parameter.grad = torch.full((2,), gradient)
+        return parameter, torch.optim.SGD([parameter], lr=0.5)
+
+    def test_steps(self) -> None:
+        parameter, optimizer = self.trained(1.0)
+        assert Stepper(optimizer, CPU).take(None, 1, 2**20) is None
+        assert parameter.tolist() == [0.5, 0.5]
+
+    @pytest.mark.parametrize(("factor", "reason"), [(1.0, None), (float("inf"), "overflowed at a loss scale of 1024")])
+    def test_a_scaler_steps_unless_the_gradient_overflowed(self, factor: float, reason: str | None) -> None:
+        parameter, optimizer = self.trained(0.0)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        scaler.scale((parameter * factor).sum()).backward()
+        scaler.unscale_(optimizer)
+        found = Stepper(optimizer, CPU).take(scaler, 1, 2**20)
+        if reason is None:
+            assert (found, parameter.tolist(), scaler.get_scale()) == (None, [0.5, 0.5], 1024.0)
+        else:
+            assert found is not None
+            assert found.endswith(reason)
+            assert (parameter.tolist(), scaler.get_scale()) == ([1.0, 1.0], 512.0)
+
+    def test_an_oom_is_told_with_the_step_and_the_memory(self) -> None:
+        parameter, optimizer = self.trained(1.0)
+        with simulated_memory("1MiB") as device:
+            kept = torch.zeros(1000)
+            memory = memory_of(torch.device("cpu"))
+            tries = []
+
+            def fails() -> None:
+                tries.append(None)
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+
+            optimizer.step = fails  # type: ignore[assignment, method-assign]
+            with pytest.raises(OptimizerOutOfMemoryError, match=r"SGD.step ran out of memory in step 9") as caught:
+                Stepper(optimizer, memory).take(None, 9, 2**20)
+            assert len(tries) == 3
+            assert (caught.value.step, caught.value.limit_bytes) == (9, 2**20)
+            assert caught.value.peak_bytes == device.peak >= kept.nbytes
+        assert caught.value.is_untouched
+        assert "the parameters are those from before the step" in str(caught.value)
+        assert parameter.tolist() == [1.0, 1.0]
+        assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
+        assert caught.value.__cause__.__traceback__ is None, "else it would pin what the failed step held"
+
+    @pytest.mark.parametrize("foreach", [False, True])
+    @pytest.mark.parametrize(
+        "name", sorted({"SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "NAdam", "SparseAdam", "Adafactor"})
+    )
+    def test_an_oom_at_any_operation_is_tried_again_or_ends_it(self, name: str, foreach: bool) -> None:
+        """It never steps twice: what was written before it ran out is not written again."""
+        if foreach and name == "SparseAdam":
+            pytest.skip("has no such implementation")
+
+        def stepper(events: list[Any] | None = None) -> tuple[Stepper, Optimizer, list[nn.Parameter]]:
+            torch.manual_seed(0)
+            parameters = [nn.Parameter(torch.randn(3, 2)), nn.Parameter(torch.randn(4, 2))]
+            for p in parameters:
+                p.grad = torch.randn_like(p)
+                if name == "SparseAdam":
+                    p.grad = p.grad.to_sparse(1)
+            options = {} if name == "SparseAdam" else {"foreach": foreach}
+            optimizer: Optimizer = getattr(torch.optim, name)(parameters, lr=0.1, **options)
+            allocate_state(optimizer)
+            return Stepper(optimizer, CPU, (events if events is not None else []).append), optimizer, parameters
+
+        stepping, optimizer, expected = stepper()
+        with Operations() as operations:
+            stepping.take(None, 1, 2**20)
+        state = str(optimizer.state_dict())
+        again = 0
+        for operation in range(1, len(operations.names) + 1):
+            events: list[Any] = []
+            stepping, optimizer, parameters = stepper(events)
+            with oom_at(operation):
+                try:
+                    stepping.take(None, 1, 2**20)
+                except OptimizerOutOfMemoryError:
+                    continue
+            again += 1
+            assert [event.phase for event in events] == ["optimizer"]
+            assert all(map(torch.equal, parameters, expected))
+            assert str(optimizer.state_dict()) == state
+        assert 1 <= again < len(operations.names), (again, len(operations.names))
+
+    def test_state_that_a_failed_step_began_is_taken_out(self) -> None:
+        """Of an optimizer that is somebody else's, once its writes are known to be counted."""
+        parameters = [nn.Parameter(torch.ones(2)) for _ in range(3)]
+        optimizer = Momentum(parameters)
+        stepping = Stepper(optimizer, CPU)
+        parameters[0].grad = torch.ones(2)
+        stepping.take(None, 1, 2**20)
+        parameters[1].grad = torch.ones(2)
+        parameters[0].grad = None
+        with oom_at(2):  # the first made its buffer
+            stepping.take(None, 2, 2**20)
+        assert [p.tolist() for p in parameters] == [[0.5, 0.5], [0.5, 0.5], [1.0, 1.0]]
+
+    def test_of_writes_that_are_not_counted_nothing_is_tried_again(self) -> None:
+        parameter = nn.Parameter(torch.ones(2))
+        parameter.grad = torch.ones(2)
+        optimizer = Pointers([parameter])
+        stepping = Stepper(optimizer, CPU)
+        stepping.take(None, 1, 2**20)
+        optimizer.fails = True
+        with pytest.raises(OptimizerOutOfMemoryError, match="may be half-stepped"):
+            stepping.take(None, 2, 2**20)
+
+    def test_a_scale_that_cannot_be_updated_is_not_stepped_on_twice(self) -> None:
+        parameter, optimizer = self.trained(0.0)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        scaler.scale(parameter.sum()).backward()
+        scaler.unscale_(optimizer)
+        update, failures = scaler.update, [torch.OutOfMemoryError("CUDA out of memory.")]
+
+        def fails_once() -> None:
+            if failures:
+                raise failures.pop()
+            update()
+
+        scaler.update = fails_once  # type: ignore[method-assign, assignment]
+        assert Stepper(optimizer, CPU).take(scaler, 1, 2**20) is None
+        assert parameter.tolist() == [0.5, 0.5]
+
+    def test_other_errors_come_through(self) -> None:
+        _, optimizer = self.trained(1.0)
+
+        def fail() -> None:
+            raise KeyError
+
+        optimizer.step = fail  # type: ignore[assignment, method-assign]
+        with pytest.raises(KeyError):
+            Stepper(optimizer, CPU).take(None, 1, 2**20)
