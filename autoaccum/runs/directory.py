@@ -109,6 +109,7 @@ class RunDirectory:
         """
         found, skipped = checkpoint.every(self.path / "checkpoints")
         entry = ""  # of the newest, where it has one that is wrong
+        cause: BaseException | None = None  # where code of the user's has failed
         for one in found:
             # An error is kept as its text alone: its frames hold the tensors that were read.
             try:
@@ -117,6 +118,7 @@ class RunDirectory:
                 raise
             except CheckpointCorruptError as error:
                 entry = entry or error.entry
+                cause = cause or (error.__cause__ and error.__cause__.with_traceback(None))
                 said = error if error.path else CheckpointCorruptError(one.path, error.problem, entry=error.entry)
                 skipped += (str(said),)
             except CheckpointError as error:
@@ -135,7 +137,7 @@ class RunDirectory:
             place = self.path / "checkpoints"
             none_whole = CheckpointCorruptError(place, f"holds no whole checkpoint: {' '.join(skipped)}")
             none_whole.entry = entry
-            raise none_whole
+            raise none_whole from cause
         return None
 
     def _take(self, one: Checkpoint, take: Callable[[Checkpoint, Any, Any], None]) -> None:

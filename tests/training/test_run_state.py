@@ -160,6 +160,15 @@ def test_code_of_a_user_that_fails_is_named_with_its_cause(tmp_path: Path) -> No
     assert isinstance(caught.value.__cause__, KeyError)
 
 
+def test_the_cause_is_kept_where_no_checkpoint_is_left(tmp_path: Path) -> None:
+    options = {"lr_scheduler": lambda optimizer, steps: Failing(optimizer, lambda step: 1.0)}
+    fit(tmp_path, **options, callbacks=[end_after(3)])
+    with pytest.raises(CheckpointCorruptError, match=r"step-00000003: learning_rate cannot be put back") as caught:
+        fit(tmp_path, **options)
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert caught.value.__cause__.__traceback__ is None, "its frames hold what was read"
+
+
 @pytest.mark.parametrize("limit", [90_000, 130_000])
 def test_memory_that_runs_out_makes_no_checkpoint_corrupt(limit: int, tmp_path: Path) -> None:
     """At the first limit the file cannot be read, at the second what is in it cannot be copied."""
