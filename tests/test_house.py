@@ -164,7 +164,7 @@ class TestWalk:
         assert len(walk()) <= MOST_FILES, ", ".join(walk())
 
     def test_it_goes_from_the_loop_to_the_step_to_the_transaction(self) -> None:
-        order = ["training/trainer.py", "window/step.py", "window/transaction.py", "window/optimizers.py"]
+        order = ["training/trainer.py", "window/step.py", "window/transaction.py", "window/stepping.py"]
         assert [file for file in walk() if file in order] == order
         assert walk()[0] == order[0]
 

@@ -196,7 +196,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("options", "argument"), REFUSED, ids=str)
+@pytest.mark.parametrize(("options", "argument"), REFUSED, ids=[name for _, name in REFUSED])
 def test_what_cannot_be_meant_is_refused_before_anything_is_done(options: dict[str, Any], argument: str) -> None:
     with pytest.raises(ArgumentError) as caught:
         given(**options).check()
