@@ -11,7 +11,7 @@ import torch
 from autoaccum.errors import OptimizerOutOfMemoryError
 from autoaccum.events import OutOfMemory
 from autoaccum.memory.base import Memory
-from autoaccum.memory.oom import is_out_of_memory
+from autoaccum.memory.oom import RanOut, attempt
 from autoaccum.window.optimizers import is_pytorchs
 
 RETRIES = 2
@@ -56,8 +56,8 @@ class Stepper:
         left = [optimizer.step] if scaler is None else [lambda: scaler.step(optimizer), scaler.update]
         tries = 0
         while left:
-            error = _failure_of(left[0])
-            if error is None:
+            outcome = attempt(left[0])
+            if not isinstance(outcome, RanOut):
                 del left[0]
                 continue
             writes.take_out_new_state()
@@ -66,7 +66,7 @@ class Stepper:
             is_counted = self._is_counted or _counts(optimizer)
             is_untouched = is_counted and not is_whole and not writes.are_there()
             if tries == RETRIES or not (is_whole or is_untouched):
-                raise self._out_of_memory(step, limit_bytes, is_untouched=is_untouched) from error
+                raise self._out_of_memory(step, limit_bytes, is_untouched=is_untouched) from outcome.error
             tries += 1
             self._memory.release()
             self._emit(OutOfMemory(step=step, phase="optimizer", micro_batch=0))
@@ -83,9 +83,9 @@ class Stepper:
         Raises:
             OptimizerOutOfMemoryError: memory ran out. It is not tried again, for the closure has drawn random numbers.
         """
-        error = _failure_of(lambda: self._optimizer.step(closure))
-        if error is not None:
-            raise self._out_of_memory(step, limit_bytes, is_untouched=False) from error
+        outcome = attempt(lambda: self._optimizer.step(closure))
+        if isinstance(outcome, RanOut):
+            raise self._out_of_memory(step, limit_bytes, is_untouched=False) from outcome.error
 
     def _out_of_memory(self, step: int, limit_bytes: int, *, is_untouched: bool) -> OptimizerOutOfMemoryError:
         return OptimizerOutOfMemoryError(
@@ -95,17 +95,6 @@ class Stepper:
             limit_bytes=limit_bytes,
             is_untouched=is_untouched,
         )
-
-
-def _failure_of(function: Callable[[], Any]) -> Exception | None:
-    """Call a function; return the error where memory ran out in it, without the frames that pin its tensors."""
-    try:
-        function()
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        return error.with_traceback(None)
-    return None
 
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
