@@ -278,6 +278,7 @@ class Step:
         if gradient.items:
             scaler = self.transaction.scaler
             skipped = self._stepper.take(scaler, self.number, self.limit.bytes)
+            self.transaction.is_unscaled = False
         else:
             skipped = "no micro-batch of the window has an item to learn from"
         if skipped is not None:

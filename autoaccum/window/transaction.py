@@ -82,12 +82,16 @@ class Transaction:
         self._window: Window  # while one is open
         self.is_open = False
         """Whether there is a window to commit, or to roll back."""
+        self.is_unscaled = False
+        """Whether the scaler waits for a step on the gradient that it has unscaled."""
         self._begin_anew()
 
     def begin(self, window: Window) -> None:
         """Begin a window: remember what it may change."""
         self._window = window
         self._gradients.drop()  # of the window before: their memory may be what the copies need
+        if self.is_unscaled:  # a window that was never stepped on, for something was raised between the two
+            self._renew_scaler()
         self.snapshot.take()
         self.is_open = True
         self._begin_anew(window.num_samples)
@@ -191,6 +195,7 @@ class Transaction:
         if correction != 1:
             self._gradients.scale(correction)
         if self.scaler is not None:
+            self.is_unscaled = True
             self.scaler.unscale_(self._job.optimizer)
         grad_norm = None if self._clip_norm is None else self._gradients.clip(self._clip_norm)
         return Gradient(
@@ -249,9 +254,13 @@ class Transaction:
         self._begin_anew(self._num_samples)
         self._gradients.drop()
         self.snapshot.restore()
+        self._renew_scaler()
+        gc.collect()  # a failed forward may have left reference cycles that hold tensors
+
+    def _renew_scaler(self) -> None:
         if self.scaler is not None:
             self.scaler = insist(partial(self._fresh, self.scaler), "a loss scale was read")
-        gc.collect()  # a failed forward may have left reference cycles that hold tensors
+        self.is_unscaled = False
 
     def _fresh(self, scaler: torch.amp.GradScaler) -> torch.amp.GradScaler:
         """Return a scaler of the same state."""

@@ -194,3 +194,21 @@ def test_a_callback_that_raises_in_the_midst_rolls_the_window_back() -> None:
             accumulator.step(classes(6))
         assert all(p.grad is None for p in model.parameters())
         assert same([*model.buffers()], before)
+
+
+def test_a_window_that_is_never_stepped_on_does_not_spoil_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its float16 gradient was unscaled, which the scaler must not remember."""
+    found, clean = Found(), Found()
+    apply = found.accumulator._step.apply
+
+    def interrupted(gradient: Any) -> bool:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(found.accumulator._step, "apply", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        found.accumulator.step(classes(6, seed=4))
+    monkeypatch.setattr(found.accumulator._step, "apply", apply)
+    clean.accumulator._run(clean.accumulator._window(classes(6, seed=4)))
+    found.accumulator.step(classes(6, seed=5))
+    clean.accumulator.step(classes(6, seed=5))
+    assert same(found.state(), clean.state())
