@@ -196,6 +196,7 @@ def test_a_callback_that_raises_in_the_midst_rolls_the_window_back() -> None:
         assert same([*model.buffers()], before)
 
 
+@pytest.mark.filterwarnings("ignore::autoaccum.AutoaccumWarning")
 def test_a_window_that_is_never_stepped_on_does_not_spoil_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its float16 gradient was unscaled, which the scaler must not remember."""
     found, clean = Found(), Found()
