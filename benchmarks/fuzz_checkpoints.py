@@ -53,7 +53,10 @@ PIECE = 2_500
 
 
 class Net(nn.Module):
-    """BatchNorm, dropout, a buffer that a state_dict leaves out."""
+    """BatchNorm, dropout, a buffer that a state_dict leaves out.
+
+    What a buffer of a layer of one's own may be, nobody knows but the layer: this one bears whatever there is.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +65,7 @@ class Net(nn.Module):
         self.register_buffer("scale", torch.ones(8), persistent=False)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return self.last(self.drop(torch.relu(self.norm(self.first(inputs)) * self.scale)))
+        return self.last(self.drop(torch.relu(self.norm(self.first(inputs)) * self.scale.float().mean())))
 
 
 def plain() -> nn.Module:

@@ -275,10 +275,16 @@ def _try_step(optimizer: torch.optim.Optimizer, state: State, entry: str) -> Non
                         zeros = torch.zeros_like(p)
                         p.grad = zeros.to_sparse() if isinstance(optimizer, torch.optim.SparseAdam) else zeros
                 tried.step()
+                now = tried.param_groups[0]
         except Exception as error:
             if is_out_of_memory(error):
                 raise
             refuse(f"{entry}.param_groups[{index}]", f"is none that {type(optimizer).__name__} can step by ({error!r})")
+        for name, value in options.items():
+            if repr(now[name]) != repr(value):  # AdamW without its own kind of weight decay is none
+                refuse(
+                    f"{entry}.param_groups[{index}].{name}", f"is {shown(value)}, where it can be {shown(now[name])}"
+                )
 
 
 def _own(value: Any) -> Any:

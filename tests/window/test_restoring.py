@@ -163,6 +163,10 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda s: s["param_groups"][0].update(capturable=True, fused=None),
         "optimizer.param_groups[0]",
     ),
+    "what the class decides": (
+        lambda s: s["param_groups"][0].update(decoupled_weight_decay=False),
+        "optimizer.param_groups[0].decoupled_weight_decay",
+    ),
     "an entry more": (lambda s: s.update(more=1), "optimizer.more"),
 }
 
