@@ -269,7 +269,6 @@ class FitArguments:
         "each process that a launcher has started trains by itself.",
         default="together",
         check=of_ranks,
-        in_sweeps="shared",
         probe=Own(
             text="together: several processes that were started together are refused; independent: each looks for "
             "itself."
