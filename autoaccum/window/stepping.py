@@ -11,7 +11,7 @@ import torch
 from autoaccum.errors import OptimizerOutOfMemoryError
 from autoaccum.events import OutOfMemory
 from autoaccum.memory.base import Memory
-from autoaccum.memory.oom import RanOut, attempt
+from autoaccum.memory.oom import RanOut, attempt, insist
 from autoaccum.window.optimizers import is_pytorchs
 
 RETRIES = 2
@@ -52,7 +52,7 @@ class Stepper:
         """
         optimizer, writes = self._optimizer, self._writes
         writes.begin()
-        scale = 1.0 if scaler is None else scaler.get_scale()
+        scale = 1.0 if scaler is None else _scale_of(scaler)
         left = [optimizer.step] if scaler is None else [lambda: scaler.step(optimizer), scaler.update]
         tries = 0
         while left:
@@ -73,7 +73,7 @@ class Stepper:
         if not self._is_counted:
             self._is_counted = writes.are_everywhere()
         # It leaves the step out when a gradient is not finite, and tells it only by a scale that falls.
-        if scaler is None or scaler.get_scale() >= scale:
+        if scaler is None or _scale_of(scaler) >= scale:
             return None
         return f"the float16 gradient overflowed at a loss scale of {scale:g}"
 
@@ -95,6 +95,10 @@ class Stepper:
             limit_bytes=limit_bytes,
             is_untouched=is_untouched,
         )
+
+
+def _scale_of(scaler: torch.amp.GradScaler) -> float:
+    return insist(scaler.get_scale, "the loss scale was read")
 
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
