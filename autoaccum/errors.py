@@ -467,10 +467,10 @@ class AlreadyRunningError(AutoaccumError, RuntimeError):
 
     def __init__(self, refused: str, running: str, *, is_within: bool) -> None:
         self.running = running
-        where = "called by it: by a callback, a metric or a loss, say" if is_within else "in another thread"
+        where = "which has called it (in a callback, a metric or a loss, say)" if is_within else "in another thread"
         cure = "Call it when the other has returned, or in a process of its own (autoaccum.sweep has jobs=...)."
         super().__init__(
-            f"{refused} while {running} goes on in this process, {where}. Both would draw from the same random states, "
+            f"{refused} cannot begin while {running} goes on in this process, {where}. Both would draw from the same random states, "
             f"put them back and read the same memory, so that neither would train what it trains alone. {cure}"
         )
 

@@ -24,6 +24,7 @@ from torch.utils.data import Dataset
 
 import autoaccum
 from autoaccum.errors import (
+    AlreadyRunningError,
     ArgumentError,
     ArgumentTypeError,
     AutoaccumWarning,
@@ -336,7 +337,7 @@ class TestTwoProcesses:
             if isinstance(record, StepReport) and record.step == 2:
                 try:
                     fit(tmp_path)
-                except CheckpointLockedError as error:
+                except AlreadyRunningError as error:
                     caught.append(error)
 
         assert fit(tmp_path, callbacks=[again]).num_steps == 10

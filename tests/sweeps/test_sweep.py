@@ -446,7 +446,7 @@ def test_trials_that_a_user_queues_come_first(tmp_path: Path) -> None:
         ({"validation_data": None}, "validation_data=None: expected data by whose loss trials are compared"),
         ({"recipe": {}}, "recipe={}: expected a function that returns the arguments of fit"),
         ({"recipe": lambda width: small()}, "width=None: expected a value, as the recipe takes it"),
-        ({"search_space": {}}, "search_space={}: expected a function of the trial"),
+        ({"search_space": {}}, "search_space={}: expected a function (trial)"),
         ({"search_space": lambda trial: None}, "search_space=None: expected a function that returns a dict"),
         ({"search_space": lambda trial: {"lr": 0.1}}, "lr=0.1: expected at most one of lr and search_space"),
         ({"search_space": lambda trial: {"samples": 9}}, "samples=9: expected the same for all trials"),

@@ -146,7 +146,7 @@ class TestTwoRuns:
         def callback(record: object) -> None:
             if isinstance(record, StepReport):
                 for begin in (fit, probe, accumulator().step):
-                    with pytest.raises(AlreadyRunningError, match="while fit goes on .* called by it") as caught:
+                    with pytest.raises(AlreadyRunningError, match="while fit goes on .* has called it") as caught:
                         begin(*[DATA] * (begin not in (fit, probe)))
                     refused.append(caught.value.running)
 
@@ -164,7 +164,7 @@ class TestTwoRuns:
             inner.step(batch)
             return mse_loss(model(batch[0]), batch[1])
 
-        with pytest.raises(AlreadyRunningError, match=r"Accumulator\.step while fit"):
+        with pytest.raises(AlreadyRunningError, match=r"Accumulator\.step cannot begin while fit"):
             fit(loss_fn=None, training_step=step)
 
     def test_in_threads(self) -> None:
