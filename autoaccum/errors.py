@@ -470,7 +470,9 @@ class AlreadyRunningError(AutoaccumError, RuntimeError):
         where = "which has called it (in a callback, a metric or a loss, say)" if is_within else "in another thread"
         cure = "Call it when the other has returned, or in a process of its own (autoaccum.sweep has jobs=...)."
         super().__init__(
-            f"{refused} cannot begin while {running} goes on in this process, {where}. Both would draw from the same random states, "
+        where = "in another thread"
+        if is_within:
+            where = "which has called it (in a callback, a metric or a loss, say)"
             f"put them back and read the same memory, so that neither would train what it trains alone. {cure}"
         )
 
