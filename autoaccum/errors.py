@@ -467,13 +467,14 @@ class AlreadyRunningError(AutoaccumError, RuntimeError):
 
     def __init__(self, refused: str, running: str, *, is_within: bool) -> None:
         self.running = running
-        where = "which has called it (in a callback, a metric or a loss, say)" if is_within else "in another thread"
-        cure = "Call it when the other has returned, or in a process of its own (autoaccum.sweep has jobs=...)."
-        super().__init__(
         where = "in another thread"
         if is_within:
             where = "which has called it (in a callback, a metric or a loss, say)"
-            f"put them back and read the same memory, so that neither would train what it trains alone. {cure}"
+        cure = "Call it when the other has returned, or in a process of its own (autoaccum.sweep has jobs=...)."
+        super().__init__(
+            f"{refused} cannot begin while {running} goes on in this process, {where}. Both would draw from the same "
+            f"random states, put them back and read the same memory, so that neither would train what it trains alone. "
+            f"{cure}"
         )
 
 

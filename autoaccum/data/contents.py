@@ -37,11 +37,12 @@ def _parts(tensor: torch.Tensor, most_bytes: int) -> list[torch.Tensor]:
     num_bytes = tensor.numel() * tensor.element_size()
     if num_bytes <= most_bytes or not tensor.ndim:
         return [tensor]
-    row_bytes = num_bytes // len(tensor)
-    count = min(len(tensor), max(most_bytes // row_bytes, _FEWEST_ROWS))
-    rows = [number * (len(tensor) - 1) // max(count - 1, 1) for number in range(count)]
+    num_rows = len(tensor)
+    row_bytes = num_bytes // num_rows
+    count = min(num_rows, max(most_bytes // row_bytes, _FEWEST_ROWS))
+    rows = torch.arange(count) * (num_rows - 1) // max(count - 1, 1)  # they may be millions
     if count * row_bytes <= most_bytes:
-        return [tensor.index_select(0, torch.tensor(rows, device=tensor.device))]
+        return [tensor.index_select(0, rows.to(tensor.device))]
     # Every so manieth number of each row: an odd step, for the rows of an image often have an even length.
     step = -(-count * row_bytes // most_bytes) | 1
     return [tensor[row].reshape(-1)[::step] for row in rows]
