@@ -166,11 +166,12 @@ def entries(of: Mapping[str, Check], *, optionally: Mapping[str, Check] | None =
 _OF_TYPES: dict[Any, Check] = {int: whole(), float: number(), bool: a(bool), str: a(str)}
 
 
-def of_record(kind: type, **narrower: Check) -> Check:
-    """Return a check for the fields of a dataclass in a dict, as ``asdict`` gives them; defaults may be left out.
+def of_record(kind: type, *, in_full: bool = False, **narrower: Check) -> Check:
+    """Return a check for the fields of a dataclass in a dict, as ``asdict`` gives them.
 
     Args:
         kind: the dataclass; its fields are ints of at least 0, finite numbers, bools, texts, or None where they may be.
+        in_full: whether fields with a default, which came later than others, have to be there too.
         narrower: checks of fields by their names, in place of those by their types.
     """
     of: dict[str, Check] = {}
@@ -179,7 +180,10 @@ def of_record(kind: type, **narrower: Check) -> Check:
         plain = [_OF_TYPES[member] for member in types if member in _OF_TYPES]
         by_type = plain[0] if plain else anything
         of[name] = narrower.get(name, optional(by_type) if NoneType in types else by_type)
-    required = {field.name for field in fields(kind) if field.default is MISSING and field.default_factory is MISSING}
+    required = set()
+    for field in fields(kind):
+        if in_full or (field.default is MISSING and field.default_factory is MISSING):
+            required.add(field.name)
     return entries(
         {name: check for name, check in of.items() if name in required},
         optionally={name: check for name, check in of.items() if name not in required},

@@ -413,10 +413,7 @@ class Mutation:
 
 
 def differences(found: Any, told: Any, entry: str = "") -> Iterator[str]:
-    """Yield what is otherwise after loading than the tree says.
-
-    What PyTorch adds, switched off, is no difference, nor is the length of a trial that older versions left out.
-    """
+    """Yield what is otherwise after loading than the tree says; what PyTorch adds, switched off, is no difference."""
     if isinstance(told, torch.Tensor):
         same = isinstance(found, torch.Tensor) and (found.shape, found.dtype) == (told.shape, told.dtype)
         if not same or tensor_files.as_bytes(found).tolist() != tensor_files.as_bytes(told).tolist():
@@ -430,7 +427,7 @@ def differences(found: Any, told: Any, entry: str = "") -> Iterator[str]:
             return
         for key in told.keys() | found.keys():
             if key not in told:
-                if found[key] is not None and found[key] is not False and (key, found[key]) != ("length", 1):
+                if found[key] is not None and found[key] is not False:
                     yield f"{entry}.{key}: not in the tree"
             elif key not in found:
                 yield f"{entry}.{key}: not there after loading"

@@ -10,13 +10,14 @@ from autoaccum.planning.costs import MemoryModel, Trial
 
 
 # None is so large that its square overflows a float, or the models of memory and time with it.
-def trials_of(kind: type = Trial) -> Check:
-    """Return the check of trials in a checkpoint, or in the files of past runs."""
-    return every(of_record(kind, micro_batch=whole(1), length=whole(1), seconds=optional(number(0))))
+def trials_of(kind: type = Trial, *, in_full: bool = False) -> Check:
+    """Return the check of trials; ``in_full``: with every field, as checkpoints have them."""
+    seconds = optional(number(0))
+    return every(of_record(kind, in_full=in_full, micro_batch=whole(1), length=whole(1), seconds=seconds))
 
 
-TRIALS = trials_of()
-"""Trials, oldest first."""
+TRIALS = trials_of(in_full=True)
+"""Trials in a checkpoint, oldest first."""
 NOISE = parts(number(), number())
 """The averages that a noise scale is made of; scattered estimates may be negative."""
 PLAN = every(whole(1), tuple)
@@ -40,7 +41,9 @@ def _window(value: Any, entry: str) -> None:
 
 TUNER = entries(
     {
-        "loads": entries({"trials": TRIALS, "weighed": TRIALS, "prior": optional(of_record(MemoryModel))}),
+        "loads": entries(
+            {"trials": TRIALS, "weighed": TRIALS, "prior": optional(of_record(MemoryModel, in_full=True))}
+        ),
         "past": TRIALS,
         "times": optional(_times),
         "is_timing": a(bool),

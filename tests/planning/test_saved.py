@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import random
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -67,7 +68,8 @@ CHANGES: dict[str, Any] = {
     "a time that is none": {"times": ((2, math.nan),)},
     "bytes beyond 63 bits": {"least_bytes": 2**63},
     "a trial without a size": {"past": [{"fits": True}]},
-    "a trial of no length": {"past": [{"micro_batch": 1, "fits": True, "length": 0}]},
+    "a trial of no length": {"past": [{**asdict(Trial(micro_batch=1, fits=True)), "length": 0}]},
+    "a trial whose length is left out": {"past": [{"micro_batch": 1, "fits": True}]},
     "a trial that is none": {"past": [3]},
     "a model that overflows": {"loads": {"trials": [], "weighed": [], "prior": {"fixed_bytes": math.inf, "bytes_per_sample": 1.0}}},
     "an entry that nobody knows": {"unknown": 1},
