@@ -60,9 +60,11 @@ class Stepper:
             if not isinstance(outcome, RanOut):
                 del left[0]
                 continue
-            writes.take_out_new_state()
-            # The last of a scaler's two has nothing to do with the parameters, whatever was written by then.
+            # The last of a scaler's two has nothing to do with the parameters, whatever was written by then: what the
+            # step before it has made of state is whole, and stays.
             is_whole = scaler is not None and len(left) == 1
+            if not is_whole:
+                writes.take_out_new_state()
             is_counted = self._is_counted or _counts(optimizer)
             is_untouched = is_counted and not is_whole and not writes.are_there()
             if tries == RETRIES or not (is_whole or is_untouched):
@@ -105,7 +107,7 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 
 class Writes:
-    """Writes of an optimizer's step, to its parameters, to their state and to its groups.
+    """Writes of an optimizer's step, to its parameters, their gradients and their state, and to its groups.
 
     The version counter of a tensor rises with each write to it. Counters and plain values that are what they were say
     that nothing was written; what nobody can look into counts as written to.
@@ -116,6 +118,8 @@ class Writes:
         self._optimizer = optimizer
         self._places = _Places(optimizer)
         self._before = self._places.marks()
+        # Each window has gradients of its own. A hook may clip them, and a step add the weight decay: once.
+        self._gradients = self._gradients_now()
 
     def begin(self) -> None:
         """Note where everything stands before a step."""
@@ -123,12 +127,32 @@ class Writes:
         if self._places.size != _size(self._optimizer):
             self._places = _Places(self._optimizer)
         self._before = self._places.marks()
+        self._gradients = self._gradients_now()
+
+    def _gradients_now(self) -> list[tuple[weakref.ref[torch.Tensor], int] | None]:
+        """Return each parameter's gradient, where it has one, and its version counter."""
+        gradients = [p.grad for group in self._optimizer.param_groups for p in group["params"]]
+        return [None if gradient is None else (weakref.ref(gradient), gradient._version) for gradient in gradients]
+
+    def _are_gradients_written(self) -> bool:
+        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+        if len(parameters) != len(self._gradients):
+            return True
+        for p, before in zip(parameters, self._gradients, strict=True):
+            if before is None or p.grad is None:
+                if before is not p.grad:
+                    return True
+            elif before[0]() is not p.grad or before[1] != p.grad._version:
+                return True
+        return False
 
     def are_there(self) -> bool:
         """Return whether anything was written since ``begin``, or may have been."""
         now = _Places(self._optimizer)
         # A tensor in place of another one is a write too.
-        return now.is_opaque or not now.is_same(self._places) or now.marks() != self._before
+        if now.is_opaque or not now.is_same(self._places) or now.marks() != self._before:
+            return True
+        return self._are_gradients_written()
 
     def are_everywhere(self) -> bool:
         """Return whether each parameter that has a gradient is known to have been written to."""
@@ -154,7 +178,7 @@ class _Places:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.size = _size(optimizer)
-        self.names = {p: frozenset(kept) for p, kept in optimizer.state.items() if isinstance(kept, dict)}
+        self.names = {p: frozenset(kept if isinstance(kept, dict) else ()) for p, kept in optimizer.state.items()}
         self.is_opaque = False
         # Weakly, for a step that puts another tensor in place of one is to find the old one's memory free.
         self._tensors: list[weakref.ref[torch.Tensor]] = []

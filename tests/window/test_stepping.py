@@ -182,6 +182,51 @@ class TestStepper:
         assert Stepper(optimizer, CPU).take(scaler, 1, 2**20) is None
         assert parameter.tolist() == [0.5, 0.5]
 
+    def test_what_a_step_that_went_well_made_stays_when_the_scale_cannot_be_updated(self) -> None:
+        parameter = nn.Parameter(torch.ones(2))
+        optimizer = Momentum([parameter])
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        scaler.scale(parameter.sum()).backward()
+        scaler.unscale_(optimizer)
+        update, failures = scaler.update, [torch.OutOfMemoryError("CUDA out of memory.")]
+
+        def fails_once() -> None:
+            if failures:
+                raise failures.pop()
+            update()
+
+        scaler.update = fails_once  # type: ignore[method-assign, assignment]
+        assert Stepper(optimizer, CPU).take(scaler, 1, 2**20) is None
+        assert optimizer.state[parameter]["momentum"].tolist() == [1.0, 1.0]
+
+    @pytest.mark.parametrize("in_place", [True, False])
+    def test_a_step_that_wrote_to_gradients_is_not_tried_again(self, in_place: bool) -> None:
+        """Else a hook would clip them twice, and a step add the weight decay twice."""
+        parameter, optimizer = self.trained(1.0)
+
+        def halve(*args: Any) -> None:
+            assert parameter.grad is not None
+            parameter.grad = parameter.grad.mul_(0.5) if in_place else parameter.grad * 0.5
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+        optimizer.register_step_pre_hook(halve)
+        with pytest.raises(OptimizerOutOfMemoryError, match="may be half-stepped"):
+            Stepper(optimizer, CPU).take(None, 1, 2**20)
+        assert parameter.grad is not None
+        assert parameter.grad.tolist() == [0.5, 0.5]
+
+    def test_state_that_was_there_and_is_no_dict_stays(self) -> None:
+        parameter, optimizer = self.trained(1.0)
+        optimizer.state[parameter] = kept = torch.ones(2)  # type: ignore[assignment]
+
+        def fail() -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+        optimizer.step = fail  # type: ignore[assignment, method-assign]
+        with pytest.raises(OptimizerOutOfMemoryError):
+            Stepper(optimizer, CPU).take(None, 1, 2**20)
+        assert optimizer.state[parameter] is kept
+
     def test_other_errors_come_through(self) -> None:
         _, optimizer = self.trained(1.0)
 
