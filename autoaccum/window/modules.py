@@ -60,6 +60,8 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: State) -> None:
     ``load_state_dict`` rounds what is kept in more bits than the parameter has: that is put back after it.
     """
     optimizer.load_state_dict(state)
+    if not {"param_groups", "state"} <= state.keys():  # a form of its own
+        return
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     for p, number in zip(parameters, numbers, strict=True):

@@ -182,9 +182,16 @@ def check_optimizer(optimizer: torch.optim.Optimizer, state: Any, entry: str) ->
             refuse(below(entry, name), "is missing")
     for name in state.keys() - present.keys():
         refuse(below(entry, name), "is no entry that there is")
+    # A class of the user's own may write its state in a form of its own, a wrapper that of what it wraps.
+    if not {"param_groups", "state"} <= present.keys():
+        return
     groups, kept = state["param_groups"], state["state"]
     of_groups, of_state = below(entry, "param_groups"), below(entry, "state")
-    check_like(groups, present["param_groups"], of_groups)
+    is_known = inspect.unwrap(type(optimizer).step).__module__.startswith("torch.optim.")
+    if is_known:
+        check_like(groups, present["param_groups"], of_groups)
+    else:
+        _check_groups(groups, present["param_groups"], of_groups)
     for index, (group, now) in enumerate(zip(groups, present["param_groups"], strict=True)):
         if list(map(repr, group["params"])) != list(map(repr, now["params"])):
             refuse(f"{of_groups}[{index}].params", "are other parameters than there are")
@@ -196,13 +203,14 @@ def check_optimizer(optimizer: torch.optim.Optimizer, state: Any, entry: str) ->
     }
     for number_of_p in present["state"].keys() - kept.keys():
         refuse(below(of_state, number_of_p), "is missing")
-    is_known = inspect.unwrap(type(optimizer).step).__module__.startswith("torch.optim.")
     seen: dict[int, str] = {}
     for key, values in kept.items():
         name = below(of_state, key)
         if type(key) is not int or key not in parameters:
-            refuse(name, "is of no parameter that there is")
-        if is_known:
+            # PyTorch's optimizers keep nothing that is of no parameter; one of a user's own may, under a text.
+            if is_known or type(key) is not str:
+                refuse(name, "is of no parameter that there is")
+        elif is_known:
             has_parts = not any("fused" in group for group in optimizer.param_groups)
             _check_state(values, present["state"].get(key), parameters[key], name, has_parts=has_parts)
             # One tensor in two places would be written to twice in each step.
@@ -214,6 +222,20 @@ def check_optimizer(optimizer: torch.optim.Optimizer, state: Any, entry: str) ->
             a(dict)(values, name)
     if is_known and _is_of_torch(optimizer):
         _try_step(optimizer, state, entry)
+
+
+def _check_groups(groups: Any, present: list[dict[str, Any]], entry: str) -> None:
+    """Check the groups of a step of a user's own, which may keep in them whatever it counts or computes."""
+    every(a(dict))(groups, entry)
+    if len(groups) != len(present):
+        refuse(entry, f"has {len(groups)} entries, not {len(present)}")
+    for index, (group, now) in enumerate(zip(groups, present, strict=True)):
+        for name in now.keys() - group.keys():
+            if now[name] is not None and now[name] is not False:
+                refuse(below(f"{entry}[{index}]", name), "is missing")
+        # Ours to scale and to report.
+        if "lr" in group and now.get("lr") is not None:
+            check_like(group["lr"], now["lr"], f"{entry}[{index}].lr")
 
 
 def _check_state(

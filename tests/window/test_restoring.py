@@ -13,7 +13,7 @@ from torch import nn
 
 from autoaccum._kinds import accepts
 from autoaccum.errors import CheckpointCorruptError
-from autoaccum.window.modules import left_out, load_modules
+from autoaccum.window.modules import left_out, load_modules, load_optimizer
 from autoaccum.window.optimizers import allocate_state, needs_closure
 from autoaccum.window.restoring import check_like, check_module, check_optimizer, engine
 
@@ -211,6 +211,82 @@ def test_of_optimizers_that_are_a_users_own() -> None:
     state["state"][0]["exp_avg"] = torch.zeros(3)
     with pytest.raises(CheckpointCorruptError, match=r"optimizer\.state\[0\]\.exp_avg has the shape \(3,\)"):
         check_optimizer(Derived([nn.Parameter(torch.ones(4, 3)), nn.Parameter(torch.ones(4))]), state, "optimizer")
+
+
+class Counting(Own):
+    """What it keeps is of all parameters together."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        counts = self.state.setdefault("of all", {"steps": 0})  # type: ignore[call-overload]
+        counts["steps"] += 1
+
+
+class Buffering(Own):
+    """It keeps in its groups what it has computed, in places that were empty: as RAdam did that came with its paper."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters)
+        self.param_groups[0]["buffer"] = [[None, None] for _ in range(2)]
+        self.param_groups[0]["norm"] = None
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        group = self.param_groups[0]
+        group["buffer"][1][:] = [1, 0.5]
+        group["norm"], group["seen"] = torch.ones(3), [1]
+
+
+def test_groups_of_a_users_own() -> None:
+    parameters = [nn.Parameter(torch.ones(2))]
+    before, after = Buffering(parameters), Buffering(parameters)
+    before.step()
+    check_optimizer(after, before.state_dict(), "optimizer")
+    load_optimizer(after, before.state_dict())
+    assert after.param_groups[0]["buffer"] == [[None, None], [1, 0.5]]
+    for name, value in {"lr": "0.1", "params": [1], "buffer": None}.items():
+        state = copy.deepcopy(before.state_dict())
+        state["param_groups"][0][name] = value
+        if value is None:
+            del state["param_groups"][0][name]
+        with pytest.raises(CheckpointCorruptError, match=name):
+            check_optimizer(after, state, "optimizer")
+
+
+class Wrapping(Own):
+    """Its state is in a form of its own, as that of many that wrap another optimizer."""
+
+    inner: torch.optim.Optimizer
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters)
+        self.inner = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"inner": self.inner.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state_dict["inner"])
+
+
+def test_state_of_all_parameters_together() -> None:
+    parameters = [nn.Parameter(torch.ones(2))]
+    before, after = Counting(parameters), Counting(parameters)
+    before.step()
+    check_optimizer(after, before.state_dict(), "optimizer")
+    load_optimizer(after, before.state_dict())
+    assert after.state["of all"] == {"steps": 1}  # type: ignore[index]
+    known = torch.optim.SGD(parameters)
+    with pytest.raises(CheckpointCorruptError, match="of no parameter"):
+        check_optimizer(known, {**known.state_dict(), "state": {"of all": {}}}, "optimizer")
+
+
+def test_a_state_in_a_form_of_its_own() -> None:
+    parameters = [nn.Parameter(torch.ones(2))]
+    before, after = Wrapping(parameters), Wrapping(parameters)
+    parameters[0].grad = torch.ones(2)
+    before.inner.step()
+    check_optimizer(after, before.state_dict(), "optimizer")
+    load_optimizer(after, before.state_dict())
+    assert after.inner.state[parameters[0]]["momentum_buffer"].tolist() == [1.0, 1.0]
 
 
 @pytest.mark.parametrize(
