@@ -178,7 +178,9 @@ def _parts(value: Any, seen: set[int]) -> Iterator[str]:
         yield from _of_function(value, seen)
     elif isinstance(value, nn.Module):
         yield _hyperparameters(value)
-        yield from _parts(type(value).forward, seen)
+        # PyTorch's own are what they say; a scripted one has no function that could be read.
+        if not type(value).__module__.startswith("torch."):
+            yield from _parts(type(value).forward, seen)
     elif isinstance(value, type | types.BuiltinFunctionType):
         yield _name(value)
     elif callable(value):  # an object with a __call__ of its own

@@ -270,6 +270,14 @@ def test_flags_of_numpy_are_those_of_python(tmp_path: Path) -> None:
     TestRuns().goes_on_silently(tmp_path, shuffle=np.True_)
 
 
+def test_a_loss_that_is_scripted(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit
+        loss = torch.jit.script(nn.CrossEntropyLoss())
+    fit(tmp_path, loss_fn=loss, callbacks=[end])
+    TestRuns().goes_on_silently(tmp_path, loss_fn=loss)
+
+
 def test_details_are_plain() -> None:
     found = details_of({"model": Net()}, {"loss_fn": scaled, "num_items": None}, "abc")
     assert json.loads(json.dumps(found)) == found
