@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler
 
+import autoaccum
 from autoaccum.errors import AutoaccumWarning, CheckpointCorruptError, CheckpointError
-from autoaccum.events import Notice, Resumed
+from autoaccum.events import Notice, Resumed, Started
 from autoaccum.runs.checkpoint import Checkpoints
 from autoaccum.testing import simulated_memory
 from benchmarks.fuzz_checkpoints import CONFIGURATIONS, in_children
@@ -195,3 +197,18 @@ def test_five_hundred_mutations() -> None:
     kinds = Counter(kind for _, kind, _ in found)
     assert min(kinds["refused, the entry named"], kinds["the older one was used"]) > 100
     assert kinds["resumed as the tree says"] > 20
+
+
+def test_a_run_that_was_stopped_before_its_first_window_goes_on(tmp_path: Path) -> None:
+    def stop(record: object) -> None:
+        if isinstance(record, Started):
+            raise autoaccum.StopTraining
+
+    def trained(*callbacks: Any) -> int:
+        data = torch.ones(12, 3), torch.ones(12, 1)
+        return autoaccum.fit(
+            nn.Linear(3, 1), data, loss_fn=nn.functional.mse_loss, effective_batch=4, micro_batch=2, device="cpu",
+            progress=False, cache=False, run_dir=tmp_path, callbacks=callbacks,
+        ).num_steps  # fmt: skip
+
+    assert [trained(stop), trained(stop), trained()] == [0, 0, 3]
