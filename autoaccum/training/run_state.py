@@ -141,7 +141,7 @@ def _check(run: RunState, weights: Any, state: Any) -> None:
 
 
 def _check_together(run: RunState, state: State) -> None:
-    step, tuner, plan = state["engine"]["step"], state["engine"]["tuner"], state["engine"]["plan"]
+    step, tuner = state["engine"]["step"], state["engine"]["tuner"]
     run.pace.check_together(state, step)
     if state["_validated"] > step:
         refuse("_validated", f"is {state['_validated']}, after {step} steps")
@@ -150,9 +150,6 @@ def _check_together(run: RunState, state: State) -> None:
     full_window = tuner["window"][0]
     if full_window > max(asked):
         refuse("engine.tuner.window", f"is of {full_window} samples, where at most {max(asked)} were asked for")
-    # What is announced at the start of a process is of the window to come: before the first one there is no other.
-    if plan and step and sum(plan) not in (full_window, *asked):
-        refuse("engine.plan", f"sums to {sum(plan)}, not to {full_window}")
 
 
 def _check_learning_rate(run: RunState, state: State, step: int, num_samples: int) -> None:

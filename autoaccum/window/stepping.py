@@ -139,10 +139,13 @@ class Writes:
         if len(parameters) != len(self._gradients):
             return True
         for p, before in zip(parameters, self._gradients, strict=True):
-            if before is None or p.grad is None:
-                if before is not p.grad:
+            gradient = p.grad
+            if before is None or gradient is None:
+                if before is not gradient:
                     return True
-            elif before[0]() is not p.grad or before[1] != p.grad._version:
+                continue
+            reference, version = before
+            if gradient._version != version or reference() is not gradient:
                 return True
         return False
 
