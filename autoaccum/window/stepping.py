@@ -36,7 +36,8 @@ class Stepper:
         self._emit = emit
         self._writes = Writes(optimizer)
         # Kernels that are given bare pointers move no counter. So a step that went well has to have shown that writes
-        # are counted, unless it is known.
+        # are counted, but of PyTorch's own: of those it is known, and is looked at only when one has failed.
+        self._is_pytorchs = is_pytorchs(optimizer)
         self._is_counted = False
 
     def take(self, scaler: torch.amp.GradScaler | None, step: int, limit_bytes: int) -> str | None:
@@ -65,14 +66,14 @@ class Stepper:
             is_whole = scaler is not None and len(left) == 1
             if not is_whole:
                 writes.take_out_new_state()
-            is_counted = self._is_counted or _counts(optimizer)
+            is_counted = _counts(optimizer) if self._is_pytorchs else self._is_counted
             is_untouched = is_counted and not is_whole and not writes.are_there()
             if tries == RETRIES or not (is_whole or is_untouched):
                 raise self._out_of_memory(step, limit_bytes, is_untouched=is_untouched) from outcome.error
             tries += 1
             self._memory.release()
             self._emit(OutOfMemory(step=step, phase="optimizer", micro_batch=0))
-        if not self._is_counted:
+        if not (self._is_pytorchs or self._is_counted):
             self._is_counted = writes.are_everywhere()
         # It leaves the step out when a gradient is not finite, and tells it only by a scale that falls.
         if scaler is None or _scale_of(scaler) >= scale:
@@ -227,8 +228,6 @@ def _size(optimizer: torch.optim.Optimizer) -> tuple[int, ...]:
 
 def _counts(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether the writes of an optimizer of PyTorch's own are counted, as things are."""
-    if not is_pytorchs(optimizer):
-        return False
     # Fused kernels count nothing; but before they are called, the steps are counted, which all of them but SGD's keep.
     if type(optimizer) is torch.optim.SGD and any(group.get("fused") for group in optimizer.param_groups):
         return False

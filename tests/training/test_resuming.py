@@ -601,6 +601,7 @@ NOT_KEPT = {
     "Tally._guess": "of the window that runs",
     "Stepper._is_counted": "shown anew by the next step",
     "Writes._before": "taken before each step",
+    "Writes._gradients": "taken before each step",
     "Writes._places": "found anew when the state is another",
     "Tuner._last_cut": "a cache of the last cut",
     "Trials._done": "of the window that is validated",
