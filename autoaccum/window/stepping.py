@@ -118,9 +118,7 @@ class Writes:
         """Set up for the steps of one optimizer."""
         self._optimizer = optimizer
         self._places = _Places(optimizer)
-        self._before = self._places.marks()
-        # Each window has gradients of its own. A hook may clip them, and a step add the weight decay: once.
-        self._gradients = self._gradients_now()
+        self.begin()
 
     def begin(self) -> None:
         """Note where everything stands before a step."""
@@ -128,6 +126,7 @@ class Writes:
         if self._places.size != _size(self._optimizer):
             self._places = _Places(self._optimizer)
         self._before = self._places.marks()
+        # Each window has gradients of its own. A hook may clip them, and a step add the weight decay: once.
         self._gradients = self._gradients_now()
 
     def _gradients_now(self) -> list[tuple[weakref.ref[torch.Tensor], int] | None]:

@@ -166,8 +166,8 @@ class TestStepper:
         with pytest.raises(OptimizerOutOfMemoryError, match="may be half-stepped"):
             stepping.take(None, 2, 2**20)
 
-    def test_a_scale_that_cannot_be_updated_is_not_stepped_on_twice(self) -> None:
-        parameter, optimizer = self.trained(0.0)
+    def scaler_that_fails_once(self, parameter: nn.Parameter, optimizer: Optimizer) -> torch.amp.GradScaler:
+        """It runs out of memory in its first update, after the step."""
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
         scaler.scale(parameter.sum()).backward()
         scaler.unscale_(optimizer)
@@ -179,23 +179,18 @@ class TestStepper:
             update()
 
         scaler.update = fails_once  # type: ignore[method-assign, assignment]
+        return scaler
+
+    def test_a_scale_that_cannot_be_updated_is_not_stepped_on_twice(self) -> None:
+        parameter, optimizer = self.trained(0.0)
+        scaler = self.scaler_that_fails_once(parameter, optimizer)
         assert Stepper(optimizer, CPU).take(scaler, 1, 2**20) is None
         assert parameter.tolist() == [0.5, 0.5]
 
     def test_what_a_step_that_went_well_made_stays_when_the_scale_cannot_be_updated(self) -> None:
         parameter = nn.Parameter(torch.ones(2))
         optimizer = Momentum([parameter])
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-        scaler.scale(parameter.sum()).backward()
-        scaler.unscale_(optimizer)
-        update, failures = scaler.update, [torch.OutOfMemoryError("CUDA out of memory.")]
-
-        def fails_once() -> None:
-            if failures:
-                raise failures.pop()
-            update()
-
-        scaler.update = fails_once  # type: ignore[method-assign, assignment]
+        scaler = self.scaler_that_fails_once(parameter, optimizer)
         assert Stepper(optimizer, CPU).take(scaler, 1, 2**20) is None
         assert optimizer.state[parameter]["momentum"].tolist() == [1.0, 1.0]
 
