@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from autoaccum._units import shown
-from autoaccum.errors import ArgumentError, ArgumentTypeError
+from autoaccum.errors import ArgumentError, ArgumentTypeError, ConflictingArgumentsError
 
 
 def positive_int(argument: str, value: object, cure: str = "") -> int:
@@ -52,6 +52,19 @@ def of_flags(
     """Check what is on or off."""
     for name, value in locals().items():
         flag(name, value)
+
+
+def of_verification(verify: object, strict: object) -> None:
+    """Check what is measured, and what becomes of a failure.
+
+    Raises:
+        ConflictingArgumentsError: nothing is to be measured, and a failure of that to be an error.
+    """
+    flag("verify", verify)
+    flag("strict", strict)
+    if strict and not verify:
+        cure = "What is not measured cannot fail: leave verify out."
+        raise ConflictingArgumentsError("verify", verify, "strict=True", cure)
 
 
 def of_progress(progress: object) -> None:

@@ -18,7 +18,8 @@
     │   ├── NonScalarLossError                ... .shape
     │   ├── LossWithoutGradError              ... detached from the model
     │   ├── LossSideEffectError               ... computing it changes gradients
-    │   └── NonFiniteLossError                ... NaN or inf in the first window: .loss
+    │   ├── NonFiniteLossError                ... NaN or inf in the first window: .loss
+    │   └── NotExactError                     ... cut windows have another gradient than whole ones: .error .cause
     ├── MemoryLimitError                      memory that no plan can get round: .micro_batch .peak_bytes .limit_bytes
     │   ├── NothingFitsError                  ... one sample is too many
     │   ├── LimitBelowModelError              ... the model alone is too much
@@ -238,6 +239,16 @@ class NonFiniteLossError(LossError):
             f"for NaN, the targets for values out of range, and the loss for log(0) or a division by 0, as of a mean "
             f"over nothing; torch.autograd.set_detect_anomaly(True) names the operation."
         )
+
+
+class NotExactError(LossError):
+    """A loss whose cut windows were measured to have another gradient than whole ones, in a run that is ``strict``."""
+
+    def __init__(self, cause: str, consequence: str, cure: str, error: float | None) -> None:
+        self.cause = cause
+        self.error = error
+        """Relative error of the gradient; None where it could not be measured."""
+        super().__init__(f"{cause}. {consequence}. {cure}. No step was taken on it; strict=False goes on all the same.")
 
 
 # Memory. What a smaller plan can get round raises nothing; these are what is left.

@@ -171,6 +171,36 @@ class Notice:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Verified:
+    """The gradient of cut windows was compared with that of whole ones, on a few samples of a window."""
+
+    # Not only where they agree: where they do not, a ``Notice`` says why.
+
+    step: int
+    """The window that the samples are of."""
+    hypothesis: str
+    """What the loss is: ``"num_items"``, ``"items"`` (means over what the user, or its graph, counts), ``"samples"``
+    (a mean over them), ``"sum"`` or ``"sum and penalties"`` (terms of the parameters alone stand in it once)."""
+    error: float
+    """How far the gradient of the worst cut is off, as a fraction of the whole one's norm, or of its worst tensor's."""
+    tolerance: float
+    """Up to which error they are the same."""
+    tensor: str | None
+    """The name of the parameter that is off the most; None where none is."""
+    samples: int
+    """How many there were."""
+    cuts: tuple[tuple[int, ...], ...]
+    """How they were cut: the sizes of each cut's parts."""
+    seconds: float
+    """Wall time that it took."""
+
+    @property
+    def passed(self) -> bool:
+        """Return whether they are the same."""
+        return self.error <= self.tolerance
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Saved:
     """A checkpoint was taken: it is on the disk before the next one is taken, and when the run has ended."""
 
@@ -213,6 +243,7 @@ Event = (
     | Validated
     | StepSkipped
     | Notice
+    | Verified
     | Saved
     | Resumed
     | Finished

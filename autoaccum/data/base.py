@@ -35,6 +35,9 @@ class Window(Protocol):
     def micro_batch(self, start: int, size: int) -> Any:
         """Return the ``size`` samples from position ``start`` of the window, on the device, the caller's to edit."""
 
+    def samples(self, positions: Sequence[int]) -> Any:
+        """Return the samples at those positions as one batch, where they lie: on the host, unless the data is not."""
+
 
 class Reader(Protocol):
     """One pass over the data."""

@@ -174,7 +174,7 @@ class DatasetSource:
             """Read and collate those positions in this process."""
             return collate(items_at(positions))
 
-        shared["reread"] = lambda start, stop: reread(range(start, stop))
+        shared["reread"] = reread
         if self._num_workers:
             # Workers collate. What default_collate makes can be cut to other sizes; padding depends on the size, so
             # that of a user's collate_fn is made anew where the plan has changed.

@@ -136,6 +136,9 @@ class _GroupedWindow:
     def micro_batch(self, start: int, size: int) -> Any:
         return batches.to_device(self.collate(self._items(start, start + size)), self.device, copy=True)
 
+    def samples(self, positions: Sequence[int]) -> Any:
+        return self.collate([self._items(position, position + 1)[0] for position in positions])
+
     def _items(self, start: int, stop: int) -> list[Item]:
         """Return items of the window; those that were dropped are read again."""
         held = self.items[start:stop]

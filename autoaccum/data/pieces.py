@@ -74,7 +74,7 @@ class Pieces:
         form: Form,
         device: torch.device,
         num_samples: int | None = None,
-        reread: Callable[[int, int], Any] | None = None,
+        reread: Callable[[Sequence[int]], Any] | None = None,
         cuttable: bool = True,
         budget_bytes: int | None = None,
         length_of_batch: Callable[[Any], int | None] | None = None,
@@ -88,7 +88,7 @@ class Pieces:
             form: what a piece is.
             device: where micro-batches go.
             num_samples: samples in the pass, when known.
-            reread: (start, stop) -> the batch of those positions, read anew; None where that is impossible.
+            reread: (positions) -> the batch of them, read anew; None where that is impossible.
             cuttable: False when a piece is good only for a micro-batch of exactly its samples; else it is reread.
             budget_bytes: most to keep; past it the oldest are dropped, to be reread when asked for. None: keep all.
             length_of_batch: how long the samples of a piece are that is a batch; None where pieces are alike.
@@ -143,12 +143,25 @@ class Pieces:
             batch = self._form.finish(parts[0] if len(parts) == 1 else self._form.join(parts))
         else:
             assert self._reread is not None  # only what can be reread is dropped or not cuttable
-            batch = self._reread(start, stop)
+            batch = self._reread(range(start, stop))
         # Only what this micro-batch has passed is dropped: what workers collated for those to come is yet to be used.
         while self._budget_bytes is not None and self._kept_bytes > self._budget_bytes and self._kept[0].stop <= stop:
             self._drop(1)
         # A copy, for the pieces are kept for a replay, and the caller may edit what it gets.
         return batches.to_device(batch, self._device, copy=True)
+
+    def samples(self, positions: Sequence[int]) -> Any:
+        """Return the samples at those positions of the pass as one batch, on the host."""
+        self._read_until(max(positions) + 1, 1)
+        # Dropped ones, and those that workers have padded for another batch, are read anew.
+        if not self._cuttable or min(positions) < self._kept[0].start:
+            assert self._reread is not None
+            return self._reread(positions)
+        parts = []
+        for position in positions:
+            piece = self._kept[bisect_right(self._kept, position, key=attrgetter("stop"))]
+            parts.append(self._part(piece, position, position + 1))
+        return self._form.finish(self._form.join(parts))
 
     def _part(self, piece: _Piece, start: int, stop: int) -> Any:
         """Return what lies between two positions of a piece."""
@@ -191,6 +204,9 @@ class _PieceWindow:
 
     def micro_batch(self, start: int, size: int) -> Any:
         return self.pieces.batch(self.start + start, self.start + start + size)
+
+    def samples(self, positions: Sequence[int]) -> Any:
+        return self.pieces.samples([self.start + position for position in positions])
 
 
 class SampleReader:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,13 +38,17 @@ class TensorSource:
         """Copy the rows at those indices to the device."""
         if self._is_plain:
             # The indices are on the host; a call of ``to`` that does nothing would show in windows of 100 µs.
-            rows = tuple(
+            rows: Any = tuple(
                 [leaf.index_select(0, indices if leaf.is_cpu else indices.to(leaf.device)) for leaf in self._leaves]
             )
         else:
-            rows = self._spec.unflatten([_rows(leaf, indices) for leaf in self._leaves])
+            rows = self.rows(indices)
         # What index_select() made is a copy already: the caller may edit it without reaching the data.
         return rows if self._device.type == "cpu" else batches.to_device(rows, self._device, copy=False)
+
+    def rows(self, indices: torch.Tensor) -> Any:
+        """Copy the rows at those indices, where they lie."""
+        return self._spec.unflatten([_rows(leaf, indices) for leaf in self._leaves])
 
     def description(self) -> dict[str, Any]:
         """Return the number of samples, the shapes, and a digest of a few rows."""
@@ -126,3 +130,7 @@ class _TensorWindow:
     def micro_batch(self, start: int, size: int) -> Any:
         first = self.first + start
         return self.source.gather(self.order[first : first + size])
+
+    def samples(self, positions: Sequence[int]) -> Any:
+        places = [self.first + position for position in positions]
+        return self.source.rows(torch.cat([self.order[place : place + 1] for place in places]))

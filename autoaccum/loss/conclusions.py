@@ -37,6 +37,8 @@ class Conclusion:
 
 PLAIN_MEAN = Conclusion(is_sum=False)
 """The conclusion for losses whose graph leaves nothing to doubt, as for those whose items a user counts."""
+PLAIN_SUM = Conclusion(is_sum=True)
+"""The conclusion for losses that were measured to be sums."""
 
 
 def conclude(sizes: Sequence[int], reductions: Sequence[Reduction], is_doubtful: bool = False) -> Conclusion:

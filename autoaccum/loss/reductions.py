@@ -27,7 +27,7 @@ from autoaccum.loss.graph import MEAN, only_parameters
 from autoaccum.loss.terms import Count, Factor, Term
 from autoaccum.loss.walk import Walk
 
-__all__ = ["Count", "Reduction", "Term", "read", "without_graph"]
+__all__ = ["Count", "Reduction", "Term", "plain_mean", "read", "without_graph"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ def read(loss: torch.Tensor, num_samples: int) -> Reduction:
         # Cross entropy, by far the most frequent loss. On an accelerator its count stays a tensor until the window's
         # end, for reading it would wait for the forward.
         weight = root._saved_total_weight
-        return _plain_mean(weight.tolist()) if weight.is_cpu else Reduction(weight.reshape(()))
+        return plain_mean(weight.tolist()) if weight.is_cpu else Reduction(weight.reshape(()))
     found = Walk(num_samples).terms(root)
     if not found:  # 0 * outputs.sum(), as is written where there is nothing to learn from
         return Reduction(0.0)
@@ -87,7 +87,7 @@ def read(loss: torch.Tensor, num_samples: int) -> Reduction:
 
 
 @lru_cache(maxsize=1024)
-def _plain_mean(items: float) -> Reduction:
+def plain_mean(items: float) -> Reduction:
     """Return the reduction of one mean over so many items.
 
     There is one object for each count: counts recur, and to make one costs as much as to read the loss.

@@ -19,6 +19,7 @@ from autoaccum.events import (
     StepReport,
     StepSkipped,
     Validated,
+    Verified,
     Waiting,
 )
 from autoaccum.memory import clock
@@ -140,12 +141,25 @@ def line(event: Event) -> str | None:
             f"for up to {event.seconds:g} s; it needs {format_bytes(event.needed_bytes)} or more, and "
             f"{format_bytes(event.limit_bytes)} may be used"
         )
+    if isinstance(event, Verified):
+        return verified_text(event)
     if isinstance(event, Saved):
         return f"step {event.step}: saved {event.path} in {event.seconds:.2f} s"
     if isinstance(event, Resumed):
         return f"step {event.step}: resumed from {event.checkpoint}, {counted(event.num_samples, 'sample')} in"
     # What is left is said by the bar, by the next re-plan or in the summary.
     return str(event) if isinstance(event, Notice) else None
+
+
+def verified_text(event: Verified) -> str:
+    """Return what was measured of a gradient, as a text."""
+    cuts = ", ".join("+".join(map(str, sizes)) for sizes in event.cuts)
+    verdict = "the gradient of cut windows is that of whole ones" if event.passed else "cut windows have another gradient"
+    where = "" if event.passed or event.tensor is None else f", the most in {event.tensor}"
+    return (
+        f"step {event.step}: {verdict}: {event.error:.1e} off{where} ({event.tolerance:.0e} allowed), measured on "
+        f"{event.samples} samples cut {cuts}, by {event.hypothesis}"
+    )
 
 
 def metrics_text(metrics: Mapping[str, float]) -> str:

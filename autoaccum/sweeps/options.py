@@ -53,6 +53,8 @@ class PassedOn(TypedDict, total=False):
     patience: float
     precision: Precision
     clip_norm: float | None
+    verify: bool
+    strict: bool
     compile: bool
     device: str | torch.device | None
     ranks: Ranks

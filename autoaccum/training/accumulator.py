@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -62,6 +62,8 @@ class Accumulator:
         patience: float = 60.0,
         precision: Precision = "fp32",
         clip_norm: float | None = None,
+        verify: bool = True,
+        strict: bool = False,
         ranks: Ranks = "together",
         callbacks: Iterable[Callable[[Event], None]] = (),
     ) -> None:
@@ -83,6 +85,10 @@ class Accumulator:
                 it.
             precision: fp32 (as the model is), bf16 or fp16 (both by autocast).
             clip_norm: clip each batch's gradient to this 2-norm.
+            verify: measure, on a few samples of the first window that is cut and now and then, that cut windows have
+                the gradient of whole ones.
+            strict: raise NotExactError before a step on a gradient that was measured not to be the whole window's, or
+                could not be measured, instead of saying so.
             ranks: together: one process trains, and several that were started together are refused until they can;
                 independent: each process that a launcher has started trains by itself.
             callbacks: functions (event) -> None, called with every event: a plan, a re-plan, memory that ran out.
@@ -94,8 +100,8 @@ class Accumulator:
         checked = check(
             OF_ACCUMULATOR, CHECKS, model=model, optimizer=optimizer, loss_fn=loss_fn, training_step=training_step,
             num_items=num_items, micro_batch=micro_batch, max_micro_batch=max_micro_batch, memory_limit=memory_limit,
-            headroom=headroom, patience=patience, precision=precision, clip_norm=clip_norm, ranks=ranks,
-            callbacks=callbacks,
+            headroom=headroom, patience=patience, precision=precision, clip_norm=clip_norm, verify=verify,
+            strict=strict, ranks=ranks, callbacks=callbacks,
         )  # fmt: skip
         loss_of = checked[loss_function]
         self._callbacks = checked[_checks.of_callbacks]
@@ -152,6 +158,8 @@ class Accumulator:
             headroom=headroom,
             patience=patience,
             clip_norm=clip_norm,
+            verify=verify,
+            strict=strict,
             emit=self._emit,
         )
 
@@ -248,3 +256,7 @@ class _Batch:
         """Return some of the samples, on the device."""
         # Copied, for a forward may write to its inputs, and a replay has to see the batch as it was.
         return batches.to_device(batches.take(self.batch, start, start + size), self.device, copy=True)
+
+    def samples(self, positions: Sequence[int]) -> Any:
+        """Return the samples at those positions as one batch, where they lie."""
+        return batches.concat([batches.take(self.batch, position, position + 1) for position in positions])

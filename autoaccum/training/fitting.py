@@ -46,6 +46,8 @@ def fit(
     patience: float = 60.0,
     precision: Precision = "fp32",
     clip_norm: float | None = None,
+    verify: bool = True,
+    strict: bool = False,
     compile: bool = False,
     device: str | torch.device | None = None,
     ranks: Ranks = "together",
@@ -109,6 +111,10 @@ def fit(
         patience: seconds to wait for memory that others hold where not even the smallest micro-batch fits beside it.
         precision: fp32 (as the model is), bf16 or fp16 (both by autocast).
         clip_norm: clip each window's gradient to this 2-norm.
+        verify: measure, on a few samples of the first window that is cut and now and then, that cut windows have the
+            gradient of whole ones.
+        strict: raise NotExactError before a step on a gradient that was measured not to be the whole window's, or could
+            not be measured, instead of saying so.
         compile: run the model through torch.compile.
         device: where to train, such as cpu or cuda:1; an accelerator where there is one.
         ranks: together: one process trains, and several that were started together are refused until they can;
@@ -158,8 +164,8 @@ def fit(
         num_items=num_items, optimizer=optimizer, lr=lr, lr_scheduler=lr_scheduler, lr_scaling=lr_scaling,
         base_batch=base_batch, epochs=epochs, steps=steps, samples=samples, micro_batch=micro_batch,
         max_micro_batch=max_micro_batch, memory_limit=memory_limit, headroom=headroom, patience=patience,
-        precision=precision, clip_norm=clip_norm, compile=compile, device=device, ranks=ranks, seed=seed,
-        shuffle=shuffle, drop_last=drop_last, collate_fn=collate_fn, num_workers=num_workers,
+        precision=precision, clip_norm=clip_norm, verify=verify, strict=strict, compile=compile, device=device,
+        ranks=ranks, seed=seed, shuffle=shuffle, drop_last=drop_last, collate_fn=collate_fn, num_workers=num_workers,
         validation_data=validation_data, validate_every=validate_every, metrics=metrics, run_dir=run_dir,
         checkpoint_every=checkpoint_every, keep_checkpoints=keep_checkpoints, resume=resume, noise_scale=noise_scale,
         cache=cache, callbacks=callbacks, progress=progress,

@@ -255,6 +255,22 @@ class FitArguments:
         decides="training",
         accumulator=Own(text="clip each batch's gradient to this 2-norm."),
     )
+    # What is measured decides how micro-batches are weighted, and so what a run computes.
+    verify: bool = option(
+        "measure, on a few samples of the first window that is cut and now and then, that cut windows have the gradient "
+        "of whole ones.",
+        default=True,
+        check=_checks.of_verification,
+        decides="training",
+        accumulator=Own(),
+    )
+    strict: bool = option(
+        "raise NotExactError before a step on a gradient that was measured not to be the whole window's, or could not "
+        "be measured, instead of saying so.",
+        default=False,
+        check=_checks.of_verification,
+        accumulator=Own(),
+    )
     # Where and from which seed it is computed.
     # How a forward is compiled may change the last bits of it, as another device may: runs go on with either.
     compile: bool = option("run the model through torch.compile.", default=False, check=_checks.of_flags)

@@ -204,6 +204,8 @@ def make_step(
     headroom: float,
     patience: float,
     clip_norm: float | None,
+    verify: bool,
+    strict: bool,
     emit: Callable[[Event], None],
     noise_scale: bool = False,
 ) -> Step:
@@ -219,6 +221,8 @@ def make_step(
         headroom: fraction of the limit that plans leave free.
         patience: seconds to wait for memory that others hold.
         clip_norm: 2-norm to clip each window's gradient to.
+        verify: whether cut windows are compared with whole ones.
+        strict: whether it ends the run that they differ.
         emit: takes the events.
         noise_scale: whether windows that are cut tell of the noise in their gradient.
 
@@ -249,7 +253,7 @@ def make_step(
     return Step(
         job,
         transaction=transaction,
-        examiner=Examiner(job, transaction),
+        examiner=Examiner(job, transaction, verify=verify, strict=strict),
         tuner=tuner,
         meter=Meter(memory, job.device, is_enforced=limit.is_enforced, needs_room=tuner.needs_room),
         memory=memory,
@@ -300,6 +304,8 @@ def step_of(
         headroom=arguments.headroom,
         patience=arguments.patience,
         clip_norm=arguments.clip_norm,
+        verify=arguments.verify,
+        strict=arguments.strict,
         noise_scale=noise_scale,
         emit=emit,
     )

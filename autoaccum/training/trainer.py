@@ -70,6 +70,8 @@ class Trainer:
         patience: float = 60.0,
         precision: Precision = "fp32",
         clip_norm: float | None = None,
+        verify: bool = True,
+        strict: bool = False,
         compile: bool = False,
         device: str | torch.device | None = None,
         ranks: Ranks = "together",
@@ -96,10 +98,10 @@ class Trainer:
             num_items=num_items, optimizer=optimizer, lr=lr, lr_scheduler=lr_scheduler, lr_scaling=lr_scaling,
             base_batch=base_batch, epochs=epochs, steps=steps, samples=samples, micro_batch=micro_batch,
             max_micro_batch=max_micro_batch, memory_limit=memory_limit, headroom=headroom, patience=patience,
-            precision=precision, clip_norm=clip_norm, compile=compile, device=device, ranks=ranks, seed=seed,
-            shuffle=shuffle, drop_last=drop_last, collate_fn=collate_fn, num_workers=num_workers,
-            validation_data=validation_data, validate_every=validate_every, metrics=metrics, run_dir=run_dir,
-            checkpoint_every=checkpoint_every, keep_checkpoints=keep_checkpoints, resume=resume,
+            precision=precision, clip_norm=clip_norm, verify=verify, strict=strict, compile=compile, device=device,
+            ranks=ranks, seed=seed, shuffle=shuffle, drop_last=drop_last, collate_fn=collate_fn,
+            num_workers=num_workers, validation_data=validation_data, validate_every=validate_every, metrics=metrics,
+            run_dir=run_dir, checkpoint_every=checkpoint_every, keep_checkpoints=keep_checkpoints, resume=resume,
             noise_scale=noise_scale, cache=cache, callbacks=callbacks, progress=progress,
         )  # fmt: skip
         with named("the run was set up"):

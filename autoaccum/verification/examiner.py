@@ -1,58 +1,99 @@
-"""Examines the first windows that are cut, while they run: is their gradient that of the whole window?
+"""Examines windows that are cut, before they are stepped on: is their gradient that of the whole window?
 
-What may couple samples, losses that do more than return a value, counts that the loss contradicts: each is looked for
-where it shows, in the graph of a real loss, once; and what cannot be exact is announced with its cause and its cure.
+The first one is measured (``measurement``), and what the loss is, is decided by that for the run. It is measured again
+when a window shows what was not there before: another graph, another mode, counts that hypotheses weigh differently,
+samples of another kind; and forwards alone are compared now and then. Between these a window costs a comparison or two.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
-from autoaccum.errors import NonFiniteLossError
-from autoaccum.events import Notice
+from autoaccum.data.base import Window
+from autoaccum.errors import NonFiniteLossError, NotExactError
+from autoaccum.events import Event, Notice, Verified
 from autoaccum.loss.coupling import Crossing, couples_samples, crossings
+from autoaccum.loss.hypotheses import Hypothesis, is_sum
 from autoaccum.loss.reductions import Reduction, read, without_graph
-from autoaccum.verification.notices import (
-    batch_norm_notices,
-    contradiction_notice,
-    coupling_notice,
-    doubt_notice,
-    half_precision_notices,
-    penalty_notice,
-)
+from autoaccum.memory import clock
+from autoaccum.verification import notices
+from autoaccum.verification.decision import Decision
+from autoaccum.verification.kinds import Kinds
 from autoaccum.verification.side_effects import SideEffects
-from autoaccum.window.gradient import Gradient
+from autoaccum.verification.verdict import Verdict, measure
+from autoaccum.window.gradient import Gradient, are_alike
 from autoaccum.window.job import Job
 from autoaccum.window.transaction import Transaction
 
+_CLOSELY = 100
+"""Windows of which each is looked at for samples of a kind that was not there; of later ones every tenth or so is."""
+_MOST_SURPRISES = 4
+"""Measurements because of what a window shows, after which they are made at every doubling of the number of surprises
+only: a graph that depends on its data changes all the time."""
+
+
+class Examination(NamedTuple):
+    """What came of looking at a window."""
+
+    events: Sequence[Event] = ()
+    """To be told."""
+    again: bool = False
+    """Whether the window has to be run again, for it was weighed by a hypothesis that has failed."""
+
 
 class Examiner:
-    """Looks at the windows of one run until a cut one has been seen, and at what each says of itself ever after."""
+    """Looks at the windows of one run, and decides what its loss is."""
 
-    def __init__(self, job: Job, transaction: Transaction) -> None:
-        """Put itself around the forwards of a transaction."""
+    def __init__(self, job: Job, transaction: Transaction, *, verify: bool = True, strict: bool = False) -> None:
+        """Put itself beside a transaction, whose hypothesis it sets.
+
+        Args:
+            job: what is computed.
+            transaction: runs the windows.
+            verify: whether anything is measured.
+            strict: whether a gradient that is not the whole window's ends the run.
+        """
         self._job = job
         self._transaction = transaction
+        self._verify = verify
+        self._strict = strict
         self._parameters = [p for module in job.modules for p in module.parameters()]
-        self._is_examining = True  # until a window has been cut and committed
         self._is_checked = False  # whether a first window had a finite loss
-        # The transaction knows nothing of being examined. This is put around its forward from outside, and taken away
-        # after the first window that is cut, so that later ones do not pay for it.
-        transaction.forward = self.forward
-        self.begin_attempt()
+        self._is_first = True  # until a window that was cut has been examined
+        # What the run goes by: "unmeasured" (what can be read is said), "passed", or "failed" (and said).
+        self._status = "unmeasured"
+        self._rivals: frozenset[str] = frozenset()
+        self._kinds = Kinds()
+        self._written: dict[int, torch.Tensor] = {}  # parameters that forwards write to, by id
+        self._surprises = 0
+        self._largest = 0  # samples of the largest window that was measured
+        self._is_short_measured = False
+        self._next_round = 2  # the number of the window at which forwards are compared next
+        self._tries = _MOST_SURPRISES  # how often it is still tried to measure what could not be measured
+        self.next_look = 1
+        """The number of the next window whose forwards are to be looked at."""
+        self._begin()
 
-    @property
-    def is_finished(self) -> bool:
-        """Return whether a window has been cut and committed, so that later ones need not be looked at any more."""
-        return not self._is_examining
+    def begin_attempt(self, announce: Callable[[Notice], None]) -> None:
+        """Look at the forwards of an attempt; forget what one that was rolled back has shown.
 
-    def begin_attempt(self) -> None:
-        """Forget what an attempt that was rolled back has shown."""
+        Args:
+            announce: says what cannot wait for the window's end.
+        """
+        # The transaction knows nothing of being examined: this is put around its forward from outside.
+        self._transaction.forward = self.forward
+        self._announce = announce
+        self._begin()
+
+    def _begin(self) -> None:
         self._met: list[tuple[int, set[Crossing]]] = []  # by which operations samples meet, and how many there were
         self._shown: list[Reduction] = []  # how losses were reduced, whatever num_items says
+        self._claimed: list[float] = []  # what the user counts in each micro-batch, or what was counted instead
+        self._kinds.begin()
 
     def forward(self, batch: Any, num_samples: int, window_samples: int) -> torch.Tensor:
         """Return the loss of a micro-batch, having looked at it.
@@ -63,14 +104,25 @@ class Examiner:
         is_part = num_samples < window_samples
         if not is_part and self._is_checked:  # a whole window has nothing to hide, and needs no second look
             return self._transaction.plain_forward(batch, num_samples, window_samples)
+        if is_part and self._is_first and not self._met and notices.has_backward_hooks(self._parameters):
+            self._refuse_or_say(notices.backward_hook_notice(), None)
         # Of a whole window too: gradients that a loss changes are wrong however the window is cut.
-        before = SideEffects(self._parameters)
+        before = SideEffects(self._parameters) if self._is_first else None
+        versions = [p._version for p in self._parameters]
+        if is_part:
+            self._kinds.look_at(batch)
         loss = self._transaction.plain_forward(batch, num_samples, window_samples)
-        before.refuse()
+        if before is not None:
+            before.refuse()
+        for p, version in zip(self._parameters, versions, strict=True):
+            if p._version != version:
+                self._written[id(p)] = p
         if is_part:
             # The graph is walked here, for the backward that follows frees it.
-            self._met.append((num_samples, crossings(loss, num_samples)))
-            self._shown.append(without_graph(read(loss, num_samples)))
+            if self._status != "passed":
+                self._met.append((num_samples, crossings(loss, num_samples)))
+            if self._status != "passed" or "items" in self._rivals:
+                self._shown.append(without_graph(read(loss, num_samples)))
         return loss
 
     def check_first(self, gradient: Gradient) -> None:
@@ -86,41 +138,242 @@ class Examiner:
             raise NonFiniteLossError(value)
         self._is_checked = True
 
-    def notices(self, gradient: Gradient) -> list[Notice]:
-        """Return why the gradient of a window that was cut may not be that of the whole; most windows say nothing."""
-        notices = self._doubts(gradient)
-        if self._is_examining:
-            self._is_examining = False
+    def wants(self, window: Window, number: int) -> bool:
+        """Return whether a window that was cut is to be examined, before it is stepped on."""
+        signs = self._transaction.signs
+        return number >= self.next_look or signs.have_changed or window.num_samples < self._largest
+
+    def examine(self, window: Window, gradient: Gradient, number: int, most: int) -> Examination:
+        """Examine a window that was cut.
+
+        Args:
+            window: its samples, as they can still be read.
+            gradient: that of the window, in ``.grad``, which stays.
+            number: of the window.
+            most: samples that memory has room for in one micro-batch.
+
+        Raises:
+            NotExactError: it is not that of the whole window, and the run is strict.
+        """
+        said: list[Event] = []
+        is_weighed_otherwise = False
+        if gradient.conclusion is not None:
+            if self._is_first:
+                trained = [p for p in self._parameters if p.requires_grad]
+                said.extend(notices.half_precision_notices(trained))
+                self._is_first = False
+            before = self._transaction.hypothesis
+            self._claimed = self._claims(gradient)
+            reason = self._reason(window, number)
+            if reason is not None:
+                self._measure(window, gradient, number, most, reason, said)
+            if self._status == "unmeasured":
+                said.extend(self._doubts(gradient))
+            after = self._transaction.hypothesis
+            is_weighed_otherwise = before != after and not self._is_same(gradient, before, after)
+        self._transaction.signs.have_changed = False
+        if number >= self.next_look:
+            self.next_look = _next_look(number)
             self._transaction.forward = self._transaction.plain_forward
-            trained = [p for p in self._parameters if p.requires_grad]
-            notices = [*batch_norm_notices(self._job.modules), *half_precision_notices(trained), *notices]
-            self.begin_attempt()
-        return notices
+        return Examination(said, is_weighed_otherwise)
+
+    def _reason(self, window: Window, number: int) -> str | None:
+        """Return how a window is measured: "whole", or by its "losses" alone; None where it need not be."""
+        if not self._verify or self._status == "failed":
+            return None
+        if self._status == "unmeasured":
+            return "whole" if self._tries else None
+        if self._transaction.signs.have_changed or self._rivals_differ():
+            self._surprises += 1
+            if self._surprises <= _MOST_SURPRISES or self._surprises & (self._surprises - 1) == 0:
+                return "whole"
+        if number >= self.next_look and self._kinds.new():
+            return "whole"
+        is_short = window.num_samples < self._largest and not self._is_short_measured
+        return "losses" if number >= self._next_round or is_short else None
+
+    def _rivals_differ(self) -> bool:
+        """Return whether what the graphs count is not what the user counts, where both did when it was measured."""
+        if "items" not in self._rivals or self._transaction.hypothesis != "num_items":
+            return False
+        shown = [float(reduction.items) for reduction in self._shown]
+        return len(shown) == len(self._claimed) and not are_alike(self._claimed, shown)
+
+    def _measure(
+        self, window: Window, gradient: Gradient, number: int, most: int, reason: str, said: list[Event]
+    ) -> None:
+        """Measure a window, and go by what comes of it."""
+        self._is_short_measured = self._is_short_measured or window.num_samples < self._largest
+        self._largest = max(self._largest, window.num_samples)
+        if number >= self._next_round:
+            self._next_round = _next_round(number)
+        started = clock.now()
+        held = self._transaction.hypothesis
+        likely = held or self._likely(gradient)
+        verdict = Verdict()
+        if reason == "losses":
+            verdict = self._verdict(window, likely, most, forward_only=True)
+        # Where losses alone show that something is wrong, gradients tell what.
+        if reason == "whole" or (verdict.decision is not None and not verdict.decision.passed):
+            verdict = self._verdict(window, likely, most)
+        if verdict.decision is None:
+            self._tell_unmeasured(verdict, number, said)
+            return
+        if reason == "losses" and verdict.decision.passed:
+            self._kinds.accept()
+            return
+        self._decide(verdict.decision, verdict, number, clock.now() - started, said)
+
+    def _verdict(self, window: Window, likely: Hypothesis, most: int, *, forward_only: bool = False) -> Verdict:
+        return measure(
+            self._job, window, likely, most=most, written=self._written.values(), forward_only=forward_only
+        )
+
+    def _likely(self, gradient: Gradient) -> Hypothesis:
+        """Return what a window looks like that nothing was measured of."""
+        if self._job.num_items is not None:
+            return "num_items"
+        if gradient.conclusion is None or not gradient.conclusion.is_sum:
+            return "items"
+        return "sum and penalties" if gradient.reductions[0].constants else "sum"
+
+    def _decide(self, decision: Decision, verdict: Verdict, number: int, seconds: float, said: list[Event]) -> None:
+        """Go by what was measured, and say it."""
+        self._transaction.hypothesis = decision.hypothesis
+        said.append(
+            Verified(
+                step=number,
+                hypothesis=decision.hypothesis,
+                error=decision.error,
+                tolerance=verdict.tolerance,
+                tensor=decision.tensor,
+                samples=verdict.samples,
+                cuts=tuple(tuple(map(len, cut)) for cut in decision.cuts),
+                seconds=seconds,
+            )
+        )
+        signs = self._transaction.signs
+        if decision.passed:
+            self._status = "passed"
+            self._kinds.accept()
+            # Weights that differ by nothing but the number of samples are compared in each window, for nothing.
+            self._rivals = decision.rivals
+            signs.compares_samples = "samples" in decision.rivals
+            return
+        self._status = "failed"
+        signs.compares_samples = False
+        suspicion = self._suspicion(decision)
+        notice = notices.failure_notice(decision, verdict.causes, verdict.samples, self._job.modules, suspicion)
+        self._refuse_or_say(notice, decision.error, said)
+
+    def _suspicion(self, decision: Decision) -> Notice | None:
+        """Return what the graph of the window's losses says against it."""
+        if couples_samples(self._met):
+            return notices.coupling_notice()
+        return notices.doubt_of(self._sizes_of_met(), self._shown)
+
+    def _sizes_of_met(self) -> list[int]:
+        return [size for size, _ in self._met]
+
+    def _tell_unmeasured(self, verdict: Verdict, number: int, said: list[Event]) -> None:
+        """Say that nothing could be measured, once it is not tried again."""
+        self._tries -= 1
+        if self._status == "unmeasured" and not (verdict.is_zero and self._tries):
+            self._refuse_or_say(notices.unmeasured_notice(verdict.unmeasured), None, said)
+
+    def _refuse_or_say(self, notice: Notice, error: float | None, said: list[Event] | None = None) -> None:
+        """Say that windows that are cut are not exact, or may not be; in a strict run that is an error.
+
+        Raises:
+            NotExactError: the run is strict.
+        """
+        if self._strict:
+            raise NotExactError(notice.cause, notice.consequence, notice.cure, error)
+        if said is None:
+            self._announce(notice)
+        else:
+            said.append(notice)
+
+    def _is_same(self, gradient: Gradient, before: Hypothesis | None, after: Hypothesis | None) -> bool:
+        """Return whether a window would be weighed as it was by the hypothesis that is held by now."""
+        found = gradient.conclusion
+        if before is not None or found is None or after == "num_items":
+            return before is None
+        counts = [float(reduction.items) for reduction in gradient.reductions]
+        if after is not None and is_sum(after):
+            with_terms = bool(gradient.reductions[0].constants)
+            return found.is_sum and self._job.num_items is None and (after == "sum and penalties" or not with_terms)
+        if after == "items":
+            return not found.is_sum and self._job.num_items is None
+        return not found.is_sum and are_alike(gradient.sizes, counts)
 
     def _doubts(self, gradient: Gradient) -> list[Notice]:
+        """Return why the gradient may not be that of the window, as far as that can be read."""
         found = gradient.conclusion
         if found is None:
             return []
+        said = notices.batch_norm_notices(self._job.modules)
         if couples_samples(self._met):  # no count makes it exact
-            return [coupling_notice()]
+            return [*said, notices.coupling_notice()]
         if self._job.num_items is not None:
             # What the user says is compared with what the losses show, of every micro-batch or not at all.
-            claimed = [float(reduction.items) for reduction in gradient.reductions]
-            if len(self._shown) != len(gradient.sizes):
-                return []
-            notice = contradiction_notice(claimed, gradient.sizes, self._shown)
-            return [] if notice is None else [notice]
-        notices = [] if found.doubt is None else [doubt_notice(*found.doubt)]
-        if found.is_sum and gradient.reductions[0].constants:
-            notices.append(penalty_notice())
-        return notices
+            if len(self._shown) == len(gradient.sizes):
+                notice = notices.contradiction_notice(self._claims(gradient), gradient.sizes, self._shown)
+                said.extend([] if notice is None else [notice])
+            return said
+        if found.doubt is not None:
+            said.append(notices.doubt_notice(*found.doubt))
+        return said
+
+    @staticmethod
+    def _claims(gradient: Gradient) -> list[float]:
+        return [float(reduction.items) for reduction in gradient.reductions]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was looked at, for a checkpoint."""
-        return {"_checked": self._is_checked, "_examining": self._is_examining}
+        """Return what was looked at and measured, for a checkpoint."""
+        return {
+            "_checked": self._is_checked,
+            "_examining": self._is_first,
+            "verified": {
+                "hypothesis": self._transaction.hypothesis,
+                "status": self._status,
+                "rivals": sorted(self._rivals),
+                "kinds": self._kinds.state_dict(),
+                "surprises": self._surprises,
+                "largest": self._largest,
+                "is_short_measured": self._is_short_measured,
+                "next_round": self._next_round,
+                "next_look": self.next_look,
+                "tries": self._tries,
+                "signs": self._transaction.signs.state_dict(),
+            },
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Put back what ``state_dict`` returned."""
-        self._is_checked, self._is_examining = state["_checked"], state["_examining"]
-        if not self._is_examining:
-            self._transaction.forward = self._transaction.plain_forward
+        """Put back what ``state_dict`` returned; an older version had measured nothing."""
+        self._is_checked, self._is_first = state["_checked"], state["_examining"]
+        measured = state.get("verified")
+        if measured is None:
+            return
+        self._transaction.hypothesis = measured["hypothesis"]
+        self._status = measured["status"]
+        self._rivals = frozenset(measured["rivals"])
+        self._kinds.load_state_dict(measured["kinds"])
+        self._surprises = measured["surprises"]
+        self._largest = measured["largest"]
+        self._is_short_measured = measured["is_short_measured"]
+        self._next_round = measured["next_round"]
+        self.next_look = measured["next_look"]
+        self._tries = measured["tries"]
+        self._transaction.signs.load_state_dict(measured["signs"])
+
+
+def _next_look(number: int) -> int:
+    """Return which window is looked at after one: the next, and after the hundredth one in ten, in a hundred, ..."""
+    every = 1 if number < _CLOSELY else 10 ** (len(str(number)) - 2)
+    return (number // every + 1) * every
+
+
+def _next_round(number: int) -> int:
+    """Return at which window losses are compared next: 2, 3, then 10, 100, 1,000, ..."""
+    return number + 1 if number < 3 else int(10 ** len(str(number)))

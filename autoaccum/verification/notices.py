@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -11,6 +13,8 @@ from autoaccum.events import Notice
 from autoaccum.loss.conclusions import conclude, proportional
 from autoaccum.loss.coupling import count_batch_norms
 from autoaccum.loss.reductions import Reduction
+from autoaccum.verification.decision import Decision
+from autoaccum.verification.suspects import Cause
 
 # Each names its cause so that it can be found in the user's code, and a cure that can be tried. One is told from
 # another by its consequence, which therefore holds no numbers: it is said once in a run.
@@ -83,6 +87,114 @@ def contradiction_notice(
         cure="Leave num_items out: what the loss is a mean over was read off it; labels that a model shifts are "
         "counted as shifted",
     )
+
+
+def failure_notice(
+    decision: Decision, causes: Sequence[Cause], samples: int, modules: Sequence[nn.Module], suspicion: Notice | None
+) -> Notice:
+    """Return what to say of windows whose gradient was measured to depend on how they are cut.
+
+    Args:
+        decision: what was measured.
+        causes: what is to blame; empty where nothing of what could be switched off is.
+        samples: how many were measured.
+        modules: the model's.
+        suspicion: what the graph of the loss says against it.
+    """
+    known = [_of_cause(cause, modules) for cause in causes]
+    if not known:
+        known = [suspicion or _UNKNOWN]
+    found = [notice for notice in known if notice is not None]
+    off = f"windows that are cut get a gradient {_percent(decision.error)} off the whole window's"
+    return Notice(
+        cause=f"{' and '.join(notice.cause for notice in found)}: {off}, measured on {samples} samples",
+        consequence=found[0].consequence,
+        cure="; ".join(notice.cure for notice in found),
+    )
+
+
+_UNKNOWN = Notice(
+    cause="The loss is neither a mean over samples or items, nor a sum over them",
+    consequence="No weights of micro-batches add them up to the loss of their window, so that the gradient depends on "
+    "how windows are cut",
+    cure="Let the loss end in one mean, or one sum, over samples; or pass micro_batch= the whole window if it fits, or "
+    "num_items=(micro-batch) -> how many items its loss is a mean over",
+)
+
+
+def _of_cause(cause: Cause, modules: Sequence[nn.Module]) -> Notice | None:
+    if cause == "batch norm":
+        return next(iter(batch_norm_notices(modules)), None)
+    return _CAUSES[cause]
+
+
+_CAUSES: dict[Cause, Notice] = {
+    "padding": Notice(
+        cause="The model sees the padding of a batch, which depends on the samples beside it",
+        consequence="A sample is padded to the longest one of its micro-batch instead of the window's: another output",
+        cure="Mask what is padded (in attention, in pooling and in the loss), or pad all samples to one length",
+    ),
+    "state": Notice(
+        cause="A forward changes state that the next one reads, as momentum encoders, queues, running statistics and "
+        "spectral norms do",
+        consequence="Within a window each micro-batch finds another state, so that the gradient depends on how windows "
+        "are cut",
+        cure="Change such state once a window, from a callback; or pass micro_batch= the whole window if it fits",
+    ),
+    "hooks": Notice(
+        cause="Hooks on parameters change the gradient of each micro-batch, as those that clip do",
+        consequence="They see the gradient of a micro-batch instead of the window's, so that what they make of it "
+        "depends on how windows are cut",
+        cure="Remove them, and pass clip_norm= or change gradients in the optimizer, which sees the window's",
+    ),
+}
+
+
+def _percent(error: float) -> str:
+    """Return an error as people write it.
+
+    >>> _percent(0.2731), _percent(3.2e-5)
+    ('27 %', '0.0032 %')
+    """
+    return "without any digit (it is not finite)" if math.isnan(error) else f"{error * 100:.2g} %".replace("e+02", "00")
+
+
+def unmeasured_notice(why: str) -> Notice:
+    """Return what to say when it could not be measured whether windows that are cut have the whole one's gradient."""
+    return Notice(
+        cause=f"It could not be measured whether windows that are cut have the gradient of whole ones: {why}",
+        consequence="What the loss is was read off its graph, and not compared with a whole window",
+        cure="Look at it with autoaccum.check(model, batch, ...), or pass micro_batch= the whole window if it fits",
+    )
+
+
+def has_backward_hooks(parameters: Sequence[torch.Tensor]) -> bool:
+    """Return whether something happens as soon as the gradient of a parameter is there, such as an optimizer's step."""
+    return any(getattr(p, "_post_accumulate_grad_hooks", None) for p in parameters)
+
+
+def backward_hook_notice() -> Notice:
+    """Return what to say of hooks that run after the gradient of a micro-batch was added."""
+    return Notice(
+        cause="Parameters have hooks that run once their gradient is accumulated "
+        "(register_post_accumulate_grad_hook), as an optimizer's step in the backward does",
+        consequence="They run after each micro-batch instead of after the window, on what was accumulated so far; "
+        "nothing can be measured beside them",
+        cure="Remove them: the optimizer is stepped once a window",
+    )
+
+
+def doubt_of(sizes: Sequence[int], reductions: Sequence[Reduction]) -> Notice | None:
+    """Return what the graphs of some micro-batches say against their adding up; None when nothing does."""
+    if not reductions or len(sizes) != len(reductions):
+        return None
+    doubt = conclude(sizes, reductions).doubt
+    return None if doubt is None else replace(doubt_notice(*doubt), cause=doubt_cause(*doubt))
+
+
+def doubt_cause(reason: str, _: str) -> str:
+    """Return a doubt as a cause."""
+    return f"The loss does not add up over micro-batches, for {reason}"
 
 
 def penalty_notice() -> Notice:

@@ -6,7 +6,9 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable
 from typing import Any
 
-_CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)
+import torch
+
+CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)
 """The types of containers whose contents are remembered, exactly: a subclass may mean something else by ``clear``."""
 
 
@@ -17,21 +19,29 @@ class Attributes:
     the hook is in. Tensors are remembered, their values are not.
     """
 
-    def __init__(self, objects: Iterable[Any]) -> None:
-        """Remember the attributes of these objects now."""
+    def __init__(self, objects: Iterable[Any], containers: Iterable[Any] = ()) -> None:
+        """Remember the attributes of these objects now, and what these containers hold."""
         # A forward may change the class itself: a lazy layer becomes an ordinary one.
         self._classes = [(owner, type(owner)) for owner in objects]
         # (container, a copy of it) by the container's id, which the container that is held here keeps unique.
         self._contents: dict[int, tuple[Any, Any]] = {}
         # The attributes themselves are a dict: it is remembered like those that lie in it. Not by recursion, for lists
         # may hold themselves or be nested deeply.
-        found: list[Any] = [vars(owner) for owner, _ in self._classes]
+        found: list[Any] = [*(vars(owner) for owner, _ in self._classes), *containers]
         while found:
             container = found.pop()
-            if type(container) not in _CONTAINERS or id(container) in self._contents:
+            if type(container) not in CONTAINERS or id(container) in self._contents:
                 continue
             self._contents[id(container)] = (container, container.copy())
             found.extend(container.values() if isinstance(container, dict) else container)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the tensors among what is remembered."""
+        found = []
+        for _, contents in self._contents.values():
+            entries = contents.values() if isinstance(contents, dict) else contents
+            found.extend(entry for entry in entries if isinstance(entry, torch.Tensor))
+        return found
 
     def restore(self) -> None:
         """Put everything back; it may be done again."""

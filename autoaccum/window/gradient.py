@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,6 +36,65 @@ class Gradient:
     """How the loss of each micro-batch was reduced."""
     conclusion: Conclusion | None = None
     """What these were taken for, seen together; None where nothing counts."""
+
+
+class Signs:
+    """What a window shows of its loss for next to nothing, compared with what earlier windows have shown.
+
+    They tell when a measurement does not speak for a window any more: its graph has another number of nodes, or
+    hypotheses that could not be told apart weigh its micro-batches differently.
+    """
+
+    __slots__ = ("_modes", "_nodes", "compares_samples", "have_changed")
+
+    def __init__(self) -> None:
+        """Begin with nothing seen."""
+        self._nodes: dict[int, int] = {}  # of the graph of a micro-batch, by its samples
+        self._modes: list[bool] | None = None  # of each module
+        self.compares_samples = False
+        """Whether a mean over samples would do as well, as far as was measured."""
+        self.have_changed = False
+        """Whether a window has shown what was not seen before; for whoever has looked into it to take back."""
+
+    def of_graph(self, num_samples: int, nodes: int) -> None:
+        """Take the number of nodes of a micro-batch's graph."""
+        if self._nodes.get(num_samples) != nodes:
+            # The first micro-batch of its size says nothing; a loop over samples has more nodes the more there are.
+            self.have_changed = self.have_changed or num_samples in self._nodes
+            self._nodes[num_samples] = nodes
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was seen, for a checkpoint."""
+        return {"nodes": dict(self._nodes), "compares_samples": self.compares_samples, "modes": self._modes}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Put back what ``state_dict`` returned."""
+        self._nodes, self.compares_samples = dict(state["nodes"]), state["compares_samples"]
+        self._modes = state["modes"]
+
+    def of_modes(self, modes: list[bool]) -> None:
+        """Take whether each module is in training mode."""
+        if modes != self._modes:
+            self.have_changed = self.have_changed or self._modes is not None
+            self._modes = modes
+
+    def of_counts(self, sizes: Sequence[int], counts: Sequence[float]) -> None:
+        """Take what the micro-batches of a window count."""
+        if self.compares_samples and not are_alike(sizes, counts):
+            self.have_changed = True
+
+
+def are_alike(sizes: Sequence[int], counts: Sequence[float]) -> bool:
+    """Return whether counts are the sizes, but for a factor."""
+    if min(counts) == max(counts) and min(sizes) == max(sizes):
+        return True
+    each = sum(counts) / sum(sizes)
+    return all(abs(count - size * each) <= 1e-6 * abs(size * each) for size, count in zip(sizes, counts, strict=True))
+
+
+# How many nodes autograd has made in this thread so far: a node's number is what the next one would get.
+count_nodes: Callable[[], int] = torch._C._autograd._get_sequence_nr
+"""() -> the number of the next node"""
 
 
 class Gradients:

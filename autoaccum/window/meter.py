@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -106,6 +107,16 @@ class Meter:
         held_bytes = self._memory.used() - self._released_bytes
         if self._needs_room(held_bytes, piece, self._window_bytes):
             self.release()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Leave out of the window's peak what is run within this."""
+        self._before_trials = max(self._before_trials, self._memory.peak())
+        try:
+            yield
+        finally:
+            self.release()
+            self._memory.reset_peak()
 
     def begin_trial(self) -> float:
         """Start a trial from released memory; return the time."""

@@ -74,6 +74,14 @@ class Snapshot:
         """
         insist(self._restore, "buffers were put back")
 
+    def modes(self) -> list[bool]:
+        """Return of every module whether it is in training mode."""
+        return [owner.training for owner in self._owners]
+
+    def restore_random(self) -> None:
+        """Put the remembered random states back, and nothing else."""
+        randomness.set_state(self._random, self._device)
+
     @torch.no_grad()
     def _restore(self) -> None:
         randomness.set_state(self._random, self._device)

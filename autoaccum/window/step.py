@@ -15,7 +15,6 @@ import torch
 from autoaccum.data.base import Window
 from autoaccum.errors import NothingFitsError
 from autoaccum.events import Event, Notice, OutOfMemory, Planned, Replanned, StepSkipped
-from autoaccum.loss.conclusions import PLAIN_MEAN
 from autoaccum.memory import clock
 from autoaccum.memory.base import Memory
 from autoaccum.memory.limit import Limit
@@ -44,21 +43,35 @@ class Failure(NamedTuple):
     """What was reached, and the error."""
 
 
-class Examiner(Protocol):
-    """What looks at windows to say where they are not exact: see ``verification.examiner``."""
+class Examination(Protocol):
+    """What came of examining a window."""
 
     @property
-    def is_finished(self) -> bool:
-        """Return whether it need not look at every window any more."""
+    def events(self) -> Sequence[Event]:
+        """Return what is to be told."""
 
-    def begin_attempt(self) -> None:
-        """Forget what an attempt that was rolled back has shown."""
+    @property
+    def again(self) -> bool:
+        """Return whether the window has to be run again, now that it is known what its loss is."""
+
+
+class Examiner(Protocol):
+    """What compares windows that are cut with whole ones: see ``verification.examiner``."""
+
+    next_look: int
+    """The number of the next window whose forwards it looks at."""
+
+    def begin_attempt(self, announce: Callable[[Notice], None]) -> None:
+        """Look at the forwards of an attempt."""
 
     def check_first(self, gradient: Gradient) -> None:
         """Refuse a first loss that is not finite."""
 
-    def notices(self, gradient: Gradient) -> Sequence[Notice]:
-        """Return why the gradient of a window that was cut may not be that of the whole."""
+    def wants(self, window: Window, number: int) -> bool:
+        """Return whether a window that was cut is to be examined."""
+
+    def examine(self, window: Window, gradient: Gradient, number: int, most: int) -> Examination:
+        """Examine it, before it is stepped on."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain values."""
@@ -107,7 +120,6 @@ class Step:
         """Windows that were run and stepped on."""
         self.announcer = Announcer(emit)
         self._examiner = examiner
-        self._is_examined = True  # until the examiner has seen a window that was cut
         self._stepper = Stepper(job.optimizer, memory, emit)
         self._memory = memory
         self._patience = patience
@@ -179,7 +191,8 @@ class Step:
         patience = None  # of this window; it begins when there is nothing smaller to try
         # The recovery is out here, where no exception is being handled: that would pin the frames of the failed
         # forward, and with them the very tensors that have to go.
-        while not isinstance(outcome := self._try(pieces), Gradient):
+        self._was_examined = False
+        while not isinstance(outcome := self._try(pieces, window), Gradient):
             self._roll_back()
             if isinstance(outcome, Failure):
                 step = self.number + 1
@@ -188,23 +201,18 @@ class Step:
             else:
                 pieces = pieces.repeated(outcome.sizes)
         # The tuner hears of the window before anything is said of it, and so before a callback can raise.
-        pieces.committed(outcome.sizes, None if started is None else meter.now() - started)
-        # A window in one piece is what was asked for, whatever its loss does. Of plain means there is nothing to say,
-        # once one that was cut has been looked at.
-        if len(outcome.sizes) > 1 and (self._is_examined or outcome.conclusion is not PLAIN_MEAN):
-            for notice in self._examiner.notices(outcome):
-                self.announcer.say_once(notice)
-            self._is_examined = not self._examiner.is_finished
+        pieces.committed(outcome.sizes, None if started is None or self._was_examined else meter.now() - started)
         peak_bytes = meter.end_window(is_searching=tuner.search.is_on, target_bytes=tuner.limits.target_bytes)
         # Where the device refuses what passes the limit, there is nothing to keep; and in a search trials keep it.
         if peak_bytes is not None and not self.limit.is_enforced and not tuner.search.is_on:
             self._keep_limit(outcome.sizes, lengths, peak_bytes)
         return outcome, pieces.replays
 
-    def _try(self, pieces: Attempt) -> Gradient | Repeat | Failure:
+    def _try(self, pieces: Attempt, window: Window) -> Gradient | Repeat | Failure:
         """Run a window once."""
-        if self._is_examined:
-            self._examiner.begin_attempt()
+        number = self.number + 1
+        if number >= self._examiner.next_look:
+            self._examiner.begin_attempt(self.announcer.say_once)
         try:
             outcome = attempt(lambda: self._add_all(pieces))
         except NothingFitsError as error:  # said by a number, a trial's peak: nothing has failed
@@ -213,6 +221,8 @@ class Step:
                 micro_batch=self._piece.size, peak_bytes=refused.peak_bytes or 0, error=refused, ran=True
             )
             return Failure(self._piece, shortage)
+        if isinstance(outcome, Gradient) and len(outcome.sizes) > 1 and self._examiner.wants(window, number):
+            return self._examined(window, outcome)
         if not isinstance(outcome, RanOut):
             return outcome
         shortage = Shortage(micro_batch=self._piece.size, peak_bytes=self.meter.peak(), error=outcome.error)
@@ -230,9 +240,33 @@ class Step:
         # If it is the end of the window that does, the largest of them is what has to become smaller.
         self._piece = piece._replace(size=max(sizes))
         outcome = self.transaction.finish()
-        if self._is_examined and isinstance(outcome, Gradient):
+        if isinstance(outcome, Gradient) and self.number + 1 >= self._examiner.next_look:
             self._examiner.check_first(outcome)
         return outcome
+
+    def _examined(self, window: Window, gradient: Gradient) -> Gradient | Repeat:
+        """Compare the gradient of a window that was cut with that of the whole, as far as a few samples tell.
+
+        Returns:
+            the gradient as it is, or that the window has to be run again, for it was not weighed rightly.
+        """
+        self._was_examined = True
+        with self.meter.aside():
+            found = self._examiner.examine(window, gradient, self.number + 1, self._room(max(gradient.sizes)))
+        for event in found.events:
+            if isinstance(event, Notice):
+                self.announcer.say_once(event)
+            else:
+                self._emit(event)
+        return Repeat(sizes=gradient.sizes) if found.again else gradient
+
+    def _room(self, largest: int) -> int:
+        """Return how many samples there is room for at once, of which so many have just been run; at most some few."""
+        for size in (6, 3, 2):
+            predicted = self.tuner.predicted_bytes(size)
+            if size <= largest or predicted is None or predicted <= self.tuner.limits.target_bytes:
+                return size
+        return largest
 
     def _roll_back(self) -> None:
         self.transaction.roll_back()
@@ -382,7 +416,7 @@ class Step:
             "announced": [],  # was once kept apart from the other
             "announced of windows": self.announcer.state_dict(),
             "plan": self._plan,
-            "runner": {name: found[name] for name in ("_checked", "_has_sums", "_examining", "_deferred")},
+            "runner": {name: found[name] for name in ("_checked", "_has_sums", "_examining", "_deferred", "verified")},
             "scaler": transaction["scaler"],
             "tuner": self.tuner.state_dict(),
         }
@@ -392,7 +426,6 @@ class Step:
         self.number = state["step"]
         self.announcer.load_state_dict([*state["announced"], *state["announced of windows"]])
         self._examiner.load_state_dict(state["runner"])
-        self._is_examined = not self._examiner.is_finished
         self.transaction.load_state_dict(state["runner"] | {"scaler": state["scaler"]})
         self._plan = state["plan"]
         self.tuner.load_state_dict(state["tuner"], is_same_device=is_same_device)

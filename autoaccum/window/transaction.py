@@ -23,8 +23,9 @@ from typing import Any
 import torch
 
 from autoaccum.data.base import Window
-from autoaccum.loss.conclusions import PLAIN_MEAN, conclude, stands_for_none
-from autoaccum.loss.reductions import Reduction, read, without_graph
+from autoaccum.loss.conclusions import PLAIN_MEAN, PLAIN_SUM, Conclusion, conclude, stands_for_none
+from autoaccum.loss.hypotheses import Hypothesis, is_sum
+from autoaccum.loss.reductions import Reduction, plain_mean, read, without_graph
 from autoaccum.loss.terms import Count
 from autoaccum.loss.weighting import Tally, by_user, counted_once
 from autoaccum.memory.devices import is_slow_to_read
@@ -32,7 +33,7 @@ from autoaccum.memory.oom import insist
 from autoaccum.planning.attempts import Piece
 from autoaccum.planning.noise import Noise, Part, estimate
 from autoaccum.window import contributions
-from autoaccum.window.gradient import Gradient, Gradients
+from autoaccum.window.gradient import Gradient, Gradients, Signs, count_nodes
 from autoaccum.window.job import Job
 from autoaccum.window.snapshot import Snapshot
 
@@ -69,6 +70,11 @@ class Transaction:
         self.scaler = torch.amp.GradScaler(job.device.type) if job.precision == "fp16" else None
         self.forward: Forward = self.plain_forward
         """How the loss of a micro-batch is computed; an examiner puts itself around it for the first windows."""
+        # What windows are made of, once that is measured; None: each is taken for what its own losses show.
+        self.hypothesis: Hypothesis | None = None
+        """How micro-batches add up; set by whoever measures it."""
+        self.signs = Signs()
+        """What changes where the loss does: compared in each window that is cut."""
         self._gradients = Gradients(job.modules, job.optimizer)
         self.snapshot = Snapshot(job.modules, job.device)
         """The buffers and random states of the window's begin; between windows a validation keeps its own in it."""
@@ -86,6 +92,10 @@ class Transaction:
         """Whether the scaler waits for a step on the gradient that it has unscaled."""
         self._begin_anew()
 
+    def trained(self) -> list[torch.Tensor]:
+        """Return what gets gradients."""
+        return self._gradients.trained()
+
     def begin(self, window: Window) -> None:
         """Begin a window: remember what it may change."""
         self._window = window
@@ -93,6 +103,7 @@ class Transaction:
         if self.is_unscaled:  # a window that was never stepped on, for something was raised between the two
             self._renew_scaler()
         self.snapshot.take()
+        self.signs.of_modes(self.snapshot.modes())
         self.is_open = True
         self._begin_anew(window.num_samples)
 
@@ -111,15 +122,17 @@ class Transaction:
         ``loss.weighting``. What it holds of the device's memory is free again when this returns.
         """
         batch = self._window.micro_batch(piece.start, piece.size)
-        num_items = self._job.num_items
+        num_items = self._job.num_items if self.hypothesis in (None, "num_items") else None
         reduction = None if num_items is None else by_user(num_items, batch)
         if reduction is not None and not isinstance(reduction.items, torch.Tensor) and not reduction.items:
             self._tally.weight(piece.size, reduction.items)  # nothing to learn from: no forward either
             self._losses.append(None)
         else:
+            before = count_nodes()
             loss = self.forward(batch, piece.size, self._num_samples)
+            self.signs.of_graph(piece.size, count_nodes() - before)
             if reduction is None:
-                reduction = read(loss, piece.size)
+                reduction = self._read(loss, piece.size)
             weight = self._tally.weight(piece.size, reduction.items, loss.dtype)
             if weight is None:
                 self._losses.append(None)
@@ -129,6 +142,17 @@ class Transaction:
         # The nodes that a reduction names would keep the graph alive.
         self._reductions.append(without_graph(reduction) if reduction.edges else reduction)
         self._sizes.append(piece.size)
+
+    def _read(self, loss: torch.Tensor, num_samples: int) -> Reduction:
+        """Return how a loss was reduced: as its graph shows, unless that has no say in it any more."""
+        if self.hypothesis == "samples":
+            return plain_mean(float(num_samples))
+        if self.hypothesis == "sum":
+            return plain_mean(1.0)
+        found = read(loss, num_samples)
+        if self.hypothesis == "sum and penalties":
+            return Reduction(1.0, constants=found.constants, edges=found.edges)
+        return found
 
     def plain_forward(self, batch: Any, num_samples: int, window_samples: int) -> torch.Tensor:
         """Return the loss of a micro-batch, in the job's precision."""
@@ -170,6 +194,8 @@ class Transaction:
 
     def _is_sum(self, reduction: Reduction) -> bool:
         """Return whether a loss with terms of parameters alone is a sum: by itself, until a window has shown it."""
+        if self.hypothesis is not None:
+            return is_sum(self.hypothesis)
         return reduction.is_sum if self._has_sums is None else self._has_sums
 
     def finish(self) -> Gradient | Repeat:
@@ -183,13 +209,13 @@ class Transaction:
         if len(losses) > len(counts) - counts.count(0):  # a count that was deferred turned out to be 0
             self._is_deferred = False
             return Repeat(sizes=sizes)
-        found = PLAIN_MEAN
-        if len(sizes) > 1 and any(reduction.terms for reduction in reductions):
-            found = conclude(sizes, reductions, is_doubtful)
+        found = self._conclusion(is_doubtful)
         has_constants = len(sizes) > 1 and bool(reductions[0].constants)
         if has_constants and any(self._is_sum(reduction) is not found.is_sum for reduction in reductions):
             self._has_sums = found.is_sum
             return Repeat(sizes=sizes)
+        if len(sizes) > 1:
+            self.signs.of_counts(sizes, counts)
         correction = tally.correction(found.is_sum)
         parts, noise = self._parts(counts, found.is_sum, correction) if self._norms else ((), None)
         if correction != 1:
@@ -208,6 +234,14 @@ class Transaction:
             reductions=tuple(reductions),
             conclusion=found,
         )
+
+    def _conclusion(self, is_doubtful: bool) -> Conclusion:
+        """Return what the window is: as was measured, or as its micro-batches show."""
+        if self.hypothesis is not None:
+            return PLAIN_SUM if is_sum(self.hypothesis) else PLAIN_MEAN
+        if len(self._sizes) > 1 and any(reduction.terms for reduction in self._reductions):
+            return conclude(self._sizes, self._reductions, is_doubtful)
+        return PLAIN_MEAN
 
     def _leave_out_what_counts_nothing(self) -> bool:
         """Drop micro-batches whose count of 1 stands for none; return whether that is in doubt for any of them."""

@@ -1,0 +1,153 @@
+"""Lays the state of a run aside while it is measured, and puts it back: nothing of a measurement remains."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from autoaccum.data import randomness
+from autoaccum.memory.oom import insist
+from autoaccum.window.attributes import Attributes
+from autoaccum.window.job import Job
+from autoaccum.window.snapshot import is_expanded
+from autoaccum.window.surroundings import surroundings_of
+
+_SMALL_BYTES = 2**24
+"""Bytes of parameters that are copied whatever they are: a forward may write to any, and the copy takes 3 ms."""
+
+
+_LARGEST_BYTES = 2**26
+"""Bytes of a tensor that a function holds and that is copied."""
+
+
+class Aside:
+    """Everything that a forward and backward may change, kept on the host until ``restore``; gradients are taken away.
+
+    Values of buffers, of tensors that modules or the user's functions hold, of parameters that are written to; random
+    states; attributes of modules and of the objects whose methods are called; variables of enclosing functions.
+    """
+
+    def __init__(self, job: Job, parameters: Sequence[torch.Tensor], written: Iterable[torch.Tensor]) -> None:
+        """Lay aside; what has gradients has none after this.
+
+        Args:
+            job: what is computed.
+            parameters: what gets gradients.
+            written: parameters that forwards have been seen to write to.
+
+        Raises:
+            MemoryLimitError: the device has no memory to copy from or to.
+        """
+        self._device = job.device
+        held = surroundings_of([job.loss_of, job.num_items])
+        modules = [*job.modules, *held.modules]
+        self.layers = list({id(layer): layer for module in modules for layer in module.modules()}.values())
+        """Every module, each once."""
+        # Attributes of these may be rebound or written to: counters, caches, queues, lists that are appended to.
+        self._held = held
+        self.remember_attributes()
+        self._cells = [(cell, cell.cell_contents) for cell in held.cells]
+        self._names = [(namespace, name, namespace[name]) for namespace, name in held.names]
+        self._grads: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._parameters = parameters
+        trained = {id(p) for p in parameters}
+        # Of what functions hold, what is large is the data.
+        small = [tensor for tensor in held.tensors if tensor.nbytes <= _LARGEST_BYTES]
+        # The attributes of modules hold their buffers, and their parameters too, which are chosen below.
+        others = [t for t in (*small, *self._attributes.tensors()) if not isinstance(t, nn.Parameter)]
+        self._moving = _distinct([*others, *self._to_copy(written, trained)])
+        self.values = insist(self._copy, "the state was laid aside")
+        """Copies on the host of all that a forward may write to, in the order of ``now``."""
+        insist(self._take_gradients, "gradients were laid aside")
+
+    def remember_attributes(self) -> None:
+        """Remember attributes as they are now, in place of what was remembered of them."""
+        self._attributes = Attributes([*self.layers, *self._held.objects], self._held.containers)
+
+    def _to_copy(self, written: Iterable[torch.Tensor], trained: set[int]) -> list[torch.Tensor]:
+        """Return the parameters whose values are to be kept."""
+        everything = [p for layer in self.layers for p in layer._parameters.values() if p is not None]
+        frozen = [p for p in everything if id(p) not in trained and not is_lazy(p)]
+        bytes_of_frozen = sum(p.nbytes for p in frozen)
+        own = [p for p in self._parameters if not is_lazy(p)]
+        bytes_of_own = sum(p.nbytes for p in own)
+        kept = list(written)
+        if bytes_of_own <= _SMALL_BYTES:
+            kept.extend(own)
+        # Frozen ones may be a momentum encoder, as large as the model; or a backbone that is much larger, and still.
+        if bytes_of_frozen <= max(_SMALL_BYTES, 2 * bytes_of_own):
+            kept.extend(frozen)
+        return kept
+
+    @torch.no_grad()
+    def _copy(self) -> list[torch.Tensor]:
+        self._random = randomness.get_state(self._device)
+        return [tensor.detach().to("cpu", copy=True) for tensor in self._moving]
+
+    def now(self) -> list[torch.Tensor]:
+        """Return the tensors whose values are kept, as they are now."""
+        return self._moving
+
+    @torch.no_grad()
+    def _take_gradients(self) -> None:
+        # On the host there is room; what lies there already stays as it is.
+        for p in self._parameters:
+            if p.grad is not None:
+                self._grads.append((p, p.grad.to("cpu")))
+                p.grad = None
+
+    def foreign_draws(self) -> bool:
+        """Return whether Python's or NumPy's generator has moved since: what it draws has no rows."""
+        now = randomness.get_state()
+        return now[1] != self._random[1] or pickle.dumps(now[2]) != pickle.dumps(self._random[2])
+
+    def restore_state(self) -> None:
+        """Put everything but the gradients back; it may be done again."""
+        insist(self._restore_state, "the state was put back")
+
+    @torch.no_grad()
+    def _restore_state(self) -> None:
+        randomness.set_state(self._random, self._device)
+        self._attributes.restore()
+        for cell, contents in self._cells:
+            cell.cell_contents = contents
+        for namespace, name, value in self._names:
+            namespace[name] = value
+        for tensor, value in zip(self._moving, self.values, strict=True):
+            if tensor.shape != value.shape:
+                tensor.data = value.to(tensor.device, copy=True)
+            elif not same(tensor, value):
+                tensor.detach().copy_(value)
+
+    def restore(self) -> None:
+        """Put everything back."""
+        self.restore_state()
+        insist(self._restore_gradients, "gradients were put back")
+
+    @torch.no_grad()
+    def _restore_gradients(self) -> None:
+        for p in self._parameters:
+            p.grad = None
+        for p, gradient in self._grads:
+            p.grad = gradient.to(p.device)
+
+
+def same(tensor: torch.Tensor, value: torch.Tensor) -> bool:
+    """Return whether a tensor holds a value, NaN for NaN, to the bit."""
+    value = value.to(tensor.device)
+    if torch.equal(tensor, value):
+        return True
+    return tensor.is_floating_point() and bool(((tensor == value) | (tensor.isnan() & value.isnan())).all())
+
+
+def _distinct(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return each tensor once, without those that hold no values of their own."""
+    kept = {}
+    for tensor in tensors:
+        if not is_lazy(tensor) and tensor.layout is torch.strided and not tensor.is_meta and not is_expanded(tensor):
+            kept[id(tensor)] = tensor
+    return list(kept.values())

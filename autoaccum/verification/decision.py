@@ -1,0 +1,138 @@
+"""Decides by a measurement what the windows of a run are made of: the first hypothesis that passes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from autoaccum.loss.hypotheses import Hypothesis, in_order
+from autoaccum.verification.draws import UnalignedError, UnsettledError
+from autoaccum.verification.measurement import Cut, Measurement, Outcome
+from autoaccum.verification.samples import cuts_of
+
+Rival = Literal["num_items", "items", "samples"]
+
+
+@dataclass(kw_only=True)
+class Decision:
+    """What a measurement has shown."""
+
+    hypothesis: Hypothesis
+    """The first hypothesis that passed; the one with the least error where none did."""
+    passed: bool
+    """Whether it did."""
+    error: float
+    """Relative error of its worst cut."""
+    tensor: str | None
+    """The name of the worst tensor in that."""
+    errors: tuple[float, ...]
+    """Of each cut that was run."""
+    cuts: tuple[Cut, ...]
+    """The cuts."""
+    outcomes: tuple[Outcome, ...]
+    """Those of the other hypotheses that were measured."""
+    rivals: frozenset[str]
+    """Hypotheses that would have weighed every part the same."""
+    is_foreign: bool = False
+    """Whether generators were drawn from whose draws have no rows, so that a failure may be theirs."""
+
+    @classmethod
+    def of(cls, outcome: Outcome, *, passed: bool) -> Decision:
+        """Return what one hypothesis alone has shown."""
+        return cls(
+            hypothesis=outcome.hypothesis or "items",
+            passed=passed,
+            error=outcome.error,
+            tensor=outcome.tensor,
+            errors=outcome.errors,
+            cuts=(),
+            outcomes=(),
+            rivals=frozenset(),
+        )
+
+
+def decide(measurement: Measurement, smallest: int, likely: Hypothesis) -> Decision:
+    """Measure hypotheses in their order until one passes.
+
+    Args:
+        measurement: entered, and not yet run.
+        smallest: the fewest samples of a part.
+        likely: the hypothesis that comes first: the one that the run holds, or what its losses look like.
+
+    Raises:
+        ZeroGradientError: the gradient of the samples is 0.
+        UnalignedError: what is drawn cannot be compared.
+        UnsettledError: the same.
+    """
+    measurement.run_whole()
+    cuts = cuts_of(measurement.num_samples, smallest)
+    tolerance = measurement.tolerance
+    tried: list[Outcome] = []
+    order = [likely]
+    while order:
+        hypothesis = order.pop(0)
+        outcome = _measured(measurement, cuts, hypothesis)
+        tried.append(outcome)
+        if outcome.error <= tolerance:
+            break
+        if len(tried) == 1:  # what the graphs of parts show is known when they have been run, by whatever hypothesis
+            order = [other for other in _order(measurement, cuts) if other != hypothesis]
+    best = min(tried, key=lambda outcome: math.inf if math.isnan(outcome.error) else outcome.error)
+    return Decision(
+        hypothesis=best.hypothesis or "items",
+        passed=best.error <= tolerance,
+        error=best.error,
+        tensor=best.tensor,
+        errors=best.errors,
+        cuts=tuple(cuts),
+        outcomes=tuple(outcome for outcome in tried if outcome is not best),
+        rivals=_rivals(measurement, cuts, best.hypothesis) if best.error <= tolerance else frozenset(),
+        is_foreign=measurement.draws_foreign,
+    )
+
+
+def _measured(measurement: Measurement, cuts: list[Cut], hypothesis: Hypothesis) -> Outcome:
+    """Measure one hypothesis: under the draws of the whole, or under constants where these cannot be found."""
+    try:
+        return measurement.run(cuts, hypothesis, stop_above=measurement.tolerance)
+    except UnalignedError as error:
+        try:
+            measurement.with_constants()
+            return measurement.run(cuts, hypothesis, stop_above=measurement.tolerance)
+        except UnalignedError:  # a draw of the parts that the whole has not made
+            raise UnsettledError(str(error)) from error
+
+
+def _order(measurement: Measurement, cuts: list[Cut]) -> list[Hypothesis]:
+    shown = [(len(part), measurement.shown[part]) for part in cuts[0] if part in measurement.shown]
+    sizes, reductions = [size for size, _ in shown], [reduction for _, reduction in shown]
+    return in_order(sizes, reductions, counts_items=measurement.job.num_items is not None)
+
+
+def _rivals(measurement: Measurement, cuts: list[Cut], held: Hypothesis | None) -> frozenset[str]:
+    """Return the other means that weigh the parts of every cut as the one that is held."""
+    counts_of: dict[str, list[float]] = {}
+    parts = [part for cut in cuts for part in cut]
+    counts_of["samples"] = [float(len(part)) for part in parts]
+    if all(part in measurement.shown for part in parts):
+        counts_of["items"] = [float(measurement.shown[part].items) for part in parts]
+    if measurement.counted and all(part in measurement.counted for part in parts):
+        counts_of["num_items"] = [measurement.counted[part] for part in parts]
+    if held not in counts_of:
+        return frozenset()
+    mine = counts_of.pop(held)
+    return frozenset(name for name, counts in counts_of.items() if _are_proportional(cuts, mine, counts))
+
+
+def _are_proportional(cuts: list[Cut], mine: list[float], other: list[float]) -> bool:
+    start = 0
+    for cut in cuts:
+        stop = start + len(cut)
+        first, second = mine[start:stop], other[start:stop]
+        total, sum_of_other = sum(first), sum(second)
+        for a, b in zip(first, second, strict=True):
+            if not math.isclose(a * sum_of_other, b * total, rel_tol=1e-6, abs_tol=1e-12):
+                return False
+        start = stop
+    return True

@@ -1,0 +1,222 @@
+"""Records the random draws of a forward and backward, and gives parts of its batch their own rows of them.
+
+A batch and its parts can be compared only under the same noise. The same seed does not do: it gives each part the first
+rows of the noise, and so calls every model with dropout wrong. What draws is told by the tag that PyTorch gives its
+operations (``nondeterministic_seeded``), whatever the layer is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_HALVES = (torch.bfloat16, torch.float16)
+
+
+class UnalignedError(Exception):
+    """The draws of a part that are not found among those of the whole."""
+
+
+class UnsettledError(Exception):
+    """A draw that neither rows nor a constant can stand in for."""
+
+
+class Draws(TorchDispatchMode):
+    """A mode in which random operations are watched, or stood in for, and nothing is rounded to 16 bits."""
+
+    def __init__(self, *, keeps_wide: bool) -> None:
+        """Set up.
+
+        Args:
+            keeps_wide: whether what an autocast of the user's own would round to 16 bits stays as it is. Not beside
+                parameters of 16 bits, with which nothing wider can be multiplied.
+        """
+        super().__init__()
+        self._keeps_wide = keeps_wide
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation, or what stands for it."""
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            return self.draw(func, args, kwargs)
+        if func is torch.ops.aten._to_copy.default and self._keeps_wide and kwargs.get("dtype") in _HALVES:
+            kwargs = {**kwargs, "dtype": args[0].dtype}
+        return func(*args, **kwargs)
+
+    def draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a random operation, or what stands for it; here there is nothing to stand for one.
+
+        Raises:
+            UnalignedError: the whole drew nothing.
+        """
+        raise UnalignedError(str(func))
+
+
+class Recording(Draws):
+    """A mode that lets operations draw, and keeps what they drew on the host."""
+
+    def __init__(self, *, keeps_wide: bool) -> None:
+        """Begin with no draws."""
+        super().__init__(keeps_wide=keeps_wide)
+        self.draws: list[tuple[Any, torch.Tensor]] = []
+        """(operation, what it drew), in the order in which they ran."""
+
+    def draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Draw, and keep it."""
+        returned = func(*args, **kwargs)
+        # A dropout returns what is left of its input, and its mask; an RReLU has its slopes in its second argument.
+        kept = returned
+        if not isinstance(returned, torch.Tensor):
+            kept = returned[1]
+        elif _name_of(func) == "rrelu_with_noise":
+            kept = args[1]
+        self.draws.append((func, kept.detach().to("cpu", copy=True)))
+        return returned
+
+
+class Replaying(Draws):
+    """A mode that gives a part of a batch its samples' rows of what was drawn for the whole."""
+
+    def __init__(self, recorded: Recording, rows: Sequence[int], num_samples: int, *, keeps_wide: bool) -> None:
+        """Set up.
+
+        Args:
+            recorded: the draws of the whole.
+            rows: the samples of the part, by their place in the whole.
+            num_samples: samples of the whole.
+            keeps_wide: see ``Draws``.
+        """
+        super().__init__(keeps_wide=keeps_wide)
+        self._draws = iter(recorded.draws)
+        self._rows = torch.tensor(rows)
+        self._num_samples = num_samples
+
+    def draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the rows in place of a draw.
+
+        Raises:
+            UnalignedError: the whole drew otherwise.
+        """
+        recorded, drawn = next(self._draws, (None, torch.empty(0)))
+        if recorded is not func:
+            raise UnalignedError(str(func))
+        # It draws all the same, for only its outcome tells the shape; the random states are put back anyway.
+        returned = func(*args, **kwargs)
+        if not isinstance(returned, torch.Tensor):
+            kept = self._rows_of(drawn, returned[1])
+            return args[0] * kept / (1 - args[1]), kept
+        if _name_of(func) == "rrelu_with_noise":
+            args[1].copy_(self._rows_of(drawn, args[1]))
+            return returned.copy_(args[0] * args[1])
+        return returned.copy_(self._rows_of(drawn, returned))
+
+    def _rows_of(self, drawn: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        """Return the part's rows of what was drawn for the whole, in the part's shape.
+
+        Raises:
+            UnalignedError: they do not show.
+        """
+        # The first samples of an order are no order of fewer samples.
+        if drawn.ndim != wanted.ndim or (drawn.dtype == torch.int64 and _is_order(drawn) and len(drawn) != len(wanted)):
+            raise UnalignedError
+        of_samples = False
+        for dim, size in enumerate(wanted.shape):
+            have = drawn.shape[dim]
+            if have == size:
+                continue
+            if have * len(self._rows) == size * self._num_samples and have % self._num_samples == 0:
+                # Several rows of each sample lie side by side, as where samples and times are one dimension.
+                each = have // self._num_samples
+                drawn = drawn.index_select(dim, (self._rows[:, None] * each + torch.arange(each)).flatten())
+                of_samples = True
+            elif size < have and (of_samples or self._num_samples in drawn.shape):
+                drawn = drawn.narrow(dim, 0, size)  # the whole was padded to a longer sample
+            else:
+                raise UnalignedError
+        return drawn.to(wanted.device)
+
+
+def _is_order(drawn: torch.Tensor) -> bool:
+    """Return whether some draw is an order of the numbers from 0 on."""
+    return drawn.ndim == 1 and len(drawn) > 1 and bool((drawn.sort().values == torch.arange(len(drawn))).all())
+
+
+class Constants(Draws):
+    """A mode in which a draw is the same for each sample: nothing is dropped, noise has one value."""
+
+    def draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return a constant in place of a draw.
+
+        Raises:
+            UnsettledError: none stands for what this operation draws.
+        """
+        given = {argument.name: argument.default_value for argument in func._schema.arguments}
+        given |= dict(zip(given, args, strict=False)) | kwargs
+        name = _name_of(func)
+        if name == "native_dropout":
+            return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+        if name not in _CONSTANTS:
+            raise UnsettledError(str(func))
+        returned = func(*args, **kwargs)
+        return returned.copy_(_CONSTANTS[name](given, returned))
+
+
+def _probability(given: dict[str, Any], _: torch.Tensor) -> Any:
+    """Return what a mask is on average, so that one that is divided by it leaves everything as it is."""
+    p = given.get("p")
+    return _tensor(given["self"] if p is None else p)
+
+
+def _middle(given: dict[str, Any], _: torch.Tensor) -> torch.Tensor:
+    low, high = given.get("from", 0.0), given.get("to", 1.0)
+    return _tensor((low + high) / 2)
+
+
+def _off_the_mean(given: dict[str, Any], _: torch.Tensor) -> torch.Tensor:
+    # Not the mean itself, beside which the spread would have no gradient.
+    mean, spread = given.get("mean", 0.0), given.get("std", 1.0)
+    return _tensor(mean + spread / 2)
+
+
+def _tensor(value: Any) -> torch.Tensor:
+    return value if isinstance(value, torch.Tensor) else torch.tensor(value)
+
+
+def _least(given: dict[str, Any], _: torch.Tensor) -> torch.Tensor:
+    return _tensor(given.get("from", given.get("low", 0)))
+
+
+def _likeliest(given: dict[str, Any], returned: torch.Tensor) -> torch.Tensor:
+    weights = given["self"]
+    order: torch.Tensor = weights.argsort(dim=-1, descending=True)
+    return order[..., : returned.shape[-1]]
+
+
+_CONSTANTS: dict[str, Callable[[dict[str, Any], torch.Tensor], torch.Tensor]] = {
+    "bernoulli": _probability,
+    "bernoulli_": _probability,
+    "exponential_": lambda given, _: torch.tensor(1 / given["lambd"]),
+    "multinomial": _likeliest,
+    "normal": _off_the_mean,
+    "normal_": _off_the_mean,
+    "rand": _middle,
+    "rand_like": _middle,
+    "randint": _least,
+    "randint_like": _least,
+    "randn": _off_the_mean,
+    "randn_like": _off_the_mean,
+    "random_": _least,
+    "randperm": lambda _, returned: torch.arange(len(returned)),
+    "uniform_": _middle,
+}
+"""(arguments, what was drawn) -> what stands for it, by the name of the operation."""
+
+
+def _name_of(func: Any) -> str:
+    name: str = func.overloadpacket.__name__
+    return name

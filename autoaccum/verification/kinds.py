@@ -1,0 +1,79 @@
+"""Notices samples of a kind that was not there before: the first ignored target, the first negative, another class."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from autoaccum.data import batches
+
+_MOST_NUMBERS = 1024
+"""Numbers of a sample's tensor that are looked at: labels, masks and tokens have few, and what has more is an input."""
+
+
+class Kinds:
+    """What the batches of a run have held so far, as far as it decides what a loss counts."""
+
+    def __init__(self) -> None:
+        """Begin with nothing seen."""
+        self._known: set[str] = set()
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a window."""
+        # Facts of each tensor so far, on its device: nothing waits for them until the window's end.
+        self._facts: dict[int, list[torch.Tensor]] = {}
+        self._shapes: set[str] = set()
+
+    def look_at(self, batch: Any) -> None:
+        """Look at a micro-batch."""
+        for index, leaf in enumerate(batches.flatten(batch)[0]):
+            if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf":
+                leaf = torch.as_tensor(leaf)
+            if not isinstance(leaf, torch.Tensor) or not leaf.ndim or not leaf.numel():
+                continue
+            if leaf.layout is not torch.strided or leaf.is_complex() or leaf.is_quantized:
+                continue
+            self._shapes.add(f"{index}: {tuple(leaf.shape[1:])}")
+            if leaf[0].numel() <= _MOST_NUMBERS:
+                self._facts.setdefault(index, []).append(_facts_of(leaf.detach()))
+
+    def new(self) -> set[str]:
+        """Return what this window holds and none before it did; waits for the device."""
+        return self._here() - self._known
+
+    def accept(self) -> None:
+        """Take what this window holds for known."""
+        self._known |= self._here()
+
+    def _here(self) -> set[str]:
+        found = set(self._shapes)
+        for index, facts in self._facts.items():
+            rows = torch.stack(facts).tolist()
+            names = ("zeros", "negatives", "nothing but zeros", "nothing but negatives")
+            for column, name in enumerate(names):
+                if any(row[column] for row in rows):
+                    found.add(f"{index}: {name}")
+            low, high = min(row[4] for row in rows), max(row[5] for row in rows)
+            if low != high:
+                found.add(f"{index}: several values")
+        return found
+
+    def state_dict(self) -> list[str]:
+        """Return what is known, for a checkpoint."""
+        return sorted(self._known)
+
+    def load_state_dict(self, known: list[str]) -> None:
+        """Put back what ``state_dict`` returned."""
+        self._known = set(known)
+
+
+def _facts_of(leaf: torch.Tensor) -> torch.Tensor:
+    """Return (zeros, negatives, rows of zeros alone, rows of negatives alone, least, most) of a tensor, (6,)."""
+    numbers = leaf.reshape(len(leaf), -1).to(torch.float64 if leaf.device.type != "mps" else torch.float32)
+    zero, negative = numbers == 0, numbers < 0
+    low, high = torch.aminmax(numbers)
+    flags = [zero.any(), negative.any(), zero.all(1).any(), negative.all(1).any()]
+    return torch.stack([*(flag.to(low.dtype) for flag in flags), low, high])

@@ -1,0 +1,281 @@
+"""Measures whether cut windows have the gradient of whole ones: a few samples, whole and in three cuts.
+
+The real transaction runs both, with the run's weights, in training mode, in the type of the parameters, not compiled.
+Each part is given its own samples' rows of what the whole has drawn. Of all that nothing remains.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from autoaccum.data import batches
+from autoaccum.loss.hypotheses import Hypothesis
+from autoaccum.loss.reductions import Reduction, read, without_graph
+from autoaccum.loss.weighting import count_items
+from autoaccum.planning.attempts import Piece
+from autoaccum.verification.aside import Aside, same
+from autoaccum.verification.comparison import Error, error_of, tolerance_of
+from autoaccum.verification.draws import Constants, Draws, Recording, Replaying, UnalignedError
+from autoaccum.window.gradient import Gradient
+from autoaccum.window.job import Job
+from autoaccum.window.transaction import Repeat, Transaction
+
+Part = tuple[int, ...]
+"""Samples of the whole, by their index in it."""
+Cut = tuple[Part, ...]
+"""The parts that the whole is cut into."""
+
+
+class ZeroGradientError(Exception):
+    """A gradient of 0, by which nothing can be told."""
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """What came of one hypothesis."""
+
+    hypothesis: Hypothesis | None
+    """The hypothesis; None where each micro-batch was taken for what its loss shows."""
+    error: float
+    """Relative error of the worst cut."""
+    tensor: str | None
+    """The worst tensor's name in it."""
+    errors: tuple[float, ...] = ()
+    """Of each cut."""
+
+
+class _Stretch:
+    """A window of a few samples that are made into micro-batches as they are asked for, part by part."""
+
+    lengths = None
+
+    def __init__(self, parts: Sequence[Part], make: Callable[[Part], Any]) -> None:
+        self._parts = dict(zip(_starts(parts), parts, strict=True))
+        self._make = make
+        self.num_samples = sum(map(len, parts))
+
+    def micro_batch(self, start: int, size: int) -> Any:
+        return self._make(self._parts[start])
+
+    def samples(self, positions: Sequence[int]) -> Any:
+        return self._make(tuple(positions))
+
+
+def _starts(parts: Sequence[Part]) -> list[int]:
+    return [sum(map(len, parts[:index])) for index in range(len(parts))]
+
+
+class _ForwardOnly(Transaction):
+    """A transaction that adds up losses, and no gradients."""
+
+    def _accumulate(self, loss: torch.Tensor, weight: Any, reduction: Reduction, share: float) -> None:
+        return
+
+
+class Measurement:
+    """A few samples of a window, whole and cut, under one state of the run; use it as a context."""
+
+    def __init__(
+        self,
+        job: Job,
+        window: Any,
+        chosen: Sequence[int],
+        *,
+        written: Iterable[torch.Tensor] = (),
+        forward_only: bool = False,
+    ) -> None:
+        """Set up; entering it lays the state of the run aside.
+
+        Args:
+            job: what the run computes.
+            window: the samples are its.
+            chosen: their positions in it.
+            written: parameters that forwards have been seen to write to.
+            forward_only: compare losses, and leave gradients alone.
+        """
+        self.num_samples = len(chosen)
+        self.shown: dict[Part, Reduction] = {}
+        """What the graph of each part's loss shows."""
+        self.counted: dict[Part, float] = {}
+        """What the user counts in each part."""
+        self.moved: list[torch.Tensor] = []
+        """What forwards write to, and the next one may read."""
+        self.draws_foreign = False
+        """Whether Python's or NumPy's generator was drawn from."""
+        self._window = window
+        self._chosen = list(chosen)
+        self._written = written
+        self._forward_only = forward_only
+        # Not compiled, and not in 16 bits: there right and wrong cannot be told apart.
+        self.job = replace(job, model=getattr(job.model, "_orig_mod", job.model), precision="fp32")
+        self.names: list[str] = []
+        self._stack: Any = None
+
+    def __enter__(self) -> Measurement:
+        """Lay the state of the run aside."""
+        kind = _ForwardOnly if self._forward_only else Transaction
+        # It has a snapshot of its own, taken as things are.
+        self._transaction = kind(self.job)
+        self.parameters = self._transaction.trained()
+        self.names = _names_of(self.parameters, self.job.modules)
+        self.tolerance = tolerance_of(self.parameters)
+        self._keeps_wide = all(p.dtype not in (torch.bfloat16, torch.float16) for p in self.parameters)
+        self.aside = Aside(self.job, self.parameters, self._written)
+        self._stance = torch.compiler.set_stance("force_eager")
+        self._stance.__enter__()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        """Put the state of the run back."""
+        self._stance.__exit__(None, None, None)
+        self.aside.restore()
+
+    def make(self, part: Part) -> Any:
+        """Return some of the samples as a batch, as the window makes it of them alone, on the device."""
+        batch = self._window.samples([self._chosen[index] for index in part])
+        return batches.to_device(batch, self.job.device, copy=True)
+
+    def run_whole(self) -> None:
+        """Run the samples whole, and keep what they draw and their gradient.
+
+        Raises:
+            ZeroGradientError: it is 0, or there is none.
+        """
+        self._draws: Draws = Recording(keeps_wide=self._keeps_wide)
+        self._whole()
+
+    def _whole(self) -> None:
+        # In one piece a window's weight is 1, whatever its loss is a mean over.
+        gradient = self._run((tuple(range(self.num_samples)),), "samples", self.make, lambda _: self._draws)
+        self.draws_foreign = self.draws_foreign or self.aside.foreign_draws()
+        pairs = zip(self.aside.now(), self.aside.values, strict=True)
+        self.moved = [tensor for tensor, value in pairs if not same(tensor, value)]
+        self._loss = gradient.loss.detach()
+        self._wanted = [p.grad for p in self.parameters]
+        for p in self.parameters:
+            p.grad = None
+        self._put_back()
+        if not self._forward_only and all(g is None or not _any(g) for g in self._wanted):
+            raise ZeroGradientError
+
+    def with_constants(self) -> None:
+        """Run the samples whole once more, with constants in place of draws; they stand for those of the cuts too."""
+        self._draws = Constants(keeps_wide=self._keeps_wide)
+        self._whole()
+
+    def run(
+        self,
+        cuts: Sequence[Cut],
+        hypothesis: Hypothesis | None,
+        *,
+        make: Callable[[Part], Any] | None = None,
+        stop_above: float = math.inf,
+        around: Callable[[], None] | None = None,
+    ) -> Outcome:
+        """Run the samples in cuts by a hypothesis, and compare with the whole.
+
+        Args:
+            cuts: the cuts.
+            hypothesis: how parts add up.
+            make: (part) -> its batch; as the window makes it where left out.
+            stop_above: an error that is enough to know.
+            around: called before each micro-batch.
+
+        Raises:
+            UnalignedError: the draws of a part are not found among those of the whole.
+        """
+        errors: list[Error] = []
+        for cut in cuts:
+            gradient = self._run(cut, hypothesis, make or self.make, self._replaying, around)
+            errors.append(self._error(gradient))
+            for p in self.parameters:
+                p.grad = None
+            self._put_back()
+            if not errors[-1].relative <= stop_above:
+                break
+        worst = max(errors, key=lambda error: math.inf if math.isnan(error.relative) else error.relative)
+        return Outcome(
+            hypothesis=hypothesis,
+            error=worst.relative,
+            tensor=None if worst.tensor is None else self.names[worst.tensor],
+            errors=tuple(error.relative for error in errors),
+        )
+
+    def _error(self, gradient: Gradient) -> Error:
+        if self._forward_only:
+            found, wanted = float(gradient.loss), float(self._loss)
+            return Error(abs(found - wanted) / max(abs(wanted), 1e-12), None)
+        error = error_of([p.grad for p in self.parameters], self._wanted)
+        assert error is not None  # a gradient of 0 was refused
+        return error
+
+    def _replaying(self, part: Part) -> Draws:
+        if isinstance(self._draws, Recording):
+            return Replaying(self._draws, part, self.num_samples, keeps_wide=self._keeps_wide)
+        return self._draws
+
+    def _run(
+        self,
+        cut: Cut,
+        hypothesis: Hypothesis | None,
+        make: Callable[[Part], Any],
+        draws_of: Callable[[Part], Draws],
+        around: Callable[[], None] | None = None,
+    ) -> Gradient:
+        """Run a cut as a window; its gradient is in ``.grad``."""
+        transaction = self._transaction
+        transaction.hypothesis = hypothesis
+        outcome: Gradient | Repeat = Repeat(sizes=())
+        for _ in range(3):  # its end may show what should have been known at its beginning
+            transaction.begin(_Stretch(cut, make))
+            for start, part in zip(_starts(cut), cut, strict=True):
+                if around is not None:
+                    around()
+                # The same for each: what is drawn once a batch, by whatever generator, is the same in all of them.
+                transaction.snapshot.restore_random()
+                transaction.forward = self._looking(part)
+                with draws_of(part):
+                    transaction.add(Piece(start, len(part)))
+            outcome = transaction.finish()
+            if isinstance(outcome, Gradient):
+                break
+            self._put_back()
+        transaction.commit()
+        assert isinstance(outcome, Gradient)
+        return outcome
+
+    def _looking(self, part: Part) -> Callable[[Any, int, int], torch.Tensor]:
+        """Return a forward that keeps what the graph shows."""
+
+        def forward(batch: Any, num_samples: int, window_samples: int) -> torch.Tensor:
+            loss = self._transaction.plain_forward(batch, num_samples, window_samples)
+            self.shown[part] = without_graph(read(loss, num_samples))
+            if self.job.num_items is not None:
+                self.counted[part] = float(count_items(self.job.num_items, batch))
+            return loss
+
+        return forward
+
+    def _put_back(self) -> None:
+        """Put the state back between two runs."""
+        self.aside.restore_state()
+
+
+def _any(gradient: torch.Tensor) -> bool:
+    values = gradient.coalesce()._values() if gradient.is_sparse else gradient
+    return bool(values.count_nonzero())
+
+
+def _names_of(parameters: Sequence[torch.Tensor], modules: Sequence[torch.nn.Module]) -> list[str]:
+    """Return the names of parameters, with that of their module where it is not the first."""
+    names: dict[int, str] = {}
+    for index, module in enumerate(modules):
+        for name, p in module.named_parameters():
+            names.setdefault(id(p), name if not index else f"{type(module).__name__}.{name}")
+    return [names.get(id(p), "a parameter of the optimizer alone") for p in parameters]

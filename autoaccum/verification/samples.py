@@ -1,0 +1,134 @@
+"""Chooses the samples that a run is measured on: few, and far apart by what tells samples apart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from autoaccum.data import batches
+
+MOST = 6
+"""Samples that a measurement takes: enough for three cuts into parts of different sizes."""
+_LOOKED_AT = 128
+"""Samples of a window that those are chosen from."""
+_LARGEST_BYTES = 2**24
+"""Bytes of the samples that are looked at: of large ones there are fewer."""
+
+
+def choose(window: Any, num_samples: int, count: int) -> list[int]:
+    """Return the positions of ``count`` samples of a window, in its order, that differ as much as they can.
+
+    All but one are far from each other. The last is the nearest neighbour of one of them, for what compares samples of
+    a kind with each other, such as a contrastive loss, needs two of a kind to do anything.
+
+    Args:
+        window: the window.
+        num_samples: its samples.
+        count: how many to choose, at most all.
+    """
+    if count >= num_samples:
+        return list(range(num_samples))
+    candidates = _candidates(window, num_samples, count)
+    features = _features(window.samples(candidates), len(candidates))
+    if features is None:  # its rows are not samples: one is as good as another
+        spread = np.linspace(0, num_samples - 1, count)
+        return sorted({int(position) for position in spread})
+    chosen = [int(features.norm(dim=1).argmax())]
+    apart = torch.cdist(features, features)
+    while len(chosen) < count - 1:
+        chosen.append(int(apart[chosen].min(dim=0).values.index_fill(0, torch.tensor(chosen), -1).argmax()))
+    others = [index for index in range(len(candidates)) if index not in chosen]
+    if count > len(chosen):
+        chosen.append(min(others, key=lambda index: float(apart[index, chosen].min())))
+    return sorted(candidates[index] for index in chosen)
+
+
+def _candidates(window: Any, num_samples: int, count: int) -> list[int]:
+    """Return the positions of samples to look at, evenly spread."""
+    each = max(1, batches.num_bytes(window.samples([0])))
+    most = min(num_samples, _LOOKED_AT, max(count, _LARGEST_BYTES // each))
+    return sorted({int(position) for position in np.linspace(0, num_samples - 1, most)})
+
+
+def _features(batch: Any, num_samples: int) -> torch.Tensor | None:
+    """Return numbers that tell samples apart, (num_samples, some), each scaled to a spread of one; None where no leaf
+    has a row for each sample.
+    """
+    columns: list[torch.Tensor] = []
+    for leaf in batches.flatten(batch)[0]:
+        if isinstance(leaf, np.ndarray) and leaf.dtype != object:
+            leaf = torch.as_tensor(leaf)
+        if isinstance(leaf, torch.Tensor) and leaf.ndim and len(leaf) == num_samples:
+            if leaf.layout is not torch.strided or leaf.is_quantized:
+                continue
+            columns.extend(_of_tensor(leaf.detach()))
+        elif isinstance(leaf, list | tuple) and len(leaf) == num_samples:
+            columns.append(torch.tensor([_length(entry) for entry in leaf], dtype=torch.float64))
+    if not columns:
+        return None
+    features = torch.stack(columns, dim=1).nan_to_num(0, 0, 0)
+    features = features - features.mean(dim=0)
+    return features / features.std(dim=0).clamp(min=1e-12)
+
+
+def _of_tensor(leaf: torch.Tensor) -> list[torch.Tensor]:
+    """Return the columns of one tensor: means, spreads, and what an entry may be left out for."""
+    numbers = torch.view_as_real(leaf) if leaf.is_complex() else leaf
+    numbers = numbers.reshape(len(leaf), -1).to("cpu", torch.float64)
+    if not numbers.shape[1]:
+        return []
+    # The shares of entries that are zero or negative count double: padding, ignored targets and masks show in them.
+    zero, negative = (numbers == 0).double().mean(1), (numbers < 0).double().mean(1)
+    columns = [numbers.mean(1), zero, negative, zero > 0.999, negative > 0.999]
+    if numbers.shape[1] > 1:
+        columns += [numbers.std(1), numbers.amax(1), numbers.amin(1)]
+    return [column.double() for column in columns]
+
+
+def _length(entry: Any) -> float:
+    if isinstance(entry, int | float):
+        return float(entry)
+    return float(len(entry)) if hasattr(entry, "__len__") else 0.0
+
+
+def cuts_of(count: int, smallest: int) -> list[tuple[tuple[int, ...], ...]]:
+    """Return three cuts of ``count`` samples, each as parts of their indices, all of them different.
+
+    No part has fewer than ``smallest``: BatchNorm has no statistics of one sample.
+
+    >>> cuts_of(6, 1)
+    [((0,), (1, 2), (3, 4, 5)), ((0, 1, 2), (3, 4), (5,)), ((3, 0), (4, 1, 5, 2))]
+    >>> cuts_of(3, 1)
+    [((0,), (1, 2)), ((0, 1), (2,)), ((1,), (0, 2))]
+    """
+    permuted = _permuted(count)
+    third = max(1, count // 6)
+    if count // 3 >= smallest and count >= 6 and smallest == 1:
+        first = (third, 2 * third, count - 3 * third)
+        sizes = [first, first[::-1], (2 * third, count - 2 * third)]
+    else:
+        few = max(smallest, count // 3)
+        if count - few < smallest:
+            return []
+        sizes = [(few, count - few), (count - few, few), (few, count - few)]
+    orders: list[Sequence[int]] = [range(count), range(count), permuted]
+    return [_parts(order, parts) for order, parts in zip(orders, sizes, strict=True)]
+
+
+def _permuted(count: int) -> list[int]:
+    """Return an order in which no two neighbours were neighbours: those of the second half alternate with the first."""
+    half = (count + 1) // 2 if count > 3 else 1
+    first, second = list(range(half)), list(range(half, count))
+    mixed = [index for pair in zip(second, first, strict=False) for index in pair]
+    return mixed + [index for index in range(count) if index not in mixed]
+
+
+def _parts(order: Sequence[int], sizes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    parts, start = [], 0
+    for size in sizes:
+        parts.append(tuple(order[start : start + size]))
+        start += size
+    return tuple(parts)

@@ -1,0 +1,123 @@
+"""Finds why a measurement has failed: what may be to blame is switched off, one after the other, and measured again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Literal, NamedTuple
+
+from autoaccum.data import batches
+from autoaccum.loss.coupling import batch_norms
+from autoaccum.loss.hypotheses import Hypothesis
+from autoaccum.verification.draws import UnalignedError, UnsettledError
+from autoaccum.verification.measurement import Cut, Measurement, Part
+
+Cause = Literal["padding", "batch norm", "state", "hooks"]
+
+
+class Suspect(NamedTuple):
+    """Something that may be to blame."""
+
+    name: Cause
+    """What it is."""
+    is_there: Callable[[Measurement], bool]
+    """Whether there is any of it."""
+
+
+def name_cause(measurement: Measurement, cuts: tuple[Cut, ...], hypothesis: Hypothesis) -> list[Cause]:
+    """Return what makes the gradients of cut windows wrong: without all of it together they are right.
+
+    Args:
+        measurement: entered, and run.
+        cuts: those that it failed in.
+        hypothesis: by which it failed the least.
+
+    Returns:
+        The causes; empty where none of the suspects is to blame.
+    """
+    there = [suspect for suspect in _SUSPECTS if suspect.is_there(measurement)]
+    # One alone, then all of them: where two are to blame, each looks innocent as long as the other one is there.
+    for suspect in there:
+        if _passes_without(measurement, cuts, hypothesis, [suspect.name]):
+            return [suspect.name]
+    everything = [suspect.name for suspect in there]
+    if len(everything) > 1 and _passes_without(measurement, cuts, hypothesis, everything):
+        return everything
+    return []
+
+
+def _passes_without(
+    measurement: Measurement, cuts: tuple[Cut, ...], hypothesis: Hypothesis, causes: list[Cause]
+) -> bool:
+    """Measure with some suspects switched off; return whether the cuts have the gradient of the whole."""
+    whole = tuple(range(measurement.num_samples))
+    with _batch_norms_off(measurement, "batch norm" in causes), _hooks_off(measurement, "hooks" in causes):
+        try:
+            measurement.run_whole()
+            collated = measurement.make(whole) if "padding" in causes else None
+
+            def rows(part: Part) -> object:
+                """Return the rows of a part as they are in the whole, where all are padded alike."""
+                taken = [batches.take(collated, index, index + 1) for index in part]
+                return batches.to_device(batches.concat(taken), measurement.job.device, copy=True)
+
+            outcome = measurement.run(
+                cuts,
+                hypothesis,
+                make=rows if collated is not None else None,
+                stop_above=measurement.tolerance,
+                around=measurement.aside.restore_state if "state" in causes else None,
+            )
+        except (UnalignedError, UnsettledError):
+            return False
+        except Exception:  # a switch that the user's code does not bear clears nobody
+            measurement.aside.restore_state()
+            return False
+    return not math.isnan(outcome.error) and outcome.error <= measurement.tolerance
+
+
+def _pads(measurement: Measurement) -> bool:
+    """Return whether a part, made into a batch of its own, has other shapes than its rows of the whole."""
+    whole = measurement.make(tuple(range(measurement.num_samples)))
+    for index in range(measurement.num_samples):
+        alone, _ = batches.flatten(measurement.make((index,)))
+        row, _ = batches.flatten(batches.take(whole, index, index + 1))
+        if [getattr(leaf, "shape", None) for leaf in alone] != [getattr(leaf, "shape", None) for leaf in row]:
+            return True
+    return False
+
+
+@contextmanager
+def _batch_norms_off(measurement: Measurement, is_off: bool) -> Iterator[None]:
+    layers = [layer for layer in batch_norms(measurement.job.modules) if layer.training] if is_off else []
+    for layer in layers:
+        layer.training = False
+    measurement.aside.remember_attributes()
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.training = True
+        measurement.aside.remember_attributes()
+
+
+@contextmanager
+def _hooks_off(measurement: Measurement, is_off: bool) -> Iterator[None]:
+    hooks = [p._backward_hooks for p in measurement.parameters if p._backward_hooks] if is_off else []
+    kept = [dict(held) for held in hooks]
+    for held in hooks:
+        held.clear()
+    try:
+        yield
+    finally:
+        for held, before in zip(hooks, kept, strict=True):
+            held.update(before)
+
+
+_SUSPECTS = (
+    Suspect("padding", _pads),
+    Suspect("batch norm", lambda m: any(layer.training for layer in batch_norms(m.job.modules))),
+    Suspect("state", lambda m: bool(m.moved)),
+    Suspect("hooks", lambda m: any(p._backward_hooks for p in m.parameters)),
+)

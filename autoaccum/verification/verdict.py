@@ -1,0 +1,118 @@
+"""Measures a window and says what came of it: passed, failed and why, or not measured and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from autoaccum.data.base import Window
+from autoaccum.errors import AutoaccumError
+from autoaccum.loss.coupling import smallest_micro_batch
+from autoaccum.loss.hypotheses import Hypothesis
+from autoaccum.memory.oom import RanOut, attempt, is_out_of_memory
+from autoaccum.verification.decision import Decision, decide
+from autoaccum.verification.draws import UnalignedError, UnsettledError
+from autoaccum.verification.measurement import Measurement, ZeroGradientError
+from autoaccum.verification.samples import MOST, choose, cuts_of
+from autoaccum.verification.suspects import Cause, name_cause
+from autoaccum.window.job import Job
+
+_FEW = 3
+"""Samples that are measured where there is no memory for all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What a measurement has come to."""
+
+    decision: Decision | None = None
+    """What was measured; None where nothing was."""
+    causes: tuple[Cause, ...] = ()
+    """What is to blame where it failed, as far as it could be switched off."""
+    unmeasured: str = ""
+    """Why nothing was measured; empty where something was."""
+    is_zero: bool = False
+    """Whether that is a gradient of 0, which may be another one in the next window."""
+    samples: int = 0
+    """How many samples were measured."""
+    tolerance: float = 0.0
+    """Up to which error gradients are the same."""
+
+
+def measure(
+    job: Job,
+    window: Window,
+    likely: Hypothesis,
+    *,
+    most: int,
+    written: Iterable[torch.Tensor] = (),
+    forward_only: bool = False,
+) -> Verdict:
+    """Measure some samples of a window; of that nothing remains.
+
+    Args:
+        job: what the run computes.
+        window: the samples.
+        likely: the hypothesis that is measured first.
+        most: samples that there is room for at once.
+        written: parameters that forwards have been seen to write to.
+        forward_only: compare losses alone, by that hypothesis alone.
+    """
+    smallest = smallest_micro_batch(job.modules)
+    written = list(written)
+    why = "there is not enough memory for three samples at once"
+    for count in (MOST, _FEW, 2):
+        count = min(count, window.num_samples, most)
+        if not cuts_of(count, smallest):
+            why = f"there is no room, or no sample, for two parts of at least {smallest}"
+            continue
+        run = partial(_measured, job, window, likely, count, smallest, written, forward_only)
+        outcome = attempt(run)
+        if not isinstance(outcome, RanOut):
+            return outcome
+        why = "memory ran out in the attempt"
+    return Verdict(unmeasured=why)
+
+
+def _measured(
+    job: Job,
+    window: Window,
+    likely: Hypothesis,
+    count: int,
+    smallest: int,
+    written: list[torch.Tensor],
+    forward_only: bool,
+) -> Verdict:
+    """Measure so many samples."""
+    chosen = choose(window, window.num_samples, count)
+    measurement = Measurement(job, window, chosen, written=written, forward_only=forward_only)
+    try:
+        with measurement:
+            if forward_only:
+                measurement.run_whole()
+                outcome = measurement.run(cuts_of(count, smallest)[:1], likely)
+                decision = Decision.of(outcome, passed=outcome.error <= measurement.tolerance)
+                return Verdict(decision=decision, samples=count, tolerance=measurement.tolerance)
+            decision = decide(measurement, smallest, likely)
+            causes: tuple[Cause, ...] = ()
+            if not decision.passed:
+                causes = tuple(name_cause(measurement, decision.cuts, decision.hypothesis))
+                # What Python's or NumPy's generator draws differs in each part, and nothing says by how much.
+                if decision.is_foreign and not causes:
+                    return Verdict(unmeasured="it draws from Python's or NumPy's generator, by other numbers in each part")
+            return Verdict(decision=decision, causes=causes, samples=count, tolerance=measurement.tolerance)
+    except ZeroGradientError:
+        return Verdict(unmeasured="the gradient of a few samples is 0", is_zero=True)
+    except (UnalignedError, UnsettledError) as error:
+        return Verdict(unmeasured=f"what {error} draws for a few samples cannot be found among what it draws for all")
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        words = str(error).partition("\n")[0]
+        name = type(error).__name__
+        if isinstance(error, AutoaccumError):
+            name = "the loss cannot be computed"
+        return Verdict(unmeasured=f"on a few samples by themselves it fails ({name}: {words})")

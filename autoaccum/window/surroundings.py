@@ -1,0 +1,118 @@
+"""Finds what functions of the user's hold beside their arguments: modules, tensors, lists, objects with attributes.
+
+A training_step may use a projection head, a queue or a counter that no argument passes. They hang on it by a closure,
+by a global name, by the arguments of a partial or by the object whose method it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoaccum.window.attributes import CONTAINERS
+
+_DEEPEST = 4
+"""Steps from a function to what it holds: functions that it calls hold things too, but not for ever."""
+# Objects of these packages are tools, or would lead to all there is: an optimizer to its parameters, a logger to files.
+_FOREIGN = sys.stdlib_module_names | {"torch", "numpy", "autoaccum", "_pytest", "pytest"}
+_PLAIN = (int, float, complex, str, bool, type(None))
+
+
+@dataclass
+class Surroundings:
+    """What some functions hold; each thing once."""
+
+    modules: list[nn.Module] = field(default_factory=list)
+    """Modules, not those that lie within others."""
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    """Tensors that belong to no module."""
+    containers: list[Any] = field(default_factory=list)
+    """Lists, dicts, sets."""
+    objects: list[Any] = field(default_factory=list)
+    """Objects with attributes, of classes that no library brings."""
+    cells: list[types.CellType] = field(default_factory=list)
+    """Variables of enclosing functions."""
+    names: list[tuple[dict[str, Any], str]] = field(default_factory=list)
+    """Global variables with a plain value: (namespace, name)."""
+
+
+def surroundings_of(functions: Iterable[Callable[..., Any] | None]) -> Surroundings:
+    """Find what functions hold, by what Python shows of them: nothing is called."""
+    found = Surroundings()
+    seen: set[int] = set()
+    stack: list[tuple[Any, int]] = [(function, 0) for function in functions]
+    while stack:
+        thing, depth = stack.pop()
+        if isinstance(thing, _PLAIN) or id(thing) in seen or depth > _DEEPEST:
+            continue
+        seen.add(id(thing))
+        stack.extend((held, depth + 1) for held in _held_by(thing, found))
+    return found
+
+
+def _held_by(thing: Any, found: Surroundings) -> list[Any]:
+    """Note a thing where it is one of those looked for, and return what it holds."""
+    if isinstance(thing, functools.partial):
+        return [thing.func, *thing.args, *thing.keywords.values()]
+    if isinstance(thing, types.MethodType):
+        return [thing.__func__, thing.__self__]
+    if isinstance(thing, types.FunctionType):
+        return _held_by_function(thing, found)
+    if isinstance(thing, nn.Module):
+        found.modules.append(thing)
+    elif isinstance(thing, torch.Tensor):
+        found.tensors.append(thing)
+    elif type(thing) in CONTAINERS:
+        found.containers.append(thing)
+        # What is long is data, or a record of what was: its entries are not looked into.
+        if len(thing) <= 100:
+            return list(thing.values() if isinstance(thing, dict) else thing)
+    elif isinstance(thing, tuple) and len(thing) <= 100:
+        return list(thing)
+    elif _is_of_user(thing):
+        found.objects.append(thing)
+        return list(vars(thing).values())
+    return []
+
+
+def _held_by_function(function: types.FunctionType, found: Surroundings) -> list[Any]:
+    """Return what a function holds: defaults, variables of enclosing functions, globals that it names."""
+    held = list(function.__defaults__ or ()) + list((function.__kwdefaults__ or {}).values())
+    for cell in function.__closure__ or ():
+        try:
+            held.append(cell.cell_contents)
+        except ValueError:  # a variable that has no value yet
+            continue
+        found.cells.append(cell)
+    # A wrapper of ours leads to the user's function by its closure; its globals are our own.
+    if not _is_foreign(function.__module__):
+        for name in function.__code__.co_names:
+            if name in function.__globals__:
+                value = function.__globals__[name]
+                held.append(value)
+                if isinstance(value, _PLAIN):
+                    found.names.append((function.__globals__, name))
+    return held
+
+
+def _is_of_user(thing: Any) -> bool:
+    is_code = isinstance(thing, type | types.ModuleType | types.BuiltinFunctionType)
+    return not is_code and hasattr(thing, "__dict__") and not _is_foreign(type(thing).__module__)
+
+
+def _is_foreign(module: str | None) -> bool:
+    return module is not None and module.partition(".")[0] in _FOREIGN - {"__main__"}
+
+
+def outermost(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return modules that lie within no other of them, each once, in their order."""
+    given = list(dict.fromkeys(modules))
+    within = {id(inner) for module in given for inner in module.modules() if inner is not module}
+    return [module for module in given if id(module) not in within]
