@@ -44,8 +44,6 @@ def in_order(sizes: Sequence[int], reductions: Sequence[Reduction], *, counts_it
     if any(reduction.constants for reduction in reductions):
         sums = ["sum and penalties", "sum"]
     means: list[Hypothesis] = ["items", "samples"]
-    if reductions and conclude(sizes, reductions).is_sum:
-        found = [*sums, *means]
-    else:
-        found = [*means, *sums]
+    sums_first = bool(reductions) and conclude(sizes, reductions).is_sum
+    found = [*sums, *means] if sums_first else [*means, *sums]
     return ["num_items", *found] if counts_items else found

@@ -154,7 +154,7 @@ def line(event: Event) -> str | None:
 def verified_text(event: Verified) -> str:
     """Return what was measured of a gradient, as a text."""
     cuts = ", ".join("+".join(map(str, sizes)) for sizes in event.cuts)
-    verdict = "the gradient of cut windows is that of whole ones" if event.passed else "cut windows have another gradient"
+    verdict = "cut windows have the gradient of whole ones" if event.passed else "cut windows have another gradient"
     where = "" if event.passed or event.tensor is None else f", the most in {event.tensor}"
     return (
         f"step {event.step}: {verdict}: {event.error:.1e} off{where} ({event.tolerance:.0e} allowed), measured on "

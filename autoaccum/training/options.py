@@ -257,8 +257,8 @@ class FitArguments:
     )
     # What is measured decides how micro-batches are weighted, and so what a run computes.
     verify: bool = option(
-        "measure, on a few samples of the first window that is cut and now and then, that cut windows have the gradient "
-        "of whole ones.",
+        "measure, on a few samples of the first window that is cut and now and then, that cut windows have the "
+        "gradient of whole ones.",
         default=True,
         check=_checks.of_verification,
         decides="training",

@@ -24,7 +24,7 @@ class UnsettledError(Exception):
     """A draw that neither rows nor a constant can stand in for."""
 
 
-class Draws(TorchDispatchMode):
+class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A mode in which random operations are watched, or stood in for, and nothing is rounded to 16 bits."""
 
     def __init__(self, *, keeps_wide: bool) -> None:
@@ -34,7 +34,7 @@ class Draws(TorchDispatchMode):
             keeps_wide: whether what an autocast of the user's own would round to 16 bits stays as it is. Not beside
                 parameters of 16 bits, with which nothing wider can be multiplied.
         """
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._keeps_wide = keeps_wide
 
     def __torch_dispatch__(
@@ -57,7 +57,7 @@ class Draws(TorchDispatchMode):
         raise UnalignedError(str(func))
 
 
-class Recording(Draws):
+class Recording(Draws):  # type: ignore[no-untyped-call]
     """A mode that lets operations draw, and keeps what they drew on the host."""
 
     def __init__(self, *, keeps_wide: bool) -> None:
@@ -79,7 +79,7 @@ class Recording(Draws):
         return returned
 
 
-class Replaying(Draws):
+class Replaying(Draws):  # type: ignore[no-untyped-call]
     """A mode that gives a part of a batch its samples' rows of what was drawn for the whole."""
 
     def __init__(self, recorded: Recording, rows: Sequence[int], num_samples: int, *, keeps_wide: bool) -> None:
@@ -103,7 +103,7 @@ class Replaying(Draws):
             UnalignedError: the whole drew otherwise.
         """
         recorded, drawn = next(self._draws, (None, torch.empty(0)))
-        if recorded is not func:
+        if recorded is None or recorded is not func:
             raise UnalignedError(str(func))
         # It draws all the same, for only its outcome tells the shape; the random states are put back anyway.
         returned = func(*args, **kwargs)
@@ -146,7 +146,7 @@ def _is_order(drawn: torch.Tensor) -> bool:
     return drawn.ndim == 1 and len(drawn) > 1 and bool((drawn.sort().values == torch.arange(len(drawn))).all())
 
 
-class Constants(Draws):
+class Constants(Draws):  # type: ignore[no-untyped-call]
     """A mode in which a draw is the same for each sample: nothing is dropped, noise has one value."""
 
     def draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

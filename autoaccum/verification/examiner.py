@@ -225,9 +225,7 @@ class Examiner:
         self._decide(verdict.decision, verdict, number, clock.now() - started, said)
 
     def _verdict(self, window: Window, likely: Hypothesis, most: int, *, forward_only: bool = False) -> Verdict:
-        return measure(
-            self._job, window, likely, most=most, written=self._written.values(), forward_only=forward_only
-        )
+        return measure(self._job, window, likely, most=most, written=self._written.values(), forward_only=forward_only)
 
     def _likely(self, gradient: Gradient) -> Hypothesis:
         """Return what a window looks like that nothing was measured of."""

@@ -7,9 +7,8 @@ Each part is given its own samples' rows of what the whole has drawn. Of all tha
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from autoaccum.loss.weighting import count_items
 from autoaccum.planning.attempts import Piece
 from autoaccum.verification.aside import Aside, same
 from autoaccum.verification.comparison import Error, error_of, tolerance_of
-from autoaccum.verification.draws import Constants, Draws, Recording, Replaying, UnalignedError
+from autoaccum.verification.draws import Constants, Draws, Recording, Replaying
 from autoaccum.window.gradient import Gradient
 from autoaccum.window.job import Job
 from autoaccum.window.transaction import Repeat, Transaction

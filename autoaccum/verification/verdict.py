@@ -102,7 +102,7 @@ def _measured(
                 causes = tuple(name_cause(measurement, decision.cuts, decision.hypothesis))
                 # What Python's or NumPy's generator draws differs in each part, and nothing says by how much.
                 if decision.is_foreign and not causes:
-                    return Verdict(unmeasured="it draws from Python's or NumPy's generator, by other numbers in each part")
+                    return Verdict(unmeasured="it draws from Python's or NumPy's generator, other numbers in each part")
             return Verdict(decision=decision, causes=causes, samples=count, tolerance=measurement.tolerance)
     except ZeroGradientError:
         return Verdict(unmeasured="the gradient of a few samples is 0", is_zero=True)

@@ -27,7 +27,8 @@ class Attributes:
         self._contents: dict[int, tuple[Any, Any]] = {}
         # The attributes themselves are a dict: it is remembered like those that lie in it. Not by recursion, for lists
         # may hold themselves or be nested deeply.
-        found: list[Any] = [*(vars(owner) for owner, _ in self._classes), *containers]
+        found: list[Any] = [vars(owner) for owner, _ in self._classes]
+        found.extend(containers)
         while found:
             container = found.pop()
             if type(container) not in CONTAINERS or id(container) in self._contents:
@@ -37,7 +38,7 @@ class Attributes:
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the tensors among what is remembered."""
-        found = []
+        found: list[torch.Tensor] = []
         for _, contents in self._contents.values():
             entries = contents.values() if isinstance(contents, dict) else contents
             found.extend(entry for entry in entries if isinstance(entry, torch.Tensor))

@@ -84,7 +84,7 @@ class Signs:
             self.have_changed = True
 
 
-def are_alike(sizes: Sequence[int], counts: Sequence[float]) -> bool:
+def are_alike(sizes: Sequence[float], counts: Sequence[float]) -> bool:
     """Return whether counts are the sizes, but for a factor."""
     if min(counts) == max(counts) and min(sizes) == max(sizes):
         return True
