@@ -52,6 +52,10 @@ class Repeat:
     sizes: tuple[int, ...]
 
 
+_NOTHING = Reduction(0.0)
+"""The reduction of a micro-batch without items."""
+
+
 class Transaction:
     """Adds micro-batches to the gradient of a window; commits by being finished, or rolls back."""
 
@@ -128,20 +132,40 @@ class Transaction:
             self._tally.weight(piece.size, reduction.items)  # nothing to learn from: no forward either
             self._losses.append(None)
         else:
-            before = count_nodes()
-            loss = self.forward(batch, piece.size, self._num_samples)
-            self.signs.of_graph(piece.size, count_nodes() - before)
-            if reduction is None:
-                reduction = self._read(loss, piece.size)
-            weight = self._tally.weight(piece.size, reduction.items, loss.dtype)
-            if weight is None:
+            loss = self._forward(batch, piece.size)
+            if loss is None:
+                reduction = _NOTHING
+                self._tally.weight(piece.size, 0.0)
                 self._losses.append(None)
             else:
-                self._losses.append(loss.detach())
-                self._backward(loss, weight, reduction, piece.size)
+                reduction = reduction or self._read(loss, piece.size)
+                self._add(loss, reduction, piece.size)
         # The nodes that a reduction names would keep the graph alive.
         self._reductions.append(without_graph(reduction) if reduction.edges else reduction)
         self._sizes.append(piece.size)
+
+    def _forward(self, batch: Any, num_samples: int) -> torch.Tensor | None:
+        """Return the loss of a micro-batch; None where it divides by the number of its items, and has none."""
+        before = count_nodes()
+        try:
+            loss = self.forward(batch, num_samples, self._num_samples)
+        except ZeroDivisionError:
+            # Python's own numbers raise where tensors give NaN. The window may well have items, and then it is fine.
+            if num_samples == self._num_samples:
+                raise
+            self.signs.have_changed = True  # that it is a count is a guess, which is to be measured
+            return None
+        self.signs.of_graph(num_samples, count_nodes() - before)
+        return loss
+
+    def _add(self, loss: torch.Tensor, reduction: Reduction, num_samples: int) -> None:
+        """Add the gradient of a loss, weighted, and keep its value."""
+        weight = self._tally.weight(num_samples, reduction.items, loss.dtype)
+        if weight is None:
+            self._losses.append(None)
+            return
+        self._losses.append(loss.detach())
+        self._backward(loss, weight, reduction, num_samples)
 
     def _read(self, loss: torch.Tensor, num_samples: int) -> Reduction:
         """Return how a loss was reduced: as its graph shows, unless that has no say in it any more."""
