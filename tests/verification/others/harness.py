@@ -45,6 +45,10 @@ class Loop:
     """Whether the whole window draws what its micro-batches draw."""
     held: Sequence[nn.Module] = ()
     """Modules that the optimizer trains and only the step's closure, globals or arguments know."""
+    make_step: Callable[..., TrainingStep] | None = None
+    """Makes the same training step of other ``held`` modules: what a function holds is not copied with it."""
+    before: Callable[[int], None] | None = None
+    """Called with the number of each window before it begins, as a schedule of the user's own is."""
 
     def loss(self, model: Any, batch: Any) -> torch.Tensor:
         """Return the loss of a batch as the user's code computes it."""
@@ -105,6 +109,8 @@ class Watch:
 
     def begin(self) -> None:
         """Copy all that the next window begins with: the model, what the step holds, the random state."""
+        if self._loop.before is not None:
+            self._loop.before(len(self._states))
         state = (self._loop.model, self._loop.training_step, self._loop.held, self.parameters)
         self._states.append(copy.deepcopy(state))
         self._random.append(torch.get_rng_state())
@@ -115,7 +121,9 @@ class Watch:
 
     def whole(self, number: int, batch: Any) -> list[torch.Tensor]:
         """Return the gradient of a window in one batch, from where that window began."""
-        model, step, _, parameters = self._states[number]
+        model, step, held, parameters = self._states[number]
+        if self._loop.make_step is not None:
+            step = self._loop.make_step(*held)
         torch.set_rng_state(self._random[number])
         for p in parameters:
             p.grad = None
