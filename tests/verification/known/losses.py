@@ -14,12 +14,12 @@ from tests.verification.others.harness import Loop
 
 WINDOW = 24
 FEATURES = 8
-CUTS: tuple[Any, ...] = (1, 2, 4, (7, 8, 9), (3, 2, 4, 5, 1, 3, 6), "auto")
+CUTS: tuple[Any, ...] = (1, 4, (7, 8, 9), (3, 2, 4, 5, 1, 3, 6), "auto")
 COUNTED = ("items", "counts", "averages", "nothing")
-"""Of a loss that divides by what it counts: words of which a notice has to hold one."""
+"""Of a loss that divides by what it counts: words of which a notice's cause has to hold one."""
 RULES = ("averages", "mean", "sum", "divides")
 """Of a loss that is neither a mean nor a sum."""
-MEETS = ("samples", "batch")
+MEETS = ("samples",)
 """Of a loss in which samples meet."""
 
 
@@ -38,16 +38,16 @@ class Net(nn.Module):
         return out
 
 
-def data() -> dict[str, torch.Tensor]:
-    """Return three windows of rows, of which some have nothing to count, also two or four in a row."""
+def data(empties: tuple[int, ...] = (0, 8, 40, 60)) -> dict[str, torch.Tensor]:
+    """Return three windows of rows, of which some have nothing to count: single ones, and four from each of ``empties``."""
     generator = torch.Generator().manual_seed(1)
     n = 3 * WINDOW
     mask = torch.rand(n, FEATURES, generator=generator) < torch.rand(n, 1, generator=generator)
     mask[:, 0] = True
-    for row in range(4, n, 11):
-        mask[row] = False
-    for start in (8, 40, 60):  # the third micro-batch of four in its window, and others
+    for start in empties:
         mask[start : start + 4] = False
+    for row in range(min(empties) + 4, n, 11):
+        mask[row] = False
     return {
         "x": torch.randn(n, FEATURES, generator=generator, dtype=torch.double),
         "y": torch.randn(n, FEATURES, generator=generator, dtype=torch.double),
@@ -55,6 +55,9 @@ def data() -> dict[str, torch.Tensor]:
         "mask": mask,
     }
 
+
+LATE = (WINDOW + 16, 2 * WINDOW + 12)
+"""Rows with nothing to count in the second window and the third alone."""
 
 Loss = Callable[[Any, torch.Tensor, torch.Tensor, dict[str, torch.Tensor]], torch.Tensor]
 """(model, outputs, squared differences, batch) -> loss"""
@@ -71,17 +74,15 @@ class Case:
     max_micro_batch: int = 4
     num_items: Callable[[Any], Any] | None = field(default=None)
 
-    def loop(self, through: Any = "fit") -> Loop:
-        """Return it as a training loop of three windows."""
+    def loop(self, empties: tuple[int, ...] = (0, 8, 40, 60)) -> Loop:
+        """Return it as a training loop of three windows, with rows that have nothing to count from each of ``empties``."""
         torch.manual_seed(0)
 
         def training_step(model: Any, batch: Any) -> torch.Tensor:
             outputs = model(batch["x"])
             return self.loss(model, outputs, (outputs - batch["y"]).pow(2), batch)
 
-        return Loop(
-            Net().double(), data(), WINDOW, 4, training_step=training_step, num_items=self.num_items, through=through
-        )
+        return Loop(Net().double(), data(empties), WINDOW, 4, training_step=training_step, num_items=self.num_items)
 
 
 def squeezed(m: Any, o: torch.Tensor, d: torch.Tensor, b: Any) -> torch.Tensor:
@@ -126,7 +127,7 @@ NEGATED: dict[str, Case] = {
         lambda m, o, d, b: -(o.log_softmax(-1) * b["mask"]).sum() / b["mask"].sum().clamp(min=1), COUNTED
     ),
     "minus one times it": Case(
-        lambda m, o, d, b: -1 * (o.log_softmax(-1) * b["mask"]).sum() / b["mask"].sum().clamp(min=1e-8), COUNTED
+        lambda m, o, d, b: -1 * (o.log_softmax(-1) * b["mask"]).sum() / b["mask"].sum().clamp(min=1e-12), COUNTED
     ),
     "a negative mask": Case(
         lambda m, o, d, b: (o.log_softmax(-1) * -b["mask"].double()).sum() / b["mask"].sum().clamp(min=1), COUNTED
@@ -134,6 +135,19 @@ NEGATED: dict[str, Case] = {
     "minus the mean of what is picked": Case(lambda m, o, d, b: -o.log_softmax(-1)[b["mask"]].mean(), COUNTED),
     "minus a sum over int(count)": Case(
         lambda m, o, d, b: -(o.log_softmax(-1) * b["mask"]).sum() / int(b["mask"].sum()), COUNTED
+    ),
+    "minus the sum of shares": Case(
+        lambda m, o, d, b: -(o.log_softmax(-1) * b["mask"] / b["mask"].sum()).sum(), COUNTED
+    ),
+    "one minus a mean": Case(lambda m, o, d, b: 1 - (o * b["mask"]).sum() / b["mask"].sum(), COUNTED),
+    "one minus a mean over a count kept above none": Case(
+        lambda m, o, d, b: 1 - (o * b["mask"]).sum() / b["mask"].sum().clamp(min=1), COUNTED
+    ),
+    "over a count kept below none": Case(
+        lambda m, o, d, b: (o * b["mask"]).sum() / b["mask"].sum().neg().clamp(max=-1), COUNTED
+    ),
+    "zero where it is not a number": Case(
+        lambda m, o, d, b: -((o * b["mask"]).sum() / b["mask"].sum()).nan_to_num(), COUNTED
     ),
 }  # fmt: skip
 """Masked means with a sign, which were a ZeroDivisionError."""
@@ -148,6 +162,23 @@ MISREAD: dict[str, Case] = {
     "sum, and a parameter times all data": Case(lambda m, o, d, b: d.sum() + (m.offset * b["x"]).sum()),
     "sum, and a table at the labels": Case(lambda m, o, d, b: d.sum() + m.table.weight[b["label"]].sum()),
     "sum, and squares of embeddings": Case(lambda m, o, d, b: d.sum() + m.table(b["label"]).pow(2).sum()),
+    "sum, and a learnt temperature": Case(
+        lambda m, o, d, b: d.sum() - (m.offset[0].exp() * (b["y"][:, 0] + o[:, 0].detach())).sum()
+    ),
+    "sum, and a learnt temperature of a sum": Case(
+        lambda m, o, d, b: d.sum() - m.offset[0].exp() * (b["y"][:, 0] + o[:, 0].detach()).sum()
+    ),
+    "sum, and learnt centres": Case(
+        lambda m, o, d, b: d.sum() + (m.table(b["label"]) - o.detach()).pow(2).sum()
+    ),
+    "sum, and a parameter for each row": Case(
+        lambda m, o, d, b: d.sum() + (m.offset.expand(len(d), -1) - 1).pow(2).sum()
+    ),
+    "sum, and a parameter times the rows": Case(lambda m, o, d, b: d.sum() + len(d) * m.offset[0]),
+    "sum, and a parameter times a count": Case(lambda m, o, d, b: d.sum() + b["mask"].sum() * m.offset[0]),
+    "mean, and a learnt temperature": Case(
+        lambda m, o, d, b: d.mean() - (m.offset[0].exp() * (b["y"][:, 0] + o[:, 0].detach())).mean()
+    ),
     "mean, and a parameter times the data's mean": Case(lambda m, o, d, b: d.mean() + (m.offset * b["x"].mean(0)).sum()),
     "mean, and squares of embeddings": Case(lambda m, o, d, b: d.mean() + 0.1 * m.table(b["label"]).pow(2).mean()),
     "embeddings alone": Case(
@@ -180,3 +211,27 @@ NEITHER: dict[str, Case] = {
     ),
 }  # fmt: skip
 """No count makes them exact: each has to be said, with the error that was measured."""
+
+SILENCED: dict[str, Case] = {
+    "masked mean, rows counted": Case(
+        lambda m, o, d, b: (d * b["mask"]).sum() / b["mask"].sum(), ("num_items",), num_items=lambda b: len(b["x"])
+    ),
+    "mean, the mask counted": Case(lambda m, o, d, b: d.mean(), ("num_items",), num_items=lambda b: b["mask"].sum() + 1),
+    "sum, rows counted": Case(lambda m, o, d, b: d.sum(), ("num_items",), num_items=lambda b: len(b["x"])),
+    "a count + 1, rows counted": Case(
+        lambda m, o, d, b: (d * b["mask"]).sum() / (b["mask"].sum() + 1), ("num_items", *RULES),
+        num_items=lambda b: len(b["x"]),
+    ),
+    "sum over n + 1, rows counted": Case(
+        lambda m, o, d, b: d.sum() / (len(d) + 1), ("num_items", *RULES), num_items=lambda b: len(b["x"])
+    ),
+    "means over different things, one counted": Case(
+        lambda m, o, d, b: d.mean() + (d * b["mask"]).sum() / b["mask"].sum().clamp(min=1), ("num_items", *COUNTED),
+        num_items=lambda b: b["mask"].sum(),
+    ),
+    "prefix sums, rows counted": Case(
+        lambda m, o, d, b: o.cumsum(0).pow(2).mean(), ("num_items", *MEETS), num_items=lambda b: len(b["x"])
+    ),
+    "Switch balancing, rows counted": Case(switch_balancing, ("num_items", *MEETS), num_items=lambda b: len(b["x"])),
+}  # fmt: skip
+"""A ``num_items`` that is wrong, or right of what no count makes exact: it once kept everything else from being said."""

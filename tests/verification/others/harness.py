@@ -14,7 +14,7 @@ from torch import nn
 
 import autoaccum
 from autoaccum.data.batches import take
-from autoaccum.events import Event, Notice
+from autoaccum.events import Event, Notice, StepReport
 
 TrainingStep = Callable[[Any, Any], torch.Tensor]
 
@@ -79,6 +79,8 @@ class Outcome:
     """Of each window's gradient, as a fraction of the whole window's."""
     events: list[Event] = field(default_factory=list)
     cuts: list[tuple[int, ...]] = field(default_factory=list)
+    said_before: list[list[Notice]] = field(default_factory=list)
+    """What was said, since the run began, before the optimizer stepped on each window."""
 
     @property
     def notices(self) -> list[Notice]:
@@ -100,6 +102,7 @@ class Watch:
         self.parameters = list(parameters.values())
         self.optimizer = loop.optimizer or torch.optim.SGD(self.parameters, lr=0.05)
         self.gradients: list[list[torch.Tensor]] = []
+        self.outcome = Outcome()
         self._loop = loop
         self._states: list[Any] = []
         self._random: list[torch.Tensor] = []
@@ -116,8 +119,14 @@ class Watch:
         self._random.append(torch.get_rng_state())
 
     def end(self) -> None:
-        """Copy the gradient that the optimizer is about to step on."""
+        """Copy the gradient that the optimizer is about to step on, and what was said until now."""
+        self.outcome.said_before.append(self.outcome.notices)
         self.gradients.append([torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in self.parameters])
+
+    def hear(self, record: Any) -> None:
+        """Keep an event."""
+        if not isinstance(record, StepReport):
+            self.outcome.events.append(record)
 
     def whole(self, number: int, batch: Any) -> list[torch.Tensor]:
         """Return the gradient of a window in one batch, from where that window began."""
@@ -148,12 +157,12 @@ def run(loop: Loop, micro_batch: Any = "auto", max_micro_batch: int | None = Non
     watch = Watch(loop)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # ours and PyTorch's: what is said is looked at among the events
-        outcome = (_by_fit if loop.through == "fit" else _by_accumulator)(loop, watch, micro_batch, max_micro_batch)
-    outcome.errors = watch.errors() if loop.is_comparable else []
-    return outcome
+        (_by_fit if loop.through == "fit" else _by_accumulator)(loop, watch, micro_batch, max_micro_batch)
+    watch.outcome.errors = watch.errors() if loop.is_comparable else []
+    return watch.outcome
 
 
-def _by_fit(loop: Loop, watch: Watch, micro_batch: Any, max_micro_batch: int | None) -> Outcome:
+def _by_fit(loop: Loop, watch: Watch, micro_batch: Any, max_micro_batch: int | None) -> None:
     # Plans are recorded ones: the same for every window.
     if isinstance(micro_batch, tuple):
         micro_batch = [micro_batch] * (loop.num_samples() // loop.window)
@@ -169,12 +178,13 @@ def _by_fit(loop: Loop, watch: Watch, micro_batch: Any, max_micro_batch: int | N
         max_micro_batch=max_micro_batch,
         shuffle=False,
         device="cpu",
+        callbacks=[watch.hear],
         progress=False,
     )
-    return Outcome(events=list(result.events), cuts=[report.micro_batches for report in result.history])
+    watch.outcome.cuts = [report.micro_batches for report in result.history]
 
 
-def _by_accumulator(loop: Loop, watch: Watch, micro_batch: Any, max_micro_batch: int | None) -> Outcome:
+def _by_accumulator(loop: Loop, watch: Watch, micro_batch: Any, max_micro_batch: int | None) -> None:
     accumulator = autoaccum.Accumulator(
         loop.model,
         watch.optimizer,
@@ -182,12 +192,11 @@ def _by_accumulator(loop: Loop, watch: Watch, micro_batch: Any, max_micro_batch:
         num_items=loop.num_items,
         micro_batch=max(micro_batch) if isinstance(micro_batch, tuple) else micro_batch,
         max_micro_batch=max_micro_batch,
+        callbacks=[watch.hear],
     )
-    cuts = []
     for number in range(loop.num_samples() // loop.window):
         accumulator.step(loop.batch(number))
-        cuts.append(accumulator.micro_batches)
-    return Outcome(events=accumulator.events, cuts=cuts)
+        watch.outcome.cuts.append(accumulator.micro_batches)
 
 
 def check(outcome: Outcome, words: Sequence[str] = ()) -> None:
@@ -195,14 +204,21 @@ def check(outcome: Outcome, words: Sequence[str] = ()) -> None:
 
     Args:
         outcome: what became of the run.
-        words: in lower case, of which a notice holds one that names the cause; none for what has to be exact.
+        words: in lower case, of which a notice's cause holds one; none for what has to be exact.
     """
     error = max(outcome.errors, default=0.0)
     if error < TOLERANCE:  # which NaN is not
         assert outcome.said == "", "a false alarm"
         return
     assert words, f"it can be exact, and is {error:.2g} off"
-    assert outcome.said, f"silently wrong by {error:.2g}"
-    figures = [float(figure.replace(",", "")) for figure in PERCENTAGE.findall(outcome.said)]
-    assert any(figure > 0 for figure in figures), f"{error:.2g} off, without a measured error: {outcome.said}"
-    assert any(word in outcome.said.lower() for word in words), f"another cause: {outcome.said}"
+    check_said(outcome.notices, error, words)
+
+
+def check_said(notices: Sequence[Notice], error: float, words: Sequence[str]) -> None:
+    """Assert that a notice holds an error that was measured, and one of the words that name its cause."""
+    said = "\n".join(map(str, notices))
+    assert said, f"silently wrong by {error:.2g}"
+    figures = [float(figure.replace(",", "")) for figure in PERCENTAGE.findall(said)]
+    assert any(figure > 0 for figure in figures), f"{error:.2g} off, without a measured error: {said}"
+    causes = " ".join(notice.cause for notice in notices).lower()
+    assert any(word in causes for word in words), f"another cause than {words}: {said}"
