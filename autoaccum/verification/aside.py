@@ -100,6 +100,10 @@ class Aside:
                 self._grads.append((p, p.grad.to("cpu")))
                 p.grad = None
 
+    def attributes_changed(self) -> bool:
+        """Return whether a module, or an object whose method is called, holds other things now."""
+        return self._attributes.have_changed()
+
     def foreign_draws(self) -> bool:
         """Return whether Python's or NumPy's generator has moved since: what it draws has no rows."""
         now = randomness.get_state()

@@ -37,7 +37,7 @@ class Decision:
     rivals: frozenset[str]
     """Hypotheses that would have weighed every part the same."""
     has_ones: bool = False
-    """Whether it passed only where no part counts 1, which may stand for none."""
+    """Whether it failed where some part counts 1, which may stand for none."""
     smallest: int = 1
     """The fewest samples of a micro-batch whose loss can be computed."""
     is_foreign: bool = False
@@ -61,8 +61,8 @@ class Decision:
 def decide(measurement: Measurement, smallest: int, likely: Hypothesis) -> Decision:
     """Measure hypotheses in their order until one passes.
 
-    Where none does, and a sample by itself is to blame (its statistics are not numbers, or its count of 1 stands for
-    none), all of them are measured once more on parts of at least two.
+    Where none does, and the loss of a sample by itself cannot be computed, all of them are measured once more on parts
+    of at least two.
 
     Args:
         measurement: entered, and not yet run.
@@ -90,13 +90,9 @@ def decide(measurement: Measurement, smallest: int, likely: Hypothesis) -> Decis
             raise
         measurement.aside.restore_state()
         refused = without_frames(error)
-    has_ones = any(is_one(reduction) for reduction in measurement.shown.values())
-    if refused is None and not measurement.dropped and not has_ones:
-        return decision
-    of_pairs = _decided(measurement, wider, likely)
-    if refused is None and has_ones and not measurement.dropped:
-        return replace(of_pairs, has_ones=True) if of_pairs.passed else decision
-    return replace(of_pairs, smallest=2)
+    if refused is None and not measurement.dropped:
+        return replace(decision, has_ones=any(map(is_one, measurement.shown.values())))
+    return replace(_decided(measurement, wider, likely), smallest=2)
 
 
 def is_one(reduction: Reduction) -> bool:

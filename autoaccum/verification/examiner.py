@@ -21,7 +21,7 @@ from autoaccum.loss.hypotheses import Hypothesis, is_sum
 from autoaccum.loss.reductions import Reduction, read, without_graph
 from autoaccum.memory import clock
 from autoaccum.verification import notices
-from autoaccum.verification.decision import Decision
+from autoaccum.verification.decision import Decision, is_one
 from autoaccum.verification.kinds import Kinds
 from autoaccum.verification.side_effects import SideEffects
 from autoaccum.verification.verdict import Verdict, measure
@@ -72,6 +72,7 @@ class Examiner:
         self._kinds = Kinds()
         self._written: dict[int, torch.Tensor] = {}  # parameters that forwards write to, by id
         self._smallest = 1
+        self._off_by_ones = 0.0  # the error of windows that hold a count of 1 which stands for none
         self._surprises = 0
         self._largest = 0  # samples of the largest window that was measured
         self._is_short_measured = False
@@ -173,6 +174,8 @@ class Examiner:
                 self._measure(window, gradient, number, most, reason, said)
             if self._status == "unmeasured":
                 said.extend(self._doubts(gradient))
+            if self._status == "passed" and self._off_by_ones and self._has_one(gradient):
+                self._fail(notices.ones_notice(self._off_by_ones), self._off_by_ones, said)
             after = self._transaction.hypothesis
             is_weighed_otherwise = before != after and not self._is_same(gradient, before, after)
             if gradient.dropped and not self._transaction.drops_nan:
@@ -275,19 +278,30 @@ class Examiner:
         self._smallest = decision.smallest
         if decision.passed:
             self._status = "passed"
-            signs.compares_ones = decision.has_ones
+            self._off_by_ones = verdict.ones.error if verdict.ones is not None else 0.0
+            signs.compares_ones = verdict.ones is not None
             self._kinds.accept()
             # Weights that differ by nothing but the number of samples are compared in each window, for nothing.
             self._rivals = decision.rivals
             signs.compares_samples = "samples" in decision.rivals
             return
-        self._status = "failed"
-        signs.compares_samples = False
-        suspicion = self._suspicion(decision)
+        suspicion = self._suspicion() or (notices.state_notice() if verdict.rebinds else None)
         notice = notices.failure_notice(decision, verdict.causes, verdict.samples, self._job.modules, suspicion)
-        self._refuse_or_say(notice, decision.error, said)
+        self._fail(notice, decision.error, said)
 
-    def _suspicion(self, decision: Decision) -> Notice | None:
+    @staticmethod
+    def _has_one(gradient: Gradient) -> bool:
+        """Return whether a micro-batch was divided by 1 and counted: what counts nothing was left out."""
+        pairs = zip(gradient.reductions, gradient.counts, strict=True)
+        return any(is_one(reduction) and abs(count) == 1 for reduction, count in pairs)
+
+    def _fail(self, notice: Notice, error: float, said: list[Event]) -> None:
+        """Say that windows that are cut have another gradient, and look no further."""
+        self._status = "failed"
+        self._transaction.signs.compares_samples = self._transaction.signs.compares_ones = False
+        self._refuse_or_say(notice, error, said)
+
+    def _suspicion(self) -> Notice | None:
         """Return what the graph of the window's losses says against it."""
         if couples_samples(self._met):
             return notices.coupling_notice()
@@ -366,6 +380,8 @@ class Examiner:
                 "next_round": self._next_round,
                 "next_look": self.next_look,
                 "tries": self._tries,
+                "smallest": self._smallest,
+                "off_by_ones": self._off_by_ones,
                 "signs": self._transaction.signs.state_dict(),
             },
         }
@@ -386,6 +402,8 @@ class Examiner:
         self._next_round = measured["next_round"]
         self.next_look = measured["next_look"]
         self._tries = measured["tries"]
+        self._smallest = measured["smallest"]
+        self._off_by_ones = measured["off_by_ones"]
         self._transaction.signs.load_state_dict(measured["signs"])
 
 

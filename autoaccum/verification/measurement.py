@@ -111,6 +111,8 @@ class Measurement:
         """What the user counts in each part."""
         self.moved: list[torch.Tensor] = []
         """What forwards write to, and the next one may read."""
+        self.rebinds = False
+        """Whether forwards put other things in the attributes of modules."""
         self.dropped: set[int] = set()
         """Samples that were found to have nothing to count, by a loss that is not a number."""
         self.draws_foreign = False
@@ -170,6 +172,7 @@ class Measurement:
         gradient = self._run((tuple(range(self.num_samples)),), "samples", self.make, lambda _: self._draws)
         self.draws_foreign = self.draws_foreign or self.aside.foreign_draws()
         pairs = zip(self.aside.now(), self.aside.values, strict=True)
+        self.rebinds = self.rebinds or self.aside.attributes_changed()
         self.moved = [tensor for tensor, value in pairs if not same(tensor, value)]
         self._loss = gradient.loss.detach()
         if not math.isfinite(self._loss):
@@ -224,6 +227,15 @@ class Measurement:
             tensor=None if worst.tensor is None else self.names[worst.tensor],
             errors=tuple(error.relative for error in errors),
         )
+
+    def shown_of(self, index: int) -> Reduction:
+        """Return what the graph of a single sample's loss shows; nothing else of it remains."""
+        part = (index,)
+        if part not in self.shown:
+            with self._replaying(part):
+                self._looking(part)(self.make(part), 1, self.num_samples)
+            self._put_back()
+        return self.shown[part]
 
     def _error(self, gradient: Gradient) -> Error:
         if self._forward_only:

@@ -150,6 +150,11 @@ _CAUSES: dict[Cause, Notice] = {
 }
 
 
+def state_notice() -> Notice:
+    """Return what to say of state that forwards change."""
+    return _CAUSES["state"]
+
+
 def _percent(error: float) -> str:
     """Return an error as people write it.
 
@@ -157,6 +162,16 @@ def _percent(error: float) -> str:
     ('27 %', '0.0032 %')
     """
     return "without any digit (it is not finite)" if math.isnan(error) else f"{error * 100:.2g} %".replace("e+02", "00")
+
+
+def ones_notice(error: float) -> Notice:
+    """Return what to say of a window with a count of 1, where such a count was measured to stand for none as well."""
+    off = f"windows that hold such a micro-batch get a gradient up to {_percent(error)} off"
+    return Notice(
+        cause=f"The loss divides by 1, a count that is kept from 0 as by clamp(min=1) where nothing counts: {off}",
+        consequence="A micro-batch without items counts one, and so the others count for too little",
+        cure="Pass num_items=(micro-batch) -> how many items its loss is a mean over",
+    )
 
 
 def unmeasured_notice(why: str) -> Notice:

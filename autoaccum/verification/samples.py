@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,9 +29,9 @@ def choose(window: Any, num_samples: int, count: int, include: Sequence[int] = (
         window: the window.
         num_samples: its samples.
         count: how many to choose, at most all.
-        include: positions that are to be among them, and come first.
+        include: positions of which the first is to be among them, and comes first.
     """
-    wanted = list(include)[: max(1, count - 2)]
+    wanted = list(include)[:1]  # more of a kind would leave too few that count
     if count >= num_samples:
         return [*wanted, *(position for position in range(num_samples) if position not in wanted)]
     candidates = sorted({*_candidates(window, num_samples, count), *wanted})
@@ -59,21 +60,26 @@ def _features(batch: Any, num_samples: int) -> torch.Tensor | None:
     """Return numbers that tell samples apart, (num_samples, some), each scaled to a spread of one; None where no leaf
     has a row for each sample.
     """
-    columns: list[torch.Tensor] = []
+    inputs: list[torch.Tensor] = []
+    labels: list[torch.Tensor] = []
     for leaf in batches.flatten(batch)[0]:
         if isinstance(leaf, np.ndarray) and leaf.dtype != object:
             leaf = torch.as_tensor(leaf)
         if isinstance(leaf, torch.Tensor) and leaf.ndim and len(leaf) == num_samples:
             if leaf.layout is not torch.strided or leaf.is_quantized:
                 continue
-            columns.extend(_of_tensor(leaf.detach()))
+            is_label = not leaf.is_floating_point() and not leaf.is_complex()
+            (labels if is_label else inputs).extend(_of_tensor(leaf.detach()))
         elif isinstance(leaf, list | tuple) and len(leaf) == num_samples:
-            columns.append(torch.tensor([_length(entry) for entry in leaf], dtype=torch.float64))
-    if not columns:
+            labels.append(torch.tensor([_length(entry) for entry in leaf], dtype=torch.float64))
+    if not inputs and not labels:
         return None
-    features = torch.stack(columns, dim=1).nan_to_num(0, 0, 0)
+    features = torch.stack([*inputs, *labels], dim=1).nan_to_num(0, 0, 0)
     features = features - features.mean(dim=0)
-    return features / features.std(dim=0).clamp(min=1e-12)
+    features = features / features.std(dim=0).clamp(min=1e-12)
+    # Labels and masks decide what a loss counts; of the numbers of inputs there are many, and they differ anyway.
+    features[:, len(inputs) :] *= 3 * math.sqrt(max(len(inputs), 1) / max(len(labels), 1))
+    return features
 
 
 def _of_tensor(leaf: torch.Tensor) -> list[torch.Tensor]:

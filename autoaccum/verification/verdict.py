@@ -13,7 +13,7 @@ from autoaccum.errors import AutoaccumError
 from autoaccum.loss.coupling import smallest_micro_batch
 from autoaccum.loss.hypotheses import Hypothesis
 from autoaccum.memory.oom import RanOut, attempt, is_out_of_memory
-from autoaccum.verification.decision import Decision, decide
+from autoaccum.verification.decision import Decision, decide, is_one
 from autoaccum.verification.draws import UnalignedError, UnsettledError
 from autoaccum.verification.measurement import Measurement, NotFiniteError, ZeroGradientError
 from autoaccum.verification.samples import MOST, choose, cuts_of
@@ -32,10 +32,14 @@ class Verdict:
     """What was measured; None where nothing was."""
     causes: tuple[Cause, ...] = ()
     """What is to blame where it failed, as far as it could be switched off."""
+    rebinds: bool = False
+    """Whether forwards leave other things in attributes of modules."""
     unmeasured: str = ""
     """Why nothing was measured; empty where something was."""
     is_zero: bool = False
     """Whether that is a gradient of 0 or a loss that is not finite, which may be another one in the next window."""
+    ones: Decision | None = None
+    """What was measured of windows that hold a count of 1, which may stand for none; None where it does not matter."""
     counts_nothing: bool = False
     """Whether the first sample was found to have nothing to count."""
     samples: int = 0
@@ -93,6 +97,7 @@ def _measured(
 ) -> Verdict:
     """Measure so many samples."""
     chosen = choose(window, window.num_samples, count, include)
+    rest: list[int] = []
     measurement = Measurement(job, window, chosen, written=written, forward_only=forward_only)
     try:
         with measurement:
@@ -102,17 +107,26 @@ def _measured(
                 decision = Decision.of(outcome, passed=outcome.error <= measurement.tolerance)
                 return Verdict(decision=decision, samples=count, tolerance=measurement.tolerance)
             decision = decide(measurement, smallest, likely)
+            if decision.has_ones and not decision.passed:
+                # Those are left out that a divisor of 1 is found for: of the others the count is what it says.
+                rest = [place for index, place in enumerate(chosen) if not is_one(measurement.shown_of(index))]
             causes: tuple[Cause, ...] = ()
             if not decision.passed:
                 causes = tuple(name_cause(measurement, decision.cuts, decision.hypothesis))
                 # What Python's or NumPy's generator draws differs in each part, and nothing says by how much.
                 if decision.is_foreign and not causes:
                     return Verdict(unmeasured="it draws from Python's or NumPy's generator, other numbers in each part")
+            if 2 <= len(rest) < count:
+                without = _of_the_rest(job, window, likely, rest, smallest, written)
+                if without is not None and without[0].passed:
+                    return Verdict(decision=without[0], ones=decision, samples=count, tolerance=measurement.tolerance)
+                causes = causes if without is None else without[1]
             return Verdict(
                 decision=decision,
                 causes=causes,
                 samples=count,
                 tolerance=measurement.tolerance,
+                rebinds=measurement.rebinds,
                 counts_nothing=0 in measurement.dropped,
             )
     except NotFiniteError:
@@ -129,3 +143,17 @@ def _measured(
         if isinstance(error, AutoaccumError):
             name = "the loss cannot be computed"
         return Verdict(unmeasured=f"on a few samples by themselves it fails ({name}: {words})")
+
+
+def _of_the_rest(
+    job: Job, window: Window, likely: Hypothesis, chosen: list[int], smallest: int, written: list[torch.Tensor]
+) -> tuple[Decision, tuple[Cause, ...]] | None:
+    """Measure some samples of those that failed, with the causes where these fail; None where nothing shows."""
+    try:
+        with Measurement(job, window, chosen, written=written) as measurement:
+            decision = decide(measurement, smallest, likely)
+            if decision.passed:
+                return decision, ()
+            return decision, tuple(name_cause(measurement, decision.cuts, decision.hypothesis))
+    except (ZeroGradientError, NotFiniteError, UnalignedError, UnsettledError):
+        return None

@@ -44,6 +44,18 @@ class Attributes:
             found.extend(entry for entry in entries if isinstance(entry, torch.Tensor))
         return found
 
+    def have_changed(self) -> bool:
+        """Return whether an attribute, or what a container holds, is another object now."""
+        for container, contents in self._contents.values():
+            if len(container) != len(contents):
+                return True
+            now, before = list(container), list(contents)
+            if isinstance(container, dict):
+                now, before = list(container.values()), list(contents.values())
+            if any(one is not other for one, other in zip(now, before, strict=True)):
+                return True
+        return False
+
     def restore(self) -> None:
         """Put everything back; it may be done again."""
         for owner, kind in self._classes:

@@ -34,6 +34,8 @@ class Gradient:
     # These are for an examiner alone: see ``verification``.
     dropped: tuple[int, ...] = ()
     """Where micro-batches begin whose loss was not a number, and which count nothing."""
+    counts: tuple[float, ...] = ()
+    """What each micro-batch counts; 0 where it was found to count nothing."""
     reductions: tuple[Reduction, ...] = ()
     """How the loss of each micro-batch was reduced."""
     conclusion: Conclusion | None = None

@@ -279,6 +279,7 @@ class Transaction:
             parts=parts,
             noise=noise,
             dropped=tuple(self._dropped),
+            counts=tuple(counts),
             reductions=tuple(reductions),
             conclusion=found,
         )
