@@ -75,7 +75,7 @@ def _row(name: str, runs: list[Run]) -> list[object]:
 
 
 def listing(runs: list[Run]) -> list[str]:
-    """Return a line for each case that has windows which nobody should have to find out about: in which plans, how far."""
+    """Return a line for each case with windows that should not be: in which plans they are, and how far off."""
     lines = []
     for wanted in LISTED:
         for name in dict.fromkeys(found.case.name for found in runs):

@@ -1,4 +1,4 @@
-"""What benchmarks/verification.py trains: a case makes a fresh model, its data and a loss; the files beside it hold them.
+"""What benchmarks/verification.py trains: a case makes a fresh model, data and a loss; the files beside it hold them.
 
 Losses are written as people write them, not as a reader of graphs would like them. Nothing here says which of them can
 be cut exactly: that is measured.
@@ -28,7 +28,7 @@ class Setting:
 
     model: Callable[[], nn.Module]
     data: Callable[[int, bool], Batch]
-    """(samples, whether they are all of one kind) -> batch; of one kind are one label, one length, nothing ignored."""
+    """(samples, whether they are all of one kind: one label, one length, nothing ignored) -> batch."""
 
 
 @dataclass(kw_only=True)
@@ -38,7 +38,7 @@ class Work:
     model: nn.Module
     data: Callable[[int, bool], Batch]
     build: Callable[[Any], Any]
-    """(state) -> the training step or loss function; state that is not the model's is handed on, so it can be copied."""
+    """(state) -> the training step or loss function; a state beside the model is handed on, so it can be copied."""
     state: Any = None
     is_loss_fn: bool = False
     """Whether what is built is (outputs, targets) -> loss."""

@@ -46,47 +46,147 @@ def entropy(logits: Tensor) -> Tensor:
 
 cases.step("mean and l2", PLAIN, lambda m, b: F.cross_entropy(m(b[0]), b[1]) + 0.05 * squares(m))
 cases.step("mean and l1", PLAIN, lambda m, b: F.cross_entropy(m(b[0]), b[1]) + 0.05 * absolutes(m))
-cases.step("mean and l2 norms", REGRESSION, lambda m, b: F.mse_loss(m(b[0]), b[1]) + 0.1 * total(p.norm() for p in m.parameters()))
+cases.step(
+    "mean and l2 norms",
+    REGRESSION,
+    lambda m, b: F.mse_loss(m(b[0]), b[1]) + 0.1 * total(p.norm() for p in m.parameters()),
+)
 cases.step("mean and orthogonality", PLAIN, lambda m, b: F.cross_entropy(m(b[0]), b[1]) + 0.05 * orthogonality(m))
-cases.step("mean and singular values", PLAIN, lambda m, b: F.cross_entropy(m(b[0]), b[1]) + 0.1 * torch.linalg.svdvals(m[0].weight).sum())
+cases.step(
+    "mean and singular values",
+    PLAIN,
+    lambda m, b: F.cross_entropy(m(b[0]), b[1]) + 0.1 * torch.linalg.svdvals(m[0].weight).sum(),
+)
 cases.step("sum and l2", PLAIN, lambda m, b: F.cross_entropy(m(b[0]), b[1], reduction="sum") + 0.5 * squares(m))
-cases.step("sum and l2 / n", PLAIN, lambda m, b: (F.cross_entropy(m(b[0]), b[1], reduction="sum") + 0.5 * squares(m)) / len(b[1]))
+cases.step(
+    "sum and l2 / n",
+    PLAIN,
+    lambda m, b: (F.cross_entropy(m(b[0]), b[1], reduction="sum") + 0.5 * squares(m)) / len(b[1]),
+)
 cases.step("some ignored and l2", SOME_IGNORED, lambda m, b: F.cross_entropy(m(b[0]), b[1]) + 0.05 * squares(m))
-cases.step("mean and l2 of the mean of parameters", REGRESSION, lambda m, b: F.mse_loss(m(b[0]), b[1]) + 0.5 * torch.cat([p.flatten() for p in m.parameters()]).square().mean())
-cases.step("sum, no data in the second term", REGRESSION, lambda m, b: (m(b[0]) - b[1]).square().sum() + m[0].bias.square().sum())
+cases.step(
+    "mean and l2 of the mean of parameters",
+    REGRESSION,
+    lambda m, b: F.mse_loss(m(b[0]), b[1]) + 0.5 * torch.cat([p.flatten() for p in m.parameters()]).square().mean(),
+)
+cases.step(
+    "sum, no data in the second term",
+    REGRESSION,
+    lambda m, b: (m(b[0]) - b[1]).square().sum() + m[0].bias.square().sum(),
+)
 cases.loss("mean and entropy", PLAIN, lambda o, y: F.cross_entropy(o, y) - 0.1 * entropy(o))
-cases.loss("mean and entropy of the mean prediction", PLAIN, lambda o, y: F.cross_entropy(o, y) + 0.1 * (o.softmax(1).mean(0) * o.softmax(1).mean(0).log()).sum())
+cases.loss(
+    "mean and entropy of the mean prediction",
+    PLAIN,
+    lambda o, y: F.cross_entropy(o, y) + 0.1 * (o.softmax(1).mean(0) * o.softmax(1).mean(0).log()).sum(),
+)
 cases.loss("mean and sum", REGRESSION, lambda o, y: F.mse_loss(o, y) + 0.1 * (o - y).abs().sum())
 cases.loss("sum and mean of outputs", REGRESSION, lambda o, y: (o - y).square().sum() + o.abs().mean())
 cases.loss("mean and the square of the mean output", REGRESSION, lambda o, y: F.mse_loss(o, y) + o.mean() ** 2)
-cases.loss("mean and the variance of outputs", REGRESSION, lambda o, y: F.mse_loss(o, y) - 0.1 * o.var(0).mean() if len(o) > 1 else F.mse_loss(o, y))
+cases.loss(
+    "mean and the variance of outputs",
+    REGRESSION,
+    lambda o, y: F.mse_loss(o, y) - 0.1 * o.var(0).mean() if len(o) > 1 else F.mse_loss(o, y),
+)
 cases.loss("mean and activity", REGRESSION, lambda o, y: F.mse_loss(o, y) + 1e-2 * o.square().mean())
 cases.loss("mean and the largest output", REGRESSION, lambda o, y: F.mse_loss(o, y) + 0.1 * o.abs().max())
 cases.loss("ignored in one term alone", SOME_IGNORED, lambda o, y: F.cross_entropy(o, y) + 0.1 * o.square().mean())
 cases.loss("ignored and sum", SOME_IGNORED, lambda o, y: F.cross_entropy(o, y) + 0.1 * o.square().sum())
-cases.loss("ignored, both over the same", SOME_IGNORED, lambda o, y: F.cross_entropy(o, y) + 0.1 * o[y >= 0].square().mean())
+cases.loss(
+    "ignored, both over the same", SOME_IGNORED, lambda o, y: F.cross_entropy(o, y) + 0.1 * o[y >= 0].square().mean()
+)
 cases.loss("ignored times a term", SOME_IGNORED, lambda o, y: F.cross_entropy(o, y) * (1 + o.square().mean()))
-cases.loss("two masks", MASKED_SCALAR, lambda o, y, m: ((o[:, 0] - y).square() * m).sum() / m.sum().clamp(min=1) + ((o[:, 0] + y).abs() * (y > 0)).sum() / (y > 0).sum().clamp(min=1))
-cases.loss("tokens and sequences", TOKENS, lambda o, y, m: F.cross_entropy(o.flatten(0, 1), y.flatten()) + F.softplus(o.mean(1)[:, 0]).mean())
-cases.loss("tokens and z-loss over all", TOKENS, lambda o, y, m: F.cross_entropy(o.flatten(0, 1), y.flatten()) + 1e-2 * o.logsumexp(-1).square().mean())
-cases.loss("tokens and z-loss over the same", TOKENS, lambda o, y, m: F.cross_entropy(o.flatten(0, 1), y.flatten()) + 1e-2 * (o.logsumexp(-1).square() * m).sum() / m.sum())
-cases.loss("weighted and plain", WEIGHTED, lambda o, y, w: (F.cross_entropy(o, y, reduction="none") * w).sum() / w.sum() + 0.2 * F.cross_entropy(o, y))
+cases.loss(
+    "two masks",
+    MASKED_SCALAR,
+    lambda o, y, m: (
+        ((o[:, 0] - y).square() * m).sum() / m.sum().clamp(min=1)
+        + ((o[:, 0] + y).abs() * (y > 0)).sum() / (y > 0).sum().clamp(min=1)
+    ),
+)
+cases.loss(
+    "tokens and sequences",
+    TOKENS,
+    lambda o, y, m: F.cross_entropy(o.flatten(0, 1), y.flatten()) + F.softplus(o.mean(1)[:, 0]).mean(),
+)
+cases.loss(
+    "tokens and z-loss over all",
+    TOKENS,
+    lambda o, y, m: F.cross_entropy(o.flatten(0, 1), y.flatten()) + 1e-2 * o.logsumexp(-1).square().mean(),
+)
+cases.loss(
+    "tokens and z-loss over the same",
+    TOKENS,
+    lambda o, y, m: (
+        F.cross_entropy(o.flatten(0, 1), y.flatten()) + 1e-2 * (o.logsumexp(-1).square() * m).sum() / m.sum()
+    ),
+)
+cases.loss(
+    "weighted and plain",
+    WEIGHTED,
+    lambda o, y, w: (F.cross_entropy(o, y, reduction="none") * w).sum() / w.sum() + 0.2 * F.cross_entropy(o, y),
+)
 cases.loss("the larger of two means", REGRESSION, lambda o, y: torch.maximum(F.mse_loss(o, y), F.l1_loss(o, y)))
 cases.loss("product of two means", REGRESSION, lambda o, y: F.mse_loss(o, y) * F.l1_loss(o, y))
 cases.loss("ratio of two means", REGRESSION, lambda o, y: F.mse_loss(o, y) / (F.l1_loss(o.detach(), y) + 1e-6))
-cases.loss("terms scaled to be alike, detached", REGRESSION, lambda o, y: F.mse_loss(o, y) + F.l1_loss(o, y) * (F.mse_loss(o, y) / F.l1_loss(o, y)).detach())
+cases.loss(
+    "terms scaled to be alike, detached",
+    REGRESSION,
+    lambda o, y: F.mse_loss(o, y) + F.l1_loss(o, y) * (F.mse_loss(o, y) / F.l1_loss(o, y)).detach(),
+)
 cases.loss("flooded", PLAIN, lambda o, y: (F.cross_entropy(o, y) - 1.2).abs() + 1.2)
 cases.loss("clamped mean", PLAIN, lambda o, y: F.cross_entropy(o, y).clamp(max=1.5))
 cases.loss("clamped samples", PLAIN, lambda o, y: F.cross_entropy(o, y, reduction="none").clamp(max=1.5).mean())
-cases.loss("free bits over the batch", REGRESSION, lambda o, y: F.mse_loss(o, y) + torch.clamp(0.5 * o.square().mean(0), min=0.2).sum())
-cases.loss("free bits of samples", REGRESSION, lambda o, y: F.mse_loss(o, y) + torch.clamp(0.5 * o.square(), min=0.2).sum(1).mean())
-cases.loss("a focal factor of the mean", PLAIN, lambda o, y: (1 - torch.exp(-F.cross_entropy(o, y))) ** 2 * F.cross_entropy(o, y))
-cases.step("consistency of two views", VIEWS, lambda m, b: F.cross_entropy(m(b[0]), b[2]) + F.mse_loss(m(b[0]).softmax(1), m(b[1]).softmax(1).detach()))
-cases.step("confident pseudo labels, / n", VIEWS, lambda m, b: F.cross_entropy(m(b[0]), b[2]) + (F.cross_entropy(m(b[1]), m(b[0]).argmax(1), reduction="none") * (m(b[0]).softmax(1).amax(1) > 0.3)).mean())
-cases.step("confident pseudo labels, / their number", VIEWS, lambda m, b: F.cross_entropy(m(b[0]), b[2]) + (F.cross_entropy(m(b[1]), m(b[0]).argmax(1), reduction="none") * (m(b[0]).softmax(1).amax(1) > 0.3)).sum() / (m(b[0]).softmax(1).amax(1) > 0.3).sum().clamp(min=1))
-cases.step("mean of two micro losses", VIEWS, lambda m, b: (F.cross_entropy(m(b[0]), b[2]) + F.cross_entropy(m(b[1]), b[2])) / 2)
-cases.step("two views, one below the other", VIEWS, lambda m, b: F.cross_entropy(m(torch.cat(b[:2])), torch.cat([b[2], b[2]])))
-cases.step("sum of two views / 2n", VIEWS, lambda m, b: F.cross_entropy(m(torch.cat(b[:2])), b[2].repeat(2), reduction="sum") / (2 * len(b[2])))
+cases.loss(
+    "free bits over the batch",
+    REGRESSION,
+    lambda o, y: F.mse_loss(o, y) + torch.clamp(0.5 * o.square().mean(0), min=0.2).sum(),
+)
+cases.loss(
+    "free bits of samples",
+    REGRESSION,
+    lambda o, y: F.mse_loss(o, y) + torch.clamp(0.5 * o.square(), min=0.2).sum(1).mean(),
+)
+cases.loss(
+    "a focal factor of the mean",
+    PLAIN,
+    lambda o, y: (1 - torch.exp(-F.cross_entropy(o, y))) ** 2 * F.cross_entropy(o, y),
+)
+cases.step(
+    "consistency of two views",
+    VIEWS,
+    lambda m, b: F.cross_entropy(m(b[0]), b[2]) + F.mse_loss(m(b[0]).softmax(1), m(b[1]).softmax(1).detach()),
+)
+cases.step(
+    "confident pseudo labels, / n",
+    VIEWS,
+    lambda m, b: (
+        F.cross_entropy(m(b[0]), b[2])
+        + (F.cross_entropy(m(b[1]), m(b[0]).argmax(1), reduction="none") * (m(b[0]).softmax(1).amax(1) > 0.3)).mean()
+    ),
+)
+cases.step(
+    "confident pseudo labels, / their number",
+    VIEWS,
+    lambda m, b: (
+        F.cross_entropy(m(b[0]), b[2])
+        + (F.cross_entropy(m(b[1]), m(b[0]).argmax(1), reduction="none") * (m(b[0]).softmax(1).amax(1) > 0.3)).sum()
+        / (m(b[0]).softmax(1).amax(1) > 0.3).sum().clamp(min=1)
+    ),
+)
+cases.step(
+    "mean of two micro losses",
+    VIEWS,
+    lambda m, b: (F.cross_entropy(m(b[0]), b[2]) + F.cross_entropy(m(b[1]), b[2])) / 2,
+)
+cases.step(
+    "two views, one below the other", VIEWS, lambda m, b: F.cross_entropy(m(torch.cat(b[:2])), torch.cat([b[2], b[2]]))
+)
+cases.step(
+    "sum of two views / 2n",
+    VIEWS,
+    lambda m, b: F.cross_entropy(m(torch.cat(b[:2])), b[2].repeat(2), reduction="sum") / (2 * len(b[2])),
+)
 
 
 def gradient_penalty(model: nn.Module, batch: Any, reduce: Any) -> Tensor:
@@ -96,8 +196,16 @@ def gradient_penalty(model: nn.Module, batch: Any, reduce: Any) -> Tensor:
     return F.mse_loss(outputs, batch[1]) + 0.1 * reduce(gradient)
 
 
-cases.step("gradient penalty, norms of samples", REGRESSION, lambda m, b: gradient_penalty(m, b, lambda g: (g.norm(dim=1) - 1).square().mean()))
-cases.step("gradient penalty, the whole norm", REGRESSION, lambda m, b: gradient_penalty(m, b, lambda g: (g.norm() - 1).square()))
+cases.step(
+    "gradient penalty, norms of samples",
+    REGRESSION,
+    lambda m, b: gradient_penalty(m, b, lambda g: (g.norm(dim=1) - 1).square().mean()),
+)
+cases.step(
+    "gradient penalty, the whole norm",
+    REGRESSION,
+    lambda m, b: gradient_penalty(m, b, lambda g: (g.norm() - 1).square()),
+)
 cases.step("gradient penalty, sum", REGRESSION, lambda m, b: gradient_penalty(m, b, lambda g: g.square().sum()))
 
 
@@ -183,8 +291,15 @@ def later(function: Any, start: int) -> Any:
     return build
 
 
-cases.kept("a term over samples that begins later", PLAIN, lambda: {"calls": 0}, later(lambda o: 0.1 * o.square().mean(), 9))
-cases.kept("a term over pairs that begins later", PLAIN, lambda: {"calls": 0}, later(lambda o: 0.1 * (o @ o.T).square().mean(), 9))
+cases.kept(
+    "a term over samples that begins later", PLAIN, lambda: {"calls": 0}, later(lambda o: 0.1 * o.square().mean(), 9)
+)
+cases.kept(
+    "a term over pairs that begins later",
+    PLAIN,
+    lambda: {"calls": 0},
+    later(lambda o: 0.1 * (o @ o.T).square().mean(), 9),
+)
 cases.kept("a sum that begins later", PLAIN, lambda: {"calls": 0}, later(lambda o: 0.1 * o.square().sum(), 13))
 
 
@@ -208,8 +323,15 @@ def no_windows() -> dict[str, Any]:
     return {"last": None, "windows": 0}
 
 
-cases.kept("from the third window, a term over samples", PLAIN, no_windows, by_windows(lambda o: 0.1 * o.square().mean(), 2))
-cases.kept("from the third window, a term over pairs", PLAIN, no_windows, by_windows(lambda o: 0.1 * (o @ o.T).square().mean(), 2))
+cases.kept(
+    "from the third window, a term over samples", PLAIN, no_windows, by_windows(lambda o: 0.1 * o.square().mean(), 2)
+)
+cases.kept(
+    "from the third window, a term over pairs",
+    PLAIN,
+    no_windows,
+    by_windows(lambda o: 0.1 * (o @ o.T).square().mean(), 2),
+)
 cases.kept("from the third window, a sum", PLAIN, no_windows, by_windows(lambda o: 0.1 * o.square().sum(), 2))
 cases.kept("from the third window, a largest", PLAIN, no_windows, by_windows(lambda o: 0.1 * o.square().max(), 2))
 
