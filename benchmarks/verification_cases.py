@@ -121,7 +121,8 @@ class Case:
     group: str
     make: Callable[[], Work]
     draws: str | None = None
-    """Of one whose forward draws random numbers, so that windows cannot be compared: independent or together."""
+    """Of one whose forward draws random numbers, so that windows cannot be compared: independent, together, or either
+    (one draw for all samples of a forward: another distribution of the gradient, with the same mean)."""
 
     def fresh(self) -> Work:
         torch.manual_seed(0)

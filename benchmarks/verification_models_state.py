@@ -117,7 +117,7 @@ class Routed(nn.Module):
 
     def forward(self, rows: Tensor) -> Tensor:
         p = self.gate(rows).softmax(1)
-        weight, chosen = p.topk(self.top, dim=1)
+        _, chosen = p.topk(self.top, dim=1)
         hot = F.one_hot(chosen, 3).double().sum(1)
         if self.capacity is not None:
             hot = hot * (hot.cumsum(0) <= self.capacity * len(rows) / 3)

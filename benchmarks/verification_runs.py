@@ -102,6 +102,8 @@ class Run:
             return "refused" if isinstance(outcome.raised, AutoaccumError) else "raw error"
         said = bool(outcome.notices)
         if self.case.draws is not None:
+            if self.case.draws == "either":
+                return "not comparable"
             is_exact, was_wrong = self.case.draws == "independent", False
         elif math.isnan(outcome.error):
             return "not comparable"
