@@ -7,7 +7,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
-from verification_cases import CLASSES, PLAIN, TRIPLES, VIEWS, Cases
+from verification_cases import Cases
+from verification_tasks import (
+    CLASSES,
+    PLAIN,
+    TRIPLES,
+    VIEWS,
+)
 
 Tensor = torch.Tensor
 cases = Cases("losses", "contrastive and metric")

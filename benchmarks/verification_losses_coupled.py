@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 from torch.nn import functional as F
-from verification_cases import (
+from verification_cases import Cases
+from verification_tasks import (
     BINARY_SCALAR,
     CLASSES,
     PLAIN,
@@ -14,7 +15,6 @@ from verification_cases import (
     SURVIVAL,
     TRIPLES,
     VIEWS,
-    Cases,
 )
 
 Tensor = torch.Tensor

@@ -8,7 +8,19 @@ import torch
 from torch import nn
 from torch.func import functional_call, vmap
 from torch.nn import functional as F
-from verification_cases import CLASSES, GROUPS, PLAIN, REGRESSION, SCALAR, TIME, TOKENS, Cases, Setting, mlp, token_data
+from verification_cases import Cases
+from verification_tasks import (
+    CLASSES,
+    GROUPS,
+    PLAIN,
+    REGRESSION,
+    SCALAR,
+    TIME,
+    TOKENS,
+    Setting,
+    mlp,
+    token_data,
+)
 
 Tensor = torch.Tensor
 cases = Cases("losses", "forms")

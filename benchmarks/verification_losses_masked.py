@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
-from verification_cases import (
+from verification_cases import Cases
+from verification_tasks import (
     CLASSES,
     GROUPS,
     IGNORED,
@@ -18,7 +19,6 @@ from verification_cases import (
     TIME,
     TOKENS,
     WEIGHTED,
-    Cases,
     mask_of,
 )
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 from torch.nn import functional as F
-from verification_cases import (
+from verification_cases import Cases, flat
+from verification_tasks import (
     BINARY,
     BINARY_SCALAR,
     CLASSES,
@@ -24,8 +25,6 @@ from verification_cases import (
     TOKEN_PAIRS,
     TRIPLES,
     VIEWS,
-    Cases,
-    flat,
 )
 
 cases = Cases("losses", "torch.nn.functional")

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import torch
 from torch.nn import functional as F
-from verification_cases import CLASSES, POLICY, REGRESSION, TRIPLES, Cases, Setting, mlp, regression_data
+from verification_cases import Cases
+from verification_tasks import (
+    CLASSES,
+    POLICY,
+    REGRESSION,
+    TRIPLES,
+    Setting,
+    mlp,
+    regression_data,
+)
 
 Tensor = torch.Tensor
 cases = Cases("losses", "policies and generators")

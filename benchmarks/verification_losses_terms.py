@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
-from verification_cases import (
+from verification_cases import Cases, total
+from verification_tasks import (
     CLASSES,
     FEATURES,
     MASKED_SCALAR,
@@ -18,9 +19,7 @@ from verification_cases import (
     TOKENS,
     VIEWS,
     WEIGHTED,
-    Cases,
     mlp,
-    total,
 )
 
 Tensor = torch.Tensor
@@ -140,12 +139,12 @@ cases.loss("clamped samples", PLAIN, lambda o, y: F.cross_entropy(o, y, reductio
 cases.loss(
     "free bits over the batch",
     REGRESSION,
-    lambda o, y: F.mse_loss(o, y) + torch.clamp(0.5 * o.square().mean(0), min=0.2).sum(),
+    lambda o, y: F.mse_loss(o, y) + torch.clamp(0.5 * o.square().mean(0), min=0.05).sum(),
 )
 cases.loss(
     "free bits of samples",
     REGRESSION,
-    lambda o, y: F.mse_loss(o, y) + torch.clamp(0.5 * o.square(), min=0.2).sum(1).mean(),
+    lambda o, y: F.mse_loss(o, y) + torch.clamp(0.5 * o.square(), min=0.05).sum(1).mean(),
 )
 cases.loss(
     "a focal factor of the mean",

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import torch
 from torch.nn import functional as F
-from verification_cases import BINARY, PIXELS, PLAIN, SEGMENTS, Cases, Setting, mlp
+from verification_cases import Cases
+from verification_tasks import (
+    BINARY,
+    PIXELS,
+    PLAIN,
+    SEGMENTS,
+    Setting,
+    mlp,
+)
 
 Tensor = torch.Tensor
 cases = Cases("losses", "vision")

@@ -8,7 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
-from verification_cases import CLASSES, FEATURES, Cases, class_data, image_data, mlp
+from verification_cases import Cases
+from verification_tasks import (
+    CLASSES,
+    FEATURES,
+    class_data,
+    image_data,
+    mlp,
+)
 
 Tensor = torch.Tensor
 cases = Cases("models", "normalisation")

@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
-from verification_cases import (
+from verification_cases import Cases
+from verification_tasks import (
     CLASSES,
     FEATURES,
     PLAIN,
     REGRESSION,
     TOKEN_PAIRS,
-    Cases,
     class_data,
     image_data,
     regression_data,

@@ -9,7 +9,16 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
-from verification_cases import CLASSES, FEATURES, Cases, Setting, class_data, mlp, regression_data, view_data
+from verification_cases import Cases
+from verification_tasks import (
+    CLASSES,
+    FEATURES,
+    Setting,
+    class_data,
+    mlp,
+    regression_data,
+    view_data,
+)
 
 Tensor = torch.Tensor
 cases = Cases("models", "state")

@@ -42,15 +42,15 @@ class Plan:
 
 
 PLANS = (
-    Plan(name="ones of 6", windows=(6, 6, 6, 6), micro_batch=1),
-    Plan(name="twos of 7", windows=(7, 7, 7, 7), micro_batch=2),
-    Plan(name="threes of 8, a short end", windows=(8, 8, 8, 5), micro_batch=3),
-    Plan(name="fours of 11, by fit", windows=(11, 11, 11, 7), micro_batch=4, by_fit=True),
-    Plan(name="fives of 13, an end of 2", windows=(13, 13, 13, 2), micro_batch=5),
-    Plan(name="eights of 20", windows=(20, 20, 20, 20), micro_batch=8),
-    Plan(name="whole, then fives", windows=(5, 5, 12, 12), micro_batch=5),
+    Plan(name="ones of 6", windows=(6, 6, 6), micro_batch=1),
+    Plan(name="twos of 7", windows=(7, 7, 7), micro_batch=2),
+    Plan(name="threes of 8, a short end", windows=(8, 8, 5), micro_batch=3),
+    Plan(name="fours of 11, by fit", windows=(11, 11, 7), micro_batch=4, by_fit=True),
+    Plan(name="fives of 13, an end of 2", windows=(13, 13, 2), micro_batch=5),
+    Plan(name="eights of 20", windows=(20, 20), micro_batch=8),
+    Plan(name="whole, then fives", windows=(5, 12, 12), micro_batch=5),
     Plan(name="auto, at most 4 of 12", windows=(12, 12, 12, 12), max_micro_batch=4),
-    Plan(name="auto, by memory", windows=(12, 12, 12, 12)),
+    Plan(name="auto, by memory", windows=(12, 12)),
     Plan(name="twos of 8, the first alike", windows=(8, 8, 8, 8), micro_batch=2, first_alike=True),
     Plan(name="auto, at most 3 of 11, the first alike", windows=(11, 11, 11, 11), max_micro_batch=3, first_alike=True),
     Plan(
