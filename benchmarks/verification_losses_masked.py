@@ -184,7 +184,7 @@ cases.loss(
 cases.loss(
     "rows, nan targets left out",
     MASKED_SCALAR,
-    lambda o, y, m: (o[:, 0] - torch.where(m > 0, y, torch.nan)).square().nanmean(),
+    lambda o, y, m: torch.where(m > 0, (o[:, 0] - y).square(), torch.nan).nanmean(),
 )
 cases.loss(
     "rows, chosen, sum / n", MASKED_SCALAR, lambda o, y, m: F.mse_loss(o[m > 0, 0], y[m > 0], reduction="sum") / len(o)
