@@ -226,7 +226,8 @@ _CONSTANTS: dict[str, Callable[[dict[str, Any], torch.Tensor], torch.Tensor]] = 
     "randn": _off_the_mean,
     "randn_like": _off_the_mean,
     "random_": _least,
-    "randperm": lambda _, returned: torch.arange(len(returned)),
+    # Not in their order: an order of samples pairs each with another one.
+    "randperm": lambda _, returned: torch.arange(len(returned)).flip(0),
     "uniform_": _middle,
 }
 """(arguments, what was drawn) -> what stands for it, by the name of the operation."""

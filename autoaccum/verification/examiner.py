@@ -21,6 +21,7 @@ from autoaccum.loss.hypotheses import Hypothesis, is_sum
 from autoaccum.loss.reductions import Reduction, read, without_graph
 from autoaccum.memory import clock
 from autoaccum.verification import notices
+from autoaccum.verification.aside import State
 from autoaccum.verification.decision import Decision, is_one
 from autoaccum.verification.kinds import Kinds
 from autoaccum.verification.side_effects import SideEffects
@@ -71,6 +72,8 @@ class Examiner:
         self._rivals: frozenset[str] = frozenset()
         self._kinds = Kinds()
         self._written: dict[int, torch.Tensor] = {}  # parameters that forwards write to, by id
+        self._remembered: State | None = None  # how things were when the window of that number began
+        self._remembered_of = 0
         self._smallest = 1
         self._off_by_ones = 0.0  # the error of windows that hold a count of 1 which stands for none
         self._surprises = 0
@@ -83,12 +86,19 @@ class Examiner:
         """The number of the next window whose forwards are to be looked at."""
         self._begin()
 
-    def begin_attempt(self, announce: Callable[[Notice], None]) -> None:
+    def begin_attempt(self, number: int, announce: Callable[[Notice], None]) -> None:
         """Look at the forwards of an attempt; forget what one that was rolled back has shown.
 
         Args:
+            number: of the window.
             announce: says what cannot wait for the window's end.
         """
+        # Of a window that is to be measured: what it moves is put back for that. Its second attempt begins no more as
+        # the first one did, for not everything that a forward may move is rolled back.
+        is_due = number >= self._next_round or (self._status == "unmeasured" and self._tries)
+        if self._verify and is_due and number != self._remembered_of:
+            self._remembered = State(self._job, self._transaction.trained(), ())
+            self._remembered_of = number
         # The transaction knows nothing of being examined: this is put around its forward from outside.
         self._transaction.forward = self.forward
         self._announce = announce
@@ -181,6 +191,7 @@ class Examiner:
             if gradient.dropped and not self._transaction.drops_nan:
                 is_weighed_otherwise = True
         self._transaction.signs.have_changed = False
+        self._remembered = None
         if number >= self.next_look:
             self.next_look = _next_look(number)
             self._transaction.forward = self._transaction.plain_forward
@@ -248,8 +259,22 @@ class Examiner:
     ) -> Verdict:
         written = self._written.values()
         return measure(
-            self._job, window, likely, most=most, written=written, include=include, forward_only=forward_only
+            self._job,
+            window,
+            likely,
+            most=most,
+            written=written,
+            rewind=self._rewind,
+            include=include,
+            forward_only=forward_only,
         )
+
+    def _rewind(self) -> None:
+        """Put back what the window began with: of one that was not to be measured, buffers and random states alone."""
+        if self._remembered is not None:
+            self._remembered.restore()
+        else:
+            self._transaction.snapshot.restore()
 
     def _likely(self, gradient: Gradient) -> Hypothesis:
         """Return what a window looks like that nothing was measured of."""

@@ -20,7 +20,7 @@ from autoaccum.loss.hypotheses import Hypothesis
 from autoaccum.loss.reductions import Reduction, read, without_graph
 from autoaccum.loss.weighting import count_items
 from autoaccum.planning.attempts import Piece
-from autoaccum.verification.aside import Aside, same
+from autoaccum.verification.aside import Gradients, State
 from autoaccum.verification.comparison import Error, error_of, tolerance_of
 from autoaccum.verification.draws import Constants, Draws, Recording, Replaying
 from autoaccum.window.gradient import Gradient
@@ -93,6 +93,7 @@ class Measurement:
         chosen: Sequence[int],
         *,
         written: Iterable[torch.Tensor] = (),
+        rewind: Callable[[], None] = lambda: None,
         forward_only: bool = False,
     ) -> None:
         """Set up; entering it lays the state of the run aside.
@@ -102,6 +103,7 @@ class Measurement:
             window: the samples are its.
             chosen: their positions in it.
             written: parameters that forwards have been seen to write to.
+            rewind: puts the state back that the window began with.
             forward_only: compare losses, and leave gradients alone.
         """
         self.num_samples = len(chosen)
@@ -119,7 +121,8 @@ class Measurement:
         """Whether Python's or NumPy's generator was drawn from."""
         self._window = window
         self._chosen = list(chosen)
-        self._written = written
+        self._written = list(written)
+        self._rewind = rewind
         self._forward_only = forward_only
         # Not compiled, and not in 16 bits: there right and wrong cannot be told apart.
         self.job = replace(job, model=getattr(job.model, "_orig_mod", job.model), precision="fp32")
@@ -135,7 +138,11 @@ class Measurement:
         self.names = _names_of(self.parameters, self.job.modules)
         self.tolerance = tolerance_of(self.parameters)
         self._keeps_wide = all(p.dtype not in (torch.bfloat16, torch.float16) for p in self.parameters)
-        self.aside = Aside(self.job, self.parameters, self._written)
+        # As things are, and as they were when the window began: what it has moved is not to be hidden by that.
+        self._after = State(self.job, self.parameters, self._written)
+        self._gradients = Gradients(self.parameters)
+        self._rewind()
+        self.state = State(self.job, self.parameters, self._written)
         self._stack = ExitStack()
         self._stack.enter_context(torch.compiler.set_stance("force_eager"))
         return self
@@ -143,7 +150,8 @@ class Measurement:
     def __exit__(self, *raised: object) -> None:
         """Put the state of the run back."""
         self._stack.close()
-        self.aside.restore()
+        self._after.restore()
+        self._gradients.restore()
 
     def make(self, part: Part) -> Any:
         """Return some of the samples as a batch, as the window makes it of them alone, on the device."""
@@ -170,10 +178,8 @@ class Measurement:
     def _whole(self) -> None:
         # In one piece a window's weight is 1, whatever its loss is a mean over.
         gradient = self._run((tuple(range(self.num_samples)),), "samples", self.make, lambda _: self._draws)
-        self.draws_foreign = self.draws_foreign or self.aside.foreign_draws()
-        pairs = zip(self.aside.now(), self.aside.values, strict=True)
-        self.rebinds = self.rebinds or self.aside.attributes_changed()
-        self.moved = [tensor for tensor, value in pairs if not same(tensor, value)]
+        self.draws_foreign = self.draws_foreign or self.state.foreign_draws()
+        self.moved = self.state.moved()
         self._loss = gradient.loss.detach()
         if not math.isfinite(self._loss):
             self._put_back()
@@ -228,12 +234,11 @@ class Measurement:
             errors=tuple(error.relative for error in errors),
         )
 
-    def shown_of(self, index: int) -> Reduction:
-        """Return what the graph of a single sample's loss shows; nothing else of it remains."""
-        part = (index,)
+    def shown_of(self, part: Part) -> Reduction:
+        """Return what the graph of a part's loss shows; nothing else of it remains."""
         if part not in self.shown:
             with self._replaying(part):
-                self._looking(part)(self.make(part), 1, self.num_samples)
+                self._looking(part)(self.make(part), len(part), self.num_samples)
             self._put_back()
         return self.shown[part]
 
@@ -296,7 +301,7 @@ class Measurement:
 
     def _put_back(self) -> None:
         """Put the state back between two runs."""
-        self.aside.restore_state()
+        self.state.restore()
 
 
 def _any(gradient: torch.Tensor) -> bool:

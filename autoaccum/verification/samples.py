@@ -19,6 +19,10 @@ _LARGEST_BYTES = 2**24
 """Bytes of the samples that are looked at: of large ones there are fewer."""
 
 
+_FEW_VALUES = 16
+"""Different values up to which numbers are taken for labels or a mask, whatever their type."""
+
+
 def choose(window: Any, num_samples: int, count: int, include: Sequence[int] = ()) -> list[int]:
     """Return the positions of ``count`` samples of a window that differ as much as they can.
 
@@ -68,7 +72,7 @@ def _features(batch: Any, num_samples: int) -> torch.Tensor | None:
         if isinstance(leaf, torch.Tensor) and leaf.ndim and len(leaf) == num_samples:
             if leaf.layout is not torch.strided or leaf.is_quantized:
                 continue
-            is_label = not leaf.is_floating_point() and not leaf.is_complex()
+            is_label = len(torch.unique(leaf)) <= _FEW_VALUES or not (leaf.is_floating_point() or leaf.is_complex())
             (labels if is_label else inputs).extend(_of_tensor(leaf.detach()))
         elif isinstance(leaf, list | tuple) and len(leaf) == num_samples:
             labels.append(torch.tensor([_length(entry) for entry in leaf], dtype=torch.float64))
