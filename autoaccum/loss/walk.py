@@ -245,7 +245,8 @@ class _Descent:
             is_multiplied=factor.tensors == "Mul",
             is_items=self._counts_items,
             is_one=1.0 in (*factor.divisors, *factor.multipliers)
-            or (bool(factor.tensors) and isinstance(value, float) and value == 1),
+            or -1.0 in (*factor.divisors, *factor.multipliers)
+            or (bool(factor.tensors) and isinstance(value, float) and abs(value) == 1),
         )
 
 

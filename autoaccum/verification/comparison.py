@@ -75,6 +75,14 @@ def _dense(gradient: torch.Tensor) -> torch.Tensor:
     return gradient.to_dense() if gradient.layout is not torch.strided else gradient.detach()
 
 
+def loss_tolerance_of(parameters: Sequence[torch.Tensor]) -> float:
+    """Return the relative error up to which losses of these parameters are the same, as far as a first look tells.
+
+    Where state converges, as that of a spectral norm does, the loss is off by the square of what its gradient is.
+    """
+    return 1e-12 if tolerance_of(parameters) < TOLERANCE else 2e-6
+
+
 def tolerance_of(parameters: Sequence[torch.Tensor]) -> float:
     """Return the relative error up to which gradients of these parameters are the same."""
     dtypes = {p.dtype for p in parameters if p.requires_grad}

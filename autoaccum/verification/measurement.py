@@ -21,7 +21,7 @@ from autoaccum.loss.reductions import Reduction, read, without_graph
 from autoaccum.loss.weighting import count_items
 from autoaccum.planning.attempts import Piece
 from autoaccum.verification.aside import Gradients, State
-from autoaccum.verification.comparison import Error, error_of, tolerance_of
+from autoaccum.verification.comparison import Error, error_of, loss_tolerance_of, tolerance_of
 from autoaccum.verification.draws import Constants, Draws, Recording, Replaying
 from autoaccum.window.gradient import Gradient
 from autoaccum.window.job import Job
@@ -136,7 +136,8 @@ class Measurement:
         self._transaction.drops_nan = True
         self.parameters = self._transaction.trained()
         self.names = _names_of(self.parameters, self.job.modules)
-        self.tolerance = tolerance_of(self.parameters)
+        tolerance = loss_tolerance_of if self._forward_only else tolerance_of
+        self.tolerance = tolerance(self.parameters)
         self._keeps_wide = all(p.dtype not in (torch.bfloat16, torch.float16) for p in self.parameters)
         # As things are, and as they were when the window began: what it has moved is not to be hidden by that.
         self._after = State(self.job, self.parameters, self._written)

@@ -39,7 +39,8 @@ class Verdict:
     is_zero: bool = False
     """Whether that is a gradient of 0 or a loss that is not finite, which may be another one in the next window."""
     ones: Decision | None = None
-    """What was measured of windows that hold a count of 1, which may stand for none; None where it does not matter."""
+    """What was measured of windows that hold a count of 1, which may stand for none; None where it does not matter. The
+    decision itself where no cut of these samples is without one."""
     counts_nothing: bool = False
     """Whether the first sample was found to have nothing to count."""
     samples: int = 0
@@ -103,7 +104,7 @@ def _measured(
         with measurement:
             if forward_only:
                 measurement.run_whole()
-                outcome = measurement.run(cuts_of(count, smallest)[:1], likely)
+                outcome = measurement.run(cuts_of(count, smallest)[::2], likely)
                 decision = Decision.of(outcome, passed=outcome.error <= measurement.tolerance)
                 return Verdict(decision=decision, samples=count, tolerance=measurement.tolerance)
             decision = decide(measurement, smallest, likely)
@@ -111,10 +112,10 @@ def _measured(
             if decision.has_ones and not decision.passed:
                 # Where no part is divided by 1 the count is what it says.
                 without = decide_without_ones(measurement, smallest, likely)
-                decision, ones = (without, decision) if without is not None else (decision, None)
+                decision, ones = without or decision, decision
             causes: tuple[Cause, ...] = ()
             if not decision.passed:
-                ones = None
+                ones = ones if decision is ones else None
                 causes = tuple(name_cause(measurement, decision.cuts, decision.hypothesis))
                 # What Python's or NumPy's generator draws differs in each part, and nothing says by how much.
                 if decision.is_foreign and not causes:
