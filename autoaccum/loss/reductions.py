@@ -27,7 +27,7 @@ from autoaccum.loss.graph import MEAN, only_parameters
 from autoaccum.loss.terms import Count, Factor, Term
 from autoaccum.loss.walk import Walk
 
-__all__ = ["Count", "Reduction", "Term", "plain_mean", "read", "without_graph"]
+__all__ = ["Count", "Reduction", "Term", "kinds_of", "plain_mean", "read", "without_graph"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +84,11 @@ def read(loss: torch.Tensor, num_samples: int) -> Reduction:
         is_shared_out=any(abs(number) == num_samples > 2 for _, factor in constants for number in factor.divisors),
         edges=tuple([edge for edge, _ in constants]),
     )
+
+
+def kinds_of(reduction: Reduction) -> tuple[str, ...]:
+    """Return what each term of a loss looks like: another loss has others."""
+    return tuple([term.kind for term in reduction.terms]) if reduction.terms else ()
 
 
 @lru_cache(maxsize=1024)

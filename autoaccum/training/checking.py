@@ -130,7 +130,7 @@ def check(
     if notices.has_backward_hooks(parameters):
         return _unmeasured(notices.backward_hook_notice(), parameters, started)
     held = surroundings_of([loss_of, num_items])
-    every = [model, *modules, *held.modules]
+    every = [model, *modules, *held.modules]  # what only num_items holds too
     memory = memory_of(on)
     limit = Limit(memory, None)
     with named("a check was begun, or was undone"), no_trace(every, None, on, held.tensors), _lazily_kept(job, every):
@@ -289,32 +289,42 @@ class _Check:
         aside = _aside(self._job, self._job.modules)
         try:
             with torch.compiler.set_stance("force_eager"):
-                for part in (tuple(range(count)), *cuts_of(count, self._smallest)[0]):
-                    self._look_at([chosen[index] for index in part], shown, is_whole=len(part) == count)
+                self._look_at_whole(chosen)
+                for part in cuts_of(count, self._smallest)[0]:
+                    try:
+                        self._look_at_part([chosen[index] for index in part], shown)
+                    except Exception as error:
+                        # A sample by itself may be more than the loss bears: the measurement says what does then.
+                        if is_out_of_memory(error):
+                            raise
             now = zip(aside.now(), aside.values, strict=True)
             shown.written = [tensor for tensor, value in now if not same(tensor, value)]
         finally:
             aside.restore()
         return shown
 
-    def _look_at(self, positions: Sequence[int], shown: _Shown, *, is_whole: bool) -> None:
-        """Run some samples forward, and note what the graph of their loss shows."""
-        batch = batches.to_device(self._window.samples(positions), self._job.device, copy=True)
+    def _look_at_whole(self, positions: Sequence[int]) -> None:
+        """Run samples forward as training would, and fail as it would."""
+        batch = self._batch(positions)
         before = SideEffects(self._parameters)
-        with self._job.autocast():
-            loss = self._job.loss_of(self._job.model, batch)
+        loss = self._job.loss_of(self._job.model, batch)
         before.refuse()
-        reduction = without_graph(read(loss, len(positions)))
-        if is_whole:
-            # Of what holds no items a mean is NaN, and counts for nothing.
-            if reduction.items and not math.isfinite(value := loss.item()):
-                raise NonFiniteLossError(value)
-            if self._job.num_items is not None:
-                count_items(self._job.num_items, batch)  # fails here as it would in training
-            return
+        # Of what holds no items a mean is NaN, and counts for nothing.
+        if read(loss, len(positions)).items and not math.isfinite(value := loss.item()):
+            raise NonFiniteLossError(value)
+        if self._job.num_items is not None:
+            count_items(self._job.num_items, batch)
+
+    def _look_at_part(self, positions: Sequence[int], shown: _Shown) -> None:
+        """Run some samples forward, and note what the graph of their loss shows."""
+        loss = self._job.loss_of(self._job.model, self._batch(positions))
+        found = without_graph(read(loss, len(positions))), crossings(loss, len(positions))
         shown.sizes.append(len(positions))
-        shown.reductions.append(reduction)
-        shown.crossings.append((len(positions), crossings(loss, len(positions))))
+        shown.reductions.append(found[0])
+        shown.crossings.append((len(positions), found[1]))
+
+    def _batch(self, positions: Sequence[int]) -> Any:
+        return batches.to_device(self._window.samples(positions), self._job.device, copy=True)
 
     def _in_detail(
         self, verdict: Verdict, decision: Decision, order: Sequence[Hypothesis], written: Sequence[torch.Tensor]
@@ -376,7 +386,7 @@ class _Check:
     def _not_measured(self, verdict: Verdict, started: float) -> CheckReport:
         cure = "Pass other samples, or train with micro_batch= the whole window if it fits"
         if verdict.is_zero:
-            cure = "Pass samples whose gradient is not 0: with targets that count, to a model that is not done learning"
+            cure = "Pass samples with targets that count, on which the loss is finite and has a gradient that is not 0"
         notice = replace(notices.unmeasured_notice(verdict.unmeasured), cure=cure)
         return _unmeasured(notice, self._parameters, started)
 

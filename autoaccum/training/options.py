@@ -33,6 +33,7 @@ from autoaccum.training.learning_rate import MakeScheduler, Scaling
 from autoaccum.training.metrics import Metric
 from autoaccum.window.optimizers import OptimizerLike
 from autoaccum.window.precision import Precision
+from autoaccum.window.surroundings import surroundings_of
 
 Callback = Callable[[Record], None]
 """Takes all that a run reports, as it happens."""
@@ -421,8 +422,20 @@ class FitArguments:
 
 
 def modules_of(model: object, loss_fn: object, training_step: object) -> list[nn.Module]:
-    """Return those of a call's objects that may have parameters to train."""
-    return [module for module in (model, loss_fn, training_step) if isinstance(module, nn.Module)]
+    """Return what a call has that may have parameters to train: its modules, and those that its functions hold.
+
+    The model comes first. A projection head that only the closure of training_step holds is as much a part of what is
+    trained as the model: it is moved to the device, saved, and put back when a window is run again.
+    """
+    named = [module for module in (model, loss_fn, training_step) if isinstance(module, nn.Module)]
+    known = {layer for module in named for layer in module.modules()}
+    for held in surroundings_of([loss_fn, training_step]).modules:
+        # What holds a known one beside others, as a wrapper that training_step is a method of, is taken apart.
+        for layer in held.modules():
+            if layer not in known and known.isdisjoint(layer.modules()):
+                named.append(layer)
+                known.update(layer.modules())
+    return named
 
 
 OF_FIT = arguments_of(FitArguments)

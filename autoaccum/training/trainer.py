@@ -13,7 +13,7 @@ from torch import nn
 from autoaccum import _checks
 from autoaccum.data.base import Window
 from autoaccum.errors import ArgumentError, StopTraining
-from autoaccum.events import Event, Finished, Record, Resumed, StepReport
+from autoaccum.events import Event, Finished, Record, Resumed, StepReport, Verified
 from autoaccum.loss.functions import loss_function
 from autoaccum.loss.weighting import CountItems
 from autoaccum.memory import clock
@@ -385,6 +385,8 @@ class Trainer:
 
     def _emit(self, record: Record) -> None:
         """Keep a record, then tell every callback of it, those after one that ends the run too."""
+        if isinstance(record, Verified):  # which took its time within a window, whose report leaves it out
+            self._mark += record.seconds
         if self._directory is not None:
             self._directory.record(record)
         else:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from autoaccum.loss.hypotheses import Hypothesis, in_order
+from autoaccum.loss.reductions import Reduction
+from autoaccum.memory.oom import is_out_of_memory, without_frames
 from autoaccum.verification.draws import UnalignedError, UnsettledError
 from autoaccum.verification.measurement import Cut, Measurement, Outcome
 from autoaccum.verification.samples import cuts_of
@@ -34,6 +36,10 @@ class Decision:
     """Those of the other hypotheses that were measured."""
     rivals: frozenset[str]
     """Hypotheses that would have weighed every part the same."""
+    has_ones: bool = False
+    """Whether it passed only where no part counts 1, which may stand for none."""
+    smallest: int = 1
+    """The fewest samples of a micro-batch whose loss can be computed."""
     is_foreign: bool = False
     """Whether generators were drawn from whose draws have no rows, so that a failure may be theirs."""
 
@@ -55,6 +61,9 @@ class Decision:
 def decide(measurement: Measurement, smallest: int, likely: Hypothesis) -> Decision:
     """Measure hypotheses in their order until one passes.
 
+    Where none does, and a sample by itself is to blame (its statistics are not numbers, or its count of 1 stands for
+    none), all of them are measured once more on parts of at least two.
+
     Args:
         measurement: entered, and not yet run.
         smallest: the fewest samples of a part.
@@ -62,11 +71,41 @@ def decide(measurement: Measurement, smallest: int, likely: Hypothesis) -> Decis
 
     Raises:
         ZeroGradientError: the gradient of the samples is 0.
+        NotFiniteError: the loss of all samples is not finite.
         UnalignedError: what is drawn cannot be compared.
         UnsettledError: the same.
     """
     measurement.run_whole()
     cuts = cuts_of(measurement.num_samples, smallest)
+    wider = cuts_of(measurement.num_samples, 2) if smallest == 1 else []
+    refused: Exception | None = None
+    try:
+        decision = _decided(measurement, cuts, likely)
+        if decision.passed or not wider:
+            return decision
+    except (UnalignedError, UnsettledError):
+        raise
+    except Exception as error:  # of the user's code, on one sample perhaps
+        if not wider or is_out_of_memory(error):
+            raise
+        measurement.aside.restore_state()
+        refused = without_frames(error)
+    has_ones = any(is_one(reduction) for reduction in measurement.shown.values())
+    if refused is None and not measurement.dropped and not has_ones:
+        return decision
+    of_pairs = _decided(measurement, wider, likely)
+    if refused is None and has_ones and not measurement.dropped:
+        return replace(of_pairs, has_ones=True) if of_pairs.passed else decision
+    return replace(of_pairs, smallest=2)
+
+
+def is_one(reduction: Reduction) -> bool:
+    """Return whether a loss was divided by 1, which a count of none may have been kept from 0 by."""
+    return any(term.is_one for term in reduction.terms)
+
+
+def _decided(measurement: Measurement, cuts: list[Cut], likely: Hypothesis) -> Decision:
+    """Measure hypotheses on some cuts until one passes."""
     tolerance = measurement.tolerance
     tried: list[Outcome] = []
     order = [likely]

@@ -16,6 +16,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 _HALVES = (torch.bfloat16, torch.float16)
 
 
+FUSED = {
+    "_efficient_attention_forward",
+    "_flash_attention_forward",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_fused_attention_overrideable",
+}
+"""Operations that draw the mask of their dropout inside of a kernel."""
+
+
 class UnalignedError(Exception):
     """The draws of a part that are not found among those of the whole."""
 
@@ -43,12 +54,15 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run an operation, or what stands for it."""
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded in func.tags:
-            return self.draw(func, args, kwargs)
+            before = _state(kwargs)
+            # It draws also where something stands for that: only then is it known to, for a dropout of 0 does not.
+            returned = func(*args, **kwargs)
+            return returned if torch.equal(before, _state(kwargs)) else self.draw(func, args, kwargs, returned)
         if func is torch.ops.aten._to_copy.default and self._keeps_wide and kwargs.get("dtype") in _HALVES:
             kwargs = {**kwargs, "dtype": args[0].dtype}
         return func(*args, **kwargs)
 
-    def draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any) -> Any:
         """Run a random operation, or what stands for it; here there is nothing to stand for one.
 
         Raises:
@@ -65,15 +79,19 @@ class Recording(Draws):  # type: ignore[no-untyped-call]
         super().__init__(keeps_wide=keeps_wide)
         self.draws: list[tuple[Any, torch.Tensor]] = []
         """(operation, what it drew), in the order in which they ran."""
+        self.has_fused = False
+        """Whether a fused attention drew, which shows nothing of it."""
 
-    def draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Draw, and keep it."""
-        returned = func(*args, **kwargs)
+    def draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any) -> Any:
+        """Keep what was drawn."""
         # A dropout returns what is left of its input, and its mask; an RReLU has its slopes in its second argument.
         kept = returned
+        if name_of(func) in FUSED:
+            self.has_fused = True  # it keeps its mask to itself
+            return returned
         if not isinstance(returned, torch.Tensor):
             kept = returned[1]
-        elif _name_of(func) == "rrelu_with_noise":
+        elif name_of(func) == "rrelu_with_noise":
             kept = args[1]
         self.draws.append((func, kept.detach().to("cpu", copy=True)))
         return returned
@@ -96,7 +114,7 @@ class Replaying(Draws):  # type: ignore[no-untyped-call]
         self._rows = torch.tensor(rows)
         self._num_samples = num_samples
 
-    def draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any) -> Any:
         """Return the rows in place of a draw.
 
         Raises:
@@ -105,12 +123,10 @@ class Replaying(Draws):  # type: ignore[no-untyped-call]
         recorded, drawn = next(self._draws, (None, torch.empty(0)))
         if recorded is None or recorded is not func:
             raise UnalignedError(str(func))
-        # It draws all the same, for only its outcome tells the shape; the random states are put back anyway.
-        returned = func(*args, **kwargs)
         if not isinstance(returned, torch.Tensor):
             kept = self._rows_of(drawn, returned[1])
             return args[0] * kept / (1 - args[1]), kept
-        if _name_of(func) == "rrelu_with_noise":
+        if name_of(func) == "rrelu_with_noise":
             args[1].copy_(self._rows_of(drawn, args[1]))
             return returned.copy_(args[0] * args[1])
         return returned.copy_(self._rows_of(drawn, returned))
@@ -149,7 +165,7 @@ def _is_order(drawn: torch.Tensor) -> bool:
 class Constants(Draws):  # type: ignore[no-untyped-call]
     """A mode in which a draw is the same for each sample: nothing is dropped, noise has one value."""
 
-    def draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any) -> Any:
         """Return a constant in place of a draw.
 
         Raises:
@@ -157,12 +173,11 @@ class Constants(Draws):  # type: ignore[no-untyped-call]
         """
         given = {argument.name: argument.default_value for argument in func._schema.arguments}
         given |= dict(zip(given, args, strict=False)) | kwargs
-        name = _name_of(func)
+        name = name_of(func)
         if name == "native_dropout":
             return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
         if name not in _CONSTANTS:
             raise UnsettledError(str(func))
-        returned = func(*args, **kwargs)
         return returned.copy_(_CONSTANTS[name](given, returned))
 
 
@@ -217,6 +232,19 @@ _CONSTANTS: dict[str, Callable[[dict[str, Any], torch.Tensor], torch.Tensor]] = 
 """(arguments, what was drawn) -> what stands for it, by the name of the operation."""
 
 
-def _name_of(func: Any) -> str:
+def _state(kwargs: dict[str, Any]) -> torch.Tensor:
+    """Return the state of the generator that an operation draws from, or those of all that it may."""
+    if kwargs.get("generator") is not None:
+        state: torch.Tensor = kwargs["generator"].get_state()
+        return state
+    states = [torch.default_generator.get_state()]
+    device = torch.accelerator.current_accelerator()
+    if device is not None:
+        states.append(torch.get_device_module(device).get_rng_state().cpu())
+    return torch.cat(states)
+
+
+def name_of(func: Any) -> str:
+    """Return the name of an operation, whatever its overload."""
     name: str = func.overloadpacket.__name__
     return name

@@ -43,6 +43,8 @@ class Examination(NamedTuple):
     """To be told."""
     again: bool = False
     """Whether the window has to be run again, for it was weighed by a hypothesis that has failed."""
+    smallest: int = 1
+    """The fewest samples of a micro-batch whose loss can be computed."""
 
 
 class Examiner:
@@ -69,11 +71,13 @@ class Examiner:
         self._rivals: frozenset[str] = frozenset()
         self._kinds = Kinds()
         self._written: dict[int, torch.Tensor] = {}  # parameters that forwards write to, by id
+        self._smallest = 1
         self._surprises = 0
         self._largest = 0  # samples of the largest window that was measured
         self._is_short_measured = False
         self._next_round = 2  # the number of the window at which forwards are compared next
         self._tries = _MOST_SURPRISES  # how often it is still tried to measure what could not be measured
+        transaction.drops_nan = verify
         self.next_look = 1
         """The number of the next window whose forwards are to be looked at."""
         self._begin()
@@ -171,11 +175,13 @@ class Examiner:
                 said.extend(self._doubts(gradient))
             after = self._transaction.hypothesis
             is_weighed_otherwise = before != after and not self._is_same(gradient, before, after)
+            if gradient.dropped and not self._transaction.drops_nan:
+                is_weighed_otherwise = True
         self._transaction.signs.have_changed = False
         if number >= self.next_look:
             self.next_look = _next_look(number)
             self._transaction.forward = self._transaction.plain_forward
-        return Examination(said, is_weighed_otherwise)
+        return Examination(said, is_weighed_otherwise, self._smallest)
 
     def _reason(self, window: Window, number: int) -> str | None:
         """Return how a window is measured: "whole", or by its "losses" alone; None where it need not be."""
@@ -215,7 +221,11 @@ class Examiner:
             verdict = self._verdict(window, likely, most, forward_only=True)
         # Where losses alone show that something is wrong, gradients tell what.
         if reason == "whole" or (verdict.decision is not None and not verdict.decision.passed):
-            verdict = self._verdict(window, likely, most)
+            verdict = self._verdict(window, likely, most, include=gradient.dropped)
+        # What was left out, for its loss is not a number, counts nothing only if it was measured to.
+        is_passed = verdict.decision is not None and verdict.decision.passed
+        if gradient.dropped and not (is_passed and verdict.counts_nothing):
+            self._transaction.drops_nan = False
         if verdict.decision is None:
             self._tell_unmeasured(verdict, number, said)
             return
@@ -224,8 +234,19 @@ class Examiner:
             return
         self._decide(verdict.decision, verdict, number, clock.now() - started, said)
 
-    def _verdict(self, window: Window, likely: Hypothesis, most: int, *, forward_only: bool = False) -> Verdict:
-        return measure(self._job, window, likely, most=most, written=self._written.values(), forward_only=forward_only)
+    def _verdict(
+        self,
+        window: Window,
+        likely: Hypothesis,
+        most: int,
+        *,
+        include: Sequence[int] = (),
+        forward_only: bool = False,
+    ) -> Verdict:
+        written = self._written.values()
+        return measure(
+            self._job, window, likely, most=most, written=written, include=include, forward_only=forward_only
+        )
 
     def _likely(self, gradient: Gradient) -> Hypothesis:
         """Return what a window looks like that nothing was measured of."""
@@ -233,7 +254,7 @@ class Examiner:
             return "num_items"
         if gradient.conclusion is None or not gradient.conclusion.is_sum:
             return "items"
-        return "sum and penalties" if gradient.reductions[0].constants else "sum"
+        return "sum and penalties" if any(reduction.constants for reduction in gradient.reductions) else "sum"
 
     def _decide(self, decision: Decision, verdict: Verdict, number: int, seconds: float, said: list[Event]) -> None:
         """Go by what was measured, and say it."""
@@ -251,8 +272,10 @@ class Examiner:
             )
         )
         signs = self._transaction.signs
+        self._smallest = decision.smallest
         if decision.passed:
             self._status = "passed"
+            signs.compares_ones = decision.has_ones
             self._kinds.accept()
             # Weights that differ by nothing but the number of samples are compared in each window, for nothing.
             self._rivals = decision.rivals
@@ -299,7 +322,7 @@ class Examiner:
             return before is None
         counts = [float(reduction.items) for reduction in gradient.reductions]
         if after is not None and is_sum(after):
-            with_terms = bool(gradient.reductions[0].constants)
+            with_terms = any(reduction.constants for reduction in gradient.reductions)
             return found.is_sum and self._job.num_items is None and (after == "sum and penalties" or not with_terms)
         if after == "items":
             return not found.is_sum and self._job.num_items is None

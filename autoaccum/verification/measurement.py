@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autoaccum.data import batches
 from autoaccum.loss.hypotheses import Hypothesis
@@ -33,6 +35,10 @@ Cut = tuple[Part, ...]
 
 class ZeroGradientError(Exception):
     """A gradient of 0, by which nothing can be told."""
+
+
+class NotFiniteError(Exception):
+    """A loss of all samples that is not finite, which no cut can be compared with."""
 
 
 @dataclass(kw_only=True)
@@ -107,6 +113,8 @@ class Measurement:
         """What the user counts in each part."""
         self.moved: list[torch.Tensor] = []
         """What forwards write to, and the next one may read."""
+        self.dropped: set[int] = set()
+        """Samples that were found to have nothing to count, by a loss that is not a number."""
         self.draws_foreign = False
         """Whether Python's or NumPy's generator was drawn from."""
         self._window = window
@@ -116,25 +124,25 @@ class Measurement:
         # Not compiled, and not in 16 bits: there right and wrong cannot be told apart.
         self.job = replace(job, model=getattr(job.model, "_orig_mod", job.model), precision="fp32")
         self.names: list[str] = []
-        self._stack: Any = None
 
     def __enter__(self) -> Measurement:
         """Lay the state of the run aside."""
         kind = _ForwardOnly if self._forward_only else Transaction
         # It has a snapshot of its own, taken as things are.
         self._transaction = kind(self.job)
+        self._transaction.drops_nan = True
         self.parameters = self._transaction.trained()
         self.names = _names_of(self.parameters, self.job.modules)
         self.tolerance = tolerance_of(self.parameters)
         self._keeps_wide = all(p.dtype not in (torch.bfloat16, torch.float16) for p in self.parameters)
         self.aside = Aside(self.job, self.parameters, self._written)
-        self._stance = torch.compiler.set_stance("force_eager")
-        self._stance.__enter__()
+        self._stack = ExitStack()
+        self._stack.enter_context(torch.compiler.set_stance("force_eager"))
         return self
 
     def __exit__(self, *raised: object) -> None:
         """Put the state of the run back."""
-        self._stance.__exit__(None, None, None)
+        self._stack.close()
         self.aside.restore()
 
     def make(self, part: Part) -> Any:
@@ -148,8 +156,16 @@ class Measurement:
         Raises:
             ZeroGradientError: it is 0, or there is none.
         """
-        self._draws: Draws = Recording(keeps_wide=self._keeps_wide)
+        recording = self._record()
+        if recording.has_fused:
+            # The same attention, by operations that show what they draw; it takes more memory.
+            self._stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+            self._record()
+
+    def _record(self) -> Recording:
+        self._draws: Draws = (recording := Recording(keeps_wide=self._keeps_wide))
         self._whole()
+        return recording
 
     def _whole(self) -> None:
         # In one piece a window's weight is 1, whatever its loss is a mean over.
@@ -158,6 +174,9 @@ class Measurement:
         pairs = zip(self.aside.now(), self.aside.values, strict=True)
         self.moved = [tensor for tensor, value in pairs if not same(tensor, value)]
         self._loss = gradient.loss.detach()
+        if not math.isfinite(self._loss):
+            self._put_back()
+            raise NotFiniteError
         self._wanted = [p.grad for p in self.parameters]
         for p in self.parameters:
             p.grad = None
@@ -246,6 +265,8 @@ class Measurement:
                     transaction.add(Piece(start, len(part)))
             outcome = transaction.finish()
             if isinstance(outcome, Gradient):
+                parts = dict(zip(_starts(cut), cut, strict=True))
+                self.dropped.update(index for start in outcome.dropped for index in parts[start])
                 break
             self._put_back()
         transaction.commit()

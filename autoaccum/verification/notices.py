@@ -194,7 +194,7 @@ def doubt_of(sizes: Sequence[int], reductions: Sequence[Reduction]) -> Notice | 
 
 def doubt_cause(reason: str, _: str) -> str:
     """Return a doubt as a cause."""
-    return f"The loss does not add up over micro-batches, for {reason}"
+    return f"The loss does not average over samples or items alone, nor sum them: {reason}"
 
 
 def penalty_notice() -> Notice:

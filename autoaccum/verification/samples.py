@@ -18,8 +18,8 @@ _LARGEST_BYTES = 2**24
 """Bytes of the samples that are looked at: of large ones there are fewer."""
 
 
-def choose(window: Any, num_samples: int, count: int) -> list[int]:
-    """Return the positions of ``count`` samples of a window, in its order, that differ as much as they can.
+def choose(window: Any, num_samples: int, count: int, include: Sequence[int] = ()) -> list[int]:
+    """Return the positions of ``count`` samples of a window that differ as much as they can.
 
     All but one are far from each other. The last is the nearest neighbour of one of them, for what compares samples of
     a kind with each other, such as a contrastive loss, needs two of a kind to do anything.
@@ -28,22 +28,24 @@ def choose(window: Any, num_samples: int, count: int) -> list[int]:
         window: the window.
         num_samples: its samples.
         count: how many to choose, at most all.
+        include: positions that are to be among them, and come first.
     """
+    wanted = list(include)[: max(1, count - 2)]
     if count >= num_samples:
-        return list(range(num_samples))
-    candidates = _candidates(window, num_samples, count)
+        return [*wanted, *(position for position in range(num_samples) if position not in wanted)]
+    candidates = sorted({*_candidates(window, num_samples, count), *wanted})
     features = _features(window.samples(candidates), len(candidates))
     if features is None:  # its rows are not samples: one is as good as another
         spread = np.linspace(0, num_samples - 1, count)
         return sorted({int(position) for position in spread})
-    chosen = [int(features.norm(dim=1).argmax())]
+    chosen = [candidates.index(position) for position in wanted] or [int(features.norm(dim=1).argmax())]
     apart = torch.cdist(features, features)
     while len(chosen) < count - 1:
         chosen.append(int(apart[chosen].min(dim=0).values.index_fill(0, torch.tensor(chosen), -1).argmax()))
     others = [index for index in range(len(candidates)) if index not in chosen]
     if count > len(chosen):
         chosen.append(min(others, key=lambda index: float(apart[index, chosen].min())))
-    return sorted(candidates[index] for index in chosen)
+    return [*wanted, *sorted(candidates[index] for index in chosen if candidates[index] not in wanted)]
 
 
 def _candidates(window: Any, num_samples: int, count: int) -> list[int]:

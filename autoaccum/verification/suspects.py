@@ -118,6 +118,6 @@ def _hooks_off(measurement: Measurement, is_off: bool) -> Iterator[None]:
 _SUSPECTS = (
     Suspect("padding", _pads),
     Suspect("batch norm", lambda m: any(layer.training for layer in batch_norms(m.job.modules))),
-    Suspect("state", lambda m: bool(m.moved)),
+    Suspect("state", lambda m: True),  # which may be anywhere
     Suspect("hooks", lambda m: any(p._backward_hooks for p in m.parameters)),
 )

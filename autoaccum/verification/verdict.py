@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,7 +15,7 @@ from autoaccum.loss.hypotheses import Hypothesis
 from autoaccum.memory.oom import RanOut, attempt, is_out_of_memory
 from autoaccum.verification.decision import Decision, decide
 from autoaccum.verification.draws import UnalignedError, UnsettledError
-from autoaccum.verification.measurement import Measurement, ZeroGradientError
+from autoaccum.verification.measurement import Measurement, NotFiniteError, ZeroGradientError
 from autoaccum.verification.samples import MOST, choose, cuts_of
 from autoaccum.verification.suspects import Cause, name_cause
 from autoaccum.window.job import Job
@@ -35,7 +35,9 @@ class Verdict:
     unmeasured: str = ""
     """Why nothing was measured; empty where something was."""
     is_zero: bool = False
-    """Whether that is a gradient of 0, which may be another one in the next window."""
+    """Whether that is a gradient of 0 or a loss that is not finite, which may be another one in the next window."""
+    counts_nothing: bool = False
+    """Whether the first sample was found to have nothing to count."""
     samples: int = 0
     """How many samples were measured."""
     tolerance: float = 0.0
@@ -49,6 +51,7 @@ def measure(
     *,
     most: int,
     written: Iterable[torch.Tensor] = (),
+    include: Sequence[int] = (),
     forward_only: bool = False,
 ) -> Verdict:
     """Measure some samples of a window; of that nothing remains.
@@ -59,6 +62,7 @@ def measure(
         likely: the hypothesis that is measured first.
         most: samples that there is room for at once.
         written: parameters that forwards have been seen to write to.
+        include: positions of samples that are to be among them.
         forward_only: compare losses alone, by that hypothesis alone.
     """
     smallest = smallest_micro_batch(job.modules)
@@ -69,7 +73,7 @@ def measure(
         if not cuts_of(count, smallest):
             why = f"there is no room, or no sample, for two parts of at least {smallest}"
             continue
-        run = partial(_measured, job, window, likely, count, smallest, written, forward_only)
+        run = partial(_measured, job, window, likely, count, smallest, written, include, forward_only)
         outcome = attempt(run)
         if not isinstance(outcome, RanOut):
             return outcome
@@ -84,10 +88,11 @@ def _measured(
     count: int,
     smallest: int,
     written: list[torch.Tensor],
+    include: Sequence[int],
     forward_only: bool,
 ) -> Verdict:
     """Measure so many samples."""
-    chosen = choose(window, window.num_samples, count)
+    chosen = choose(window, window.num_samples, count, include)
     measurement = Measurement(job, window, chosen, written=written, forward_only=forward_only)
     try:
         with measurement:
@@ -103,7 +108,15 @@ def _measured(
                 # What Python's or NumPy's generator draws differs in each part, and nothing says by how much.
                 if decision.is_foreign and not causes:
                     return Verdict(unmeasured="it draws from Python's or NumPy's generator, other numbers in each part")
-            return Verdict(decision=decision, causes=causes, samples=count, tolerance=measurement.tolerance)
+            return Verdict(
+                decision=decision,
+                causes=causes,
+                samples=count,
+                tolerance=measurement.tolerance,
+                counts_nothing=0 in measurement.dropped,
+            )
+    except NotFiniteError:
+        return Verdict(unmeasured="the loss of a few samples is not finite", is_zero=True)
     except ZeroGradientError:
         return Verdict(unmeasured="the gradient of a few samples is 0", is_zero=True)
     except (UnalignedError, UnsettledError) as error:

@@ -31,7 +31,9 @@ class Gradient:
     """What each micro-batch adds to it, where that is measured: before clipping."""
     noise: Noise | None = None
     """What they tell of the noise in it, where that is measured and can be told."""
-    # The last two are for an examiner alone: see ``verification``.
+    # These are for an examiner alone: see ``verification``.
+    dropped: tuple[int, ...] = ()
+    """Where micro-batches begin whose loss was not a number, and which count nothing."""
     reductions: tuple[Reduction, ...] = ()
     """How the loss of each micro-batch was reduced."""
     conclusion: Conclusion | None = None
@@ -45,32 +47,39 @@ class Signs:
     hypotheses that could not be told apart weigh its micro-batches differently.
     """
 
-    __slots__ = ("_modes", "_nodes", "compares_samples", "have_changed")
+    __slots__ = ("_graphs", "_modes", "compares_ones", "compares_samples", "have_changed")
 
     def __init__(self) -> None:
         """Begin with nothing seen."""
-        self._nodes: dict[int, int] = {}  # of the graph of a micro-batch, by its samples
+        self._graphs: dict[int, tuple[object, ...]] = {}  # marks of that of a micro-batch, by its samples
         self._modes: list[bool] | None = None  # of each module
         self.compares_samples = False
         """Whether a mean over samples would do as well, as far as was measured."""
+        self.compares_ones = False
+        """Whether a count of 1 may stand for none."""
         self.have_changed = False
         """Whether a window has shown what was not seen before; for whoever has looked into it to take back."""
 
-    def of_graph(self, num_samples: int, nodes: int) -> None:
-        """Take the number of nodes of a micro-batch's graph."""
-        if self._nodes.get(num_samples) != nodes:
+    def of_graph(self, num_samples: int, *marks: object) -> None:
+        """Take what tells the graph of a micro-batch from another one: its number of nodes, its root, its terms."""
+        if self._graphs.get(num_samples) != marks:
             # The first micro-batch of its size says nothing; a loop over samples has more nodes the more there are.
-            self.have_changed = self.have_changed or num_samples in self._nodes
-            self._nodes[num_samples] = nodes
+            self.have_changed = self.have_changed or num_samples in self._graphs
+            self._graphs[num_samples] = marks
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was seen, for a checkpoint."""
-        return {"nodes": dict(self._nodes), "compares_samples": self.compares_samples, "modes": self._modes}
+        return {
+            "graphs": dict(self._graphs),
+            "compares_samples": self.compares_samples,
+            "compares_ones": self.compares_ones,
+            "modes": self._modes,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put back what ``state_dict`` returned."""
-        self._nodes, self.compares_samples = dict(state["nodes"]), state["compares_samples"]
-        self._modes = state["modes"]
+        self._graphs, self.compares_samples = dict(state["graphs"]), state["compares_samples"]
+        self.compares_ones, self._modes = state["compares_ones"], state["modes"]
 
     def of_modes(self, modes: list[bool]) -> None:
         """Take whether each module is in training mode."""
@@ -81,6 +90,8 @@ class Signs:
     def of_counts(self, sizes: Sequence[int], counts: Sequence[float]) -> None:
         """Take what the micro-batches of a window count."""
         if self.compares_samples and not are_alike(sizes, counts):
+            self.have_changed = True
+        if self.compares_ones and 1.0 in map(abs, counts):
             self.have_changed = True
 
 

@@ -54,6 +54,10 @@ class Examination(Protocol):
     def again(self) -> bool:
         """Return whether the window has to be run again, now that it is known what its loss is."""
 
+    @property
+    def smallest(self) -> int:
+        """Return the fewest samples of a micro-batch whose loss can be computed."""
+
 
 class Examiner(Protocol):
     """What compares windows that are cut with whole ones: see ``verification.examiner``."""
@@ -198,8 +202,10 @@ class Step:
                 step = self.number + 1
                 patience = patience or Patience(self.limit, self._patience, self._emit, step=step, phase="training")
                 pieces = self._after(outcome, pieces, patience)
-            else:
+            elif outcome.sizes:
                 pieces = pieces.repeated(outcome.sizes)
+            else:  # cut anew, for single samples do not do
+                pieces = tuner.window(window.num_samples, lengths)
         # The tuner hears of the window before anything is said of it, and so before a callback can raise.
         pieces.committed(outcome.sizes, None if started is None or self._was_examined else meter.now() - started)
         peak_bytes = meter.end_window(is_searching=tuner.search.is_on, target_bytes=tuner.limits.target_bytes)
@@ -258,6 +264,10 @@ class Step:
                 self.announcer.say_once(event)
             else:
                 self._emit(event)
+        if found.smallest > self.tuner.smallest:
+            self.tuner.set_smallest(found.smallest)
+            if min(gradient.sizes) < found.smallest <= window.num_samples:
+                return Repeat(sizes=())
         return Repeat(sizes=gradient.sizes) if found.again else gradient
 
     def _room(self, largest: int) -> int:

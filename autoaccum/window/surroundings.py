@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,7 +43,7 @@ class Surroundings:
     """Global variables with a plain value: (namespace, name)."""
 
 
-def surroundings_of(functions: Iterable[Callable[..., Any] | None]) -> Surroundings:
+def surroundings_of(functions: Iterable[object]) -> Surroundings:
     """Find what functions hold, by what Python shows of them: nothing is called."""
     found = Surroundings()
     seen: set[int] = set()

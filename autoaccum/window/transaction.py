@@ -25,7 +25,7 @@ import torch
 from autoaccum.data.base import Window
 from autoaccum.loss.conclusions import PLAIN_MEAN, PLAIN_SUM, Conclusion, conclude, stands_for_none
 from autoaccum.loss.hypotheses import Hypothesis, is_sum
-from autoaccum.loss.reductions import Reduction, plain_mean, read, without_graph
+from autoaccum.loss.reductions import Reduction, kinds_of, plain_mean, read, without_graph
 from autoaccum.loss.terms import Count
 from autoaccum.loss.weighting import Tally, by_user, counted_once
 from autoaccum.memory.devices import is_slow_to_read
@@ -50,6 +50,10 @@ class Repeat:
     """
 
     sizes: tuple[int, ...]
+
+
+_NOTHING = Reduction(0.0)
+"""The reduction of a micro-batch without items."""
 
 
 class Transaction:
@@ -84,8 +88,11 @@ class Transaction:
         self._has_sums: bool | None = None
         # Whether counts stay on the device until the window's end, where reading one would wait for it. One without
         # items would be found too late: from the first such window on each count is read at once.
-        self._is_deferred = is_slow_to_read(job.device)
+        self._is_deferred = self._is_slow_to_read = is_slow_to_read(job.device)
+        self.drops_nan = False
+        """Whether a micro-batch whose loss is not a number counts nothing, for someone sees to it that this is so."""
         self._window: Window  # while one is open
+        self._nodes = 0  # of the last forward's graph
         self.is_open = False
         """Whether there is a window to commit, or to roll back."""
         self.is_unscaled = False
@@ -113,6 +120,7 @@ class Transaction:
         self._sizes: list[int] = []
         self._losses: list[torch.Tensor | None] = []  # of each micro-batch; None where nothing counts
         self._reductions: list[Reduction] = []
+        self._dropped: list[int] = []  # where micro-batches begin whose loss was not a number
         self._norms: dict[int, torch.Tensor] = {}  # of what each micro-batch adds to the gradient, by its index
 
     def add(self, piece: Piece) -> None:
@@ -128,20 +136,56 @@ class Transaction:
             self._tally.weight(piece.size, reduction.items)  # nothing to learn from: no forward either
             self._losses.append(None)
         else:
-            before = count_nodes()
-            loss = self.forward(batch, piece.size, self._num_samples)
-            self.signs.of_graph(piece.size, count_nodes() - before)
-            if reduction is None:
-                reduction = self._read(loss, piece.size)
-            weight = self._tally.weight(piece.size, reduction.items, loss.dtype)
-            if weight is None:
+            loss = self._forward(batch, piece.size)
+            if loss is None:
+                reduction = _NOTHING
+                self._tally.weight(piece.size, 0.0)
                 self._losses.append(None)
             else:
-                self._losses.append(loss.detach())
-                self._backward(loss, weight, reduction, piece.size)
+                reduction = reduction or self._read(loss, piece.size)
+                self.signs.of_graph(
+                    piece.size, self._nodes, str(loss.grad_fn and loss.grad_fn.name()), kinds_of(reduction)
+                )
+                self._add(loss, reduction, piece.size)
         # The nodes that a reduction names would keep the graph alive.
         self._reductions.append(without_graph(reduction) if reduction.edges else reduction)
         self._sizes.append(piece.size)
+
+    def _forward(self, batch: Any, num_samples: int) -> torch.Tensor | None:
+        """Return the loss of a micro-batch; None where it divides by the number of its items, and has none."""
+        before = count_nodes()
+        try:
+            loss = self.forward(batch, num_samples, self._num_samples)
+        except ZeroDivisionError:
+            # Python's own numbers raise where tensors give NaN. The window may well have items, and then it is fine.
+            if num_samples == self._num_samples:
+                raise
+            self.signs.have_changed = True  # that it is a count is a guess, which is to be measured
+            return None
+        self._nodes = count_nodes() - before
+        return loss
+
+    def _add(self, loss: torch.Tensor, reduction: Reduction, num_samples: int) -> None:
+        """Add the gradient of a loss, weighted, and keep its value."""
+        if self._counts_nothing(loss, num_samples):
+            reduction = _NOTHING
+            self._dropped.append(sum(self._sizes))
+            self.signs.have_changed = True  # that it counts nothing is a guess, which is to be measured
+        weight = self._tally.weight(num_samples, reduction.items, loss.dtype)
+        if weight is None:
+            self._losses.append(None)
+            return
+        self._losses.append(loss.detach())
+        self._backward(loss, weight, reduction, num_samples)
+
+    def _counts_nothing(self, loss: torch.Tensor, num_samples: int) -> bool:
+        """Return whether the loss of a part of a window is not a number, as a mean over nothing is."""
+        # To read it would wait for an accelerator, and is done there only while somebody looks at forwards anyway.
+        if not self.drops_nan or num_samples == self._num_samples:
+            return False
+        if self._is_slow_to_read and self.forward == self.plain_forward:
+            return False
+        return math.isnan(float(loss.tolist()))  # type: ignore[arg-type]
 
     def _read(self, loss: torch.Tensor, num_samples: int) -> Reduction:
         """Return how a loss was reduced: as its graph shows, unless that has no say in it any more."""
@@ -203,6 +247,9 @@ class Transaction:
         sizes, reductions, tally = tuple(self._sizes), self._reductions, self._tally
         is_doubtful = self._leave_out_what_counts_nothing()
         counts = tally.read()
+        if not any(counts) and self._dropped:  # all of them are not numbers: that is no count of theirs
+            self.drops_nan = False
+            return Repeat(sizes=sizes)
         if not any(counts):
             return Gradient(sizes=sizes, loss=torch.tensor(float("nan")), grad_norm=None, items=0)
         losses = [micro_loss for micro_loss in self._losses if micro_loss is not None]
@@ -231,6 +278,7 @@ class Transaction:
             items=sum(counts),
             parts=parts,
             noise=noise,
+            dropped=tuple(self._dropped),
             reductions=tuple(reductions),
             conclusion=found,
         )
