@@ -1,8 +1,9 @@
 """The command line: parse and dispatch.
 
 ``check``, ``fit``, ``probe``, ``plan`` and ``sweep`` have no option of their own besides ``--json`` (and ``--trials``):
-the others are the arguments of the functions they call, as far as these can be written on a command line, and so cannot
-fall behind them. ``cache`` shows and clears what is kept of past runs; ``report`` makes a page of what runs have recorded.
+the others are the arguments of the functions they call, as far as these can be written on a command line, and so
+cannot fall behind them. ``cache`` shows and clears what is kept of past runs; ``report`` makes a page of what runs have
+recorded.
 
 Exit codes: 0 done; 2 usage; 3 not even one sample fits; 4 stopped by a signal, with a checkpoint written; 130 by
 Ctrl-C without one; 1 anything else, of ``check`` a gradient that is not exact, or that could not be measured.

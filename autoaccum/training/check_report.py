@@ -123,4 +123,4 @@ def format_error(error: float) -> str:
     # Below a thousandth nobody reads a share; above it nobody reads a power of ten.
     if error < 1e-3 or error >= 100:
         return f"{error:.2g}"
-    return f"{error * 100:.2g} %" if error < 1 else f"{error * 100:.0f} %"
+    return f"{error * 100:.2g} %" if error < 0.99 else f"{error * 100:.0f} %"

@@ -136,7 +136,7 @@ def check(
     with named("a check was begun, or was undone"), no_trace(every, None, on, held.tensors), _lazily_kept(job, every):
         window, examples = _opened(batch, collate_fn, on)
         _refuse_few(window.num_samples, modules, batch)
-        with room_for_model(memory, limit.bytes):
+        with room_for_model(memory, limit.bytes, parameters):
             for module in modules:
                 module.to(on)
             if not model.training:  # one in training mode may hold layers that were frozen in eval mode on purpose
