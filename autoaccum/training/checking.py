@@ -60,7 +60,6 @@ _READ = 128
 
 # Its parameters, their texts, and those checked, are written by tests/write_signatures.py.
 @only_run("check")
-@torch.enable_grad()
 def check(
     model: nn.Module,
     batch: Any,
@@ -133,7 +132,12 @@ def check(
     every = [model, *modules, *held.modules]  # what only num_items holds too
     memory = memory_of(on)
     limit = Limit(memory, None)
-    with named("a check was begun, or was undone"), no_trace(every, None, on, held.tensors), _lazily_kept(job, every):
+    with (
+        torch.enable_grad(),
+        named("a check was begun, or was undone"),
+        no_trace(every, None, on, held.tensors),
+        _lazily_kept(job, every),
+    ):
         window, examples = _opened(batch, collate_fn, on)
         _refuse_few(window.num_samples, modules, batch)
         with room_for_model(memory, limit.bytes, parameters):
