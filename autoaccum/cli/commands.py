@@ -74,7 +74,7 @@ def _check(recipe: Recipe, /, *, json: Json = False, **given: Any) -> int:
 
 def _data_of(arguments: Mapping[str, Any]) -> Any:
     """Return a recipe's data as ``check`` takes data: it takes a list for one batch, and refuses what is read once."""
-    data = arguments.get("data")
+    data: Any = arguments.get("data")
     # The recipe is asked anew by the next command, so nobody misses what is read here.
     return _Batches(data) if isinstance(data, list) or hasattr(data, "__next__") else data
 

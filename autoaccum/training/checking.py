@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,18 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.utils.data import DataLoader
 
 from autoaccum.data import batches
 from autoaccum.data.base import Window
-from autoaccum.data.sources import open_source
-from autoaccum.errors import (
-    ArgumentError,
-    ArgumentTypeError,
-    ConflictingArgumentsError,
-    EmptyDatasetError,
-    NonFiniteLossError,
-)
+from autoaccum.errors import NonFiniteLossError
 from autoaccum.events import Notice
 from autoaccum.loss.coupling import Crossing, couples_samples, crossings, smallest_micro_batch
 from autoaccum.loss.functions import loss_function
@@ -37,8 +28,9 @@ from autoaccum.memory.limit import Limit
 from autoaccum.memory.oom import RanOut, attempt, is_out_of_memory, named, room_for_model
 from autoaccum.training.alone import Ranks, only_run
 from autoaccum.training.check_report import CheckedCut, CheckReport
+from autoaccum.training.check_samples import open_samples, refuse_few
 from autoaccum.training.declarations import check as check_arguments
-from autoaccum.training.lazy import Examples, build_lazy_layers
+from autoaccum.training.lazy import build_lazy_layers
 from autoaccum.training.options import CHECKS, OF_CHECK, modules_of
 from autoaccum.training.traces import no_trace
 from autoaccum.verification import notices
@@ -53,9 +45,6 @@ from autoaccum.verification.verdict import Verdict, measure
 from autoaccum.window.job import Job
 from autoaccum.window.optimizers import trainable_parameters
 from autoaccum.window.surroundings import surroundings_of
-
-_READ = 128
-"""Samples of a data set that those to measure are chosen from."""
 
 
 # Its parameters, their texts, and those checked, are written by tests/write_signatures.py.
@@ -138,8 +127,8 @@ def check(
         no_trace(every, None, on, held.tensors),
         _lazily_kept(job, every),
     ):
-        window, examples = _opened(batch, collate_fn, on)
-        _refuse_few(window.num_samples, modules, batch)
+        window, examples = open_samples(batch, collate_fn, on)
+        refuse_few(window.num_samples, modules, batch)
         with room_for_model(memory, limit.bytes, parameters):
             for module in modules:
                 module.to(on)
@@ -166,74 +155,6 @@ def _lazily_kept(job: Job, modules: Sequence[nn.Module]) -> Iterator[None]:
         yield
     finally:
         aside.restore()
-
-
-# The samples.
-
-
-class _Given:
-    """A batch of the caller's as a window."""
-
-    lengths = None
-
-    def __init__(self, batch: Any, device: torch.device) -> None:
-        self.num_samples = batches.num_samples(batch, "batch")
-        self._batch = batch
-        self._device = device
-
-    def micro_batch(self, start: int, size: int) -> Any:
-        # Copied, for a forward may write to its inputs.
-        return batches.to_device(batches.take(self._batch, start, start + size), self._device, copy=True)
-
-    def samples(self, positions: Sequence[int]) -> Any:
-        return batches.concat([batches.take(self._batch, position, position + 1) for position in positions])
-
-    def example(self, num_samples: int) -> Any:
-        return self.micro_batch(0, num_samples)
-
-
-def _opened(batch: Any, collate_fn: Callable[[list[Any]], Any] | None, device: torch.device) -> tuple[Window, Examples]:
-    """Return the samples to choose from, and what makes examples of them.
-
-    Raises:
-        ArgumentError: it is neither a batch nor data.
-        DataError: it has no samples.
-    """
-    # A list is a batch, as it is what a DataLoader yields; ``fit`` takes one for batches that follow each other.
-    _, spec = batches.flatten(batch)
-    if not spec.is_leaf() or batches.has_rows(batch):
-        if collate_fn is not None:
-            cure = "A batch is collated already: leave collate_fn out, or pass the Dataset."
-            raise ConflictingArgumentsError("collate_fn", collate_fn, "a batch", cure)
-        given = _Given(batch, device)
-        return given, given
-    if hasattr(batch, "__next__"):
-        cure = "What is read of it would be lost to you: pass one batch of it, next(iterator)."
-        raise ArgumentTypeError("batch", batch, "a batch, or data that can be read again", cure)
-    if isinstance(batch, DataLoader) and batch.num_workers:
-        # A few samples are read in this process as quickly as workers start. The caller's own loader stays as it is.
-        batch = copy.copy(batch)
-        batch.num_workers, batch.timeout = 0, 0
-    # In a new order, for data often come sorted, and samples of one kind tell little.
-    source = open_source(batch, seed=0, shuffle=True, device=device, collate_fn=collate_fn, argument="batch")
-    window = source.read(0, lambda position: (_READ,)).window(_READ)
-    if window is None:
-        raise EmptyDatasetError("batch", "reading it yields nothing.")
-    return window, source
-
-
-def _refuse_few(num_samples: int, modules: Sequence[nn.Module], batch: Any) -> None:
-    """Refuse samples that are too few to be cut.
-
-    Raises:
-        ArgumentError: they are.
-    """
-    fewest = 2 * smallest_micro_batch(modules)
-    if num_samples < fewest:
-        why = "they are run whole, and in parts" if fewest == 2 else "a part needs two where there is BatchNorm"
-        cure = f"Pass more of them, six at best: {why}."
-        found = f"{num_samples} sample{'s' if num_samples > 1 else ''}"
-        raise ArgumentError("batch", found, f"at least {fewest} samples", cure)
 
 
 # The measurement.
