@@ -74,7 +74,7 @@ def open_samples(
     return window, source
 
 
-def refuse_few(num_samples: int, modules: Sequence[nn.Module], batch: Any) -> None:
+def refuse_few(num_samples: int, modules: Sequence[nn.Module]) -> None:
     """Refuse samples that are too few to be cut.
 
     Raises:
@@ -84,5 +84,5 @@ def refuse_few(num_samples: int, modules: Sequence[nn.Module], batch: Any) -> No
     if num_samples < fewest:
         why = "they are run whole, and in parts" if fewest == 2 else "a part needs two where there is BatchNorm"
         cure = f"Pass more of them, six at best: {why}."
-        found = f"{num_samples} sample{'s' if num_samples > 1 else ''}"
+        found = f"{num_samples} sample{'s' if num_samples != 1 else ''}"
         raise ArgumentError("batch", found, f"at least {fewest} samples", cure)

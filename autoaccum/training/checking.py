@@ -128,7 +128,7 @@ def check(
         _lazily_kept(job, every),
     ):
         window, examples = open_samples(batch, collate_fn, on)
-        refuse_few(window.num_samples, modules, batch)
+        refuse_few(window.num_samples, modules)
         with room_for_model(memory, limit.bytes, parameters):
             for module in modules:
                 module.to(on)
