@@ -28,6 +28,8 @@ class Error:
     """The larger of the error of all tensors together and of the worst one; 1 is as large as the gradient itself."""
     tensor: int | None
     """The index of the worst tensor; None where all are the same."""
+    of_tensors: tuple[float, ...] = ()
+    """The error of each tensor; empty where nothing can be compared."""
 
 
 def error_of(gradients: Sequence[torch.Tensor | None], wanted: Sequence[torch.Tensor | None]) -> Error | None:
@@ -48,13 +50,15 @@ def error_of(gradients: Sequence[torch.Tensor | None], wanted: Sequence[torch.Te
     if not math.isfinite(total):
         return Error(math.nan, None)
     worst, tensor = 0.0, None
+    of_tensors = []
     count = sum(sizes) or 1
     for index, ((off, right), size) in enumerate(zip(numbers, sizes, strict=True)):
         relative = off / max(right, _LEAST_SHARE * total * math.sqrt(size / count)) if off else 0.0
+        of_tensors.append(relative)
         if not relative <= worst:
             worst, tensor = relative, index
     whole = math.sqrt(sum(off * off for off, _ in numbers)) / total
-    return Error(max(whole, worst) if not math.isnan(worst) else math.nan, tensor)
+    return Error(max(whole, worst) if not math.isnan(worst) else math.nan, tensor, tuple(of_tensors))
 
 
 def _norms(found: torch.Tensor | None, right: torch.Tensor | None) -> torch.Tensor | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -53,6 +53,8 @@ class Outcome:
     """The worst tensor's name in it."""
     errors: tuple[float, ...] = ()
     """Of each cut."""
+    tensors: dict[str, float] = field(default_factory=dict)
+    """The error of each tensor in the worst cut, by its name."""
 
 
 class _Stretch:
@@ -233,6 +235,7 @@ class Measurement:
             error=worst.relative,
             tensor=None if worst.tensor is None else self.names[worst.tensor],
             errors=tuple(error.relative for error in errors),
+            tensors=dict(zip(self.names, worst.of_tensors, strict=False)),
         )
 
     def shown_of(self, part: Part) -> Reduction:

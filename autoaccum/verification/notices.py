@@ -158,10 +158,12 @@ def state_notice() -> Notice:
 def _percent(error: float) -> str:
     """Return an error as people write it.
 
-    >>> _percent(0.2731), _percent(3.2e-5)
-    ('27 %', '0.0032 %')
+    >>> _percent(0.2731), _percent(3.2e-5), _percent(5.214)
+    ('27 %', '0.0032 %', '521 %')
     """
-    return "without any digit (it is not finite)" if math.isnan(error) else f"{error * 100:.2g} %".replace("e+02", "00")
+    if math.isnan(error):
+        return "without any digit (it is not finite)"
+    return f"{error * 100:.2g} %" if error < 0.99 else f"{error * 100:.0f} %"
 
 
 def ones_notice(error: float) -> Notice:
