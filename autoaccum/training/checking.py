@@ -34,7 +34,7 @@ from autoaccum.training.lazy import build_lazy_layers
 from autoaccum.training.options import CHECKS, OF_CHECK, modules_of
 from autoaccum.training.traces import no_trace
 from autoaccum.verification import notices
-from autoaccum.verification.aside import Aside, same
+from autoaccum.verification.aside import State, same
 from autoaccum.verification.comparison import tolerance_of
 from autoaccum.verification.decision import Decision
 from autoaccum.verification.draws import UnalignedError
@@ -138,10 +138,10 @@ def check(
         return _Check(job, window).report(started)
 
 
-def _aside(job: Job, modules: Sequence[nn.Module]) -> Aside:
+def _aside(job: Job, modules: Sequence[nn.Module]) -> State:
     """Keep what forwards may change, every parameter too: whatever its size, one may be written to."""
     everything = [p for module in modules for p in module.parameters()]
-    return Aside(job, [p for p in everything if p.requires_grad], everything)
+    return State(job, [p for p in everything if p.requires_grad], everything)
 
 
 @contextmanager
@@ -266,7 +266,7 @@ class _Check:
                     # The one that is held has been measured; what does not bear to be taken for another is none.
                     if hypothesis == decision.hypothesis or is_out_of_memory(error):
                         raise
-                    measurement.aside.restore_state()
+                    measurement.state.restore()
         return found
 
     def _measured(

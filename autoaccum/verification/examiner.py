@@ -184,6 +184,9 @@ class Examiner:
                 self._measure(window, gradient, number, most, reason, said)
             if self._status == "unmeasured":
                 said.extend(self._doubts(gradient))
+            if self._status == "passed" and self._is_half_unknown(gradient):
+                doubt = notices.doubt_of(gradient.sizes, gradient.reductions)
+                said.extend([] if doubt is None else [doubt])
             if self._status == "passed" and self._off_by_ones and self._has_one(gradient):
                 self._fail(notices.ones_notice(self._off_by_ones), self._off_by_ones, said)
             after = self._transaction.hypothesis
@@ -319,6 +322,13 @@ class Examiner:
         suspicion = self._suspicion() or (notices.state_notice() if verdict.rebinds else None)
         notice = notices.failure_notice(decision, verdict.causes, verdict.samples, self._job.modules, suspicion)
         self._fail(notice, decision.error, said)
+
+    def _is_half_unknown(self, gradient: Gradient) -> bool:
+        """Return whether the graphs of some micro-batches tell what they count, and those of others do not."""
+        if self._transaction.hypothesis != "items":
+            return False
+        known = {any(term.kind != "unknown" or term.numbers for term in r.terms) for r in gradient.reductions if r.terms}
+        return len(known) > 1
 
     @staticmethod
     def _has_one(gradient: Gradient) -> bool:
