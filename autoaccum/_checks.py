@@ -54,6 +54,12 @@ def of_flags(
         flag(name, value)
 
 
+def of_state(state: object) -> None:
+    """Check how often state moves."""
+    if state not in ("micro-batch", "window"):
+        raise ArgumentError("state", state, "'micro-batch' or 'window'")
+
+
 def of_verification(verify: object, strict: object) -> None:
     """Check what is measured, and what becomes of a failure.
 

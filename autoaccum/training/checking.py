@@ -34,7 +34,6 @@ from autoaccum.training.lazy import build_lazy_layers
 from autoaccum.training.options import CHECKS, OF_CHECK, modules_of
 from autoaccum.training.traces import no_trace
 from autoaccum.verification import notices
-from autoaccum.verification.aside import State, same
 from autoaccum.verification.comparison import tolerance_of
 from autoaccum.verification.decision import Decision
 from autoaccum.verification.draws import UnalignedError
@@ -44,6 +43,7 @@ from autoaccum.verification.side_effects import SideEffects
 from autoaccum.verification.verdict import Verdict, measure
 from autoaccum.window.job import Job
 from autoaccum.window.optimizers import trainable_parameters
+from autoaccum.window.state import State
 from autoaccum.window.surroundings import surroundings_of
 
 
@@ -222,8 +222,7 @@ class _Check:
                         # A sample by itself may be more than the loss bears: the measurement says what does then.
                         if is_out_of_memory(error):
                             raise
-            now = zip(aside.now(), aside.values, strict=True)
-            shown.written = [tensor for tensor, value in now if not same(tensor, value)]
+            shown.written = aside.moved()
         finally:
             aside.restore()
         return shown

@@ -61,6 +61,8 @@ CHECKS: tuple[Callable[..., Any], ...] = (
     _checks.of_optimizer,
     _checks.of_lr_scheduler,
     _checks.of_flags,
+    _checks.of_state,
+    _checks.of_verification,
     loss_function,
     _checks.of_validation,
     _checks.of_run_directory,
@@ -266,6 +268,14 @@ class FitArguments:
         check=_checks.of_windows,
         decides="training",
         accumulator=Own(text="clip each batch's gradient to this 2-norm."),
+    )
+    state: Literal["micro-batch", "window"] = option(
+        "how often state that forwards change (momentum encoders, spectral norms, codebooks) moves: micro-batch: with "
+        "each; window: once, as the last micro-batch leaves it, and all of a window find the same.",
+        default="micro-batch",
+        check=_checks.of_state,
+        decides="training",
+        accumulator=Own(),
     )
     # What is measured decides how micro-batches are weighted, and so what a run computes.
     verify: bool = option(

@@ -21,13 +21,13 @@ from autoaccum.loss.hypotheses import Hypothesis, is_sum
 from autoaccum.loss.reductions import Reduction, read, without_graph
 from autoaccum.memory import clock
 from autoaccum.verification import notices
-from autoaccum.verification.aside import State
 from autoaccum.verification.decision import Decision, is_one
 from autoaccum.verification.kinds import Kinds
 from autoaccum.verification.side_effects import SideEffects
 from autoaccum.verification.verdict import Verdict, measure
 from autoaccum.window.gradient import Gradient, are_alike
 from autoaccum.window.job import Job
+from autoaccum.window.state import State
 from autoaccum.window.transaction import Transaction
 
 _CLOSELY = 100
@@ -327,7 +327,9 @@ class Examiner:
         """Return whether the graphs of some micro-batches tell what they count, and those of others do not."""
         if self._transaction.hypothesis != "items":
             return False
-        known = {any(term.kind != "unknown" or term.numbers for term in r.terms) for r in gradient.reductions if r.terms}
+        known = {
+            any(term.kind != "unknown" or term.numbers for term in r.terms) for r in gradient.reductions if r.terms
+        }
         return len(known) > 1
 
     @staticmethod

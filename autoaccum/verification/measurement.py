@@ -20,11 +20,11 @@ from autoaccum.loss.hypotheses import Hypothesis
 from autoaccum.loss.reductions import Reduction, read, without_graph
 from autoaccum.loss.weighting import count_items
 from autoaccum.planning.attempts import Piece
-from autoaccum.verification.aside import Gradients, State
 from autoaccum.verification.comparison import Error, error_of, loss_tolerance_of, tolerance_of
 from autoaccum.verification.draws import Constants, Draws, Recording, Replaying
 from autoaccum.window.gradient import Gradient
 from autoaccum.window.job import Job
+from autoaccum.window.state import Gradients, State
 from autoaccum.window.transaction import Repeat, Transaction
 
 Part = tuple[int, ...]

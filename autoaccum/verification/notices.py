@@ -139,7 +139,8 @@ _CAUSES: dict[Cause, Notice] = {
         "spectral norms do",
         consequence="Within a window each micro-batch finds another state, so that the gradient depends on how windows "
         "are cut",
-        cure="Change such state once a window, from a callback; or pass micro_batch= the whole window if it fits",
+        cure='Pass state="window", by which it moves once a window and all micro-batches find the same; or change it '
+        "from a callback, or pass micro_batch= the whole window if it fits",
     ),
     "hooks": Notice(
         cause="Hooks on parameters change the gradient of each micro-batch, as those that clip do",

@@ -1,4 +1,4 @@
-"""Remembers the state of a run while it is measured, and puts it back: nothing of a measurement remains."""
+"""Remembers all that a forward and backward may change, wherever it is held, and puts it back."""
 
 from __future__ import annotations
 
@@ -99,20 +99,21 @@ class State:
         now = randomness.get_state()
         return now[1] != self._random[1] or pickle.dumps(now[2]) != pickle.dumps(self._random[2])
 
-    def restore(self) -> None:
-        """Put everything back; it may be done again."""
+    def restore(self, *, random: bool = True) -> None:
+        """Put everything back, the random states too unless told otherwise; it may be done again."""
+        if random:
+            randomness.set_state(self._random, self._device)
+            for generator, state in self._generators:
+                generator.set_state(state)
         insist(self._restore, "the state was put back")
 
     @torch.no_grad()
     def _restore(self) -> None:
-        randomness.set_state(self._random, self._device)
         self._attributes.restore()
         for cell, contents in self._cells:
             cell.cell_contents = contents
         for namespace, name, value in self._names:
             namespace[name] = value
-        for generator, state in self._generators:
-            generator.set_state(state)
         for tensor, value in zip(self._moving, self._values, strict=True):
             if tensor.shape != value.shape:
                 tensor.data = value.to(tensor.device, copy=True)
