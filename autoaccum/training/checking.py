@@ -309,7 +309,7 @@ class _Check:
 
     def _not_measured(self, verdict: Verdict, started: float) -> CheckReport:
         cure = "Pass other samples, or train with micro_batch= the whole window if it fits"
-        if verdict.is_zero:
+        if verdict.is_passing:
             cure = "Pass samples with targets that count, on which the loss is finite and has a gradient that is not 0"
         notice = replace(notices.unmeasured_notice(verdict.unmeasured), cure=cure)
         return _unmeasured(notice, self._parameters, started)

@@ -96,6 +96,7 @@ class Measurement:
         *,
         written: Iterable[torch.Tensor] = (),
         rewind: Callable[[], None] = lambda: None,
+        drops_gradients: bool = False,
         forward_only: bool = False,
     ) -> None:
         """Set up; entering it lays the state of the run aside.
@@ -106,6 +107,7 @@ class Measurement:
             chosen: their positions in it.
             written: parameters that forwards have been seen to write to.
             rewind: puts the state back that the window began with.
+            drops_gradients: whether parts whose gradient is not finite are left out.
             forward_only: compare losses, and leave gradients alone.
         """
         self.num_samples = len(chosen)
@@ -125,6 +127,7 @@ class Measurement:
         self._chosen = list(chosen)
         self._written = list(written)
         self._rewind = rewind
+        self._drops_gradients = drops_gradients
         self._forward_only = forward_only
         # Not compiled, and not in 16 bits: there right and wrong cannot be told apart.
         self.job = replace(job, model=getattr(job.model, "_orig_mod", job.model), precision="fp32")
@@ -136,6 +139,7 @@ class Measurement:
         # It has a snapshot of its own, taken as things are.
         self._transaction = kind(self.job)
         self._transaction.drops_nan = True
+        self._transaction.drops_gradients = self._drops_gradients
         self.parameters = self._transaction.trained()
         self.names = _names_of(self.parameters, self.job.modules)
         tolerance = loss_tolerance_of if self._forward_only else tolerance_of

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,6 +27,7 @@ from autoaccum.planning.tuner import Tuner
 from autoaccum.window import notices
 from autoaccum.window.advice import advised
 from autoaccum.window.announcer import Announcer
+from autoaccum.window.examination import Examiner
 from autoaccum.window.gradient import Gradient
 from autoaccum.window.job import Job
 from autoaccum.window.meter import Meter
@@ -41,47 +42,6 @@ class Failure(NamedTuple):
     """What was being run; where it was the window's end that failed, its size is that of the largest micro-batch."""
     shortage: Shortage
     """What was reached, and the error."""
-
-
-class Examination(Protocol):
-    """What came of examining a window."""
-
-    @property
-    def events(self) -> Sequence[Event]:
-        """Return what is to be told."""
-
-    @property
-    def again(self) -> bool:
-        """Return whether the window has to be run again, now that it is known what its loss is."""
-
-    @property
-    def smallest(self) -> int:
-        """Return the fewest samples of a micro-batch whose loss can be computed."""
-
-
-class Examiner(Protocol):
-    """What compares windows that are cut with whole ones: see ``verification.examiner``."""
-
-    next_look: int
-    """The number of the next window whose forwards it looks at."""
-
-    def begin_attempt(self, number: int, announce: Callable[[Notice], None]) -> None:
-        """Look at the forwards of an attempt."""
-
-    def check_first(self, gradient: Gradient) -> None:
-        """Refuse a first loss that is not finite."""
-
-    def wants(self, window: Window, number: int) -> bool:
-        """Return whether a window that was cut is to be examined."""
-
-    def examine(self, window: Window, gradient: Gradient, number: int, most: int) -> Examination:
-        """Examine it, before it is stepped on."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return plain values."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Put them back."""
 
 
 class Step:

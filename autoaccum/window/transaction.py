@@ -92,6 +92,8 @@ class Transaction:
         self._is_deferred = self._is_slow_to_read = is_slow_to_read(job.device)
         self.drops_nan = False
         """Whether a micro-batch whose loss is not a number counts nothing, for someone sees to it that this is so."""
+        self.drops_gradients = False
+        """Whether one whose gradient is not finite counts nothing, where others were measured to be finite."""
         self._window: Window  # while one is open
         self._begun: State | None = None  # how the window began, where its micro-batches are to begin likewise
         self._nodes = 0  # of the last forward's graph
@@ -212,13 +214,21 @@ class Transaction:
     def _backward(self, loss: torch.Tensor, weight: Count, reduction: Reduction, size: int) -> None:
         """Add the gradient of a loss, times its weight; measure it by itself where that is asked for."""
         share = size / self._num_samples
-        if not self._measures_parts or size == self._num_samples:
+        if not (self._measures_parts or self.drops_gradients) or size == self._num_samples:
             self._accumulate(loss, weight, reduction, share)
             return
         trained = self._gradients.trained()
         before = contributions.set_aside(trained)
         self._accumulate(loss, weight, reduction, share)
-        self._norms[len(self._sizes)] = contributions.norm(trained)
+        norm = contributions.norm(trained)
+        if self.drops_gradients and not math.isfinite(norm.item()):
+            self._gradients.drop()
+            self._tally.leave_out(len(self._sizes))
+            self._losses[-1] = None
+            self._dropped.append(sum(self._sizes))
+            self.signs.have_changed = True  # as where a loss is not a number
+        elif self._measures_parts:
+            self._norms[len(self._sizes)] = norm
         contributions.add_back(before)
 
     def _accumulate(self, loss: torch.Tensor, weight: Count, reduction: Reduction, share: float) -> None:
@@ -254,7 +264,7 @@ class Transaction:
         is_doubtful = self._leave_out_what_counts_nothing()
         counts = tally.read()
         if not any(counts) and self._dropped:  # all of them are not numbers: that is no count of theirs
-            self.drops_nan = False
+            self.drops_nan = self.drops_gradients = False
             return Repeat(sizes=sizes)
         if not any(counts):
             return Gradient(sizes=sizes, loss=torch.tensor(float("nan")), grad_norm=None, items=0)
