@@ -21,16 +21,18 @@ from autoaccum.loss.hypotheses import Hypothesis
 from autoaccum.loss.reductions import Reduction, read, without_graph
 from autoaccum.memory import clock
 from autoaccum.verification import notices, readings
-from autoaccum.verification.decision import Decision
+from autoaccum.verification.findings import Decision, Verdict
 from autoaccum.verification.kinds import Kinds
 from autoaccum.verification.occasions import Occasions
 from autoaccum.verification.side_effects import SideEffects
-from autoaccum.verification.verdict import Verdict, measure
 from autoaccum.window import contributions
 from autoaccum.window.gradient import Gradient, are_alike
 from autoaccum.window.job import Job
 from autoaccum.window.state import State
 from autoaccum.window.transaction import Transaction
+
+Measure = Callable[..., Verdict]
+"""(job, window, the hypothesis that comes first, ...) -> what was measured: see ``verdict.measure``."""
 
 
 class Examination(NamedTuple):
@@ -47,17 +49,21 @@ class Examination(NamedTuple):
 class Examiner:
     """Looks at the windows of one run, and decides what its loss is."""
 
-    def __init__(self, job: Job, transaction: Transaction, *, verify: bool = True, strict: bool = False) -> None:
+    def __init__(
+        self, job: Job, transaction: Transaction, measure: Measure, *, verify: bool = True, strict: bool = False
+    ) -> None:
         """Put itself beside a transaction, whose hypothesis it sets.
 
         Args:
             job: what is computed.
             transaction: runs the windows.
+            measure: measures one of them: ``verdict.measure``.
             verify: whether anything is measured.
             strict: whether a gradient that is not the whole window's ends the run.
         """
         self._job = job
         self._transaction = transaction
+        self._measure_window = measure
         self._verify = verify
         self._strict = strict
         self._parameters = [p for module in job.modules for p in module.parameters()]
@@ -74,11 +80,6 @@ class Examiner:
         transaction.drops_nan = verify
         self._begin()
 
-    @property
-    def next_look(self) -> int:
-        """Return the number of the next window whose forwards are to be looked at."""
-        return self._occasions.next_look
-
     def begin_attempt(self, number: int, announce: Callable[[Notice], None]) -> None:
         """Look at the forwards of an attempt; forget what one that was rolled back has shown.
 
@@ -88,8 +89,9 @@ class Examiner:
         """
         # Of a window that is to be measured: what it moves is put back for that. Its second attempt begins no more as
         # the first one did, for not everything that a forward may move is rolled back.
+        job = self._job
         if self._verify and self._occasions.is_foreseen(number) and number != self._remembered_of:
-            self._remembered = State(self._job, self._transaction.trained(), ())
+            self._remembered = State(job.modules, job.functions, job.device, self._transaction.trained())
             self._remembered_of = number
         # The transaction knows nothing of being examined: this is put around its forward from outside.
         self._transaction.forward = self.forward
@@ -144,11 +146,6 @@ class Examiner:
             raise NonFiniteLossError(value)
         self._is_checked = True
 
-    def wants(self, window: Window, number: int) -> bool:
-        """Return whether a window that was cut is to be examined, before it is stepped on."""
-        signs = self._transaction.signs
-        return number >= self.next_look or signs.have_changed or self._occasions.is_short(window.num_samples)
-
     def examine(self, window: Window, gradient: Gradient, number: int, most: int) -> Examination:
         """Examine a window that was cut.
 
@@ -163,7 +160,7 @@ class Examiner:
         """
         said: list[Event] = []
         is_weighed_otherwise = False
-        if number >= self.next_look and self._is_spoilt(gradient):
+        if number >= self._transaction.signs.next_look and self._is_spoilt(gradient):
             self._transaction.drops_gradients = True
             return Examination(again=True)
         if gradient.conclusion is not None:
@@ -192,8 +189,9 @@ class Examiner:
                 is_weighed_otherwise = True
         self._transaction.signs.have_changed = False
         self._remembered = None
-        if number >= self.next_look:
+        if number >= self._transaction.signs.next_look:
             self._occasions.looked(number)
+            self._tell_signs()
             self._transaction.forward = self._transaction.plain_forward
         return Examination(said, is_weighed_otherwise, self._smallest)
 
@@ -207,11 +205,16 @@ class Examiner:
             return False
         return not math.isfinite(contributions.norm(trained).item())
 
+    def _tell_signs(self) -> None:
+        """Let windows ask nothing but their signs whether they are to be examined."""
+        signs, occasions = self._transaction.signs, self._occasions
+        signs.next_look, signs.short_below = occasions.next_look, occasions.short_below
+
     def _is_surprising(self, gradient: Gradient, number: int) -> bool:
         """Return whether a window shows what no window before it did."""
         if self._transaction.signs.have_changed:
             return True
-        if number < self.next_look:
+        if number < self._transaction.signs.next_look:
             return False
         # What the graphs count is compared with what the user counts, where both would have done so far.
         if "items" in self._rivals and self._transaction.hypothesis == "num_items":
@@ -225,6 +228,7 @@ class Examiner:
     ) -> None:
         """Measure a window, and go by what comes of it."""
         self._occasions.measured(window.num_samples, number)
+        self._tell_signs()
         started = clock.now()
         held = self._transaction.hypothesis
         likely = held or readings.likely(self._job, gradient)
@@ -255,7 +259,7 @@ class Examiner:
         forward_only: bool = False,
     ) -> Verdict:
         written = self._written.values()
-        return measure(
+        return self._measure_window(
             self._job,
             window,
             likely,
@@ -365,6 +369,7 @@ class Examiner:
         transaction.drops_nan, transaction.drops_gradients = measured["drops"]
         transaction.signs.load_state_dict(measured["signs"])
         self._occasions.load_state_dict(measured["occasions"])
+        self._tell_signs()
         self._rivals = frozenset(measured["rivals"])
         self._kinds.load_state_dict(measured["kinds"])
         self._smallest = measured["smallest"]

@@ -39,9 +39,10 @@ class Occasions:
             return self.tries > 0
         return self.status == "passed" and number >= self.next_round
 
-    def is_short(self, num_samples: int) -> bool:
-        """Return whether a window is shorter than those that were measured, and the first that is."""
-        return num_samples < self.largest and not self.is_short_measured
+    @property
+    def short_below(self) -> int:
+        """Return below how many samples a window is shorter than those that were measured, and the first that is."""
+        return 0 if self.is_short_measured else self.largest
 
     def reason(self, num_samples: int, number: int, *, is_surprising: bool) -> Literal["whole", "losses"] | None:
         """Return how a window is measured: wholly, or by its losses alone; None where it need not be.
@@ -59,7 +60,7 @@ class Occasions:
             self.surprises += 1
             if self.surprises <= _MOST_SURPRISES or self.surprises & (self.surprises - 1) == 0:
                 return "whole"
-        return "losses" if number >= self.next_round or self.is_short(num_samples) else None
+        return "losses" if number >= self.next_round or num_samples < self.short_below else None
 
     def measured(self, num_samples: int, number: int) -> None:
         """Take that a window is measured."""

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 from autoaccum.events import Notice
 from autoaccum.loss.coupling import Crossing, couples_samples
-from autoaccum.loss.hypotheses import Hypothesis, is_sum
-from autoaccum.loss.reductions import Reduction
+from autoaccum.loss.hypotheses import SUMS, Hypothesis
+from autoaccum.loss.reductions import Reduction, is_one
 from autoaccum.verification import notices
-from autoaccum.verification.decision import is_one
 from autoaccum.window.gradient import Gradient, are_alike
 from autoaccum.window.job import Job
 
@@ -33,7 +32,7 @@ def is_weighed_alike(job: Job, gradient: Gradient, before: Hypothesis | None, af
         return True
     if before is not None or after == "num_items":
         return before is None
-    if after is not None and is_sum(after):
+    if after in SUMS:
         with_terms = any(reduction.constants for reduction in gradient.reductions)
         return found.is_sum and job.num_items is None and (after == "sum and penalties" or not with_terms)
     if after == "items":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -13,40 +12,16 @@ from autoaccum.errors import AutoaccumError, MemoryLimitError
 from autoaccum.loss.coupling import smallest_micro_batch
 from autoaccum.loss.hypotheses import Hypothesis
 from autoaccum.memory.oom import RanOut, attempt, is_out_of_memory, without_frames
-from autoaccum.verification.decision import Decision, decide, decide_without_ones
+from autoaccum.verification.decision import decide, decide_without_ones
 from autoaccum.verification.draws import UnalignedError, UnsettledError
+from autoaccum.verification.findings import Cause, Decision, Verdict
 from autoaccum.verification.measurement import Measurement, NotFiniteError, ZeroGradientError
 from autoaccum.verification.samples import MOST, choose, cuts_of
-from autoaccum.verification.suspects import Cause, name_cause
+from autoaccum.verification.suspects import name_cause
 from autoaccum.window.job import Job
 
 _FEW = 3
 """Samples that are measured where there is no memory for all."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """What a measurement has come to."""
-
-    decision: Decision | None = None
-    """What was measured; None where nothing was."""
-    causes: tuple[Cause, ...] = ()
-    """What is to blame where it failed, as far as it could be switched off."""
-    rebinds: bool = False
-    """Whether forwards leave other things in attributes of modules."""
-    unmeasured: str = ""
-    """Why nothing was measured; empty where something was."""
-    is_passing: bool = False
-    """Whether that may be otherwise in the next window, as of a gradient of 0 or a loss that is not finite."""
-    ones: Decision | None = None
-    """What was measured of windows that hold a count of 1, which may stand for none; None where it does not matter. The
-    decision itself where no cut of these samples is without one."""
-    counts_nothing: bool = False
-    """Whether the first sample was found to have nothing to count."""
-    samples: int = 0
-    """How many samples were measured."""
-    tolerance: float = 0.0
-    """Up to which error gradients are the same."""
 
 
 def measure(

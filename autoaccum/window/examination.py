@@ -29,18 +29,11 @@ class Examination(Protocol):
 class Examiner(Protocol):
     """What compares windows that are cut with whole ones: see ``verification.examiner``."""
 
-    @property
-    def next_look(self) -> int:
-        """Return the number of the next window whose forwards it looks at."""
-
     def begin_attempt(self, number: int, announce: Callable[[Notice], None]) -> None:
         """Look at the forwards of an attempt."""
 
     def check_first(self, gradient: Gradient) -> None:
         """Refuse a first loss that is not finite."""
-
-    def wants(self, window: Window, number: int) -> bool:
-        """Return whether a window that was cut is to be examined."""
 
     def examine(self, window: Window, gradient: Gradient, number: int, most: int) -> Examination:
         """Examine it, before it is stepped on."""

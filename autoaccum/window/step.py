@@ -176,8 +176,8 @@ class Step:
 
     def _try(self, pieces: Attempt, window: Window) -> Gradient | Repeat | Failure:
         """Run a window once."""
-        number = self.number + 1
-        if number >= self._examiner.next_look:
+        number, signs = self.number + 1, self.transaction.signs
+        if number >= signs.next_look:
             self._examiner.begin_attempt(number, self.announcer.say_once)
         try:
             outcome = attempt(lambda: self._add_all(pieces))
@@ -187,7 +187,7 @@ class Step:
                 micro_batch=self._piece.size, peak_bytes=refused.peak_bytes or 0, error=refused, ran=True
             )
             return Failure(self._piece, shortage)
-        if isinstance(outcome, Gradient) and len(outcome.sizes) > 1 and self._examiner.wants(window, number):
+        if isinstance(outcome, Gradient) and len(outcome.sizes) > 1 and signs.want_a_look(number, window.num_samples):
             return self._examined(window, outcome)
         if not isinstance(outcome, RanOut):
             return outcome
@@ -206,7 +206,7 @@ class Step:
         # If it is the end of the window that does, the largest of them is what has to become smaller.
         self._piece = piece._replace(size=max(sizes))
         outcome = self.transaction.finish()
-        if isinstance(outcome, Gradient) and self.number + 1 >= self._examiner.next_look:
+        if isinstance(outcome, Gradient) and self.number + 1 >= self.transaction.signs.next_look:
             self._examiner.check_first(outcome)
         return outcome
 

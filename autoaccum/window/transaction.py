@@ -24,11 +24,10 @@ import torch
 
 from autoaccum.data.base import Window
 from autoaccum.loss.conclusions import PLAIN_MEAN, PLAIN_SUM, Conclusion, conclude, stands_for_none
-from autoaccum.loss.hypotheses import Hypothesis, is_sum
+from autoaccum.loss.hypotheses import SUMS, Hypothesis
 from autoaccum.loss.reductions import Reduction, kinds_of, plain_mean, read, without_graph
 from autoaccum.loss.terms import Count
 from autoaccum.loss.weighting import Tally, by_user, counted_once
-from autoaccum.memory.devices import is_slow_to_read
 from autoaccum.memory.oom import insist
 from autoaccum.planning.attempts import Piece
 from autoaccum.planning.noise import Noise, Part, estimate
@@ -51,6 +50,11 @@ class Repeat:
     """
 
     sizes: tuple[int, ...]
+
+
+def is_slow_to_read(device: torch.device) -> bool:
+    """Return whether reading a number waits until everything that was asked of the device is done."""
+    return device.type != "cpu"
 
 
 _NOTHING = Reduction(0.0)
@@ -116,7 +120,7 @@ class Transaction:
         self.snapshot.take()
         self.signs.of_modes(self.snapshot.modes())
         if self._job.state == "window":
-            self._begun = State(self._job, self.trained(), ())
+            self._begun = State(self._job.modules, self._job.functions, self._job.device, self.trained())
         self.is_open = True
         self._begin_anew(window.num_samples)
 
@@ -255,7 +259,7 @@ class Transaction:
     def _is_sum(self, reduction: Reduction) -> bool:
         """Return whether a loss with terms of parameters alone is a sum: by itself, until a window has shown it."""
         if self.hypothesis is not None:
-            return is_sum(self.hypothesis)
+            return self.hypothesis in SUMS
         return reduction.is_sum if self._has_sums is None else self._has_sums
 
     def finish(self) -> Gradient | Repeat:
@@ -303,7 +307,7 @@ class Transaction:
     def _conclusion(self, is_doubtful: bool) -> Conclusion:
         """Return what the window is: as was measured, or as its micro-batches show."""
         if self.hypothesis is not None:
-            return PLAIN_SUM if is_sum(self.hypothesis) else PLAIN_MEAN
+            return PLAIN_SUM if self.hypothesis in SUMS else PLAIN_MEAN
         if len(self._sizes) > 1 and any(reduction.terms for reduction in self._reductions):
             return conclude(self._sizes, self._reductions, is_doubtful)
         return PLAIN_MEAN
