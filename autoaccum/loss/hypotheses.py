@@ -6,6 +6,7 @@ and W. With means over items, w_j counts the items of j, and W is their sum; wit
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 Hypothesis = Literal["num_items", "items", "samples", "sum", "sum and penalties"]
@@ -23,3 +24,22 @@ WORDS: dict[Hypothesis, str] = {
 
 SUMS: tuple[Hypothesis, ...] = ("sum", "sum and penalties")
 """Those by which each micro-batch counts once, whatever it holds."""
+
+Doubt = tuple[str, str]
+"""(why micro-batches may not add up to the loss of their window, what to do about it)"""
+
+
+@dataclass(frozen=True, slots=True)
+class Conclusion:
+    """What the micro-batches of a window, seen together, are."""
+
+    is_sum: bool
+    """Whether their sum is divided by what each was, rather than by the total of it."""
+    doubt: Doubt | None = None
+    """(why they may not add up to the loss of the window, what to do)"""
+
+
+PLAIN_MEAN = Conclusion(is_sum=False)
+"""The conclusion for losses whose graph leaves nothing to doubt, as for those whose items a user counts."""
+PLAIN_SUM = Conclusion(is_sum=True)
+"""The conclusion for losses that were measured to be sums."""

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from autoaccum.loss.conclusions import Conclusion
+from autoaccum.loss.hypotheses import Conclusion
 from autoaccum.loss.reductions import Reduction
 from autoaccum.planning.noise import Noise, Part
 

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 
 from autoaccum.data.base import Window
-from autoaccum.loss.conclusions import PLAIN_MEAN, PLAIN_SUM, Conclusion, conclude, stands_for_none
-from autoaccum.loss.hypotheses import SUMS, Hypothesis
+from autoaccum.loss.conclusions import conclude, stands_for_none
+from autoaccum.loss.hypotheses import PLAIN_MEAN, PLAIN_SUM, SUMS, Conclusion, Hypothesis
 from autoaccum.loss.reductions import Reduction, kinds_of, plain_mean, read, without_graph
 from autoaccum.loss.terms import Count
 from autoaccum.loss.weighting import Tally, by_user, counted_once
