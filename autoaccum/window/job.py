@@ -9,7 +9,6 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from autoaccum.loss.weighting import CountItems
 from autoaccum.window.precision import Autocast, Precision, autocast
 
 
@@ -29,7 +28,7 @@ class Job:
     loss_of: Callable[[Any, Any], torch.Tensor]
     """(model, micro-batch) -> loss, a mean or a sum."""
     # Where a user passes one it is what counts; an examiner says so if the losses contradict it.
-    num_items: CountItems | None = None
+    num_items: Callable[[Any], Any] | None = None
     """(micro-batch) -> how many items its loss is a mean over; None where that is read off the loss."""
     device: torch.device
     """Where everything is."""
