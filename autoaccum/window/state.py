@@ -11,8 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from autoaccum.data import randomness
 from autoaccum.memory.oom import insist
-from autoaccum.window.attributes import Attributes
-from autoaccum.window.snapshot import is_expanded
+from autoaccum.window.attributes import Attributes, is_expanded
 from autoaccum.window.surroundings import surroundings_of
 
 _SMALL_BYTES = 2**24
