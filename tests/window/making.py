@@ -54,6 +54,8 @@ def step_of(
     patience: float = 0.0,
     clip_norm: float | None = None,
     noise_scale: bool = False,
+    verify: bool = True,
+    strict: bool = False,
 ) -> Step:
     """Return a step of a model whose outputs are classified; its device has boundless memory."""
     memory = memory_of(CPU) if memory is None else memory
@@ -78,4 +80,6 @@ def step_of(
         clip_norm=clip_norm,
         emit=emit,
         noise_scale=noise_scale,
+        verify=verify,
+        strict=strict,
     )
