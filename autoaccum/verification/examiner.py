@@ -425,6 +425,7 @@ class Examiner:
                 "tries": self._tries,
                 "smallest": self._smallest,
                 "off_by_ones": self._off_by_ones,
+                "drops_nan": self._transaction.drops_nan or not self._verify,
                 "signs": self._transaction.signs.state_dict(),
             },
         }
@@ -447,6 +448,7 @@ class Examiner:
         self._tries = measured["tries"]
         self._smallest = measured["smallest"]
         self._off_by_ones = measured["off_by_ones"]
+        self._transaction.drops_nan = self._verify and measured["drops_nan"]
         self._transaction.signs.load_state_dict(measured["signs"])
 
 
