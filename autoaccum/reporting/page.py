@@ -126,6 +126,7 @@ def _one(run: Run, facts: Facts, figures: str) -> str:
         figures,
         _plans(run),
         _notices(run),
+        _measurements(run),
         _folded("Configuration", run.config),
         _folded("Environment", run.environment),
     ]
@@ -150,7 +151,7 @@ def _several(runs: Sequence[Run], facts: Sequence[Facts], labels: Sequence[str],
     ]
     for run, one, label in zip(runs, facts, labels, strict=True):
         answers = "".join(f"<p><b>{escaped(a.question)}</b> {escaped(a.text)}</p>" for a in one.answers)
-        plans = _plans(run) + _notices(run)
+        plans = _plans(run) + _notices(run) + _measurements(run)
         parts.append(
             f"<details><summary>{escaped(label)}</summary><p>{escaped(_what(one))}</p>{answers}{plans}</details>"
         )
@@ -219,6 +220,22 @@ def _notices(run: Run) -> str:
     return f"<h2>Notices</h2>\n{html_table(_NOTICE, rows)}" if rows else ""
 
 
+def _measurements(run: Run) -> str:
+    """Return the table of what was measured of gradients: how far those of cut windows are off whole ones'."""
+    measured = run.events["Verified"]
+    shown_once = dict.fromkeys(zip(*(measured[field] for field in _VERIFIED), strict=True))
+    rows = []
+    for step, hypothesis, error, tolerance, tensor, samples, cuts in shown_once:
+        off = f"{error:.1e} ({tolerance:.0e} allowed)"
+        shown = ", ".join("+".join(map(str, sizes)) for sizes in cuts)
+        cells = [escaped(cell) for cell in (hypothesis, off, tensor or "", f"{samples} samples cut {shown}")]
+        rows.append([number_cell(int(step)), *cells])
+    heads = ("step", "the loss, by", "the gradient is off", "most in", "measured on")
+    return f"<h2>Cut windows and whole ones</h2>\n{html_table(heads, rows, numbers={0})}" if rows else ""
+
+
+_VERIFIED = ("step", "hypothesis", "error", "tolerance", "tensor", "samples", "cuts")
+"""Fields of a measurement that are shown."""
 _NOTICE = ("cause", "consequence", "cure")
 """Fields of a notice, and the heads of their columns."""
 

@@ -181,6 +181,10 @@ def value_of(value: Any, kind: Any) -> Any:
         if not isinstance(value, dict):
             raise ValueError(f"{value!r} is not a value of {kind}")
         return {name: float(number) for name, number in value.items()}
+    if get_origin(kind) is tuple and get_origin(get_args(kind)[0]) is tuple:
+        if not isinstance(value, list):
+            raise ValueError(f"{value!r} is not a value of {kind}")
+        return tuple(value_of(entry, get_args(kind)[0]) for entry in value)
     members = get_args(kind) if type(None) in get_args(kind) else (kind,)
     if value is None and type(None) in members:
         return None

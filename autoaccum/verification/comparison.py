@@ -43,7 +43,8 @@ def error_of(gradients: Sequence[torch.Tensor | None], wanted: Sequence[torch.Te
         return None
     zero = torch.zeros(2, dtype=torch.float64)
     numbers = torch.stack([zero if row is None else row.to("cpu", torch.float64) for row in rows]).tolist()
-    sizes = [0 if right is None else right.numel() for right in wanted]
+    present = [found if right is None else right for found, right in zip(gradients, wanted, strict=True)]
+    sizes = [0 if gradient is None else gradient.numel() for gradient in present]
     total = math.sqrt(sum(right * right for _, right in numbers))
     if not total:
         return None

@@ -348,7 +348,8 @@ class Examiner:
             "_examining": self._is_first,
             "verified": {
                 "hypothesis": transaction.hypothesis,
-                "drops": (transaction.drops_nan, transaction.drops_gradients),
+                # Of a run that measures nothing it says nothing.
+                "drops": (transaction.drops_nan or not self._verify, transaction.drops_gradients),
                 "signs": transaction.signs.state_dict(),
                 "occasions": self._occasions.state_dict(),
                 "rivals": sorted(self._rivals),
@@ -366,7 +367,8 @@ class Examiner:
             return
         transaction = self._transaction
         transaction.hypothesis = measured["hypothesis"]
-        transaction.drops_nan, transaction.drops_gradients = measured["drops"]
+        drops_nan, transaction.drops_gradients = measured["drops"]
+        transaction.drops_nan = self._verify and drops_nan
         transaction.signs.load_state_dict(measured["signs"])
         self._occasions.load_state_dict(measured["occasions"])
         self._tell_signs()

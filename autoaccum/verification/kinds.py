@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from autoaccum.data import batches
+from autoaccum.memory.oom import insist
 
 _MOST_NUMBERS = 1024
 """Numbers of a sample's tensor that are looked at: labels, masks and tokens have few, and what has more is an input."""
@@ -42,11 +43,15 @@ class Kinds:
 
     def new(self) -> set[str]:
         """Return what this window holds and none before it did; waits for the device."""
-        return self._here() - self._known
+        return self._read() - self._known
 
     def accept(self) -> None:
         """Take what this window holds for known."""
-        self._known |= self._here()
+        self._known |= self._read()
+
+    def _read(self) -> set[str]:
+        # Outside of any micro-batch, so that no smaller one could help.
+        return insist(self._here, "the kinds of samples were read")
 
     def _here(self) -> set[str]:
         found = set(self._shapes)

@@ -103,6 +103,8 @@ class Measurement:
         """Samples that were found to have nothing to count, by a loss that is not a number."""
         self.draws_foreign = False
         """Whether Python's or NumPy's generator was drawn from."""
+        self.is_rounded = False
+        """Whether parameters have 16 bits."""
         self._window = window
         self._chosen = list(chosen)
         self._written = list(written)
@@ -124,7 +126,7 @@ class Measurement:
         self.names = _names_of(self.parameters, self.job.modules)
         tolerance = loss_tolerance_of if self._forward_only else tolerance_of
         self.tolerance = tolerance(self.parameters)
-        self._keeps_wide = all(p.dtype not in (torch.bfloat16, torch.float16) for p in self.parameters)
+        self.is_rounded = any(p.dtype in (torch.bfloat16, torch.float16) for p in self.parameters)
         # As things are, and as they were when the window began: what it has moved is not to be hidden by that.
         self._after = State(self.job.modules, self.job.functions, self.job.device, self.parameters, self._written)
         self._gradients = Gradients(self.parameters)
@@ -158,7 +160,7 @@ class Measurement:
             self._record()
 
     def _record(self) -> Recording:
-        self._draws: Draws = (recording := Recording(keeps_wide=self._keeps_wide))
+        self._draws: Draws = (recording := Recording(keeps_wide=not self.is_rounded))
         self._whole()
         return recording
 
@@ -180,7 +182,7 @@ class Measurement:
 
     def with_constants(self) -> None:
         """Run the samples whole once more, with constants in place of draws; they stand for those of the cuts too."""
-        self._draws = Constants(keeps_wide=self._keeps_wide)
+        self._draws = Constants(keeps_wide=not self.is_rounded)
         self._whole()
 
     def run(
@@ -240,7 +242,7 @@ class Measurement:
 
     def _replaying(self, part: Part) -> Draws:
         if isinstance(self._draws, Recording):
-            return Replaying(self._draws, part, self.num_samples, keeps_wide=self._keeps_wide)
+            return Replaying(self._draws, part, self.num_samples, keeps_wide=not self.is_rounded)
         return self._draws
 
     def _run(

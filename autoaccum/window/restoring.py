@@ -11,7 +11,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoaccum._kinds import Check, a, anything, below, entries, every, number, one_of, optional, refuse, shown, whole
+from autoaccum._kinds import (
+    MOST,
+    Check,
+    a,
+    anything,
+    below,
+    entries,
+    every,
+    number,
+    one_of,
+    optional,
+    parts,
+    refuse,
+    shown,
+    whole,
+)
+from autoaccum.loss.hypotheses import WORDS
 from autoaccum.memory.oom import is_out_of_memory
 from autoaccum.planning.saved import PLAN, TUNER
 from autoaccum.window.modules import State, buffer_places, new_buffer_place
@@ -26,8 +42,36 @@ _SCALER = entries(
         "_growth_tracker": whole(0, 2**31 - 1),
     }
 )
+_SIGNS = entries(
+    {
+        "graphs": lambda value, entry: _check_graphs(value, entry),
+        "modes": optional(every(a(bool))),
+        "compares_samples": a(bool),
+        "compares_ones": a(bool),
+    }
+)
+_VERIFIED = entries(
+    {
+        "hypothesis": one_of(None, *WORDS),
+        "status": one_of("unmeasured", "passed", "failed"),
+        "rivals": every(one_of(*WORDS)),
+        "kinds": every(a(str)),
+        "surprises": whole(),
+        "largest": whole(),
+        "is_short_measured": a(bool),
+        "next_round": whole(1),
+        "next_look": whole(1),
+        # Of measurements that came to nothing there may be any number.
+        "tries": whole(-MOST),
+        "smallest": whole(1),
+        "off_by_ones": number(0, finite=False, nan=True),
+        "drops_nan": a(bool),
+        "signs": _SIGNS,
+    }
+)
 _RUNNER = entries(
     {"_checked": a(bool), "_has_sums": optional(a(bool)), "_examining": a(bool), "_deferred": a(bool)},
+    optionally={"verified": _VERIFIED},  # which came later
 )
 
 
@@ -44,6 +88,14 @@ def engine(*, has_scaler: bool) -> Check:
             "tuner": TUNER,
         }
     )
+
+
+def _check_graphs(value: Any, entry: str) -> None:
+    """Check the marks of graphs by the samples of a micro-batch: nodes, root, terms."""
+    a(dict)(value, entry)
+    for size, marks in value.items():
+        whole(1)(size, entry)
+        parts(whole(), a(str), every(a(str), tuple))(marks, below(entry, size))
 
 
 def check_like(value: Any, present: Any, entry: str) -> None:

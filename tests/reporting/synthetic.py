@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from autoaccum.events import Planned, Record, Started, StepReport
+from autoaccum.events import Planned, Record, Started, StepReport, Verified
 from autoaccum.runs.records import HISTORY, line_of
 
 GIB = 2**30
@@ -38,6 +38,13 @@ def planned(*sizes: int, step: int = 1, predicted_bytes: int | None = None, reas
     return Planned(
         step=step, sizes=sizes, reason=reason, predicted_bytes=predicted_bytes, prediction_error=None, limit_bytes=GIB
     )
+
+
+def verified(error: float, *, step: int = 1, tensor: str | None = None) -> Verified:
+    return Verified(
+        step=step, hypothesis="items", error=error, tolerance=2e-5, tensor=tensor, samples=6,
+        cuts=((1, 2, 3), (3, 2, 1), (2, 2, 2)), seconds=0.25,
+    )  # fmt: skip
 
 
 def write(run_dir: Path, *records: Record, start: float = 1_700_000_000.0, name: str = HISTORY) -> Path:

@@ -20,7 +20,7 @@ from autoaccum.events import (
 )
 from autoaccum.reporting.lines import Narrator, counted, is_scheduled, line, state_text
 from autoaccum.testing import manual_clock
-from tests.reporting.synthetic import planned, report, started
+from tests.reporting.synthetic import planned, report, started, verified
 
 LINES: dict[Any, str | None] = {
     started(): None,
@@ -44,6 +44,14 @@ LINES: dict[Any, str | None] = {
     ),
     StepSkipped(step=3, reason="overflow"): "step 3: skipped, for overflow",
     Notice(cause="A", consequence="B", cure="C"): "A. B. C.",
+    verified(1.4e-7, tensor="net.bias"): (
+        "step 1: cut windows have the gradient of whole ones: 1.4e-07 off (2e-05 allowed), measured on 6 samples cut "
+        "1+2+3, 3+2+1, 2+2+2, by items"
+    ),
+    verified(0.27, step=3, tensor="net.bias"): (
+        "step 3: cut windows have another gradient: 2.7e-01 off, the most in net.bias (2e-05 allowed), measured on 6 "
+        "samples cut 1+2+3, 3+2+1, 2+2+2, by items"
+    ),
     Saved(step=3, path="a/b", seconds=0.25): "step 3: saved a/b in 0.25 s",
     Resumed(step=3, num_samples=24, checkpoint="a/b"): "step 3: resumed from a/b, 24 samples in",
     Finished(step=3, reason="budget"): None,

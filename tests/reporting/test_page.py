@@ -27,7 +27,7 @@ from autoaccum.reporting import RecordWriter, environment, write_json
 from autoaccum.reporting.page import ROWS, write_report
 from autoaccum.testing import simulated_memory
 from tests.models import classes, wide
-from tests.reporting.synthetic import planned, report, started, write
+from tests.reporting.synthetic import planned, report, started, verified, write
 
 NASTY = "</script><script>alert('&')</script>"
 VOID = {"meta", "link", "br", "img", "input", "hr"}
@@ -202,6 +202,17 @@ def test_a_notice_that_was_said_again_after_a_resume_is_there_once(tmp_path: Pat
     notice = Notice(cause="a", consequence="b", cure="c")
     rows = page_of(write(tmp_path, report(1), notice, Resumed(step=1, num_samples=8, checkpoint="c"), notice)).rows
     assert rows == [["cause", "consequence", "cure"], ["a", "b", "c"]]
+
+
+def test_what_was_measured_is_shown(tmp_path: Path) -> None:
+    right, wrong = verified(1.4e-7, tensor="net.bias"), verified(0.27, step=3, tensor="<b>")
+    again = Resumed(step=1, num_samples=8, checkpoint="c")
+    rows = page_of(write(tmp_path, right, report(1), again, right, wrong)).rows
+    assert rows == [
+        ["step", "the loss, by", "the gradient is off", "most in", "measured on"],
+        ["1", "items", "1.4e-07 (2e-05 allowed)", "net.bias", "6 samples cut 1+2+3, 3+2+1, 2+2+2"],
+        ["3", "items", "2.7e-01 (2e-05 allowed)", "<b>", "6 samples cut 1+2+3, 3+2+1, 2+2+2"],
+    ]
 
 
 def test_runs_side_by_side(run_dir: Path, tmp_path: Path) -> None:

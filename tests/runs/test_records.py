@@ -16,7 +16,7 @@ from autoaccum.memory.clock import ManualClock, using
 from autoaccum.reporting import RecordWriter, environment, load_run, read_records, write_json
 from autoaccum.runs.records import FIELDS, value_of
 from tests.models import classes, mlp
-from tests.reporting.synthetic import planned, report, started
+from tests.reporting.synthetic import planned, report, started, verified
 
 EVERY: tuple[Record, ...] = (
     started(None),
@@ -36,6 +36,8 @@ EVERY: tuple[Record, ...] = (
     ),
     autoaccum.events.StepSkipped(step=3, reason='a "quoted"\nreason, 2 lines é'),
     Notice(cause="nan", consequence="inf", cure="\x00"),
+    verified(3e-7),
+    verified(math.inf, tensor="net.0.weight"),
     Saved(step=3, path="a/b", seconds=0.25),
     Resumed(step=3, num_samples=24, checkpoint="a/b"),
     Finished(step=3, reason="budget"),

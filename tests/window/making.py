@@ -55,6 +55,7 @@ def step_of(
     clip_norm: float | None = None,
     noise_scale: bool = False,
     verify: bool = False,
+    strict: bool = False,
 ) -> Step:
     """Return a step of a model whose outputs are classified; its device has boundless memory, and nothing is measured."""
     memory = memory_of(CPU) if memory is None else memory
@@ -77,8 +78,8 @@ def step_of(
         headroom=headroom,
         patience=patience,
         clip_norm=clip_norm,
-        verify=verify,
-        strict=False,
         emit=emit,
         noise_scale=noise_scale,
+        verify=verify,
+        strict=strict,
     )

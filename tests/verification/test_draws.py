@@ -1,0 +1,178 @@
+"""What is drawn for a batch is given to its parts, row by row; what has no rows is said, or stands still."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from autoaccum.verification.draws import Constants, Recording, Replaying, UnalignedError, UnsettledError, name_of
+
+X = torch.arange(24.0).reshape(6, 4) + 1
+PARTS = ((4, 0), (5, 1, 3), (2,))
+
+
+def recorded(function: Callable[[torch.Tensor], Any], batch: torch.Tensor = X) -> tuple[Recording, Any]:
+    torch.manual_seed(0)
+    with Recording(keeps_wide=True) as recording:
+        whole = function(batch)
+    return recording, whole
+
+
+def replayed(recording: Recording, function: Callable[[torch.Tensor], Any], part: Sequence[int]) -> Any:
+    torch.manual_seed(1)
+    with Replaying(recording, part, len(X), keeps_wide=True):
+        return function(X[list(part)])
+
+
+ROWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "dropout": lambda x: F.dropout(x, 0.5),
+    "dropout, in place": lambda x: F.dropout(x.clone(), 0.5, inplace=True),
+    "dropout of features": lambda x: F.dropout1d(x[:, :, None].repeat(1, 1, 3), 0.5),
+    "alpha dropout": lambda x: F.alpha_dropout(x, 0.5, training=True),
+    "RReLU": lambda x: F.rrelu(-x, training=True),
+    "noise": lambda x: x + torch.randn_like(x),
+    "noise of a shape": lambda x: x + torch.rand(len(x), 1),
+    "normal": lambda x: torch.normal(x, 1.0),
+    "uniform": lambda x: x + torch.empty_like(x).uniform_(-1, 1),
+    "bernoulli": lambda x: torch.bernoulli(torch.full_like(x, 0.5)) * x,
+    "multinomial": lambda x: torch.multinomial(x, 2).float(),
+    "integers": lambda x: x + torch.randint(0, 100, (len(x),))[:, None],
+    "Gumbel": lambda x: F.gumbel_softmax(x),
+    "samples and times in one dimension": lambda x: x.reshape(-1, 2) + torch.rand(2 * len(x), 2),
+    "samples second": lambda x: (x.T + torch.rand(4, len(x))).T,
+    "two after each other": lambda x: F.dropout(F.dropout(x, 0.3) + torch.rand_like(x), 0.3),
+    "once a batch": lambda x: x * torch.rand(()),
+    "one for each feature": lambda x: x * torch.rand(4),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_each_part_gets_its_own_rows_of_the_whole(name: str) -> None:
+    recording, whole = recorded(ROWS[name])
+    each = len(whole) // len(X)
+    for part in PARTS:
+        rows = [index * each + offset for index in part for offset in range(each)]
+        assert torch.equal(replayed(recording, ROWS[name], part), whole[rows])
+
+
+def test_gradients_are_those_of_its_rows_too() -> None:
+    def gradient(x: torch.Tensor) -> torch.Tensor:
+        x = x.clone().requires_grad_()
+        F.dropout(x.square(), 0.5).sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    recording, whole = recorded(gradient)
+    for part in PARTS:
+        assert torch.equal(replayed(recording, gradient, part), whole[list(part)])
+
+
+def test_a_part_draws_as_much_as_it_would_by_itself() -> None:
+    """What comes after it, by a generator of the run, is what would have come."""
+    recording, _ = recorded(ROWS["dropout"])
+    replayed(recording, ROWS["dropout"], (1, 2))
+    state = torch.get_rng_state()
+    torch.manual_seed(1)
+    F.dropout(X[:2], 0.5)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_part_that_is_padded_less_gets_the_beginning() -> None:
+    recording, whole = recorded(lambda x: torch.rand_like(x))
+    with Replaying(recording, (3, 1), 6, keeps_wide=True):
+        drawn = torch.rand_like(X[:2, :3])
+    assert torch.equal(drawn, whole[[3, 1], :3])
+
+
+UNALIGNED: dict[str, Callable[[torch.Tensor], Any]] = {
+    "an order of samples": lambda x: x[torch.randperm(len(x))],
+    "as many as there are pairs": lambda x: torch.rand(len(x) * (len(x) - 1) // 2),
+    "of another kind where there are few": lambda x: torch.rand(len(x)) if len(x) == 6 else torch.randn(len(x)),
+    "more of them where there are few": lambda x: [torch.rand(1) for _ in range(7 - len(x))],
+    "none in the whole": lambda x: None if len(x) == 6 else torch.rand(1),
+}
+
+
+@pytest.mark.parametrize("name", UNALIGNED)
+def test_what_has_no_rows_is_said(name: str) -> None:
+    recording, _ = recorded(UNALIGNED[name])
+    with pytest.raises(UnalignedError):
+        replayed(recording, UNALIGNED[name], (1, 2))
+
+
+def test_a_generator_that_is_made_anew_gives_what_it_is_asked_for() -> None:
+    """And one that is passed on from batch to batch gives rows."""
+
+    def anew(x: torch.Tensor) -> torch.Tensor:
+        return torch.rand(len(x), generator=torch.Generator().manual_seed(3))
+
+    recording, whole = recorded(anew)
+    assert torch.equal(replayed(recording, anew, (4, 0)), whole[:2])
+    kept = torch.Generator().manual_seed(3)
+
+    def passed_on(x: torch.Tensor) -> torch.Tensor:
+        return torch.rand(len(x), generator=kept)
+
+    recording, whole = recorded(passed_on)
+    assert torch.equal(replayed(recording, passed_on, (4, 0)), whole[[4, 0]])
+
+
+def test_a_dropout_of_nothing_draws_nothing() -> None:
+    recording, _ = recorded(lambda x: F.dropout(x, 0.0))
+    assert recording.draws == []
+    with Constants(keeps_wide=True):
+        F.dropout(X, 0.0)
+
+
+CONSTANTS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], torch.Tensor]] = {
+    "dropout": (lambda x: F.dropout(x, 0.5), X),
+    "a mask of features": (lambda x: F.dropout1d(x[:, :, None], 0.5)[:, :, 0], X),
+    "bernoulli": (lambda x: torch.bernoulli(x / 100), X / 100),
+    "normal": (lambda x: torch.normal(x, 2.0), X + 1),
+    "randn": (lambda x: torch.randn(len(x)), torch.full((6,), 0.5)),
+    "uniform": (lambda x: torch.empty(6).uniform_(2, 4), torch.full((6,), 3.0)),
+    "rand_like": (lambda x: torch.rand_like(x), torch.full((6, 4), 0.5)),
+    "exponential": (lambda x: torch.empty(2).exponential_(4.0), torch.full((2,), 0.25)),
+    "randint": (lambda x: torch.randint(3, 9, (4,)), torch.full((4,), 3)),
+    "randperm": (lambda x: torch.randperm(len(x)), torch.arange(6).flip(0)),
+    "multinomial": (lambda x: torch.multinomial(x, 2), torch.tensor([[3, 2]] * 6)),
+}
+
+
+@pytest.mark.parametrize("name", CONSTANTS)
+def test_a_constant_stands_for_what_is_drawn(name: str) -> None:
+    function, expected = CONSTANTS[name]
+    with Constants(keeps_wide=True):
+        torch.testing.assert_close(function(X), expected)
+
+
+def test_for_some_draws_there_is_none() -> None:
+    with pytest.raises(UnsettledError, match="geometric"), Constants(keeps_wide=True):
+        torch.empty(3).geometric_(0.5)
+
+
+def test_attention_that_hides_its_draws_is_noted() -> None:
+    q = torch.randn(2, 1, 4, 8)
+    names = []
+
+    class Noting(Recording):  # type: ignore[misc]
+        def draw(self, func: Any, *rest: Any) -> Any:
+            names.append(name_of(func))
+            return super().draw(func, *rest)
+
+    with Noting(keeps_wide=True) as recording:
+        F.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
+    assert recording.has_fused is any(name.startswith("_") for name in names)
+
+
+@pytest.mark.parametrize("keeps_wide", [True, False])
+def test_an_autocast_of_the_users_own_rounds_nothing_beside_wide_parameters(keeps_wide: bool) -> None:
+    layer = nn.Linear(4, 4)
+    with Constants(keeps_wide=keeps_wide), torch.autocast("cpu", torch.bfloat16):
+        dtype = layer(X).dtype
+    assert dtype == (torch.float32 if keeps_wide else torch.bfloat16)

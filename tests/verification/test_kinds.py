@@ -1,0 +1,87 @@
+"""A sample of a kind that was not there is noticed, and one that was is not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from autoaccum.verification.kinds import Kinds
+
+LABELS = torch.tensor([1, 2, 1, 2])
+INPUTS = torch.tensor([[1.0, 2.0], [3.0, 4.0], [1.0, 1.0], [2.0, 2.0]])
+
+
+def seen(*batches: Any) -> Kinds:
+    kinds = Kinds()
+    for batch in batches:
+        kinds.begin()
+        kinds.look_at(batch)
+        kinds.accept()
+    kinds.begin()
+    return kinds
+
+
+def new(kinds: Kinds, *batches: Any) -> set[str]:
+    """Of a window of these micro-batches."""
+    kinds.begin()
+    for batch in batches:
+        kinds.look_at(batch)
+    return kinds.new()
+
+
+@pytest.mark.parametrize(
+    ("batch", "found"),
+    [
+        ((INPUTS, LABELS), set()),
+        ((INPUTS, LABELS[[0, 1]]), set()),  # of fewer samples
+        ((INPUTS + 7, LABELS + 5), set()),  # other classes of the same kind
+        ((INPUTS, torch.tensor([1, 2, -100, 2])), {"1: negatives", "1: nothing but negatives"}),
+        ((INPUTS * torch.tensor([0.0, 1.0]), LABELS), {"0: zeros"}),
+        ((INPUTS * torch.tensor([[1], [1], [0], [1]]), LABELS), {"0: zeros", "0: nothing but zeros"}),
+        ((INPUTS.repeat(1, 2), LABELS), {"0: (4,)"}),
+        (((INPUTS, LABELS), LABELS), {"2: several values", "2: ()"}),
+    ],
+)
+def test_what_a_window_holds_and_none_before_it_did(batch: Any, found: set[str]) -> None:
+    assert new(seen((INPUTS, LABELS)), batch) == found
+
+
+def test_several_classes_are_new_where_there_was_one() -> None:
+    one = seen((INPUTS, torch.ones(4)))
+    assert new(one, (INPUTS, torch.ones(4))) == set()
+    assert new(one, (INPUTS, torch.ones(4)), (INPUTS, 2 * torch.ones(4))) == {"1: several values"}
+
+
+def test_a_window_is_all_of_its_micro_batches_and_nothing_of_an_attempt_before() -> None:
+    kinds = seen((INPUTS, LABELS))
+    assert new(kinds, (INPUTS, LABELS), (INPUTS, -LABELS)) != set()
+    assert new(kinds, (INPUTS, LABELS)) == set()
+
+
+def test_what_was_accepted_is_known_from_then_on() -> None:
+    kinds = seen((INPUTS, LABELS))
+    assert new(kinds, (INPUTS, -LABELS)) != set()
+    kinds.accept()
+    assert new(kinds, (INPUTS, -LABELS)) == set()
+
+
+def test_arrays_are_looked_at_as_tensors_are_and_other_things_left_alone() -> None:
+    assert new(seen(INPUTS.numpy()), -INPUTS.numpy()) == {"0: negatives", "0: nothing but negatives"}
+    others = {"text": ["a"], "scalar": torch.tensor(3.0), "none": None, "objects": np.array(["a", None])}
+    others |= {"sparse": INPUTS.to_sparse(), "complex": torch.tensor([1j]), "empty": torch.zeros(0)}
+    assert new(Kinds(), others) == set()
+
+
+def test_of_large_samples_only_the_shape_is_looked_at() -> None:
+    images = torch.ones(2, 33, 32)
+    assert new(seen(images), -images) == set()
+    assert new(seen(images), images[:, 1:]) != set()
+
+
+def test_what_is_known_is_kept() -> None:
+    kinds = Kinds()
+    kinds.load_state_dict(seen((INPUTS, -LABELS)).state_dict())
+    assert new(kinds, (INPUTS, -LABELS)) == set()

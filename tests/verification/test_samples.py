@@ -1,0 +1,113 @@
+"""The samples that are measured differ as much as they can; the cuts of them are three, and all different."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from autoaccum.training.accumulator import _Batch
+from autoaccum.verification.samples import choose, cuts_of
+
+CPU = torch.device("cpu")
+
+
+def window(batch: Any, num_samples: int) -> Any:
+    return _Batch(batch, num_samples, CPU)
+
+
+class TestChoose:
+    def test_the_one_that_differs_is_among_them(self) -> None:
+        """One ignored label of sixty, one sample of zeros, one long text: each is found wherever it lies."""
+        for place in (0, 17, 59):
+            labels = torch.ones(60, dtype=torch.long)
+            labels[place] = -100
+            assert place in choose(window((torch.randn(60, 4), labels), 60), 60, 6)
+            inputs = torch.randn(60, 4)
+            inputs[place] = 0
+            assert place in choose(window((inputs, torch.ones(60)), 60), 60, 6)
+            texts = [[1] * (9 if index == place else 3) for index in range(60)]
+            assert place in choose(window(Listed(texts), 60), 60, 6)
+
+    def test_they_are_different_ones_of_both_kinds(self) -> None:
+        labels = torch.arange(40) % 2
+        chosen = choose(window((torch.randn(40, 4), labels), 40), 40, 6)
+        assert len(set(chosen)) == 6
+        assert set(labels[chosen].tolist()) == {0, 1}
+
+    def test_the_two_that_differ_the_most_come_first_and_last(self) -> None:
+        """So that in some cut each of them is a part by itself."""
+        inputs = torch.zeros(20, 1)
+        inputs[4], inputs[13] = 100.0, -100.0
+        chosen = choose(window(inputs + torch.randn(20, 1), 20), 20, 6)
+        assert {chosen[0], chosen[-1]} == {4, 13}
+
+    def test_of_a_small_window_all_are_taken(self) -> None:
+        assert choose(window(torch.randn(5, 2), 5), 5, 6) == [0, 1, 2, 3, 4]
+        assert choose(window(torch.randn(5, 2), 5), 5, 5, include=[3, 4]) == [3, 0, 1, 2, 4]
+
+    def test_one_that_is_asked_for_comes_first(self) -> None:
+        assert choose(window(torch.randn(50, 2), 50), 50, 6, include=[41, 7])[0] == 41
+
+    def test_of_a_large_window_few_are_looked_at(self) -> None:
+        asked: list[int] = []
+
+        class Wide(_Batch):
+            def samples(self, positions: Sequence[int]) -> Any:
+                asked.append(len(positions))
+                return super().samples(positions)
+
+        chosen = choose(Wide(torch.randn(1000, 2), 1000, CPU), 1000, 6)
+        assert max(asked) <= 128
+        assert max(chosen) > 500, "spread over the window"
+
+    def test_where_rows_are_no_samples_one_is_as_good_as_another(self) -> None:
+        assert choose(window(Listed(["a"] * 30, whole=True), 30), 30, 4) == [0, 9, 19, 29]
+
+    def test_what_is_not_finite_does_no_harm(self) -> None:
+        inputs = torch.randn(20, 2)
+        inputs[3] = float("nan")
+        assert len(set(choose(window(inputs, 20), 20, 6))) == 6
+
+
+class Listed(list[Any]):
+    """A batch that is a list with an entry a sample, cut by its window as such."""
+
+    def __init__(self, entries: list[Any], *, whole: bool = False) -> None:
+        super().__init__(entries)
+        self.whole = whole
+
+
+@pytest.fixture(autouse=True)
+def _seeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seed, and let a window of a list be cut."""
+    torch.manual_seed(0)
+    plain = _Batch.samples
+
+    def samples(self: _Batch, positions: Sequence[int]) -> Any:
+        if isinstance(self.batch, Listed):
+            return object() if self.batch.whole else {"texts": [self.batch[position] for position in positions]}
+        return plain(self, positions)
+
+    monkeypatch.setattr(_Batch, "samples", samples)
+
+
+class TestCuts:
+    @pytest.mark.parametrize("smallest", [1, 2])
+    @pytest.mark.parametrize("count", range(2, 8))
+    def test_each_is_all_of_them_once_in_parts_of_enough(self, count: int, smallest: int) -> None:
+        cuts = cuts_of(count, smallest)
+        assert bool(cuts) is (count >= 2 * smallest)
+        for cut in cuts:
+            assert sorted(index for part in cut for index in part) == list(range(count))
+            assert len(cut) > 1
+            assert min(map(len, cut)) >= smallest
+
+    def test_those_of_six_are_all_different_in_sizes_and_order(self) -> None:
+        sizes = [tuple(map(len, cut)) for cut in cuts_of(6, 1)]
+        assert sizes == [(1, 2, 3), (3, 2, 1), (2, 2, 2)]
+        assert [tuple(map(len, cut)) for cut in cuts_of(6, 2)] == [(2, 4), (4, 2), (2, 2, 2)]
+        (first, second, third) = cuts_of(6, 1)
+        assert {frozenset(part) for part in third}.isdisjoint({frozenset(part) for part in (*first, *second)})

@@ -1,0 +1,121 @@
+"""The cause of a failure is named: what makes the gradient right once it is switched off."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.utils import parametrizations
+from torch.nn.utils.rnn import pad_sequence
+
+from autoaccum.verification.decision import decide
+from autoaccum.verification.measurement import Measurement
+from autoaccum.verification.suspects import name_cause
+from tests.models import mlp
+from tests.verification.making import CPU, DOUBLE, job_of, measurement_of, pairs, plain, squared_mean
+
+
+def causes(measurement: Measurement, smallest: int = 1) -> list[str]:
+    with measurement:
+        decision = decide(measurement, smallest, "items")
+        assert not decision.passed
+        before = everything(measurement)
+        found = name_cause(measurement, decision.cuts, decision.hypothesis)
+        assert everything(measurement) == before, "switched on again"
+    return list(found)
+
+
+def everything(measurement: Measurement) -> Any:
+    modules = [module for held in measurement.job.modules for module in held.modules()]
+    hooks = [list(p._backward_hooks or ()) for p in measurement.parameters]
+    values = [t.tolist() for t in measurement.job.model.state_dict().values()]  # type: ignore[union-attr]
+    return [module.training for module in modules], hooks, values
+
+
+class Words:
+    """A window of texts that are padded to the longest of a micro-batch."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.texts = [torch.randint(1, 9, (length,)) for length in (2, 3, 4, 5, 6, 7)]
+        self.num_samples = 6
+        self.lengths = None
+
+    def samples(self, positions: Sequence[int]) -> Any:
+        return pad_sequence([self.texts[p] for p in positions], batch_first=True), torch.tensor(positions) % 3
+
+    def micro_batch(self, start: int, size: int) -> Any:
+        return self.samples(range(start, start + size))
+
+
+class Pooled(nn.Module):
+    """A mean over the words of a text, its padding included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.out = nn.Embedding(9, 4), nn.Linear(4, 3)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return self.out(self.words(words).mean(1))  # type: ignore[no-any-return]
+
+
+def normalised() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).to(DOUBLE)
+
+
+def spectral() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(parametrizations.spectral_norm(nn.Linear(8, 3))).to(DOUBLE)
+
+
+def clipped() -> nn.Module:
+    model = mlp(DOUBLE)
+    for p in model.parameters():
+        p.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+    return model
+
+
+def test_padding_that_the_model_sees() -> None:
+    torch.manual_seed(0)
+    measurement = Measurement(job_of(plain, Pooled().to(DOUBLE)), Words(), range(6))
+    assert causes(measurement) == ["padding"]
+
+
+@pytest.mark.parametrize(
+    ("model", "cause"), [(normalised, "batch norm"), (spectral, "state"), (clipped, "hooks")]
+)  # fmt: skip
+def test_one_that_is_to_blame(model: Any, cause: str) -> None:
+    assert causes(measurement_of(plain, model()), 2 if cause == "batch norm" else 1) == [cause]
+
+
+def test_two_that_are_to_blame_together() -> None:
+    def both() -> nn.Module:
+        model = normalised()
+        for p in model.parameters():
+            p.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+        return model
+
+    assert {"batch norm", "hooks"} <= set(causes(measurement_of(plain, both()), 2))
+
+
+@pytest.mark.parametrize("loss", [squared_mean, pairs])
+def test_nothing_is_blamed_for_what_the_loss_is(loss: Any) -> None:
+    assert causes(measurement_of(loss)) == []
+    assert causes(measurement_of(loss, clipped())) == []
+
+
+def test_a_batch_that_cannot_be_cut_clears_nobody() -> None:
+    """What the switch does not bear is no cause, and breaks nothing."""
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        if not model[1].training:
+            raise ValueError("mine")
+        return cross_entropy(model(batch[0]), batch[1])
+
+    assert causes(measurement_of(loss, normalised()), 2) == []
+    assert CPU.type == "cpu"
