@@ -75,6 +75,8 @@ class Examiner:
         self._written: dict[int, torch.Tensor] = {}  # parameters that forwards write to, by id
         self._remembered: State | None = None  # how things were when the window of that number began
         self._remembered_of = 0
+        self._number = 0  # of the window that is run
+        self._is_to_remember = False
         self._smallest = 1
         self._off_by_ones = 0.0  # the error of windows that hold a count of 1 which stands for none
         transaction.drops_nan = verify
@@ -88,15 +90,21 @@ class Examiner:
             announce: says what cannot wait for the window's end.
         """
         # Of a window that is to be measured: what it moves is put back for that. Its second attempt begins no more as
-        # the first one did, for not everything that a forward may move is rolled back.
-        job = self._job
-        if self._verify and self._occasions.is_foreseen(number) and number != self._remembered_of:
-            self._remembered = State(job.modules, job.functions, job.device, self._transaction.trained())
-            self._remembered_of = number
+        # the first one did, for not everything that a forward may move is rolled back. Windows that are not cut would
+        # pay for nothing: of those but the first, in which what moves only once does, nothing is remembered.
+        self._number = number
+        self._is_to_remember = self._verify and self._occasions.is_foreseen(number) and number != self._remembered_of
+        if self._is_to_remember and not self._is_checked:
+            self._remember()
         # The transaction knows nothing of being examined: this is put around its forward from outside.
         self._transaction.forward = self.forward
         self._announce = announce
         self._begin()
+
+    def _remember(self) -> None:
+        job = self._job
+        self._remembered = State(job.modules, job.functions, job.device, self._transaction.trained())
+        self._remembered_of, self._is_to_remember = self._number, False
 
     def _begin(self) -> None:
         self._met: list[tuple[int, set[Crossing]]] = []  # by which operations samples meet, and how many there were
@@ -112,6 +120,8 @@ class Examiner:
         is_part = num_samples < window_samples
         if not is_part and self._is_checked:  # a whole window has nothing to hide, and needs no second look
             return self._transaction.plain_forward(batch, num_samples, window_samples)
+        if self._is_to_remember:
+            self._remember()
         if is_part and self._is_first and not self._met and notices.has_backward_hooks(self._parameters):
             self._refuse_or_say(notices.backward_hook_notice(), None)
         # Of a whole window too: gradients that a loss changes are wrong however the window is cut.

@@ -25,7 +25,7 @@ class Kinds:
     def begin(self) -> None:
         """Begin a window."""
         # Facts of each tensor so far, on its device: nothing waits for them until the window's end.
-        self._facts: dict[int, list[torch.Tensor]] = {}
+        self._facts: dict[int, torch.Tensor] = {}
         self._shapes: set[str] = set()
 
     def look_at(self, batch: Any) -> None:
@@ -39,7 +39,10 @@ class Kinds:
                 continue
             self._shapes.add(f"{index}: {tuple(leaf.shape[1:])}")
             if leaf[0].numel() <= _MOST_NUMBERS:
-                self._facts.setdefault(index, []).append(_facts_of(leaf.detach()))
+                facts = _facts_of(leaf.detach())
+                known = self._facts.get(index)
+                # One for all micro-batches: a window of many takes no more memory than one of few.
+                self._facts[index] = facts if known is None else torch.maximum(known, facts.to(known.device))
 
     def new(self) -> set[str]:
         """Return what this window holds and none before it did; waits for the device."""
@@ -56,13 +59,10 @@ class Kinds:
     def _here(self) -> set[str]:
         found = set(self._shapes)
         for index, facts in self._facts.items():
-            rows = torch.stack(facts).tolist()
+            *flags, minus_low, high = facts.tolist()
             names = ("zeros", "negatives", "nothing but zeros", "nothing but negatives")
-            for column, name in enumerate(names):
-                if any(row[column] for row in rows):
-                    found.add(f"{index}: {name}")
-            low, high = min(row[4] for row in rows), max(row[5] for row in rows)
-            if low != high:
+            found.update(f"{index}: {name}" for flag, name in zip(flags, names, strict=True) if flag)
+            if -minus_low != high:
                 found.add(f"{index}: several values")
         return found
 
@@ -76,9 +76,9 @@ class Kinds:
 
 
 def _facts_of(leaf: torch.Tensor) -> torch.Tensor:
-    """Return (zeros, negatives, rows of zeros alone, rows of negatives alone, least, most) of a tensor, (6,)."""
+    """Return (zeros, negatives, rows of zeros alone, rows of negatives alone, minus the least, the most), (6,)."""
     numbers = leaf.reshape(len(leaf), -1).to(torch.float64 if leaf.device.type != "mps" else torch.float32)
     zero, negative = numbers == 0, numbers < 0
     low, high = torch.aminmax(numbers)
     flags = [zero.any(), negative.any(), zero.all(1).any(), negative.all(1).any()]
-    return torch.stack([*(flag.to(low.dtype) for flag in flags), low, high])
+    return torch.stack([*(flag.to(low.dtype) for flag in flags), -low, high])

@@ -141,6 +141,8 @@ class Measurement:
         self._stack.close()
         self._after.restore()
         self._gradients.restore()
+        # Its forward holds this, which holds it: what is laid aside would stay until garbage is collected.
+        del self._transaction.forward, self._transaction
 
     def make(self, part: Part) -> Any:
         """Return some of the samples as a batch, as the window makes it of them alone, on the device."""

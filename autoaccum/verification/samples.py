@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from autoaccum.data import batches
+from autoaccum.memory.oom import RanOut, attempt
 
 MOST = 6
 """Samples that a measurement takes: enough for three cuts into parts of different sizes."""
@@ -39,8 +40,9 @@ def choose(window: Any, num_samples: int, count: int, include: Sequence[int] = (
     if count >= num_samples:
         return [*wanted, *(position for position in range(num_samples) if position not in wanted)]
     candidates = sorted({*_candidates(window, num_samples, count), *wanted})
-    features = _features(window.samples(candidates), len(candidates))
-    if features is None:  # its rows are not samples: one is as good as another
+    features = attempt(lambda: _features(window.samples(candidates), len(candidates)))
+    # Its rows are not samples, or the host has no room for so many at once: one is as good as another.
+    if features is None or isinstance(features, RanOut):
         spread = np.linspace(0, num_samples - 1, count)
         return sorted({int(position) for position in spread})
     chosen = [candidates.index(position) for position in wanted] or [int(features.norm(dim=1).argmax())]

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import StepLR
 
 import autoaccum
 from autoaccum import Accumulator, errors
-from autoaccum.events import Notice, OutOfMemory, Planned, Replanned, StepSkipped
+from autoaccum.events import Notice, OutOfMemory, Planned, Replanned, StepSkipped, Verified
 from autoaccum.testing import oom_at, simulated_memory
 from tests.faults import Operations, strides
 from tests.models import classes, mlp, noisy, relative_error, same, wide
@@ -139,7 +139,10 @@ class TestReplay:
             """What two batches leave, the first of them within ``faults``, and how they were cut."""
             model = noisy()
             optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-            accumulator = Accumulator(model, optimizer, loss_fn=cross_entropy, micro_batch=micro_batches[0])
+            # What is measured depends on the room there is; tests/laws has faults within it.
+            accumulator = Accumulator(
+                model, optimizer, loss_fn=cross_entropy, micro_batch=micro_batches[0], verify=False
+            )
             plans = []
             torch.manual_seed(1)
             with faults:
@@ -147,7 +150,7 @@ class TestReplay:
             plans.append(accumulator.micro_batches)
             optimizer.step()
             if len(micro_batches) > 1:
-                other = Accumulator(model, optimizer, loss_fn=cross_entropy, micro_batch=micro_batches[1])
+                other = Accumulator(model, optimizer, loss_fn=cross_entropy, micro_batch=micro_batches[1], verify=False)
                 other.step(data[1])
                 plans.append(other.micro_batches)
             else:
@@ -235,6 +238,7 @@ class TestWhatIsSaid:
             loss_fn=cross_entropy,
             micro_batch=4,
             callbacks=[seen.append],
+            verify=False,  # the operation is of a forward
         )
         with oom_at(20):
             accumulator.step(classes(8))
@@ -287,7 +291,7 @@ class TestWhatIsSaid:
         )
         before = [p.clone() for p in model.parameters()]
         accumulator.step((inputs, targets))
-        assert [type(event) for event in accumulator.events] == [StepSkipped]
+        assert [type(event) for event in accumulator.events] == [Verified, StepSkipped]
         assert same(before, list(model.parameters()))
         scale["value"] = 1.0
         for _ in range(20):

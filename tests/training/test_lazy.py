@@ -143,7 +143,9 @@ def test_a_lazy_layer_of_ones_own() -> None:
     running = trainer(model)
     assert model.mean.tolist() == [0.0] * 8
     assert model.scale.tolist() == [1.0] * 8
-    running.fit()
+    # Each micro-batch moves the mean that the next one is centred by.
+    with pytest.warns(errors.AutoaccumWarning, match="windows that are cut get a gradient .* % off the whole window's"):
+        running.fit()
     assert model.scale.tolist() != [1.0] * 8
 
 
