@@ -109,6 +109,7 @@ def test_the_same_seed_is_the_same_study_and_another_is_another(tmp_path: Path) 
 # Memory.
 
 
+@pytest.mark.filterwarnings("ignore:It could not be measured")  # for which there is hardly room
 def test_twenty_trials_where_no_effective_batch_fits_at_once(tmp_path: Path) -> None:
     limit = 100_000
     inputs, targets = classes(64)
