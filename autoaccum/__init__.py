@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from autoaccum.planning.plans import plan as plan
     from autoaccum.sweeps.sweep import sweep as sweep
     from autoaccum.training.accumulator import Accumulator as Accumulator
+    from autoaccum.training.check_report import CheckReport as CheckReport
+    from autoaccum.training.checking import check as check
     from autoaccum.training.fitting import fit as fit
     from autoaccum.training.probing import ProbeReport as ProbeReport
     from autoaccum.training.probing import probe as probe
@@ -36,12 +38,14 @@ _HOMES = {
     "Accumulator": "training.accumulator",
     "AutoaccumError": "errors",
     "AutoaccumWarning": "errors",
+    "CheckReport": "training.check_report",
     "FitResult": "training.result",
     "Plan": "planning.plans",
     "ProbeReport": "training.probing",
     "StepReport": "events",
     "StopTraining": "errors",
     "Trainer": "training.trainer",
+    "check": "training.checking",
     "fit": "training.fitting",
     "plan": "planning.plans",
     "probe": "training.probing",

@@ -54,6 +54,12 @@ def of_flags(
         flag(name, value)
 
 
+def of_state(state: object) -> None:
+    """Check how often state moves."""
+    if state not in ("micro-batch", "window"):
+        raise ArgumentError("state", state, "'micro-batch' or 'window'")
+
+
 def of_verification(verify: object, strict: object) -> None:
     """Check what is measured, and what becomes of a failure.
 
@@ -146,15 +152,20 @@ def _is(value: object, text: str) -> bool:
 
 def of_windows(num_items: object, max_micro_batch: object, headroom: object, clip_norm: object) -> None:
     """Check the arguments that say how windows are run."""
-    # A number would be right for one micro-batch size at most, and it is not the user who chooses that.
-    if num_items is not None:
-        no_class("num_items", num_items, "a function")
-        function("num_items", num_items, ("micro_batch",), "how many items")
+    of_num_items(num_items)
     if max_micro_batch is not None:
         positive_int("max_micro_batch", max_micro_batch)
     number_between("headroom", headroom, 0, 1)
     if clip_norm is not None:
         positive_number("clip_norm", clip_norm)
+
+
+def of_num_items(num_items: object) -> None:
+    """Check the function that counts items."""
+    # A number would be right for one micro-batch size at most, and it is not the user who chooses that.
+    if num_items is not None:
+        no_class("num_items", num_items, "a function")
+        function("num_items", num_items, ("micro_batch",), "how many items")
 
 
 def of_patience(patience: object) -> None:

@@ -48,6 +48,7 @@ DECLARED_ONCE = {
     "fit": "the arguments of a run, made from training/options",
     "Trainer.__init__": "the same, made from training/options",
     "probe": "those of them that decide on a trial",
+    "check": "those of them that decide on a gradient",
     "Accumulator.__init__": "those of them that decide on a window",
     "sweep": "what is searched over, and what all trials are told",
 }

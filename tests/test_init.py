@@ -37,9 +37,17 @@ def test_every_name_resolves_to_what_its_module_defines(name: str) -> None:
 
 def test_names_are_there_once_each() -> None:
     assert len(set(autoaccum.__all__)) == len(autoaccum.__all__)
-    assert {"Accumulator", "fit", "probe", "plan", "Trainer", "AutoaccumError", "StopTraining", "__version__"} <= set(
-        autoaccum.__all__
-    )
+    assert {
+        "Accumulator",
+        "check",
+        "fit",
+        "probe",
+        "plan",
+        "Trainer",
+        "AutoaccumError",
+        "StopTraining",
+        "__version__",
+    } <= set(autoaccum.__all__)
 
 
 def test_star_imports_them_all() -> None:

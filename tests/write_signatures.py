@@ -16,7 +16,7 @@ from pathlib import Path
 import autoaccum
 from autoaccum.sweeps.options import OF_SWEEP, PASSED_ON
 from autoaccum.training.declarations import Argument
-from autoaccum.training.options import OF_ACCUMULATOR, OF_FIT, OF_PROBE
+from autoaccum.training.options import OF_ACCUMULATOR, OF_CHECK, OF_FIT, OF_PROBE
 
 PACKAGE = Path(autoaccum.__file__).parent
 WIDTH = 120
@@ -25,6 +25,7 @@ FUNCTIONS: list[tuple[str, str, Mapping[str, Argument], str]] = [
     ("training/fitting.py", "fit", OF_FIT, "Trainer"),
     ("training/trainer.py", "Trainer.__init__", OF_FIT, "FitArguments"),
     ("training/probing.py", "probe", OF_PROBE, "check"),
+    ("training/checking.py", "check", OF_CHECK, "check_arguments"),
     ("training/accumulator.py", "Accumulator.__init__", OF_ACCUMULATOR, "check"),
     ("sweeps/sweep.py", "sweep", OF_SWEEP, "SweepArguments"),
 ]

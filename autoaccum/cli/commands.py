@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +14,7 @@ from autoaccum._units import format_bytes
 from autoaccum.cli import options
 from autoaccum.cli.options import Json, Recipe
 from autoaccum.cli.printing import (
+    check_document,
     counted,
     fail,
     fit_document,
@@ -36,11 +37,13 @@ STUDY = "study.db"
 
 def __getattr__(name: str) -> Any:
     """Return a command whose options torch has to be imported for (PEP 562)."""
-    if name not in ("fit", "probe", "sweep"):
+    if name not in ("check", "fit", "probe", "sweep"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from autoaccum.training.options import OF_FIT, OF_PROBE
+    from autoaccum.training.options import OF_CHECK, OF_FIT, OF_PROBE
 
     # Made anew each time: a process runs one command, and tests call several.
+    if name == "check":
+        return options.command(_check, options.of_declared(OF_CHECK.values()))
     if name == "fit":
         return options.command(_fit, options.of_declared(OF_FIT.values()))
     if name == "probe":
@@ -52,6 +55,38 @@ def __getattr__(name: str) -> Any:
     own = [argument for argument in OF_SWEEP.values() if argument.name not in ("recipe", "num_trials")]
     of_fit = [argument for argument in PASSED_ON.values() if argument.decides != "budget"]
     return options.command(_sweep, options.of_declared([*own, *of_fit]))
+
+
+def _check(recipe: Recipe, /, *, json: Json = False, **given: Any) -> int:
+    """Measure whether cut windows have the gradient of whole ones; 1 where they have not, or it cannot be measured."""
+    from autoaccum.training.checking import check
+    from autoaccum.training.options import OF_CHECK
+
+    with stdout_kept(json), opened(recipe) as arguments:
+        shared = {name: value for name, value in arguments.items() if name in OF_CHECK}
+        report = check(**{**shared, "batch": _data_of(arguments), **given})
+    if json:
+        print_json(check_document(report))
+    else:
+        print(report)
+    return 0 if report.passed else 1
+
+
+def _data_of(arguments: Mapping[str, Any]) -> Any:
+    """Return a recipe's data as ``check`` takes data: it takes a list for one batch, and refuses what is read once."""
+    data: Any = arguments.get("data")
+    # The recipe is asked anew by the next command, so nobody misses what is read here.
+    return _Batches(data) if isinstance(data, list) or hasattr(data, "__next__") else data
+
+
+class _Batches:
+    """Batches that follow each other."""
+
+    def __init__(self, batches: Iterable[Any]) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._batches)
 
 
 def _fit(recipe: Recipe, /, *, json: Json = False, **given: Any) -> int:

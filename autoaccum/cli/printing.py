@@ -20,6 +20,7 @@ from autoaccum.planning.plans import Plan
 if TYPE_CHECKING:  # they take torch with them, which `plan` and `--help` have no use for
     from optuna.trial import FrozenTrial
 
+    from autoaccum.training.check_report import CheckReport
     from autoaccum.training.probing import ProbeReport
     from autoaccum.training.result import FitResult
 
@@ -64,6 +65,11 @@ def fit_document(result: FitResult) -> dict[str, Any]:
         "history": [dataclasses.asdict(report) for report in result.history],
         "events": [{"type": type(event).__name__, **dataclasses.asdict(event)} for event in result.events],
     }
+
+
+def check_document(report: CheckReport) -> dict[str, Any]:
+    """Return what ``check --json`` prints: all that was measured, null where nothing could be."""
+    return dataclasses.asdict(report)
 
 
 def plan_document(plan: Plan) -> dict[str, Any]:

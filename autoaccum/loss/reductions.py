@@ -74,7 +74,7 @@ def read(loss: torch.Tensor, num_samples: int) -> Reduction:
     if not terms:  # a loss without a model, such as ((parameter - targets) ** 2).mean() + ...
         terms = [term for _, _, term in found]
         constants = []
-    known = [term.divisor for term in terms if term.kind != "unknown"]
+    known = [term.divisor for term in terms if term.kind != "unknown" or term.numbers]
     return Reduction(
         # Where nothing is known samples count alike, and that it is a guess is announced.
         items=known[0] if known else num_samples,

@@ -228,15 +228,15 @@ class _Descent:
         """Return what was gathered as a term; ``node`` is the one that made the scalar."""
         if not self._shapes:
             return _unknown(node)
-        if self._is_suspect:
-            return Term("unknown", operation="weights that sum to one")
         factor = self.factor
         value = factor.value
         kind, is_sure = kind_of(
             self._num_samples, self._averaged, self._summed, self._shapes, factor, self._counts_items
         )
+        # They may sum to one by chance: what the sum was divided by is told all the same.
         return Term(
-            kind=kind,
+            kind="unknown" if self._is_suspect else kind,
+            operation="weights that sum to one" if self._is_suspect else "",
             is_sure=is_sure,
             divisor=divide(self.divisor, value),
             numbers=math.prod(self._shapes[-1]),
@@ -245,7 +245,8 @@ class _Descent:
             is_multiplied=factor.tensors == "Mul",
             is_items=self._counts_items,
             is_one=1.0 in (*factor.divisors, *factor.multipliers)
-            or (bool(factor.tensors) and isinstance(value, float) and value == 1),
+            or -1.0 in (*factor.divisors, *factor.multipliers)
+            or (bool(factor.tensors) and isinstance(value, float) and abs(value) == 1),
         )
 
 

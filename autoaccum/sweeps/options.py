@@ -53,6 +53,7 @@ class PassedOn(TypedDict, total=False):
     patience: float
     precision: Precision
     clip_norm: float | None
+    state: Literal["micro-batch", "window"]
     verify: bool
     strict: bool
     compile: bool

@@ -62,6 +62,7 @@ class Accumulator:
         patience: float = 60.0,
         precision: Precision = "fp32",
         clip_norm: float | None = None,
+        state: Literal["micro-batch", "window"] = "micro-batch",
         verify: bool = True,
         strict: bool = False,
         ranks: Ranks = "together",
@@ -85,6 +86,9 @@ class Accumulator:
                 it.
             precision: fp32 (as the model is), bf16 or fp16 (both by autocast).
             clip_norm: clip each batch's gradient to this 2-norm.
+            state: how often state that forwards change (momentum encoders, spectral norms, codebooks) moves:
+                micro-batch: with each; window: once, as the last micro-batch leaves it, and all of a window find the
+                same.
             verify: measure, on a few samples of the first window that is cut and now and then, that cut windows have
                 the gradient of whole ones.
             strict: raise NotExactError before a step on a gradient that was measured not to be the whole window's, or
@@ -100,7 +104,7 @@ class Accumulator:
         checked = check(
             OF_ACCUMULATOR, CHECKS, model=model, optimizer=optimizer, loss_fn=loss_fn, training_step=training_step,
             num_items=num_items, micro_batch=micro_batch, max_micro_batch=max_micro_batch, memory_limit=memory_limit,
-            headroom=headroom, patience=patience, precision=precision, clip_norm=clip_norm, verify=verify,
+            headroom=headroom, patience=patience, precision=precision, clip_norm=clip_norm, state=state, verify=verify,
             strict=strict, ranks=ranks, callbacks=callbacks,
         )  # fmt: skip
         loss_of = checked[loss_function]
@@ -147,6 +151,7 @@ class Accumulator:
             num_items=num_items,
             device=self._device,
             precision=precision,
+            state=state,
         )
         self._step = make_step(
             job,

@@ -17,7 +17,7 @@ T = TypeVar("T")
 C = TypeVar("C", bound=type)
 _AS_IN_FIT: Any = object()  # None is a default like any other, and dataclasses' MISSING says that there is none
 
-Verb = Literal["probe", "accumulator"]
+Verb = Literal["probe", "accumulator", "check"]
 """What else takes arguments of ``fit``."""
 
 Decides = Literal["training", "budget", "how"]
@@ -39,6 +39,7 @@ class Own:
     """How an argument of ``fit`` differs where something else takes it too; what is left out is as in ``fit``."""
 
     # Empty texts and None stand for "as in fit", so that only what differs is written down.
+    name: str = ""
     text: str = ""
     annotation: str = ""
     default: Any = _AS_IN_FIT
@@ -91,6 +92,7 @@ def option(
     in_sweeps: InSweeps = "searched",
     probe: Own | None = None,
     accumulator: Own | None = None,
+    in_check: Own | None = None,
 ) -> T: ...
 
 
@@ -105,6 +107,7 @@ def option(
     in_sweeps: InSweeps = "searched",
     probe: Own | None = None,
     accumulator: Own | None = None,
+    in_check: Own | None = None,
 ) -> Any: ...
 
 
@@ -114,8 +117,8 @@ def option(text: str, *, default: Any = MISSING, **facts: Any) -> Any:
     Args:
         text: what users read of it.
         default: what it is when it is left out; without one it has to be passed.
-        facts: what else an ``Argument`` holds; and under ``probe`` and ``accumulator`` how it differs there, for those
-            arguments that these take too.
+        facts: what else an ``Argument`` holds; and under ``probe``, ``accumulator`` and ``in_check`` how it differs
+            there, for those arguments that these take too.
     """
     # Kept as a field's metadata, which dataclasses hand on and do not look at.
     return dataclasses.field(default=default, metadata={"text": text, **facts})
@@ -139,12 +142,16 @@ def arguments_of(declared: type, verb: Verb | None = None) -> dict[str, Argument
     found = []
     for field in dataclasses.fields(declared):
         facts = dict(field.metadata)  # a copy, for the field's own serves every caller
-        own = {"probe": facts.pop("probe", None), "accumulator": facts.pop("accumulator", None)}
+        own = {
+            "probe": facts.pop("probe", None),
+            "accumulator": facts.pop("accumulator", None),
+            "check": facts.pop("in_check", None),  # by another name, for ``check`` is what checks an argument
+        }
         differs = Own() if verb is None else own[verb]
         if differs is None:  # an argument of fit alone
             continue
         argument = Argument(
-            name=field.name,
+            name=differs.name or field.name,
             annotation=differs.annotation or str(field.type),
             default=field.default if differs.default is _AS_IN_FIT else differs.default,
             text=differs.text or facts["text"],

@@ -46,6 +46,7 @@ def fit(
     patience: float = 60.0,
     precision: Precision = "fp32",
     clip_norm: float | None = None,
+    state: Literal["micro-batch", "window"] = "micro-batch",
     verify: bool = True,
     strict: bool = False,
     compile: bool = False,
@@ -111,6 +112,8 @@ def fit(
         patience: seconds to wait for memory that others hold where not even the smallest micro-batch fits beside it.
         precision: fp32 (as the model is), bf16 or fp16 (both by autocast).
         clip_norm: clip each window's gradient to this 2-norm.
+        state: how often state that forwards change (momentum encoders, spectral norms, codebooks) moves: micro-batch:
+            with each; window: once, as the last micro-batch leaves it, and all of a window find the same.
         verify: measure, on a few samples of the first window that is cut and now and then, that cut windows have the
             gradient of whole ones.
         strict: raise NotExactError before a step on a gradient that was measured not to be the whole window's, or could
@@ -164,10 +167,10 @@ def fit(
         num_items=num_items, optimizer=optimizer, lr=lr, lr_scheduler=lr_scheduler, lr_scaling=lr_scaling,
         base_batch=base_batch, epochs=epochs, steps=steps, samples=samples, micro_batch=micro_batch,
         max_micro_batch=max_micro_batch, memory_limit=memory_limit, headroom=headroom, patience=patience,
-        precision=precision, clip_norm=clip_norm, verify=verify, strict=strict, compile=compile, device=device,
-        ranks=ranks, seed=seed, shuffle=shuffle, drop_last=drop_last, collate_fn=collate_fn, num_workers=num_workers,
-        validation_data=validation_data, validate_every=validate_every, metrics=metrics, run_dir=run_dir,
-        checkpoint_every=checkpoint_every, keep_checkpoints=keep_checkpoints, resume=resume, noise_scale=noise_scale,
-        cache=cache, callbacks=callbacks, progress=progress,
+        precision=precision, clip_norm=clip_norm, state=state, verify=verify, strict=strict, compile=compile,
+        device=device, ranks=ranks, seed=seed, shuffle=shuffle, drop_last=drop_last, collate_fn=collate_fn,
+        num_workers=num_workers, validation_data=validation_data, validate_every=validate_every, metrics=metrics,
+        run_dir=run_dir, checkpoint_every=checkpoint_every, keep_checkpoints=keep_checkpoints, resume=resume,
+        noise_scale=noise_scale, cache=cache, callbacks=callbacks, progress=progress,
     )  # fmt: skip
     return trainer.fit()

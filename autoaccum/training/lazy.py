@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 
-from autoaccum.data.base import Source
 from autoaccum.errors import ArgumentError, AutoaccumError, DataError
 from autoaccum.loss.coupling import smallest_micro_batch
 from autoaccum.loss.functions import LossOf
@@ -20,10 +19,17 @@ from autoaccum.window.precision import Autocast
 from autoaccum.window.snapshot import Snapshot
 
 
+class Examples(Protocol):
+    """What makes example batches: any data, or a batch."""
+
+    def example(self, num_samples: int) -> Any:
+        """Return a batch of that many samples, on the device."""
+
+
 def build_lazy_layers(
     model: nn.Module,
     modules: Sequence[nn.Module],
-    source: Source,
+    source: Examples,
     loss_of: LossOf,
     autocast: Autocast,
     device: torch.device,
@@ -92,7 +98,7 @@ def _unbuilt(modules: Sequence[nn.Module]) -> list[str]:
     return [name for name, tensor in named if is_lazy(tensor)]
 
 
-def _example(model: nn.Module, modules: Sequence[nn.Module], source: Source) -> Any:
+def _example(model: nn.Module, modules: Sequence[nn.Module], source: Examples) -> Any:
     """Return a batch of as few samples as the model can be called on.
 
     Raises:

@@ -1,10 +1,10 @@
 """The arguments of ``fit``, each declared once: its type, default, text, check, and what it decides.
 
-What else needs to know the arguments takes them from here. ``FitArguments`` is what ``Trainer`` works with. ``probe``
-and ``Accumulator`` share some of its fields, as these say themselves; ``sweep`` declares those of its own in the same
-manner. The plain signatures of these functions, with the texts in their docstrings, are written from the declarations
-by ``python -m tests.write_signatures``. The command line makes its options of them, recipes and sweeps check names
-against them, and a run's directory keeps their values.
+What else needs to know the arguments takes them from here. ``FitArguments`` is what ``Trainer`` works with. ``probe``,
+``Accumulator`` and ``check`` share some of its fields, as these say themselves; ``sweep`` declares those of its own in
+the same manner. The plain signatures of these functions, with the texts in their docstrings, are written from the
+declarations by ``python -m tests.write_signatures``. The command line makes its options of them, recipes and sweeps
+check names against them, and a run's directory keeps their values.
 
 A check that needs no more than arguments is declared with them, and is made before anything else is done. What needs
 the model, the data or the device to be judged is judged where it is first used.
@@ -51,6 +51,7 @@ CHECKS: tuple[Callable[..., Any], ...] = (
     schedule_of,
     schedule_if_any,
     _checks.of_windows,
+    _checks.of_num_items,
     _checks.of_patience,
     _checks.of_micro_batch,
     _checks.of_num_workers,
@@ -60,6 +61,8 @@ CHECKS: tuple[Callable[..., Any], ...] = (
     _checks.of_optimizer,
     _checks.of_lr_scheduler,
     _checks.of_flags,
+    _checks.of_state,
+    _checks.of_verification,
     loss_function,
     _checks.of_validation,
     _checks.of_run_directory,
@@ -85,6 +88,7 @@ class FitArguments:
         in_sweeps="own",
         probe=Own(text="the module to train."),
         accumulator=Own(text="the module to train; compiled or not."),
+        in_check=Own(text="the module to train."),
     )
     # Windows are cut from samples, so the size of a loader's batches says nothing.
     data: Any = option(
@@ -94,6 +98,12 @@ class FitArguments:
         is_positional=True,
         in_sweeps="own",
         probe=Own(text="as for ``fit``; its first samples are repeated to make batches of any size."),
+        in_check=Own(
+            name="batch",
+            text="a batch of at least 2 samples, any pytree whose tensors have one row per sample; or a Dataset, a "
+            "DataLoader or another iterable of batches, of which some samples are read. Six of them are measured, that "
+            "differ as much as they can: the more kinds of sample it holds, the more is seen.",
+        ),
     )
     # The one argument besides that has no default: any number would be a guess at what the user wants to learn.
     effective_batch: int | str | Schedule | Callable[[Progress], int] = option(
@@ -116,6 +126,7 @@ class FitArguments:
         check=loss_function,
         probe=Own(),
         accumulator=Own(),
+        in_check=Own(),
     )
     training_step: Callable[[Any, Any], torch.Tensor] | None = option(
         "(model, batch) -> loss, for any batch. With neither, the model returns its loss, as ``.loss`` or "
@@ -124,6 +135,7 @@ class FitArguments:
         check=loss_function,
         probe=Own(),
         accumulator=Own(),
+        in_check=Own(),
     )
     # Whoever gives no count is asked for none: most losses tell it. What does not is announced with this as its cure.
     num_items: CountItems | None = option(
@@ -131,6 +143,7 @@ class FitArguments:
         default=None,
         check=_checks.of_windows,
         accumulator=Own(),
+        in_check=Own(check=_checks.of_num_items),
     )
     # How the optimizer steps.
     optimizer: OptimizerLike | None = option(
@@ -256,6 +269,14 @@ class FitArguments:
         decides="training",
         accumulator=Own(text="clip each batch's gradient to this 2-norm."),
     )
+    state: Literal["micro-batch", "window"] = option(
+        "how often state that forwards change (momentum encoders, spectral norms, codebooks) moves: micro-batch: with "
+        "each; window: once, as the last micro-batch leaves it, and all of a window find the same.",
+        default="micro-batch",
+        check=_checks.of_state,
+        decides="training",
+        accumulator=Own(),
+    )
     # What is measured decides how micro-batches are weighted, and so what a run computes.
     verify: bool = option(
         "measure, on a few samples of the first window that is cut and now and then, that cut windows have the "
@@ -279,6 +300,7 @@ class FitArguments:
         "where to train, such as cpu or cuda:1; an accelerator where there is one.",
         default=None,
         probe=Own(),
+        in_check=Own(text="where to compute, such as cpu or cuda:1; an accelerator where there is one."),
     )
     # Several processes that know nothing of each other look like one run that goes well, so they have to be asked for.
     ranks: Ranks = option(
@@ -291,6 +313,10 @@ class FitArguments:
             "itself."
         ),
         accumulator=Own(),
+        in_check=Own(
+            text="together: several processes that were started together are refused; independent: each looks for "
+            "itself."
+        ),
     )
     seed: int = option(
         "of the order of samples, of what datasets draw, and of dropout.",
@@ -317,6 +343,7 @@ class FitArguments:
         default=None,
         check=_checks.of_collate_fn,
         probe=Own(),
+        in_check=Own(text="makes a batch of a list of samples, where a Dataset is passed."),
     )
     # Not "training": samples are read under seeds of their own, whichever process reads them.
     num_workers: int = option(
@@ -424,3 +451,4 @@ def modules_of(model: object, loss_fn: object, training_step: object) -> list[nn
 OF_FIT = arguments_of(FitArguments)
 OF_PROBE = arguments_of(FitArguments, "probe")
 OF_ACCUMULATOR = arguments_of(FitArguments, "accumulator")
+OF_CHECK = arguments_of(FitArguments, "check")

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from autoaccum.data.base import Source
 from autoaccum.data.sources import open_source
@@ -34,8 +32,8 @@ from autoaccum.training.alone import Ranks, only_run
 from autoaccum.training.declarations import check
 from autoaccum.training.lazy import build_lazy_layers
 from autoaccum.training.options import CHECKS, OF_PROBE, modules_of, schedule_if_any
+from autoaccum.training.traces import no_trace
 from autoaccum.window.advice import Refused, advise
-from autoaccum.window.attributes import Attributes
 from autoaccum.window.optimizers import (
     OptimizerLike,
     allocate_state,
@@ -44,7 +42,6 @@ from autoaccum.window.optimizers import (
     trainable_parameters,
 )
 from autoaccum.window.precision import Autocast, Precision, autocast
-from autoaccum.window.snapshot import Snapshot
 
 GROWTH = 64
 """How many times its largest success a probe may try next, where the device itself refuses what is too much."""
@@ -144,7 +141,7 @@ def probe(
     context = autocast(precision, on)
     sparse = sparsely_trained(modules)  # their gradients grow with the samples, so they are no fixed cost
 
-    with named("a probe was begun, or was undone"), _no_trace(modules, optimizer, on):
+    with named("a probe was begun, or was undone"), no_trace(modules, optimizer, on):
         with room_for_model(memory, limit.bytes):
             for module in modules:
                 module.to(on)
@@ -257,41 +254,3 @@ def _try(
     gc.collect()  # a failed forward may have left reference cycles that hold tensors
     memory.release()
     return Shortage(micro_batch=piece.size, peak_bytes=peak_bytes, error=outcome.error)
-
-
-@contextmanager
-def _no_trace(modules: Sequence[nn.Module], optimizer: object, device: torch.device) -> Iterator[None]:
-    """Undo, at its end, whatever forwards, backwards and ``allocate_state`` have done within it."""
-    snapshot = Snapshot(modules, device)
-    snapshot.take()
-    # Parameters of the modules, and those that only the optimizer holds: gradients of both are taken away.
-    everything = {id(m): m for module in modules for m in module.modules()}.values()
-    parameters = [p for module in everything for p in module.parameters(recurse=False)]
-    groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else ()
-    trained = [p for group in groups for p in group["params"]]
-    tensors = [*parameters, *(b for module in everything for b in module.buffers(recurse=False))]
-    # Built in place by the first forward: afterwards they are lazy again, and know no shape.
-    unbuilt = [(t, type(t), t.data) for t in tensors if is_lazy(t)]
-    elsewhere = [(p, p.data) for p in parameters if p.device != device]  # will be moved to the device, and back
-    gradients = [(p, p.grad) for p in (*parameters, *trained)]
-    # Taken away and not zeroed: the caller's own may be there, and would be added to.
-    for p, _ in gradients:
-        p.grad = None
-    owners = [*everything, *([optimizer] if isinstance(optimizer, torch.optim.Optimizer) else [])]
-    attributes = Attributes(owners)
-    try:
-        yield
-    finally:
-        # First, for a gradient has to lie where its parameter does, and have its shape.
-        for p, _ in gradients:
-            p.grad = None
-        for p, value in elsewhere:
-            p.data = value
-        for tensor, kind, value in unbuilt:
-            tensor.data = value
-            tensor.__class__ = kind
-        for p, gradient in gradients:
-            p.grad = gradient
-        # Attributes know which tensors stood where, the snapshot what was in those that are buffers.
-        attributes.restore()
-        snapshot.restore()

@@ -291,6 +291,7 @@ def step_of(
         num_items=arguments.num_items,
         device=place.device,
         precision=arguments.precision,
+        state=arguments.state,
     )
     # The same that an Accumulator makes: what is between the windows is all that differs.
     step = make_step(

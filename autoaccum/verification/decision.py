@@ -88,11 +88,24 @@ def decide(measurement: Measurement, smallest: int, likely: Hypothesis) -> Decis
     except Exception as error:  # of the user's code, on one sample perhaps
         if not wider or is_out_of_memory(error):
             raise
-        measurement.aside.restore_state()
+        measurement.state.restore()
         refused = without_frames(error)
     if refused is None and not measurement.dropped:
         return replace(decision, has_ones=any(map(is_one, measurement.shown.values())))
     return replace(_decided(measurement, wider, likely), smallest=2)
+
+
+def decide_without_ones(measurement: Measurement, smallest: int, likely: Hypothesis) -> Decision | None:
+    """Measure on cuts none of whose parts was divided by 1; return None where there are none."""
+    count = measurement.num_samples
+    cuts: list[Cut] = []
+    for first in range(count):
+        for few in range(max(2, smallest), count - max(2, smallest) + 1):
+            order = [(first + index) % count for index in range(count)]
+            cut = (tuple(order[:few]), tuple(order[few:]))
+            if len(cuts) < 2 and not any(is_one(measurement.shown_of(part)) for part in cut):
+                cuts.append(cut)
+    return _decided(measurement, cuts, likely) if cuts else None
 
 
 def is_one(reduction: Reduction) -> bool:

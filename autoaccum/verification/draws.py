@@ -79,11 +79,14 @@ class Recording(Draws):  # type: ignore[no-untyped-call]
         super().__init__(keeps_wide=keeps_wide)
         self.draws: list[tuple[Any, torch.Tensor]] = []
         """(operation, what it drew), in the order in which they ran."""
+        self.generators: list[Any] = []
+        """The generators that were passed, so that another one is told from them."""
         self.has_fused = False
         """Whether a fused attention drew, which shows nothing of it."""
 
     def draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any) -> Any:
         """Keep what was drawn."""
+        self.generators.append(kwargs.get("generator"))
         # A dropout returns what is left of its input, and its mask; an RReLU has its slopes in its second argument.
         kept = returned
         if name_of(func) in FUSED:
@@ -111,6 +114,7 @@ class Replaying(Draws):  # type: ignore[no-untyped-call]
         """
         super().__init__(keeps_wide=keeps_wide)
         self._draws = iter(recorded.draws)
+        self._generators = recorded.generators
         self._rows = torch.tensor(rows)
         self._num_samples = num_samples
 
@@ -123,6 +127,10 @@ class Replaying(Draws):  # type: ignore[no-untyped-call]
         recorded, drawn = next(self._draws, (None, torch.empty(0)))
         if recorded is None or recorded is not func:
             raise UnalignedError(str(func))
+        # One that the program makes anew in each forward gives each part the same: that is what it asks for.
+        given = kwargs.get("generator")
+        if given is not None and not any(given is known for known in self._generators):
+            return returned
         if not isinstance(returned, torch.Tensor):
             kept = self._rows_of(drawn, returned[1])
             return args[0] * kept / (1 - args[1]), kept
@@ -226,7 +234,8 @@ _CONSTANTS: dict[str, Callable[[dict[str, Any], torch.Tensor], torch.Tensor]] = 
     "randn": _off_the_mean,
     "randn_like": _off_the_mean,
     "random_": _least,
-    "randperm": lambda _, returned: torch.arange(len(returned)),
+    # Not in their order: an order of samples pairs each with another one.
+    "randperm": lambda _, returned: torch.arange(len(returned)).flip(0),
     "uniform_": _middle,
 }
 """(arguments, what was drawn) -> what stands for it, by the name of the operation."""

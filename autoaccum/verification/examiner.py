@@ -27,6 +27,7 @@ from autoaccum.verification.side_effects import SideEffects
 from autoaccum.verification.verdict import Verdict, measure
 from autoaccum.window.gradient import Gradient, are_alike
 from autoaccum.window.job import Job
+from autoaccum.window.state import State
 from autoaccum.window.transaction import Transaction
 
 _CLOSELY = 100
@@ -71,6 +72,8 @@ class Examiner:
         self._rivals: frozenset[str] = frozenset()
         self._kinds = Kinds()
         self._written: dict[int, torch.Tensor] = {}  # parameters that forwards write to, by id
+        self._remembered: State | None = None  # how things were when the window of that number began
+        self._remembered_of = 0
         self._smallest = 1
         self._off_by_ones = 0.0  # the error of windows that hold a count of 1 which stands for none
         self._surprises = 0
@@ -83,12 +86,19 @@ class Examiner:
         """The number of the next window whose forwards are to be looked at."""
         self._begin()
 
-    def begin_attempt(self, announce: Callable[[Notice], None]) -> None:
+    def begin_attempt(self, number: int, announce: Callable[[Notice], None]) -> None:
         """Look at the forwards of an attempt; forget what one that was rolled back has shown.
 
         Args:
+            number: of the window.
             announce: says what cannot wait for the window's end.
         """
+        # Of a window that is to be measured: what it moves is put back for that. Its second attempt begins no more as
+        # the first one did, for not everything that a forward may move is rolled back.
+        is_due = number >= self._next_round or (self._status == "unmeasured" and self._tries)
+        if self._verify and is_due and number != self._remembered_of:
+            self._remembered = State(self._job, self._transaction.trained(), ())
+            self._remembered_of = number
         # The transaction knows nothing of being examined: this is put around its forward from outside.
         self._transaction.forward = self.forward
         self._announce = announce
@@ -174,6 +184,9 @@ class Examiner:
                 self._measure(window, gradient, number, most, reason, said)
             if self._status == "unmeasured":
                 said.extend(self._doubts(gradient))
+            if self._status == "passed" and self._is_half_unknown(gradient):
+                doubt = notices.doubt_of(gradient.sizes, gradient.reductions)
+                said.extend([] if doubt is None else [doubt])
             if self._status == "passed" and self._off_by_ones and self._has_one(gradient):
                 self._fail(notices.ones_notice(self._off_by_ones), self._off_by_ones, said)
             after = self._transaction.hypothesis
@@ -181,6 +194,7 @@ class Examiner:
             if gradient.dropped and not self._transaction.drops_nan:
                 is_weighed_otherwise = True
         self._transaction.signs.have_changed = False
+        self._remembered = None
         if number >= self.next_look:
             self.next_look = _next_look(number)
             self._transaction.forward = self._transaction.plain_forward
@@ -248,8 +262,22 @@ class Examiner:
     ) -> Verdict:
         written = self._written.values()
         return measure(
-            self._job, window, likely, most=most, written=written, include=include, forward_only=forward_only
+            self._job,
+            window,
+            likely,
+            most=most,
+            written=written,
+            rewind=self._rewind,
+            include=include,
+            forward_only=forward_only,
         )
+
+    def _rewind(self) -> None:
+        """Put back what the window began with: of one that was not to be measured, buffers and random states alone."""
+        if self._remembered is not None:
+            self._remembered.restore()
+        else:
+            self._transaction.snapshot.restore()
 
     def _likely(self, gradient: Gradient) -> Hypothesis:
         """Return what a window looks like that nothing was measured of."""
@@ -261,6 +289,7 @@ class Examiner:
 
     def _decide(self, decision: Decision, verdict: Verdict, number: int, seconds: float, said: list[Event]) -> None:
         """Go by what was measured, and say it."""
+        held = self._transaction.hypothesis
         self._transaction.hypothesis = decision.hypothesis
         said.append(
             Verified(
@@ -276,6 +305,11 @@ class Examiner:
         )
         signs = self._transaction.signs
         self._smallest = decision.smallest
+        if self._status == "passed" and decision is verdict.ones:
+            # What was verified before is in doubt only where a count is 1: it stands for this window if none is.
+            self._off_by_ones, signs.compares_ones = decision.error, True
+            self._transaction.hypothesis = held
+            return
         if decision.passed:
             self._status = "passed"
             self._off_by_ones = verdict.ones.error if verdict.ones is not None else 0.0
@@ -288,6 +322,15 @@ class Examiner:
         suspicion = self._suspicion() or (notices.state_notice() if verdict.rebinds else None)
         notice = notices.failure_notice(decision, verdict.causes, verdict.samples, self._job.modules, suspicion)
         self._fail(notice, decision.error, said)
+
+    def _is_half_unknown(self, gradient: Gradient) -> bool:
+        """Return whether the graphs of some micro-batches tell what they count, and those of others do not."""
+        if self._transaction.hypothesis != "items":
+            return False
+        known = {
+            any(term.kind != "unknown" or term.numbers for term in r.terms) for r in gradient.reductions if r.terms
+        }
+        return len(known) > 1
 
     @staticmethod
     def _has_one(gradient: Gradient) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,11 +20,11 @@ from autoaccum.loss.hypotheses import Hypothesis
 from autoaccum.loss.reductions import Reduction, read, without_graph
 from autoaccum.loss.weighting import count_items
 from autoaccum.planning.attempts import Piece
-from autoaccum.verification.aside import Aside, same
-from autoaccum.verification.comparison import Error, error_of, tolerance_of
+from autoaccum.verification.comparison import Error, error_of, loss_tolerance_of, tolerance_of
 from autoaccum.verification.draws import Constants, Draws, Recording, Replaying
 from autoaccum.window.gradient import Gradient
 from autoaccum.window.job import Job
+from autoaccum.window.state import Gradients, State
 from autoaccum.window.transaction import Repeat, Transaction
 
 Part = tuple[int, ...]
@@ -53,6 +53,8 @@ class Outcome:
     """The worst tensor's name in it."""
     errors: tuple[float, ...] = ()
     """Of each cut."""
+    tensors: dict[str, float] = field(default_factory=dict)
+    """The error of each tensor in the worst cut, by its name."""
 
 
 class _Stretch:
@@ -93,6 +95,7 @@ class Measurement:
         chosen: Sequence[int],
         *,
         written: Iterable[torch.Tensor] = (),
+        rewind: Callable[[], None] = lambda: None,
         forward_only: bool = False,
     ) -> None:
         """Set up; entering it lays the state of the run aside.
@@ -102,6 +105,7 @@ class Measurement:
             window: the samples are its.
             chosen: their positions in it.
             written: parameters that forwards have been seen to write to.
+            rewind: puts the state back that the window began with.
             forward_only: compare losses, and leave gradients alone.
         """
         self.num_samples = len(chosen)
@@ -119,7 +123,8 @@ class Measurement:
         """Whether Python's or NumPy's generator was drawn from."""
         self._window = window
         self._chosen = list(chosen)
-        self._written = written
+        self._written = list(written)
+        self._rewind = rewind
         self._forward_only = forward_only
         # Not compiled, and not in 16 bits: there right and wrong cannot be told apart.
         self.job = replace(job, model=getattr(job.model, "_orig_mod", job.model), precision="fp32")
@@ -133,9 +138,14 @@ class Measurement:
         self._transaction.drops_nan = True
         self.parameters = self._transaction.trained()
         self.names = _names_of(self.parameters, self.job.modules)
-        self.tolerance = tolerance_of(self.parameters)
+        tolerance = loss_tolerance_of if self._forward_only else tolerance_of
+        self.tolerance = tolerance(self.parameters)
         self._keeps_wide = all(p.dtype not in (torch.bfloat16, torch.float16) for p in self.parameters)
-        self.aside = Aside(self.job, self.parameters, self._written)
+        # As things are, and as they were when the window began: what it has moved is not to be hidden by that.
+        self._after = State(self.job, self.parameters, self._written)
+        self._gradients = Gradients(self.parameters)
+        self._rewind()
+        self.state = State(self.job, self.parameters, self._written)
         self._stack = ExitStack()
         self._stack.enter_context(torch.compiler.set_stance("force_eager"))
         return self
@@ -143,7 +153,8 @@ class Measurement:
     def __exit__(self, *raised: object) -> None:
         """Put the state of the run back."""
         self._stack.close()
-        self.aside.restore()
+        self._after.restore()
+        self._gradients.restore()
 
     def make(self, part: Part) -> Any:
         """Return some of the samples as a batch, as the window makes it of them alone, on the device."""
@@ -170,10 +181,8 @@ class Measurement:
     def _whole(self) -> None:
         # In one piece a window's weight is 1, whatever its loss is a mean over.
         gradient = self._run((tuple(range(self.num_samples)),), "samples", self.make, lambda _: self._draws)
-        self.draws_foreign = self.draws_foreign or self.aside.foreign_draws()
-        pairs = zip(self.aside.now(), self.aside.values, strict=True)
-        self.rebinds = self.rebinds or self.aside.attributes_changed()
-        self.moved = [tensor for tensor, value in pairs if not same(tensor, value)]
+        self.draws_foreign = self.draws_foreign or self.state.foreign_draws()
+        self.moved = self.state.moved()
         self._loss = gradient.loss.detach()
         if not math.isfinite(self._loss):
             self._put_back()
@@ -226,14 +235,14 @@ class Measurement:
             error=worst.relative,
             tensor=None if worst.tensor is None else self.names[worst.tensor],
             errors=tuple(error.relative for error in errors),
+            tensors=dict(zip(self.names, worst.of_tensors, strict=False)),
         )
 
-    def shown_of(self, index: int) -> Reduction:
-        """Return what the graph of a single sample's loss shows; nothing else of it remains."""
-        part = (index,)
+    def shown_of(self, part: Part) -> Reduction:
+        """Return what the graph of a part's loss shows; nothing else of it remains."""
         if part not in self.shown:
             with self._replaying(part):
-                self._looking(part)(self.make(part), 1, self.num_samples)
+                self._looking(part)(self.make(part), len(part), self.num_samples)
             self._put_back()
         return self.shown[part]
 
@@ -296,7 +305,7 @@ class Measurement:
 
     def _put_back(self) -> None:
         """Put the state back between two runs."""
-        self.aside.restore_state()
+        self.state.restore()
 
 
 def _any(gradient: torch.Tensor) -> bool:

@@ -139,7 +139,8 @@ _CAUSES: dict[Cause, Notice] = {
         "spectral norms do",
         consequence="Within a window each micro-batch finds another state, so that the gradient depends on how windows "
         "are cut",
-        cure="Change such state once a window, from a callback; or pass micro_batch= the whole window if it fits",
+        cure='Pass state="window", by which it moves once a window and all micro-batches find the same; or change it '
+        "from a callback, or pass micro_batch= the whole window if it fits",
     ),
     "hooks": Notice(
         cause="Hooks on parameters change the gradient of each micro-batch, as those that clip do",
@@ -158,10 +159,12 @@ def state_notice() -> Notice:
 def _percent(error: float) -> str:
     """Return an error as people write it.
 
-    >>> _percent(0.2731), _percent(3.2e-5)
-    ('27 %', '0.0032 %')
+    >>> _percent(0.2731), _percent(3.2e-5), _percent(5.214)
+    ('27 %', '0.0032 %', '521 %')
     """
-    return "without any digit (it is not finite)" if math.isnan(error) else f"{error * 100:.2g} %".replace("e+02", "00")
+    if math.isnan(error):
+        return "without any digit (it is not finite)"
+    return f"{error * 100:.2g} %" if error < 0.99 else f"{error * 100:.0f} %"
 
 
 def ones_notice(error: float) -> Notice:

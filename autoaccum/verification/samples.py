@@ -19,11 +19,15 @@ _LARGEST_BYTES = 2**24
 """Bytes of the samples that are looked at: of large ones there are fewer."""
 
 
+_FEW_VALUES = 16
+"""Different values up to which numbers are taken for labels or a mask, whatever their type."""
+
+
 def choose(window: Any, num_samples: int, count: int, include: Sequence[int] = ()) -> list[int]:
     """Return the positions of ``count`` samples of a window that differ as much as they can.
 
-    All but one are far from each other. The last is the nearest neighbour of one of them, for what compares samples of
-    a kind with each other, such as a contrastive loss, needs two of a kind to do anything.
+    Two thirds are far from each other. The rest are nearest neighbours of these, for what compares samples of a kind
+    with each other, such as a contrastive loss, needs two of a kind to do anything.
 
     Args:
         window: the window.
@@ -41,12 +45,14 @@ def choose(window: Any, num_samples: int, count: int, include: Sequence[int] = (
         return sorted({int(position) for position in spread})
     chosen = [candidates.index(position) for position in wanted] or [int(features.norm(dim=1).argmax())]
     apart = torch.cdist(features, features)
-    while len(chosen) < count - 1:
+    while len(chosen) < count - count // 3:
         chosen.append(int(apart[chosen].min(dim=0).values.index_fill(0, torch.tensor(chosen), -1).argmax()))
-    others = [index for index in range(len(candidates)) if index not in chosen]
-    if count > len(chosen):
-        chosen.append(min(others, key=lambda index: float(apart[index, chosen].min())))
-    return [*wanted, *sorted(candidates[index] for index in chosen if candidates[index] not in wanted)]
+    for first in list(chosen):
+        others = [index for index in range(len(candidates)) if index not in chosen]
+        if len(chosen) < count and others:
+            chosen.append(others[int(apart[first, others].argmin())])
+    # The two that differ the most come first and last: in some cut each of them is a part by itself.
+    return [candidates[index] for index in (chosen[0], *chosen[2:], chosen[1])]
 
 
 def _candidates(window: Any, num_samples: int, count: int) -> list[int]:
@@ -68,7 +74,7 @@ def _features(batch: Any, num_samples: int) -> torch.Tensor | None:
         if isinstance(leaf, torch.Tensor) and leaf.ndim and len(leaf) == num_samples:
             if leaf.layout is not torch.strided or leaf.is_quantized:
                 continue
-            is_label = not leaf.is_floating_point() and not leaf.is_complex()
+            is_label = len(torch.unique(leaf)) <= _FEW_VALUES or not (leaf.is_floating_point() or leaf.is_complex())
             (labels if is_label else inputs).extend(_of_tensor(leaf.detach()))
         elif isinstance(leaf, list | tuple) and len(leaf) == num_samples:
             labels.append(torch.tensor([_length(entry) for entry in leaf], dtype=torch.float64))
@@ -108,20 +114,23 @@ def cuts_of(count: int, smallest: int) -> list[tuple[tuple[int, ...], ...]]:
     No part has fewer than ``smallest``: BatchNorm has no statistics of one sample.
 
     >>> cuts_of(6, 1)
-    [((0,), (1, 2), (3, 4, 5)), ((0, 1, 2), (3, 4), (5,)), ((3, 0), (4, 1, 5, 2))]
+    [((0,), (1, 2), (3, 4, 5)), ((0, 1, 2), (3, 4), (5,)), ((3, 0), (4, 1), (5, 2))]
     >>> cuts_of(3, 1)
     [((0,), (1, 2)), ((0, 1), (2,)), ((1,), (0, 2))]
     """
     permuted = _permuted(count)
+    sizes: list[tuple[int, ...]]
     third = max(1, count // 6)
     if count // 3 >= smallest and count >= 6 and smallest == 1:
         first = (third, 2 * third, count - 3 * third)
-        sizes = [first, first[::-1], (2 * third, count - 2 * third)]
+        # Parts that are alike too: state that is carried on fits from one to the next.
+        sizes = [first, first[::-1], (2 * third, 2 * third, count - 4 * third)]
     else:
         few = max(smallest, count // 3)
         if count - few < smallest:
             return []
-        sizes = [(few, count - few), (count - few, few), (few, count - few)]
+        equal = (count // 2, count - count // 2) if count % few else (few,) * (count // few)
+        sizes = [(few, count - few), (count - few, few), equal]
     orders: list[Sequence[int]] = [range(count), range(count), permuted]
     return [_parts(order, parts) for order, parts in zip(orders, sizes, strict=True)]
 

@@ -67,12 +67,12 @@ def _passes_without(
                 hypothesis,
                 make=rows if collated is not None else None,
                 stop_above=measurement.tolerance,
-                around=measurement.aside.restore_state if "state" in causes else None,
+                around=measurement.state.restore if "state" in causes else None,
             )
         except (UnalignedError, UnsettledError):
             return False
         except Exception:  # a switch that the user's code does not bear clears nobody
-            measurement.aside.restore_state()
+            measurement.state.restore()
             return False
     return not math.isnan(outcome.error) and outcome.error <= measurement.tolerance
 
@@ -93,13 +93,13 @@ def _batch_norms_off(measurement: Measurement, is_off: bool) -> Iterator[None]:
     layers = [layer for layer in batch_norms(measurement.job.modules) if layer.training] if is_off else []
     for layer in layers:
         layer.training = False
-    measurement.aside.remember_attributes()
+    measurement.state.remember_attributes()
     try:
         yield
     finally:
         for layer in layers:
             layer.training = True
-        measurement.aside.remember_attributes()
+        measurement.state.remember_attributes()
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,7 +13,7 @@ from autoaccum.errors import AutoaccumError
 from autoaccum.loss.coupling import smallest_micro_batch
 from autoaccum.loss.hypotheses import Hypothesis
 from autoaccum.memory.oom import RanOut, attempt, is_out_of_memory
-from autoaccum.verification.decision import Decision, decide, is_one
+from autoaccum.verification.decision import Decision, decide, decide_without_ones
 from autoaccum.verification.draws import UnalignedError, UnsettledError
 from autoaccum.verification.measurement import Measurement, NotFiniteError, ZeroGradientError
 from autoaccum.verification.samples import MOST, choose, cuts_of
@@ -39,7 +39,8 @@ class Verdict:
     is_zero: bool = False
     """Whether that is a gradient of 0 or a loss that is not finite, which may be another one in the next window."""
     ones: Decision | None = None
-    """What was measured of windows that hold a count of 1, which may stand for none; None where it does not matter."""
+    """What was measured of windows that hold a count of 1, which may stand for none; None where it does not matter. The
+    decision itself where no cut of these samples is without one."""
     counts_nothing: bool = False
     """Whether the first sample was found to have nothing to count."""
     samples: int = 0
@@ -55,6 +56,7 @@ def measure(
     *,
     most: int,
     written: Iterable[torch.Tensor] = (),
+    rewind: Callable[[], None] = lambda: None,
     include: Sequence[int] = (),
     forward_only: bool = False,
 ) -> Verdict:
@@ -66,18 +68,19 @@ def measure(
         likely: the hypothesis that is measured first.
         most: samples that there is room for at once.
         written: parameters that forwards have been seen to write to.
+        rewind: puts the state back that the window began with.
         include: positions of samples that are to be among them.
         forward_only: compare losses alone, by that hypothesis alone.
     """
     smallest = smallest_micro_batch(job.modules)
-    written = list(written)
+    make = partial(Measurement, job, window, written=list(written), rewind=rewind)
     why = "there is not enough memory for three samples at once"
     for count in (MOST, _FEW, 2):
         count = min(count, window.num_samples, most)
         if not cuts_of(count, smallest):
             why = f"there is no room, or no sample, for two parts of at least {smallest}"
             continue
-        run = partial(_measured, job, window, likely, count, smallest, written, include, forward_only)
+        run = partial(_measured, window, likely, count, smallest, make, include, forward_only)
         outcome = attempt(run)
         if not isinstance(outcome, RanOut):
             return outcome
@@ -86,44 +89,41 @@ def measure(
 
 
 def _measured(
-    job: Job,
     window: Window,
     likely: Hypothesis,
     count: int,
     smallest: int,
-    written: list[torch.Tensor],
+    make: Callable[..., Measurement],
     include: Sequence[int],
     forward_only: bool,
 ) -> Verdict:
     """Measure so many samples."""
     chosen = choose(window, window.num_samples, count, include)
-    rest: list[int] = []
-    measurement = Measurement(job, window, chosen, written=written, forward_only=forward_only)
+    measurement = make(chosen, forward_only=forward_only)
     try:
         with measurement:
             if forward_only:
                 measurement.run_whole()
-                outcome = measurement.run(cuts_of(count, smallest)[:1], likely)
+                outcome = measurement.run(cuts_of(count, smallest)[::2], likely)
                 decision = Decision.of(outcome, passed=outcome.error <= measurement.tolerance)
                 return Verdict(decision=decision, samples=count, tolerance=measurement.tolerance)
             decision = decide(measurement, smallest, likely)
+            ones: Decision | None = None
             if decision.has_ones and not decision.passed:
-                # Those are left out that a divisor of 1 is found for: of the others the count is what it says.
-                rest = [place for index, place in enumerate(chosen) if not is_one(measurement.shown_of(index))]
+                # Where no part is divided by 1 the count is what it says.
+                without = decide_without_ones(measurement, smallest, likely)
+                decision, ones = without or decision, decision
             causes: tuple[Cause, ...] = ()
             if not decision.passed:
+                ones = ones if decision is ones else None
                 causes = tuple(name_cause(measurement, decision.cuts, decision.hypothesis))
                 # What Python's or NumPy's generator draws differs in each part, and nothing says by how much.
                 if decision.is_foreign and not causes:
                     return Verdict(unmeasured="it draws from Python's or NumPy's generator, other numbers in each part")
-            if 2 <= len(rest) < count:
-                without = _of_the_rest(job, window, likely, rest, smallest, written)
-                if without is not None and without[0].passed:
-                    return Verdict(decision=without[0], ones=decision, samples=count, tolerance=measurement.tolerance)
-                causes = causes if without is None else without[1]
             return Verdict(
                 decision=decision,
                 causes=causes,
+                ones=ones,
                 samples=count,
                 tolerance=measurement.tolerance,
                 rebinds=measurement.rebinds,
@@ -143,17 +143,3 @@ def _measured(
         if isinstance(error, AutoaccumError):
             name = "the loss cannot be computed"
         return Verdict(unmeasured=f"on a few samples by themselves it fails ({name}: {words})")
-
-
-def _of_the_rest(
-    job: Job, window: Window, likely: Hypothesis, chosen: list[int], smallest: int, written: list[torch.Tensor]
-) -> tuple[Decision, tuple[Cause, ...]] | None:
-    """Measure some samples of those that failed, with the causes where these fail; None where nothing shows."""
-    try:
-        with Measurement(job, window, chosen, written=written) as measurement:
-            decision = decide(measurement, smallest, likely)
-            if decision.passed:
-                return decision, ()
-            return decision, tuple(name_cause(measurement, decision.cuts, decision.hypothesis))
-    except (ZeroGradientError, NotFiniteError, UnalignedError, UnsettledError):
-        return None

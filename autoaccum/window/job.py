@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -36,6 +36,8 @@ class Job:
     """Where everything is."""
     precision: Precision = "fp32"
     """What forwards compute in."""
+    state: Literal["micro-batch", "window"] = "micro-batch"
+    """How often state that forwards change, such as a momentum encoder, moves: with each of them, or once a window."""
 
     @property
     def autocast(self) -> Autocast:

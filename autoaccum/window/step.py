@@ -65,7 +65,7 @@ class Examiner(Protocol):
     next_look: int
     """The number of the next window whose forwards it looks at."""
 
-    def begin_attempt(self, announce: Callable[[Notice], None]) -> None:
+    def begin_attempt(self, number: int, announce: Callable[[Notice], None]) -> None:
         """Look at the forwards of an attempt."""
 
     def check_first(self, gradient: Gradient) -> None:
@@ -218,7 +218,7 @@ class Step:
         """Run a window once."""
         number = self.number + 1
         if number >= self._examiner.next_look:
-            self._examiner.begin_attempt(self.announcer.say_once)
+            self._examiner.begin_attempt(number, self.announcer.say_once)
         try:
             outcome = attempt(lambda: self._add_all(pieces))
         except NothingFitsError as error:  # said by a number, a trial's peak: nothing has failed

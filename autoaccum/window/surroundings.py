@@ -33,6 +33,8 @@ class Surroundings:
     """Modules, not those that lie within others."""
     tensors: list[torch.Tensor] = field(default_factory=list)
     """Tensors that belong to no module."""
+    generators: list[torch.Generator] = field(default_factory=list)
+    """Random generators of the user's own."""
     containers: list[Any] = field(default_factory=list)
     """Lists, dicts, sets."""
     objects: list[Any] = field(default_factory=list)
@@ -67,8 +69,11 @@ def _held_by(thing: Any, found: Surroundings) -> list[Any]:
         return _held_by_function(thing, found)
     if isinstance(thing, nn.Module):
         found.modules.append(thing)
-    elif isinstance(thing, torch.Tensor):
+        return [value for value in vars(thing).values() if isinstance(value, torch.Generator)]
+    if isinstance(thing, torch.Tensor):
         found.tensors.append(thing)
+    elif isinstance(thing, torch.Generator):
+        found.generators.append(thing)
     elif type(thing) in CONTAINERS:
         found.containers.append(thing)
         # What is long is data, or a record of what was: its entries are not looked into.

@@ -36,6 +36,7 @@ from autoaccum.window import contributions
 from autoaccum.window.gradient import Gradient, Gradients, Signs, count_nodes
 from autoaccum.window.job import Job
 from autoaccum.window.snapshot import Snapshot
+from autoaccum.window.state import State
 
 Forward = Callable[[Any, int, int], torch.Tensor]
 """(micro-batch, its samples, the window's samples) -> loss"""
@@ -92,6 +93,7 @@ class Transaction:
         self.drops_nan = False
         """Whether a micro-batch whose loss is not a number counts nothing, for someone sees to it that this is so."""
         self._window: Window  # while one is open
+        self._begun: State | None = None  # how the window began, where its micro-batches are to begin likewise
         self._nodes = 0  # of the last forward's graph
         self.is_open = False
         """Whether there is a window to commit, or to roll back."""
@@ -111,6 +113,8 @@ class Transaction:
             self._renew_scaler()
         self.snapshot.take()
         self.signs.of_modes(self.snapshot.modes())
+        if self._job.state == "window":
+            self._begun = State(self._job, self.trained(), ())
         self.is_open = True
         self._begin_anew(window.num_samples)
 
@@ -129,6 +133,8 @@ class Transaction:
         Its loss is a mean over its items, or a sum; it is weighted such that all add up to the window's: see
         ``loss.weighting``. What it holds of the device's memory is free again when this returns.
         """
+        if self._begun is not None and self._sizes:
+            self._begun.restore(random=False)  # so that each finds the state that the whole window would
         batch = self._window.micro_batch(piece.start, piece.size)
         num_items = self._job.num_items if self.hypothesis in (None, "num_items") else None
         reduction = None if num_items is None else by_user(num_items, batch)
@@ -324,7 +330,7 @@ class Transaction:
         self.is_open = False
         del self._window
         # Even a loss is memory of the device, which the optimizer's step may need.
-        self._losses, self._reductions, self._norms = [], [], {}
+        self._losses, self._reductions, self._norms, self._begun = [], [], {}, None
 
     def roll_back(self) -> None:
         """Undo the window as if it had never run: gradients, buffers, random states, scaler. It may then run again.
@@ -337,6 +343,8 @@ class Transaction:
         self._begin_anew(self._num_samples)
         self._gradients.drop()
         self.snapshot.restore()
+        if self._begun is not None:
+            self._begun.restore()
         self._renew_scaler()
         gc.collect()  # a failed forward may have left reference cycles that hold tensors
 

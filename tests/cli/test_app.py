@@ -35,7 +35,7 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"{__version__}\n"
     assert main(["--help"]) == 0
     shown = capsys.readouterr().out
-    assert all(command in shown for command in ("fit", "probe", "plan"))
+    assert all(command in shown for command in ("check", "fit", "probe", "plan"))
 
 
 def test_python_m_autoaccum_exits_with_the_commands_code() -> None:

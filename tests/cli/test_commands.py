@@ -58,6 +58,73 @@ def test_probe_ignores_what_only_fit_takes(tiny: Callable[..., str], capsys: pyt
     assert json.loads(capsys.readouterr().out)["plan"]["sizes"] == [3, 3]
 
 
+# Check.
+
+
+def test_check_prints_a_page_and_exits_with_0_where_it_is_exact(
+    tiny: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tiny("'effective_batch': 12, 'epochs': 3, 'lr': 0.5,")  # which check does not take
+    assert main(["check", recipe, "--device", "cpu"]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("EXACT: windows that are cut have the gradient of whole ones\n")
+    assert "  1 + 2 + 3 " in out
+    assert err == ""
+
+
+def test_check_prints_json(tiny: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", tiny(top="print('read')\n"), "--device", "cpu", "--json"]) == 0
+    out, err = capsys.readouterr()
+    shown = json.loads(out)
+    assert err == "read\n"
+    assert [shown[name] for name in ("passed", "hypothesis", "samples", "notice")] == [True, "items", 6, None]
+    assert [cut["sizes"] for cut in shown["cuts"]] == [[1, 2, 3], [3, 2, 1], [2, 4]]
+    assert shown["tensors"].keys() == {"weight", "bias"}
+    assert shown["hypotheses"]["sum"] > 0.1 > shown["tolerance"] > shown["error"]
+
+
+def test_check_exits_with_1_where_it_is_not_exact(tiny: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = tiny("'training_step': lambda model, batch: model(batch[0]).mean() ** 2, 'loss_fn': None,")
+    assert main(["check", recipe, "--device", "cpu"]) == 1
+    assert capsys.readouterr().out.startswith("NOT EXACT: ")
+
+
+def test_check_exits_with_1_where_it_cannot_be_measured(
+    tiny: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tiny("'loss_fn': lambda outputs, targets: outputs.sum() * 0,")
+    assert main(["check", recipe, "--device", "cpu"]) == 1
+    assert capsys.readouterr().out.startswith("NOT MEASURED: ")
+    assert main(["check", recipe, "--device", "cpu", "--json"]) == 1
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["passed"], shown["error"]) == (None, None)
+    assert shown["notice"].keys() == {"cause", "consequence", "cure"}
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        "[(torch.randn(2, 4), torch.randn(2, 1)) for _ in range(4)]",  # for a batch, a list of what?
+        "iter([(torch.randn(2, 4), torch.randn(2, 1)) for _ in range(4)])",
+        "torch.utils.data.TensorDataset(torch.randn(9, 4), torch.randn(9, 1))",
+    ],
+)
+def test_check_takes_the_data_of_any_recipe(
+    tiny: Callable[..., str], capsys: pytest.CaptureFixture[str], data: str
+) -> None:
+    assert main(["check", tiny(f"'data': {data},"), "--device", "cpu", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["samples"] == 6
+
+
+def test_check_refuses_what_it_cannot_use(tiny: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", tiny("'data': (torch.randn(1, 4), torch.randn(1, 1)),"), "--device", "cpu"]) == 2
+    assert "at least 2 samples" in capsys.readouterr().err
+    assert main(["check", tiny(), "--device", "gpu"]) == 2
+    assert main(["check", tiny(), "--lr", "3"]) == 2
+    assert main(["check", "not_there.py"]) == 2
+    assert main(["check", tiny("'loss_fn': lambda outputs, targets: outputs,"), "--device", "cpu"]) == 1
+
+
 # Memory of past runs.
 
 

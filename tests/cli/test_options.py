@@ -9,6 +9,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 import pytest
 
 from autoaccum.cli.app import main
+from autoaccum.training.checking import check
 from autoaccum.training.fitting import fit
 from autoaccum.training.probing import probe
 from autoaccum.training.trainer import Trainer
@@ -30,7 +31,9 @@ def scalar_parameters(function: Callable[..., Any]) -> dict[str, inspect.Paramet
 # What the options are.
 
 
-@pytest.mark.parametrize(("command", "function", "fewest"), [("fit", Trainer, 18), ("probe", probe, 6)])
+@pytest.mark.parametrize(
+    ("command", "function", "fewest"), [("fit", Trainer, 18), ("probe", probe, 6), ("check", check, 2)]
+)
 def test_every_scalar_parameter_is_an_option_with_its_default_and_its_docstring(
     command: str, function: Callable[..., Any], fewest: int, capsys: pytest.CaptureFixture[str]
 ) -> None:

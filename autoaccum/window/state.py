@@ -1,4 +1,4 @@
-"""Lays the state of a run aside while it is measured, and puts it back: nothing of a measurement remains."""
+"""Remembers all that a forward and backward may change, wherever it is held, and puts it back."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _LARGEST_BYTES = 2**26
 """Bytes of a tensor that a function holds and that is copied."""
 
 
-class Aside:
-    """Everything that a forward and backward may change, kept on the host until ``restore``; gradients are taken away.
+class State:
+    """Everything but gradients that a forward and backward may change, kept on the host.
 
     Values of buffers, of tensors that modules or the user's functions hold, of parameters that are written to; random
     states; attributes of modules and of the objects whose methods are called; variables of enclosing functions.
     """
 
     def __init__(self, job: Job, parameters: Sequence[torch.Tensor], written: Iterable[torch.Tensor]) -> None:
-        """Lay aside; what has gradients has none after this.
+        """Remember how things are.
 
         Args:
             job: what is computed.
@@ -52,7 +52,6 @@ class Aside:
         self.remember_attributes()
         self._cells = [(cell, cell.cell_contents) for cell in held.cells]
         self._names = [(namespace, name, namespace[name]) for namespace, name in held.names]
-        self._grads: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._parameters = parameters
         trained = {id(p) for p in parameters}
         # Of what functions hold, what is large is the data.
@@ -60,9 +59,8 @@ class Aside:
         # The attributes of modules hold their buffers, and their parameters too, which are chosen below.
         others = [t for t in (*small, *self._attributes.tensors()) if not isinstance(t, nn.Parameter)]
         self._moving = _distinct([*others, *self._to_copy(written, trained)])
-        self.values = insist(self._copy, "the state was laid aside")
-        """Copies on the host of all that a forward may write to, in the order of ``now``."""
-        insist(self._take_gradients, "gradients were laid aside")
+        self._generators = [(generator, generator.get_state()) for generator in held.generators]
+        self._values = insist(self._copy, "the state was laid aside")
 
     def remember_attributes(self) -> None:
         """Remember attributes as they are now, in place of what was remembered of them."""
@@ -88,17 +86,9 @@ class Aside:
         self._random = randomness.get_state(self._device)
         return [tensor.detach().to("cpu", copy=True) for tensor in self._moving]
 
-    def now(self) -> list[torch.Tensor]:
-        """Return the tensors whose values are kept, as they are now."""
-        return self._moving
-
-    @torch.no_grad()
-    def _take_gradients(self) -> None:
-        # On the host there is room; what lies there already stays as it is.
-        for p in self._parameters:
-            if p.grad is not None:
-                self._grads.append((p, p.grad.to("cpu")))
-                p.grad = None
+    def moved(self) -> list[torch.Tensor]:
+        """Return the tensors that have other values by now."""
+        return [tensor for tensor, value in zip(self._moving, self._values, strict=True) if not same(tensor, value)]
 
     def attributes_changed(self) -> bool:
         """Return whether a module, or an object whose method is called, holds other things now."""
@@ -109,34 +99,52 @@ class Aside:
         now = randomness.get_state()
         return now[1] != self._random[1] or pickle.dumps(now[2]) != pickle.dumps(self._random[2])
 
-    def restore_state(self) -> None:
-        """Put everything but the gradients back; it may be done again."""
-        insist(self._restore_state, "the state was put back")
+    def restore(self, *, random: bool = True) -> None:
+        """Put everything back, the random states too unless told otherwise; it may be done again."""
+        if random:
+            randomness.set_state(self._random, self._device)
+            for generator, state in self._generators:
+                generator.set_state(state)
+        insist(self._restore, "the state was put back")
 
     @torch.no_grad()
-    def _restore_state(self) -> None:
-        randomness.set_state(self._random, self._device)
+    def _restore(self) -> None:
         self._attributes.restore()
         for cell, contents in self._cells:
             cell.cell_contents = contents
         for namespace, name, value in self._names:
             namespace[name] = value
-        for tensor, value in zip(self._moving, self.values, strict=True):
+        for tensor, value in zip(self._moving, self._values, strict=True):
             if tensor.shape != value.shape:
                 tensor.data = value.to(tensor.device, copy=True)
             elif not same(tensor, value):
                 tensor.detach().copy_(value)
 
-    def restore(self) -> None:
-        """Put everything back."""
-        self.restore_state()
-        insist(self._restore_gradients, "gradients were put back")
+
+class Gradients:
+    """The gradients of a run, taken away until ``restore``: on the host, where there is room."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self._parameters = parameters
+        self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+        insist(self._take, "gradients were laid aside")
 
     @torch.no_grad()
-    def _restore_gradients(self) -> None:
+    def _take(self) -> None:
+        for p in self._parameters:
+            if p.grad is not None:
+                self._kept.append((p, p.grad.to("cpu")))
+                p.grad = None
+
+    def restore(self) -> None:
+        """Put them back; it may be done again."""
+        insist(self._restore, "gradients were put back")
+
+    @torch.no_grad()
+    def _restore(self) -> None:
         for p in self._parameters:
             p.grad = None
-        for p, gradient in self._grads:
+        for p, gradient in self._kept:
             p.grad = gradient.to(p.device)
 
 

@@ -1,0 +1,88 @@
+"""The samples of a check: a batch of the caller's, or some of the data that ``fit`` takes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from autoaccum.data import batches
+from autoaccum.data.base import Window
+from autoaccum.data.sources import open_source
+from autoaccum.errors import ArgumentError, ArgumentTypeError, ConflictingArgumentsError, EmptyDatasetError
+from autoaccum.loss.coupling import smallest_micro_batch
+from autoaccum.training.lazy import Examples
+
+_READ = 128
+"""Samples of a data set that those to measure are chosen from."""
+
+
+class _GivenBatch:
+    """A batch of the caller's as a window."""
+
+    lengths = None
+
+    def __init__(self, batch: Any, device: torch.device) -> None:
+        self.num_samples = batches.num_samples(batch, "batch")
+        self._batch = batch
+        self._device = device
+
+    def micro_batch(self, start: int, size: int) -> Any:
+        # Copied, for a forward may write to its inputs.
+        return batches.to_device(batches.take(self._batch, start, start + size), self._device, copy=True)
+
+    def samples(self, positions: Sequence[int]) -> Any:
+        return batches.concat([batches.take(self._batch, position, position + 1) for position in positions])
+
+    def example(self, num_samples: int) -> Any:
+        return self.micro_batch(0, num_samples)
+
+
+def open_samples(
+    batch: Any, collate_fn: Callable[[list[Any]], Any] | None, device: torch.device
+) -> tuple[Window, Examples]:
+    """Return the samples to choose from, and what makes examples of them.
+
+    Raises:
+        ArgumentError: it is neither a batch nor data.
+        DataError: it has no samples.
+    """
+    # A list is a batch, as it is what a DataLoader yields; ``fit`` takes one for batches that follow each other.
+    _, spec = batches.flatten(batch)
+    if not spec.is_leaf() or batches.has_rows(batch):
+        if collate_fn is not None:
+            cure = "A batch is collated already: leave collate_fn out, or pass the Dataset."
+            raise ConflictingArgumentsError("collate_fn", collate_fn, "a batch", cure)
+        given = _GivenBatch(batch, device)
+        return given, given
+    if hasattr(batch, "__next__"):
+        cure = "What is read of it would be lost to you: pass one batch of it, next(iterator)."
+        raise ArgumentTypeError("batch", batch, "a batch, or data that can be read again", cure)
+    if isinstance(batch, DataLoader) and batch.num_workers:
+        # A few samples are read in this process as quickly as workers start. The caller's own loader stays as it is.
+        batch = copy.copy(batch)
+        batch.num_workers, batch.timeout = 0, 0
+    # In a new order, for data often come sorted, and samples of one kind tell little.
+    source = open_source(batch, seed=0, shuffle=True, device=device, collate_fn=collate_fn, argument="batch")
+    window = source.read(0, lambda position: (_READ,)).window(_READ)
+    if window is None:
+        raise EmptyDatasetError("batch", "reading it yields nothing.")
+    return window, source
+
+
+def refuse_few(num_samples: int, modules: Sequence[nn.Module]) -> None:
+    """Refuse samples that are too few to be cut.
+
+    Raises:
+        ArgumentError: they are.
+    """
+    fewest = 2 * smallest_micro_batch(modules)
+    if num_samples < fewest:
+        why = "they are run whole, and in parts" if fewest == 2 else "a part needs two where there is BatchNorm"
+        cure = f"Pass more of them, six at best: {why}."
+        found = f"{num_samples} sample{'s' if num_samples != 1 else ''}"
+        raise ArgumentError("batch", found, f"at least {fewest} samples", cure)

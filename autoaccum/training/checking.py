@@ -1,0 +1,341 @@
+"""``check``: what a run measures before its first step, for whoever has a model and a batch, and nothing else yet."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from autoaccum.data import batches
+from autoaccum.data.base import Window
+from autoaccum.errors import NonFiniteLossError
+from autoaccum.events import Notice
+from autoaccum.loss.coupling import Crossing, couples_samples, crossings, smallest_micro_batch
+from autoaccum.loss.functions import loss_function
+from autoaccum.loss.hypotheses import Hypothesis, in_order
+from autoaccum.loss.reductions import Reduction, read, without_graph
+from autoaccum.loss.weighting import CountItems, count_items
+from autoaccum.memory import clock
+from autoaccum.memory.devices import find_device, memory_of
+from autoaccum.memory.limit import Limit
+from autoaccum.memory.oom import RanOut, attempt, is_out_of_memory, named, room_for_model
+from autoaccum.training.alone import Ranks, only_run
+from autoaccum.training.check_report import CheckedCut, CheckReport
+from autoaccum.training.check_samples import open_samples, refuse_few
+from autoaccum.training.declarations import check as check_arguments
+from autoaccum.training.lazy import build_lazy_layers
+from autoaccum.training.options import CHECKS, OF_CHECK, modules_of
+from autoaccum.training.traces import no_trace
+from autoaccum.verification import notices
+from autoaccum.verification.comparison import tolerance_of
+from autoaccum.verification.decision import Decision
+from autoaccum.verification.draws import UnalignedError
+from autoaccum.verification.measurement import Cut, Measurement, Outcome
+from autoaccum.verification.samples import MOST, choose, cuts_of
+from autoaccum.verification.side_effects import SideEffects
+from autoaccum.verification.verdict import Verdict, measure
+from autoaccum.window.job import Job
+from autoaccum.window.optimizers import trainable_parameters
+from autoaccum.window.state import State
+from autoaccum.window.surroundings import surroundings_of
+
+
+# Its parameters, their texts, and those checked, are written by tests/write_signatures.py.
+@only_run("check")
+def check(
+    model: nn.Module,
+    batch: Any,
+    *,
+    loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
+    training_step: Callable[[Any, Any], torch.Tensor] | None = None,
+    num_items: CountItems | None = None,
+    device: str | torch.device | None = None,
+    ranks: Ranks = "together",
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+) -> CheckReport:
+    """Measure, on a few samples, whether windows that are cut into micro-batches have the gradient of whole ones.
+
+    The samples are run whole, and in three cuts that are added up as training does it, in training mode and under the
+    same random draws; the gradients are compared. What is wrong is named, with what would cure it. Nothing is trained:
+    parameters, buffers, gradients, random states, training mode, what modules keep in attributes of their own, and what
+    the functions hold, are afterwards what they were, to the bit.
+
+    Args:
+        model: the module to train.
+        batch: a batch of at least 2 samples, any pytree whose tensors have one row per sample; or a Dataset, a
+            DataLoader or another iterable of batches, of which some samples are read. Six of them are measured, that
+            differ as much as they can: the more kinds of sample it holds, the more is seen.
+        loss_fn: (outputs, targets) -> loss, a mean or a sum, for batches that are (inputs, targets).
+        training_step: (model, batch) -> loss, for any batch. With neither, the model returns its loss, as ``.loss`` or
+            ``["loss"]``.
+        num_items: (micro-batch) -> how many items its loss is a mean over, where that cannot be read off the loss.
+        device: where to compute, such as cpu or cuda:1; an accelerator where there is one.
+        ranks: together: several processes that were started together are refused; independent: each looks for itself.
+        collate_fn: makes a batch of a list of samples, where a Dataset is passed.
+
+    Returns:
+        the report; printed, it is a page that says whether it is exact.
+
+    Raises:
+        ArgumentError: an argument cannot be used; it names the argument, the value and the cure.
+        DataError: the batch has no samples, or the data cannot be read.
+        LossError: the loss is NaN, changes gradients, or cannot be trained on.
+        LimitBelowModelError: the model does not fit on the device.
+
+    >>> import torch
+    >>> model, batch = torch.nn.Linear(3, 1).double(), (torch.randn(8, 3).double(), torch.randn(8, 1).double())
+    >>> report = check(model, batch, loss_fn=torch.nn.functional.mse_loss, device="cpu")
+    >>> report.passed, report.hypothesis, [cut.sizes for cut in report.cuts]
+    (True, 'items', [(1, 2, 3), (3, 2, 1), (2, 4)])
+    """
+    checked = check_arguments(
+        OF_CHECK, CHECKS, model=model, batch=batch, loss_fn=loss_fn, training_step=training_step, num_items=num_items,
+        device=device, ranks=ranks, collate_fn=collate_fn,
+    )  # fmt: skip
+    started = clock.now()
+    loss_of = checked[loss_function]
+    bare = getattr(model, "_orig_mod", model)  # what torch.compile wraps: it is measured eagerly
+    modules = modules_of(bare, loss_fn, training_step)
+    parameters = trainable_parameters(bare, modules)
+    on = find_device(device)
+    # Windows are made of what the model computes; the optimizer is there because a job has one, and never steps.
+    job = Job(
+        model=bare,
+        modules=tuple(modules),
+        optimizer=torch.optim.SGD(parameters, lr=0.0),
+        loss_of=loss_of,
+        num_items=num_items,
+        device=on,
+    )
+    # Refused before any backward: they would see to it that something remains.
+    if notices.has_backward_hooks(parameters):
+        return _unmeasured(notices.backward_hook_notice(), parameters, started)
+    held = surroundings_of([loss_of, num_items])
+    every = [model, *modules, *held.modules]  # what only num_items holds too
+    memory = memory_of(on)
+    limit = Limit(memory, None)
+    with (
+        torch.enable_grad(),
+        named("a check was begun, or was undone"),
+        no_trace(every, None, on, held.tensors),
+        _lazily_kept(job, every),
+    ):
+        window, examples = open_samples(batch, collate_fn, on)
+        refuse_few(window.num_samples, modules)
+        with room_for_model(memory, limit.bytes, parameters):
+            for module in modules:
+                module.to(on)
+            if not model.training:  # one in training mode may hold layers that were frozen in eval mode on purpose
+                model.train()
+            build_lazy_layers(model, modules, examples, loss_of, job.autocast, on)
+        return _Check(job, window).report(started)
+
+
+def _aside(job: Job, modules: Sequence[nn.Module]) -> State:
+    """Keep what forwards may change, every parameter too: whatever its size, one may be written to."""
+    everything = [p for module in modules for p in module.parameters()]
+    return State(job, [p for p in everything if p.requires_grad], everything)
+
+
+@contextmanager
+def _lazily_kept(job: Job, modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Keep what the forward changes that builds lazy layers, and put it back at its end; others need no copy for it."""
+    if not any(is_lazy(tensor) for module in modules for tensor in (*module.parameters(), *module.buffers())):
+        yield
+        return
+    aside = _aside(job, modules)
+    try:
+        yield
+    finally:
+        aside.restore()
+
+
+# The measurement.
+
+
+@dataclass(kw_only=True)
+class _Shown:
+    """What forwards have shown before anything is measured."""
+
+    sizes: list[int] = field(default_factory=list)
+    """Samples of some micro-batches."""
+    reductions: list[Reduction] = field(default_factory=list)
+    """How the loss of each was reduced."""
+    crossings: list[tuple[int, set[Crossing]]] = field(default_factory=list)
+    """By which operations the samples of each meet."""
+    written: list[torch.Tensor] = field(default_factory=list)
+    """What forwards have written to."""
+
+
+class _Check:
+    """One check, of a job that is on its device."""
+
+    def __init__(self, job: Job, window: Window) -> None:
+        self._job = job
+        self._window = window
+        self._parameters = [p for module in job.modules for p in module.parameters() if p.requires_grad]
+        self._smallest = smallest_micro_batch(job.modules)
+
+    def report(self, started: float) -> CheckReport:
+        """Measure, and say what came of it.
+
+        Raises:
+            LossError: the loss cannot be trained on.
+        """
+        looked = attempt(self._look)
+        # Where there is no memory for so many samples there may be for fewer: the measurement tries.
+        shown = _Shown() if isinstance(looked, RanOut) else looked
+        order = in_order(shown.sizes, shown.reductions, counts_items=self._job.num_items is not None)
+        verdict = measure(self._job, self._window, order[0], most=MOST, written=shown.written)
+        if verdict.decision is None:
+            return self._not_measured(verdict, started)
+        detailed = attempt(partial(self._in_detail, verdict, verdict.decision, order, shown.written))
+        if isinstance(detailed, RanOut):
+            return self._not_measured(replace(verdict, unmeasured="memory ran out in the attempt"), started)
+        return self._measured(verdict, verdict.decision, detailed, shown, started)
+
+    def _look(self) -> _Shown:
+        """Run some samples forward: whole, as training would, and in parts, whose graphs show what the loss may be.
+
+        Raises:
+            NonFiniteLossError: it is NaN or infinite.
+            LossSideEffectError: computing it changes gradients.
+        """
+        shown = _Shown()
+        count = min(MOST, self._window.num_samples)
+        chosen = choose(self._window, self._window.num_samples, count)
+        aside = _aside(self._job, self._job.modules)
+        try:
+            with torch.compiler.set_stance("force_eager"):
+                self._look_at_whole(chosen)
+                for part in cuts_of(count, self._smallest)[0]:
+                    try:
+                        self._look_at_part([chosen[index] for index in part], shown)
+                    except Exception as error:
+                        # A sample by itself may be more than the loss bears: the measurement says what does then.
+                        if is_out_of_memory(error):
+                            raise
+            shown.written = aside.moved()
+        finally:
+            aside.restore()
+        return shown
+
+    def _look_at_whole(self, positions: Sequence[int]) -> None:
+        """Run samples forward as training would, and fail as it would."""
+        batch = self._batch(positions)
+        before = SideEffects(self._parameters)
+        loss = self._job.loss_of(self._job.model, batch)
+        before.refuse()
+        # Of what holds no items a mean is NaN, and counts for nothing.
+        if read(loss, len(positions)).items and not math.isfinite(value := loss.item()):
+            raise NonFiniteLossError(value)
+        if self._job.num_items is not None:
+            count_items(self._job.num_items, batch)
+
+    def _look_at_part(self, positions: Sequence[int], shown: _Shown) -> None:
+        """Run some samples forward, and note what the graph of their loss shows."""
+        loss = self._job.loss_of(self._job.model, self._batch(positions))
+        found = without_graph(read(loss, len(positions))), crossings(loss, len(positions))
+        shown.sizes.append(len(positions))
+        shown.reductions.append(found[0])
+        shown.crossings.append((len(positions), found[1]))
+
+    def _batch(self, positions: Sequence[int]) -> Any:
+        return batches.to_device(self._window.samples(positions), self._job.device, copy=True)
+
+    def _in_detail(
+        self, verdict: Verdict, decision: Decision, order: Sequence[Hypothesis], written: Sequence[torch.Tensor]
+    ) -> dict[Hypothesis, Outcome]:
+        """Measure every hypothesis in every cut, that which is held first: a run stops at the first that tells it."""
+        chosen = choose(self._window, self._window.num_samples, verdict.samples)
+        found: dict[Hypothesis, Outcome] = {}
+        with Measurement(self._job, self._window, chosen, written=written) as measurement:
+            measurement.run_whole()
+            for hypothesis in dict.fromkeys([decision.hypothesis, *order]):
+                try:
+                    found[hypothesis] = _run(measurement, decision.cuts, hypothesis)
+                except Exception as error:
+                    # The one that is held has been measured; what does not bear to be taken for another is none.
+                    if hypothesis == decision.hypothesis or is_out_of_memory(error):
+                        raise
+                    measurement.state.restore()
+        return found
+
+    def _measured(
+        self,
+        verdict: Verdict,
+        decision: Decision,
+        found: dict[Hypothesis, Outcome],
+        shown: _Shown,
+        started: float,
+    ) -> CheckReport:
+        """Return the report of what was measured."""
+        held = found[decision.hypothesis]
+        by_error = sorted(held.tensors.items(), key=lambda item: -math.inf if math.isnan(item[1]) else -item[1])
+        rounded = notices.half_precision_notices(self._parameters)
+        notice = rounded[0] if rounded else None
+        if not decision.passed:
+            suspicion = notice or (
+                notices.coupling_notice()
+                if couples_samples(shown.crossings)
+                else notices.doubt_of(shown.sizes, shown.reductions)
+            )
+            # A run stops at the first cut that fails; the worst of all of them is what is told of here.
+            worst = replace(decision, error=held.error, tensor=held.tensor)
+            notice = notices.failure_notice(worst, verdict.causes, verdict.samples, self._job.modules, suspicion)
+        return CheckReport(
+            passed=decision.passed,
+            hypothesis=decision.hypothesis,
+            error=held.error,
+            tolerance=verdict.tolerance,
+            tensor=held.tensor,
+            samples=verdict.samples,
+            cuts=tuple(
+                CheckedCut(sizes=tuple(map(len, cut)), error=error)
+                for cut, error in zip(decision.cuts, held.errors, strict=True)
+            ),
+            hypotheses={hypothesis: outcome.error for hypothesis, outcome in found.items()},
+            tensors=dict(by_error),
+            notice=notice,
+            seconds=clock.now() - started,
+        )
+
+    def _not_measured(self, verdict: Verdict, started: float) -> CheckReport:
+        cure = "Pass other samples, or train with micro_batch= the whole window if it fits"
+        if verdict.is_zero:
+            cure = "Pass samples with targets that count, on which the loss is finite and has a gradient that is not 0"
+        notice = replace(notices.unmeasured_notice(verdict.unmeasured), cure=cure)
+        return _unmeasured(notice, self._parameters, started)
+
+
+def _run(measurement: Measurement, cuts: Sequence[Cut], hypothesis: Hypothesis) -> Outcome:
+    """Measure one hypothesis in every cut: under the draws of the whole, or under constants where these do not fit."""
+    try:
+        return measurement.run(cuts, hypothesis)
+    except UnalignedError:
+        measurement.with_constants()
+        return measurement.run(cuts, hypothesis)
+
+
+def _unmeasured(notice: Notice, parameters: Sequence[torch.Tensor], started: float) -> CheckReport:
+    """Return the report of a check that could not measure anything."""
+    return CheckReport(
+        passed=None,
+        hypothesis=None,
+        error=None,
+        tolerance=tolerance_of(parameters),
+        tensor=None,
+        samples=0,
+        cuts=(),
+        hypotheses={},
+        tensors={},
+        notice=notice,
+        seconds=clock.now() - started,
+    )

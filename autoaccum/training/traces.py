@@ -1,0 +1,63 @@
+"""What forwards and backwards that nobody is to notice leave in modules, taken away again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from autoaccum.window.attributes import Attributes
+from autoaccum.window.snapshot import Snapshot
+
+
+@contextmanager
+def no_trace(
+    modules: Sequence[nn.Module], optimizer: object, device: torch.device, tensors: Sequence[torch.Tensor] = ()
+) -> Iterator[None]:
+    """Undo, at its end, whatever forwards, backwards and ``allocate_state`` have done within it.
+
+    Within it nothing has a gradient; those that were there are put back. Values of parameters are not remembered.
+
+    Args:
+        modules: those that take part.
+        optimizer: may hold parameters that no module does; anything else than an optimizer is left alone.
+        device: where the modules may be moved to within it.
+        tensors: others that may get gradients.
+    """
+    snapshot = Snapshot(modules, device)
+    snapshot.take()
+    # Parameters of the modules, and those that only the optimizer holds: gradients of both are taken away.
+    everything = {id(m): m for module in modules for m in module.modules()}.values()
+    parameters = [p for module in everything for p in module.parameters(recurse=False)]
+    groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else ()
+    trained = [p for group in groups for p in group["params"]]
+    trained += [tensor for tensor in tensors if tensor.is_leaf and tensor.requires_grad]
+    held = [*parameters, *(b for module in everything for b in module.buffers(recurse=False))]
+    # Built in place by the first forward: afterwards they are lazy again, and know no shape.
+    unbuilt = [(t, type(t), t.data) for t in held if is_lazy(t)]
+    elsewhere = [(p, p.data) for p in parameters if p.device != device]  # will be moved to the device, and back
+    gradients = [(p, p.grad) for p in (*parameters, *trained)]
+    # Taken away and not zeroed: the caller's own may be there, and would be added to.
+    for p, _ in gradients:
+        p.grad = None
+    owners = [*everything, *([optimizer] if isinstance(optimizer, torch.optim.Optimizer) else [])]
+    attributes = Attributes(owners)
+    try:
+        yield
+    finally:
+        # First, for a gradient has to lie where its parameter does, and have its shape.
+        for p, _ in gradients:
+            p.grad = None
+        for p, value in elsewhere:
+            p.data = value
+        for tensor, kind, value in unbuilt:
+            tensor.data = value
+            tensor.__class__ = kind
+        for p, gradient in gradients:
+            p.grad = gradient
+        # Attributes know which tensors stood where, the snapshot what was in those that are buffers.
+        attributes.restore()
+        snapshot.restore()

@@ -1,0 +1,257 @@
+"""``check``: what it measures, and law 5: no trace."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from autoaccum import errors
+from tests.models import classes, mlp, noisy
+from tests.training.checks import DOUBLE, assert_same, check, everything, linear
+
+
+class TestWhatIsMeasured:
+    def test_a_mean(self) -> None:
+        report = check(mlp(DOUBLE))
+        assert report.passed is True
+        assert report.hypothesis == "items"
+        assert report.error is not None
+        assert report.error < 1e-14 < report.tolerance == 1e-9
+        assert report.samples == 6
+        assert [cut.sizes for cut in report.cuts] == [(1, 2, 3), (3, 2, 1), (2, 4)]
+        assert max(cut.error for cut in report.cuts) == report.error == report.hypotheses["items"]
+        assert list(report.hypotheses) == ["items", "samples", "sum"]
+        assert set(report.tensors) == {"0.weight", "0.bias", "2.weight", "2.bias"}
+        assert list(report.tensors.values()) == sorted(report.tensors.values(), reverse=True)
+        assert report.tensor == next(iter(report.tensors))
+        assert report.notice is None
+        assert report.seconds > 0
+
+    def test_ignored_targets_are_a_mean_over_items_and_not_over_samples(self) -> None:
+        inputs, targets = classes(12, DOUBLE)
+        targets[::3] = -100
+        report = check(mlp(DOUBLE), (inputs, targets))
+        assert (report.passed, report.hypothesis) == (True, "items")
+        assert report.hypotheses["samples"] > 0.01
+
+    def test_a_sum_is_none_of_the_means(self) -> None:
+        report = check(mlp(DOUBLE), loss_fn=lambda outputs, targets: cross_entropy(outputs, targets, reduction="sum"))
+        assert (report.passed, report.hypothesis) == (True, "sum")
+        assert list(report.hypotheses) == ["sum", "items", "samples"]
+        # Of 1 + 2 + 3 samples the means take 1, 2 and 3 parts in six, or a third each.
+        assert report.hypotheses["items"] > 0.1
+        assert report.hypotheses["samples"] > 0.1
+
+    def test_what_the_user_counts(self) -> None:
+        weights = torch.rand(12, dtype=DOUBLE) + 0.5
+        inputs, targets = classes(12, DOUBLE)
+
+        def step(model: nn.Module, batch: Any) -> torch.Tensor:
+            losses = cross_entropy(model(batch[0]), batch[1], reduction="none")
+            return (losses * batch[2]).sum() / batch[2].sum().item() ** 1.5  # which no graph shows
+
+        batch = inputs, targets, weights
+        report = check(mlp(DOUBLE), batch, training_step=step)
+        assert report.passed is False
+        counted = check(mlp(DOUBLE), batch, training_step=step, num_items=lambda batch: batch[2].sum() ** 1.5)
+        assert counted.passed is False, "the weight of a whole is not the sum of that of its parts"
+        counted = check(
+            mlp(DOUBLE),
+            batch,
+            training_step=lambda model, batch: step(model, batch) * batch[2].sum().item() ** 0.5,
+            num_items=lambda batch: batch[2].sum(),
+        )
+        assert (counted.passed, counted.hypothesis) == (True, "num_items")
+
+    def test_the_errors_are_those_of_the_gradients(self) -> None:
+        """By hand: of the square of a mean, whose gradient is linear in no way."""
+        inputs, targets = classes(6, DOUBLE)
+        model = linear(bias=False)
+
+        def loss_of(rows: slice) -> torch.Tensor:
+            return model(inputs[rows]).sum(dim=1).mean() ** 2
+
+        def gradient(loss: torch.Tensor) -> torch.Tensor:
+            return torch.autograd.grad(loss, model.weight)[0]
+
+        whole = gradient(loss_of(slice(0, 6)))
+        parts = [(slice(0, 1), 1), (slice(1, 3), 2), (slice(3, 6), 3)]
+        cut = sum((gradient(loss_of(rows)) * size / 6 for rows, size in parts), torch.zeros_like(whole))
+        expected = float((cut - whole).norm() / whole.norm())
+        report = check(model, (inputs, targets), training_step=lambda m, b: m(b[0]).sum(dim=1).mean() ** 2)
+        assert report.passed is False
+        assert report.hypotheses.keys() >= {"samples", "sum"}
+        by_samples = dict(report.hypotheses)["samples"]
+        assert by_samples >= expected > 0.01
+        (first, *_) = [cut.error for cut in report.cuts]
+        if report.hypothesis in ("samples", "items"):
+            assert first == pytest.approx(expected, rel=1e-9)
+
+    def test_float32_has_another_tolerance(self) -> None:
+        report = check(mlp(), classes(12))
+        assert report.passed
+        assert report.tolerance == 2e-5
+
+    def test_dropout_is_exact(self) -> None:
+        model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 3)).double()
+        assert check(model).passed
+
+    def test_two_samples_will_do(self) -> None:
+        report = check(mlp(DOUBLE), classes(2, DOUBLE))
+        assert report.passed
+        assert {cut.sizes for cut in report.cuts} == {(1, 1)}
+
+    def test_a_model_in_eval_mode_is_measured_in_training_mode_as_fit_would_train_it(self) -> None:
+        model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
+        assert check(model.eval()).passed is False
+        assert not any(module.training for module in model.modules())
+        model.train()
+        model[1].eval()
+        assert check(model).passed
+
+    def test_a_compiled_model_is_measured_eagerly_and_its_tensors_have_their_own_names(self) -> None:
+        model = mlp(DOUBLE)
+
+        def backend(*graph: Any) -> Any:
+            pytest.fail("it was compiled")
+
+        report = check(torch.compile(model, backend=backend))  # type: ignore[arg-type]
+        assert report.passed
+        assert "0.weight" in report.tensors
+
+
+class Counting(nn.Module):
+    """Everything that a forward may change: attributes, containers, parameters, buffers, random states."""
+
+    def __init__(self, large: bool) -> None:
+        super().__init__()
+        self.net = noisy().double()
+        # Beyond 16 MiB parameters are not copied in a run, unless a forward was seen to write to them.
+        self.average = nn.Parameter(torch.zeros(2**21 + 5 if large else 5, dtype=DOUBLE), requires_grad=False)
+        self.calls = 0
+        self.log: list[float] = []
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.log.append(random.random() + np.random.rand())
+        self.average.data += 1
+        if self.calls == 1:
+            self.register_buffer("late", torch.ones(2))
+        return torch.as_tensor(self.net(inputs))
+
+
+class TestNoTrace:
+    """Law 5."""
+
+    @pytest.mark.parametrize("large", [False, True])
+    @pytest.mark.parametrize("has_gradients", [False, True])
+    def test_everything_is_as_it_was(self, large: bool, has_gradients: bool) -> None:
+        model = Counting(large)
+        model.net[5].eval()
+        if has_gradients:
+            cross_entropy(model.net(classes(8, DOUBLE)[0]), classes(8)[1]).backward()
+        identities = [id(t) for t in (*model.parameters(), *model.buffers())]
+        gradients = [id(p.grad) for p in model.parameters()]
+        versions = [p.grad._version for p in model.parameters() if p.grad is not None]
+        before = everything(model)
+        check(model)
+        assert_same(everything(model), before)
+        assert (model.calls, model.log) == (0, [])
+        assert [id(t) for t in (*model.parameters(), *model.buffers())] == identities
+        assert [id(p.grad) for p in model.parameters()] == gradients
+        assert [p.grad._version for p in model.parameters() if p.grad is not None] == versions
+
+    def test_after_an_error_too(self) -> None:
+        model = Counting(large=False)
+        before = everything(model)
+
+        def step(model: nn.Module, batch: Any) -> torch.Tensor:
+            loss = cross_entropy(model(batch[0]), batch[1])
+            if len(batch[0]) == 6:
+                raise errors.StopTraining
+            return loss
+
+        with pytest.raises(errors.StopTraining):
+            check(model, training_step=step)
+        assert_same(everything(model), before)
+        assert (model.calls, model.log) == (0, [])
+
+    def test_lazy_layers_are_unbuilt_again(self) -> None:
+        calls: list[int] = []
+        head = nn.Linear(3, 3, dtype=DOUBLE)
+
+        def step(model: nn.Module, batch: Any) -> torch.Tensor:
+            calls.append(1)
+            return cross_entropy(head(model(batch[0])), batch[1])
+
+        model = nn.Sequential(nn.LazyLinear(4, dtype=DOUBLE), nn.ReLU(), nn.LazyLinear(3, dtype=DOUBLE))
+        shown, state = repr(model), torch.get_rng_state()
+        assert check(model, training_step=step).passed
+        assert repr(model) == shown
+        assert all(nn.parameter.is_lazy(p) for p in model.parameters())
+        assert torch.equal(torch.get_rng_state(), state)
+        assert calls == []
+        assert head.weight.grad is None
+
+    def test_what_a_function_holds(self) -> None:
+        head = nn.Linear(3, 3, dtype=DOUBLE)
+        scale = torch.ones(1, dtype=DOUBLE, requires_grad=True)
+        scale.grad = kept = torch.full((1,), 3.0, dtype=DOUBLE)
+        queue = torch.zeros(4)
+        seen: list[int] = []
+        count = 0
+
+        def step(model: nn.Module, batch: Any) -> torch.Tensor:
+            nonlocal count
+            count += 1
+            seen.append(count)
+            queue.add_(1)
+            return cross_entropy(head(model(batch[0])) * scale, batch[1])
+
+        assert check(mlp(DOUBLE), training_step=step).passed
+        assert (count, seen) == (0, [])
+        assert not queue.any()
+        assert head.weight.grad is None
+        assert scale.grad is kept
+        assert kept.item() == 3.0
+
+    def test_training_goes_on_as_if_nothing_had_been(self) -> None:
+        def train(checking: bool) -> list[torch.Tensor]:
+            model = noisy()
+            optimizer = torch.optim.AdamW(model.parameters())
+            torch.manual_seed(7)
+            for step in range(4):
+                optimizer.zero_grad()
+                cross_entropy(model(classes(8, seed=step)[0]), classes(8, seed=step)[1]).backward()
+                if checking:  # between backward and step, where gradients count
+                    check(model, classes(8, seed=step))
+                optimizer.step()
+            return [*model.parameters(), *model.buffers()]
+
+        assert all(torch.equal(a, b) for a, b in zip(train(False), train(True), strict=True))
+
+    def test_within_no_grad(self) -> None:
+        with torch.no_grad():
+            assert check(mlp(DOUBLE)).passed
+            assert not torch.is_grad_enabled()
+
+    def test_the_data_are_read_in_peace(self) -> None:
+        class Batches:
+            """What a dataset that draws as it is read does to random states."""
+
+            def __iter__(self) -> Iterator[Any]:
+                for _ in range(5):
+                    torch.rand(3), random.random(), np.random.rand()
+                    yield classes(4, DOUBLE)
+
+        model = mlp(DOUBLE)
+        before = everything(model)
+        assert check(model, Batches()).passed
+        assert_same(everything(model), before)
