@@ -10,10 +10,12 @@ with that of the same loss on the whole window, from the same parameters. What b
 exact: all windows are within 1e-6, and nothing was said. said: some are not, each of them behind a notice.
 silently wrong: one of them was before any notice, or without. false alarm: a notice, and all windows are exact.
 raw error: one that is none of autoaccum's, nor the loss's own, as when it cannot be computed of a single sample.
-refused: an error of autoaccum's. not comparable: the loss of a whole window is not finite.
+refused: an error of autoaccum's. not comparable: the loss of a whole window is not finite. no gradient: that of all
+whole windows is 0.
 
-The exit status is 1 if there is a case silently wrong, or a raw error. 10,000 cases take about ten minutes on one core.
-With --case, one is run and shown. With --write the table goes to benchmarks/results/compositions.md.
+The exit status is 1 if there is a case silently wrong, or a raw error. A case takes about a tenth of a second of an idle
+core. With --brief, a run ends with the first window that is not exact and was announced: of later ones only raw errors
+are missed. With --case, one is run and shown. With --write the table goes to benchmarks/results/compositions.md.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from results import write_table
 
 VERDICTS = (
     "exact", "said", "silently wrong", "false alarm", "raw error", "its own error", "refused", "not comparable",
+    "no gradient",
 )  # fmt: skip
 BAD = ("silently wrong", "raw error", "refused", "its own error", "false alarm", "not comparable")
 LISTED = 20
@@ -91,6 +94,7 @@ def main() -> None:
     parser.add_argument("--start", type=int, default=0, help="the number of the first of them")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no case after so many")
     parser.add_argument("--case", type=int, help="run this one alone, and show it")
+    parser.add_argument("--brief", action="store_true", help="end a run once a notice was said, and was right")
     parser.add_argument("--listed", type=int, default=LISTED, help="cases to show of each bad kind")
     parser.add_argument("--write", action="store_true", help="write the table to benchmarks/results/")
     options = parser.parse_args()
@@ -111,18 +115,19 @@ def main() -> None:
     gc.freeze()
     began, processor = time.perf_counter(), time.process_time()
     counts: dict[str, Counter[str]] = {}
-    listed: dict[str, list[str]] = {verdict: [] for verdict in BAD}
+    listed = Counter[str]()
     windows, off = Counter[str](), 0
     done = 0
     for number in range(options.start, options.start + options.count):
         if time.perf_counter() - began > options.seconds:
             break
-        found = run(number, case(number))
+        found = run(number, case(number), brief=options.brief)
         done += 1
         for group in groups_of(found):
             counts.setdefault(group, Counter())[found.verdict] += 1
-        if found.verdict in BAD and len(listed[found.verdict]) < options.listed:
-            listed[found.verdict].append(shown(found))
+        if found.verdict in BAD and listed[found.verdict] < options.listed:
+            listed[found.verdict] += 1
+            print(shown(found), flush=True)
         windows["all"] += len(found.errors)
         windows["not exact"] += sum(error > TOLERANCE for error in found.errors)
         windows["silently wrong"] += sum(map(found.is_silent, range(len(found.errors))))
@@ -135,10 +140,6 @@ def main() -> None:
         f"them without a word. Of the exact ones {off:,} reported another loss than the whole window's. "
         f"{processor / 60:.1f} minutes of processor time ({seconds / 60:.1f} in all)."
     )
-    for verdict in BAD:
-        if listed[verdict]:
-            print(f"# {verdict}\n")
-            print(*listed[verdict], sep="\n")
     if options.write:
         write_table("compositions", text, header, rows)
     else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import linecache
 import math
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,6 +56,10 @@ class Tiny(nn.Module):
         return self.last(x if isinstance(self.first, nn.Identity) else x.tanh())
 
 
+class Enough(BaseException):
+    """What became of a run is known."""
+
+
 class Recorder(torch.optim.Optimizer):
     """Gradient descent by steps of bounded length, which compares each gradient with that of the whole window."""
 
@@ -62,10 +67,14 @@ class Recorder(torch.optim.Optimizer):
         super().__init__(model.parameters(), {"lr": 0.05})
         self._model, self._loss, self._windows = model, loss, windows
         self._parameters = list(model.parameters())
+        self.is_known: Callable[[], bool] = lambda: False
+        """Whether what becomes of the run is known, so that it may end."""
         self.window = 0
         """The number of windows that have ended."""
         self.errors: list[float] = []
         """Of each window; NaN where the loss of the whole is not finite."""
+        self.has_gradient = False
+        """Whether any window had one as a whole."""
         self.losses: list[float] = []
         """Of each window as a whole."""
 
@@ -83,7 +92,11 @@ class Recorder(torch.optim.Optimizer):
             wanted = torch.autograd.grad(loss, self._parameters, allow_unused=True)
         self.window += 1
         self.losses.append(loss.item())
+        size = sum(float(one.abs().sum()) for one in wanted if one is not None)
+        self.has_gradient = self.has_gradient or size > SMALLEST
         self.errors.append(error_of([p.grad for p in self._parameters], wanted))
+        if self.is_known():
+            raise Enough
 
 
 def error_of(given: list[torch.Tensor | None], wanted: tuple[torch.Tensor | None, ...]) -> float:
@@ -118,6 +131,8 @@ class Run:
     raised: BaseException | None = None
     is_own: bool = False
     """Whether it was raised by the loss itself, on samples that it cannot be computed of."""
+    has_gradient: bool = True
+    """Whether any whole window had a gradient: the cross entropy of a single class has none."""
     loss_error: float = 0.0
     """The largest one of what was reported as the loss of a window."""
 
@@ -133,6 +148,8 @@ class Run:
             return "said"
         if any(map(math.isnan, self.errors)):
             return "not comparable"
+        if not self.has_gradient:
+            return "no gradient"
         return "false alarm" if self.notices else "exact"
 
     def is_silent(self, window: int) -> bool:
@@ -191,8 +208,8 @@ def compiled(composition: Composition) -> Any:
     return names["loss"]
 
 
-def run(number: int, composition: Composition) -> Run:
-    """Train a composition."""
+def run(number: int, composition: Composition, *, brief: bool = False) -> Run:
+    """Train a composition; a brief run ends with the first window that was announced, and rightly."""
     found = Run(number=number, composition=composition)
     torch.manual_seed(number)
     model = Tiny(composition)
@@ -200,6 +217,11 @@ def run(number: int, composition: Composition) -> Run:
     windows = batches_of(composition, number)
     optimizer = Recorder(model, loss, windows)
     reported: list[float] = []
+
+    def is_known() -> bool:
+        return brief and bool(found.notices) and any(error > TOLERANCE for error in optimizer.errors)
+
+    optimizer.is_known = is_known
 
     def callback(event: Any) -> None:
         if isinstance(event, Notice):
@@ -219,11 +241,13 @@ def run(number: int, composition: Composition) -> Run:
         with clock.using(Ticks()):
             train = _by_fit if composition.by_fit else _by_accumulator
             train(model, loss, windows, optimizer, callback, reported, composition.max_micro_batch)
+    except Enough:
+        pass
     except Exception as error:
         found.raised = error
         frames = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
         found.is_own = FILE in frames
-    found.errors = optimizer.errors
+    found.errors, found.has_gradient = optimizer.errors, optimizer.has_gradient
     if len(reported) == len(optimizer.losses):
         pairs = zip(reported, optimizer.losses, strict=True)
         found.loss_error = max((abs(one - other) / max(abs(other), SMALLEST) for one, other in pairs), default=0.0)
