@@ -13,7 +13,7 @@ raw error: one that is none of autoaccum's, nor the loss's own, as when it canno
 refused: an error of autoaccum's. not comparable: the loss of a whole window is not finite. no gradient: that of all
 whole windows is 0.
 
-The exit status is 1 if there is a case silently wrong, or a raw error. A case takes about a tenth of a second of an idle
+The exit status is 1 if there is a case silently wrong, or a raw error. A case takes about a tenth of a second of one
 core. With --brief, a run ends with the first window that is not exact and was announced: of later ones only raw errors
 are missed. With --case, one is run and shown. With --write the table goes to benchmarks/results/compositions.md.
 """
