@@ -54,8 +54,9 @@ def step_of(
     patience: float = 0.0,
     clip_norm: float | None = None,
     noise_scale: bool = False,
+    verify: bool = False,
 ) -> Step:
-    """Return a step of a model whose outputs are classified; its device has boundless memory."""
+    """Return a step of a model whose outputs are classified; its device has boundless memory, and nothing is measured."""
     memory = memory_of(CPU) if memory is None else memory
     job = Job(
         model=model,
@@ -76,6 +77,8 @@ def step_of(
         headroom=headroom,
         patience=patience,
         clip_norm=clip_norm,
+        verify=verify,
+        strict=False,
         emit=emit,
         noise_scale=noise_scale,
     )
