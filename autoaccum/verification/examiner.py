@@ -237,7 +237,7 @@ class Examiner:
             verdict = self._verdict(window, likely, most, forward_only=True)
         # Where losses alone show that something is wrong, gradients tell what.
         if reason == "whole" or (verdict.decision is not None and not verdict.decision.passed):
-            verdict = self._verdict(window, likely, most, include=gradient.dropped)
+            verdict = self._verdict(window, likely, most, include=gradient.dropped or readings.ones(gradient))
         # What was left out, for its loss is not a number, counts nothing only if it was measured to.
         if gradient.dropped and not verdict.counts_nothing:
             self._transaction.drops_nan = self._transaction.drops_gradients = False
@@ -280,7 +280,6 @@ class Examiner:
 
     def _decide(self, decision: Decision, verdict: Verdict, number: int, seconds: float, said: list[Event]) -> None:
         """Go by what was measured, and say it."""
-        held = self._transaction.hypothesis
         self._transaction.hypothesis = decision.hypothesis
         said.append(
             Verified(
@@ -296,11 +295,6 @@ class Examiner:
         )
         signs = self._transaction.signs
         self._smallest = decision.smallest
-        if self._occasions.status == "passed" and decision is verdict.ones:
-            # What was verified before is in doubt only where a count is 1: it stands for this window if none is.
-            self._off_by_ones, signs.compares_ones = decision.error, True
-            self._transaction.hypothesis = held
-            return
         if decision.passed:
             self._occasions.status = "passed"
             self._off_by_ones = verdict.ones.error if verdict.ones is not None else 0.0
@@ -324,7 +318,8 @@ class Examiner:
         """Say that nothing could be measured, once it is not tried again."""
         occasions = self._occasions
         occasions.tries -= 1
-        if occasions.status == "unmeasured" and not (verdict.is_passing and occasions.tries):
+        # Of a run that was verified, for a window that is other than those were, it is said too.
+        if not verdict.is_passing or (occasions.status == "unmeasured" and not occasions.tries):
             self._refuse_or_say(notices.unmeasured_notice(verdict.unmeasured), None, said)
 
     def _refuse_or_say(self, notice: Notice, error: float | None, said: list[Event] | None = None) -> None:

@@ -12,7 +12,7 @@ from autoaccum.errors import AutoaccumError, MemoryLimitError
 from autoaccum.loss.coupling import smallest_micro_batch
 from autoaccum.loss.hypotheses import Hypothesis
 from autoaccum.memory.oom import RanOut, attempt, is_out_of_memory, without_frames
-from autoaccum.verification.decision import decide, decide_without_ones
+from autoaccum.verification.decision import decide, explained_by_ones
 from autoaccum.verification.draws import UnalignedError, UnsettledError
 from autoaccum.verification.findings import Cause, Decision, Verdict
 from autoaccum.verification.measurement import Measurement, NotFiniteError, ZeroGradientError
@@ -91,12 +91,12 @@ def _measured(
             decision = decide(measurement, smallest, likely)
             ones: Decision | None = None
             if decision.has_ones and not decision.passed:
-                # Where no part is divided by 1 the count is what it says.
-                without = decide_without_ones(measurement, smallest, likely)
-                decision, ones = without or decision, decision
+                without = explained_by_ones(measurement, smallest, likely)
+                decision, ones = (decision, None) if without is None else (without, decision)
+            if decision.passed and decision.is_vacuous:
+                return Verdict(unmeasured="fewer than two of a few samples count", is_passing=True)
             causes: tuple[Cause, ...] = ()
             if not decision.passed:
-                ones = ones if decision is ones else None
                 causes = tuple(name_cause(measurement, decision.cuts, decision.hypothesis))
                 if measurement.is_rounded and decision.error < _ROUNDING:
                     return Verdict(unmeasured="its parameters have 16 bits, whose rounding hides what is looked for")
