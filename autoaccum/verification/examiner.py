@@ -31,6 +31,9 @@ from autoaccum.window.job import Job
 from autoaccum.window.state import State
 from autoaccum.window.transaction import Transaction
 
+_MOST_ONES = 3
+"""Micro-batches of a window that are measured because they were divided by 1."""
+
 Measure = Callable[..., Verdict]
 """(job, window, the hypothesis that comes first, ...) -> what was measured: see ``verdict.measure``."""
 
@@ -50,7 +53,14 @@ class Examiner:
     """Looks at the windows of one run, and decides what its loss is."""
 
     def __init__(
-        self, job: Job, transaction: Transaction, measure: Measure, *, verify: bool = True, strict: bool = False
+        self,
+        job: Job,
+        transaction: Transaction,
+        measure: Measure,
+        measure_part: Callable[..., float | None],
+        *,
+        verify: bool = True,
+        strict: bool = False,
     ) -> None:
         """Put itself beside a transaction, whose hypothesis it sets.
 
@@ -58,12 +68,14 @@ class Examiner:
             job: what is computed.
             transaction: runs the windows.
             measure: measures one of them: ``verdict.measure``.
+            measure_part: measures one of its micro-batches: ``verdict.measure_part``.
             verify: whether anything is measured.
             strict: whether a gradient that is not the whole window's ends the run.
         """
         self._job = job
         self._transaction = transaction
         self._measure_window = measure
+        self._measure_part = measure_part
         self._verify = verify
         self._strict = strict
         self._parameters = [p for module in job.modules for p in module.parameters()]
@@ -76,7 +88,6 @@ class Examiner:
         self._remembered: State | None = None  # how things were when the window of that number began
         self._remembered_of = 0
         self._smallest = 1
-        self._off_by_ones = 0.0  # the error of windows that hold a count of 1 which stands for none
         transaction.drops_nan = verify
         self._begin()
 
@@ -181,8 +192,8 @@ class Examiner:
             if is_passed and self._transaction.hypothesis == "items" and readings.is_half_unknown(gradient):
                 doubt = notices.doubt_of(gradient.sizes, gradient.reductions)
                 said.extend([] if doubt is None else [doubt])
-            if is_passed and self._off_by_ones and readings.has_one(gradient):
-                self._fail(notices.ones_notice(self._off_by_ones), self._off_by_ones, said)
+            if is_passed and reason == "whole":
+                self._check_ones(window, gradient, said)
             after = self._transaction.hypothesis
             is_weighed_otherwise = not readings.is_weighed_alike(self._job, gradient, before, after)
             if gradient.dropped and not self._transaction.drops_nan:
@@ -237,7 +248,7 @@ class Examiner:
             verdict = self._verdict(window, likely, most, forward_only=True)
         # Where losses alone show that something is wrong, gradients tell what.
         if reason == "whole" or (verdict.decision is not None and not verdict.decision.passed):
-            verdict = self._verdict(window, likely, most, include=gradient.dropped or readings.ones(gradient))
+            verdict = self._verdict(window, likely, most, include=gradient.dropped)
         # What was left out, for its loss is not a number, counts nothing only if it was measured to.
         if gradient.dropped and not verdict.counts_nothing:
             self._transaction.drops_nan = self._transaction.drops_gradients = False
@@ -297,16 +308,28 @@ class Examiner:
         self._smallest = decision.smallest
         if decision.passed:
             self._occasions.status = "passed"
-            self._off_by_ones = verdict.ones.error if verdict.ones is not None else 0.0
             signs.compares_ones = verdict.ones is not None
             self._kinds.accept()
             # Weights that differ by nothing but the number of samples are compared in each window, for nothing.
             self._rivals = decision.rivals
             signs.compares_samples = "samples" in decision.rivals
             return
-        suspicion = readings.suspicion(self._met, self._shown) or (notices.state_notice() if verdict.rebinds else None)
+        suspicion = readings.suspicion(self._met, self._shown)
+        if suspicion is None and (verdict.rebinds or verdict.pads):
+            suspicion = notices.of("state" if verdict.rebinds else "padding")
         notice = notices.failure_notice(decision, verdict.causes, verdict.samples, self._job.modules, suspicion)
         self._fail(notice, decision.error, said)
+
+    def _check_ones(self, window: Window, gradient: Gradient, said: list[Event]) -> None:
+        """Measure micro-batches that were divided by 1, as parts: that may be a count, or stand for none."""
+        hypothesis = self._transaction.hypothesis
+        if hypothesis != "items":
+            return
+        for start, size in readings.ones(gradient)[:_MOST_ONES]:
+            error = self._measure_part(self._job, window, hypothesis, start=start, size=size)
+            if error is not None:
+                self._fail(notices.ones_notice(error), error, said)
+                return
 
     def _fail(self, notice: Notice, error: float, said: list[Event]) -> None:
         """Say that windows that are cut have another gradient, and look no further."""
@@ -350,7 +373,6 @@ class Examiner:
                 "rivals": sorted(self._rivals),
                 "kinds": self._kinds.state_dict(),
                 "smallest": self._smallest,
-                "off_by_ones": self._off_by_ones,
             },
         }
 
@@ -370,4 +392,3 @@ class Examiner:
         self._rivals = frozenset(measured["rivals"])
         self._kinds.load_state_dict(measured["kinds"])
         self._smallest = measured["smallest"]
-        self._off_by_ones = measured["off_by_ones"]

@@ -87,6 +87,8 @@ class Verdict:
     """What is to blame where it failed, as far as it could be switched off."""
     rebinds: bool = False
     """Whether forwards leave other things in attributes of modules."""
+    pads: bool = False
+    """Whether parts are padded otherwise than the whole, where nothing else is to blame."""
     unmeasured: str = ""
     """Why nothing was measured; empty where something was."""
     is_passing: bool = False

@@ -150,9 +150,9 @@ _CAUSES: dict[Cause, Notice] = {
 }
 
 
-def state_notice() -> Notice:
-    """Return what to say of state that forwards change."""
-    return _CAUSES["state"]
+def of(cause: Cause) -> Notice:
+    """Return what to say of a cause that was not switched off."""
+    return _CAUSES[cause]
 
 
 def _percent(error: float) -> str:

@@ -59,16 +59,14 @@ def is_half_unknown(gradient: Gradient) -> bool:
     return len(known) > 1
 
 
-def has_one(gradient: Gradient) -> bool:
-    """Return whether a micro-batch was divided by 1 and counted: what counts nothing was left out."""
-    pairs = zip(gradient.reductions, gradient.counts, strict=True)
-    return any(is_one(reduction) and abs(count) == 1 for reduction, count in pairs)
-
-
-def ones(gradient: Gradient) -> list[int]:
-    """Return where micro-batches begin that were divided by 1."""
-    starts = [sum(gradient.sizes[:index]) for index in range(len(gradient.sizes))]
-    return [start for start, reduction in zip(starts, gradient.reductions, strict=True) if is_one(reduction)]
+def ones(gradient: Gradient) -> list[tuple[int, int]]:
+    """Return (start, samples) of the micro-batches that were divided by 1 and that count, as those left out do not."""
+    found, start = [], 0
+    for size, reduction, count in zip(gradient.sizes, gradient.reductions, gradient.counts, strict=True):
+        if is_one(reduction) and count:
+            found.append((start, size))
+        start += size
+    return found
 
 
 def suspicion(met: Met, shown: Sequence[Reduction]) -> Notice | None:

@@ -83,7 +83,7 @@ def _passes_without(
     return any(error <= measurement.tolerance for error in errors)
 
 
-def _pads(measurement: Measurement) -> bool:
+def pads(measurement: Measurement) -> bool:
     """Return whether a part, made into a batch of its own, has other shapes than its rows of the whole."""
     whole = measurement.make(tuple(range(measurement.num_samples)))
     for index in range(measurement.num_samples):
@@ -122,7 +122,7 @@ def _hooks_off(measurement: Measurement, is_off: bool) -> Iterator[None]:
 
 
 _SUSPECTS = (
-    Suspect("padding", _pads),
+    Suspect("padding", pads),
     Suspect("batch norm", lambda m: any(layer.training for layer in batch_norms(m.job.modules))),
     Suspect("state", lambda m: True),  # which may be anywhere
     Suspect("hooks", lambda m: any(p._backward_hooks for p in m.parameters)),

@@ -17,7 +17,7 @@ from autoaccum.verification.draws import UnalignedError, UnsettledError
 from autoaccum.verification.findings import Cause, Decision, Verdict
 from autoaccum.verification.measurement import Measurement, NotFiniteError, ZeroGradientError
 from autoaccum.verification.samples import MOST, choose, cuts_of
-from autoaccum.verification.suspects import name_cause
+from autoaccum.verification.suspects import name_cause, pads
 from autoaccum.window.job import Job
 
 _FEW = 3
@@ -110,6 +110,7 @@ def _measured(
                 samples=count,
                 tolerance=measurement.tolerance,
                 rebinds=measurement.rebinds,
+                pads=bool(not decision.passed and not causes and pads(measurement)),
                 counts_nothing=0 in measurement.dropped,
             )
     except NotFiniteError:
@@ -128,3 +129,34 @@ def _measured(
         if isinstance(error, AutoaccumError):
             name = "the loss cannot be computed"
         return Verdict(unmeasured=f"on a few samples by themselves it fails ({name}: {words})")
+
+
+def measure_part(job: Job, window: Window, hypothesis: Hypothesis, *, start: int, size: int) -> float | None:
+    """Measure a window's own micro-batch, beside a few more of its samples: are they weighed rightly together?
+
+    Args:
+        job: what the run computes.
+        window: the samples.
+        hypothesis: the one that is held.
+        start: where the micro-batch begins.
+        size: its samples.
+
+    Returns:
+        the error, where it is larger than the tolerance; None where it is not, or cannot be measured.
+    """
+    own = list(range(start, start + size))
+    others = [position for position in range(window.num_samples) if position not in own][: max(2, MOST - size)]
+    chosen = [*own, *others]
+
+    def measured() -> float | None:
+        with Measurement(job, window, chosen) as measurement:
+            measurement.run_whole()
+            cut = (tuple(range(size)), tuple(range(size, len(chosen))))
+            outcome = measurement.run([cut], hypothesis)
+            return outcome.error if outcome.error > measurement.tolerance else None
+
+    try:
+        outcome = attempt(measured)
+    except Exception:  # what cannot be computed of these samples has been said, or will be
+        return None
+    return None if isinstance(outcome, RanOut) else outcome
