@@ -252,11 +252,11 @@ class TestFailing:
 
     def test_of_a_gradient_of_zero_nothing_is_said_while_it_may_come(self) -> None:
         factor = [0.0]
-        made = Examined(lambda model, batch: plain(model, batch) * factor[0])
+        made = Examined(lambda model, batch: 1 + plain(model, batch) * factor[0])
         assert [made.kinds(4, 4) for _ in range(3)] == [[], [], []]
         factor[0] = 1.0
         assert made.kinds(4, 4) == ["items"]
-        never = Examined(lambda model, batch: plain(model, batch) * 0)
+        never = Examined(lambda model, batch: 1 + plain(model, batch) * 0)
         assert [never.kinds(4, 4) for _ in range(5)] == [[], [], [], ["said"], []]
 
     def test_hooks_after_the_backward_are_said_before_anything_is_run(self) -> None:
