@@ -56,8 +56,7 @@ def of_flags(
 
 def of_state(state: object) -> None:
     """Check how often state moves."""
-    if state not in ("micro-batch", "window"):
-        raise ArgumentError("state", state, "'micro-batch' or 'window'")
+    one_of("state", state, ("micro-batch", "window"))
 
 
 def of_verification(verify: object, strict: object) -> None:

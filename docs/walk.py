@@ -31,9 +31,9 @@ PACKAGE = Path(autoaccum.__file__).parent
 PAGE = ROOT / "docs" / "design.md"
 BEGIN, END = "<!-- walk: written by docs/walk.py -->\n", "<!-- end of the walk -->\n"
 
-EARLY = 20
-"""The window that is followed where sizes were passed."""
-SETTLED = 100
+EARLY = 125
+"""The window that is followed where sizes were passed: none whose forwards are looked at, as every tenth one is."""
+SETTLED = 125
 """The window that is followed after a search: timing a dozen plans four times each is over by then."""
 LONG_ENOUGH = 1.0
 """Seconds after which a run looks at its memory again before a window."""

@@ -9,36 +9,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
+from autoaccum.loss.hypotheses import Conclusion, Doubt
 from autoaccum.loss.reductions import Reduction
 from autoaccum.loss.terms import Count, Kind, Term
-
-Doubt = tuple[str, str]
-"""(why micro-batches may not add up to the loss of their window, what to do about it)"""
 
 _COUNT = (
     "Pass num_items=(micro-batch) -> how many items its loss is a mean over, or let the loss end in one mean, or one "
     "sum, over samples"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Conclusion:
-    """What the micro-batches of a window, seen together, are."""
-
-    is_sum: bool
-    """Whether their sum is divided by what each was, rather than by the total of it."""
-    doubt: Doubt | None = None
-    """(why they may not add up to the loss of the window, what to do)"""
-
-
-PLAIN_MEAN = Conclusion(is_sum=False)
-"""The conclusion for losses whose graph leaves nothing to doubt, as for those whose items a user counts."""
-PLAIN_SUM = Conclusion(is_sum=True)
-"""The conclusion for losses that were measured to be sums."""
 
 
 def conclude(sizes: Sequence[int], reductions: Sequence[Reduction], is_doubtful: bool = False) -> Conclusion:

@@ -6,11 +6,8 @@ and W. With means over items, w_j counts the items of j, and W is their sum; wit
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
-
-from autoaccum.loss.conclusions import conclude
-from autoaccum.loss.reductions import Reduction
 
 Hypothesis = Literal["num_items", "items", "samples", "sum", "sum and penalties"]
 """num_items: a mean over what the user counts. items: a mean over what its graph divides by. samples: a mean over
@@ -25,25 +22,24 @@ WORDS: dict[Hypothesis, str] = {
 }
 """What people are told of each."""
 
+SUMS: tuple[Hypothesis, ...] = ("sum", "sum and penalties")
+"""Those by which each micro-batch counts once, whatever it holds."""
 
-def is_sum(hypothesis: Hypothesis) -> bool:
-    """Return whether by a hypothesis each micro-batch counts once, whatever it holds."""
-    return hypothesis in ("sum", "sum and penalties")
+Doubt = tuple[str, str]
+"""(why micro-batches may not add up to the loss of their window, what to do about it)"""
 
 
-def in_order(sizes: Sequence[int], reductions: Sequence[Reduction], *, counts_items: bool) -> list[Hypothesis]:
-    """List the hypotheses in the order in which they are to be measured: what is likely first.
+@dataclass(frozen=True, slots=True)
+class Conclusion:
+    """What the micro-batches of a window, seen together, are."""
 
-    Args:
-        sizes: samples of some micro-batches.
-        reductions: what the graph of each one's loss shows.
-        counts_items: whether the user counts items.
-    """
-    # What the graph proposes comes before what it does not, so that most runs measure one hypothesis only.
-    sums: list[Hypothesis] = ["sum"]
-    if any(reduction.constants for reduction in reductions):
-        sums = ["sum and penalties", "sum"]
-    means: list[Hypothesis] = ["items", "samples"]
-    sums_first = bool(reductions) and conclude(sizes, reductions).is_sum
-    found = [*sums, *means] if sums_first else [*means, *sums]
-    return ["num_items", *found] if counts_items else found
+    is_sum: bool
+    """Whether their sum is divided by what each was, rather than by the total of it."""
+    doubt: Doubt | None = None
+    """(why they may not add up to the loss of the window, what to do)"""
+
+
+PLAIN_MEAN = Conclusion(is_sum=False)
+"""The conclusion for losses whose graph leaves nothing to doubt, as for those whose items a user counts."""
+PLAIN_SUM = Conclusion(is_sum=True)
+"""The conclusion for losses that were measured to be sums."""

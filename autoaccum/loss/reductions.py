@@ -27,7 +27,7 @@ from autoaccum.loss.graph import MEAN, only_parameters
 from autoaccum.loss.terms import Count, Factor, Term
 from autoaccum.loss.walk import Walk
 
-__all__ = ["Count", "Reduction", "Term", "kinds_of", "plain_mean", "read", "without_graph"]
+__all__ = ["Count", "Reduction", "Term", "is_one", "kinds_of", "plain_mean", "read", "without_graph"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +84,11 @@ def read(loss: torch.Tensor, num_samples: int) -> Reduction:
         is_shared_out=any(abs(number) == num_samples > 2 for _, factor in constants for number in factor.divisors),
         edges=tuple([edge for edge, _ in constants]),
     )
+
+
+def is_one(reduction: Reduction) -> bool:
+    """Return whether a loss was divided by 1, which a count of none may have been kept from 0 by."""
+    return any(term.is_one for term in reduction.terms)
 
 
 def kinds_of(reduction: Reduction) -> tuple[str, ...]:

@@ -40,11 +40,6 @@ def find_device(device: str | torch.device | None) -> torch.device:
     return found
 
 
-def is_slow_to_read(device: torch.device) -> bool:
-    """Return whether reading a number waits until everything that was asked of the device is done."""
-    return device.type != "cpu"
-
-
 def memory_of(device: torch.device) -> Memory:
     """Return the memory of ``device``; the CPU's is the simulated one inside ``autoaccum.testing.simulated_memory``."""
     if device.type == "cpu":

@@ -19,7 +19,7 @@ from autoaccum.errors import NonFiniteLossError
 from autoaccum.events import Notice
 from autoaccum.loss.coupling import Crossing, couples_samples, crossings, smallest_micro_batch
 from autoaccum.loss.functions import loss_function
-from autoaccum.loss.hypotheses import Hypothesis, in_order
+from autoaccum.loss.hypotheses import Hypothesis
 from autoaccum.loss.reductions import Reduction, read, without_graph
 from autoaccum.loss.weighting import CountItems, count_items
 from autoaccum.memory import clock
@@ -35,12 +35,13 @@ from autoaccum.training.options import CHECKS, OF_CHECK, modules_of
 from autoaccum.training.traces import no_trace
 from autoaccum.verification import notices
 from autoaccum.verification.comparison import tolerance_of
-from autoaccum.verification.decision import Decision
+from autoaccum.verification.decision import in_order
 from autoaccum.verification.draws import UnalignedError
-from autoaccum.verification.measurement import Cut, Measurement, Outcome
+from autoaccum.verification.findings import Cut, Decision, Outcome, Verdict
+from autoaccum.verification.measurement import Measurement
 from autoaccum.verification.samples import MOST, choose, cuts_of
 from autoaccum.verification.side_effects import SideEffects
-from autoaccum.verification.verdict import Verdict, measure
+from autoaccum.verification.verdict import measure
 from autoaccum.window.job import Job
 from autoaccum.window.optimizers import trainable_parameters
 from autoaccum.window.state import State
@@ -141,7 +142,8 @@ def check(
 def _aside(job: Job, modules: Sequence[nn.Module]) -> State:
     """Keep what forwards may change, every parameter too: whatever its size, one may be written to."""
     everything = [p for module in modules for p in module.parameters()]
-    return State(job, [p for p in everything if p.requires_grad], everything)
+    trained = [p for p in everything if p.requires_grad]
+    return State(job.modules, job.functions, job.device, trained, everything)
 
 
 @contextmanager
@@ -309,7 +311,7 @@ class _Check:
 
     def _not_measured(self, verdict: Verdict, started: float) -> CheckReport:
         cure = "Pass other samples, or train with micro_batch= the whole window if it fits"
-        if verdict.is_zero:
+        if verdict.is_passing:
             cure = "Pass samples with targets that count, on which the loss is finite and has a gradient that is not 0"
         notice = replace(notices.unmeasured_notice(verdict.unmeasured), cure=cure)
         return _unmeasured(notice, self._parameters, started)

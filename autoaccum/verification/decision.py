@@ -3,59 +3,20 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
-from autoaccum.loss.hypotheses import Hypothesis, in_order
-from autoaccum.loss.reductions import Reduction
+from autoaccum.loss.conclusions import conclude
+from autoaccum.loss.hypotheses import Hypothesis
+from autoaccum.loss.reductions import Reduction, is_one
 from autoaccum.memory.oom import is_out_of_memory, without_frames
 from autoaccum.verification.draws import UnalignedError, UnsettledError
-from autoaccum.verification.measurement import Cut, Measurement, Outcome
+from autoaccum.verification.findings import Cut, Decision, Outcome
+from autoaccum.verification.measurement import Measurement
 from autoaccum.verification.samples import cuts_of
 
 Rival = Literal["num_items", "items", "samples"]
-
-
-@dataclass(kw_only=True)
-class Decision:
-    """What a measurement has shown."""
-
-    hypothesis: Hypothesis
-    """The first hypothesis that passed; the one with the least error where none did."""
-    passed: bool
-    """Whether it did."""
-    error: float
-    """Relative error of its worst cut."""
-    tensor: str | None
-    """The name of the worst tensor in that."""
-    errors: tuple[float, ...]
-    """Of each cut that was run."""
-    cuts: tuple[Cut, ...]
-    """The cuts."""
-    outcomes: tuple[Outcome, ...]
-    """Those of the other hypotheses that were measured."""
-    rivals: frozenset[str]
-    """Hypotheses that would have weighed every part the same."""
-    has_ones: bool = False
-    """Whether it failed where some part counts 1, which may stand for none."""
-    smallest: int = 1
-    """The fewest samples of a micro-batch whose loss can be computed."""
-    is_foreign: bool = False
-    """Whether generators were drawn from whose draws have no rows, so that a failure may be theirs."""
-
-    @classmethod
-    def of(cls, outcome: Outcome, *, passed: bool) -> Decision:
-        """Return what one hypothesis alone has shown."""
-        return cls(
-            hypothesis=outcome.hypothesis or "items",
-            passed=passed,
-            error=outcome.error,
-            tensor=outcome.tensor,
-            errors=outcome.errors,
-            cuts=(),
-            outcomes=(),
-            rivals=frozenset(),
-        )
 
 
 def decide(measurement: Measurement, smallest: int, likely: Hypothesis) -> Decision:
@@ -106,11 +67,6 @@ def decide_without_ones(measurement: Measurement, smallest: int, likely: Hypothe
             if len(cuts) < 2 and not any(is_one(measurement.shown_of(part)) for part in cut):
                 cuts.append(cut)
     return _decided(measurement, cuts, likely) if cuts else None
-
-
-def is_one(reduction: Reduction) -> bool:
-    """Return whether a loss was divided by 1, which a count of none may have been kept from 0 by."""
-    return any(term.is_one for term in reduction.terms)
 
 
 def _decided(measurement: Measurement, cuts: list[Cut], likely: Hypothesis) -> Decision:
@@ -184,3 +140,21 @@ def _are_proportional(cuts: list[Cut], mine: list[float], other: list[float]) ->
                 return False
         start = stop
     return True
+
+
+def in_order(sizes: Sequence[int], reductions: Sequence[Reduction], *, counts_items: bool) -> list[Hypothesis]:
+    """List the hypotheses in the order in which they are to be measured: what is likely first.
+
+    Args:
+        sizes: samples of some micro-batches.
+        reductions: what the graph of each one's loss shows.
+        counts_items: whether the user counts items.
+    """
+    # What the graph proposes comes before what it does not, so that most runs measure one hypothesis only.
+    sums: list[Hypothesis] = ["sum"]
+    if any(reduction.constants for reduction in reductions):
+        sums = ["sum and penalties", "sum"]
+    means: list[Hypothesis] = ["items", "samples"]
+    sums_first = bool(reductions) and conclude(sizes, reductions).is_sum
+    found = [*sums, *means] if sums_first else [*means, *sums]
+    return ["num_items", *found] if counts_items else found

@@ -16,25 +16,23 @@ import torch
 from autoaccum.data.base import Window
 from autoaccum.errors import NonFiniteLossError, NotExactError
 from autoaccum.events import Event, Notice, Verified
-from autoaccum.loss.coupling import Crossing, couples_samples, crossings
-from autoaccum.loss.hypotheses import Hypothesis, is_sum
+from autoaccum.loss.coupling import Crossing, crossings
+from autoaccum.loss.hypotheses import Hypothesis
 from autoaccum.loss.reductions import Reduction, read, without_graph
 from autoaccum.memory import clock
-from autoaccum.verification import notices
-from autoaccum.verification.decision import Decision, is_one
+from autoaccum.verification import notices, readings
+from autoaccum.verification.findings import Decision, Verdict
 from autoaccum.verification.kinds import Kinds
+from autoaccum.verification.occasions import Occasions
 from autoaccum.verification.side_effects import SideEffects
-from autoaccum.verification.verdict import Verdict, measure
+from autoaccum.window import contributions
 from autoaccum.window.gradient import Gradient, are_alike
 from autoaccum.window.job import Job
 from autoaccum.window.state import State
 from autoaccum.window.transaction import Transaction
 
-_CLOSELY = 100
-"""Windows of which each is looked at for samples of a kind that was not there; of later ones every tenth or so is."""
-_MOST_SURPRISES = 4
-"""Measurements because of what a window shows, after which they are made at every doubling of the number of surprises
-only: a graph that depends on its data changes all the time."""
+Measure = Callable[..., Verdict]
+"""(job, window, the hypothesis that comes first, ...) -> what was measured: see ``verdict.measure``."""
 
 
 class Examination(NamedTuple):
@@ -51,24 +49,27 @@ class Examination(NamedTuple):
 class Examiner:
     """Looks at the windows of one run, and decides what its loss is."""
 
-    def __init__(self, job: Job, transaction: Transaction, *, verify: bool = True, strict: bool = False) -> None:
+    def __init__(
+        self, job: Job, transaction: Transaction, measure: Measure, *, verify: bool = True, strict: bool = False
+    ) -> None:
         """Put itself beside a transaction, whose hypothesis it sets.
 
         Args:
             job: what is computed.
             transaction: runs the windows.
+            measure: measures one of them: ``verdict.measure``.
             verify: whether anything is measured.
             strict: whether a gradient that is not the whole window's ends the run.
         """
         self._job = job
         self._transaction = transaction
+        self._measure_window = measure
         self._verify = verify
         self._strict = strict
         self._parameters = [p for module in job.modules for p in module.parameters()]
         self._is_checked = False  # whether a first window had a finite loss
         self._is_first = True  # until a window that was cut has been examined
-        # What the run goes by: "unmeasured" (what can be read is said), "passed", or "failed" (and said).
-        self._status = "unmeasured"
+        self._occasions = Occasions()
         self._rivals: frozenset[str] = frozenset()
         self._kinds = Kinds()
         self._written: dict[int, torch.Tensor] = {}  # parameters that forwards write to, by id
@@ -76,14 +77,7 @@ class Examiner:
         self._remembered_of = 0
         self._smallest = 1
         self._off_by_ones = 0.0  # the error of windows that hold a count of 1 which stands for none
-        self._surprises = 0
-        self._largest = 0  # samples of the largest window that was measured
-        self._is_short_measured = False
-        self._next_round = 2  # the number of the window at which forwards are compared next
-        self._tries = _MOST_SURPRISES  # how often it is still tried to measure what could not be measured
         transaction.drops_nan = verify
-        self.next_look = 1
-        """The number of the next window whose forwards are to be looked at."""
         self._begin()
 
     def begin_attempt(self, number: int, announce: Callable[[Notice], None]) -> None:
@@ -95,9 +89,9 @@ class Examiner:
         """
         # Of a window that is to be measured: what it moves is put back for that. Its second attempt begins no more as
         # the first one did, for not everything that a forward may move is rolled back.
-        is_due = number >= self._next_round or (self._status == "unmeasured" and self._tries)
-        if self._verify and is_due and number != self._remembered_of:
-            self._remembered = State(self._job, self._transaction.trained(), ())
+        job = self._job
+        if self._verify and self._occasions.is_foreseen(number) and number != self._remembered_of:
+            self._remembered = State(job.modules, job.functions, job.device, self._transaction.trained())
             self._remembered_of = number
         # The transaction knows nothing of being examined: this is put around its forward from outside.
         self._transaction.forward = self.forward
@@ -107,7 +101,6 @@ class Examiner:
     def _begin(self) -> None:
         self._met: list[tuple[int, set[Crossing]]] = []  # by which operations samples meet, and how many there were
         self._shown: list[Reduction] = []  # how losses were reduced, whatever num_items says
-        self._claimed: list[float] = []  # what the user counts in each micro-batch, or what was counted instead
         self._kinds.begin()
 
     def forward(self, batch: Any, num_samples: int, window_samples: int) -> torch.Tensor:
@@ -134,9 +127,9 @@ class Examiner:
                 self._written[id(p)] = p
         if is_part:
             # The graph is walked here, for the backward that follows frees it.
-            if self._status != "passed":
+            if self._occasions.status != "passed":
                 self._met.append((num_samples, crossings(loss, num_samples)))
-            if self._status != "passed" or "items" in self._rivals:
+            if self._occasions.status != "passed" or "items" in self._rivals:
                 self._shown.append(without_graph(read(loss, num_samples)))
         return loss
 
@@ -153,11 +146,6 @@ class Examiner:
             raise NonFiniteLossError(value)
         self._is_checked = True
 
-    def wants(self, window: Window, number: int) -> bool:
-        """Return whether a window that was cut is to be examined, before it is stepped on."""
-        signs = self._transaction.signs
-        return number >= self.next_look or signs.have_changed or window.num_samples < self._largest
-
     def examine(self, window: Window, gradient: Gradient, number: int, most: int) -> Examination:
         """Examine a window that was cut.
 
@@ -172,67 +160,78 @@ class Examiner:
         """
         said: list[Event] = []
         is_weighed_otherwise = False
+        if number >= self._transaction.signs.next_look and self._is_spoilt(gradient):
+            self._transaction.drops_gradients = True
+            return Examination(again=True)
         if gradient.conclusion is not None:
             if self._is_first:
                 trained = [p for p in self._parameters if p.requires_grad]
                 said.extend(notices.half_precision_notices(trained))
                 self._is_first = False
             before = self._transaction.hypothesis
-            self._claimed = self._claims(gradient)
-            reason = self._reason(window, number)
+            reason = None
+            if self._verify:
+                is_surprising = self._is_surprising(gradient, number)
+                reason = self._occasions.reason(window.num_samples, number, is_surprising=is_surprising)
             if reason is not None:
                 self._measure(window, gradient, number, most, reason, said)
-            if self._status == "unmeasured":
-                said.extend(self._doubts(gradient))
-            if self._status == "passed" and self._is_half_unknown(gradient):
+            if self._occasions.status == "unmeasured":
+                said.extend(readings.doubts(self._job, gradient, self._met, self._shown))
+            is_passed = self._occasions.status == "passed"
+            if is_passed and self._transaction.hypothesis == "items" and readings.is_half_unknown(gradient):
                 doubt = notices.doubt_of(gradient.sizes, gradient.reductions)
                 said.extend([] if doubt is None else [doubt])
-            if self._status == "passed" and self._off_by_ones and self._has_one(gradient):
+            if is_passed and self._off_by_ones and readings.has_one(gradient):
                 self._fail(notices.ones_notice(self._off_by_ones), self._off_by_ones, said)
             after = self._transaction.hypothesis
-            is_weighed_otherwise = before != after and not self._is_same(gradient, before, after)
+            is_weighed_otherwise = not readings.is_weighed_alike(self._job, gradient, before, after)
             if gradient.dropped and not self._transaction.drops_nan:
                 is_weighed_otherwise = True
         self._transaction.signs.have_changed = False
         self._remembered = None
-        if number >= self.next_look:
-            self.next_look = _next_look(number)
+        if number >= self._transaction.signs.next_look:
+            self._occasions.looked(number)
+            self._tell_signs()
             self._transaction.forward = self._transaction.plain_forward
         return Examination(said, is_weighed_otherwise, self._smallest)
 
-    def _reason(self, window: Window, number: int) -> str | None:
-        """Return how a window is measured: "whole", or by its "losses" alone; None where it need not be."""
-        if not self._verify or self._status == "failed":
-            return None
-        if self._status == "unmeasured":
-            return "whole" if self._tries else None
-        if self._transaction.signs.have_changed or self._rivals_differ():
-            self._surprises += 1
-            if self._surprises <= _MOST_SURPRISES or self._surprises & (self._surprises - 1) == 0:
-                return "whole"
-        if number >= self.next_look and self._kinds.new():
-            return "whole"
-        is_short = window.num_samples < self._largest and not self._is_short_measured
-        return "losses" if number >= self._next_round or is_short else None
-
-    def _rivals_differ(self) -> bool:
-        """Return whether what the graphs count is not what the user counts, where both did when it was measured."""
-        if "items" not in self._rivals or self._transaction.hypothesis != "num_items":
+    def _is_spoilt(self, gradient: Gradient) -> bool:
+        """Return whether a window has a finite loss and a gradient that is not, as nan_to_num leaves it: 0 / 0 * 0."""
+        transaction = self._transaction
+        if not transaction.drops_nan or transaction.drops_gradients or transaction.scaler is not None:
             return False
-        shown = [float(reduction.items) for reduction in self._shown]
-        return len(shown) == len(self._claimed) and not are_alike(self._claimed, shown)
+        trained = transaction.trained()
+        if not gradient.items or not trained or not math.isfinite(gradient.loss.item()):
+            return False
+        return not math.isfinite(contributions.norm(trained).item())
+
+    def _tell_signs(self) -> None:
+        """Let windows ask nothing but their signs whether they are to be examined."""
+        signs, occasions = self._transaction.signs, self._occasions
+        signs.next_look, signs.short_below = occasions.next_look, occasions.short_below
+
+    def _is_surprising(self, gradient: Gradient, number: int) -> bool:
+        """Return whether a window shows what no window before it did."""
+        if self._transaction.signs.have_changed:
+            return True
+        if number < self._transaction.signs.next_look:
+            return False
+        # What the graphs count is compared with what the user counts, where both would have done so far.
+        if "items" in self._rivals and self._transaction.hypothesis == "num_items":
+            shown, claimed = [float(reduction.items) for reduction in self._shown], readings.claims(gradient)
+            if len(shown) == len(claimed) and not are_alike(claimed, shown):
+                return True
+        return bool(self._kinds.new())
 
     def _measure(
         self, window: Window, gradient: Gradient, number: int, most: int, reason: str, said: list[Event]
     ) -> None:
         """Measure a window, and go by what comes of it."""
-        self._is_short_measured = self._is_short_measured or window.num_samples < self._largest
-        self._largest = max(self._largest, window.num_samples)
-        if number >= self._next_round:
-            self._next_round = _next_round(number)
+        self._occasions.measured(window.num_samples, number)
+        self._tell_signs()
         started = clock.now()
         held = self._transaction.hypothesis
-        likely = held or self._likely(gradient)
+        likely = held or readings.likely(self._job, gradient)
         verdict = Verdict()
         if reason == "losses":
             verdict = self._verdict(window, likely, most, forward_only=True)
@@ -240,9 +239,8 @@ class Examiner:
         if reason == "whole" or (verdict.decision is not None and not verdict.decision.passed):
             verdict = self._verdict(window, likely, most, include=gradient.dropped)
         # What was left out, for its loss is not a number, counts nothing only if it was measured to.
-        is_passed = verdict.decision is not None and verdict.decision.passed
-        if gradient.dropped and not (is_passed and verdict.counts_nothing):
-            self._transaction.drops_nan = False
+        if gradient.dropped and not verdict.counts_nothing:
+            self._transaction.drops_nan = self._transaction.drops_gradients = False
         if verdict.decision is None:
             self._tell_unmeasured(verdict, number, said)
             return
@@ -261,13 +259,14 @@ class Examiner:
         forward_only: bool = False,
     ) -> Verdict:
         written = self._written.values()
-        return measure(
+        return self._measure_window(
             self._job,
             window,
             likely,
             most=most,
             written=written,
             rewind=self._rewind,
+            drops_gradients=self._transaction.drops_gradients,
             include=include,
             forward_only=forward_only,
         )
@@ -278,14 +277,6 @@ class Examiner:
             self._remembered.restore()
         else:
             self._transaction.snapshot.restore()
-
-    def _likely(self, gradient: Gradient) -> Hypothesis:
-        """Return what a window looks like that nothing was measured of."""
-        if self._job.num_items is not None:
-            return "num_items"
-        if gradient.conclusion is None or not gradient.conclusion.is_sum:
-            return "items"
-        return "sum and penalties" if any(reduction.constants for reduction in gradient.reductions) else "sum"
 
     def _decide(self, decision: Decision, verdict: Verdict, number: int, seconds: float, said: list[Event]) -> None:
         """Go by what was measured, and say it."""
@@ -305,13 +296,13 @@ class Examiner:
         )
         signs = self._transaction.signs
         self._smallest = decision.smallest
-        if self._status == "passed" and decision is verdict.ones:
+        if self._occasions.status == "passed" and decision is verdict.ones:
             # What was verified before is in doubt only where a count is 1: it stands for this window if none is.
             self._off_by_ones, signs.compares_ones = decision.error, True
             self._transaction.hypothesis = held
             return
         if decision.passed:
-            self._status = "passed"
+            self._occasions.status = "passed"
             self._off_by_ones = verdict.ones.error if verdict.ones is not None else 0.0
             signs.compares_ones = verdict.ones is not None
             self._kinds.accept()
@@ -319,44 +310,21 @@ class Examiner:
             self._rivals = decision.rivals
             signs.compares_samples = "samples" in decision.rivals
             return
-        suspicion = self._suspicion() or (notices.state_notice() if verdict.rebinds else None)
+        suspicion = readings.suspicion(self._met, self._shown) or (notices.state_notice() if verdict.rebinds else None)
         notice = notices.failure_notice(decision, verdict.causes, verdict.samples, self._job.modules, suspicion)
         self._fail(notice, decision.error, said)
 
-    def _is_half_unknown(self, gradient: Gradient) -> bool:
-        """Return whether the graphs of some micro-batches tell what they count, and those of others do not."""
-        if self._transaction.hypothesis != "items":
-            return False
-        known = {
-            any(term.kind != "unknown" or term.numbers for term in r.terms) for r in gradient.reductions if r.terms
-        }
-        return len(known) > 1
-
-    @staticmethod
-    def _has_one(gradient: Gradient) -> bool:
-        """Return whether a micro-batch was divided by 1 and counted: what counts nothing was left out."""
-        pairs = zip(gradient.reductions, gradient.counts, strict=True)
-        return any(is_one(reduction) and abs(count) == 1 for reduction, count in pairs)
-
     def _fail(self, notice: Notice, error: float, said: list[Event]) -> None:
         """Say that windows that are cut have another gradient, and look no further."""
-        self._status = "failed"
+        self._occasions.status = "failed"
         self._transaction.signs.compares_samples = self._transaction.signs.compares_ones = False
         self._refuse_or_say(notice, error, said)
 
-    def _suspicion(self) -> Notice | None:
-        """Return what the graph of the window's losses says against it."""
-        if couples_samples(self._met):
-            return notices.coupling_notice()
-        return notices.doubt_of(self._sizes_of_met(), self._shown)
-
-    def _sizes_of_met(self) -> list[int]:
-        return [size for size, _ in self._met]
-
     def _tell_unmeasured(self, verdict: Verdict, number: int, said: list[Event]) -> None:
         """Say that nothing could be measured, once it is not tried again."""
-        self._tries -= 1
-        if self._status == "unmeasured" and not (verdict.is_zero and self._tries):
+        occasions = self._occasions
+        occasions.tries -= 1
+        if occasions.status == "unmeasured" and not (verdict.is_passing and occasions.tries):
             self._refuse_or_say(notices.unmeasured_notice(verdict.unmeasured), None, said)
 
     def _refuse_or_say(self, notice: Notice, error: float | None, said: list[Event] | None = None) -> None:
@@ -372,61 +340,22 @@ class Examiner:
         else:
             said.append(notice)
 
-    def _is_same(self, gradient: Gradient, before: Hypothesis | None, after: Hypothesis | None) -> bool:
-        """Return whether a window would be weighed as it was by the hypothesis that is held by now."""
-        found = gradient.conclusion
-        if before is not None or found is None or after == "num_items":
-            return before is None
-        counts = [float(reduction.items) for reduction in gradient.reductions]
-        if after is not None and is_sum(after):
-            with_terms = any(reduction.constants for reduction in gradient.reductions)
-            return found.is_sum and self._job.num_items is None and (after == "sum and penalties" or not with_terms)
-        if after == "items":
-            return not found.is_sum and self._job.num_items is None
-        return not found.is_sum and are_alike(gradient.sizes, counts)
-
-    def _doubts(self, gradient: Gradient) -> list[Notice]:
-        """Return why the gradient may not be that of the window, as far as that can be read."""
-        found = gradient.conclusion
-        if found is None:
-            return []
-        said = notices.batch_norm_notices(self._job.modules)
-        if couples_samples(self._met):  # no count makes it exact
-            return [*said, notices.coupling_notice()]
-        if self._job.num_items is not None:
-            # What the user says is compared with what the losses show, of every micro-batch or not at all.
-            if len(self._shown) == len(gradient.sizes):
-                notice = notices.contradiction_notice(self._claims(gradient), gradient.sizes, self._shown)
-                said.extend([] if notice is None else [notice])
-            return said
-        if found.doubt is not None:
-            said.append(notices.doubt_notice(*found.doubt))
-        return said
-
-    @staticmethod
-    def _claims(gradient: Gradient) -> list[float]:
-        return [float(reduction.items) for reduction in gradient.reductions]
-
     def state_dict(self) -> dict[str, Any]:
         """Return what was looked at and measured, for a checkpoint."""
+        transaction = self._transaction
         return {
             "_checked": self._is_checked,
             "_examining": self._is_first,
             "verified": {
-                "hypothesis": self._transaction.hypothesis,
-                "status": self._status,
+                "hypothesis": transaction.hypothesis,
+                # Of a run that measures nothing it says nothing.
+                "drops": (transaction.drops_nan or not self._verify, transaction.drops_gradients),
+                "signs": transaction.signs.state_dict(),
+                "occasions": self._occasions.state_dict(),
                 "rivals": sorted(self._rivals),
                 "kinds": self._kinds.state_dict(),
-                "surprises": self._surprises,
-                "largest": self._largest,
-                "is_short_measured": self._is_short_measured,
-                "next_round": self._next_round,
-                "next_look": self.next_look,
-                "tries": self._tries,
                 "smallest": self._smallest,
                 "off_by_ones": self._off_by_ones,
-                "drops_nan": self._transaction.drops_nan or not self._verify,
-                "signs": self._transaction.signs.state_dict(),
             },
         }
 
@@ -436,28 +365,14 @@ class Examiner:
         measured = state.get("verified")
         if measured is None:
             return
-        self._transaction.hypothesis = measured["hypothesis"]
-        self._status = measured["status"]
+        transaction = self._transaction
+        transaction.hypothesis = measured["hypothesis"]
+        drops_nan, transaction.drops_gradients = measured["drops"]
+        transaction.drops_nan = self._verify and drops_nan
+        transaction.signs.load_state_dict(measured["signs"])
+        self._occasions.load_state_dict(measured["occasions"])
+        self._tell_signs()
         self._rivals = frozenset(measured["rivals"])
         self._kinds.load_state_dict(measured["kinds"])
-        self._surprises = measured["surprises"]
-        self._largest = measured["largest"]
-        self._is_short_measured = measured["is_short_measured"]
-        self._next_round = measured["next_round"]
-        self.next_look = measured["next_look"]
-        self._tries = measured["tries"]
         self._smallest = measured["smallest"]
         self._off_by_ones = measured["off_by_ones"]
-        self._transaction.drops_nan = self._verify and measured["drops_nan"]
-        self._transaction.signs.load_state_dict(measured["signs"])
-
-
-def _next_look(number: int) -> int:
-    """Return which window is looked at after one: the next, and after the hundredth one in ten, in a hundred, ..."""
-    every = 1 if number < _CLOSELY else 10 ** (len(str(number)) - 2)
-    return (number // every + 1) * every
-
-
-def _next_round(number: int) -> int:
-    """Return at which window losses are compared next: 2, 3, then 10, 100, 1,000, ..."""
-    return number + 1 if number < 3 else int(10 ** len(str(number)))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,15 +22,11 @@ from autoaccum.loss.weighting import count_items
 from autoaccum.planning.attempts import Piece
 from autoaccum.verification.comparison import Error, error_of, loss_tolerance_of, tolerance_of
 from autoaccum.verification.draws import Constants, Draws, Recording, Replaying
+from autoaccum.verification.findings import Cut, Outcome, Part
 from autoaccum.window.gradient import Gradient
 from autoaccum.window.job import Job
 from autoaccum.window.state import Gradients, State
 from autoaccum.window.transaction import Repeat, Transaction
-
-Part = tuple[int, ...]
-"""Samples of the whole, by their index in it."""
-Cut = tuple[Part, ...]
-"""The parts that the whole is cut into."""
 
 
 class ZeroGradientError(Exception):
@@ -39,22 +35,6 @@ class ZeroGradientError(Exception):
 
 class NotFiniteError(Exception):
     """A loss of all samples that is not finite, which no cut can be compared with."""
-
-
-@dataclass(kw_only=True)
-class Outcome:
-    """What came of one hypothesis."""
-
-    hypothesis: Hypothesis | None
-    """The hypothesis; None where each micro-batch was taken for what its loss shows."""
-    error: float
-    """Relative error of the worst cut."""
-    tensor: str | None
-    """The worst tensor's name in it."""
-    errors: tuple[float, ...] = ()
-    """Of each cut."""
-    tensors: dict[str, float] = field(default_factory=dict)
-    """The error of each tensor in the worst cut, by its name."""
 
 
 class _Stretch:
@@ -96,6 +76,7 @@ class Measurement:
         *,
         written: Iterable[torch.Tensor] = (),
         rewind: Callable[[], None] = lambda: None,
+        drops_gradients: bool = False,
         forward_only: bool = False,
     ) -> None:
         """Set up; entering it lays the state of the run aside.
@@ -106,6 +87,7 @@ class Measurement:
             chosen: their positions in it.
             written: parameters that forwards have been seen to write to.
             rewind: puts the state back that the window began with.
+            drops_gradients: whether parts whose gradient is not finite are left out.
             forward_only: compare losses, and leave gradients alone.
         """
         self.num_samples = len(chosen)
@@ -127,6 +109,7 @@ class Measurement:
         self._chosen = list(chosen)
         self._written = list(written)
         self._rewind = rewind
+        self._drops_gradients = drops_gradients
         self._forward_only = forward_only
         # Not compiled, and not in 16 bits: there right and wrong cannot be told apart.
         self.job = replace(job, model=getattr(job.model, "_orig_mod", job.model), precision="fp32")
@@ -138,16 +121,17 @@ class Measurement:
         # It has a snapshot of its own, taken as things are.
         self._transaction = kind(self.job)
         self._transaction.drops_nan = True
+        self._transaction.drops_gradients = self._drops_gradients
         self.parameters = self._transaction.trained()
         self.names = _names_of(self.parameters, self.job.modules)
         tolerance = loss_tolerance_of if self._forward_only else tolerance_of
         self.tolerance = tolerance(self.parameters)
         self.is_rounded = any(p.dtype in (torch.bfloat16, torch.float16) for p in self.parameters)
         # As things are, and as they were when the window began: what it has moved is not to be hidden by that.
-        self._after = State(self.job, self.parameters, self._written)
+        self._after = State(self.job.modules, self.job.functions, self.job.device, self.parameters, self._written)
         self._gradients = Gradients(self.parameters)
         self._rewind()
-        self.state = State(self.job, self.parameters, self._written)
+        self.state = State(self.job.modules, self.job.functions, self.job.device, self.parameters, self._written)
         self._stack = ExitStack()
         self._stack.enter_context(torch.compiler.set_stance("force_eager"))
         return self

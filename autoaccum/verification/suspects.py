@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from autoaccum.data import batches
 from autoaccum.loss.coupling import batch_norms
 from autoaccum.loss.hypotheses import Hypothesis
 from autoaccum.verification.draws import UnalignedError, UnsettledError
-from autoaccum.verification.measurement import Cut, Measurement, Part
-
-Cause = Literal["padding", "batch norm", "state", "hooks"]
+from autoaccum.verification.findings import Cause, Cut, Part
+from autoaccum.verification.measurement import Measurement
 
 
 class Suspect(NamedTuple):

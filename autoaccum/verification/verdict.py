@@ -3,52 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from autoaccum.data.base import Window
-from autoaccum.errors import AutoaccumError
+from autoaccum.errors import AutoaccumError, MemoryLimitError
 from autoaccum.loss.coupling import smallest_micro_batch
 from autoaccum.loss.hypotheses import Hypothesis
-from autoaccum.memory.oom import RanOut, attempt, is_out_of_memory
-from autoaccum.verification.decision import Decision, decide, decide_without_ones
+from autoaccum.memory.oom import RanOut, attempt, is_out_of_memory, without_frames
+from autoaccum.verification.decision import decide, decide_without_ones
 from autoaccum.verification.draws import UnalignedError, UnsettledError
+from autoaccum.verification.findings import Cause, Decision, Verdict
 from autoaccum.verification.measurement import Measurement, NotFiniteError, ZeroGradientError
 from autoaccum.verification.samples import MOST, choose, cuts_of
-from autoaccum.verification.suspects import Cause, name_cause
+from autoaccum.verification.suspects import name_cause
 from autoaccum.window.job import Job
 
 _FEW = 3
 """Samples that are measured where there is no memory for all."""
 _ROUNDING = 0.1
 """Errors up to which gradients of 16 bits may be wrong, or no more than rounded: right ones are seen at 0.01."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """What a measurement has come to."""
-
-    decision: Decision | None = None
-    """What was measured; None where nothing was."""
-    causes: tuple[Cause, ...] = ()
-    """What is to blame where it failed, as far as it could be switched off."""
-    rebinds: bool = False
-    """Whether forwards leave other things in attributes of modules."""
-    unmeasured: str = ""
-    """Why nothing was measured; empty where something was."""
-    is_zero: bool = False
-    """Whether that is a gradient of 0 or a loss that is not finite, which may be another one in the next window."""
-    ones: Decision | None = None
-    """What was measured of windows that hold a count of 1, which may stand for none; None where it does not matter. The
-    decision itself where no cut of these samples is without one."""
-    counts_nothing: bool = False
-    """Whether the first sample was found to have nothing to count."""
-    samples: int = 0
-    """How many samples were measured."""
-    tolerance: float = 0.0
-    """Up to which error gradients are the same."""
 
 
 def measure(
@@ -59,6 +34,7 @@ def measure(
     most: int,
     written: Iterable[torch.Tensor] = (),
     rewind: Callable[[], None] = lambda: None,
+    drops_gradients: bool = False,
     include: Sequence[int] = (),
     forward_only: bool = False,
 ) -> Verdict:
@@ -71,20 +47,23 @@ def measure(
         most: samples that there is room for at once.
         written: parameters that forwards have been seen to write to.
         rewind: puts the state back that the window began with.
+        drops_gradients: whether parts whose gradient is not finite are left out.
         include: positions of samples that are to be among them.
         forward_only: compare losses alone, by that hypothesis alone.
     """
     smallest = smallest_micro_batch(job.modules)
-    make = partial(Measurement, job, window, written=list(written), rewind=rewind)
+    make = partial(Measurement, job, window, written=list(written), rewind=rewind, drops_gradients=drops_gradients)
     why = "there is not enough memory for three samples at once"
     for count in (MOST, _FEW, 2):
         count = min(count, window.num_samples, most)
         if not cuts_of(count, smallest):
-            why = f"there is no room, or no sample, for two parts of at least {smallest}"
+            if not cuts_of(window.num_samples, smallest):  # a larger window will tell
+                return Verdict(unmeasured=f"it has no two parts of at least {smallest}", is_passing=True)
+            why = f"there is no room for two parts of at least {smallest} at once"
             continue
         run = partial(_measured, window, likely, count, smallest, make, include, forward_only)
         outcome = attempt(run)
-        if not isinstance(outcome, RanOut):
+        if isinstance(outcome, Verdict):
             return outcome
         why = "memory ran out in the attempt"
     return Verdict(unmeasured=why)
@@ -98,7 +77,7 @@ def _measured(
     make: Callable[..., Measurement],
     include: Sequence[int],
     forward_only: bool,
-) -> Verdict:
+) -> Verdict | RanOut:
     """Measure so many samples."""
     chosen = choose(window, window.num_samples, count, include)
     measurement = make(chosen, forward_only=forward_only)
@@ -134,9 +113,11 @@ def _measured(
                 counts_nothing=0 in measurement.dropped,
             )
     except NotFiniteError:
-        return Verdict(unmeasured="the loss of a few samples is not finite", is_zero=True)
+        return Verdict(unmeasured="the loss of a few samples is not finite", is_passing=True)
+    except MemoryLimitError as error:  # after several attempts to put something back
+        return RanOut(without_frames(error))
     except ZeroGradientError:
-        return Verdict(unmeasured="the gradient of a few samples is 0", is_zero=True)
+        return Verdict(unmeasured="the gradient of a few samples is 0", is_passing=True)
     except (UnalignedError, UnsettledError) as error:
         return Verdict(unmeasured=f"what {error} draws for a few samples cannot be found among what it draws for all")
     except Exception as error:

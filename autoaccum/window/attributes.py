@@ -67,3 +67,11 @@ class Attributes:
                 container.extend(contents)
             else:
                 container.update(contents)
+
+
+def is_expanded(tensor: torch.Tensor) -> bool:
+    """Return whether elements of the tensor share memory, so that nothing can write to it."""
+    if tensor.layout != torch.strided:
+        return False
+    # A stride of 0 leads from an element to itself; with a size of 1 it leads nowhere.
+    return any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from autoaccum.loss.conclusions import Conclusion
+from autoaccum.loss.hypotheses import Conclusion
 from autoaccum.loss.reductions import Reduction
 from autoaccum.planning.noise import Noise, Part
 
@@ -49,7 +49,7 @@ class Signs:
     hypotheses that could not be told apart weigh its micro-batches differently.
     """
 
-    __slots__ = ("_graphs", "_modes", "compares_ones", "compares_samples", "have_changed")
+    __slots__ = ("_graphs", "_modes", "compares_ones", "compares_samples", "have_changed", "next_look", "short_below")
 
     def __init__(self) -> None:
         """Begin with nothing seen."""
@@ -59,8 +59,16 @@ class Signs:
         """Whether a mean over samples would do as well, as far as was measured."""
         self.compares_ones = False
         """Whether a count of 1 may stand for none."""
+        self.next_look = 1
+        """The number of the next window whose forwards are looked at; for whoever looks to set."""
+        self.short_below = 0
+        """Samples below which a window is shorter than any that was measured; for whoever measures to set."""
         self.have_changed = False
         """Whether a window has shown what was not seen before; for whoever has looked into it to take back."""
+
+    def want_a_look(self, number: int, num_samples: int) -> bool:
+        """Return whether a window of that number and size, which was cut, is to be examined before it is stepped on."""
+        return self.have_changed or number >= self.next_look or num_samples < self.short_below
 
     def of_graph(self, num_samples: int, *marks: object) -> None:
         """Take what tells the graph of a micro-batch from another one: its number of nodes, its root, its terms."""

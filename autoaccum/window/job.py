@@ -9,8 +9,6 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from autoaccum.loss.functions import LossOf
-from autoaccum.loss.weighting import CountItems
 from autoaccum.window.precision import Autocast, Precision, autocast
 
 
@@ -27,10 +25,10 @@ class Job:
     """The modules whose parameters get gradients, and whose buffers a forward may change: the first is the model."""
     optimizer: torch.optim.Optimizer
     """Over their parameters; its state is allocated."""
-    loss_of: LossOf
+    loss_of: Callable[[Any, Any], torch.Tensor]
     """(model, micro-batch) -> loss, a mean or a sum."""
     # Where a user passes one it is what counts; an examiner says so if the losses contradict it.
-    num_items: CountItems | None = None
+    num_items: Callable[[Any], Any] | None = None
     """(micro-batch) -> how many items its loss is a mean over; None where that is read off the loss."""
     device: torch.device
     """Where everything is."""
@@ -38,6 +36,11 @@ class Job:
     """What forwards compute in."""
     state: Literal["micro-batch", "window"] = "micro-batch"
     """How often state that forwards change, such as a momentum encoder, moves: with each of them, or once a window."""
+
+    @property
+    def functions(self) -> list[object]:
+        """Return what of it is the user's code, beside modules."""
+        return [self.loss_of, self.num_items]
 
     @property
     def autocast(self) -> Autocast:

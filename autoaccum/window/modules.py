@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoaccum.window.snapshot import is_expanded
+from autoaccum.window.attributes import is_expanded
 
 State = dict[str, Any]
 """Plain values and tensors."""

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from autoaccum._checks import one_of
+from autoaccum.errors import ArgumentError
 
 Precision = Literal["fp32", "bf16", "fp16"]
 """The type that forwards compute in: float32, or 16 bits where autocast deems them safe."""
@@ -24,7 +24,9 @@ def autocast(precision: Precision, device: torch.device) -> Autocast:
     Raises:
         ArgumentError: there is no such precision.
     """
-    one_of("precision", precision, ("fp32", "bf16", "fp16"))
+    # Only a text can be one, and nothing else is compared: an array has an == of its own.
+    if not isinstance(precision, str) or precision not in ("fp32", "bf16", "fp16"):
+        raise ArgumentError("precision", precision, "one of 'fp32', 'bf16', 'fp16'")
     if precision == "fp32":
         return nullcontext
     dtype = torch.bfloat16 if precision == "bf16" else torch.float16

@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from autoaccum.data import randomness
 from autoaccum.memory.oom import insist
+from autoaccum.window.attributes import is_expanded
 
 
 class Snapshot:
@@ -105,11 +106,3 @@ def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
     for group in groups.values():
         targets, sources = zip(*group, strict=True)
         torch._foreach_copy_(targets, sources)
-
-
-def is_expanded(tensor: torch.Tensor) -> bool:
-    """Return whether elements of the tensor share memory, so that nothing can write to it."""
-    if tensor.layout != torch.strided:
-        return False
-    # A stride of 0 leads from an element to itself; with a size of 1 it leads nowhere.
-    return any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -11,9 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from autoaccum.data import randomness
 from autoaccum.memory.oom import insist
-from autoaccum.window.attributes import Attributes
-from autoaccum.window.job import Job
-from autoaccum.window.snapshot import is_expanded
+from autoaccum.window.attributes import Attributes, is_expanded
 from autoaccum.window.surroundings import surroundings_of
 
 _SMALL_BYTES = 2**24
@@ -31,21 +29,30 @@ class State:
     states; attributes of modules and of the objects whose methods are called; variables of enclosing functions.
     """
 
-    def __init__(self, job: Job, parameters: Sequence[torch.Tensor], written: Iterable[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        functions: Iterable[object],
+        device: torch.device,
+        parameters: Sequence[torch.Tensor],
+        written: Iterable[torch.Tensor] = (),
+    ) -> None:
         """Remember how things are.
 
         Args:
-            job: what is computed.
+            modules: whose forwards are run.
+            functions: of the user's, which may hold state of their own.
+            device: whose random state there is.
             parameters: what gets gradients.
             written: parameters that forwards have been seen to write to.
 
         Raises:
             MemoryLimitError: the device has no memory to copy from or to.
         """
-        self._device = job.device
-        held = surroundings_of([job.loss_of, job.num_items])
-        modules = [*job.modules, *held.modules]
-        self.layers = list({id(layer): layer for module in modules for layer in module.modules()}.values())
+        self._device = device
+        held = surroundings_of(functions)
+        everything = [*modules, *held.modules]
+        self.layers = list({id(layer): layer for module in everything for layer in module.modules()}.values())
         """Every module, each once."""
         # Attributes of these may be rebound or written to: counters, caches, queues, lists that are appended to.
         self._held = held

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,6 +27,7 @@ from autoaccum.planning.tuner import Tuner
 from autoaccum.window import notices
 from autoaccum.window.advice import advised
 from autoaccum.window.announcer import Announcer
+from autoaccum.window.examination import Examiner
 from autoaccum.window.gradient import Gradient
 from autoaccum.window.job import Job
 from autoaccum.window.meter import Meter
@@ -41,47 +42,6 @@ class Failure(NamedTuple):
     """What was being run; where it was the window's end that failed, its size is that of the largest micro-batch."""
     shortage: Shortage
     """What was reached, and the error."""
-
-
-class Examination(Protocol):
-    """What came of examining a window."""
-
-    @property
-    def events(self) -> Sequence[Event]:
-        """Return what is to be told."""
-
-    @property
-    def again(self) -> bool:
-        """Return whether the window has to be run again, now that it is known what its loss is."""
-
-    @property
-    def smallest(self) -> int:
-        """Return the fewest samples of a micro-batch whose loss can be computed."""
-
-
-class Examiner(Protocol):
-    """What compares windows that are cut with whole ones: see ``verification.examiner``."""
-
-    next_look: int
-    """The number of the next window whose forwards it looks at."""
-
-    def begin_attempt(self, number: int, announce: Callable[[Notice], None]) -> None:
-        """Look at the forwards of an attempt."""
-
-    def check_first(self, gradient: Gradient) -> None:
-        """Refuse a first loss that is not finite."""
-
-    def wants(self, window: Window, number: int) -> bool:
-        """Return whether a window that was cut is to be examined."""
-
-    def examine(self, window: Window, gradient: Gradient, number: int, most: int) -> Examination:
-        """Examine it, before it is stepped on."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return plain values."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Put them back."""
 
 
 class Step:
@@ -216,8 +176,8 @@ class Step:
 
     def _try(self, pieces: Attempt, window: Window) -> Gradient | Repeat | Failure:
         """Run a window once."""
-        number = self.number + 1
-        if number >= self._examiner.next_look:
+        number, signs = self.number + 1, self.transaction.signs
+        if number >= signs.next_look:
             self._examiner.begin_attempt(number, self.announcer.say_once)
         try:
             outcome = attempt(lambda: self._add_all(pieces))
@@ -227,7 +187,7 @@ class Step:
                 micro_batch=self._piece.size, peak_bytes=refused.peak_bytes or 0, error=refused, ran=True
             )
             return Failure(self._piece, shortage)
-        if isinstance(outcome, Gradient) and len(outcome.sizes) > 1 and self._examiner.wants(window, number):
+        if isinstance(outcome, Gradient) and len(outcome.sizes) > 1 and signs.want_a_look(number, window.num_samples):
             return self._examined(window, outcome)
         if not isinstance(outcome, RanOut):
             return outcome
@@ -246,7 +206,7 @@ class Step:
         # If it is the end of the window that does, the largest of them is what has to become smaller.
         self._piece = piece._replace(size=max(sizes))
         outcome = self.transaction.finish()
-        if isinstance(outcome, Gradient) and self.number + 1 >= self._examiner.next_look:
+        if isinstance(outcome, Gradient) and self.number + 1 >= self.transaction.signs.next_look:
             self._examiner.check_first(outcome)
         return outcome
 

@@ -23,12 +23,11 @@ from typing import Any
 import torch
 
 from autoaccum.data.base import Window
-from autoaccum.loss.conclusions import PLAIN_MEAN, PLAIN_SUM, Conclusion, conclude, stands_for_none
-from autoaccum.loss.hypotheses import Hypothesis, is_sum
+from autoaccum.loss.conclusions import conclude, stands_for_none
+from autoaccum.loss.hypotheses import PLAIN_MEAN, PLAIN_SUM, SUMS, Conclusion, Hypothesis
 from autoaccum.loss.reductions import Reduction, kinds_of, plain_mean, read, without_graph
 from autoaccum.loss.terms import Count
 from autoaccum.loss.weighting import Tally, by_user, counted_once
-from autoaccum.memory.devices import is_slow_to_read
 from autoaccum.memory.oom import insist
 from autoaccum.planning.attempts import Piece
 from autoaccum.planning.noise import Noise, Part, estimate
@@ -51,6 +50,11 @@ class Repeat:
     """
 
     sizes: tuple[int, ...]
+
+
+def is_slow_to_read(device: torch.device) -> bool:
+    """Return whether reading a number waits until everything that was asked of the device is done."""
+    return device.type != "cpu"
 
 
 _NOTHING = Reduction(0.0)
@@ -92,6 +96,8 @@ class Transaction:
         self._is_deferred = self._is_slow_to_read = is_slow_to_read(job.device)
         self.drops_nan = False
         """Whether a micro-batch whose loss is not a number counts nothing, for someone sees to it that this is so."""
+        self.drops_gradients = False
+        """Whether one whose gradient is not finite counts nothing, where others were measured to be finite."""
         self._window: Window  # while one is open
         self._begun: State | None = None  # how the window began, where its micro-batches are to begin likewise
         self._nodes = 0  # of the last forward's graph
@@ -114,7 +120,7 @@ class Transaction:
         self.snapshot.take()
         self.signs.of_modes(self.snapshot.modes())
         if self._job.state == "window":
-            self._begun = State(self._job, self.trained(), ())
+            self._begun = State(self._job.modules, self._job.functions, self._job.device, self.trained())
         self.is_open = True
         self._begin_anew(window.num_samples)
 
@@ -212,13 +218,21 @@ class Transaction:
     def _backward(self, loss: torch.Tensor, weight: Count, reduction: Reduction, size: int) -> None:
         """Add the gradient of a loss, times its weight; measure it by itself where that is asked for."""
         share = size / self._num_samples
-        if not self._measures_parts or size == self._num_samples:
+        if not (self._measures_parts or self.drops_gradients) or size == self._num_samples:
             self._accumulate(loss, weight, reduction, share)
             return
         trained = self._gradients.trained()
         before = contributions.set_aside(trained)
         self._accumulate(loss, weight, reduction, share)
-        self._norms[len(self._sizes)] = contributions.norm(trained)
+        norm = contributions.norm(trained)
+        if self.drops_gradients and not math.isfinite(norm.item()):
+            self._gradients.drop()
+            self._tally.leave_out(len(self._sizes))
+            self._losses[-1] = None
+            self._dropped.append(sum(self._sizes))
+            self.signs.have_changed = True  # as where a loss is not a number
+        elif self._measures_parts:
+            self._norms[len(self._sizes)] = norm
         contributions.add_back(before)
 
     def _accumulate(self, loss: torch.Tensor, weight: Count, reduction: Reduction, share: float) -> None:
@@ -245,7 +259,7 @@ class Transaction:
     def _is_sum(self, reduction: Reduction) -> bool:
         """Return whether a loss with terms of parameters alone is a sum: by itself, until a window has shown it."""
         if self.hypothesis is not None:
-            return is_sum(self.hypothesis)
+            return self.hypothesis in SUMS
         return reduction.is_sum if self._has_sums is None else self._has_sums
 
     def finish(self) -> Gradient | Repeat:
@@ -254,7 +268,7 @@ class Transaction:
         is_doubtful = self._leave_out_what_counts_nothing()
         counts = tally.read()
         if not any(counts) and self._dropped:  # all of them are not numbers: that is no count of theirs
-            self.drops_nan = False
+            self.drops_nan = self.drops_gradients = False
             return Repeat(sizes=sizes)
         if not any(counts):
             return Gradient(sizes=sizes, loss=torch.tensor(float("nan")), grad_norm=None, items=0)
@@ -293,7 +307,7 @@ class Transaction:
     def _conclusion(self, is_doubtful: bool) -> Conclusion:
         """Return what the window is: as was measured, or as its micro-batches show."""
         if self.hypothesis is not None:
-            return PLAIN_SUM if is_sum(self.hypothesis) else PLAIN_MEAN
+            return PLAIN_SUM if self.hypothesis in SUMS else PLAIN_MEAN
         if len(self._sizes) > 1 and any(reduction.terms for reduction in self._reductions):
             return conclude(self._sizes, self._reductions, is_doubtful)
         return PLAIN_MEAN

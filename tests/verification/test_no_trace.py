@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy, dropout, mse_loss, normalize
 from torch.nn.utils import parametrizations
 
 import autoaccum
-from autoaccum.events import Notice, Planned, Replanned, Verified
+from autoaccum.events import Planned, Replanned, Verified
 from autoaccum.training.result import FitResult
 from tests.models import classes, mlp, noisy
 

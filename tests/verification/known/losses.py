@@ -147,7 +147,7 @@ NEGATED: dict[str, Case] = {
         lambda m, o, d, b: (o * b["mask"]).sum() / b["mask"].sum().neg().clamp(max=-1), COUNTED
     ),
     "zero where it is not a number": Case(
-        lambda m, o, d, b: -((o * b["mask"]).sum() / b["mask"].sum()).nan_to_num(), COUNTED
+        lambda m, o, d, b: -((o * b["mask"]).sum() / b["mask"].sum()).nan_to_num(), (*COUNTED, *MEETS)
     ),
 }  # fmt: skip
 """Masked means with a sign, which were a ZeroDivisionError."""

@@ -1,0 +1,98 @@
+"""Holds what measurements find: what came of a hypothesis, what was decided by it, and what a run is told of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from autoaccum.loss.hypotheses import Hypothesis
+
+Part = tuple[int, ...]
+"""Samples of the whole, by their index in it."""
+Cut = tuple[Part, ...]
+"""The parts that the whole is cut into."""
+Cause = Literal["padding", "batch norm", "state", "hooks"]
+"""What may be to blame where a measurement fails, and can be switched off."""
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """What came of one hypothesis."""
+
+    hypothesis: Hypothesis | None
+    """The hypothesis; None where each micro-batch was taken for what its loss shows."""
+    error: float
+    """Relative error of the worst cut."""
+    tensor: str | None
+    """The worst tensor's name in it."""
+    errors: tuple[float, ...] = ()
+    """Of each cut."""
+    tensors: dict[str, float] = field(default_factory=dict)
+    """The error of each tensor in the worst cut, by its name."""
+
+
+@dataclass(kw_only=True)
+class Decision:
+    """What a measurement has shown."""
+
+    hypothesis: Hypothesis
+    """The first hypothesis that passed; the one with the least error where none did."""
+    passed: bool
+    """Whether it did."""
+    error: float
+    """Relative error of its worst cut."""
+    tensor: str | None
+    """The name of the worst tensor in that."""
+    errors: tuple[float, ...]
+    """Of each cut that was run."""
+    cuts: tuple[Cut, ...]
+    """The cuts."""
+    outcomes: tuple[Outcome, ...]
+    """Those of the other hypotheses that were measured."""
+    rivals: frozenset[str]
+    """Hypotheses that would have weighed every part the same."""
+    has_ones: bool = False
+    """Whether it failed where some part counts 1, which may stand for none."""
+    smallest: int = 1
+    """The fewest samples of a micro-batch whose loss can be computed."""
+    is_foreign: bool = False
+    """Whether generators were drawn from whose draws have no rows, so that a failure may be theirs."""
+
+    @classmethod
+    def of(cls, outcome: Outcome, *, passed: bool) -> Decision:
+        """Return what one hypothesis alone has shown."""
+        return cls(
+            hypothesis=outcome.hypothesis or "items",
+            passed=passed,
+            error=outcome.error,
+            tensor=outcome.tensor,
+            errors=outcome.errors,
+            cuts=(),
+            outcomes=(),
+            rivals=frozenset(),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What a measurement has come to."""
+
+    decision: Decision | None = None
+    """What was measured; None where nothing was."""
+    causes: tuple[Cause, ...] = ()
+    """What is to blame where it failed, as far as it could be switched off."""
+    rebinds: bool = False
+    """Whether forwards leave other things in attributes of modules."""
+    unmeasured: str = ""
+    """Why nothing was measured; empty where something was."""
+    is_passing: bool = False
+    """Whether that may be otherwise in the next window, as of a gradient of 0 or a loss that is not finite."""
+    ones: Decision | None = None
+    """What was measured of windows that hold a count of 1, which may stand for none; None where it does not matter. The
+    decision itself where no cut of these samples is without one."""
+    counts_nothing: bool = False
+    """Whether the first sample was found to have nothing to count."""
+    samples: int = 0
+    """How many samples were measured."""
+    tolerance: float = 0.0
+    """Up to which error gradients are the same."""

@@ -1,0 +1,83 @@
+"""Decides when a run is measured again, and keeps what that goes by."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+_CLOSELY = 100
+"""Windows of which each is looked at for samples of a kind that was not there; of later ones every tenth or so is."""
+_MOST_SURPRISES = 4
+"""Measurements because of what a window shows, after which they are made at every doubling of the number of surprises
+only: a graph that depends on its data changes all the time."""
+
+Status = Literal["unmeasured", "passed", "failed"]
+"""What a run goes by: what can be read and is said, what was measured, or what has failed and was said."""
+
+
+class Occasions:
+    """When to look, and when to measure: facts that outlive the process."""
+
+    def __init__(self) -> None:
+        """Begin before the first window."""
+        self.status: Status = "unmeasured"
+        self.surprises = 0
+        """Windows that have shown what was not there before."""
+        self.largest = 0
+        """Samples of the largest window that was measured."""
+        self.is_short_measured = False
+        """Whether a smaller one was measured after it."""
+        self.next_round = 2
+        """The number of the window at which losses are compared next, whatever it shows."""
+        self.next_look = 1
+        """The number of the next window whose forwards are looked at."""
+        self.tries = _MOST_SURPRISES
+        """How often it is still tried to measure what could not be measured."""
+
+    def is_foreseen(self, number: int) -> bool:
+        """Return whether a window is going to be measured, if it is cut, whatever it shows."""
+        if self.status == "unmeasured":
+            return self.tries > 0
+        return self.status == "passed" and number >= self.next_round
+
+    @property
+    def short_below(self) -> int:
+        """Return below how many samples a window is shorter than those that were measured, and the first that is."""
+        return 0 if self.is_short_measured else self.largest
+
+    def reason(self, num_samples: int, number: int, *, is_surprising: bool) -> Literal["whole", "losses"] | None:
+        """Return how a window is measured: wholly, or by its losses alone; None where it need not be.
+
+        Args:
+            num_samples: its samples.
+            number: its number.
+            is_surprising: whether it shows what no window before it did.
+        """
+        if self.status == "failed":
+            return None
+        if self.status == "unmeasured":
+            return "whole" if self.tries else None
+        if is_surprising:
+            self.surprises += 1
+            if self.surprises <= _MOST_SURPRISES or self.surprises & (self.surprises - 1) == 0:
+                return "whole"
+        return "losses" if number >= self.next_round or num_samples < self.short_below else None
+
+    def measured(self, num_samples: int, number: int) -> None:
+        """Take that a window is measured."""
+        self.is_short_measured = self.is_short_measured or num_samples < self.largest
+        self.largest = max(self.largest, num_samples)
+        if number >= self.next_round:
+            self.next_round = number + 1 if number < 3 else int(10 ** len(str(number)))  # 2, 3, 10, 100, 1,000, ...
+
+    def looked(self, number: int) -> None:
+        """Take that a window was looked at: the next one is, and after the hundredth one in ten, in a hundred, ..."""
+        every = 1 if number < _CLOSELY else int(10 ** (len(str(number)) - 2))
+        self.next_look = (number // every + 1) * every
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all of it, for a checkpoint."""
+        return dict(vars(self))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Put back what ``state_dict`` returned."""
+        vars(self).update(state)

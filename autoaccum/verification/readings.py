@@ -1,0 +1,86 @@
+"""Reads what the graphs of a window's losses say of it: what they propose, and what speaks against it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autoaccum.events import Notice
+from autoaccum.loss.coupling import Crossing, couples_samples
+from autoaccum.loss.hypotheses import SUMS, Hypothesis
+from autoaccum.loss.reductions import Reduction, is_one
+from autoaccum.verification import notices
+from autoaccum.window.gradient import Gradient, are_alike
+from autoaccum.window.job import Job
+
+Met = Sequence[tuple[int, set[Crossing]]]
+"""Of each micro-batch, its samples, and by which operations they meet."""
+
+
+def likely(job: Job, gradient: Gradient) -> Hypothesis:
+    """Return what a window looks like that nothing was measured of."""
+    if job.num_items is not None:
+        return "num_items"
+    if gradient.conclusion is None or not gradient.conclusion.is_sum:
+        return "items"
+    return "sum and penalties" if any(reduction.constants for reduction in gradient.reductions) else "sum"
+
+
+def is_weighed_alike(job: Job, gradient: Gradient, before: Hypothesis | None, after: Hypothesis | None) -> bool:
+    """Return whether another hypothesis would weigh a window as the one did by which it was run."""
+    found = gradient.conclusion
+    if before == after or found is None:
+        return True
+    if before is not None or after == "num_items":
+        return before is None
+    if after in SUMS:
+        with_terms = any(reduction.constants for reduction in gradient.reductions)
+        return found.is_sum and job.num_items is None and (after == "sum and penalties" or not with_terms)
+    if after == "items":
+        return not found.is_sum and job.num_items is None
+    return not found.is_sum and are_alike(gradient.sizes, claims(gradient))
+
+
+def claims(gradient: Gradient) -> list[float]:
+    """Return what each micro-batch counts, by the user or by its graph."""
+    return [float(reduction.items) for reduction in gradient.reductions]
+
+
+def is_half_unknown(gradient: Gradient) -> bool:
+    """Return whether the graphs of some micro-batches tell what they count, and those of others do not."""
+    known = set()
+    for reduction in gradient.reductions:
+        if reduction.terms:
+            known.add(any(term.kind != "unknown" or term.numbers for term in reduction.terms))
+    return len(known) > 1
+
+
+def has_one(gradient: Gradient) -> bool:
+    """Return whether a micro-batch was divided by 1 and counted: what counts nothing was left out."""
+    pairs = zip(gradient.reductions, gradient.counts, strict=True)
+    return any(is_one(reduction) and abs(count) == 1 for reduction, count in pairs)
+
+
+def suspicion(met: Met, shown: Sequence[Reduction]) -> Notice | None:
+    """Return what the graphs say against a loss that was measured not to add up; None where they say nothing."""
+    if couples_samples(met):
+        return notices.coupling_notice()
+    return notices.doubt_of([size for size, _ in met], shown)
+
+
+def doubts(job: Job, gradient: Gradient, met: Met, shown: Sequence[Reduction]) -> list[Notice]:
+    """Return why the gradient may not be that of the window, as far as that can be read, where nothing was measured."""
+    found = gradient.conclusion
+    if found is None:
+        return []
+    said = notices.batch_norm_notices(job.modules)
+    if couples_samples(met):  # no count makes it exact
+        return [*said, notices.coupling_notice()]
+    if job.num_items is not None:
+        # What the user says is compared with what the losses show, of every micro-batch or not at all.
+        if len(shown) == len(gradient.sizes):
+            notice = notices.contradiction_notice(claims(gradient), gradient.sizes, shown)
+            said.extend([] if notice is None else [notice])
+        return said
+    if found.doubt is not None:
+        said.append(notices.doubt_notice(*found.doubt))
+    return said

@@ -1,0 +1,45 @@
+"""States what a step asks of whoever compares its windows with whole ones: see ``verification``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from autoaccum.data.base import Window
+from autoaccum.events import Event, Notice
+from autoaccum.window.gradient import Gradient
+
+
+class Examination(Protocol):
+    """What came of examining a window."""
+
+    @property
+    def events(self) -> Sequence[Event]:
+        """Return what is to be told."""
+
+    @property
+    def again(self) -> bool:
+        """Return whether the window has to be run again, now that it is known what its loss is."""
+
+    @property
+    def smallest(self) -> int:
+        """Return the fewest samples of a micro-batch whose loss can be computed."""
+
+
+class Examiner(Protocol):
+    """What compares windows that are cut with whole ones: see ``verification.examiner``."""
+
+    def begin_attempt(self, number: int, announce: Callable[[Notice], None]) -> None:
+        """Look at the forwards of an attempt."""
+
+    def check_first(self, gradient: Gradient) -> None:
+        """Refuse a first loss that is not finite."""
+
+    def examine(self, window: Window, gradient: Gradient, number: int, most: int) -> Examination:
+        """Examine it, before it is stepped on."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain values."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Put them back."""
