@@ -11,8 +11,10 @@ from torch.nn import functional as F
 from torch.nn.functional import cross_entropy
 
 from autoaccum.loss.hypotheses import Hypothesis
-from autoaccum.verification.decision import Decision, decide, decide_without_ones, is_one
+from autoaccum.loss.reductions import Reduction, Term, is_one
+from autoaccum.verification.decision import decide, decide_without_ones, in_order
 from autoaccum.verification.draws import UnsettledError
+from autoaccum.verification.findings import Decision
 from tests.models import classes
 from tests.verification.making import DOUBLE, measurement_of, pairs, plain, squared_mean, summed
 
@@ -147,3 +149,50 @@ def test_where_every_part_is_divided_by_one_there_are_none() -> None:
     with measurement_of(loss) as measurement:
         measurement.run_whole()
         assert decide_without_ones(measurement, 1, "items") is None or not is_one(measurement.shown_of((0,)))
+
+
+# The order in which hypotheses are measured.
+
+
+def mean(items: int, *constants: object) -> Reduction:
+    return Reduction(items, (Term("mean", divisor=items, numbers=100, is_items=True),), constants)  # type: ignore[arg-type]
+
+
+def total(size: int, *constants: object) -> Reduction:
+    return Reduction(1.0, (Term("sum", numbers=size),), constants)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("reductions", "counts_items", "order"),
+    [
+        ([mean(3), mean(1)], False, ["items", "samples", "sum"]),
+        ([mean(3), mean(1)], True, ["num_items", "items", "samples", "sum"]),
+        ([total(3), total(1)], False, ["sum", "items", "samples"]),
+        ([total(3), total(1)], True, ["num_items", "sum", "items", "samples"]),
+        ([], False, ["items", "samples", "sum"]),
+    ],
+)
+def test_what_the_graph_proposes_comes_first(reductions: list[Reduction], counts_items: bool, order: list[str]) -> None:
+    assert in_order([3, 1][: len(reductions)], reductions, counts_items=counts_items) == order
+
+
+def test_penalties_are_looked_for_where_the_graph_has_some() -> None:
+    for make, first in ((mean, "items"), (total, "sum and penalties")):
+        order = in_order([3, 1], [make(3, object()), make(1)], counts_items=False)
+        assert order[0] == first
+        assert order.index("sum and penalties") == order.index("sum") - 1
+        assert len(order) == len(set(order)) == 4
+
+
+def test_a_weight_of_one_is_no_count_and_hides_nothing() -> None:
+    """Where every part was divided by 1, those that count more than 1 tell."""
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        return plain(model, batch) + 1.0 * pairs(model, batch)
+
+    with measurement_of(loss) as measurement:
+        assert not decide(measurement, 1, "items").passed
+        assert is_one(measurement.shown_of((0, 1, 2)))
+        without = decide_without_ones(measurement, 1, "items")
+    assert without is not None
+    assert not without.passed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +17,8 @@ from autoaccum.errors import LossSideEffectError, NonFiniteLossError, NotExactEr
 from autoaccum.events import Event, Notice, Verified
 from autoaccum.loss.weighting import CountItems
 from autoaccum.planning.attempts import Piece
-from autoaccum.verification.examiner import Examination, Examiner, _next_look, _next_round
+from autoaccum.verification.examiner import Examination, Examiner
+from autoaccum.verification.verdict import measure
 from autoaccum.window.gradient import Gradient
 from autoaccum.window.transaction import Transaction
 from tests.models import classes, mlp, noisy, same
@@ -37,7 +39,7 @@ class Examined:
     ) -> None:
         self.job = job_of(loss_of, model, num_items)
         self.transaction = Transaction(self.job)
-        self.examiner = Examiner(self.job, self.transaction, verify=verify, strict=strict)
+        self.examiner = Examiner(self.job, self.transaction, measure, verify=verify, strict=strict)
         self.number = 0
         self.announced: list[Notice] = []
         self.dtype = next(self.job.model.parameters()).dtype  # type: ignore[union-attr]
@@ -47,7 +49,7 @@ class Examined:
         total = sum(sizes)
         self.window = window_of(total, classes(total, self.dtype) if batch is None else batch)
         self.transaction.begin(self.window)
-        if self.number + 1 >= self.examiner.next_look:
+        if self.number + 1 >= self.transaction.signs.next_look:
             self.examiner.begin_attempt(self.number + 1, self.announced.append)
         start = 0
         for size in sizes:
@@ -62,7 +64,7 @@ class Examined:
         gradient = self.attempt(*sizes, batch=batch)
         self.examiner.check_first(gradient)
         self.number += 1
-        if len(sizes) == 1 or not self.examiner.wants(self.window, self.number):
+        if len(sizes) == 1 or not self.transaction.signs.want_a_look(self.number, sum(sizes)):
             return None
         return self.examiner.examine(self.window, gradient, self.number, 6)
 
@@ -191,9 +193,9 @@ class TestMeasuringAgain:
         made.number = 3
         for sizes in ((4, 4), (4, 4)):
             made.examine(*sizes)
-        assert not made.examiner._is_short_measured
+        assert not made.examiner._occasions.is_short_measured
         made.examine(4, 1)
-        assert made.examiner._is_short_measured
+        assert made.examiner._occasions.is_short_measured
 
     def test_a_graph_that_changes_all_the_time_is_not_measured_all_the_time(self) -> None:
         calls = Log()
@@ -251,12 +253,15 @@ class TestFailing:
         assert made.kinds(4, 4) == ["items"]
 
     def test_of_a_gradient_of_zero_nothing_is_said_while_it_may_come(self) -> None:
-        factor = [0.0]
-        made = Examined(lambda model, batch: 1 + plain(model, batch) * factor[0])
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 3), nn.ReLU()).to(DOUBLE)
+        with torch.no_grad():
+            model[0].bias.fill_(-100)
+        made, never = Examined(model=model), Examined(model=copy.deepcopy(model))
         assert [made.kinds(4, 4) for _ in range(3)] == [[], [], []]
-        factor[0] = 1.0
+        with torch.no_grad():
+            model[0].bias.fill_(0)
         assert made.kinds(4, 4) == ["items"]
-        never = Examined(lambda model, batch: 1 + plain(model, batch) * 0)
         assert [never.kinds(4, 4) for _ in range(5)] == [[], [], [], ["said"], []]
 
     def test_hooks_after_the_backward_are_said_before_anything_is_run(self) -> None:
@@ -376,13 +381,6 @@ class TestState:
             made.examiner.load_state_dict(kept)
             assert made.transaction.drops_nan
             assert made.kinds(3, 3, 2) == ["items"]
-
-
-def test_windows_are_looked_at_less_and_less() -> None:
-    assert [_next_look(number) for number in (1, 99, 100, 101, 109, 110, 1000, 1001)] == [
-        2, 100, 110, 110, 110, 120, 1100, 1100,
-    ]  # fmt: skip
-    assert [_next_round(number) for number in (1, 2, 3, 9, 10, 99, 100, 12345)] == [2, 3, 10, 10, 100, 100, 1000, 100000]
 
 
 class TestRuns:

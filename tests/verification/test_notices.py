@@ -10,8 +10,7 @@ from torch import nn
 
 from autoaccum.events import Notice
 from autoaccum.loss.reductions import Reduction, Term
-from autoaccum.verification.decision import Decision
-from autoaccum.verification.measurement import Outcome
+from autoaccum.verification.findings import Cause, Decision, Outcome
 from autoaccum.verification.notices import (
     backward_hook_notice,
     batch_norm_notices,
@@ -27,7 +26,6 @@ from autoaccum.verification.notices import (
     state_notice,
     unmeasured_notice,
 )
-from autoaccum.verification.suspects import Cause
 
 
 def test_the_notice_counts_the_layers_and_names_the_cure() -> None:

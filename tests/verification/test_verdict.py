@@ -12,13 +12,16 @@ from torch.nn.functional import cross_entropy
 
 from autoaccum.loss.hypotheses import Hypothesis
 from autoaccum.testing import oom_at
-from autoaccum.verification.verdict import Verdict, measure
+from autoaccum.verification.findings import Verdict
+from autoaccum.verification.verdict import measure
 from tests.faults import Operations
 from tests.models import classes, mlp
 from tests.verification.making import DOUBLE, job_of, pairs, plain, squared_mean, window_of
 
 
-def verdict(loss: Any = plain, model: nn.Module | None = None, *, batch: Any = None, count: int = 8, **options: Any) -> Verdict:
+def verdict(
+    loss: Any = plain, model: nn.Module | None = None, *, batch: Any = None, count: int = 8, **options: Any
+) -> Verdict:
     likely: Hypothesis = options.pop("likely", "items")
     return measure(job_of(loss, model), window_of(count, batch), likely, **{"most": 6, **options})
 
@@ -53,10 +56,10 @@ def test_as_many_are_measured_as_there_is_room_for(most: int, count: int, sample
 def test_where_there_is_no_room_for_two_parts_nothing_is_measured() -> None:
     found = verdict(most=1)
     assert found.decision is None
-    assert found.unmeasured == "there is no room, or no sample, for two parts of at least 1"
-    assert not found.is_zero
+    assert found.unmeasured == "there is no room for two parts of at least 1 at once"
+    assert not found.is_passing
     model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).to(DOUBLE)
-    assert verdict(model=model, most=3).unmeasured.endswith("two parts of at least 2")
+    assert verdict(model=model, most=3).unmeasured.endswith("two parts of at least 2 at once")
 
 
 def unsettled(model: Any, batch: Any) -> torch.Tensor:
@@ -66,7 +69,7 @@ def unsettled(model: Any, batch: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("loss", "words", "is_zero"),
+    ("loss", "words", "is_passing"),
     [
         (lambda model, batch: plain(model, batch) * 0, "the gradient of a few samples is 0", True),
         (lambda model, batch: plain(model, batch) / 0, "the loss of a few samples is not finite", True),
@@ -74,11 +77,11 @@ def unsettled(model: Any, batch: Any) -> torch.Tensor:
         (lambda model, batch: unsettled(model, batch), "draws for a few samples cannot be found among", False),
     ],
 )
-def test_what_cannot_be_measured_says_why_and_raises_nothing(loss: Any, words: str, is_zero: bool) -> None:
+def test_what_cannot_be_measured_says_why_and_raises_nothing(loss: Any, words: str, is_passing: bool) -> None:
     found = verdict(loss)
     assert found.decision is None
     assert words in found.unmeasured
-    assert found.is_zero is is_zero
+    assert found.is_passing is is_passing
 
 
 def test_of_what_foreign_generators_draw_nothing_can_be_told() -> None:
@@ -98,7 +101,9 @@ def test_gradients_of_sixteen_bits_are_not_called_wrong_for_their_rounding() -> 
     found = verdict(loss, mlp(torch.bfloat16), batch=classes(8, torch.bfloat16))
     assert found.decision is None or found.decision.passed
     assert found.decision is not None or "16 bits" in found.unmeasured
-    wrong = verdict(lambda model, batch: loss(model, batch).square(), mlp(torch.bfloat16), batch=classes(8, torch.bfloat16))
+    wrong = verdict(
+        lambda model, batch: loss(model, batch).square(), mlp(torch.bfloat16), batch=classes(8, torch.bfloat16)
+    )
     assert wrong.decision is not None
     assert wrong.decision.error > 0.1
 

@@ -122,7 +122,9 @@ class TestSigns:
         signs.of_graph(2, 6, "MeanBackward0", ("mean",))
         assert signs.have_changed
 
-    @pytest.mark.parametrize("marks", [(8, "MeanBackward0", ("mean",)), (9, "SumBackward0", ("mean",)), (9, "MeanBackward0", ())])
+    @pytest.mark.parametrize(
+        "marks", [(8, "MeanBackward0", ("mean",)), (9, "SumBackward0", ("mean",)), (9, "MeanBackward0", ())]
+    )
     def test_each_mark_counts(self, marks: tuple[object, ...]) -> None:
         signs = Signs()
         signs.of_graph(4, 9, "MeanBackward0", ("mean",))

@@ -13,7 +13,8 @@ from torch import nn
 
 from autoaccum.testing import oom_at
 from autoaccum.window.state import Gradients, State, same
-from tests.verification.making import job_of
+
+CPU = torch.device("cpu")
 
 VALUE = 3
 
@@ -31,7 +32,7 @@ class Held:
 
 
 def state_of(model: nn.Module, loss: Any = lambda model, batch: None, written: Any = ()) -> State:
-    return State(job_of(loss, model), [p for p in model.parameters() if p.requires_grad], written)
+    return State([model], [loss], CPU, [p for p in model.parameters() if p.requires_grad], written)
 
 
 def test_tensors_come_back_in_place_wherever_they_are_held() -> None:
