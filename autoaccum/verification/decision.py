@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -72,15 +72,29 @@ def explained_by_ones(measurement: Measurement, smallest: int, likely: Hypothesi
 
 def decide_without_ones(measurement: Measurement, smallest: int, likely: Hypothesis) -> Decision | None:
     """Measure on cuts none of whose parts was divided by 1; return None where there are none."""
+    # Where all of them were, as by a weight of 1.0 that the program wrote down, those are left out that count 1.
+    for is_left_out in (is_one, _counts_one):
+        cuts = _cuts_without(measurement, smallest, is_left_out)
+        if cuts:
+            return _decided(measurement, cuts, likely)
+    return None
+
+
+def _cuts_without(measurement: Measurement, smallest: int, is_left_out: Callable[[Reduction], bool]) -> list[Cut]:
+    """Return at most two cuts into two parts, none of which is to be left out."""
     count = measurement.num_samples
     cuts: list[Cut] = []
     for first in range(count):
         for few in range(max(2, smallest), count - max(2, smallest) + 1):
             order = [(first + index) % count for index in range(count)]
             cut = (tuple(order[:few]), tuple(order[few:]))
-            if len(cuts) < 2 and not any(is_one(measurement.shown_of(part)) for part in cut):
+            if len(cuts) < 2 and not any(is_left_out(measurement.shown_of(part)) for part in cut):
                 cuts.append(cut)
-    return _decided(measurement, cuts, likely) if cuts else None
+    return cuts
+
+
+def _counts_one(reduction: Reduction) -> bool:
+    return is_one(reduction) and not reduction.is_sum and abs(float(reduction.items)) == 1
 
 
 def _decided(measurement: Measurement, cuts: list[Cut], likely: Hypothesis) -> Decision:

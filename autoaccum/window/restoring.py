@@ -50,12 +50,9 @@ _SIGNS = entries(
         "compares_ones": a(bool),
     }
 )
-_VERIFIED = entries(
+_OCCASIONS = entries(
     {
-        "hypothesis": one_of(None, *WORDS),
         "status": one_of("unmeasured", "passed", "failed"),
-        "rivals": every(one_of(*WORDS)),
-        "kinds": every(a(str)),
         "surprises": whole(),
         "largest": whole(),
         "is_short_measured": a(bool),
@@ -63,10 +60,18 @@ _VERIFIED = entries(
         "next_look": whole(1),
         # Of measurements that came to nothing there may be any number.
         "tries": whole(-MOST),
+    }
+)
+_VERIFIED = entries(
+    {
+        "hypothesis": one_of(None, *WORDS),
+        "drops": parts(a(bool), a(bool)),
+        "signs": _SIGNS,
+        "occasions": _OCCASIONS,
+        "rivals": every(one_of(*WORDS)),
+        "kinds": every(a(str)),
         "smallest": whole(1),
         "off_by_ones": number(0, finite=False, nan=True),
-        "drops_nan": a(bool),
-        "signs": _SIGNS,
     }
 )
 _RUNNER = entries(
