@@ -154,7 +154,7 @@ class Pieces:
         """Return the samples at those positions of the pass as one batch, on the host."""
         self._read_until(max(positions) + 1, 1)
         # Dropped ones, and those that workers have padded for another batch, are read anew.
-        if not self._cuttable or min(positions) < self._kept[0].start:
+        if not (self._cuttable and self._kept and min(positions) >= self._kept[0].start):
             assert self._reread is not None
             return self._reread(positions)
         parts = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -13,7 +13,7 @@ from autoaccum.loss.reductions import Reduction, is_one
 from autoaccum.memory.oom import is_out_of_memory, without_frames
 from autoaccum.verification.draws import UnalignedError, UnsettledError
 from autoaccum.verification.findings import Cut, Decision, Outcome
-from autoaccum.verification.measurement import Measurement
+from autoaccum.verification.measurement import Measurement, ZeroGradientError
 from autoaccum.verification.samples import cuts_of
 
 Rival = Literal["num_items", "items", "samples"]
@@ -42,31 +42,59 @@ def decide(measurement: Measurement, smallest: int, likely: Hypothesis) -> Decis
     refused: Exception | None = None
     try:
         decision = _decided(measurement, cuts, likely)
-        if decision.passed or not wider:
+        if decision.passed:
             return decision
-    except (UnalignedError, UnsettledError):
+    except (UnalignedError, UnsettledError, ZeroGradientError):
         raise
     except Exception as error:  # of the user's code, on one sample perhaps
         if not wider or is_out_of_memory(error):
             raise
         measurement.state.restore()
         refused = without_frames(error)
-    if refused is None and not measurement.dropped:
+    if not wider or (refused is None and not measurement.dropped):
         return replace(decision, has_ones=any(map(is_one, measurement.shown.values())))
-    return replace(_decided(measurement, wider, likely), smallest=2)
+    of_pairs = _decided(measurement, wider, likely)
+    # Where single samples were left out, for their loss is not a number, that was no fault if pairs fail alike.
+    if refused is not None or (of_pairs.passed and not of_pairs.is_vacuous):
+        return replace(of_pairs, smallest=2)
+    return replace(decision, smallest=2)
+
+
+def explained_by_ones(measurement: Measurement, smallest: int, likely: Hypothesis) -> Decision | None:
+    """Return what was measured where counts of 1 do not matter; None if they do not explain that it failed."""
+    tolerance = measurement.tolerance
+    outcome = measurement.run(cuts_of(measurement.num_samples, smallest), "items", ones_are_none=True)
+    if outcome.error <= tolerance and not outcome.is_vacuous:
+        return Decision.of(outcome, passed=True)
+    without = decide_without_ones(measurement, smallest, likely)
+    return without if without is not None and without.passed and not without.is_vacuous else None
 
 
 def decide_without_ones(measurement: Measurement, smallest: int, likely: Hypothesis) -> Decision | None:
     """Measure on cuts none of whose parts was divided by 1; return None where there are none."""
+    # Where all of them were, as by a weight of 1.0 that the program wrote down, those are left out that count 1.
+    for is_left_out in (is_one, _counts_one):
+        cuts = _cuts_without(measurement, smallest, is_left_out)
+        if cuts:
+            return _decided(measurement, cuts, likely)
+    return None
+
+
+def _cuts_without(measurement: Measurement, smallest: int, is_left_out: Callable[[Reduction], bool]) -> list[Cut]:
+    """Return at most two cuts into two parts, none of which is to be left out."""
     count = measurement.num_samples
     cuts: list[Cut] = []
     for first in range(count):
         for few in range(max(2, smallest), count - max(2, smallest) + 1):
             order = [(first + index) % count for index in range(count)]
             cut = (tuple(order[:few]), tuple(order[few:]))
-            if len(cuts) < 2 and not any(is_one(measurement.shown_of(part)) for part in cut):
+            if len(cuts) < 2 and not any(is_left_out(measurement.shown_of(part)) for part in cut):
                 cuts.append(cut)
-    return _decided(measurement, cuts, likely) if cuts else None
+    return cuts
+
+
+def _counts_one(reduction: Reduction) -> bool:
+    return is_one(reduction) and not reduction.is_sum and abs(float(reduction.items)) == 1
 
 
 def _decided(measurement: Measurement, cuts: list[Cut], likely: Hypothesis) -> Decision:
@@ -92,6 +120,7 @@ def _decided(measurement: Measurement, cuts: list[Cut], likely: Hypothesis) -> D
         cuts=tuple(cuts),
         outcomes=tuple(outcome for outcome in tried if outcome is not best),
         rivals=_rivals(measurement, cuts, best.hypothesis) if best.error <= tolerance else frozenset(),
+        is_vacuous=best.is_vacuous,
         is_foreign=measurement.draws_foreign,
     )
 

@@ -127,8 +127,8 @@ LOSSES: dict[str, tuple[Callable[..., Any], str | None, str, Sequence[int]]] = {
     "a mean over some": (infinite, "items", "passed", [4]),
 }
 OF_THIS_MOMENT = {
-    "_job", "_transaction", "_parameters", "_verify", "_strict", "_announce",  # given anew
-    "_met", "_shown", "_claimed",  # of the window that runs
+    "_job", "_transaction", "_parameters", "_measure_window", "_verify", "_strict", "_announce",  # given anew
+    "_met", "_shown",  # of the window that runs
     "_remembered", "_remembered_of", "_written",  # taken before the next measurement
 }  # fmt: skip
 """Attributes of an examiner that a checkpoint need not hold; every other one has to be there again."""
@@ -139,9 +139,12 @@ def knowledge(made: autoaccum.Trainer) -> dict[str, Any]:
     step: Any = made._step
     examiner, transaction = step._examiner, step.transaction
     found = {name: value for name, value in vars(examiner).items() if name not in OF_THIS_MOMENT}
+    found["_occasions"] = vars(examiner._occasions)
     found["_kinds"] = set(examiner._kinds._known)
     found |= {name: getattr(transaction.signs, name) for name in transaction.signs.__slots__}
-    return copy.deepcopy(found | {"hypothesis": transaction.hypothesis, "drops_nan": transaction.drops_nan})
+    return copy.deepcopy(
+        found | {"hypothesis": transaction.hypothesis, "drops": (transaction.drops_nan, transaction.drops_gradients)}
+    )
 
 
 def train(loss: Any, directory: Path, callback: Any) -> tuple[FitResult, autoaccum.Trainer]:
@@ -159,7 +162,7 @@ def train(loss: Any, directory: Path, callback: Any) -> tuple[FitResult, autoacc
 def test_a_run_that_goes_on_knows_what_was_measured(name: str, tmp_path: Path) -> None:
     loss, hypothesis, status, stops = LOSSES[name]
     whole, made = train(loss, tmp_path / "whole", lambda made, event: None)
-    assert (made._step.transaction.hypothesis, made._step._examiner._status) == (hypothesis, status)
+    assert (made._step.transaction.hypothesis, made._step._examiner._occasions.status) == (hypothesis, status)
     for stopped in stops:
         known: list[dict[str, Any]] = []
 

@@ -15,6 +15,11 @@ from autoaccum.verification.measurement import Measurement
 from autoaccum.window.job import Job
 from tests.models import classes, mlp
 
+
+class Log(list[Any]):
+    """A list that is of no kind whose contents are put back: a test may write down what happens."""
+
+
 CPU = torch.device("cpu")
 DOUBLE = torch.float64
 

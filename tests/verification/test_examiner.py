@@ -1,7 +1,9 @@
-"""The first windows are looked at while they run, and what is not exact about them is said."""
+"""Windows that are cut are examined before they are stepped on: measured when there is reason to, and else compared."""
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,210 +12,403 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from autoaccum.errors import LossSideEffectError, NonFiniteLossError
+import autoaccum
+from autoaccum.errors import LossSideEffectError, NonFiniteLossError, NotExactError
+from autoaccum.events import Event, Notice, Verified
 from autoaccum.loss.weighting import CountItems
 from autoaccum.planning.attempts import Piece
-from autoaccum.training.accumulator import _Batch
-from autoaccum.verification.examiner import Examiner
-from autoaccum.verification.notices import coupling_notice, penalty_notice
+from autoaccum.verification.examiner import Examination, Examiner
+from autoaccum.verification.verdict import measure
 from autoaccum.window.gradient import Gradient
-from autoaccum.window.job import Job
 from autoaccum.window.transaction import Transaction
-from tests.models import classes, mlp, noisy
-
-CPU = torch.device("cpu")
-
-
-def plain(model: Any, batch: Any) -> torch.Tensor:
-    return cross_entropy(model(batch[0]), batch[1])
+from tests.models import classes, mlp, noisy, same
+from tests.verification.making import CPU, DOUBLE, Log, job_of, pairs, plain, squared_mean, summed, window_of
 
 
 class Examined:
-    """An examiner around a transaction, and the loop that a window is."""
+    """An examiner beside a transaction, and the loop that a run is."""
 
     def __init__(
-        self, loss_of: Any = plain, model: nn.Module | None = None, num_items: CountItems | None = None
+        self,
+        loss_of: Any = plain,
+        model: nn.Module | None = None,
+        num_items: CountItems | None = None,
+        *,
+        verify: bool = True,
+        strict: bool = False,
     ) -> None:
-        model = mlp() if model is None else model
-        job = Job(
-            model=model,
-            modules=(model,),
-            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-            loss_of=loss_of,
-            num_items=num_items,
-            device=CPU,
-        )
-        self.transaction = Transaction(job)
-        self.examiner = Examiner(job, self.transaction)
+        self.job = job_of(loss_of, model, num_items)
+        self.transaction = Transaction(self.job)
+        self.examiner = Examiner(self.job, self.transaction, measure, verify=verify, strict=strict)
+        self.number = 0
+        self.announced: list[Notice] = []
+        self.dtype = next(self.job.model.parameters()).dtype  # type: ignore[union-attr]
 
-    def attempt(self, *sizes: int) -> None:
-        window = _Batch(classes(sum(sizes)), sum(sizes), CPU)
-        self.transaction.begin(window)
-        self.examiner.begin_attempt()
+    def attempt(self, *sizes: int, batch: Any = None) -> Gradient:
+        """Run the next window, up to the end of its backward."""
+        total = sum(sizes)
+        self.window = window_of(total, classes(total, self.dtype) if batch is None else batch)
+        self.transaction.begin(self.window)
+        if self.number + 1 >= self.transaction.signs.next_look:
+            self.examiner.begin_attempt(self.number + 1, self.announced.append)
         start = 0
         for size in sizes:
             self.transaction.add(Piece(start, size))
             start += size
-
-    def run(self, *sizes: int) -> Gradient:
-        self.attempt(*sizes)
         gradient = self.transaction.finish()
         assert isinstance(gradient, Gradient)
         return gradient
 
+    def examine(self, *sizes: int, batch: Any = None) -> Examination | None:
+        """Run the next window and examine it, if it is to be; None where it is not."""
+        gradient = self.attempt(*sizes, batch=batch)
+        self.examiner.check_first(gradient)
+        self.number += 1
+        if len(sizes) == 1 or not self.transaction.signs.want_a_look(self.number, sum(sizes)):
+            return None
+        return self.examiner.examine(self.window, gradient, self.number, 6)
+
+    def events(self, *sizes: int, batch: Any = None) -> list[Event]:
+        found = self.examine(*sizes, batch=batch)
+        return [] if found is None else list(found.events)
+
     def causes(self, *sizes: int) -> list[str]:
-        """Of what is said of a window in these sizes."""
-        return [notice.cause for notice in self.examiner.notices(self.run(*sizes))]
+        return [event.cause for event in self.events(*sizes) if isinstance(event, Notice)]
 
-    @property
-    def looks(self) -> bool:
-        """Whether forwards are looked at."""
-        return self.transaction.forward == self.examiner.forward
-
-
-def test_it_looks_until_a_window_that_is_cut_has_been_seen() -> None:
-    made = Examined()
-    assert made.looks
-    made.examiner.check_first(made.run(8))
-    assert made.looks, "a whole window has nothing to show"
-    assert made.causes(4, 4) == []
-    assert not made.looks
-    assert made.transaction.forward == made.transaction.plain_forward
+    def kinds(self, *sizes: int, batch: Any = None) -> list[str]:
+        """Of events that come of a window: the hypothesis that was verified, "failed", or "said"."""
+        found = []
+        for event in self.events(*sizes, batch=batch):
+            if isinstance(event, Verified):
+                found.append(event.hypothesis if event.passed else "failed")
+            else:
+                found.append("said")
+        return found
 
 
-def test_layers_that_couple_and_parameters_of_sixteen_bits_are_said_of_the_first_window_only() -> None:
-    made = Examined(model=noisy())
-    assert made.causes(4, 4) == ["The model holds 1 BatchNorm layer in training mode"]
-    assert made.causes(4, 4) == []
+class TestMeasuring:
+    def test_the_first_window_that_is_cut_is_measured(self) -> None:
+        made = Examined()
+        assert made.examine(8) is None, "a whole window has nothing to show"
+        (event,) = made.events(3, 3, 2)
+        assert isinstance(event, Verified)
+        assert (event.step, event.hypothesis, event.samples, event.tolerance) == (2, "items", 6, 1e-7)
+        assert event.cuts == ((1, 2, 3), (3, 2, 1), (2, 2, 2))
+        assert event.passed
+        assert made.transaction.hypothesis == "items"
+        assert made.transaction.signs.compares_samples
 
-    def loss(model: Any, batch: Any) -> torch.Tensor:
-        return cross_entropy(model(batch[0].bfloat16()), batch[1])
+    def test_the_next_one_is_not_unless_it_shows_another_thing(self) -> None:
+        made = Examined()
+        assert made.kinds(3, 3, 2) == ["items"]
+        for _ in range(3):
+            assert made.kinds(3, 3, 2) == []
+        assert made.kinds(4, 4) == [], "of another size alone"
 
-    assert Examined(loss, mlp(torch.bfloat16)).causes(4, 4) == ["The model's parameters are bfloat16"]
+    @pytest.mark.parametrize(("loss", "hypothesis"), [(plain, "items"), (summed, "sum")])
+    def test_the_gradient_stays_as_it_is(self, loss: Any, hypothesis: str) -> None:
+        made, plainly = Examined(loss), Examined(loss, verify=False)
+        assert made.kinds(3, 3, 2) == [hypothesis]
+        assert plainly.kinds(3, 3, 2) == []
+        first, second = (
+            [p.grad for p in one.job.model.parameters()]  # type: ignore[union-attr]
+            for one in (made, plainly)
+        )
+        assert same(first, second)  # type: ignore[arg-type]
 
+    def test_a_window_that_was_weighed_otherwise_is_run_again(self) -> None:
+        made = Examined(num_items=lambda batch: 1)
+        found = made.examine(5, 3)
+        assert found is not None
+        assert found.again
+        assert made.transaction.hypothesis == "items"
+        found = made.examine(5, 3)
+        assert found is None or not found.again
+        right = Examined(num_items=lambda batch: 2 * len(batch[1])).examine(5, 3)
+        assert right is not None
+        assert not right.again
 
-def test_parameters_of_sixteen_bits_that_are_not_trained_are_no_matter() -> None:
-    model = mlp()
-    model.register_parameter("frozen", nn.Parameter(torch.zeros(2, dtype=torch.bfloat16), requires_grad=False))
-    assert Examined(model=model).causes(4, 4) == []
+    def test_losses_alone_are_compared_now_and_then(self) -> None:
+        calls = Log()
 
+        def loss(model: Any, batch: Any) -> torch.Tensor:
+            calls.append(len(batch[0]))
+            return plain(model, batch)
 
-def pairs(model: Any, batch: Any) -> torch.Tensor:
-    outputs = model(batch[0])
-    return cross_entropy(outputs @ outputs.exp().T, torch.arange(len(outputs)))
-
-
-def test_samples_that_meet_are_said_and_nothing_else_of_that_loss() -> None:
-    made = Examined(pairs, num_items=lambda batch: 1)
-    assert made.examiner.notices(made.run(5, 3)) == [coupling_notice()]
-
-
-def test_counts_that_the_loss_contradicts_are_said() -> None:
-    made = Examined(num_items=lambda batch: 1)
-    (cause,) = made.causes(5, 3)
-    assert cause == "num_items says 1, 1 for the first micro-batches, but their loss is a mean over 5, 3"
-    assert Examined(num_items=lambda batch: 2 * len(batch[1])).causes(5, 3) == []
-
-
-def test_an_attempt_that_was_rolled_back_is_forgotten() -> None:
-    """Else its micro-batches would stand beside those of the window that is judged."""
-    made = Examined(num_items=lambda batch: 1)
-    made.attempt(4, 4)
-    made.transaction.roll_back()
-    assert len(made.causes(5, 3)) == 1
-    losses = [plain, plain, pairs, pairs]
-    made = Examined(lambda model, batch: losses.pop(0)(model, batch))
-    made.attempt(4, 4)
-    made.transaction.roll_back()
-    assert made.examiner.notices(made.run(5, 3)) == [coupling_notice()]
-
-
-def test_a_loss_that_cannot_be_told_is_said() -> None:
-    (cause,) = Examined(lambda model, batch: plain(model, batch).sqrt()).causes(5, 3)
-    assert cause == (
-        "How the loss averages over a micro-batch cannot be told: its graph leads to Sqrt, which says nothing of it"
-    )
-
-
-@pytest.mark.parametrize("reduction", ["sum", "mean"])
-def test_a_penalty_is_said_beside_a_sum_alone(reduction: str) -> None:
-    def loss(model: Any, batch: Any) -> torch.Tensor:
-        penalty = sum(p.pow(2).sum() for p in model.parameters())
-        return cross_entropy(model(batch[0]), batch[1], reduction=reduction) + 0.1 * penalty
-
-    made = Examined(loss)
-    assert made.examiner.notices(made.run(5, 3)) == ([penalty_notice()] if reduction == "sum" else [])
+        made = Examined(loss)
+        counts = []
+        for _ in range(11):
+            calls.clear()
+            made.examine(3, 3, 2)
+            counts.append(len(calls) - 3)
+        # The first in full: the whole, and three cuts of three; then the whole and two cuts.
+        assert counts == [10, 7, 7, 0, 0, 0, 0, 0, 0, 7, 0]
 
 
-def ignores_all(model: Any, batch: Any) -> torch.Tensor:
-    return cross_entropy(model(batch[0]), torch.full_like(batch[1], -100))
+class TestMeasuringAgain:
+    def test_where_the_graph_is_another_one(self) -> None:
+        """A term that begins later is exact, or said, before the first step on it."""
+        terms = {"late": 0.0}
+
+        def loss(model: Any, batch: Any) -> torch.Tensor:
+            return plain(model, batch) + (terms["late"] * pairs(model, batch) if terms["late"] else 0)
+
+        made = Examined(loss)
+        assert made.kinds(3, 3, 2) == ["items"]
+        assert made.kinds(3, 3, 2) == []
+        terms["late"] = 1.0
+        assert made.kinds(3, 3, 2) == ["failed", "said"]
+        assert made.kinds(3, 3, 2) == [], "said once, and looked no further"
+
+    def test_where_the_mode_of_a_module_is_another_one(self) -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).to(DOUBLE)
+        model[1].eval()
+        made = Examined(model=model)
+        assert made.kinds(3, 3, 2) == ["items"]
+        model[1].train()
+        assert made.kinds(3, 3, 2) == ["failed", "said"]
+
+    def test_where_hypotheses_that_passed_both_weigh_it_differently(self) -> None:
+        """What looked like a mean over samples for it ignored none."""
+        inputs, targets = classes(8, DOUBLE)
+        ignoring = targets.clone()
+        ignoring[:2] = -100
+        made = Examined()
+        assert made.kinds(3, 3, 2, batch=(inputs, targets)) == ["items"]
+        assert made.transaction.signs.compares_samples
+        assert made.kinds(3, 3, 2, batch=(inputs, ignoring)) == ["items"]
+        assert not made.transaction.signs.compares_samples, "they are told apart now"
+        assert made.kinds(3, 3, 2, batch=(inputs, ignoring)) == []
+
+    def test_where_a_sample_is_of_another_kind(self) -> None:
+        inputs, targets = classes(8, DOUBLE)
+        positive = inputs.abs() + 0.1, targets + 1
+        made = Examined(lambda model, batch: cross_entropy(model(batch[0]), batch[1] - 1))
+        assert made.kinds(3, 3, 2, batch=positive) == ["items"]
+        assert made.kinds(3, 3, 2, batch=(-positive[0], positive[1])) == ["items"]
+
+    def test_at_the_first_short_window(self) -> None:
+        made = Examined()
+        made.number = 3
+        for sizes in ((4, 4), (4, 4)):
+            made.examine(*sizes)
+        assert not made.examiner._occasions.is_short_measured
+        made.examine(4, 1)
+        assert made.examiner._occasions.is_short_measured
+
+    def test_a_graph_that_changes_all_the_time_is_not_measured_all_the_time(self) -> None:
+        calls = Log()
+
+        def loss(model: Any, batch: Any) -> torch.Tensor:
+            calls.append(None)
+            found = plain(model, batch)
+            for _ in range(len(calls) % 7):
+                found = found * 1.0
+            return found
+
+        made = Examined(loss)
+        measured = [made.kinds(3, 3, 2) != [] for _ in range(24)]
+        assert sum(measured) <= 9
+        assert sum(measured[:5]) > 2
 
 
-def test_a_window_in_which_nothing_counts_says_nothing() -> None:
-    for made in (Examined(num_items=lambda batch: 0), Examined(ignores_all)):
-        gradient = made.run(5, 3)
-        made.examiner.check_first(gradient)
-        assert made.examiner.notices(gradient) == []
+class TestFailing:
+    @pytest.mark.parametrize("loss", [squared_mean, pairs])
+    def test_it_is_said_once_with_what_was_measured(self, loss: Any) -> None:
+        made = Examined(loss)
+        verified, notice = made.events(5, 3)
+        assert isinstance(verified, Verified)
+        assert not verified.passed
+        assert isinstance(notice, Notice)
+        assert "off the whole window's, measured on 6 samples" in notice.cause
+        if loss is pairs:
+            assert "lets the samples of a batch meet" in notice.cause
+        assert made.kinds(5, 3) == []
+
+    @pytest.mark.parametrize("loss", [squared_mean, pairs])
+    def test_in_a_strict_run_it_is_an_error(self, loss: Any) -> None:
+        made = Examined(loss, strict=True)
+        with pytest.raises(NotExactError, match="off the whole window's") as caught:
+            made.examine(5, 3)
+        assert caught.value.error is not None
+        assert caught.value.error > 1e-3
+        assert Examined(strict=True).kinds(5, 3) == ["items"]
+
+    def test_what_could_not_be_measured_is_said_and_tried_again(self) -> None:
+        left = [0, 1]
+
+        def loss(model: Any, batch: Any) -> torch.Tensor:
+            if left and len(batch[0]) in (1, 6):
+                raise ValueError("mine")
+            return plain(model, batch)
+
+        made = Examined(loss)
+        (cause,) = made.causes(4, 4)
+        assert "could not be measured" in cause
+        assert "ValueError: mine" in cause
+        with pytest.raises(NotExactError):
+            Examined(loss, strict=True).examine(4, 4)
+        left.clear()
+        assert made.kinds(4, 4) == ["items"]
+
+    def test_of_a_gradient_of_zero_nothing_is_said_while_it_may_come(self) -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 3), nn.ReLU()).to(DOUBLE)
+        with torch.no_grad():
+            model[0].bias.fill_(-100)
+        made, never = Examined(model=model), Examined(model=copy.deepcopy(model))
+        assert [made.kinds(4, 4) for _ in range(3)] == [[], [], []]
+        with torch.no_grad():
+            model[0].bias.fill_(0)
+        assert made.kinds(4, 4) == ["items"]
+        assert [never.kinds(4, 4) for _ in range(5)] == [[], [], [], ["said"], []]
+
+    def test_hooks_after_the_backward_are_said_before_anything_is_run(self) -> None:
+        model = mlp(DOUBLE)
+        stepped = Log()
+        model[0].weight.register_post_accumulate_grad_hook(stepped.append)
+        made = Examined(model=model, strict=True)
+        with pytest.raises(NotExactError, match="register_post_accumulate_grad_hook"):
+            made.attempt(4, 4)
+        assert stepped == []
+        made = Examined(model=model)
+        made.attempt(4, 4)
+        assert len(made.announced) == 1
+
+    def test_parameters_of_sixteen_bits_are_said_of_the_first_window_only(self) -> None:
+        def loss(model: Any, batch: Any) -> torch.Tensor:
+            return cross_entropy(model(batch[0].bfloat16()), batch[1])
+
+        made = Examined(loss, mlp(torch.bfloat16))
+        causes = made.causes(4, 4)
+        assert causes[0] == "The model's parameters are bfloat16"
+        assert not any("neither a mean" in cause for cause in causes)
+        assert "The model's parameters are bfloat16" not in made.causes(4, 4)
+
+
+class TestReading:
+    """What is said where nothing is measured: what can be read."""
+
+    def test_nothing_is_measured(self) -> None:
+        made = Examined(verify=False)
+        assert [made.kinds(3, 3, 2) for _ in range(3)] == [[], [], []]
+        assert made.transaction.hypothesis is None
+        assert not made.transaction.drops_nan
+
+    def test_layers_that_couple_samples_that_meet_and_what_cannot_be_told(self) -> None:
+        found = Examined(model=noisy().to(DOUBLE), verify=False).causes(4, 4)
+        assert found == ["The model holds 1 BatchNorm layer in training mode"]
+        (cause,) = Examined(pairs, verify=False).causes(5, 3)
+        assert cause.startswith("The loss lets the samples of a batch meet")
+        (cause,) = Examined(lambda model, batch: plain(model, batch).sqrt(), verify=False).causes(5, 3)
+        assert cause.endswith("its graph leads to Sqrt, which says nothing of it")
+
+    def test_counts_that_the_loss_contradicts(self) -> None:
+        (cause,) = Examined(num_items=lambda batch: 1, verify=False).causes(5, 3)
+        assert cause == "num_items says 1, 1 for the first micro-batches, but their loss is a mean over 5, 3"
+
+    def test_an_attempt_that_was_rolled_back_is_forgotten(self) -> None:
+        losses = [pairs, pairs, plain, plain]
+        made = Examined(lambda model, batch: losses.pop(0)(model, batch), verify=False)
+        made.attempt(4, 4)
+        made.transaction.roll_back()
+        assert made.causes(5, 3) == []
 
 
 def losses(*factors: float) -> Any:
     """The plain loss times one factor after the other."""
-    left = list(factors)
+    left = Log(factors)
     return lambda model, batch: plain(model, batch) * left.pop(0)
 
 
-def test_the_loss_of_the_first_window_that_counts_is_finite() -> None:
-    made = Examined(losses(float("inf")))
-    with pytest.raises(NonFiniteLossError, match="inf"):
-        made.examiner.check_first(made.run(8))
-    made = Examined(losses(1.0, float("nan")))
-    made.examiner.check_first(made.run(8))
-    made.examiner.check_first(made.run(8))  # a later one is for others to say
+class TestFirstLoss:
+    def test_it_is_finite(self) -> None:
+        made = Examined(losses(math.inf), verify=False)
+        with pytest.raises(NonFiniteLossError, match="inf"):
+            made.examine(8)
+        made = Examined(losses(1.0, math.nan), verify=False)
+        made.examine(8)
+        made.examine(8)  # a later one is for others to say
+
+    def test_of_a_window_that_counts_something(self) -> None:
+        counts = [0, 8]
+        made = Examined(losses(math.nan), num_items=lambda batch: counts.pop(0), verify=False)
+        made.examine(8)
+        with pytest.raises(NonFiniteLossError):
+            made.examine(8)
+
+    def test_a_window_in_which_nothing_counts_says_nothing(self) -> None:
+        def ignores_all(model: Any, batch: Any) -> torch.Tensor:
+            return cross_entropy(model(batch[0]), torch.full_like(batch[1], -100))
+
+        assert Examined(num_items=lambda batch: 0).kinds(5, 3) == []
+        assert Examined(ignores_all, verify=False).kinds(5, 3) == []
 
 
-def test_a_window_in_which_nothing_counts_is_not_the_first() -> None:
-    counts = [0, 8]
-    made = Examined(losses(float("nan")), num_items=lambda batch: counts.pop(0))
-    made.examiner.check_first(made.run(8))
-    gradient = made.run(8)
-    with pytest.raises(NonFiniteLossError):
-        made.examiner.check_first(gradient)
+class TestSideEffects:
+    @staticmethod
+    def steps_itself(model: Any, batch: Any) -> torch.Tensor:
+        loss = plain(model, batch)
+        loss.backward(retain_graph=True)
+        return loss
+
+    @pytest.mark.parametrize("sizes", [(8,), (4, 4)])
+    def test_a_loss_that_changes_gradients_is_refused(self, sizes: Sequence[int]) -> None:
+        with pytest.raises(LossSideEffectError):
+            Examined(self.steps_itself).attempt(*sizes)
 
 
-def steps_itself(model: Any, batch: Any) -> torch.Tensor:
-    loss = plain(model, batch)
-    loss.backward(retain_graph=True)
-    return loss
+class TestState:
+    def test_all_of_it_is_kept(self) -> None:
+        made = Examined()
+        made.examine(8)
+        made.examine(3, 3, 2)
+        made.transaction.drops_nan = False
+        again = Examined(losses(math.nan))
+        again.examiner.load_state_dict(made.examiner.state_dict())
+        assert again.examiner.state_dict() == made.examiner.state_dict()
+        assert again.transaction.hypothesis == "items"
+        assert not again.transaction.drops_nan
+        again.number = 2
+        again.examine(8)  # whose loss is not the first
+
+    def test_one_that_measured_nothing_goes_on_to_measure(self) -> None:
+        """A run that was not verified, and a checkpoint from before anything was."""
+        state = Examined(verify=False).examiner.state_dict()
+        for kept in (state, {name: value for name, value in state.items() if name != "verified"}):
+            made = Examined()
+            made.examiner.load_state_dict(kept)
+            assert made.transaction.drops_nan
+            assert made.kinds(3, 3, 2) == ["items"]
 
 
-@pytest.mark.parametrize("sizes", [(8,), (4, 4)])
-def test_a_loss_that_changes_gradients_is_refused(sizes: Sequence[int]) -> None:
-    with pytest.raises(LossSideEffectError):
-        Examined(steps_itself).attempt(*sizes)
+class TestRuns:
+    """The same through ``fit`` and ``Accumulator``."""
 
+    @staticmethod
+    def fit(model: nn.Module, loss: Any, **options: Any) -> autoaccum.FitResult:
+        return autoaccum.fit(
+            model, classes(12, DOUBLE), effective_batch=6, micro_batch=2, steps=2, lr=0.1, training_step=loss,
+            device="cpu", progress=False, cache=False, **options,
+        )  # fmt: skip
 
-def test_whole_windows_after_the_first_are_not_looked_at_and_parts_are() -> None:
-    tampers = {"now": False}
-    made = Examined(lambda model, batch: (steps_itself if tampers["now"] else plain)(model, batch))
-    made.examiner.check_first(made.run(8))
-    tampers["now"] = True
-    made.attempt(8)
-    with pytest.raises(LossSideEffectError):
-        made.attempt(4, 4)
+    def test_a_strict_run_takes_no_step_on_what_is_not_exact(self) -> None:
+        model, reference = mlp(DOUBLE), mlp(DOUBLE)
+        with pytest.raises(NotExactError):
+            self.fit(model, pairs, strict=True)
+        assert same([*model.parameters()], [*reference.parameters()])
+        accumulator = autoaccum.Accumulator(
+            model, torch.optim.SGD(model.parameters(), 0.1), training_step=pairs, micro_batch=2, strict=True
+        )
+        with pytest.raises(NotExactError):
+            accumulator.step(classes(6, DOUBLE))
+        assert same([*model.parameters()], [*reference.parameters()])
+        assert self.fit(model, plain, strict=True).num_steps == 2
 
-
-def test_what_was_looked_at_is_kept() -> None:
-    fresh, first, last = Examined(), Examined(), Examined()
-    first.examiner.check_first(first.run(8))
-    last.examiner.check_first(last.run(4, 4))
-    last.causes(4, 4)
-    for made, looks, refuses in ((fresh, True, True), (first, True, False), (last, False, False)):
-        resumed = Examined(losses(float("nan")))
-        resumed.examiner.load_state_dict(made.examiner.state_dict())
-        assert resumed.looks is looks
-        gradient = resumed.run(8)
-        if refuses:
-            with pytest.raises(NonFiniteLossError):
-                resumed.examiner.check_first(gradient)
-        else:
-            resumed.examiner.check_first(gradient)
+    @pytest.mark.filterwarnings("ignore::autoaccum.errors.AutoaccumWarning")
+    @pytest.mark.parametrize("loss", [plain, pairs])
+    def test_without_verify_nothing_is_measured(self, loss: Any) -> None:
+        assert not any(isinstance(event, Verified) for event in self.fit(mlp(DOUBLE), loss, verify=False).events)
+        assert any(isinstance(event, Verified) for event in self.fit(mlp(DOUBLE), loss).events)
+        assert CPU.type == "cpu"

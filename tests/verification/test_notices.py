@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import nn
 
+from autoaccum.events import Notice
 from autoaccum.loss.reductions import Reduction, Term
+from autoaccum.verification.findings import Cause, Decision, Outcome
 from autoaccum.verification.notices import (
+    backward_hook_notice,
     batch_norm_notices,
     contradiction_notice,
     coupling_notice,
     doubt_notice,
+    doubt_of,
+    failure_notice,
     half_precision_notices,
+    has_backward_hooks,
+    ones_notice,
     penalty_notice,
+    state_notice,
+    unmeasured_notice,
 )
 
 
@@ -87,5 +98,67 @@ def test_each_case_has_a_consequence_of_its_own() -> None:
         doubt_notice("the reason", "Do this"),
         contradiction,
         penalty_notice(),
+        unmeasured_notice("why"),
+        ones_notice(0.1),
+        state_notice(),
+        backward_hook_notice(),
+        *(failed(0.1, cause) for cause in ("padding", "hooks", None)),
     ]
-    assert len({notice.consequence for notice in said}) == len(said) == 6
+    assert len({notice.consequence for notice in said}) == len(said) == 13
+
+
+def failed(error: float, *causes: Cause | None, suspicion: Notice | None = None) -> Notice:
+    decision = Decision.of(Outcome(hypothesis="items", error=error, tensor="net"), passed=False)
+    known = [cause for cause in causes if cause is not None]
+    return failure_notice(decision, known, 6, [nn.BatchNorm1d(3)], suspicion)
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [(0.2731, "27 %"), (3.2e-5, "0.0032 %"), (5.214, "521 %"), (0.994, "99 %"), (math.nan, "without any digit")],
+)
+def test_a_failure_says_how_far_off_the_gradient_is(error: float, words: str) -> None:
+    notice = failed(error, "state")
+    assert f"windows that are cut get a gradient {words}" in notice.cause
+    assert notice.cause.endswith("off the whole window's, measured on 6 samples")
+    assert words not in notice.consequence, "by which it is known again"
+
+
+def test_a_failure_names_its_causes_with_a_cure_for_each() -> None:
+    notice = failed(0.1, "batch norm", "hooks")
+    assert notice.cause.startswith("The model holds 1 BatchNorm layer in training mode and Hooks on parameters")
+    assert "GroupNorm" in notice.cure
+    assert "clip_norm" in notice.cure
+    assert failed(0.1, "padding").cure.startswith("Mask what is padded")
+    assert failed(0.1, "state").cause.startswith(state_notice().cause)
+
+
+def test_where_no_suspect_is_to_blame_the_graph_is_asked_and_then_the_loss() -> None:
+    assert failed(0.1, suspicion=coupling_notice()).consequence == coupling_notice().consequence
+    assert failed(0.1, "hooks", suspicion=coupling_notice()).consequence != coupling_notice().consequence
+    assert failed(0.1).cause.startswith("The loss is neither a mean over samples or items, nor a sum over them: ")
+
+
+def test_what_was_not_measured_says_why() -> None:
+    assert unmeasured_notice("the reason").cause.endswith("have the gradient of whole ones: the reason")
+    assert "up to 25 % off" in ones_notice(0.25).cause
+
+
+def test_hooks_that_run_once_a_gradient_is_there_are_found() -> None:
+    p = nn.Parameter(torch.ones(1))
+    p.register_hook(lambda gradient: gradient)
+    assert not has_backward_hooks([p])
+    handle = p.register_post_accumulate_grad_hook(lambda parameter: None)
+    assert has_backward_hooks([nn.Parameter(torch.ones(1)), p])
+    handle.remove()
+    assert not has_backward_hooks([p])
+
+
+def test_a_doubt_of_the_graphs_is_worded_as_a_cause() -> None:
+    unknown = [Reduction(size, (Term("unknown", operation="Sqrt"),)) for size in (4, 3)]
+    notice = doubt_of([4, 3], unknown)
+    assert notice is not None
+    assert notice.cause.startswith("The loss does not average over samples or items alone, nor sum them: ")
+    assert doubt_of([4, 3], means(4, 3)) is None
+    assert doubt_of([4, 3], means(4)) is None
+    assert doubt_of([], []) is None

@@ -103,3 +103,32 @@ def test_keeps_what_it_holds_no_longer_than_itself() -> None:
     del tensor
     attributes.restore()
     assert gone() is None
+
+
+def test_a_change_is_noticed_and_what_is_put_back_is_none() -> None:
+    owner = Owner()
+    extra = [1]
+    attributes = Attributes([owner], [extra])
+    assert not attributes.have_changed()
+    for change in (
+        lambda: setattr(owner, "calls", 9),
+        lambda: setattr(owner, "late", 1),
+        lambda: owner.names.append("c"),
+        lambda: owner.nested["inner"]["deep"].__setitem__(0, 7),
+        lambda: owner.nested.update(inner={"deep": [1]}),  # equal, and another object
+        lambda: extra.append(2),
+    ):
+        change()
+        assert attributes.have_changed()
+        attributes.restore()
+        assert not attributes.have_changed()
+    assert extra == [1]
+
+
+def test_a_tensor_that_is_written_to_is_no_change_and_is_named() -> None:
+    owner, queue, deep = Owner(), torch.zeros(2), torch.zeros(1)
+    owner.queue, owner.nested["inner"]["deep"] = queue, [deep]  # type: ignore[assignment]
+    attributes = Attributes([owner])
+    queue.add_(1)
+    assert not attributes.have_changed()
+    assert {id(tensor) for tensor in attributes.tensors()} == {id(queue), id(deep)}

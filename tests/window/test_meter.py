@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 
@@ -130,3 +132,23 @@ def test_a_trial_that_failed_has_no_reading() -> None:
     with pytest.raises(ValueError, match="broken"), reading:
         raise ValueError("broken")
     assert (reading.peak_bytes, reading.seconds) == (None, None)
+
+
+def test_what_is_run_aside_is_no_peak_of_the_window() -> None:
+    memory, meter = made()
+    meter.begin_window(is_searching=False)
+    memory.most = 300
+    with meter.aside():
+        memory.most = memory.now = 900
+    assert memory.releases == 1
+    memory.most = max(memory.most, 200)
+    assert meter.end_window(is_searching=False, target_bytes=900) == 300
+
+
+def test_what_is_run_aside_may_fail_and_is_released() -> None:
+    memory, meter = made()
+    meter.begin_window(is_searching=False)
+    with contextlib.suppress(ValueError), meter.aside():
+        memory.most = memory.now = 900
+        raise ValueError
+    assert (memory.releases, memory.most) == (1, 100)

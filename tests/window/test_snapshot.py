@@ -252,3 +252,23 @@ class TestUnusual:
         snapshot = taken(model)
         snapshot.restore()
         assert model.scale.tolist() == [1.0] * 5
+
+
+def test_random_states_alone_are_put_back() -> None:
+    layer = nn.BatchNorm1d(2)
+    snapshot = Snapshot([layer], torch.device("cpu"))
+    snapshot.take()
+    drawn = torch.rand(1), random.random(), np.random.rand()
+    layer(torch.randn(4, 2))
+    mean = layer.running_mean.clone()  # type: ignore[union-attr]
+    snapshot.restore_random()
+    assert (torch.rand(1), random.random(), np.random.rand()) == drawn
+    assert torch.equal(layer.running_mean, mean)  # type: ignore[arg-type]
+
+
+def test_the_modes_of_all_modules_are_told() -> None:
+    model = nn.Sequential(nn.Dropout(), nn.Dropout().eval())
+    snapshot = Snapshot([model, model[0]], torch.device("cpu"))
+    assert snapshot.modes() == [True, True, False]
+    model.eval()
+    assert snapshot.modes() == [False] * 3

@@ -13,8 +13,10 @@ from autoaccum.events import Event, Notice, Planned, Replanned, StepSkipped
 from autoaccum.loss.functions import loss_function
 from autoaccum.memory.devices import memory_of
 from autoaccum.training.accumulator import _Batch
+from autoaccum.verification.examiner import Examination
 from autoaccum.window.step import Step
 from tests.models import classes, mlp, same
+from tests.reporting.synthetic import verified
 from tests.window.making import step_of
 
 CPU = torch.device("cpu")
@@ -141,3 +143,54 @@ def test_a_limit_below_the_smallest_micro_batch_is_said_once() -> None:
     made._next_look = 0.0
     made.run(window())
     assert sum(isinstance(event, Notice) for event in events) == 1
+
+
+class Told:
+    """An examiner that says what it is told to say of a window."""
+
+    def __init__(self, *found: Any) -> None:
+        self.found = list(found)
+        self.seen: list[tuple[int, tuple[int, ...], int]] = []
+
+    def begin_attempt(self, number: int, announce: Any) -> None:
+        """Do nothing."""
+
+    def check_first(self, gradient: Any) -> None:
+        """Do nothing."""
+
+    def examine(self, window: Any, gradient: Any, number: int, most: int) -> Any:
+        self.seen.append((number, gradient.sizes, most))
+        return self.found.pop(0) if self.found else Examination()
+
+
+@pytest.mark.filterwarnings("ignore::autoaccum.errors.AutoaccumWarning")
+def test_a_window_that_was_cut_is_examined_and_what_is_found_is_told_in_order() -> None:
+    events: list[Event] = []
+    made = step(events)
+    notice = Notice(cause="a", consequence="b", cure="c")
+    verified_event = verified(0.1)
+    made._examiner = told = Told(Examination([verified_event, notice, notice]))  # type: ignore[assignment]
+    made.run(window())
+    assert told.seen == [(1, (4, 4), 6)]
+    assert [event for event in events if event in (verified_event, notice)] == [verified_event, notice], "once"
+    events.clear()
+    made.run(window(4))
+    assert len(told.seen) == 1, "a whole one is not"
+
+
+def test_a_window_that_was_weighed_otherwise_is_run_again_in_the_same_sizes() -> None:
+    made = step([])
+    made._examiner = told = Told(Examination(again=True))  # type: ignore[assignment]
+    gradient, replays = made.run(window(), (3, 4, 1))
+    assert gradient.sizes == (3, 4, 1)
+    assert [sizes for _, sizes, _ in told.seen] == [(3, 4, 1)] * 2
+    assert replays == 0, "memory did not run out"
+
+
+def test_a_window_with_smaller_micro_batches_than_can_be_computed_is_cut_anew() -> None:
+    made = step([])
+    made._examiner = told = Told(Examination(smallest=2))  # type: ignore[assignment]
+    gradient, _ = made.run(window(), (3, 4, 1))
+    assert min(gradient.sizes) >= 2
+    assert made.tuner.smallest == 2
+    assert len(told.seen) == 2

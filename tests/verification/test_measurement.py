@@ -1,0 +1,239 @@
+"""A few samples, whole and cut, under one state of the run: errors are those that there are, and nothing remains."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.functional import cross_entropy
+
+from autoaccum.loss.hypotheses import Hypothesis
+from autoaccum.verification.measurement import NotFiniteError, ZeroGradientError
+from autoaccum.verification.samples import cuts_of
+from tests.models import classes, mlp
+from tests.verification.making import DOUBLE, Log, measurement_of, pairs, plain, summed
+
+CUTS = cuts_of(6, 1)
+ALIKE = [CUTS[2]]
+
+
+def ignoring(model: Any, batch: Any) -> torch.Tensor:
+    """A mean over the samples of two classes of three."""
+    return cross_entropy(model(batch[0]), batch[1].where(batch[1] > 0, -100))
+
+
+def penalised(model: Any, batch: Any) -> torch.Tensor:
+    return summed(model, batch) + sum(p.square().sum() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("loss", "right"),
+    [
+        (plain, {"items", "samples"}),
+        (ignoring, {"items"}),
+        (summed, {"sum", "sum and penalties"}),
+        (penalised, {"sum and penalties"}),
+        (pairs, set()),
+    ],
+)
+def test_a_hypothesis_is_right_or_off_by_more_than_a_little(loss: Any, right: set[str]) -> None:
+    hypotheses: tuple[Hypothesis, ...] = ("items", "samples", "sum", "sum and penalties")
+    with measurement_of(loss) as measurement:
+        measurement.run_whole()
+        for hypothesis in hypotheses:
+            error = measurement.run(CUTS, hypothesis).error
+            assert error < 1e-12 if hypothesis in right else error > 1e-2, hypothesis
+
+
+def test_the_error_is_that_of_the_gradients() -> None:
+    """Of a mean that is taken for a sum: by hand, from three parts of two samples each."""
+    with measurement_of(plain) as measurement:
+        measurement.run_whole()
+        outcome = measurement.run(ALIKE, "sum")
+    assert outcome.error == pytest.approx(2.0)  # three times as much as it is
+    assert outcome.tensors == pytest.approx(dict.fromkeys(["0.weight", "0.bias", "2.weight", "2.bias"], 2.0))
+    assert outcome.tensor in outcome.tensors
+
+
+def test_it_stops_where_enough_is_known() -> None:
+    with measurement_of(plain) as measurement:
+        measurement.run_whole()
+        assert len(measurement.run(CUTS, "sum").errors) == 3
+        assert len(measurement.run(CUTS, "sum", stop_above=0.5).errors) == 1
+        assert len(measurement.run(CUTS, "samples", stop_above=0.5).errors) == 3
+
+
+def test_losses_alone_show_it_too() -> None:
+    with measurement_of(plain, forward_only=True) as measurement:
+        measurement.run_whole()
+        assert measurement.run(CUTS, "samples").error < 1e-14
+        assert measurement.run(ALIKE, "sum").error == pytest.approx(2.0)
+        assert all(p.grad is None for p in measurement.parameters)
+    with measurement_of(pairs, forward_only=True) as measurement:
+        measurement.run_whole()
+        assert measurement.run(CUTS, "samples").error > 1e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, DOUBLE])
+def test_noise_is_no_error(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 9), nn.Dropout(0.5), nn.RReLU(), nn.Linear(9, 3), nn.Dropout(0.2)).to(dtype)
+    with measurement_of(plain, model, batch=classes(6, dtype)) as measurement:
+        measurement.run_whole()
+        assert measurement.run(CUTS, "samples").error < measurement.tolerance / 10
+
+
+def test_attention_is_measured_under_its_dropout() -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.out = nn.Linear(8, 24), nn.Linear(8, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q, k, v = self.net(x).reshape(len(x), 1, 3, 8).split(1, dim=2)
+            kv = torch.cat([k, v, q], 2)
+            return self.out(F.scaled_dot_product_attention(q, kv, kv, dropout_p=0.4).reshape(len(x), 8))  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    with measurement_of(plain, Attention(), batch=classes(6)) as measurement:
+        measurement.run_whole()
+        assert measurement.run(CUTS, "samples").error < 2e-6
+
+
+def test_in_sixteen_bits_nothing_is_measured() -> None:
+    """Autocast is off: right and wrong could not be told apart with it."""
+    seen = Log()
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        outputs = model(batch[0])
+        seen.append(outputs.dtype)
+        return cross_entropy(outputs, batch[1])
+
+    with measurement_of(loss, mlp(), batch=classes(6)) as measurement:
+        measurement.run_whole()
+    assert set(seen) == {torch.float32}
+    assert not measurement.is_rounded
+
+
+@pytest.mark.parametrize(
+    ("loss", "error"),
+    [
+        (lambda model, batch: 0 * plain(model, batch), ZeroGradientError),
+        (lambda model, batch: plain(model, batch) / 0, NotFiniteError),
+        (lambda model, batch: plain(model, batch) * float("nan"), NotFiniteError),
+    ],
+)
+def test_by_nothing_nothing_can_be_told(loss: Any, error: type[Exception]) -> None:
+    model = mlp(DOUBLE)
+    with pytest.raises(error), measurement_of(loss, model) as measurement:
+        measurement.run_whole()
+    assert all(p.grad is None for p in model.parameters())
+
+
+class Everywhere(nn.Module):
+    """A forward that leaves something in every place that there is, and fails when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp(DOUBLE)
+        self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+        self.register_buffer("mean", torch.zeros(3, dtype=DOUBLE))
+        self.calls, self.table = 0, {"sizes": [0]}
+        self.fails = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.fails:
+            raise ValueError("mine")
+        outputs: torch.Tensor = self.net(x)
+        self.frozen.data.mul_(0.5)
+        self.mean.mul_(0.9).add_(outputs.detach().mean(0), alpha=0.1)
+        self.calls += 1
+        self.table["sizes"].append(len(x))
+        self.late = outputs.detach()
+        random.random()
+        np.random.rand()
+        return F.dropout(outputs, 0.1)
+
+
+def state_of(model: Everywhere) -> Any:
+    tensors = [*model.parameters(), *model.buffers()]
+    gradients = [None if p.grad is None else p.grad.tolist() for p in model.parameters()]
+    generators = torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index,union-attr]
+    return [t.tolist() for t in tensors], gradients, model.calls, str(model.table), hasattr(model, "late"), generators
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_nothing_of_it_remains(fails: bool) -> None:
+    model = Everywhere()
+    for p in model.net.parameters():
+        p.grad = torch.ones_like(p)
+    model(torch.zeros(1, 8, dtype=DOUBLE))
+    before = state_of(model)
+    kept = [p.grad for p in model.parameters()]
+    try:
+        with measurement_of(plain, model) as measurement:
+            assert all(p.grad is None for p in model.parameters())
+            measurement.run_whole()
+            assert len(measurement.moved) == 2  # a buffer, and the frozen parameter
+            assert measurement.draws_foreign
+            assert state_of(model)[2:5] == before[2:5], "put back between runs, too"
+            measurement.run(CUTS, "samples")
+            model.fails = fails
+            measurement.run(CUTS, "items")
+    except ValueError:
+        assert fails
+    model.fails = False
+    assert state_of(model) == before
+    assert [p.grad is None for p in model.parameters()] == [gradient is None for gradient in kept]
+
+
+def test_it_begins_as_the_window_began_and_ends_as_that_ended() -> None:
+    """What the window itself has moved would hide what the next one finds."""
+    model = Everywhere()
+    seen = Log()
+
+    def rewind() -> None:
+        model.calls = 0
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        seen.append(model.calls)
+        return plain(model, batch)
+
+    model.calls = 7
+    with measurement_of(loss, model, rewind=rewind) as measurement:
+        measurement.run_whole()
+        measurement.run(ALIKE, "samples")
+    assert model.calls == 7
+    assert seen == [0, 0, 1, 2]
+
+
+def test_what_is_left_out_for_it_is_no_number_is_told() -> None:
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        taken = batch[1] > 0
+        return cross_entropy(model(batch[0])[taken], batch[1][taken])
+
+    inputs, _ = classes(6, DOUBLE)
+    with measurement_of(loss, batch=(inputs, torch.tensor([0, 1, 2, 1, 2, 1]))) as measurement:
+        measurement.run_whole()
+        assert measurement.run(CUTS, "items").error < 1e-12
+        assert measurement.dropped == {0}
+
+
+def test_users_counts_and_those_of_the_graph_are_noted_by_part() -> None:
+    with measurement_of(plain, num_items=lambda batch: 10 * len(batch[1])) as measurement:
+        measurement.run_whole()
+        assert measurement.run(CUTS, "num_items").error < 1e-12
+        assert measurement.counted[0,] == 10
+        assert measurement.counted[3, 4, 5] == 30
+        assert measurement.shown[3, 4, 5].items == 3
+        assert measurement.shown_of((2, 5)).items == 2
+
+
+def test_tensors_are_named_as_the_user_knows_them() -> None:
+    with measurement_of(plain) as measurement:
+        assert measurement.names == ["0.weight", "0.bias", "2.weight", "2.bias"]

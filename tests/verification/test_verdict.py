@@ -1,0 +1,171 @@
+"""A measurement ends in words: passed, failed and why, or not measured and why; what fails is no error of the run's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from autoaccum.loss.hypotheses import Hypothesis
+from autoaccum.testing import oom_at
+from autoaccum.verification.findings import Verdict
+from autoaccum.verification.verdict import measure
+from tests.faults import Operations
+from tests.models import classes, mlp
+from tests.verification.making import DOUBLE, job_of, pairs, plain, squared_mean, window_of
+
+
+def verdict(
+    loss: Any = plain, model: nn.Module | None = None, *, batch: Any = None, count: int = 8, **options: Any
+) -> Verdict:
+    likely: Hypothesis = options.pop("likely", "items")
+    return measure(job_of(loss, model), window_of(count, batch), likely, **{"most": 6, **options})
+
+
+def test_what_passes_says_by_how_much() -> None:
+    found = verdict()
+    assert found.decision is not None
+    assert found.decision.passed
+    assert (found.samples, found.tolerance, found.unmeasured, found.causes) == (6, 1e-7, "", ())
+    single = verdict(model=mlp(), batch=classes(8))
+    assert (single.tolerance, single.rebinds) == (2e-5, False)
+
+
+def test_what_fails_says_why_if_it_can() -> None:
+    model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).to(DOUBLE)
+    found = verdict(model=model)
+    assert found.causes == ("batch norm",)
+    assert found.decision is not None
+    assert min(len(part) for cut in found.decision.cuts for part in cut) == 2
+    for loss in (squared_mean, pairs):
+        found = verdict(loss)
+        assert found.decision is not None
+        assert not found.decision.passed
+        assert found.causes == ()
+
+
+@pytest.mark.parametrize(("most", "count", "samples"), [(6, 8, 6), (6, 4, 4), (3, 8, 3), (2, 8, 2), (6, 2, 2)])
+def test_as_many_are_measured_as_there_is_room_for(most: int, count: int, samples: int) -> None:
+    assert verdict(most=most, count=count).samples == samples
+
+
+def test_where_there_is_no_room_for_two_parts_nothing_is_measured() -> None:
+    found = verdict(most=1)
+    assert found.decision is None
+    assert found.unmeasured == "there is no room for two parts of at least 1 at once"
+    assert not found.is_passing
+    model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).to(DOUBLE)
+    assert verdict(model=model, most=3).unmeasured.endswith("two parts of at least 2 at once")
+
+
+def unsettled(model: Any, batch: Any) -> torch.Tensor:
+    """Draw an order, which has no rows, and numbers that no constant stands for."""
+    torch.randperm(len(batch[0]))
+    return plain(model, batch) + 0 * torch.empty(len(batch[0])).geometric_(0.5).mean()
+
+
+@pytest.mark.parametrize(
+    ("loss", "words", "is_passing"),
+    [
+        (lambda model, batch: plain(model, batch) * 0, "the gradient of a few samples is 0", True),
+        (lambda model, batch: plain(model, batch) / 0, "the loss of a few samples is not finite", True),
+        (lambda model, batch: 1 / 0, "fails (ZeroDivisionError: division by zero)", False),
+        (lambda model, batch: unsettled(model, batch), "draws for a few samples cannot be found among", False),
+    ],
+)
+def test_what_cannot_be_measured_says_why_and_raises_nothing(loss: Any, words: str, is_passing: bool) -> None:
+    found = verdict(loss)
+    assert found.decision is None
+    assert words in found.unmeasured
+    assert found.is_passing is is_passing
+
+
+def test_of_what_foreign_generators_draw_nothing_can_be_told() -> None:
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        return cross_entropy(model(batch[0] * torch.from_numpy(np.random.rand(len(batch[0]), 1))), batch[1])
+
+    found = verdict(loss)
+    assert found.decision is None
+    assert "Python's or NumPy's generator" in found.unmeasured
+    assert verdict(lambda model, batch: plain(model, batch) + 0 * np.random.rand()).decision is not None
+
+
+def test_gradients_of_sixteen_bits_are_not_called_wrong_for_their_rounding() -> None:
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        return cross_entropy(model(batch[0]), batch[1])
+
+    found = verdict(loss, mlp(torch.bfloat16), batch=classes(8, torch.bfloat16))
+    assert found.decision is None or found.decision.passed
+    assert found.decision is not None or "16 bits" in found.unmeasured
+    wrong = verdict(
+        lambda model, batch: loss(model, batch).square(), mlp(torch.bfloat16), batch=classes(8, torch.bfloat16)
+    )
+    assert wrong.decision is not None
+    assert wrong.decision.error > 0.1
+
+
+def test_losses_alone_are_compared_by_one_hypothesis_alone() -> None:
+    runs = []
+
+    class Counted(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            runs.append(len(x))
+            return super().forward(x)
+
+    torch.manual_seed(0)
+    model = Counted(8, 3).to(DOUBLE)
+    found = verdict(model=model, forward_only=True)
+    assert found.decision is not None
+    assert found.decision.passed
+    assert len(runs) == 1 + 3 + 3  # the whole, and the first and the last cut
+    assert found.tolerance == 1e-12
+    found = verdict(model=model, forward_only=True, likely="sum")
+    assert found.decision is not None
+    assert not found.decision.passed
+    assert found.decision.hypothesis == "sum"
+
+
+def test_where_memory_runs_out_fewer_are_measured_and_then_none() -> None:
+    with Operations() as operations:
+        job, window = job_of(plain), window_of(8)
+        measure(job, window, "items", most=6)
+    model = job.model
+    found = set()
+    for number in range(40, len(operations.names), 23):
+        with oom_at(number):
+            found.add(measure(job, window, "items", most=6).samples)
+        assert all(p.grad is None for p in model.parameters())  # type: ignore[union-attr]
+    assert found == {3, 6} or found == {3}
+
+    def full(model: Any, batch: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    assert verdict(full).unmeasured == "memory ran out in the attempt"
+
+
+def test_a_count_that_is_kept_from_zero_is_measured_without_it_too() -> None:
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        each = cross_entropy(model(batch[0]), batch[1], reduction="none")
+        return each.sum() / (torch.ones(len(each)).sum() * 0.5).clamp(min=1)
+
+    found = verdict(loss, count=6)
+    assert found.decision is not None
+    assert found.decision.passed
+    assert found.ones is not None
+    assert found.ones.error > 1e-2
+    assert verdict().ones is None
+
+
+def test_a_sample_without_items_that_was_left_out_is_told() -> None:
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        taken = batch[1] > 0
+        return cross_entropy(model(batch[0])[taken], batch[1][taken])
+
+    inputs, _ = classes(8, DOUBLE)
+    batch = inputs, torch.tensor([1, 2, 1, 2, 1, 0, 2, 1])
+    assert verdict(loss, batch=batch, include=[5]).counts_nothing
+    assert not verdict(loss, batch=batch, include=[0]).counts_nothing

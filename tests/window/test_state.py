@@ -1,0 +1,163 @@
+"""All that a forward and backward may change is remembered, wherever it is held, and put back."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from autoaccum.testing import oom_at
+from autoaccum.window.state import Gradients, State, same
+
+CPU = torch.device("cpu")
+
+VALUE = 3
+
+
+class Held:
+    """An object whose method is the loss."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.queue = torch.zeros(2)
+        self.layer = nn.BatchNorm1d(2)
+
+    def loss(self, model: Any, batch: Any) -> Any:
+        return VALUE
+
+
+def state_of(model: nn.Module, loss: Any = lambda model, batch: None, written: Any = ()) -> State:
+    return State([model], [loss], CPU, [p for p in model.parameters() if p.requires_grad], written)
+
+
+def test_tensors_come_back_in_place_wherever_they_are_held() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2).requires_grad_(False))
+    model.queue, model.table = torch.ones(2), {"a": [torch.ones(3)]}  # type: ignore[assignment]
+    held = Held()
+    tensors = [*model.parameters(), *model.buffers(), model.queue, model.table["a"][0]]
+    tensors += [held.queue, *held.layer.buffers()]
+    before = [t.detach().clone() for t in tensors]
+    state = state_of(model, held.loss)
+    assert state.moved() == []
+    for _ in range(2):
+        with torch.no_grad():
+            for t in tensors:
+                t.data.add_(1)
+        assert {id(t) for t in state.moved()} == {id(t) for t in tensors}
+        state.restore()
+        assert all(torch.equal(t, value) for t, value in zip(tensors, before, strict=True))
+
+
+def test_attributes_variables_and_globals_come_back() -> None:
+    global VALUE
+    model, held, count, found = nn.Linear(1, 1), Held(), 1, [1]
+    model.calls = 1  # type: ignore[assignment]
+
+    def loss(model: Any, batch: Any) -> Any:
+        nonlocal count
+        count += 1
+        found.append(2)
+        return VALUE, held.loss
+
+    state = state_of(model, loss)
+    assert not state.attributes_changed()
+    model.calls = held.calls = 9  # type: ignore[assignment]
+    held.layer = nn.BatchNorm1d(2)
+    loss(None, None)
+    VALUE = 4
+    assert state.attributes_changed()
+    state.restore()
+    assert (model.calls, held.calls, count, found, VALUE) == (1, 0, 1, [1], 3)
+    assert not state.attributes_changed()
+
+
+def test_generators_come_back_those_of_users_too() -> None:
+    own = torch.Generator().manual_seed(3)
+
+    def draw() -> Any:
+        return torch.rand(1).item(), random.random(), np.random.rand(), torch.rand(1, generator=own).item()
+
+    state = state_of(nn.Linear(1, 1), lambda model, batch: own)
+    expected = draw()
+    state.restore()
+    assert draw() == expected
+    state.restore(random=False)
+    assert draw()[:3] != expected[:3]
+
+
+@pytest.mark.parametrize(
+    ("draw", "is_foreign"),
+    [(random.random, True), (np.random.rand, True), (lambda: torch.rand(1), False), (lambda: None, False)],
+)
+def test_draws_of_foreign_generators_are_noticed(draw: Callable[[], Any], is_foreign: bool) -> None:
+    state = state_of(nn.Linear(1, 1))
+    draw()
+    assert state.foreign_draws() is is_foreign
+
+
+def test_of_a_large_model_what_was_written_to_is_kept_and_the_rest_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autoaccum.window.state._SMALL_BYTES", 8)
+    model = nn.Linear(4, 4)
+    frozen = nn.Sequential(model, nn.Linear(16, 16).requires_grad_(False))
+    encoder = nn.Sequential(model, nn.Linear(4, 4).requires_grad_(False))
+    for made, written, moved in ((frozen, (model.bias,), 1), (encoder, (), 2), (frozen, (), 0)):
+        state = state_of(made, written=written)
+        with torch.no_grad():
+            for p in made.parameters():
+                p.add_(1)
+        assert len(state.moved()) == moved
+
+
+def test_a_buffer_of_another_shape_comes_back() -> None:
+    model = nn.Linear(1, 1)
+    model.register_buffer("sizes", torch.zeros(2))
+    state = state_of(model)
+    model.sizes.resize_(5)
+    state.restore()
+    assert model.sizes.tolist() == [0.0, 0.0]
+
+
+def test_it_is_tried_again_where_memory_runs_out() -> None:
+    model = nn.BatchNorm1d(2)
+    state = state_of(model)
+    for number in range(1, 12):
+        model.running_mean.add_(1)  # type: ignore[operator, union-attr]
+        with oom_at(number):
+            state.restore()
+        assert not model.running_mean.any()  # type: ignore[operator, union-attr]
+
+
+def test_gradients_are_taken_away_and_come_back() -> None:
+    with_one, without = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    with_one.grad = torch.tensor([1.0, 2.0])
+    gradients = Gradients([with_one, without])
+    assert with_one.grad is None
+    for _ in range(2):
+        with_one.grad = without.grad = torch.zeros(2)
+        gradients.restore()
+        assert with_one.grad is not None
+        assert with_one.grad.tolist() == [1.0, 2.0]
+        assert without.grad is None
+
+
+def test_sparse_gradients_come_back_too() -> None:
+    p = nn.Parameter(torch.ones(3))
+    p.grad = torch.tensor([0.0, 2.0, 0.0]).to_sparse()
+    gradients = Gradients([p])
+    gradients.restore()
+    assert p.grad is not None
+    assert p.grad.to_dense().tolist() == [0.0, 2.0, 0.0]
+
+
+def test_a_value_is_the_same_to_the_bit_nan_for_nan() -> None:
+    nan = float("nan")
+    assert same(torch.tensor([1.0, nan]), torch.tensor([1.0, nan]))
+    assert not same(torch.tensor([1.0, nan]), torch.tensor([nan, 1.0]))
+    assert not same(torch.tensor([1.0]), torch.tensor([1.0 + 2**-23]))
+    assert same(torch.tensor([1, 2]), torch.tensor([1, 2]))
+    assert not same(torch.tensor([1, 2]), torch.tensor([1, 3]))

@@ -1,0 +1,146 @@
+"""What functions hold is found, however they hold it; tools and what libraries bring are left alone."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoaccum.window.surroundings import Surroundings, outermost, surroundings_of
+
+LAYER = nn.Linear(1, 1)
+COUNT = 3
+TABLE: dict[str, Any] = {"queue": torch.ones(2)}
+
+
+def found_in(*functions: object) -> Surroundings:
+    return surroundings_of(functions)
+
+
+class Objective:
+    """Holds a layer, a list and another object."""
+
+    def __init__(self) -> None:
+        self.layer = nn.Linear(1, 1)
+        self.seen: list[int] = []
+        self.inner: Any = None
+        self.logger = logging.getLogger("mine")
+
+    def step(self) -> None:
+        """Return nothing."""
+
+    def __call__(self) -> None:
+        """Return nothing."""
+
+
+def uses_globals() -> Any:
+    return LAYER, COUNT, TABLE, torch.nn.functional, len
+
+
+def by_closure(held: Any) -> Callable[[], Any]:
+    return lambda: held
+
+
+def by_default(held: Any) -> Callable[..., Any]:
+    def function(given: Any = held, *, named: Any = held) -> Any:
+        return given, named
+
+    return function
+
+
+def by_function(held: Any) -> Callable[[], Any]:
+    inner = by_closure(held)
+    return lambda: inner()
+
+
+WAYS: dict[str, Callable[[Any], Any]] = {
+    "closure": by_closure,
+    "default": by_default,
+    "partial": lambda held: functools.partial(len, held),
+    "partial, by name": lambda held: functools.partial(len, key=held),
+    "function that is called": by_function,
+    "list": lambda held: by_closure([held]),
+    "dict in a tuple": lambda held: by_closure(({"a": held},)),
+}
+
+
+def test_modules_tensors_and_generators_are_found_whichever_way_they_are_held() -> None:
+    for name, way in WAYS.items():
+        layer, tensor, generator = nn.Linear(1, 1), torch.ones(1), torch.Generator()
+        found = found_in(way(layer), way(tensor), way(generator))
+        assert found.modules == [layer], name
+        assert [id(entry) for entry in found.tensors] == [id(tensor)], name
+        assert [id(entry) for entry in found.generators] == [id(generator)], name
+
+
+def test_a_method_holds_its_object_and_what_that_holds() -> None:
+    for objective in (Objective(), Objective()):
+        objective.inner = other = Objective()
+        for function in (objective.step, objective, by_closure(objective)):
+            found = found_in(function)
+            assert {id(entry) for entry in found.objects} == {id(objective), id(other)}
+            assert set(found.modules) == {objective.layer, other.layer}
+            assert {id(entry) for entry in found.containers} == {id(objective.seen), id(other.seen)}
+
+
+def test_globals_are_those_that_the_function_names() -> None:
+    found = found_in(uses_globals)
+    assert found.modules == [LAYER]
+    assert found.names == [(globals(), "COUNT")]
+    assert found.containers == [TABLE]
+    assert [id(entry) for entry in found.tensors] == [id(TABLE["queue"])]
+    assert found_in(by_default).modules == []
+
+
+def test_variables_of_enclosing_functions_are_found_with_or_without_a_value() -> None:
+    count = 1
+
+    def function() -> Any:
+        return count, late
+
+    assert len(found_in(function).cells) == 1  # a variable without a value holds nothing
+    late = 2
+    assert sorted(cell.cell_contents for cell in found_in(function).cells) == [1, 2]
+
+
+def test_tools_and_libraries_are_left_alone() -> None:
+    optimizer = torch.optim.SGD(LAYER.parameters(), 0.1)
+    found = found_in(by_closure(optimizer), by_closure(logging.getLogger("mine")), by_closure(torch), len, Objective)
+    assert (found.modules, found.tensors, found.objects, found.containers) == ([], [], [], [])
+
+
+def test_what_goes_in_circles_or_is_long_or_deep_ends() -> None:
+    circle: list[Any] = [1]
+    circle.append(circle)
+    assert found_in(by_closure(circle)).containers == [circle]
+    assert found_in(by_closure([torch.ones(1)] * 101)).tensors == []
+    held: Any = nn.Linear(1, 1)
+    for _ in range(6):
+        held = [held]
+    assert found_in(by_closure(held)).modules == []
+
+
+def test_a_layer_with_a_generator_of_its_own() -> None:
+    layer = nn.Linear(1, 1)
+    layer.generator = generator = torch.Generator()  # type: ignore[assignment]
+    assert found_in(by_closure(layer)).generators == [generator]
+
+
+def test_nothing_is_called() -> None:
+    class Refuses:
+        @property
+        def value(self) -> None:
+            raise AssertionError("called")
+
+    assert len(found_in(by_closure(Refuses())).objects) == 1
+
+
+def test_a_module_within_another_one_is_not_named_by_itself() -> None:
+    inner = nn.Linear(1, 1)
+    outer = nn.Sequential(inner)
+    assert outermost([inner, outer, outer]) == [outer]
+    assert outermost([inner, inner]) == [inner]
