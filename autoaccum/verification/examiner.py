@@ -100,9 +100,8 @@ class Examiner:
             number: of the window.
             announce: says what cannot wait for the window's end.
         """
-        # Of a window that is to be measured: what it moves is put back for that. Its second attempt begins no more as
-        # the first one did, for not everything that a forward may move is rolled back. Windows that are not cut would
-        # pay for nothing: of those but the first, in which what moves only once does, nothing is remembered.
+        # What a window moves is put back to measure it. Its second attempt begins no more as the first one did, for not
+        # everything is rolled back. Those that are not cut, but for the first, would pay for it in vain.
         self._number = number
         self._is_to_remember = self._verify and self._occasions.is_foreseen(number) and number != self._remembered_of
         if self._is_to_remember and not self._is_checked:
