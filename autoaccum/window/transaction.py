@@ -133,6 +133,7 @@ class Transaction:
         self._losses: list[torch.Tensor | None] = []  # of each micro-batch; None where nothing counts
         self._reductions: list[Reduction] = []
         self._dropped: list[int] = []  # where micro-batches begin whose loss was not a number
+        self._divided_by_zero: ZeroDivisionError | None = None  # what the last one raised that has no items
         self._norms: dict[int, torch.Tensor] = {}  # of what each micro-batch adds to the gradient, by its index
 
     def add(self, piece: Piece) -> None:
@@ -170,10 +171,11 @@ class Transaction:
         before = count_nodes()
         try:
             loss = self.forward(batch, num_samples, self._num_samples)
-        except ZeroDivisionError:
+        except ZeroDivisionError as error:
             # Python's own numbers raise where tensors give NaN. The window may well have items, and then it is fine.
             if num_samples == self._num_samples:
                 raise
+            self._divided_by_zero = error
             self.signs.have_changed = True  # that it is a count is a guess, which is to be measured
             return None
         self._nodes = count_nodes() - before
@@ -276,6 +278,8 @@ class Transaction:
         if not any(counts) and self._dropped:  # all of them are not numbers: that is no count of theirs
             self.drops_nan = self.drops_gradients = False
             return Repeat(sizes=sizes)
+        if not any(counts) and self._divided_by_zero is not None:  # in every micro-batch that has a loss
+            raise self._divided_by_zero
         if not any(counts):
             return Gradient(sizes=sizes, loss=torch.tensor(float("nan")), grad_norm=None, items=0)
         losses = [micro_loss for micro_loss in self._losses if micro_loss is not None]

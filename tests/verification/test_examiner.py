@@ -18,7 +18,7 @@ from autoaccum.events import Event, Notice, Verified
 from autoaccum.loss.weighting import CountItems
 from autoaccum.planning.attempts import Piece
 from autoaccum.verification.examiner import Examination, Examiner
-from autoaccum.verification.verdict import measure
+from autoaccum.verification.verdict import measure, measure_part
 from autoaccum.window.gradient import Gradient
 from autoaccum.window.transaction import Transaction
 from tests.models import classes, mlp, noisy, same
@@ -39,7 +39,7 @@ class Examined:
     ) -> None:
         self.job = job_of(loss_of, model, num_items)
         self.transaction = Transaction(self.job)
-        self.examiner = Examiner(self.job, self.transaction, measure, verify=verify, strict=strict)
+        self.examiner = Examiner(self.job, self.transaction, measure, measure_part, verify=verify, strict=strict)
         self.number = 0
         self.announced: list[Notice] = []
         self.dtype = next(self.job.model.parameters()).dtype  # type: ignore[union-attr]
