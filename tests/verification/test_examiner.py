@@ -365,6 +365,7 @@ class TestState:
         made.examine(8)
         made.examine(3, 3, 2)
         made.transaction.drops_nan = False
+        made.examiner._off_by_ones = 0.5
         again = Examined(losses(math.nan))
         again.examiner.load_state_dict(made.examiner.state_dict())
         assert again.examiner.state_dict() == made.examiner.state_dict()
