@@ -93,7 +93,7 @@ def is_one(reduction: Reduction) -> bool:
 
 def kinds_of(reduction: Reduction) -> tuple[str, ...]:
     """Return what each term of a loss looks like: another loss has others."""
-    return tuple([term.kind for term in reduction.terms]) if reduction.terms else ()
+    return tuple([term.kind + "1" * term.is_one for term in reduction.terms]) if reduction.terms else ()
 
 
 @lru_cache(maxsize=1024)

@@ -244,10 +244,18 @@ class _Descent:
             is_counted=self._counts_items or bool(factor.tensors),
             is_multiplied=factor.tensors == "Mul",
             is_items=self._counts_items,
-            is_one=1.0 in (*factor.divisors, *factor.multipliers)
-            or -1.0 in (*factor.divisors, *factor.multipliers)
-            or (bool(factor.tensors) and isinstance(value, float) and abs(value) == 1),
+            is_one=_is_one(factor),
         )
+
+
+def _is_one(factor: Factor) -> bool:
+    """Return whether something was divided by 1, or by minus 1, beside the constants that the program wrote down."""
+    if any(abs(number) == 1 for number in (*factor.divisors, *factor.multipliers)):
+        return True
+    if not factor.tensors or isinstance(factor.value, torch.Tensor):
+        return False
+    written = math.prod(factor.multipliers) / math.prod(factor.divisors)
+    return math.isclose(abs(factor.value), abs(written), rel_tol=1e-12)
 
 
 def _unknown(node: Any) -> Term:

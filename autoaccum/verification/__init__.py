@@ -1,1 +1,1 @@
-"""Does the run compute what it says? What the first window that is cut shows, and what is said of it."""
+"""Does the run compute what it says? Cut windows are measured against whole ones, and what is found is said."""

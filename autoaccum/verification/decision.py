@@ -13,7 +13,7 @@ from autoaccum.loss.reductions import Reduction, is_one
 from autoaccum.memory.oom import is_out_of_memory, without_frames
 from autoaccum.verification.draws import UnalignedError, UnsettledError
 from autoaccum.verification.findings import Cut, Decision, Outcome
-from autoaccum.verification.measurement import Measurement
+from autoaccum.verification.measurement import Measurement, ZeroGradientError
 from autoaccum.verification.samples import cuts_of
 
 Rival = Literal["num_items", "items", "samples"]
@@ -42,18 +42,32 @@ def decide(measurement: Measurement, smallest: int, likely: Hypothesis) -> Decis
     refused: Exception | None = None
     try:
         decision = _decided(measurement, cuts, likely)
-        if decision.passed or not wider:
+        if decision.passed:
             return decision
-    except (UnalignedError, UnsettledError):
+    except (UnalignedError, UnsettledError, ZeroGradientError):
         raise
     except Exception as error:  # of the user's code, on one sample perhaps
         if not wider or is_out_of_memory(error):
             raise
         measurement.state.restore()
         refused = without_frames(error)
-    if refused is None and not measurement.dropped:
+    if not wider or (refused is None and not measurement.dropped):
         return replace(decision, has_ones=any(map(is_one, measurement.shown.values())))
-    return replace(_decided(measurement, wider, likely), smallest=2)
+    of_pairs = _decided(measurement, wider, likely)
+    # Where single samples were left out, for their loss is not a number, that was no fault if pairs fail alike.
+    if refused is not None or (of_pairs.passed and not of_pairs.is_vacuous):
+        return replace(of_pairs, smallest=2)
+    return replace(decision, smallest=2)
+
+
+def explained_by_ones(measurement: Measurement, smallest: int, likely: Hypothesis) -> Decision | None:
+    """Return what was measured where counts of 1 do not matter; None if they do not explain that it failed."""
+    tolerance = measurement.tolerance
+    outcome = measurement.run(cuts_of(measurement.num_samples, smallest), "items", ones_are_none=True)
+    if outcome.error <= tolerance and not outcome.is_vacuous:
+        return Decision.of(outcome, passed=True)
+    without = decide_without_ones(measurement, smallest, likely)
+    return without if without is not None and without.passed and not without.is_vacuous else None
 
 
 def decide_without_ones(measurement: Measurement, smallest: int, likely: Hypothesis) -> Decision | None:
@@ -106,6 +120,7 @@ def _decided(measurement: Measurement, cuts: list[Cut], likely: Hypothesis) -> D
         cuts=tuple(cuts),
         outcomes=tuple(outcome for outcome in tried if outcome is not best),
         rivals=_rivals(measurement, cuts, best.hypothesis) if best.error <= tolerance else frozenset(),
+        is_vacuous=best.is_vacuous,
         is_foreign=measurement.draws_foreign,
     )
 

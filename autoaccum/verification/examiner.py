@@ -31,6 +31,9 @@ from autoaccum.window.job import Job
 from autoaccum.window.state import State
 from autoaccum.window.transaction import Transaction
 
+_MOST_ONES = 3
+"""Micro-batches of a window that are measured because they were divided by 1."""
+
 Measure = Callable[..., Verdict]
 """(job, window, the hypothesis that comes first, ...) -> what was measured: see ``verdict.measure``."""
 
@@ -50,7 +53,14 @@ class Examiner:
     """Looks at the windows of one run, and decides what its loss is."""
 
     def __init__(
-        self, job: Job, transaction: Transaction, measure: Measure, *, verify: bool = True, strict: bool = False
+        self,
+        job: Job,
+        transaction: Transaction,
+        measure: Measure,
+        measure_part: Callable[..., float | None],
+        *,
+        verify: bool = True,
+        strict: bool = False,
     ) -> None:
         """Put itself beside a transaction, whose hypothesis it sets.
 
@@ -58,12 +68,14 @@ class Examiner:
             job: what is computed.
             transaction: runs the windows.
             measure: measures one of them: ``verdict.measure``.
+            measure_part: measures one of its micro-batches: ``verdict.measure_part``.
             verify: whether anything is measured.
             strict: whether a gradient that is not the whole window's ends the run.
         """
         self._job = job
         self._transaction = transaction
         self._measure_window = measure
+        self._measure_part = measure_part
         self._verify = verify
         self._strict = strict
         self._parameters = [p for module in job.modules for p in module.parameters()]
@@ -76,7 +88,6 @@ class Examiner:
         self._remembered: State | None = None  # how things were when the window of that number began
         self._remembered_of = 0
         self._smallest = 1
-        self._off_by_ones = 0.0  # the error of windows that hold a count of 1 which stands for none
         transaction.drops_nan = verify
         self._begin()
 
@@ -181,8 +192,8 @@ class Examiner:
             if is_passed and self._transaction.hypothesis == "items" and readings.is_half_unknown(gradient):
                 doubt = notices.doubt_of(gradient.sizes, gradient.reductions)
                 said.extend([] if doubt is None else [doubt])
-            if is_passed and self._off_by_ones and readings.has_one(gradient):
-                self._fail(notices.ones_notice(self._off_by_ones), self._off_by_ones, said)
+            if is_passed and reason == "whole":
+                self._check_ones(window, gradient, said)
             after = self._transaction.hypothesis
             is_weighed_otherwise = not readings.is_weighed_alike(self._job, gradient, before, after)
             if gradient.dropped and not self._transaction.drops_nan:
@@ -280,7 +291,6 @@ class Examiner:
 
     def _decide(self, decision: Decision, verdict: Verdict, number: int, seconds: float, said: list[Event]) -> None:
         """Go by what was measured, and say it."""
-        held = self._transaction.hypothesis
         self._transaction.hypothesis = decision.hypothesis
         said.append(
             Verified(
@@ -296,23 +306,30 @@ class Examiner:
         )
         signs = self._transaction.signs
         self._smallest = decision.smallest
-        if self._occasions.status == "passed" and decision is verdict.ones:
-            # What was verified before is in doubt only where a count is 1: it stands for this window if none is.
-            self._off_by_ones, signs.compares_ones = decision.error, True
-            self._transaction.hypothesis = held
-            return
         if decision.passed:
             self._occasions.status = "passed"
-            self._off_by_ones = verdict.ones.error if verdict.ones is not None else 0.0
             signs.compares_ones = verdict.ones is not None
             self._kinds.accept()
             # Weights that differ by nothing but the number of samples are compared in each window, for nothing.
             self._rivals = decision.rivals
             signs.compares_samples = "samples" in decision.rivals
             return
-        suspicion = readings.suspicion(self._met, self._shown) or (notices.state_notice() if verdict.rebinds else None)
+        suspicion = readings.suspicion(self._met, self._shown)
+        if suspicion is None and (verdict.rebinds or verdict.pads):
+            suspicion = notices.of("state" if verdict.rebinds else "padding")
         notice = notices.failure_notice(decision, verdict.causes, verdict.samples, self._job.modules, suspicion)
         self._fail(notice, decision.error, said)
+
+    def _check_ones(self, window: Window, gradient: Gradient, said: list[Event]) -> None:
+        """Measure micro-batches that were divided by 1, as parts: that may be a count, or stand for none."""
+        hypothesis = self._transaction.hypothesis
+        if hypothesis != "items":
+            return
+        for start, size in readings.ones(gradient)[:_MOST_ONES]:
+            error = self._measure_part(self._job, window, hypothesis, start=start, size=size)
+            if error is not None:
+                self._fail(notices.ones_notice(error), error, said)
+                return
 
     def _fail(self, notice: Notice, error: float, said: list[Event]) -> None:
         """Say that windows that are cut have another gradient, and look no further."""
@@ -324,7 +341,8 @@ class Examiner:
         """Say that nothing could be measured, once it is not tried again."""
         occasions = self._occasions
         occasions.tries -= 1
-        if occasions.status == "unmeasured" and not (verdict.is_passing and occasions.tries):
+        # Of a run that was verified, for a window that is other than those were, it is said too.
+        if not verdict.is_passing or (occasions.status == "unmeasured" and not occasions.tries):
             self._refuse_or_say(notices.unmeasured_notice(verdict.unmeasured), None, said)
 
     def _refuse_or_say(self, notice: Notice, error: float | None, said: list[Event] | None = None) -> None:
@@ -355,7 +373,6 @@ class Examiner:
                 "rivals": sorted(self._rivals),
                 "kinds": self._kinds.state_dict(),
                 "smallest": self._smallest,
-                "off_by_ones": self._off_by_ones,
             },
         }
 
@@ -375,4 +392,3 @@ class Examiner:
         self._rivals = frozenset(measured["rivals"])
         self._kinds.load_state_dict(measured["kinds"])
         self._smallest = measured["smallest"]
-        self._off_by_ones = measured["off_by_ones"]

@@ -27,6 +27,8 @@ class Outcome:
     """The worst tensor's name in it."""
     errors: tuple[float, ...] = ()
     """Of each cut."""
+    is_vacuous: bool = False
+    """Whether in every cut a single part has a loss other than 0, so that any weights would do."""
     tensors: dict[str, float] = field(default_factory=dict)
     """The error of each tensor in the worst cut, by its name."""
 
@@ -51,6 +53,8 @@ class Decision:
     """Those of the other hypotheses that were measured."""
     rivals: frozenset[str]
     """Hypotheses that would have weighed every part the same."""
+    is_vacuous: bool = False
+    """Whether nothing is told by that, for a single part of each cut has a loss other than 0."""
     has_ones: bool = False
     """Whether it failed where some part counts 1, which may stand for none."""
     smallest: int = 1
@@ -83,13 +87,14 @@ class Verdict:
     """What is to blame where it failed, as far as it could be switched off."""
     rebinds: bool = False
     """Whether forwards leave other things in attributes of modules."""
+    pads: bool = False
+    """Whether parts are padded otherwise than the whole, where nothing else is to blame."""
     unmeasured: str = ""
     """Why nothing was measured; empty where something was."""
     is_passing: bool = False
     """Whether that may be otherwise in the next window, as of a gradient of 0 or a loss that is not finite."""
     ones: Decision | None = None
-    """What was measured of windows that hold a count of 1, which may stand for none; None where it does not matter. The
-    decision itself where no cut of these samples is without one."""
+    """What was measured of windows that hold a count of 1, which may stand for none; None where it does not matter."""
     counts_nothing: bool = False
     """Whether the first sample was found to have nothing to count."""
     samples: int = 0

@@ -97,6 +97,7 @@ class Measurement:
         """What the user counts in each part."""
         self.moved: list[torch.Tensor] = []
         """What forwards write to, and the next one may read."""
+        self._contributing = 0  # the most parts of a cut that have added to it
         self.rebinds = False
         """Whether forwards put other things in the attributes of modules."""
         self.dropped: set[int] = set()
@@ -177,8 +178,6 @@ class Measurement:
         for p in self.parameters:
             p.grad = None
         self._put_back()
-        if not self._forward_only and all(g is None or not _any(g) for g in self._wanted):
-            raise ZeroGradientError
 
     def with_constants(self) -> None:
         """Run the samples whole once more, with constants in place of draws; they stand for those of the cuts too."""
@@ -193,6 +192,7 @@ class Measurement:
         make: Callable[[Part], Any] | None = None,
         stop_above: float = math.inf,
         around: Callable[[], None] | None = None,
+        ones_are_none: bool = False,
     ) -> Outcome:
         """Run the samples in cuts by a hypothesis, and compare with the whole.
 
@@ -202,11 +202,14 @@ class Measurement:
             make: (part) -> its batch; as the window makes it where left out.
             stop_above: an error that is enough to know.
             around: called before each micro-batch.
+            ones_are_none: whether a count of 1 is taken for one of none.
 
         Raises:
             UnalignedError: the draws of a part are not found among those of the whole.
         """
         errors: list[Error] = []
+        self._contributing = 0
+        self._transaction.ones_are_none = ones_are_none
         for cut in cuts:
             gradient = self._run(cut, hypothesis, make or self.make, self._replaying, around)
             errors.append(self._error(gradient))
@@ -215,9 +218,11 @@ class Measurement:
             self._put_back()
             if not errors[-1].relative <= stop_above:
                 break
+        self._transaction.ones_are_none = False
         worst = max(errors, key=lambda error: math.inf if math.isnan(error.relative) else error.relative)
         return Outcome(
             hypothesis=hypothesis,
+            is_vacuous=self._contributing < 2,
             error=worst.relative,
             tensor=None if worst.tensor is None else self.names[worst.tensor],
             errors=tuple(error.relative for error in errors),
@@ -227,8 +232,11 @@ class Measurement:
     def shown_of(self, part: Part) -> Reduction:
         """Return what the graph of a part's loss shows; nothing else of it remains."""
         if part not in self.shown:
-            with self._replaying(part):
-                self._looking(part)(self.make(part), len(part), self.num_samples)
+            try:
+                with self._replaying(part):
+                    self._looking(part)(self.make(part), len(part), self.num_samples)
+            except ZeroDivisionError:  # by the number of its items
+                self.shown[part] = Reduction(0.0)
             self._put_back()
         return self.shown[part]
 
@@ -236,9 +244,13 @@ class Measurement:
         if self._forward_only:
             found, wanted = float(gradient.loss), float(self._loss)
             return Error(abs(found - wanted) / max(abs(wanted), 1e-12), None)
-        error = error_of([p.grad for p in self.parameters], self._wanted)
-        assert error is not None  # a gradient of 0 was refused
-        return error
+        gradients = [p.grad for p in self.parameters]
+        error = error_of(gradients, self._wanted)
+        if error is not None:
+            return error
+        if not any(g is not None and _any(g) for g in gradients):
+            raise ZeroGradientError
+        return Error(math.inf, None)  # the whole has a gradient of 0, and the cut has not
 
     def _replaying(self, part: Part) -> Draws:
         if isinstance(self._draws, Recording):
@@ -267,6 +279,7 @@ class Measurement:
                 transaction.forward = self._looking(part)
                 with draws_of(part):
                     transaction.add(Piece(start, len(part)))
+            self._contributing = max(self._contributing, transaction.num_contributing() if len(cut) > 1 else 0)
             outcome = transaction.finish()
             if isinstance(outcome, Gradient):
                 parts = dict(zip(_starts(cut), cut, strict=True))

@@ -150,9 +150,9 @@ _CAUSES: dict[Cause, Notice] = {
 }
 
 
-def state_notice() -> Notice:
-    """Return what to say of state that forwards change."""
-    return _CAUSES["state"]
+def of(cause: Cause) -> Notice:
+    """Return what to say of a cause that was not switched off."""
+    return _CAUSES[cause]
 
 
 def _percent(error: float) -> str:
@@ -161,8 +161,8 @@ def _percent(error: float) -> str:
     >>> _percent(0.2731), _percent(3.2e-5), _percent(5.214)
     ('27 %', '0.0032 %', '521 %')
     """
-    if math.isnan(error):
-        return "without any digit (it is not finite)"
+    if not math.isfinite(error):
+        return "infinitely far (100 % of it is wrong)"
     return f"{error * 100:.2g} %" if error < 0.99 else f"{error * 100:.0f} %"
 
 

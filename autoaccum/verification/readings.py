@@ -46,7 +46,12 @@ def claims(gradient: Gradient) -> list[float]:
 
 
 def is_half_unknown(gradient: Gradient) -> bool:
-    """Return whether the graphs of some micro-batches tell what they count, and those of others do not."""
+    """Return whether the graphs of some micro-batches tell what they count, and those of others do not.
+
+    Where all count like samples it is no matter.
+    """
+    if are_alike(gradient.sizes, claims(gradient)):
+        return False
     known = set()
     for reduction in gradient.reductions:
         if reduction.terms:
@@ -54,10 +59,14 @@ def is_half_unknown(gradient: Gradient) -> bool:
     return len(known) > 1
 
 
-def has_one(gradient: Gradient) -> bool:
-    """Return whether a micro-batch was divided by 1 and counted: what counts nothing was left out."""
-    pairs = zip(gradient.reductions, gradient.counts, strict=True)
-    return any(is_one(reduction) and abs(count) == 1 for reduction, count in pairs)
+def ones(gradient: Gradient) -> list[tuple[int, int]]:
+    """Return (start, samples) of the micro-batches that were divided by 1 and that count, as those left out do not."""
+    found, start = [], 0
+    for size, reduction, count in zip(gradient.sizes, gradient.reductions, gradient.counts, strict=True):
+        if is_one(reduction) and count:
+            found.append((start, size))
+        start += size
+    return found
 
 
 def suspicion(met: Met, shown: Sequence[Reduction]) -> Notice | None:

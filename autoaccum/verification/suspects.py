@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -10,6 +9,7 @@ from typing import NamedTuple
 from autoaccum.data import batches
 from autoaccum.loss.coupling import batch_norms
 from autoaccum.loss.hypotheses import Hypothesis
+from autoaccum.loss.reductions import is_one
 from autoaccum.verification.draws import UnalignedError, UnsettledError
 from autoaccum.verification.findings import Cause, Cut, Part
 from autoaccum.verification.measurement import Measurement
@@ -61,22 +61,29 @@ def _passes_without(
                 taken = [batches.take(collated, index, index + 1) for index in part]
                 return batches.to_device(batches.concat(taken), measurement.job.device, copy=True)
 
-            outcome = measurement.run(
-                cuts,
-                hypothesis,
-                make=rows if collated is not None else None,
-                stop_above=measurement.tolerance,
-                around=measurement.state.restore if "state" in causes else None,
-            )
+            errors = []
+            # A count of 1 that stands for none may be another reason why it fails, which is told apart.
+            for ones_are_none in (False, True):
+                outcome = measurement.run(
+                    cuts,
+                    hypothesis,
+                    make=rows if collated is not None else None,
+                    stop_above=measurement.tolerance,
+                    around=measurement.state.restore if "state" in causes else None,
+                    ones_are_none=ones_are_none,
+                )
+                errors.append(outcome.error)
+                if outcome.error <= measurement.tolerance or not any(map(is_one, measurement.shown.values())):
+                    break
         except (UnalignedError, UnsettledError):
             return False
         except Exception:  # a switch that the user's code does not bear clears nobody
             measurement.state.restore()
             return False
-    return not math.isnan(outcome.error) and outcome.error <= measurement.tolerance
+    return any(error <= measurement.tolerance for error in errors)
 
 
-def _pads(measurement: Measurement) -> bool:
+def pads(measurement: Measurement) -> bool:
     """Return whether a part, made into a batch of its own, has other shapes than its rows of the whole."""
     whole = measurement.make(tuple(range(measurement.num_samples)))
     for index in range(measurement.num_samples):
@@ -115,7 +122,7 @@ def _hooks_off(measurement: Measurement, is_off: bool) -> Iterator[None]:
 
 
 _SUSPECTS = (
-    Suspect("padding", _pads),
+    Suspect("padding", pads),
     Suspect("batch norm", lambda m: any(layer.training for layer in batch_norms(m.job.modules))),
     Suspect("state", lambda m: True),  # which may be anywhere
     Suspect("hooks", lambda m: any(p._backward_hooks for p in m.parameters)),

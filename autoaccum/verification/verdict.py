@@ -12,12 +12,12 @@ from autoaccum.errors import AutoaccumError, MemoryLimitError
 from autoaccum.loss.coupling import smallest_micro_batch
 from autoaccum.loss.hypotheses import Hypothesis
 from autoaccum.memory.oom import RanOut, attempt, is_out_of_memory, without_frames
-from autoaccum.verification.decision import decide, decide_without_ones
+from autoaccum.verification.decision import decide, explained_by_ones
 from autoaccum.verification.draws import UnalignedError, UnsettledError
 from autoaccum.verification.findings import Cause, Decision, Verdict
 from autoaccum.verification.measurement import Measurement, NotFiniteError, ZeroGradientError
 from autoaccum.verification.samples import MOST, choose, cuts_of
-from autoaccum.verification.suspects import name_cause
+from autoaccum.verification.suspects import name_cause, pads
 from autoaccum.window.job import Job
 
 _FEW = 3
@@ -91,12 +91,12 @@ def _measured(
             decision = decide(measurement, smallest, likely)
             ones: Decision | None = None
             if decision.has_ones and not decision.passed:
-                # Where no part is divided by 1 the count is what it says.
-                without = decide_without_ones(measurement, smallest, likely)
-                decision, ones = without or decision, decision
+                without = explained_by_ones(measurement, smallest, likely)
+                decision, ones = (decision, None) if without is None else (without, decision)
+            if decision.passed and decision.is_vacuous:
+                return Verdict(unmeasured="fewer than two of a few samples count", is_passing=True)
             causes: tuple[Cause, ...] = ()
             if not decision.passed:
-                ones = ones if decision is ones else None
                 causes = tuple(name_cause(measurement, decision.cuts, decision.hypothesis))
                 if measurement.is_rounded and decision.error < _ROUNDING:
                     return Verdict(unmeasured="its parameters have 16 bits, whose rounding hides what is looked for")
@@ -110,6 +110,7 @@ def _measured(
                 samples=count,
                 tolerance=measurement.tolerance,
                 rebinds=measurement.rebinds,
+                pads=bool(not decision.passed and not causes and pads(measurement)),
                 counts_nothing=0 in measurement.dropped,
             )
     except NotFiniteError:
@@ -128,3 +129,34 @@ def _measured(
         if isinstance(error, AutoaccumError):
             name = "the loss cannot be computed"
         return Verdict(unmeasured=f"on a few samples by themselves it fails ({name}: {words})")
+
+
+def measure_part(job: Job, window: Window, hypothesis: Hypothesis, *, start: int, size: int) -> float | None:
+    """Measure a window's own micro-batch, beside a few more of its samples: are they weighed rightly together?
+
+    Args:
+        job: what the run computes.
+        window: the samples.
+        hypothesis: the one that is held.
+        start: where the micro-batch begins.
+        size: its samples.
+
+    Returns:
+        the error, where it is larger than the tolerance; None where it is not, or cannot be measured.
+    """
+    own = list(range(start, start + size))
+    others = [position for position in range(window.num_samples) if position not in own][: max(2, MOST - size)]
+    chosen = [*own, *others]
+
+    def measured() -> float | None:
+        with Measurement(job, window, chosen) as measurement:
+            measurement.run_whole()
+            cut = (tuple(range(size)), tuple(range(size, len(chosen))))
+            outcome = measurement.run([cut], hypothesis)
+            return outcome.error if outcome.error > measurement.tolerance else None
+
+    try:
+        outcome = attempt(measured)
+    except Exception:  # what cannot be computed of these samples has been said, or will be
+        return None
+    return None if isinstance(outcome, RanOut) else outcome

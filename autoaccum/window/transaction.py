@@ -25,7 +25,7 @@ import torch
 from autoaccum.data.base import Window
 from autoaccum.loss.conclusions import conclude, stands_for_none
 from autoaccum.loss.hypotheses import PLAIN_MEAN, PLAIN_SUM, SUMS, Conclusion, Hypothesis
-from autoaccum.loss.reductions import Reduction, kinds_of, plain_mean, read, without_graph
+from autoaccum.loss.reductions import Reduction, is_one, kinds_of, plain_mean, read, without_graph
 from autoaccum.loss.terms import Count
 from autoaccum.loss.weighting import Tally, by_user, counted_once
 from autoaccum.memory.oom import insist
@@ -96,6 +96,8 @@ class Transaction:
         self._is_deferred = self._is_slow_to_read = is_slow_to_read(job.device)
         self.drops_nan = False
         """Whether a micro-batch whose loss is not a number counts nothing, for someone sees to it that this is so."""
+        self.ones_are_none = False
+        """Whether every count of 1 is taken for one of none: for whoever measures whether that explains an error."""
         self.drops_gradients = False
         """Whether one whose gradient is not finite counts nothing, where others were measured to be finite."""
         self._window: Window  # while one is open
@@ -262,6 +264,10 @@ class Transaction:
             return self.hypothesis in SUMS
         return reduction.is_sum if self._has_sums is None else self._has_sums
 
+    def num_contributing(self) -> int:
+        """Return how many micro-batches have added to the window so far: a loss of 0 adds nothing."""
+        return sum(loss is not None and bool(loss) for loss in self._losses)
+
     def finish(self) -> Gradient | Repeat:
         """Complete the gradient: correct it by the true count, unscale and clip it."""
         sizes, reductions, tally = tuple(self._sizes), self._reductions, self._tally
@@ -277,7 +283,7 @@ class Transaction:
             self._is_deferred = False
             return Repeat(sizes=sizes)
         found = self._conclusion(is_doubtful)
-        has_constants = len(sizes) > 1 and bool(reductions[0].constants)
+        has_constants = len(sizes) > 1 and any(reduction.constants for reduction in reductions)
         if has_constants and any(self._is_sum(reduction) is not found.is_sum for reduction in reductions):
             self._has_sums = found.is_sum
             return Repeat(sizes=sizes)
@@ -319,6 +325,7 @@ class Transaction:
         for index, micro_loss in enumerate(self._losses):
             if micro_loss is not None and self._reductions[index].terms:
                 is_none, may_be_one = stands_for_none(self._reductions[index], micro_loss, self._sizes[index])
+                is_none = is_none or (self.ones_are_none and is_one(self._reductions[index]))
                 is_doubtful = is_doubtful or may_be_one
                 if is_none:
                     self._tally.leave_out(index)

@@ -78,7 +78,7 @@ def test_check_prints_json(tiny: Callable[..., str], capsys: pytest.CaptureFixtu
     shown = json.loads(out)
     assert err == "read\n"
     assert [shown[name] for name in ("passed", "hypothesis", "samples", "notice")] == [True, "items", 6, None]
-    assert [cut["sizes"] for cut in shown["cuts"]] == [[1, 2, 3], [3, 2, 1], [2, 4]]
+    assert [cut["sizes"] for cut in shown["cuts"]] == [[1, 2, 3], [3, 2, 1], [2, 2, 2]]
     assert shown["tensors"].keys() == {"weight", "bias"}
     assert shown["hypotheses"]["sum"] > 0.1 > shown["tolerance"] > shown["error"]
 

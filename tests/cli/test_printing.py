@@ -26,7 +26,11 @@ def test_json_of_fit_is_one_document_with_everything_in_it(
     }  # fmt: skip
     assert all(report.keys() == set(StepReport.__slots__) for report in run["history"])
     assert [report["num_samples"] for report in run["history"]] == [10, 20, 24]
-    assert [event["type"] for event in run["events"]] == ["Started", "Planned", "Finished"]
+    assert [event["type"] for event in run["events"]] == ["Started", "Planned", "Verified", "Finished"]
+    verified = run["events"][2]
+    assert (verified["step"], verified["hypothesis"], verified["samples"]) == (1, "items", 6)
+    assert verified["cuts"] == [[1, 2, 3], [3, 2, 1], [2, 2, 2]]
+    assert verified["error"] < verified["tolerance"]
     assert run["events"][-1] == {"type": "Finished", "step": 3, "reason": "budget"}
     assert "imported" in err
     assert "StepReport(step=1" in err

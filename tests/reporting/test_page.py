@@ -288,6 +288,7 @@ def test_of_a_run_whose_limit_fell(tmp_path: Path) -> None:
             optimizer=partial(torch.optim.SGD, lr=0.1),
             callbacks=[writer, shrink],
             epochs=2,
+            verify=False,  # what a measurement lays aside takes a tenth of this memory, which it is not about
             progress=False,
         )
     writer.close()
