@@ -18,7 +18,8 @@ from autoaccum.events import Event, Notice, Verified
 from autoaccum.loss.weighting import CountItems
 from autoaccum.planning.attempts import Piece
 from autoaccum.verification.examiner import Examination, Examiner
-from autoaccum.verification.verdict import measure
+from autoaccum.verification.verdict import measure, measure_part
+from autoaccum.window import restoring
 from autoaccum.window.gradient import Gradient
 from autoaccum.window.transaction import Transaction
 from tests.models import classes, mlp, noisy, same
@@ -39,7 +40,7 @@ class Examined:
     ) -> None:
         self.job = job_of(loss_of, model, num_items)
         self.transaction = Transaction(self.job)
-        self.examiner = Examiner(self.job, self.transaction, measure, verify=verify, strict=strict)
+        self.examiner = Examiner(self.job, self.transaction, measure, measure_part, verify=verify, strict=strict)
         self.number = 0
         self.announced: list[Notice] = []
         self.dtype = next(self.job.model.parameters()).dtype  # type: ignore[union-attr]
@@ -365,7 +366,6 @@ class TestState:
         made.examine(8)
         made.examine(3, 3, 2)
         made.transaction.drops_nan = False
-        made.examiner._off_by_ones = 0.5
         again = Examined(losses(math.nan))
         again.examiner.load_state_dict(made.examiner.state_dict())
         assert again.examiner.state_dict() == made.examiner.state_dict()
@@ -373,6 +373,13 @@ class TestState:
         assert not again.transaction.drops_nan
         again.number = 2
         again.examine(8)  # whose loss is not the first
+
+    @pytest.mark.parametrize("loss", [plain, summed, pairs])
+    def test_it_is_such_as_a_checkpoint_may_hold(self, loss: Any) -> None:
+        made = Examined(loss)
+        for sizes in ((8,), (3, 3, 2), (4, 1)):
+            made.examine(*sizes)
+            restoring._VERIFIED(made.examiner.state_dict()["verified"], "verified")
 
     def test_one_that_measured_nothing_goes_on_to_measure(self) -> None:
         """A run that was not verified, and a checkpoint from before anything was."""
