@@ -60,7 +60,7 @@ class State:
         self._cells = [(cell, cell.cell_contents) for cell in held.cells]
         self._names = [(namespace, name, namespace[name]) for namespace, name in held.names]
         self._parameters = parameters
-        trained = {id(p) for p in parameters}
+        trained = {id(p) for p in parameters if p.requires_grad}
         # Of what functions hold, what is large is the data.
         small = [tensor for tensor in held.tensors if tensor.nbytes <= _LARGEST_BYTES]
         # The attributes of modules hold their buffers, and their parameters too, which are chosen below.
@@ -78,7 +78,7 @@ class State:
         everything = [p for layer in self.layers for p in layer._parameters.values() if p is not None]
         frozen = [p for p in everything if id(p) not in trained and not is_lazy(p)]
         bytes_of_frozen = sum(p.nbytes for p in frozen)
-        own = [p for p in self._parameters if not is_lazy(p)]
+        own = [p for p in self._parameters if p.requires_grad and not is_lazy(p)]
         bytes_of_own = sum(p.nbytes for p in own)
         kept = list(written)
         if bytes_of_own <= _SMALL_BYTES:

@@ -127,7 +127,7 @@ LOSSES: dict[str, tuple[Callable[..., Any], str | None, str, Sequence[int]]] = {
     "a mean over some": (infinite, "items", "passed", [4]),
 }
 OF_THIS_MOMENT = {
-    "_job", "_transaction", "_parameters", "_measure_window", "_verify", "_strict", "_announce",  # given anew
+    "_job", "_transaction", "_parameters", "_measure_window", "_measure_part", "_verify", "_strict", "_announce",  # given anew
     "_met", "_shown",  # of the window that runs
     "_remembered", "_remembered_of", "_written",  # taken before the next measurement
 }  # fmt: skip

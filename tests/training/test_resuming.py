@@ -590,6 +590,12 @@ NOT_KEPT = {
     # What only makes a run fast, or is read anew.
     "Transaction._seeds": "a cache of constants",
     "Transaction.scaler": "has a state_dict of its own, which is kept",
+    "Transaction._nodes": "of the window that runs",
+    "Examiner._announce": "a function of each process",
+    "Examiner._remembered_of": "of the window that is measured",
+    "Step._was_examined": "of the window that runs",
+    "Kinds._facts": "of the window that runs",
+    "Kinds._shapes": "of the window that runs",
     "Transaction._tally": "of the window that runs",
     "Transaction._num_samples": "of the window that runs",
     "Transaction._sizes": "of the window that runs",

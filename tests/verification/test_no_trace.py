@@ -296,3 +296,9 @@ def test_a_run_that_is_measured_ends_as_one_that_is_not(name: str) -> None:
             assert all(event.passed is (name not in FAIL) for event in measured)
     for trace, value in found[0].items():
         assert found[1][trace] == value, trace
+
+
+def test_a_momentum_encoder_of_a_large_model_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what is large only what may move is copied: parameters that are frozen, and no larger than twice the others."""
+    monkeypatch.setattr("autoaccum.window.state._SMALL_BYTES", 8)
+    test_a_run_that_is_measured_ends_as_one_that_is_not("a momentum encoder")

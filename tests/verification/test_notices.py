@@ -21,9 +21,9 @@ from autoaccum.verification.notices import (
     failure_notice,
     half_precision_notices,
     has_backward_hooks,
+    of,
     ones_notice,
     penalty_notice,
-    state_notice,
     unmeasured_notice,
 )
 
@@ -100,7 +100,7 @@ def test_each_case_has_a_consequence_of_its_own() -> None:
         penalty_notice(),
         unmeasured_notice("why"),
         ones_notice(0.1),
-        state_notice(),
+        of("state"),
         backward_hook_notice(),
         *(failed(0.1, cause) for cause in ("padding", "hooks", None)),
     ]
@@ -115,7 +115,7 @@ def failed(error: float, *causes: Cause | None, suspicion: Notice | None = None)
 
 @pytest.mark.parametrize(
     ("error", "words"),
-    [(0.2731, "27 %"), (3.2e-5, "0.0032 %"), (5.214, "521 %"), (0.994, "99 %"), (math.nan, "without any digit")],
+    [(0.2731, "27 %"), (3.2e-5, "0.0032 %"), (5.214, "521 %"), (0.994, "99 %"), (math.nan, "infinitely far")],
 )
 def test_a_failure_says_how_far_off_the_gradient_is(error: float, words: str) -> None:
     notice = failed(error, "state")
@@ -130,7 +130,7 @@ def test_a_failure_names_its_causes_with_a_cure_for_each() -> None:
     assert "GroupNorm" in notice.cure
     assert "clip_norm" in notice.cure
     assert failed(0.1, "padding").cure.startswith("Mask what is padded")
-    assert failed(0.1, "state").cause.startswith(state_notice().cause)
+    assert failed(0.1, "state").cause.startswith(of("state").cause)
 
 
 def test_where_no_suspect_is_to_blame_the_graph_is_asked_and_then_the_loss() -> None:

@@ -37,6 +37,13 @@ class TestChoose:
         assert len(set(chosen)) == 6
         assert set(labels[chosen].tolist()) == {0, 1}
 
+    def test_some_are_two_of_a_kind(self) -> None:
+        """What compares samples of a kind with each other does nothing where there is one of each."""
+        inputs = torch.arange(30.0).floor_divide(2)[:, None] + 0.001 * torch.rand(30, 1)
+        chosen = choose(window(inputs * 10, 30), 30, 6)
+        pairs = [place // 2 for place in chosen]
+        assert len(set(pairs)) < len(pairs)
+
     def test_the_two_that_differ_the_most_come_first_and_last(self) -> None:
         """So that in some cut each of them is a part by itself."""
         inputs = torch.zeros(20, 1)
