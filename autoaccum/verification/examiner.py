@@ -322,6 +322,8 @@ class Examiner:
             # Weights that differ by nothing but the number of samples are compared in each window, for nothing.
             self._rivals = decision.rivals
             signs.compares_samples = "samples" in decision.rivals
+            if decision.hypothesis == "sum and penalties":
+                said.append(notices.penalty_notice())
             return
         suspicion = readings.suspicion(self._met, self._shown)
         if suspicion is None and (verdict.rebinds or verdict.pads):

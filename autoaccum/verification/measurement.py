@@ -319,5 +319,6 @@ def _names_of(parameters: Sequence[torch.Tensor], modules: Sequence[torch.nn.Mod
     names: dict[int, str] = {}
     for index, module in enumerate(modules):
         for name, p in module.named_parameters():
+            name = name.removeprefix("_orig_mod.")  # of what torch.compile made of it
             names.setdefault(id(p), name if not index else f"{type(module).__name__}.{name}")
     return [names.get(id(p), "a parameter of the optimizer alone") for p in parameters]
