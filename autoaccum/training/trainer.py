@@ -13,7 +13,7 @@ from torch import nn
 from autoaccum import _checks
 from autoaccum.data.base import Window
 from autoaccum.errors import ArgumentError, StopTraining
-from autoaccum.events import Event, Finished, Record, Resumed, StepReport, Verified
+from autoaccum.events import Event, Finished, Record, Resumed, StepReport
 from autoaccum.loss.functions import loss_function
 from autoaccum.loss.weighting import CountItems
 from autoaccum.memory import clock
@@ -298,6 +298,7 @@ class Trainer:
             largest = max(plan) if plan else self._tuner.plan(window.num_samples, window.lengths)[0]
             self._directory.window_mark.enter(largest, window.lengths[0] if window.lengths else 1)
         gradient, replays = self._step.run(window, plan)
+        self._mark += self._step.examining_seconds  # which are no part of the window
         self._pace.passed(num_samples := sum(gradient.sizes))
         lr = self._learning_rate.now(asked)  # that of this step, before the scheduler goes on
         with self._learning_rate.scaled(asked):
@@ -386,8 +387,6 @@ class Trainer:
 
     def _emit(self, record: Record) -> None:
         """Keep a record, then tell every callback of it, those after one that ends the run too."""
-        if isinstance(record, Verified):  # which took its time within a window, whose report leaves it out
-            self._mark += record.seconds
         if self._directory is not None:
             self._directory.record(record)
         else:

@@ -20,6 +20,7 @@ from autoaccum.loss.coupling import Crossing, crossings
 from autoaccum.loss.hypotheses import Hypothesis
 from autoaccum.loss.reductions import Reduction, read, without_graph
 from autoaccum.memory import clock
+from autoaccum.memory.oom import insist
 from autoaccum.verification import notices, readings
 from autoaccum.verification.findings import Decision, Verdict
 from autoaccum.verification.kinds import Kinds
@@ -137,7 +138,7 @@ class Examiner:
         # Of a whole window too: gradients that a loss changes are wrong however the window is cut.
         before = SideEffects(self._parameters) if self._is_first else None
         versions = [p._version for p in self._parameters]
-        if is_part:
+        if is_part and self._verify:
             self._kinds.look_at(batch)
         loss = self._transaction.plain_forward(batch, num_samples, window_samples)
         if before is not None:
@@ -221,9 +222,9 @@ class Examiner:
         if not transaction.drops_nan or transaction.drops_gradients or transaction.scaler is not None:
             return False
         trained = transaction.trained()
-        if not gradient.items or not trained or not math.isfinite(gradient.loss.item()):
+        if not gradient.items or not trained or not math.isfinite(insist(gradient.loss.item, "the loss was read")):
             return False
-        return not math.isfinite(contributions.norm(trained).item())
+        return not math.isfinite(insist(lambda: contributions.norm(trained).item(), "a gradient was looked at"))
 
     def _tell_signs(self) -> None:
         """Let windows ask nothing but their signs whether they are to be examined."""

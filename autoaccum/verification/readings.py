@@ -60,10 +60,10 @@ def is_half_unknown(gradient: Gradient) -> bool:
 
 
 def ones(gradient: Gradient) -> list[tuple[int, int]]:
-    """Return (start, samples) of the micro-batches that were divided by 1 and that count, as those left out do not."""
+    """Return (start, samples) of the micro-batches that were divided by 1: those that were left out for that, too."""
     found, start = [], 0
-    for size, reduction, count in zip(gradient.sizes, gradient.reductions, gradient.counts, strict=True):
-        if is_one(reduction) and count:
+    for size, reduction in zip(gradient.sizes, gradient.reductions, strict=True):
+        if is_one(reduction):
             found.append((start, size))
         start += size
     return found

@@ -155,7 +155,7 @@ class Step:
         patience = None  # of this window; it begins when there is nothing smaller to try
         # The recovery is out here, where no exception is being handled: that would pin the frames of the failed
         # forward, and with them the very tensors that have to go.
-        self._is_timed, self._examining_seconds = started is not None, 0.0
+        self._is_timed, self.examining_seconds = started is not None, 0.0
         while not isinstance(outcome := self._try(pieces, window), Gradient):
             self._roll_back()
             if isinstance(outcome, Failure):
@@ -167,7 +167,7 @@ class Step:
             else:  # cut anew, for single samples do not do
                 pieces = tuner.window(window.num_samples, lengths)
         # The tuner hears of the window before anything is said of it, and so before a callback can raise.
-        pieces.committed(outcome.sizes, None if started is None else meter.now() - started - self._examining_seconds)
+        pieces.committed(outcome.sizes, None if started is None else meter.now() - started - self.examining_seconds)
         peak_bytes = meter.end_window(is_searching=tuner.search.is_on, target_bytes=tuner.limits.target_bytes)
         # Where the device refuses what passes the limit, there is nothing to keep; and in a search trials keep it.
         if peak_bytes is not None and not self.limit.is_enforced and not tuner.search.is_on:
@@ -219,7 +219,7 @@ class Step:
         started = now()
         with self.meter.aside():
             found = self._examiner.examine(window, gradient, self.number + 1, self._room(max(gradient.sizes)))
-        self._examining_seconds += now() - started  # no part of what the window takes
+        self.examining_seconds += now() - started  # no part of what the window takes
         for event in found.events:
             if isinstance(event, Notice):
                 self.announcer.say_once(event)

@@ -574,6 +574,8 @@ NOT_KEPT = {
     "Step._next_look": "a reading of the clock",
     "Step._growing_from": "an event is worded by it",
     "Step._piece": "what runs at this moment",
+    "Step._is_timed": "of the window that runs",
+    "Examiner._number": "of the window that runs",
     "Limit.bytes": "the limit of each process",
     "Limits.limit_bytes": "the limit of each process",
     "Limits.target_bytes": "follows from that",
