@@ -50,6 +50,7 @@ UNMEASURED = (
     "tests/laws/test_laws_everywhere.py",
     "tests/laws/test_laws_faults.py",
     "tests/laws/test_laws_lengths.py",
+    "tests/laws/test_laws_schedules.py",
     "tests/record/",
     "tests/window/",
 )

@@ -93,6 +93,11 @@ def differing(before: Mapping[str, Any], now: Mapping[str, Any], name: str = "")
             yield f"{path}: {'nothing' if old is None else old} -> {'nothing' if new is None else new}"
 
 
+def known_then(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is asked for now of what an earlier version has written down: it did not know the other arguments."""
+    return {name: value for name, value in now.items() if name in before}
+
+
 def check_plain(value: Any, entry: str) -> None:
     """Check that what was asked for then, as a checkpoint holds it, is plain values in dicts.
 

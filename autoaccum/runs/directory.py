@@ -30,7 +30,7 @@ from autoaccum.events import Event, Finished, Notice, Record, Resumed, Started, 
 from autoaccum.memory import clock
 from autoaccum.runs import checkpoint, details
 from autoaccum.runs.checkpoint import Checkpoint, Checkpoints
-from autoaccum.runs.configuration import check_plain, differing
+from autoaccum.runs.configuration import check_plain, differing, known_then
 from autoaccum.runs.records import HISTORY, RecordWriter, environment, read_records, write_json
 from autoaccum.runs.window_mark import WindowMark
 
@@ -149,7 +149,7 @@ class RunDirectory:
         a(dict)(trained, "trained")
         check_plain(trained, "trained")
         before = details.known(self.path / "environment.json")
-        differences = list(differing(trained, self._config["trained"]))
+        differences = list(differing(trained, known_then(trained, self._config["trained"])))
         # Of a model of other shapes nobody need read that its layers are others too.
         if self._details and not differences:
             differences = details.refused(before, self._details)

@@ -27,7 +27,7 @@ from autoaccum.errors import (
     RecipeResultError,
 )
 from autoaccum.memory.oom import is_out_of_memory
-from autoaccum.runs.configuration import differing
+from autoaccum.runs.configuration import differing, known_then
 from autoaccum.sweeps import draw
 from autoaccum.sweeps.facts import SETTINGS
 from autoaccum.sweeps.options import Arguments
@@ -202,7 +202,7 @@ class Objective:
         # may be others, so that only the data can be compared.
         if before and now and before["first draw"] != now["first draw"]:
             before, now = ({name: facts[name] for name in DATA} for facts in (before, now))
-        if before and now and (differences := list(differing(before, now))):
+        if before and now and (differences := list(differing(before, known_then(before, now)))):
             accepted = f"what study {study.study_name!r} was begun with ({'; '.join(differences)})"
             cure = "Trials of one study are compared: choose another study_name and directory."
             raise ArgumentError("recipe", getattr(self.recipe, "__name__", self.recipe), accepted, cure)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -167,7 +168,14 @@ class Examiner:
             raise NonFiniteLossError(value)
         self._is_checked = True
 
-    def examine(self, window: Window, gradient: Gradient, number: int, most: int) -> Examination:
+    def examine(
+        self,
+        window: Window,
+        gradient: Gradient,
+        number: int,
+        most: int,
+        aside: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> Examination:
         """Examine a window that was cut.
 
         Args:
@@ -175,6 +183,7 @@ class Examiner:
             gradient: that of the window, in ``.grad``, which stays.
             number: of the window.
             most: samples that memory has room for in one micro-batch.
+            aside: makes the context of what is measured, which is no part of the window.
 
         Raises:
             NotExactError: it is not that of the whole window, and the run is strict.
@@ -195,7 +204,8 @@ class Examiner:
                 is_surprising = self._is_surprising(gradient, number)
                 reason = self._occasions.reason(window.num_samples, number, is_surprising=is_surprising)
             if reason is not None:
-                self._measure(window, gradient, number, most, reason, said)
+                with aside():
+                    self._measure(window, gradient, number, most, reason, said)
             if self._occasions.status == "unmeasured":
                 said.extend(readings.doubts(self._job, gradient, self._met, self._shown))
             is_passed = self._occasions.status == "passed"
@@ -203,7 +213,8 @@ class Examiner:
                 doubt = notices.doubt_of(gradient.sizes, gradient.reductions)
                 said.extend([] if doubt is None else [doubt])
             if is_passed and reason == "whole":
-                self._check_ones(window, gradient, said)
+                with aside():
+                    self._check_ones(window, gradient, said)
             after = self._transaction.hypothesis
             is_weighed_otherwise = not readings.is_weighed_alike(self._job, gradient, before, after)
             if gradient.dropped and not self._transaction.drops_nan:

@@ -37,7 +37,7 @@ def is_weighed_alike(job: Job, gradient: Gradient, before: Hypothesis | None, af
         return found.is_sum and job.num_items is None and (after == "sum and penalties" or not with_terms)
     if after == "items":
         return not found.is_sum and job.num_items is None
-    return not found.is_sum and are_alike(gradient.sizes, claims(gradient))
+    return not found.is_sum and are_alike(gradient.sizes, gradient.counts)  # 0 where something was left out
 
 
 def claims(gradient: Gradient) -> list[float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from autoaccum.data.base import Window
@@ -35,7 +36,14 @@ class Examiner(Protocol):
     def check_first(self, gradient: Gradient) -> None:
         """Refuse a first loss that is not finite."""
 
-    def examine(self, window: Window, gradient: Gradient, number: int, most: int) -> Examination:
+    def examine(
+        self,
+        window: Window,
+        gradient: Gradient,
+        number: int,
+        most: int,
+        aside: Callable[[], AbstractContextManager[None]],
+    ) -> Examination:
         """Examine it, before it is stepped on."""
 
     def state_dict(self) -> dict[str, Any]:

@@ -215,10 +215,10 @@ class Step:
 
         Return it as it is, or that the window has to be run again, for it was not weighed rightly.
         """
-        now = self.meter.now if self._is_timed else float
+        now = self.meter.now if self._is_timed else clock.now
         started = now()
-        with self.meter.aside():
-            found = self._examiner.examine(window, gradient, self.number + 1, self._room(max(gradient.sizes)))
+        room = self._room(max(gradient.sizes))
+        found = self._examiner.examine(window, gradient, self.number + 1, room, self.meter.aside)
         self.examining_seconds += now() - started  # no part of what the window takes
         for event in found.events:
             if isinstance(event, Notice):

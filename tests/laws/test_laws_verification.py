@@ -128,7 +128,7 @@ LOSSES: dict[str, tuple[Callable[..., Any], str | None, str, Sequence[int]]] = {
 }
 OF_THIS_MOMENT = {
     "_job", "_transaction", "_parameters", "_measure_window", "_measure_part", "_verify", "_strict", "_announce",  # given anew
-    "_met", "_shown",  # of the window that runs
+    "_met", "_number", "_shown",  # of the window that runs
     "_remembered", "_remembered_of", "_written",  # taken before the next measurement
 }  # fmt: skip
 """Attributes of an examiner that a checkpoint need not hold; every other one has to be there again."""
