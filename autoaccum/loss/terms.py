@@ -67,8 +67,8 @@ class Factor:
         product = divide(self.value, value) if operation == "Div" else self.value * value
         if not is_number:
             return replace(self, value=product, tensors="Mul" if "Mul" in (operation, self.tensors) else "Div")
-        if value == 0:  # 0 / 0, a mean over nothing, which counts nothing
-            return replace(self, value=product)
+        if value == 0:  # the loss is not finite, and shall be seen to be so
+            return self
         if operation == "Div":
             return replace(self, value=product, divisors=(*self.divisors, float(value)))
         return replace(self, value=product, multipliers=(*self.multipliers, float(value)))

@@ -23,9 +23,8 @@ def test_constants_of_tensors_are_no_numbers_of_the_program(operations: str, ten
     assert (factor.multipliers, factor.divisors, factor.tensors) == ((), (), tensors)
 
 
-@pytest.mark.parametrize(("operation", "value"), [("Div", math.inf), ("Mul", 0.0)])
-def test_a_number_of_zero_is_in_the_factor_and_is_none_of_the_programs_counts(operation: str, value: float) -> None:
-    assert Factor().times(operation, 0.0, True) == Factor(value=value)
+def test_a_number_of_zero_leaves_the_factor_as_it_is() -> None:
+    assert Factor().times("Div", 0.0, True) == Factor()
 
 
 def test_nothing_divided_by_nothing_is_infinite() -> None:
