@@ -575,6 +575,7 @@ NOT_KEPT = {
     "Step._growing_from": "an event is worded by it",
     "Step._piece": "what runs at this moment",
     "Step._is_timed": "of the window that runs",
+    "Step.examining_seconds": "of the window that runs",
     "Examiner._number": "of the window that runs",
     "Limit.bytes": "the limit of each process",
     "Limits.limit_bytes": "the limit of each process",
