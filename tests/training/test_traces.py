@@ -1,0 +1,26 @@
+"""What is undone of forwards and backwards that are thrown away."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from autoaccum.training.traces import no_trace
+
+CPU = torch.device("cpu")
+
+
+def test_everything_is_as_it_was() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.randn(5, 3)).sum().backward()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    gradients = [p.grad for p in model.parameters()]
+    random = torch.get_rng_state()
+    with no_trace([model], optimizer, CPU):
+        model(torch.randn(5, 3)).sum().backward()
+        model.eval()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(p.grad is kept for p, kept in zip(model.parameters(), gradients, strict=True))
+    assert torch.equal(torch.get_rng_state(), random)
+    assert model.training
