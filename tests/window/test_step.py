@@ -158,7 +158,7 @@ class Told:
     def check_first(self, gradient: Any) -> None:
         """Do nothing."""
 
-    def examine(self, window: Any, gradient: Any, number: int, most: int) -> Any:
+    def examine(self, window: Any, gradient: Any, number: int, most: int, aside: Any = None) -> Any:
         self.seen.append((number, gradient.sizes, most))
         return self.found.pop(0) if self.found else Examination()
 
