@@ -94,7 +94,7 @@ def check(
     >>> model, batch = torch.nn.Linear(3, 1).double(), (torch.randn(8, 3).double(), torch.randn(8, 1).double())
     >>> report = check(model, batch, loss_fn=torch.nn.functional.mse_loss, device="cpu")
     >>> report.passed, report.hypothesis, [cut.sizes for cut in report.cuts]
-    (True, 'items', [(1, 2, 3), (3, 2, 1), (2, 4)])
+    (True, 'items', [(1, 2, 3), (3, 2, 1), (2, 2, 2)])
     """
     checked = check_arguments(
         OF_CHECK, CHECKS, model=model, batch=batch, loss_fn=loss_fn, training_step=training_step, num_items=num_items,
