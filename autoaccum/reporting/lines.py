@@ -156,9 +156,12 @@ def verified_text(event: Verified) -> str:
     cuts = ", ".join("+".join(map(str, sizes)) for sizes in event.cuts)
     verdict = "cut windows have the gradient of whole ones" if event.passed else "cut windows have another gradient"
     where = "" if event.passed or event.tensor is None else f", the most in {event.tensor}"
+    by = event.hypothesis
+    if event.passed and by == "sum and penalties":
+        by += " (terms of the parameters alone count once a window; in the loss that is reported, once a micro-batch)"
     return (
         f"step {event.step}: {verdict}: {event.error:.1e} off{where} ({event.tolerance:.0e} allowed), measured on "
-        f"{event.samples} samples cut {cuts}, by {event.hypothesis}"
+        f"{event.samples} samples cut {cuts}, by {by}"
     )
 
 

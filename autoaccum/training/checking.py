@@ -256,9 +256,8 @@ class _Check:
         self, verdict: Verdict, decision: Decision, order: Sequence[Hypothesis], written: Sequence[torch.Tensor]
     ) -> dict[Hypothesis, Outcome]:
         """Measure every hypothesis in every cut, that which is held first: a run stops at the first that tells it."""
-        chosen = choose(self._window, self._window.num_samples, verdict.samples)
         found: dict[Hypothesis, Outcome] = {}
-        with Measurement(self._job, self._window, chosen, written=written) as measurement:
+        with Measurement(self._job, self._window, verdict.chosen, written=written) as measurement:
             measurement.run_whole()
             for hypothesis in dict.fromkeys([decision.hypothesis, *order]):
                 try:

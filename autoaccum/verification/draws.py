@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _HALVES = (torch.bfloat16, torch.float16)
-
+_SEED = 0x6175746F61636375
 
 FUSED = {
     "_efficient_attention_forward",
@@ -75,10 +75,11 @@ class Recording(Draws):  # type: ignore[no-untyped-call]
     """A mode that lets operations draw, and keeps what they drew on the host."""
 
     def __init__(self, *, keeps_wide: bool) -> None:
-        """Begin with no draws."""
+        """Begin with no draws, from another seed than any program's: what draws from that one has sown it itself."""
         super().__init__(keeps_wide=keeps_wide)
-        self.draws: list[tuple[Any, torch.Tensor]] = []
-        """(operation, what it drew), in the order in which they ran."""
+        torch.default_generator.manual_seed(_SEED)
+        self.draws: list[tuple[Any, torch.Tensor | None]] = []
+        """(operation, what it drew; None where the program has sown that itself), in the order in which they ran."""
         self.generators: list[Any] = []
         """The generators that were passed, so that another one is told from them."""
         self.has_fused = False
@@ -96,7 +97,8 @@ class Recording(Draws):  # type: ignore[no-untyped-call]
             kept = returned[1]
         elif name_of(func) == "rrelu_with_noise":
             kept = args[1]
-        self.draws.append((func, kept.detach().to("cpu", copy=True)))
+        is_sown = kwargs.get("generator") is None and torch.default_generator.initial_seed() != _SEED
+        self.draws.append((func, None if is_sown else kept.detach().to("cpu", copy=True)))
         return returned
 
 
@@ -127,9 +129,9 @@ class Replaying(Draws):  # type: ignore[no-untyped-call]
         recorded, drawn = next(self._draws, (None, torch.empty(0)))
         if recorded is None or recorded is not func:
             raise UnalignedError(str(func))
-        # One that the program makes anew in each forward gives each part the same: that is what it asks for.
+        # One that the program makes or sows anew in each forward gives each part the same: that is what it asks for.
         given = kwargs.get("generator")
-        if given is not None and not any(given is known for known in self._generators):
+        if drawn is None or (given is not None and not any(given is known for known in self._generators)):
             return returned
         if not isinstance(returned, torch.Tensor):
             kept = self._rows_of(drawn, returned[1])

@@ -33,8 +33,8 @@ from autoaccum.window.job import Job
 from autoaccum.window.state import State
 from autoaccum.window.transaction import Transaction
 
-_MOST_ONES = 3
-"""Micro-batches of a window that are measured because they were divided by 1."""
+_MOST_PARTS = 3
+"""Micro-batches of a window that are measured by themselves, for they were divided by 1, or left out."""
 
 Measure = Callable[..., Verdict]
 """(job, window, the hypothesis that comes first, ...) -> what was measured: see ``verdict.measure``."""
@@ -212,10 +212,15 @@ class Examiner:
             if is_passed and self._transaction.hypothesis == "items" and readings.is_half_unknown(gradient):
                 doubt = notices.doubt_of(gradient.sizes, gradient.reductions)
                 said.extend([] if doubt is None else [doubt])
-            if is_passed and reason == "whole":
+            if reason == "whole":
                 with aside():
-                    self._check_ones(window, gradient, said)
+                    if is_passed:
+                        self._check_ones(window, gradient, said)
+                    if gradient.dropped:
+                        self._check_dropped(window, gradient, said)
             after = self._transaction.hypothesis
+            if after != before:
+                self._transaction.signs.forget_graphs()
             is_weighed_otherwise = not readings.is_weighed_alike(self._job, gradient, before, after)
             if gradient.dropped and not self._transaction.drops_nan:
                 is_weighed_otherwise = True
@@ -264,15 +269,13 @@ class Examiner:
         started = clock.now()
         held = self._transaction.hypothesis
         likely = held or readings.likely(self._job, gradient)
-        verdict = Verdict()
-        if reason == "losses":
+        verdict = None
+        # Those of a sum beside terms of the parameters alone add up to more than the whole one's, unlike gradients.
+        if reason == "losses" and held != "sum and penalties":
             verdict = self._verdict(window, likely, most, forward_only=True)
         # Where losses alone show that something is wrong, gradients tell what.
-        if reason == "whole" or (verdict.decision is not None and not verdict.decision.passed):
-            verdict = self._verdict(window, likely, most, include=gradient.dropped)
-        # What was left out, for its loss is not a number, counts nothing only if it was measured to.
-        if gradient.dropped and not verdict.counts_nothing:
-            self._transaction.drops_nan = self._transaction.drops_gradients = False
+        if verdict is None or (verdict.decision is not None and not verdict.decision.passed):
+            verdict = self._verdict(window, likely, most)
         if verdict.decision is None:
             self._tell_unmeasured(verdict, number, said)
             return
@@ -287,7 +290,6 @@ class Examiner:
         likely: Hypothesis,
         most: int,
         *,
-        include: Sequence[int] = (),
         forward_only: bool = False,
     ) -> Verdict:
         written = self._written.values()
@@ -299,7 +301,6 @@ class Examiner:
             written=written,
             rewind=self._rewind,
             drops_gradients=self._transaction.drops_gradients,
-            include=include,
             forward_only=forward_only,
         )
 
@@ -334,8 +335,6 @@ class Examiner:
             # Weights that differ by nothing but the number of samples are compared in each window, for nothing.
             self._rivals = decision.rivals
             signs.compares_samples = "samples" in decision.rivals
-            if decision.hypothesis == "sum and penalties":
-                said.append(notices.penalty_notice())
             return
         suspicion = readings.suspicion(self._met, self._shown)
         if suspicion is None and (verdict.rebinds or verdict.pads):
@@ -345,14 +344,45 @@ class Examiner:
 
     def _check_ones(self, window: Window, gradient: Gradient, said: list[Event]) -> None:
         """Measure micro-batches that were divided by 1, as parts: that may be a count, or stand for none."""
-        hypothesis = self._transaction.hypothesis
-        if hypothesis != "items":
+        if self._transaction.hypothesis != "items":
             return
-        for start, size in readings.ones(gradient)[:_MOST_ONES]:
-            error = self._measure_part(self._job, window, hypothesis, start=start, size=size)
-            if error is not None:
+        for start, size in readings.ones(gradient)[:_MOST_PARTS]:
+            error = self._error_of_part(window, gradient, start, size)
+            if error:
                 self._fail(notices.ones_notice(error), error, said)
                 return
+
+    def _check_dropped(self, window: Window, gradient: Gradient, said: list[Event]) -> None:
+        """Measure micro-batches that were left out, for their loss is not a number: do they count nothing?"""
+        pieces = [piece for piece in readings.pieces(gradient) if piece[0] in gradient.dropped]
+        errors = [self._error_of_part(window, gradient, *piece) for piece in pieces[:_MOST_PARTS]]
+        known = [error for error in errors if error is not None]
+        if math.inf in known:  # the loss of the whole is not a number either
+            self._transaction.drops_nan = self._transaction.drops_gradients = False
+        elif any(known):
+            self._fail(notices.dropped_notice(max(known)), max(known), said)
+        elif known:
+            self._kinds.accept_nothing()
+        elif not self._kinds.nothing_is_known:
+            self._refuse_or_say(notices.unmeasured_notice("a loss that is not a number may count nothing"), None, said)
+
+    def _error_of_part(self, window: Window, gradient: Gradient, start: int, size: int) -> float | None:
+        """Measure a micro-batch beside those that count."""
+        counted = zip(readings.pieces(gradient), gradient.counts, strict=True)
+        others = [
+            position
+            for (first, length), count in counted
+            for position in range(first, first + length)
+            if count and first != start
+        ]
+        return self._measure_part(
+            self._job,
+            window,
+            self._transaction.hypothesis or readings.likely(self._job, gradient),
+            range(start, start + size),
+            others,
+            drops_gradients=self._transaction.drops_gradients,
+        )
 
     def _fail(self, notice: Notice, error: float, said: list[Event]) -> None:
         """Say that windows that are cut have another gradient, and look no further."""

@@ -95,9 +95,12 @@ class Verdict:
     """Whether that may be otherwise in the next window, as of a gradient of 0 or a loss that is not finite."""
     ones: Decision | None = None
     """What was measured of windows that hold a count of 1, which may stand for none; None where it does not matter."""
-    counts_nothing: bool = False
-    """Whether the first sample was found to have nothing to count."""
-    samples: int = 0
-    """How many samples were measured."""
+    chosen: tuple[int, ...] = ()
+    """The positions of the samples that were measured."""
     tolerance: float = 0.0
     """Up to which error gradients are the same."""
+
+    @property
+    def samples(self) -> int:
+        """Return how many samples were measured."""
+        return len(self.chosen)

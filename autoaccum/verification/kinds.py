@@ -12,6 +12,7 @@ from autoaccum.memory.oom import insist
 
 _MOST_NUMBERS = 1024
 """Numbers of a sample's tensor that are looked at: labels, masks and tokens have few, and what has more is an input."""
+_NOTHING = "what counts nothing"
 
 
 class Kinds:
@@ -51,6 +52,15 @@ class Kinds:
     def accept(self) -> None:
         """Take what this window holds for known."""
         self._known |= self._read()
+
+    def accept_nothing(self) -> None:
+        """Take it for known that what has no loss that is a number counts nothing."""
+        self._known.add(_NOTHING)
+
+    @property
+    def nothing_is_known(self) -> bool:
+        """Return whether that is known."""
+        return _NOTHING in self._known
 
     def _read(self) -> set[str]:
         # Outside of any micro-batch, so that no smaller one could help.

@@ -176,6 +176,17 @@ def ones_notice(error: float) -> Notice:
     )
 
 
+def dropped_notice(error: float) -> Notice:
+    """Return what to say of a micro-batch whose loss is not a number, but which was measured to count something."""
+    off = f"windows that hold such a micro-batch get a gradient up to {_percent(error)} off"
+    return Notice(
+        cause=f"The loss of a micro-batch is not a number, as a mean over nothing is, where another term counts: {off}",
+        consequence="A micro-batch whose loss is not a number is left out, with all that it counts",
+        cure="Let each term be 0 where nothing counts, as by clamp(min=1) of what it is divided by, and pass "
+        "num_items=(micro-batch) -> how many items the loss is a mean over",
+    )
+
+
 def unmeasured_notice(why: str) -> Notice:
     """Return what to say when it could not be measured whether windows that are cut have the whole one's gradient."""
     return Notice(
@@ -212,13 +223,3 @@ def doubt_of(sizes: Sequence[int], reductions: Sequence[Reduction]) -> Notice | 
 def doubt_cause(reason: str, _: str) -> str:
     """Return a doubt as a cause."""
     return f"The loss does not average over samples or items alone, nor sum them: {reason}"
-
-
-def penalty_notice() -> Notice:
-    """Return what to say of terms that depend on parameters alone, beside a sum over samples."""
-    return Notice(
-        cause="The loss is a sum over samples and terms that depend on the parameters alone",
-        consequence="The gradient counts those once a window, but the loss that is reported counts them once a "
-        "micro-batch",
-        cure="Let the loss be a mean, whose report is exact too, or look at its data term alone",
-    )

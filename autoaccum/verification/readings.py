@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 from autoaccum.events import Notice
 from autoaccum.loss.coupling import Crossing, couples_samples
@@ -61,12 +62,14 @@ def is_half_unknown(gradient: Gradient) -> bool:
 
 def ones(gradient: Gradient) -> list[tuple[int, int]]:
     """Return (start, samples) of the micro-batches that were divided by 1: those that were left out for that, too."""
-    found, start = [], 0
-    for size, reduction in zip(gradient.sizes, gradient.reductions, strict=True):
-        if is_one(reduction):
-            found.append((start, size))
-        start += size
-    return found
+    found = zip(pieces(gradient), gradient.reductions, strict=True)
+    return [piece for piece, reduction in found if is_one(reduction)]
+
+
+def pieces(gradient: Gradient) -> list[tuple[int, int]]:
+    """Return (start, samples) of each micro-batch."""
+    starts = accumulate(gradient.sizes, initial=0)
+    return list(zip(starts, gradient.sizes, strict=False))
 
 
 def suspicion(met: Met, shown: Sequence[Reduction]) -> Notice | None:

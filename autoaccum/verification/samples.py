@@ -24,7 +24,7 @@ _FEW_VALUES = 16
 """Different values up to which numbers are taken for labels or a mask, whatever their type."""
 
 
-def choose(window: Any, num_samples: int, count: int, include: Sequence[int] = ()) -> list[int]:
+def choose(window: Any, num_samples: int, count: int, without: Sequence[int] = ()) -> list[int]:
     """Return the positions of ``count`` samples of a window that differ as much as they can.
 
     Two thirds are far from each other. The rest are nearest neighbours of these, for what compares samples of a kind
@@ -34,18 +34,18 @@ def choose(window: Any, num_samples: int, count: int, include: Sequence[int] = (
         window: the window.
         num_samples: its samples.
         count: how many to choose, at most all.
-        include: positions of which the first is to be among them, and comes first.
+        without: positions that are not to be among them, as long as there are others.
     """
-    wanted = list(include)[:1]  # more of a kind would leave too few that count
-    if count >= num_samples:
-        return [*wanted, *(position for position in range(num_samples) if position not in wanted)]
-    candidates = sorted({*_candidates(window, num_samples, count), *wanted})
+    known = {*without}
+    free = [position for position in range(num_samples) if position not in known]
+    if len(free) <= count:
+        return [*free, *without][:count]
+    candidates = _candidates(window, free, count)
     features = attempt(lambda: _features(window.samples(candidates), len(candidates)))
     # Its rows are not samples, or the host has no room for so many at once: one is as good as another.
     if features is None or isinstance(features, RanOut):
-        spread = np.linspace(0, num_samples - 1, count)
-        return sorted({int(position) for position in spread})
-    chosen = [candidates.index(position) for position in wanted] or [int(features.norm(dim=1).argmax())]
+        return spread(free, count)
+    chosen = [int(features.norm(dim=1).argmax())]
     apart = torch.cdist(features, features)
     while len(chosen) < count - count // 3:
         chosen.append(int(apart[chosen].min(dim=0).values.index_fill(0, torch.tensor(chosen), -1).argmax()))
@@ -57,11 +57,15 @@ def choose(window: Any, num_samples: int, count: int, include: Sequence[int] = (
     return [candidates[index] for index in (chosen[0], *chosen[2:], chosen[1])]
 
 
-def _candidates(window: Any, num_samples: int, count: int) -> list[int]:
+def _candidates(window: Any, free: Sequence[int], count: int) -> list[int]:
     """Return the positions of samples to look at, evenly spread."""
-    each = max(1, batches.num_bytes(window.samples([0])))
-    most = min(num_samples, _LOOKED_AT, max(count, _LARGEST_BYTES // each))
-    return sorted({int(position) for position in np.linspace(0, num_samples - 1, most)})
+    each = max(1, batches.num_bytes(window.samples(free[:1])))
+    return spread(free, min(len(free), _LOOKED_AT, max(count, _LARGEST_BYTES // each)))
+
+
+def spread(free: Sequence[int], count: int) -> list[int]:
+    """Return some positions of those that there are, evenly spread."""
+    return [free[index] for index in sorted({int(index) for index in np.linspace(0, len(free) - 1, count)})]
 
 
 def _features(batch: Any, num_samples: int) -> torch.Tensor | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -16,12 +18,14 @@ from autoaccum.verification.decision import decide, explained_by_ones
 from autoaccum.verification.draws import UnalignedError, UnsettledError
 from autoaccum.verification.findings import Cause, Decision, Verdict
 from autoaccum.verification.measurement import Measurement, NotFiniteError, ZeroGradientError
-from autoaccum.verification.samples import MOST, choose, cuts_of
+from autoaccum.verification.samples import MOST, choose, cuts_of, spread
 from autoaccum.verification.suspects import name_cause, pads
 from autoaccum.window.job import Job
 
 _FEW = 3
 """Samples that are measured where there is no memory for all."""
+_GROUPS = 3
+"""Groups of samples of a window: gradients are compared on the first, losses on the others."""
 _ROUNDING = 0.1
 """Errors up to which gradients of 16 bits may be wrong, or no more than rounded: right ones are seen at 0.01."""
 
@@ -35,7 +39,6 @@ def measure(
     written: Iterable[torch.Tensor] = (),
     rewind: Callable[[], None] = lambda: None,
     drops_gradients: bool = False,
-    include: Sequence[int] = (),
     forward_only: bool = False,
 ) -> Verdict:
     """Measure some samples of a window; of that nothing remains.
@@ -48,7 +51,6 @@ def measure(
         written: parameters that forwards have been seen to write to.
         rewind: puts the state back that the window began with.
         drops_gradients: whether parts whose gradient is not finite are left out.
-        include: positions of samples that are to be among them.
         forward_only: compare losses alone, by that hypothesis alone.
     """
     smallest = smallest_micro_batch(job.modules)
@@ -61,7 +63,7 @@ def measure(
                 return Verdict(unmeasured=f"it has no two parts of at least {smallest}", is_passing=True)
             why = f"there is no room for two parts of at least {smallest} at once"
             continue
-        run = partial(_measured, window, likely, count, smallest, make, include, forward_only)
+        run = partial(_measured, window, likely, count, smallest, make, forward_only)
         outcome = attempt(run)
         if isinstance(outcome, Verdict):
             return outcome
@@ -75,11 +77,69 @@ def _measured(
     count: int,
     smallest: int,
     make: Callable[..., Measurement],
-    include: Sequence[int],
     forward_only: bool,
 ) -> Verdict | RanOut:
-    """Measure so many samples."""
-    chosen = choose(window, window.num_samples, count, include)
+    """Measure so many samples; where they have passed, or tell nothing, ask others too."""
+    measured = partial(_measured_of, smallest=smallest, make=make)
+    groups = _groups(window, count)
+    found = measured(next(groups), likely, forward_only)
+    for others in groups:
+        if isinstance(found, RanOut):
+            break
+        if found.decision is None:
+            found = measured(others, likely, forward_only) if found.is_passing else found
+        elif found.decision.passed and not forward_only:
+            # A term of the loss may be 0 for those few: then these have to show what it adds up to.
+            found = _upheld(found, others, found.decision.hypothesis, measured)
+    return found
+
+
+def _groups(window: Window, count: int) -> Iterator[list[int]]:
+    """Choose samples, and then others, until all have been chosen."""
+    seen: dict[int, None] = {}
+    for _ in range(_GROUPS):
+        if len(seen) < window.num_samples:
+            chosen = choose(window, window.num_samples, count, list(seen))
+            seen.update(dict.fromkeys(chosen))
+            yield chosen
+
+
+def _upheld(
+    found: Verdict, others: Sequence[int], held: Hypothesis, measured: Callable[..., Verdict | RanOut]
+) -> Verdict | RanOut:
+    """Return what was found, unless the losses of other samples, and then their gradients, speak against it."""
+    if held != "sum and penalties":  # whose losses add up to more than the whole one's, unlike gradients
+        compared = measured(others, held, True)
+        if isinstance(compared, RanOut) or compared.decision is None or compared.decision.passed:
+            return found
+    again = measured(others, held, False)
+    if isinstance(again, RanOut) or again.decision is None:
+        return found
+    if not again.decision.passed:
+        return again
+    other = again.decision.hypothesis
+    back = found if other == held else measured(found.chosen, other, False)
+    if isinstance(back, RanOut) or back.decision is None or back.decision.hypothesis == other:
+        return back
+    return replace(again, decision=_by(held, again.decision))  # some pass by the one only, others by the other
+
+
+def _by(hypothesis: Hypothesis, decision: Decision) -> Decision:
+    """Return what was measured of a hypothesis that has failed where another one has passed."""
+    (outcome,) = (outcome for outcome in decision.outcomes if outcome.hypothesis == hypothesis)
+    return replace(Decision.of(outcome, passed=False), cuts=decision.cuts)
+
+
+def _measured_of(
+    chosen: Sequence[int],
+    likely: Hypothesis,
+    forward_only: bool,
+    *,
+    smallest: int,
+    make: Callable[..., Measurement],
+) -> Verdict | RanOut:
+    """Measure these samples."""
+    count = len(chosen)
     measurement = make(chosen, forward_only=forward_only)
     try:
         with measurement:
@@ -87,7 +147,7 @@ def _measured(
                 measurement.run_whole()
                 outcome = measurement.run(cuts_of(count, smallest)[::2], likely)
                 decision = Decision.of(outcome, passed=outcome.error <= measurement.tolerance)
-                return Verdict(decision=decision, samples=count, tolerance=measurement.tolerance)
+                return Verdict(decision=decision, chosen=tuple(chosen), tolerance=measurement.tolerance)
             decision = decide(measurement, smallest, likely)
             ones: Decision | None = None
             if decision.has_ones and not decision.passed:
@@ -107,11 +167,10 @@ def _measured(
                 decision=decision,
                 causes=causes,
                 ones=ones,
-                samples=count,
+                chosen=tuple(chosen),
                 tolerance=measurement.tolerance,
                 rebinds=measurement.rebinds,
                 pads=bool(not decision.passed and not causes and pads(measurement)),
-                counts_nothing=0 in measurement.dropped,
             )
     except NotFiniteError:
         return Verdict(unmeasured="the loss of a few samples is not finite", is_passing=True)
@@ -131,32 +190,46 @@ def _measured(
         return Verdict(unmeasured=f"on a few samples by themselves it fails ({name}: {words})")
 
 
-def measure_part(job: Job, window: Window, hypothesis: Hypothesis, *, start: int, size: int) -> float | None:
+def measure_part(
+    job: Job,
+    window: Window,
+    hypothesis: Hypothesis,
+    part: Sequence[int],
+    others: Sequence[int],
+    *,
+    drops_gradients: bool = False,
+) -> float | None:
     """Measure a window's own micro-batch, beside a few more of its samples: are they weighed rightly together?
 
     Args:
         job: what the run computes.
         window: the samples.
         hypothesis: the one that is held.
-        start: where the micro-batch begins.
-        size: its samples.
+        part: the positions of the micro-batch's samples.
+        others: those of samples that have been seen to count; a few of them are taken.
+        drops_gradients: whether a part whose gradient is not finite is left out.
 
     Returns:
-        the error, where it is larger than the tolerance; None where it is not, or cannot be measured.
+        the error, 0 where it is within the tolerance, infinite where the loss is finite without that micro-batch only;
+        None where it cannot be measured.
     """
-    own = list(range(start, start + size))
-    others = [position for position in range(window.num_samples) if position not in own][: max(2, MOST - size)]
-    chosen = [*own, *others]
+    few = spread(others, min(MOST, len(others)))  # for it is not known which of them count
 
-    def measured() -> float | None:
-        with Measurement(job, window, chosen) as measurement:
+    def measured(chosen: list[int]) -> float | None:
+        with Measurement(job, window, chosen, drops_gradients=drops_gradients) as measurement:
             measurement.run_whole()
-            cut = (tuple(range(size)), tuple(range(size, len(chosen))))
+            if len(chosen) == len(few):
+                return math.inf  # what is not finite is the fault of those that have been left out here
+            cut = (tuple(range(len(part))), tuple(range(len(part), len(chosen))))
             outcome = measurement.run([cut], hypothesis)
-            return outcome.error if outcome.error > measurement.tolerance else None
+            return 0.0 if outcome.error <= measurement.tolerance else outcome.error
 
-    try:
-        outcome = attempt(measured)
-    except Exception:  # what cannot be computed of these samples has been said, or will be
-        return None
-    return None if isinstance(outcome, RanOut) else outcome
+    for chosen in ([*part, *few], few):
+        try:
+            outcome = attempt(partial(measured, chosen))
+        except NotFiniteError:
+            continue
+        except Exception:  # what cannot be computed of these samples has been said, or will be
+            return None
+        return None if isinstance(outcome, RanOut) else outcome
+    return None

@@ -77,6 +77,10 @@ class Signs:
             self.have_changed = self.have_changed or num_samples in self._graphs
             self._graphs[num_samples] = marks
 
+    def forget_graphs(self) -> None:
+        """Let graphs be compared from now on alone: by another hypothesis other things of them are read."""
+        self._graphs.clear()
+
     def state_dict(self) -> dict[str, Any]:
         """Return what was seen, for a checkpoint."""
         return {

@@ -106,7 +106,7 @@ class TestWhatCannotBeMeasured:
         assert why in cause(report)
         assert (report.error, report.hypothesis, report.tensor) == (None, None, None)
         assert (report.samples, report.cuts, report.hypotheses, report.tensors) == (0, (), {}, {})
-        assert report.tolerance == 1e-7
+        assert report.tolerance == 1e-6
         assert str(report).startswith("NOT MEASURED")
 
     def test_a_gradient_of_0(self) -> None:

@@ -23,7 +23,7 @@ class TestWhatIsMeasured:
         assert report.passed is True
         assert report.hypothesis == "items"
         assert report.error is not None
-        assert report.error < 1e-14 < report.tolerance == 1e-7
+        assert report.error < 1e-14 < report.tolerance == 1e-6
         assert report.samples == 6
         assert [cut.sizes for cut in report.cuts] == [(1, 2, 3), (3, 2, 1), (2, 2, 2)]
         assert max(cut.error for cut in report.cuts) == report.error == report.hypotheses["items"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -86,6 +88,23 @@ def test_noise_is_no_error(dtype: torch.dtype) -> None:
     with measurement_of(plain, model, batch=classes(6, dtype)) as measurement:
         measurement.run_whole()
         assert measurement.run(CUTS, "samples").error < measurement.tolerance / 10
+
+
+@pytest.mark.parametrize("seed", [torch.initial_seed(), 0, 5])
+@pytest.mark.parametrize("is_forked", [False, True])
+def test_noise_that_a_forward_sows_itself_is_what_each_part_gets(seed: int, is_forked: bool) -> None:
+    """The first rows of it, whichever samples a part has: so it is in the run, and so it is measured."""
+
+    def sown(rows: bool, model: Any, batch: Any) -> torch.Tensor:
+        with torch.random.fork_rng() if is_forked else nullcontext():
+            torch.manual_seed(seed)
+            noise = torch.randn(batch[0].shape if rows else (8,), dtype=DOUBLE)
+        return cross_entropy(model(batch[0] + noise), batch[1])
+
+    for rows in (False, True):
+        with measurement_of(partial(sown, rows)) as measurement:
+            measurement.run_whole()
+            assert (measurement.run(CUTS, "samples").error < measurement.tolerance) is not rows
 
 
 def test_attention_is_measured_under_its_dropout() -> None:

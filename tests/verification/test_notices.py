@@ -23,7 +23,6 @@ from autoaccum.verification.notices import (
     has_backward_hooks,
     of,
     ones_notice,
-    penalty_notice,
     unmeasured_notice,
 )
 
@@ -97,14 +96,13 @@ def test_each_case_has_a_consequence_of_its_own() -> None:
         coupling_notice(),
         doubt_notice("the reason", "Do this"),
         contradiction,
-        penalty_notice(),
         unmeasured_notice("why"),
         ones_notice(0.1),
         of("state"),
         backward_hook_notice(),
         *(failed(0.1, cause) for cause in ("padding", "hooks", None)),
     ]
-    assert len({notice.consequence for notice in said}) == len(said) == 13
+    assert len({notice.consequence for notice in said}) == len(said) == 12
 
 
 def failed(error: float, *causes: Cause | None, suspicion: Notice | None = None) -> Notice:

@@ -53,10 +53,15 @@ class TestChoose:
 
     def test_of_a_small_window_all_are_taken(self) -> None:
         assert choose(window(torch.randn(5, 2), 5), 5, 6) == [0, 1, 2, 3, 4]
-        assert choose(window(torch.randn(5, 2), 5), 5, 5, include=[3, 4]) == [3, 0, 1, 2, 4]
 
-    def test_one_that_is_asked_for_comes_first(self) -> None:
-        assert choose(window(torch.randn(50, 2), 50), 50, 6, include=[41, 7])[0] == 41
+    def test_those_that_were_chosen_before_come_only_where_there_are_no_others(self) -> None:
+        inputs = torch.randn(50, 2)
+        first = choose(window(inputs, 50), 50, 6)
+        second = choose(window(inputs, 50), 50, 6, first)
+        assert len({*first, *second}) == 12
+        assert choose(window(inputs[:8], 8), 8, 6, [7, 0, 1, 2, 3, 4]) == [5, 6, 7, 0, 1, 2]
+        texts = window(Listed(["a"] * 50, whole=True), 50)  # whose samples tell nothing
+        assert len({*choose(texts, 50, 6), *choose(texts, 50, 6, choose(texts, 50, 6))}) == 12
 
     def test_of_a_large_window_few_are_looked_at(self) -> None:
         asked: list[int] = []

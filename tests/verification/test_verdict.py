@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,8 @@ from torch.nn.functional import cross_entropy
 from autoaccum.loss.hypotheses import Hypothesis
 from autoaccum.testing import oom_at
 from autoaccum.verification.findings import Verdict
-from autoaccum.verification.verdict import measure
+from autoaccum.verification.samples import choose
+from autoaccum.verification.verdict import measure, measure_part
 from tests.faults import Operations
 from tests.models import classes, mlp
 from tests.verification.making import DOUBLE, job_of, pairs, plain, squared_mean, window_of
@@ -30,7 +32,7 @@ def test_what_passes_says_by_how_much() -> None:
     found = verdict()
     assert found.decision is not None
     assert found.decision.passed
-    assert (found.samples, found.tolerance, found.unmeasured, found.causes) == (6, 1e-7, "", ())
+    assert (found.samples, found.tolerance, found.unmeasured, found.causes) == (6, 1e-6, "", ())
     single = verdict(model=mlp(), batch=classes(8))
     assert (single.tolerance, single.rebinds) == (2e-5, False)
 
@@ -160,12 +162,80 @@ def test_a_count_that_is_kept_from_zero_is_measured_without_it_too() -> None:
     assert verdict().ones is None
 
 
-def test_a_sample_without_items_that_was_left_out_is_told() -> None:
-    def loss(model: Any, batch: Any) -> torch.Tensor:
-        taken = batch[1] > 0
-        return cross_entropy(model(batch[0])[taken], batch[1][taken])
+def of_some(model: Any, batch: Any) -> torch.Tensor:
+    """A mean over the samples of two classes of three, which is no number where there are none."""
+    taken = batch[1] > 0
+    return cross_entropy(model(batch[0])[taken], batch[1][taken])
 
+
+def beside(model: Any, batch: Any) -> torch.Tensor:
+    return of_some(model, batch) + 0.5 * plain(model, batch)
+
+
+def broken(model: Any, batch: Any) -> torch.Tensor:
+    """No number, where there is an infinite one among those that it is of."""
+    return plain(model, batch) + (batch[0] * 0).sum()
+
+
+@pytest.mark.parametrize(
+    ("loss", "count", "wanted"), [(of_some, 4, "0"), (beside, 4, "more"), (broken, 4, "inf"), (of_some, 0, "None")]
+)
+def test_a_micro_batch_whose_loss_is_no_number_is_measured_beside_others(loss: Any, count: int, wanted: str) -> None:
+    """It counts nothing, or something; the whole is no number either; or none of the others counts, to tell by."""
     inputs, _ = classes(8, DOUBLE)
-    batch = inputs, torch.tensor([1, 2, 1, 2, 1, 0, 2, 1])
-    assert verdict(loss, batch=batch, include=[5]).counts_nothing
-    assert not verdict(loss, batch=batch, include=[0]).counts_nothing
+    inputs[5] = math.inf if loss is broken else inputs[5]
+    labels = torch.tensor([1, 2, 1, 2, 0, 0, 0, 0])
+    error = measure_part(job_of(loss), window_of(8, (inputs, labels)), "items", [4, 5, 6], [*range(count), 7])
+    assert (str(error) if error is None or error in (0, math.inf) else "more") == wanted.replace("0", "0.0")
+
+
+BATCH = classes(12, DOUBLE)
+FIRST = choose(window_of(12, BATCH), 12, 6)
+
+
+def of_first(batch: Any) -> torch.Tensor:
+    """Return whether samples are among those that are measured first, as a loss may tell them by what they hold."""
+    return torch.isin(batch[0][:, 0], BATCH[0][FIRST, 0])
+
+
+def each(model: Any, batch: Any) -> torch.Tensor:
+    return cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+def late(model: Any, batch: Any) -> torch.Tensor:
+    """A mean, and a sum that the first samples have no part in."""
+    return each(model, batch).mean() + each(model, batch)[~of_first(batch)].sum()
+
+
+def torn(model: Any, batch: Any) -> torch.Tensor:
+    """A mean of the first samples, and a sum of the others."""
+    return each(model, batch)[of_first(batch)].sum() / len(batch[0]) + each(model, batch)[~of_first(batch)].sum()
+
+
+def silent(model: Any, batch: Any) -> torch.Tensor:
+    """A mean that the first samples have no gradient in."""
+    return (each(model, batch) * ~of_first(batch)).mean()
+
+
+@pytest.mark.parametrize("loss", [late, torn])
+def test_a_term_that_the_first_samples_have_no_part_in_is_found_by_others(loss: Any) -> None:
+    found = verdict(loss, batch=BATCH, count=12)
+    assert found.decision is not None
+    assert not found.decision.passed
+    assert found.decision.error > 0.1
+    assert not {*found.chosen} & {*FIRST}
+    assert [sum(map(len, cut)) for cut in found.decision.cuts] == [6, 6, 6]
+
+
+def test_where_the_first_samples_tell_nothing_others_are_asked() -> None:
+    found = verdict(silent, batch=BATCH, count=12)
+    assert found.decision is not None
+    assert found.decision.passed
+    assert not {*found.chosen} & {*FIRST}
+
+
+def test_what_others_show_of_the_same_kind_changes_nothing() -> None:
+    found = verdict(batch=BATCH, count=12)
+    assert found.decision is not None
+    assert found.decision.passed
+    assert list(found.chosen) == FIRST
