@@ -47,6 +47,8 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self._keeps_wide = keeps_wide
+        self.has_kept_wide = False
+        """Whether anything was kept from being rounded."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -54,11 +56,16 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run an operation, or what stands for it."""
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded in func.tags:
-            before = _state(kwargs)
+            before = state_of(kwargs.get("generator"))
             # It draws also where something stands for that: only then is it known to, for a dropout of 0 does not.
             returned = func(*args, **kwargs)
-            return returned if torch.equal(before, _state(kwargs)) else self.draw(func, args, kwargs, returned)
+            return (
+                returned
+                if torch.equal(before, state_of(kwargs.get("generator")))
+                else self.draw(func, args, kwargs, returned)
+            )
         if func is torch.ops.aten._to_copy.default and self._keeps_wide and kwargs.get("dtype") in _HALVES:
+            self.has_kept_wide = True
             kwargs = {**kwargs, "dtype": args[0].dtype}
         return func(*args, **kwargs)
 
@@ -84,6 +91,11 @@ class Recording(Draws):  # type: ignore[no-untyped-call]
         """The generators that were passed, so that another one is told from them."""
         self.has_fused = False
         """Whether a fused attention drew, which shows nothing of it."""
+
+    @property
+    def has_shown_nothing(self) -> bool:
+        """Return whether there was nothing to keep, so that what does the same needs no watching."""
+        return not (self.draws or self.has_fused or self.has_kept_wide)
 
     def draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any) -> Any:
         """Keep what was drawn."""
@@ -243,11 +255,10 @@ _CONSTANTS: dict[str, Callable[[dict[str, Any], torch.Tensor], torch.Tensor]] = 
 """(arguments, what was drawn) -> what stands for it, by the name of the operation."""
 
 
-def _state(kwargs: dict[str, Any]) -> torch.Tensor:
-    """Return the state of the generator that an operation draws from, or those of all that it may."""
-    if kwargs.get("generator") is not None:
-        state: torch.Tensor = kwargs["generator"].get_state()
-        return state
+def state_of(generator: torch.Generator | None = None) -> torch.Tensor:
+    """Return the state of a generator; None: those of all that an operation draws from if it is given none."""
+    if generator is not None:
+        return generator.get_state()
     states = [torch.default_generator.get_state()]
     device = torch.accelerator.current_accelerator()
     if device is not None:

@@ -43,7 +43,7 @@ class Kinds:
                 facts = _facts_of(leaf.detach())
                 known = self._facts.get(index)
                 # One for all micro-batches: a window of many takes no more memory than one of few.
-                self._facts[index] = facts if known is None else torch.maximum(known, facts.to(known.device))
+                self._facts[index] = facts if known is None else torch.minimum(known, facts.to(known.device))
 
     def new(self) -> set[str]:
         """Return what this window holds and none before it did; waits for the device."""
@@ -69,11 +69,15 @@ class Kinds:
     def _here(self) -> set[str]:
         found = set(self._shapes)
         for index, facts in self._facts.items():
-            *flags, minus_low, high = facts.tolist()
-            names = ("zeros", "negatives", "nothing but zeros", "nothing but negatives")
-            found.update(f"{index}: {name}" for flag, name in zip(flags, names, strict=True) if flag)
-            if -minus_low != high:
-                found.add(f"{index}: several values")
+            low, least_high, minus_high, least_size, minus_zeros = facts.tolist()
+            shown = {
+                "zeros": minus_zeros < 0,
+                "negatives": low < 0,
+                "nothing but zeros": least_size == 0,
+                "nothing but negatives": least_high < 0,
+                "several values": low != -minus_high,
+            }
+            found.update(f"{index}: {name}" for name, is_there in shown.items() if is_there)
         return found
 
     def state_dict(self) -> list[str]:
@@ -86,9 +90,11 @@ class Kinds:
 
 
 def _facts_of(leaf: torch.Tensor) -> torch.Tensor:
-    """Return (zeros, negatives, rows of zeros alone, rows of negatives alone, minus the least, the most), (6,)."""
+    """Return (5,): the least number, the least that is the most of its row, minus the most, the least absolute value
+    that is the largest of its row, minus whether one is zero; the least of such numbers are those of several batches.
+    """
     numbers = leaf.reshape(len(leaf), -1).to(torch.float64 if leaf.device.type != "mps" else torch.float32)
-    zero, negative = numbers == 0, numbers < 0
-    low, high = torch.aminmax(numbers)
-    flags = [zero.any(), negative.any(), zero.all(1).any(), negative.all(1).any()]
-    return torch.stack([*(flag.to(low.dtype) for flag in flags), -low, high])
+    low, high = torch.aminmax(numbers, dim=1)
+    size = torch.maximum(high, -low)
+    least = torch.stack([low, high, -high, size]).amin(dim=1)
+    return torch.cat([least, (numbers == 0).any().to(least.dtype)[None].neg()])

@@ -7,8 +7,8 @@ Each part is given its own samples' rows of what the whole has drawn. Of all tha
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from autoaccum.loss.reductions import Reduction, read, without_graph
 from autoaccum.loss.weighting import count_items
 from autoaccum.planning.attempts import Piece
 from autoaccum.verification.comparison import Error, error_of, loss_tolerance_of, tolerance_of
-from autoaccum.verification.draws import Constants, Draws, Recording, Replaying
+from autoaccum.verification.draws import Constants, Draws, Recording, Replaying, UnalignedError, state_of
 from autoaccum.verification.findings import Cut, Outcome, Part
 from autoaccum.window.gradient import Gradient
 from autoaccum.window.job import Job
@@ -254,8 +254,10 @@ class Measurement:
             raise ZeroGradientError
         return Error(math.inf, None)  # the whole has a gradient of 0, and the cut has not
 
-    def _replaying(self, part: Part) -> Draws:
+    def _replaying(self, part: Part) -> AbstractContextManager[Any]:
         if isinstance(self._draws, Recording):
+            if self._draws.has_shown_nothing:
+                return _drawing_nothing()
             return Replaying(self._draws, part, self.num_samples, keeps_wide=not self.is_rounded)
         return self._draws
 
@@ -264,7 +266,7 @@ class Measurement:
         cut: Cut,
         hypothesis: Hypothesis | None,
         make: Callable[[Part], Any],
-        draws_of: Callable[[Part], Draws],
+        draws_of: Callable[[Part], AbstractContextManager[Any]],
         around: Callable[[], None] | None = None,
     ) -> Gradient:
         """Run a cut as a window; its gradient is in ``.grad``."""
@@ -307,6 +309,19 @@ class Measurement:
     def _put_back(self) -> None:
         """Put the state back between two runs."""
         self.state.restore()
+
+
+@contextmanager
+def _drawing_nothing() -> Iterator[None]:
+    """Expect that nothing is drawn, which takes much less than to watch each operation.
+
+    Raises:
+        UnalignedError: something was, by a part alone.
+    """
+    before = state_of()
+    yield
+    if not torch.equal(before, state_of()):
+        raise UnalignedError("a part")
 
 
 def _any(gradient: torch.Tensor) -> bool:

@@ -145,7 +145,7 @@ def _measured_of(
         with measurement:
             if forward_only:
                 measurement.run_whole()
-                outcome = measurement.run(cuts_of(count, smallest)[::2], likely)
+                outcome = measurement.run(cuts_of(count, smallest)[:1], likely)
                 decision = Decision.of(outcome, passed=outcome.error <= measurement.tolerance)
                 return Verdict(decision=decision, chosen=tuple(chosen), tolerance=measurement.tolerance)
             decision = decide(measurement, smallest, likely)
