@@ -368,19 +368,16 @@ class Examiner:
 
     def _error_of_part(self, window: Window, gradient: Gradient, start: int, size: int) -> float | None:
         """Measure a micro-batch beside those that count."""
-        counted = zip(readings.pieces(gradient), gradient.counts, strict=True)
-        others = [
-            position
-            for (first, length), count in counted
-            for position in range(first, first + length)
-            if count and first != start
-        ]
+        counted = zip(gradient.counts, readings.pieces(gradient), strict=True)
+        others = [(abs(count) / piece[1], *piece) for count, piece in counted if count and piece[0] != start]
+        # Those first of which the most samples count.
+        others.sort(key=lambda other: -other[0])
         return self._measure_part(
             self._job,
             window,
             self._transaction.hypothesis or readings.likely(self._job, gradient),
             range(start, start + size),
-            others,
+            [position for _, first, length in others for position in range(first, first + length)],
             drops_gradients=self._transaction.drops_gradients,
         )
 

@@ -44,7 +44,7 @@ def choose(window: Any, num_samples: int, count: int, without: Sequence[int] = (
     features = attempt(lambda: _features(window.samples(candidates), len(candidates)))
     # Its rows are not samples, or the host has no room for so many at once: one is as good as another.
     if features is None or isinstance(features, RanOut):
-        return spread(free, count)
+        return _spread(free, count)
     chosen = [int(features.norm(dim=1).argmax())]
     apart = torch.cdist(features, features)
     while len(chosen) < count - count // 3:
@@ -60,11 +60,10 @@ def choose(window: Any, num_samples: int, count: int, without: Sequence[int] = (
 def _candidates(window: Any, free: Sequence[int], count: int) -> list[int]:
     """Return the positions of samples to look at, evenly spread."""
     each = max(1, batches.num_bytes(window.samples(free[:1])))
-    return spread(free, min(len(free), _LOOKED_AT, max(count, _LARGEST_BYTES // each)))
+    return _spread(free, min(len(free), _LOOKED_AT, max(count, _LARGEST_BYTES // each)))
 
 
-def spread(free: Sequence[int], count: int) -> list[int]:
-    """Return some positions of those that there are, evenly spread."""
+def _spread(free: Sequence[int], count: int) -> list[int]:
     return [free[index] for index in sorted({int(index) for index in np.linspace(0, len(free) - 1, count)})]
 
 

@@ -18,7 +18,7 @@ from autoaccum.verification.decision import decide, explained_by_ones
 from autoaccum.verification.draws import UnalignedError, UnsettledError
 from autoaccum.verification.findings import Cause, Decision, Verdict
 from autoaccum.verification.measurement import Measurement, NotFiniteError, ZeroGradientError
-from autoaccum.verification.samples import MOST, choose, cuts_of, spread
+from autoaccum.verification.samples import MOST, choose, cuts_of
 from autoaccum.verification.suspects import name_cause, pads
 from autoaccum.window.job import Job
 
@@ -206,14 +206,14 @@ def measure_part(
         window: the samples.
         hypothesis: the one that is held.
         part: the positions of the micro-batch's samples.
-        others: those of samples that have been seen to count; a few of them are taken.
+        others: those of samples that have been seen to count; the first few of them are taken.
         drops_gradients: whether a part whose gradient is not finite is left out.
 
     Returns:
         the error, 0 where it is within the tolerance, infinite where the loss is finite without that micro-batch only;
         None where it cannot be measured.
     """
-    few = spread(others, min(MOST, len(others)))  # for it is not known which of them count
+    few = list(others)[:MOST]  # not one or two, for it is not known which of them count
 
     def measured(chosen: list[int]) -> float | None:
         with Measurement(job, window, chosen, drops_gradients=drops_gradients) as measurement:

@@ -158,9 +158,8 @@ class Transaction:
                 self._losses.append(None)
             else:
                 reduction = reduction or self._read(loss, piece.size)
-                self.signs.of_graph(
-                    piece.size, self._nodes, str(loss.grad_fn and loss.grad_fn.name()), kinds_of(reduction)
-                )
+                root = loss.grad_fn
+                self.signs.of_graph(piece.size, self._nodes, str(root and root.name()), kinds_of(reduction))
                 self._add(loss, reduction, piece.size)
         # The nodes that a reduction names would keep the graph alive.
         self._reductions.append(without_graph(reduction) if reduction.edges else reduction)
