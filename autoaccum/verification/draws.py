@@ -7,6 +7,7 @@ operations (``nondeterministic_seeded``), whatever the layer is called.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -56,14 +57,11 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run an operation, or what stands for it."""
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded in func.tags:
-            before = state_of(kwargs.get("generator"))
+            generator = kwargs.get("generator")
+            before = state_of(generator)
             # It draws also where something stands for that: only then is it known to, for a dropout of 0 does not.
             returned = func(*args, **kwargs)
-            return (
-                returned
-                if torch.equal(before, state_of(kwargs.get("generator")))
-                else self.draw(func, args, kwargs, returned)
-            )
+            return returned if before == state_of(generator) else self.draw(func, args, kwargs, returned)
         if func is torch.ops.aten._to_copy.default and self._keeps_wide and kwargs.get("dtype") in _HALVES:
             self.has_kept_wide = True
             kwargs = {**kwargs, "dtype": args[0].dtype}
@@ -255,15 +253,20 @@ _CONSTANTS: dict[str, Callable[[dict[str, Any], torch.Tensor], torch.Tensor]] = 
 """(arguments, what was drawn) -> what stands for it, by the name of the operation."""
 
 
-def state_of(generator: torch.Generator | None = None) -> torch.Tensor:
+def state_of(generator: torch.Generator | None = None) -> list[bytes]:
     """Return the state of a generator; None: those of all that an operation draws from if it is given none."""
     if generator is not None:
-        return generator.get_state()
-    states = [torch.default_generator.get_state()]
+        return [_bytes(generator.get_state())]
+    states = [_bytes(torch.default_generator.get_state())]
     device = torch.accelerator.current_accelerator()
     if device is not None:
-        states.append(torch.get_device_module(device).get_rng_state().cpu())
-    return torch.cat(states)
+        states.append(_bytes(torch.get_device_module(device).get_rng_state()))
+    return states
+
+
+def _bytes(state: torch.Tensor) -> bytes:
+    # By no operation, which a mode would see and a full memory refuse.
+    return ctypes.string_at(state.data_ptr(), state.nbytes)
 
 
 def name_of(func: Any) -> str:

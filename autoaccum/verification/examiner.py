@@ -300,6 +300,7 @@ class Examiner:
             most=most,
             written=written,
             rewind=self._rewind,
+            like=self._remembered,
             drops_gradients=self._transaction.drops_gradients,
             forward_only=forward_only,
         )

@@ -76,6 +76,7 @@ class Measurement:
         *,
         written: Iterable[torch.Tensor] = (),
         rewind: Callable[[], None] = lambda: None,
+        like: State | None = None,
         drops_gradients: bool = False,
         forward_only: bool = False,
     ) -> None:
@@ -87,6 +88,7 @@ class Measurement:
             chosen: their positions in it.
             written: parameters that forwards have been seen to write to.
             rewind: puts the state back that the window began with.
+            like: that state; what has not moved since is not copied again.
             drops_gradients: whether parts whose gradient is not finite are left out.
             forward_only: compare losses, and leave gradients alone.
         """
@@ -110,6 +112,7 @@ class Measurement:
         self._chosen = list(chosen)
         self._written = list(written)
         self._rewind = rewind
+        self._like = like
         self._drops_gradients = drops_gradients
         self._forward_only = forward_only
         # Not compiled, and not in 16 bits: there right and wrong cannot be told apart.
@@ -129,10 +132,10 @@ class Measurement:
         self.tolerance = tolerance(self.parameters)
         self.is_rounded = any(p.dtype in (torch.bfloat16, torch.float16) for p in self.parameters)
         # As things are, and as they were when the window began: what it has moved is not to be hidden by that.
-        self._after = State(self.job.modules, self.job.functions, self.job.device, self.parameters, self._written)
+        self._after = self._remember(self._like)
         self._gradients = Gradients(self.parameters)
         self._rewind()
-        self.state = State(self.job.modules, self.job.functions, self.job.device, self.parameters, self._written)
+        self.state = self._remember(self._after)
         self._stack = ExitStack()
         self._stack.enter_context(torch.compiler.set_stance("force_eager"))
         return self
@@ -144,6 +147,9 @@ class Measurement:
         self._gradients.restore()
         # Its forward holds this, which holds it: what is laid aside would stay until garbage is collected.
         del self._transaction.forward, self._transaction
+
+    def _remember(self, like: State | None) -> State:
+        return State(self.job.modules, self.job.functions, self.job.device, self.parameters, self._written, like)
 
     def make(self, part: Part) -> Any:
         """Return some of the samples as a batch, as the window makes it of them alone, on the device."""
@@ -320,7 +326,7 @@ def _drawing_nothing() -> Iterator[None]:
     """
     before = state_of()
     yield
-    if not torch.equal(before, state_of()):
+    if before != state_of():
         raise UnalignedError("a part")
 
 

@@ -21,6 +21,7 @@ from autoaccum.verification.measurement import Measurement, NotFiniteError, Zero
 from autoaccum.verification.samples import MOST, choose, cuts_of
 from autoaccum.verification.suspects import name_cause, pads
 from autoaccum.window.job import Job
+from autoaccum.window.state import State
 
 _FEW = 3
 """Samples that are measured where there is no memory for all."""
@@ -38,6 +39,7 @@ def measure(
     most: int,
     written: Iterable[torch.Tensor] = (),
     rewind: Callable[[], None] = lambda: None,
+    like: State | None = None,
     drops_gradients: bool = False,
     forward_only: bool = False,
 ) -> Verdict:
@@ -50,11 +52,14 @@ def measure(
         most: samples that there is room for at once.
         written: parameters that forwards have been seen to write to.
         rewind: puts the state back that the window began with.
+        like: that state, as far as it is remembered.
         drops_gradients: whether parts whose gradient is not finite are left out.
         forward_only: compare losses alone, by that hypothesis alone.
     """
     smallest = smallest_micro_batch(job.modules)
-    make = partial(Measurement, job, window, written=list(written), rewind=rewind, drops_gradients=drops_gradients)
+    make = partial(
+        Measurement, job, window, written=list(written), rewind=rewind, like=like, drops_gradients=drops_gradients
+    )
     why = "there is not enough memory for three samples at once"
     for count in (MOST, _FEW, 2):
         count = min(count, window.num_samples, most)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -36,6 +37,7 @@ class State:
         device: torch.device,
         parameters: Sequence[torch.Tensor],
         written: Iterable[torch.Tensor] = (),
+        like: State | None = None,
     ) -> None:
         """Remember how things are.
 
@@ -45,6 +47,7 @@ class State:
             device: whose random state there is.
             parameters: what gets gradients.
             written: parameters that forwards have been seen to write to.
+            like: what was remembered before: where values are the same, its copies do.
 
         Raises:
             MemoryLimitError: the device has no memory to copy from or to.
@@ -67,7 +70,8 @@ class State:
         others = [t for t in (*small, *self._attributes.tensors()) if not isinstance(t, nn.Parameter)]
         self._moving = _distinct([*others, *self._to_copy(written, trained)])
         self._generators = [(generator, generator.get_state()) for generator in held.generators]
-        self._values = insist(self._copy, "the state was laid aside")
+        known = {} if like is None else dict(zip(map(id, like._moving), like._values, strict=True))
+        self._values: list[torch.Tensor] = insist(partial(self._copy, known), "the state was laid aside")
 
     def remember_attributes(self) -> None:
         """Remember attributes as they are now, in place of what was remembered of them."""
@@ -89,9 +93,15 @@ class State:
         return kept
 
     @torch.no_grad()
-    def _copy(self) -> list[torch.Tensor]:
+    def _copy(self, known: dict[int, torch.Tensor]) -> list[torch.Tensor]:
         self._random = randomness.get_state(self._device)
-        return [tensor.detach().to("cpu", copy=True) for tensor in self._moving]
+        copies: list[torch.Tensor] = []
+        for tensor in self._moving:
+            value = known.get(id(tensor))
+            if value is None or value.shape != tensor.shape or not same(tensor, value):
+                value = tensor.detach().to("cpu", copy=True)
+            copies.append(value)
+        return copies
 
     def moved(self) -> list[torch.Tensor]:
         """Return the tensors that have other values by now."""
