@@ -159,7 +159,7 @@ class Replaying(Draws):  # type: ignore[no-untyped-call]
         """
         # The first samples of an order are no order of fewer samples.
         if drawn.ndim != wanted.ndim or (drawn.dtype == torch.int64 and _is_order(drawn) and len(drawn) != len(wanted)):
-            raise UnalignedError
+            raise UnalignedError("a part")
         of_samples = False
         for dim, size in enumerate(wanted.shape):
             have = drawn.shape[dim]
@@ -173,7 +173,7 @@ class Replaying(Draws):  # type: ignore[no-untyped-call]
             elif size < have and (of_samples or self._num_samples in drawn.shape):
                 drawn = drawn.narrow(dim, 0, size)  # the whole was padded to a longer sample
             else:
-                raise UnalignedError
+                raise UnalignedError("a part")
         return drawn.to(wanted.device)
 
 

@@ -60,6 +60,7 @@ class Examiner:
         transaction: Transaction,
         measure: Measure,
         measure_part: Callable[..., float | None],
+        measure_joined: Callable[..., float | None],
         *,
         verify: bool = True,
         strict: bool = False,
@@ -71,6 +72,7 @@ class Examiner:
             transaction: runs the windows.
             measure: measures one of them: ``verdict.measure``.
             measure_part: measures one of its micro-batches: ``verdict.measure_part``.
+            measure_joined: measures two of them: ``verdict.measure_joined``.
             verify: whether anything is measured.
             strict: whether a gradient that is not the whole window's ends the run.
         """
@@ -78,6 +80,7 @@ class Examiner:
         self._transaction = transaction
         self._measure_window = measure
         self._measure_part = measure_part
+        self._measure_joined = measure_joined
         self._verify = verify
         self._strict = strict
         self._parameters = [p for module in job.modules for p in module.parameters()]
@@ -92,6 +95,7 @@ class Examiner:
         self._number = 0  # of the window that is run
         self._is_to_remember = False
         self._smallest = 1
+        self._joined = 0  # samples of the largest micro-batches that were measured joined
         transaction.drops_nan = verify
         self._begin()
 
@@ -209,7 +213,7 @@ class Examiner:
             if self._occasions.status == "unmeasured":
                 said.extend(readings.doubts(self._job, gradient, self._met, self._shown))
             is_passed = self._occasions.status == "passed"
-            if is_passed and self._transaction.hypothesis == "items" and readings.is_half_unknown(gradient):
+            if is_passed and self._transaction.hypothesis == "items" and readings.is_guessed(gradient, self._rivals):
                 doubt = notices.doubt_of(gradient.sizes, gradient.reductions)
                 said.extend([] if doubt is None else [doubt])
             if reason == "whole":
@@ -218,6 +222,9 @@ class Examiner:
                         self._check_ones(window, gradient, said)
                     if gradient.dropped:
                         self._check_dropped(window, gradient, said)
+            if self._occasions.status == "passed" and self._verify:
+                with aside():
+                    self._check_joined(window, gradient, number, most, reason, said)
             after = self._transaction.hypothesis
             if after != before:
                 self._transaction.signs.forget_graphs()
@@ -314,7 +321,8 @@ class Examiner:
 
     def _decide(self, decision: Decision, verdict: Verdict, number: int, seconds: float, said: list[Event]) -> None:
         """Go by what was measured, and say it."""
-        self._transaction.hypothesis = decision.hypothesis
+        if decision.passed:
+            self._transaction.hypothesis = decision.hypothesis
         said.append(
             Verified(
                 step=number,
@@ -366,6 +374,30 @@ class Examiner:
             self._kinds.accept_nothing()
         elif not self._kinds.nothing_is_known:
             self._refuse_or_say(notices.unmeasured_notice("a loss that is not a number may count nothing"), None, said)
+
+    def _check_joined(
+        self, window: Window, gradient: Gradient, number: int, most: int, reason: str | None, said: list[Event]
+    ) -> None:
+        """Measure two of the largest micro-batches, joined and apart, when a measurement is due or they have grown."""
+        hypothesis, largest = self._transaction.hypothesis, max(gradient.sizes)
+        # The losses of a sum beside terms of the parameters alone add up to more than that of the whole.
+        if (reason is None and largest <= self._joined) or hypothesis in (None, "sum and penalties"):
+            return
+        counted = zip(readings.pieces(gradient), gradient.counts, strict=True)
+        of_them = [(piece, count) for piece, count in counted if count and 2 * piece[1] > largest]
+        if len(of_them) < 2 or most < 2 * largest:
+            return
+        self._joined = largest
+        # Others each time.
+        chosen = [of_them[(number + index) % len(of_them)] for index in range(2)]
+        parts = tuple(range(start, start + size) for (start, size), _ in chosen)
+        counts = tuple(count for _, count in chosen)
+        error = self._measure_joined(
+            self._job, window, hypothesis, parts, counts, rewind=self._rewind, like=self._remembered
+        )
+        if error:
+            suspicion = readings.suspicion(self._met, self._shown)
+            self._fail(notices.joined_notice(error, sum(map(len, parts)), suspicion), error, said)
 
     def _error_of_part(self, window: Window, gradient: Gradient, start: int, size: int) -> float | None:
         """Measure a micro-batch beside those that count."""

@@ -38,7 +38,7 @@ class Decision:
     """What a measurement has shown."""
 
     hypothesis: Hypothesis
-    """The first hypothesis that passed; the one with the least error where none did."""
+    """The first hypothesis that passed; the one that came first where none did."""
     passed: bool
     """Whether it did."""
     error: float

@@ -7,12 +7,15 @@ Each part is given its own samples' rows of what the whole has drawn. Of all tha
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autoaccum.data import batches
@@ -21,11 +24,11 @@ from autoaccum.loss.reductions import Reduction, read, without_graph
 from autoaccum.loss.weighting import count_items
 from autoaccum.planning.attempts import Piece
 from autoaccum.verification.comparison import Error, error_of, loss_tolerance_of, tolerance_of
-from autoaccum.verification.draws import Constants, Draws, Recording, Replaying, UnalignedError, state_of
+from autoaccum.verification.draws import Constants, Recording, Replaying, UnalignedError, state_of
 from autoaccum.verification.findings import Cut, Outcome, Part
 from autoaccum.window.gradient import Gradient
 from autoaccum.window.job import Job
-from autoaccum.window.state import Gradients, State
+from autoaccum.window.state import Gradients, State, same
 from autoaccum.window.transaction import Repeat, Transaction
 
 
@@ -108,6 +111,8 @@ class Measurement:
         """Whether Python's or NumPy's generator was drawn from."""
         self.is_rounded = False
         """Whether parameters have 16 bits."""
+        self._draws: Recording | Constants | None = None
+        self._collated: Any = None  # a batch of all samples, where parts are to be rows of it
         self._window = window
         self._chosen = list(chosen)
         self._written = list(written)
@@ -153,8 +158,34 @@ class Measurement:
 
     def make(self, part: Part) -> Any:
         """Return some of the samples as a batch, as the window makes it of them alone, on the device."""
+        if self._collated is not None:
+            return self.rows(self._collated, part)
         batch = self._window.samples([self._chosen[index] for index in part])
         return batches.to_device(batch, self.job.device, copy=True)
+
+    def rows(self, collated: Any, part: Part) -> Any:
+        """Return the rows of some samples of a batch of all of them, on the device."""
+        taken = [batches.take(collated, index, index + 1) for index in part]
+        return batches.to_device(batches.concat(taken), self.job.device, copy=True)
+
+    def collates_anew(self) -> bool:
+        """Return whether the same samples make another batch each time, as where a collate_fn draws masks.
+
+        From then on parts are rows of one batch.
+        """
+        if self._collated is not None:
+            return False
+        whole = tuple(range(self.num_samples))
+        first, _ = batches.flatten(self.make(whole))
+        for shifted in (torch.manual_seed, np.random.seed, random.seed):
+            shifted(1)  # collating leaves these as they were
+        collated = self.make(whole)
+        self._put_back()
+        second, _ = batches.flatten(collated)
+        if len(first) == len(second) and all(map(_are_equal, first, second)):
+            return False
+        self._collated = collated
+        return True
 
     def run_whole(self) -> None:
         """Run the samples whole, and keep what they draw and their gradient.
@@ -169,13 +200,15 @@ class Measurement:
             self._record()
 
     def _record(self) -> Recording:
-        self._draws: Draws = (recording := Recording(keeps_wide=not self.is_rounded))
+        self._draws = recording = Recording(keeps_wide=not self.is_rounded)
         self._whole()
         return recording
 
     def _whole(self) -> None:
         # In one piece a window's weight is 1, whatever its loss is a mean over.
-        gradient = self._run((tuple(range(self.num_samples)),), "samples", self.make, lambda _: self._draws)
+        draws = self._draws
+        assert draws is not None
+        gradient = self._run((tuple(range(self.num_samples)),), "samples", self.make, lambda _: draws)
         self.draws_foreign = self.draws_foreign or self.state.foreign_draws()
         self.moved = self.state.moved()
         self._loss = gradient.loss.detach()
@@ -186,6 +219,11 @@ class Measurement:
         for p in self.parameters:
             p.grad = None
         self._put_back()
+
+    @property
+    def has_draws(self) -> bool:
+        """Return whether anything is drawn whose rows were taken."""
+        return isinstance(self._draws, Recording) and bool(self._draws.draws)
 
     def with_constants(self) -> None:
         """Run the samples whole once more, with constants in place of draws; they stand for those of the cuts too."""
@@ -237,6 +275,46 @@ class Measurement:
             tensors=dict(zip(self.names, worst.of_tensors, strict=False)),
         )
 
+    def joined_error(
+        self, first: int, weights: tuple[float, float], *, is_sum: bool, has_constants: bool = False
+    ) -> float:
+        """Return how far the loss of all samples is off that of two parts of them, weighted: as a fraction of it.
+
+        Nothing is kept for a backward, so that this takes the memory of a forward alone.
+
+        Args:
+            first: samples of the first part, which are the first ones.
+            weights: what each part counts.
+            is_sum: whether losses add up as they are.
+            has_constants: whether constants stand for what is drawn.
+
+        Raises:
+            UnalignedError: the draws of a part are not found among those of the whole.
+        """
+        whole = tuple(range(self.num_samples))
+        self._put_back()
+        kind = Constants if has_constants else Recording
+        self._draws = kind(keeps_wide=not self.is_rounded)
+        loss = self._loss_of(whole, self._draws)
+        apart = [self._loss_of(part, self._replaying(part)) for part in (whole[:first], whole[first:])]
+        shares = (1.0, 1.0) if is_sum else tuple(weight / sum(weights) for weight in weights)
+        off = abs(sum(share * one for share, one in zip(shares, apart, strict=True)) - loss)
+        return off / max(abs(loss), *map(abs, apart), 1e-12)
+
+    def rounding(self) -> float:
+        """Return how far the loss of all samples is off that of them in the opposite order, as a fraction of it."""
+        whole = tuple(range(self.num_samples))
+        loss, other = (self._loss_of(part, self._replaying(part)) for part in (whole, whole[::-1]))
+        return abs(loss - other) / max(abs(loss), 1e-12)
+
+    def _loss_of(self, part: Part, draws: AbstractContextManager[Any]) -> float:
+        """Return the loss of some samples, by a forward of which nothing is kept."""
+        with saved_tensors_hooks(_forget, _forget), draws:
+            loss = self._transaction.plain_forward(self.make(part), len(part), self.num_samples)
+        value = float(loss.detach())
+        self._put_back()
+        return value
+
     def shown_of(self, part: Part) -> Reduction:
         """Return what the graph of a part's loss shows; nothing else of it remains."""
         if part not in self.shown:
@@ -265,6 +343,7 @@ class Measurement:
             if self._draws.has_shown_nothing:
                 return _drawing_nothing()
             return Replaying(self._draws, part, self.num_samples, keeps_wide=not self.is_rounded)
+        assert self._draws is not None  # the whole comes first
         return self._draws
 
     def _run(
@@ -328,6 +407,17 @@ def _drawing_nothing() -> Iterator[None]:
     yield
     if before != state_of():
         raise UnalignedError("a part")
+
+
+def _forget(saved: Any) -> Any:
+    """Return nothing in place of what a forward saves for its backward."""
+    return None
+
+
+def _are_equal(first: Any, second: Any) -> bool:
+    if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
+        return first.shape == second.shape and same(first, second)
+    return not isinstance(first, torch.Tensor | np.ndarray) or bool(np.array_equal(first, second))
 
 
 def _any(gradient: torch.Tensor) -> bool:

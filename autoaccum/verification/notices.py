@@ -187,6 +187,13 @@ def dropped_notice(error: float) -> Notice:
     )
 
 
+def joined_notice(error: float, samples: int, suspicion: Notice | None) -> Notice:
+    """Return what to say of micro-batches whose losses do not add up to that of two of them joined."""
+    known = suspicion or _UNKNOWN
+    off = f"two micro-batches have a loss {_percent(error)} off that of the {samples} samples joined"
+    return replace(known, cause=f"{known.cause}: {off}, while those of a few samples are not")
+
+
 def unmeasured_notice(why: str) -> Notice:
     """Return what to say when it could not be measured whether windows that are cut have the whole one's gradient."""
     return Notice(

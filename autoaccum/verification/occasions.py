@@ -67,7 +67,9 @@ class Occasions:
         self.is_short_measured = self.is_short_measured or num_samples < self.largest
         self.largest = max(self.largest, num_samples)
         if number >= self.next_round:
-            self.next_round = number + 1 if number < 3 else int(10 ** len(str(number)))  # 2, 3, 10, 100, 1,000, ...
+            # 2, 3, 5, 10, 20, 50, 100, ...
+            power = 10 ** (len(str(number)) - 1)
+            self.next_round = number + 1 if number < 3 else next(n * power for n in (2, 5, 10) if n * power > number)
 
     def looked(self, number: int) -> None:
         """Take that a window was looked at: the next one is, and after the hundredth one in ten, in a hundred, ..."""

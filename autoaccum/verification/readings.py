@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import accumulate
 
 from autoaccum.events import Notice
@@ -46,18 +46,18 @@ def claims(gradient: Gradient) -> list[float]:
     return [float(reduction.items) for reduction in gradient.reductions]
 
 
-def is_half_unknown(gradient: Gradient) -> bool:
-    """Return whether the graphs of some micro-batches tell what they count, and those of others do not.
+def is_guessed(gradient: Gradient, rivals: Collection[str]) -> bool:
+    """Return whether the graphs of micro-batches do not tell what they count, so that samples stand for it.
 
-    Where all count like samples it is no matter.
+    It is no matter where samples were measured to do as well, or where all count like samples.
     """
-    if are_alike(gradient.sizes, claims(gradient)):
-        return False
     known = set()
     for reduction in gradient.reductions:
         if reduction.terms:
             known.add(any(term.kind != "unknown" or term.numbers for term in reduction.terms))
-    return len(known) > 1
+    if known == {False}:
+        return "samples" not in rivals
+    return len(known) > 1 and not are_alike(gradient.sizes, claims(gradient))
 
 
 def ones(gradient: Gradient) -> list[tuple[int, int]]:

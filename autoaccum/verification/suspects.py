@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple
 
 from autoaccum.data import batches
@@ -11,7 +12,7 @@ from autoaccum.loss.coupling import batch_norms
 from autoaccum.loss.hypotheses import Hypothesis
 from autoaccum.loss.reductions import is_one
 from autoaccum.verification.draws import UnalignedError, UnsettledError
-from autoaccum.verification.findings import Cause, Cut, Part
+from autoaccum.verification.findings import Cause, Cut
 from autoaccum.verification.measurement import Measurement
 
 
@@ -56,18 +57,13 @@ def _passes_without(
             measurement.run_whole()
             collated = measurement.make(whole) if "padding" in causes else None
 
-            def rows(part: Part) -> object:
-                """Return the rows of a part as they are in the whole, where all are padded alike."""
-                taken = [batches.take(collated, index, index + 1) for index in part]
-                return batches.to_device(batches.concat(taken), measurement.job.device, copy=True)
-
             errors = []
             # A count of 1 that stands for none may be another reason why it fails, which is told apart.
             for ones_are_none in (False, True):
                 outcome = measurement.run(
                     cuts,
                     hypothesis,
-                    make=rows if collated is not None else None,
+                    make=None if collated is None else partial(measurement.rows, collated),
                     stop_above=measurement.tolerance,
                     around=measurement.state.restore if "state" in causes else None,
                     ones_are_none=ones_are_none,

@@ -14,7 +14,8 @@ from autoaccum.errors import AutoaccumError, MemoryLimitError
 from autoaccum.loss.coupling import smallest_micro_batch
 from autoaccum.loss.hypotheses import Hypothesis
 from autoaccum.memory.oom import RanOut, attempt, is_out_of_memory, without_frames
-from autoaccum.verification.decision import decide, explained_by_ones
+from autoaccum.verification.comparison import tolerance_of
+from autoaccum.verification.decision import MAY_BE_ROUNDING, compare_losses, decide, explained_by_ones
 from autoaccum.verification.draws import UnalignedError, UnsettledError
 from autoaccum.verification.findings import Cause, Decision, Verdict
 from autoaccum.verification.measurement import Measurement, NotFiniteError, ZeroGradientError
@@ -68,7 +69,7 @@ def measure(
                 return Verdict(unmeasured=f"it has no two parts of at least {smallest}", is_passing=True)
             why = f"there is no room for two parts of at least {smallest} at once"
             continue
-        run = partial(_measured, window, likely, count, smallest, make, forward_only)
+        run = partial(_measured, job, window, likely, count, smallest, make, forward_only)
         outcome = attempt(run)
         if isinstance(outcome, Verdict):
             return outcome
@@ -77,6 +78,7 @@ def measure(
 
 
 def _measured(
+    job: Job,
     window: Window,
     likely: Hypothesis,
     count: int,
@@ -86,7 +88,7 @@ def _measured(
 ) -> Verdict | RanOut:
     """Measure so many samples; where they have passed, or tell nothing, ask others too."""
     measured = partial(_measured_of, smallest=smallest, make=make)
-    groups = _groups(window, count)
+    groups = _groups(job, window, count)
     found = measured(next(groups), likely, forward_only)
     for others in groups:
         if isinstance(found, RanOut):
@@ -99,12 +101,15 @@ def _measured(
     return found
 
 
-def _groups(window: Window, count: int) -> Iterator[list[int]]:
+def _groups(job: Job, window: Window, count: int) -> Iterator[list[int]]:
     """Choose samples, and then others, until all have been chosen."""
     seen: dict[int, None] = {}
     for _ in range(_GROUPS):
         if len(seen) < window.num_samples:
+            # Samples are collated to be looked at, by what may have a generator of its own.
+            kept = State((), (job.collate_fn,), job.device, ())
             chosen = choose(window, window.num_samples, count, list(seen))
+            kept.restore()
             seen.update(dict.fromkeys(chosen))
             yield chosen
 
@@ -144,16 +149,15 @@ def _measured_of(
     make: Callable[..., Measurement],
 ) -> Verdict | RanOut:
     """Measure these samples."""
-    count = len(chosen)
     measurement = make(chosen, forward_only=forward_only)
     try:
         with measurement:
             if forward_only:
-                measurement.run_whole()
-                outcome = measurement.run(cuts_of(count, smallest)[:1], likely)
-                decision = Decision.of(outcome, passed=outcome.error <= measurement.tolerance)
+                decision = compare_losses(measurement, smallest, likely)
                 return Verdict(decision=decision, chosen=tuple(chosen), tolerance=measurement.tolerance)
             decision = decide(measurement, smallest, likely)
+            if not decision.passed and measurement.collates_anew():
+                decision = decide(measurement, smallest, likely)
             ones: Decision | None = None
             if decision.has_ones and not decision.passed:
                 without = explained_by_ones(measurement, smallest, likely)
@@ -238,3 +242,49 @@ def measure_part(
             return None
         return None if isinstance(outcome, RanOut) else outcome
     return None
+
+
+def measure_joined(
+    job: Job,
+    window: Window,
+    hypothesis: Hypothesis,
+    parts: tuple[Sequence[int], Sequence[int]],
+    counts: tuple[float, float],
+    *,
+    rewind: Callable[[], None] = lambda: None,
+    like: State | None = None,
+) -> float | None:
+    """Compare the losses of two of a window's micro-batches, joined and apart: what six samples show may be of few.
+
+    Args:
+        job: what the run computes.
+        window: the samples.
+        hypothesis: the one that is held.
+        parts: the positions of the samples of each.
+        counts: what each was found to count.
+        rewind: puts the state back that the window began with.
+        like: that state, as far as it is remembered.
+
+    Returns:
+        the error, 0 where it is within the tolerance; None where it cannot be measured.
+    """
+    weights = (float(len(parts[0])), float(len(parts[1]))) if hypothesis == "samples" else counts
+
+    def measured() -> float:
+        chosen = [*parts[0], *parts[1]]
+        with Measurement(job, window, chosen, rewind=rewind, like=like, forward_only=True) as measurement:
+            joined = partial(measurement.joined_error, len(parts[0]), weights, is_sum=hypothesis == "sum")
+            tolerance = tolerance_of(measurement.parameters)
+            error = joined()
+            if error > tolerance and measurement.collates_anew():
+                error = joined()
+            if error > tolerance and measurement.has_draws:  # as in ``decide``
+                error = joined(has_constants=True)
+            is_rounded = tolerance < error < MAY_BE_ROUNDING and error < 10 * measurement.rounding()
+            return error if error > tolerance and not is_rounded else 0.0
+
+    try:
+        outcome = attempt(measured)
+    except Exception:  # what cannot be computed of so many samples at once, or without a graph
+        return None
+    return None if isinstance(outcome, RanOut) or math.isnan(outcome) else outcome

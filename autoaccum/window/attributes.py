@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)
+CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, set, deque)
 """The types of containers whose contents are remembered, exactly: a subclass may mean something else by ``clear``."""
 
 
@@ -41,7 +41,9 @@ class Attributes:
         found: list[torch.Tensor] = []
         for _, contents in self._contents.values():
             entries = contents.values() if isinstance(contents, dict) else contents
-            found.extend(entry for entry in entries if isinstance(entry, torch.Tensor))
+            for entry in entries:
+                within = entry if isinstance(entry, tuple) else (entry,)
+                found.extend(one for one in within if isinstance(one, torch.Tensor))
         return found
 
     def have_changed(self) -> bool:

@@ -30,6 +30,8 @@ class Job:
     # Where a user passes one it is what counts; an examiner says so if the losses contradict it.
     num_items: Callable[[Any], Any] | None = None
     """(micro-batch) -> how many items its loss is a mean over; None where that is read off the loss."""
+    collate_fn: Callable[[list[Any]], Any] | None = None
+    """What makes batches of samples, where the user has passed it."""
     device: torch.device
     """Where everything is."""
     precision: Precision = "fp32"
@@ -40,7 +42,7 @@ class Job:
     @property
     def functions(self) -> list[object]:
         """Return what of it is the user's code, beside modules."""
-        return [self.loss_of, self.num_items]
+        return [self.loss_of, self.num_items, self.collate_fn]
 
     @property
     def autocast(self) -> Autocast:

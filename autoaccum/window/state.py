@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import pickle
+import random
 from collections.abc import Iterable, Sequence
 from functools import partial
+from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -67,9 +70,11 @@ class State:
         # Of what functions hold, what is large is the data.
         small = [tensor for tensor in held.tensors if tensor.nbytes <= _LARGEST_BYTES]
         # The attributes of modules hold their buffers, and their parameters too, which are chosen below.
-        others = [t for t in (*small, *self._attributes.tensors()) if not isinstance(t, nn.Parameter)]
+        # Those of a scripted module are no attributes.
+        buffers = [buffer for layer in self.layers for buffer in layer.buffers(recurse=False)]
+        others = [t for t in (*small, *self._attributes.tensors(), *buffers) if not isinstance(t, nn.Parameter)]
         self._moving = _distinct([*others, *self._to_copy(written, trained)])
-        self._generators = [(generator, generator.get_state()) for generator in held.generators]
+        self._generators = [(generator, _state_of(generator)) for generator in held.generators]
         known = {} if like is None else dict(zip(map(id, like._moving), like._values, strict=True))
         self._values: list[torch.Tensor] = insist(partial(self._copy, known), "the state was laid aside")
 
@@ -114,14 +119,17 @@ class State:
     def foreign_draws(self) -> bool:
         """Return whether Python's or NumPy's generator has moved since: what it draws has no rows."""
         now = randomness.get_state()
-        return now[1] != self._random[1] or pickle.dumps(now[2]) != pickle.dumps(self._random[2])
+        if now[1] != self._random[1] or pickle.dumps(now[2]) != pickle.dumps(self._random[2]):
+            return True
+        own = [(one, state) for one, state in self._generators if not isinstance(one, torch.Generator)]
+        return any(pickle.dumps(_state_of(one)) != pickle.dumps(state) for one, state in own)
 
     def restore(self, *, random: bool = True) -> None:
         """Put everything back, the random states too unless told otherwise; it may be done again."""
         if random:
             randomness.set_state(self._random, self._device)
             for generator, state in self._generators:
-                generator.set_state(state)
+                _set_state(generator, state)
         insist(self._restore, "the state was put back")
 
     @torch.no_grad()
@@ -163,6 +171,21 @@ class Gradients:
             p.grad = None
         for p, gradient in self._kept:
             p.grad = gradient.to(p.device)
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        generator.set_state(state)
 
 
 def same(tensor: torch.Tensor, value: torch.Tensor) -> bool:

@@ -232,12 +232,16 @@ class Step:
         return Repeat(sizes=gradient.sizes) if found.again else gradient
 
     def _room(self, largest: int) -> int:
-        """Return how many samples there is room for at once, of which so many have just been run; at most some few."""
-        for size in (6, 3, 2):
-            predicted = self.tuner.predicted_bytes(size)
-            if size <= largest or predicted is None or predicted <= self.tuner.limits.target_bytes:
-                return size
-        return largest
+        """Return how many samples there is room for at once, of which so many have just been run.
+
+        They are some few, or two such micro-batches, of whose joined forward nothing is kept for a backward.
+        """
+        few = next((size for size in (6, 3, 2) if size <= largest or self._is_room_for(size)), largest)
+        return max(few, 2 * largest) if self.limit.is_enforced or self._is_room_for(2 * largest) else few
+
+    def _is_room_for(self, size: int) -> bool:
+        predicted = self.tuner.predicted_bytes(size)
+        return predicted is None or predicted <= self.tuner.limits.target_bytes
 
     def _roll_back(self) -> None:
         self.transaction.roll_back()

@@ -6,13 +6,16 @@ by a global name, by the arguments of a partial or by the object whose method it
 
 from __future__ import annotations
 
+import argparse
 import functools
+import random
 import sys
 import types
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -22,6 +25,7 @@ _DEEPEST = 4
 """Steps from a function to what it holds: functions that it calls hold things too, but not for ever."""
 # Objects of these packages are tools, or would lead to all there is: an optimizer to its parameters, a logger to files.
 _FOREIGN = sys.stdlib_module_names | {"torch", "numpy", "autoaccum", "_pytest", "pytest"}
+GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _PLAIN = (int, float, complex, str, bool, type(None))
 
 
@@ -33,8 +37,8 @@ class Surroundings:
     """Modules, not those that lie within others."""
     tensors: list[torch.Tensor] = field(default_factory=list)
     """Tensors that belong to no module."""
-    generators: list[torch.Generator] = field(default_factory=list)
-    """Random generators of the user's own."""
+    generators: list[Any] = field(default_factory=list)
+    """Random generators of the user's own: PyTorch's, NumPy's, Python's."""
     containers: list[Any] = field(default_factory=list)
     """Lists, dicts, sets."""
     objects: list[Any] = field(default_factory=list)
@@ -69,10 +73,10 @@ def _held_by(thing: Any, found: Surroundings) -> list[Any]:
         return _held_by_function(thing, found)
     if isinstance(thing, nn.Module):
         found.modules.append(thing)
-        return [value for value in vars(thing).values() if isinstance(value, torch.Generator)]
+        return [value for value in vars(thing).values() if isinstance(value, GENERATORS)]
     if isinstance(thing, torch.Tensor):
         found.tensors.append(thing)
-    elif isinstance(thing, torch.Generator):
+    elif isinstance(thing, GENERATORS):
         found.generators.append(thing)
     elif type(thing) in CONTAINERS:
         found.containers.append(thing)
@@ -90,6 +94,8 @@ def _held_by(thing: Any, found: Surroundings) -> list[Any]:
 def _held_by_function(function: types.FunctionType, found: Surroundings) -> list[Any]:
     """Return what a function holds: defaults, variables of enclosing functions, globals that it names."""
     held = list(function.__defaults__ or ()) + list((function.__kwdefaults__ or {}).values())
+    if vars(function):  # step.calls += 1
+        held.append(vars(function))
     for cell in function.__closure__ or ():
         try:
             held.append(cell.cell_contents)
@@ -109,7 +115,8 @@ def _held_by_function(function: types.FunctionType, found: Surroundings) -> list
 
 def _is_of_user(thing: Any) -> bool:
     is_code = isinstance(thing, type | types.ModuleType | types.BuiltinFunctionType)
-    return not is_code and hasattr(thing, "__dict__") and not _is_foreign(type(thing).__module__)
+    is_bare = isinstance(thing, types.SimpleNamespace | argparse.Namespace)
+    return not is_code and hasattr(thing, "__dict__") and (is_bare or not _is_foreign(type(thing).__module__))
 
 
 def _is_foreign(module: str | None) -> bool:

@@ -18,7 +18,7 @@ from autoaccum.events import Event, Notice, Verified
 from autoaccum.loss.weighting import CountItems
 from autoaccum.planning.attempts import Piece
 from autoaccum.verification.examiner import Examination, Examiner
-from autoaccum.verification.verdict import measure, measure_part
+from autoaccum.verification.verdict import measure, measure_joined, measure_part
 from autoaccum.window import restoring
 from autoaccum.window.gradient import Gradient
 from autoaccum.window.transaction import Transaction
@@ -40,7 +40,9 @@ class Examined:
     ) -> None:
         self.job = job_of(loss_of, model, num_items)
         self.transaction = Transaction(self.job)
-        self.examiner = Examiner(self.job, self.transaction, measure, measure_part, verify=verify, strict=strict)
+        self.examiner = Examiner(
+            self.job, self.transaction, measure, measure_part, measure_joined, verify=verify, strict=strict
+        )
         self.number = 0
         self.announced: list[Notice] = []
         self.dtype = next(self.job.model.parameters()).dtype  # type: ignore[union-attr]
@@ -143,7 +145,7 @@ class TestMeasuring:
             made.examine(3, 3, 2)
             counts.append(len(calls) - 3)
         # The first in full: the whole, and three cuts of three; then, as in the other windows, the whole and one cut.
-        assert counts == [14, 4, 4, 0, 0, 0, 0, 0, 0, 4, 0]
+        assert counts == [14, 4, 4, 0, 4, 0, 0, 0, 0, 4, 0]
 
 
 class TestMeasuringAgain:

@@ -30,7 +30,7 @@ def test_losses_are_compared_in_rounds() -> None:
         if made.reason(8, number, is_surprising=False) == "losses":
             rounds.append(number)
             made.measured(8, number)
-    assert rounds == [2, 3, 10, 100, 1000]
+    assert rounds == [2, 3, 5, 10, 20, 50, 100, 200, 500, 1000]
 
 
 def test_until_something_was_measured_it_is_tried_four_times() -> None:

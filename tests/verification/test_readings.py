@@ -54,9 +54,11 @@ def test_whether_another_hypothesis_weighs_alike(before: Any, after: Any, is_sum
 
 
 def test_graphs_of_which_some_tell() -> None:
-    assert readings.is_half_unknown(gradient(MEAN, UNKNOWN))
-    assert not readings.is_half_unknown(gradient(MEAN, MEAN))
-    assert not readings.is_half_unknown(gradient(Reduction(2.0, MEAN.terms), UNKNOWN))  # all count like samples
+    assert readings.is_guessed(gradient(MEAN, UNKNOWN), ())
+    assert not readings.is_guessed(gradient(MEAN, MEAN), ())
+    assert not readings.is_guessed(gradient(Reduction(2.0, MEAN.terms), UNKNOWN), ())  # all count like samples
+    assert readings.is_guessed(gradient(UNKNOWN, UNKNOWN), {"num_items"})
+    assert not readings.is_guessed(gradient(UNKNOWN, UNKNOWN), {"samples"})
 
 
 def test_where_something_was_divided_by_one() -> None:
