@@ -13,6 +13,8 @@ TOLERANCES = {torch.float64: 1e-6}
 
 Right ones stay below 1e-12. What lies between is a constant of the program's, as in ``/ (mask.sum() + 1e-8)``, which is
 too small to matter for any step, and shows the most where few samples have few items."""
+OF_STATE = 1e-7
+"""The same where forwards move state: it may have come to rest by now, and not stay there."""
 TOLERANCE = 2e-5
 """The same of float32, in which right ones stay below 3e-6, and wrong ones above 1e-4."""
 _LEAST_SHARE = 1e-2

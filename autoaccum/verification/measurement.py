@@ -23,7 +23,7 @@ from autoaccum.loss.hypotheses import Hypothesis
 from autoaccum.loss.reductions import Reduction, read, without_graph
 from autoaccum.loss.weighting import count_items
 from autoaccum.planning.attempts import Piece
-from autoaccum.verification.comparison import Error, error_of, loss_tolerance_of, tolerance_of
+from autoaccum.verification.comparison import OF_STATE, TOLERANCE, Error, error_of, loss_tolerance_of, tolerance_of
 from autoaccum.verification.draws import Constants, Recording, Replaying, UnalignedError, state_of
 from autoaccum.verification.findings import Cut, Outcome, Part
 from autoaccum.window.gradient import Gradient
@@ -211,6 +211,8 @@ class Measurement:
         gradient = self._run((tuple(range(self.num_samples)),), "samples", self.make, lambda _: draws)
         self.draws_foreign = self.draws_foreign or self.state.foreign_draws()
         self.moved = self.state.moved()
+        if self.moved and not self._forward_only and self.tolerance < TOLERANCE:
+            self.tolerance = OF_STATE
         self._loss = gradient.loss.detach()
         if not math.isfinite(self._loss):
             self._put_back()

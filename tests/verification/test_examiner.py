@@ -44,6 +44,7 @@ class Examined:
             self.job, self.transaction, measure, measure_part, measure_joined, verify=verify, strict=strict
         )
         self.number = 0
+        self.most = 6
         self.announced: list[Notice] = []
         self.dtype = next(self.job.model.parameters()).dtype  # type: ignore[union-attr]
 
@@ -69,7 +70,7 @@ class Examined:
         self.number += 1
         if len(sizes) == 1 or not self.transaction.signs.want_a_look(self.number, sum(sizes)):
             return None
-        return self.examiner.examine(self.window, gradient, self.number, 6)
+        return self.examiner.examine(self.window, gradient, self.number, self.most)
 
     def events(self, *sizes: int, batch: Any = None) -> list[Event]:
         found = self.examine(*sizes, batch=batch)
@@ -144,8 +145,9 @@ class TestMeasuring:
             calls.clear()
             made.examine(3, 3, 2)
             counts.append(len(calls) - 3)
-        # The first in full: the whole, and three cuts of three; then, as in the other windows, the whole and one cut.
-        assert counts == [14, 4, 4, 0, 4, 0, 0, 0, 0, 4, 0]
+        # The first in full: the whole, and three cuts of three. Then, as in others, some samples whole and in one cut,
+        # and two micro-batches joined and apart.
+        assert counts == [17, 7, 7, 0, 7, 0, 0, 0, 0, 7, 0]
 
 
 class TestMeasuringAgain:
@@ -422,3 +424,26 @@ class TestRuns:
         assert not any(isinstance(event, Verified) for event in self.fit(mlp(DOUBLE), loss, verify=False).events)
         assert any(isinstance(event, Verified) for event in self.fit(mlp(DOUBLE), loss).events)
         assert CPU.type == "cpu"
+
+
+def hardest(model: Any, batch: Any) -> torch.Tensor:
+    """A mean over all where there are few, and over the seven that are hardest where there are more."""
+    losses = cross_entropy(model(batch[0]), batch[1], reduction="none")
+    return losses.topk(min(7, len(losses))).values.mean()
+
+
+def test_what_begins_with_larger_batches_is_found_by_joining_two_of_them() -> None:
+    made = Examined(hardest)
+    made.most = 14
+    found = made.events(7, 7)
+    assert [type(event) for event in found] == [Verified, Notice], "six samples alone show nothing of it"
+    assert "14 samples joined" in str(found[1])
+
+
+def test_nothing_is_said_where_larger_batches_are_like_smaller_ones() -> None:
+    made = Examined()
+    assert made.kinds(3, 3) == ["items"]
+    assert made.kinds(3, 3) == []
+    before = made.examiner._joined
+    assert made.kinds(4, 4) == []
+    assert (before, made.examiner._joined) == (3, 3), "there is no room for eight"

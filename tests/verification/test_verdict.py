@@ -15,7 +15,7 @@ from autoaccum.loss.hypotheses import Hypothesis
 from autoaccum.testing import oom_at
 from autoaccum.verification.findings import Verdict
 from autoaccum.verification.samples import choose
-from autoaccum.verification.verdict import measure, measure_part
+from autoaccum.verification.verdict import measure, measure_joined, measure_part
 from tests.faults import Operations
 from tests.models import classes, mlp
 from tests.verification.making import DOUBLE, job_of, pairs, plain, squared_mean, window_of
@@ -187,6 +187,73 @@ def test_a_micro_batch_whose_loss_is_no_number_is_measured_beside_others(loss: A
     labels = torch.tensor([1, 2, 1, 2, 0, 0, 0, 0])
     error = measure_part(job_of(loss), window_of(8, (inputs, labels)), "items", [4, 5, 6], [*range(count), 7])
     assert (str(error) if error is None or error in (0, math.inf) else "more") == wanted.replace("0", "0.0")
+
+
+@pytest.mark.parametrize(("hypothesis", "counts", "is_right"), [
+    ("items", (1.0, 3.0), False), ("items", (6.0, 6.0), True), ("samples", (1.0, 3.0), True), ("sum", (6.0, 6.0), False),
+])  # fmt: skip
+def test_two_micro_batches_are_weighed_by_what_they_count(
+    hypothesis: Hypothesis, counts: tuple[float, float], is_right: bool
+) -> None:
+    error = measure_joined(job_of(), window_of(12), hypothesis, (range(6), range(6, 12)), counts)
+    assert error is not None
+    assert (error == 0) is is_right
+
+
+def test_what_cannot_be_joined_is_not_measured() -> None:
+    def penalised(model: Any, batch: Any) -> torch.Tensor:
+        inputs = batch[0].clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(model(inputs).sum(), inputs, create_graph=True)
+        return gradient.square().mean()
+
+    parts, counts = (range(6), range(6, 12)), (6.0, 6.0)
+    assert measure_joined(job_of(penalised), window_of(12), "items", parts, counts) is None, "it needs a backward"
+    narrow = job_of(lambda model, batch: plain(model, batch) if len(batch[0]) < 9 else 1 / 0)
+    assert measure_joined(narrow, window_of(12), "items", parts, counts) is None
+
+
+def test_noise_without_rows_is_measured_by_constants() -> None:
+    """Of two copies of a batch the rows of one sample are not where they seem to be."""
+
+    def doubled(model: Any, batch: Any) -> torch.Tensor:
+        outputs = model(torch.nn.functional.dropout(torch.cat([batch[0], batch[0]]), 0.3))
+        return cross_entropy(outputs, torch.cat([batch[1], batch[1]]))
+
+    found = verdict(doubled)
+    assert found.decision is not None
+    assert found.decision.passed
+    parts, counts = (range(6), range(6, 12)), (6.0, 6.0)
+    assert measure_joined(job_of(doubled), window_of(12), "items", parts, counts) == 0
+
+
+def test_what_fails_is_measured_by_what_was_likely() -> None:
+    """The least wrong one of six samples is not that of a window."""
+    found = verdict(squared_mean, likely="sum")
+    assert found.decision is not None
+    assert (found.decision.passed, found.decision.hypothesis) == (False, "sum")
+
+
+class Drawing:
+    """A window of texts that are masked anew whenever they are made into a batch, as by a collate_fn."""
+
+    def __init__(self) -> None:
+        self.lengths, self.num_samples = None, 8
+        self.generator = torch.Generator()
+        self.inner = window_of(8)
+
+    def samples(self, positions: Any) -> Any:
+        inputs, labels = self.inner.samples(positions)
+        return inputs * (torch.rand(inputs.shape, generator=self.generator) > 0.3), labels
+
+    micro_batch = None
+
+
+def test_samples_that_are_collated_anew_each_time_are_rows_of_one_batch() -> None:
+    window = Drawing()
+    job = job_of()
+    found = measure(job, window, "items", most=6)  # type: ignore[arg-type]
+    assert found.decision is not None
+    assert found.decision.passed
 
 
 BATCH = classes(12, DOUBLE)

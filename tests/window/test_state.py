@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import random
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -161,3 +163,56 @@ def test_a_value_is_the_same_to_the_bit_nan_for_nan() -> None:
     assert not same(torch.tensor([1.0]), torch.tensor([1.0 + 2**-23]))
     assert same(torch.tensor([1, 2]), torch.tensor([1, 2]))
     assert not same(torch.tensor([1, 2]), torch.tensor([1, 3]))
+
+
+@pytest.mark.parametrize("make", [np.random.default_rng, np.random.RandomState, random.Random])
+def test_generators_of_other_libraries_come_back(make: Any) -> None:
+    own = make(3)
+    state = state_of(nn.Linear(1, 1), lambda model, batch: own)
+    assert not state.foreign_draws()
+    drawn = own.random()
+    assert state.foreign_draws()
+    state.restore()
+    assert own.random() == drawn
+
+
+@pytest.mark.parametrize("kind", [types.SimpleNamespace, argparse.Namespace])
+def test_attributes_of_functions_and_namespaces_come_back(kind: Any) -> None:
+    held = kind(calls=1)
+
+    def loss(model: Any, batch: Any) -> None:
+        held.calls += 1
+        loss.calls += 1  # type: ignore[attr-defined]
+
+    loss.calls = 1  # type: ignore[attr-defined]
+    state = state_of(nn.Linear(1, 1), loss)
+    loss(None, None)
+    state.restore()
+    assert (held.calls, loss.calls) == (1, 1)  # type: ignore[attr-defined]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+def test_buffers_of_scripted_modules_and_tensors_in_tuples_come_back() -> None:
+    model = nn.Sequential(torch.jit.script(nn.BatchNorm1d(2)))
+    model.pair = (torch.zeros(2), 1)  # type: ignore[assignment]
+    state = state_of(model)
+    model(torch.randn(4, 2))
+    model.pair[0].add_(1)  # type: ignore[index,union-attr]
+    state.restore()
+    assert int(model[0].num_batches_tracked) == 0
+    assert model.pair[0].tolist() == [0, 0]  # type: ignore[index,union-attr]
+
+
+def test_what_another_one_remembers_is_not_copied_again() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(3))
+    first = state_of(model)
+    model[0].running_mean.add_(1)  # type: ignore[operator,union-attr]
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    second = State([model], [], CPU, parameters, like=first)
+    copied = [id(one) for one in second._values if all(one is not other for other in first._values)]
+    assert len(copied) == 1
+    model[0].running_mean.add_(1)  # type: ignore[operator,union-attr]
+    second.restore()
+    assert model[0].running_mean.tolist() == [1, 1]  # type: ignore[operator,union-attr]
+    first.restore()
+    assert model[0].running_mean.tolist() == [0, 0]  # type: ignore[operator,union-attr]
