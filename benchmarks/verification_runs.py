@@ -104,7 +104,10 @@ class Run:
         if self.case.draws is not None:
             if self.case.draws == "either":
                 return "not comparable"
-            is_exact, was_wrong = self.case.draws == "independent", False
+            # What is not cut is exact, whatever is drawn.
+            is_whole = self.plan.windows[outcome.window - 1] <= (self.plan.micro_batch or 0)
+            was_wrong = self.case.draws == "together"
+            is_exact = is_whole or not was_wrong
         elif math.isnan(outcome.error):
             return "not comparable"
         else:

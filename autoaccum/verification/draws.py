@@ -79,14 +79,23 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class Recording(Draws):  # type: ignore[no-untyped-call]
     """A mode that lets operations draw, and keeps what they drew on the host."""
 
-    def __init__(self, *, keeps_wide: bool) -> None:
-        """Begin with no draws, from another seed than any program's: what draws from that one has sown it itself."""
+    def __init__(self, *, keeps_wide: bool, held: Sequence[torch.Generator] = ()) -> None:
+        """Begin with no draws, from another seed than any program's: what draws from that one has sown it itself.
+
+        Args:
+            keeps_wide: see ``Draws``.
+            held: generators of the program's own; others that it draws from are made anew in each forward.
+        """
         super().__init__(keeps_wide=keeps_wide)
-        torch.default_generator.manual_seed(_SEED)
+        self._held = [torch.default_generator, *held]
+        for generator in self._held:
+            generator.manual_seed(_SEED)
         self.draws: list[tuple[Any, torch.Tensor | None]] = []
         """(operation, what it drew; None where the program has sown that itself), in the order in which they ran."""
         self.generators: list[Any] = []
         """The generators that were passed, so that another one is told from them."""
+        self.has_rows = True
+        """Whether each sample has its own part in all that was drawn."""
         self.has_fused = False
         """Whether a fused attention drew, which shows nothing of it."""
 
@@ -107,7 +116,9 @@ class Recording(Draws):  # type: ignore[no-untyped-call]
             kept = returned[1]
         elif name_of(func) == "rrelu_with_noise":
             kept = args[1]
-        is_sown = kwargs.get("generator") is None and torch.default_generator.initial_seed() != _SEED
+        generator = torch.default_generator if kwargs.get("generator") is None else kwargs["generator"]
+        is_sown = any(generator is one for one in self._held) and generator.initial_seed() != _SEED
+        self.has_rows = self.has_rows and not is_sown and any(generator is one for one in self._held)
         self.draws.append((func, None if is_sown else kept.detach().to("cpu", copy=True)))
         return returned
 

@@ -425,7 +425,8 @@ class Examiner:
         occasions = self._occasions
         occasions.tries -= 1
         # Of a run that was verified, for a window that is other than those were, it is said too.
-        if not verdict.is_passing or (occasions.status == "unmeasured" and not occasions.tries):
+        is_passing = verdict.is_passing or (verdict.ran_out and occasions.status == "unmeasured")
+        if not is_passing or (occasions.status == "unmeasured" and not occasions.tries):
             self._refuse_or_say(notices.unmeasured_notice(verdict.unmeasured), None, said)
 
     def _refuse_or_say(self, notice: Notice, error: float | None, said: list[Event] | None = None) -> None:

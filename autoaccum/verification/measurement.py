@@ -200,7 +200,7 @@ class Measurement:
             self._record()
 
     def _record(self) -> Recording:
-        self._draws = recording = Recording(keeps_wide=not self.is_rounded)
+        self._draws = recording = Recording(keeps_wide=not self.is_rounded, held=self.state.generators())
         self._whole()
         return recording
 
@@ -224,7 +224,12 @@ class Measurement:
 
     @property
     def has_draws(self) -> bool:
-        """Return whether anything is drawn whose rows were taken."""
+        """Return whether something is drawn, and rows of all of it were taken."""
+        return self.draws_anything and self._draws.has_rows  # type: ignore[union-attr]
+
+    @property
+    def draws_anything(self) -> bool:
+        """Return whether something is drawn."""
         return isinstance(self._draws, Recording) and bool(self._draws.draws)
 
     def with_constants(self) -> None:
@@ -295,8 +300,10 @@ class Measurement:
         """
         whole = tuple(range(self.num_samples))
         self._put_back()
-        kind = Constants if has_constants else Recording
-        self._draws = kind(keeps_wide=not self.is_rounded)
+        if has_constants:
+            self._draws = Constants(keeps_wide=not self.is_rounded)
+        else:
+            self._draws = Recording(keeps_wide=not self.is_rounded, held=self.state.generators())
         loss = self._loss_of(whole, self._draws)
         apart = [self._loss_of(part, self._replaying(part)) for part in (whole[:first], whole[first:])]
         shares = (1.0, 1.0) if is_sum else tuple(weight / sum(weights) for weight in weights)

@@ -21,6 +21,7 @@ from autoaccum.verification.findings import Cause, Decision, Verdict
 from autoaccum.verification.measurement import Measurement, NotFiniteError, ZeroGradientError
 from autoaccum.verification.samples import MOST, choose, cuts_of
 from autoaccum.verification.suspects import name_cause, pads
+from autoaccum.window.gradient import are_alike
 from autoaccum.window.job import Job
 from autoaccum.window.state import State
 
@@ -74,7 +75,7 @@ def measure(
         if isinstance(outcome, Verdict):
             return outcome
         why = "memory ran out in the attempt"
-    return Verdict(unmeasured=why)
+    return Verdict(unmeasured=why, ran_out=True)
 
 
 def _measured(
@@ -268,7 +269,8 @@ def measure_joined(
     Returns:
         the error, 0 where it is within the tolerance; None where it cannot be measured.
     """
-    weights = (float(len(parts[0])), float(len(parts[1]))) if hypothesis == "samples" else counts
+    sizes = float(len(parts[0])), float(len(parts[1]))
+    weights, is_by_samples = (sizes if hypothesis == "samples" else counts), are_alike(sizes, counts)
 
     def measured() -> float:
         chosen = [*parts[0], *parts[1]]
@@ -276,6 +278,9 @@ def measure_joined(
             joined = partial(measurement.joined_error, len(parts[0]), weights, is_sum=hypothesis == "sum")
             tolerance = tolerance_of(measurement.parameters)
             error = joined()
+            # What is drawn may decide what counts, and was drawn otherwise when it was counted.
+            if measurement.draws_anything and hypothesis not in ("samples", "sum") and not is_by_samples:
+                return 0.0
             if error > tolerance and measurement.collates_anew():
                 error = joined()
             if error > tolerance and measurement.has_draws:  # as in ``decide``

@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from autoaccum.data import randomness
 from autoaccum.memory.oom import insist
 from autoaccum.window.attributes import Attributes, is_expanded
-from autoaccum.window.surroundings import surroundings_of
+from autoaccum.window.surroundings import GENERATORS, surroundings_of
 
 _SMALL_BYTES = 2**24
 """Bytes of parameters that are copied whatever they are: a forward may write to any, and the copy takes 3 ms."""
@@ -74,7 +74,9 @@ class State:
         buffers = [buffer for layer in self.layers for buffer in layer.buffers(recurse=False)]
         others = [t for t in (*small, *self._attributes.tensors(), *buffers) if not isinstance(t, nn.Parameter)]
         self._moving = _distinct([*others, *self._to_copy(written, trained)])
-        self._generators = [(generator, _state_of(generator)) for generator in held.generators]
+        own = [value for layer in self.layers for value in vars(layer).values() if isinstance(value, GENERATORS)]
+        generators = {id(generator): generator for generator in (*held.generators, *own)}.values()
+        self._generators = [(generator, _state_of(generator)) for generator in generators]
         known = {} if like is None else dict(zip(map(id, like._moving), like._values, strict=True))
         self._values: list[torch.Tensor] = insist(partial(self._copy, known), "the state was laid aside")
 
@@ -123,6 +125,10 @@ class State:
             return True
         own = [(one, state) for one, state in self._generators if not isinstance(one, torch.Generator)]
         return any(pickle.dumps(_state_of(one)) != pickle.dumps(state) for one, state in own)
+
+    def generators(self) -> list[torch.Generator]:
+        """Return PyTorch's generators among what is remembered."""
+        return [generator for generator, _ in self._generators if isinstance(generator, torch.Generator)]
 
     def restore(self, *, random: bool = True) -> None:
         """Put everything back, the random states too unless told otherwise; it may be done again."""

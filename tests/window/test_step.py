@@ -171,7 +171,7 @@ def test_a_window_that_was_cut_is_examined_and_what_is_found_is_told_in_order() 
     verified_event = verified(0.1)
     made._examiner = told = Told(Examination([verified_event, notice, notice]))  # type: ignore[assignment]
     made.run(window())
-    assert told.seen == [(1, (4, 4), 6)]
+    assert told.seen == [(1, (4, 4), 8)]
     assert [event for event in events if event in (verified_event, notice)] == [verified_event, notice], "once"
     events.clear()
     made.run(window(4))
