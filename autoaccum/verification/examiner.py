@@ -222,15 +222,16 @@ class Examiner:
                         self._check_ones(window, gradient, said)
                     if gradient.dropped:
                         self._check_dropped(window, gradient, said)
-            if self._occasions.status == "passed" and self._verify:
-                with aside():
-                    self._check_joined(window, gradient, number, most, reason, said)
             after = self._transaction.hypothesis
             if after != before:
                 self._transaction.signs.forget_graphs()
             is_weighed_otherwise = not readings.is_weighed_alike(self._job, gradient, before, after)
             if gradient.dropped and not self._transaction.drops_nan:
                 is_weighed_otherwise = True
+            # What each micro-batch counts was found by the hypothesis that is held.
+            if self._occasions.status == "passed" and self._verify and not is_weighed_otherwise:
+                with aside():
+                    self._check_joined(window, gradient, number, most, reason, said)
         self._transaction.signs.have_changed = False
         self._remembered = None
         if number >= self._transaction.signs.next_look:
