@@ -39,7 +39,7 @@ from autoaccum.training.metrics import Metrics
 from autoaccum.training.options import FitArguments
 from autoaccum.training.validation import Validator
 from autoaccum.verification.examiner import Examiner
-from autoaccum.verification.verdict import measure, measure_joined, measure_part
+from autoaccum.verification.verdict import measure
 from autoaccum.window.job import Job
 from autoaccum.window.meter import Meter
 from autoaccum.window.optimizers import allocate_state, make_optimizer
@@ -254,7 +254,7 @@ def make_step(
     return Step(
         job,
         transaction=transaction,
-        examiner=Examiner(job, transaction, measure, measure_part, measure_joined, verify=verify, strict=strict),
+        examiner=Examiner(job, transaction, measure, verify=verify, strict=strict),
         tuner=tuner,
         meter=Meter(memory, job.device, is_enforced=limit.is_enforced, needs_room=tuner.needs_room),
         memory=memory,

@@ -11,16 +11,13 @@ from autoaccum.loss.conclusions import conclude
 from autoaccum.loss.hypotheses import Hypothesis
 from autoaccum.loss.reductions import Reduction, is_one
 from autoaccum.memory.oom import is_out_of_memory, without_frames
+from autoaccum.verification.comparison import MAY_BE_ROUNDING
 from autoaccum.verification.draws import UnalignedError, UnsettledError
 from autoaccum.verification.findings import Cut, Decision, Outcome
 from autoaccum.verification.measurement import Measurement, NotFiniteError, ZeroGradientError
 from autoaccum.verification.samples import cuts_of
 
 Rival = Literal["num_items", "items", "samples"]
-
-
-MAY_BE_ROUNDING = 1e-3
-"""The relative error below which it is asked whether rounding explains it."""
 
 
 def decide(measurement: Measurement, smallest: int, likely: Hypothesis) -> Decision:

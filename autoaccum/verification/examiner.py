@@ -25,6 +25,7 @@ from autoaccum.memory.oom import insist
 from autoaccum.verification import notices, readings
 from autoaccum.verification.findings import Decision, Verdict
 from autoaccum.verification.kinds import Kinds
+from autoaccum.verification.micro_batches import MicroBatches
 from autoaccum.verification.occasions import Occasions
 from autoaccum.verification.side_effects import SideEffects
 from autoaccum.window import contributions
@@ -32,9 +33,6 @@ from autoaccum.window.gradient import Gradient, are_alike
 from autoaccum.window.job import Job
 from autoaccum.window.state import State
 from autoaccum.window.transaction import Transaction
-
-_MOST_PARTS = 3
-"""Micro-batches of a window that are measured by themselves, for they were divided by 1, or left out."""
 
 Measure = Callable[..., Verdict]
 """(job, window, the hypothesis that comes first, ...) -> what was measured: see ``verdict.measure``."""
@@ -59,8 +57,6 @@ class Examiner:
         job: Job,
         transaction: Transaction,
         measure: Measure,
-        measure_part: Callable[..., float | None],
-        measure_joined: Callable[..., float | None],
         *,
         verify: bool = True,
         strict: bool = False,
@@ -71,16 +67,13 @@ class Examiner:
             job: what is computed.
             transaction: runs the windows.
             measure: measures one of them: ``verdict.measure``.
-            measure_part: measures one of its micro-batches: ``verdict.measure_part``.
-            measure_joined: measures two of them: ``verdict.measure_joined``.
             verify: whether anything is measured.
             strict: whether a gradient that is not the whole window's ends the run.
         """
         self._job = job
         self._transaction = transaction
         self._measure_window = measure
-        self._measure_part = measure_part
-        self._measure_joined = measure_joined
+        self._micro_batches = MicroBatches(job, lambda: transaction.drops_gradients)
         self._verify = verify
         self._strict = strict
         self._parameters = [p for module in job.modules for p in module.parameters()]
@@ -95,7 +88,6 @@ class Examiner:
         self._number = 0  # of the window that is run
         self._is_to_remember = False
         self._smallest = 1
-        self._joined = 0  # samples of the largest micro-batches that were measured joined
         transaction.drops_nan = verify
         self._begin()
 
@@ -218,10 +210,7 @@ class Examiner:
                 said.extend([] if doubt is None else [doubt])
             if reason == "whole":
                 with aside():
-                    if is_passed:
-                        self._check_ones(window, gradient, said)
-                    if gradient.dropped:
-                        self._check_dropped(window, gradient, said)
+                    self._check_parts(window, gradient, said, is_passed=is_passed)
             after = self._transaction.hypothesis
             if after != before:
                 self._transaction.signs.forget_graphs()
@@ -231,7 +220,19 @@ class Examiner:
             # What each micro-batch counts was found by the hypothesis that is held.
             if self._occasions.status == "passed" and self._verify and not is_weighed_otherwise:
                 with aside():
-                    self._check_joined(window, gradient, number, most, reason, said)
+                    found = self._micro_batches.joined(
+                        window,
+                        gradient,
+                        after,
+                        number=number,
+                        most=most,
+                        is_due=reason is not None,
+                        suspicion=lambda: readings.suspicion(self._met, self._shown),
+                        rewind=self._rewind,
+                        like=self._remembered,
+                    )
+                    if found is not None:
+                        self._fail(*found, said)
         self._transaction.signs.have_changed = False
         self._remembered = None
         if number >= self._transaction.signs.next_look:
@@ -352,68 +353,23 @@ class Examiner:
         notice = notices.failure_notice(decision, verdict.causes, verdict.samples, self._job.modules, suspicion)
         self._fail(notice, decision.error, said)
 
-    def _check_ones(self, window: Window, gradient: Gradient, said: list[Event]) -> None:
-        """Measure micro-batches that were divided by 1, as parts: that may be a count, or stand for none."""
-        if self._transaction.hypothesis != "items":
+    def _check_parts(self, window: Window, gradient: Gradient, said: list[Event], *, is_passed: bool) -> None:
+        """Measure micro-batches of which it is a guess what they count."""
+        hypothesis = self._transaction.hypothesis
+        found = self._micro_batches.ones(window, gradient, hypothesis) if is_passed else None
+        if found is not None:
+            self._fail(*found, said)
+        if not gradient.dropped:
             return
-        for start, size in readings.ones(gradient)[:_MOST_PARTS]:
-            error = self._error_of_part(window, gradient, start, size)
-            if error:
-                self._fail(notices.ones_notice(error), error, said)
-                return
-
-    def _check_dropped(self, window: Window, gradient: Gradient, said: list[Event]) -> None:
-        """Measure micro-batches that were left out, for their loss is not a number: do they count nothing?"""
-        pieces = [piece for piece in readings.pieces(gradient) if piece[0] in gradient.dropped]
-        errors = [self._error_of_part(window, gradient, *piece) for piece in pieces[:_MOST_PARTS]]
-        known = [error for error in errors if error is not None]
-        if math.inf in known:  # the loss of the whole is not a number either
+        error = self._micro_batches.dropped(window, gradient, hypothesis or readings.likely(self._job, gradient))
+        if error == math.inf:  # the loss of the whole is not a number either
             self._transaction.drops_nan = self._transaction.drops_gradients = False
-        elif any(known):
-            self._fail(notices.dropped_notice(max(known)), max(known), said)
-        elif known:
+        elif error:
+            self._fail(notices.dropped_notice(error), error, said)
+        elif error is not None:
             self._kinds.accept_nothing()
         elif not self._kinds.nothing_is_known:
             self._refuse_or_say(notices.unmeasured_notice("a loss that is not a number may count nothing"), None, said)
-
-    def _check_joined(
-        self, window: Window, gradient: Gradient, number: int, most: int, reason: str | None, said: list[Event]
-    ) -> None:
-        """Measure two of the largest micro-batches, joined and apart, when a measurement is due or they have grown."""
-        hypothesis, largest = self._transaction.hypothesis, max(gradient.sizes)
-        # The losses of a sum beside terms of the parameters alone add up to more than that of the whole.
-        if (reason is None and largest <= self._joined) or hypothesis in (None, "sum and penalties"):
-            return
-        counted = zip(readings.pieces(gradient), gradient.counts, strict=True)
-        of_them = [(piece, count) for piece, count in counted if count and 2 * piece[1] > largest]
-        if len(of_them) < 2 or most < 2 * largest:
-            return
-        self._joined = largest
-        # Others each time.
-        chosen = [of_them[(number + index) % len(of_them)] for index in range(2)]
-        parts = tuple(range(start, start + size) for (start, size), _ in chosen)
-        counts = tuple(count for _, count in chosen)
-        error = self._measure_joined(
-            self._job, window, hypothesis, parts, counts, rewind=self._rewind, like=self._remembered
-        )
-        if error:
-            suspicion = readings.suspicion(self._met, self._shown)
-            self._fail(notices.joined_notice(error, sum(map(len, parts)), suspicion), error, said)
-
-    def _error_of_part(self, window: Window, gradient: Gradient, start: int, size: int) -> float | None:
-        """Measure a micro-batch beside those that count."""
-        counted = zip(gradient.counts, readings.pieces(gradient), strict=True)
-        others = [(abs(count) / piece[1], *piece) for count, piece in counted if count and piece[0] != start]
-        # Those first of which the most samples count.
-        others.sort(key=lambda other: -other[0])
-        return self._measure_part(
-            self._job,
-            window,
-            self._transaction.hypothesis or readings.likely(self._job, gradient),
-            range(start, start + size),
-            [position for _, first, length in others for position in range(first, first + length)],
-            drops_gradients=self._transaction.drops_gradients,
-        )
 
     def _fail(self, notice: Notice, error: float, said: list[Event]) -> None:
         """Say that windows that are cut have another gradient, and look no further."""

@@ -300,6 +300,7 @@ class Measurement:
         """
         whole = tuple(range(self.num_samples))
         self._put_back()
+        # The whole is run under the same draws as its parts: rows of one recording, or constants.
         if has_constants:
             self._draws = Constants(keeps_wide=not self.is_rounded)
         else:

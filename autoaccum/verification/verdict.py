@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -14,14 +13,12 @@ from autoaccum.errors import AutoaccumError, MemoryLimitError
 from autoaccum.loss.coupling import smallest_micro_batch
 from autoaccum.loss.hypotheses import Hypothesis
 from autoaccum.memory.oom import RanOut, attempt, is_out_of_memory, without_frames
-from autoaccum.verification.comparison import tolerance_of
-from autoaccum.verification.decision import MAY_BE_ROUNDING, compare_losses, decide, explained_by_ones
+from autoaccum.verification.decision import compare_losses, decide, explained_by_ones
 from autoaccum.verification.draws import UnalignedError, UnsettledError
 from autoaccum.verification.findings import Cause, Decision, Verdict
 from autoaccum.verification.measurement import Measurement, NotFiniteError, ZeroGradientError
 from autoaccum.verification.samples import MOST, choose, cuts_of
 from autoaccum.verification.suspects import name_cause, pads
-from autoaccum.window.gradient import are_alike
 from autoaccum.window.job import Job
 from autoaccum.window.state import State
 
@@ -198,98 +195,3 @@ def _measured_of(
         if isinstance(error, AutoaccumError):
             name = "the loss cannot be computed"
         return Verdict(unmeasured=f"on a few samples by themselves it fails ({name}: {words})")
-
-
-def measure_part(
-    job: Job,
-    window: Window,
-    hypothesis: Hypothesis,
-    part: Sequence[int],
-    others: Sequence[int],
-    *,
-    drops_gradients: bool = False,
-) -> float | None:
-    """Measure a window's own micro-batch, beside a few more of its samples: are they weighed rightly together?
-
-    Args:
-        job: what the run computes.
-        window: the samples.
-        hypothesis: the one that is held.
-        part: the positions of the micro-batch's samples.
-        others: those of samples that have been seen to count; the first few of them are taken.
-        drops_gradients: whether a part whose gradient is not finite is left out.
-
-    Returns:
-        the error, 0 where it is within the tolerance, infinite where the loss is finite without that micro-batch only;
-        None where it cannot be measured.
-    """
-    few = list(others)[:MOST]  # not one or two, for it is not known which of them count
-
-    def measured(chosen: list[int]) -> float | None:
-        with Measurement(job, window, chosen, drops_gradients=drops_gradients) as measurement:
-            measurement.run_whole()
-            if len(chosen) == len(few):
-                return math.inf  # what is not finite is the fault of those that have been left out here
-            cut = (tuple(range(len(part))), tuple(range(len(part), len(chosen))))
-            outcome = measurement.run([cut], hypothesis)
-            return 0.0 if outcome.error <= measurement.tolerance else outcome.error
-
-    for chosen in ([*part, *few], few):
-        try:
-            outcome = attempt(partial(measured, chosen))
-        except NotFiniteError:
-            continue
-        except Exception:  # what cannot be computed of these samples has been said, or will be
-            return None
-        return None if isinstance(outcome, RanOut) else outcome
-    return None
-
-
-def measure_joined(
-    job: Job,
-    window: Window,
-    hypothesis: Hypothesis,
-    parts: tuple[Sequence[int], Sequence[int]],
-    counts: tuple[float, float],
-    *,
-    rewind: Callable[[], None] = lambda: None,
-    like: State | None = None,
-) -> float | None:
-    """Compare the losses of two of a window's micro-batches, joined and apart: what six samples show may be of few.
-
-    Args:
-        job: what the run computes.
-        window: the samples.
-        hypothesis: the one that is held.
-        parts: the positions of the samples of each.
-        counts: what each was found to count.
-        rewind: puts the state back that the window began with.
-        like: that state, as far as it is remembered.
-
-    Returns:
-        the error, 0 where it is within the tolerance; None where it cannot be measured.
-    """
-    sizes = float(len(parts[0])), float(len(parts[1]))
-    weights, is_by_samples = (sizes if hypothesis == "samples" else counts), are_alike(sizes, counts)
-
-    def measured() -> float:
-        chosen = [*parts[0], *parts[1]]
-        with Measurement(job, window, chosen, rewind=rewind, like=like, forward_only=True) as measurement:
-            joined = partial(measurement.joined_error, len(parts[0]), weights, is_sum=hypothesis == "sum")
-            tolerance = tolerance_of(measurement.parameters)
-            error = joined()
-            # What is drawn may decide what counts, and was drawn otherwise when it was counted.
-            if measurement.draws_anything and hypothesis not in ("samples", "sum") and not is_by_samples:
-                return 0.0
-            if error > tolerance and measurement.collates_anew():
-                error = joined()
-            if error > tolerance and measurement.has_draws:  # as in ``decide``
-                error = joined(has_constants=True)
-            is_rounded = tolerance < error < MAY_BE_ROUNDING and error < 10 * measurement.rounding()
-            return error if error > tolerance and not is_rounded else 0.0
-
-    try:
-        outcome = attempt(measured)
-    except Exception:  # what cannot be computed of so many samples at once, or without a graph
-        return None
-    return None if isinstance(outcome, RanOut) or math.isnan(outcome) else outcome

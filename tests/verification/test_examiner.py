@@ -18,7 +18,7 @@ from autoaccum.events import Event, Notice, Verified
 from autoaccum.loss.weighting import CountItems
 from autoaccum.planning.attempts import Piece
 from autoaccum.verification.examiner import Examination, Examiner
-from autoaccum.verification.verdict import measure, measure_joined, measure_part
+from autoaccum.verification.verdict import measure
 from autoaccum.window import restoring
 from autoaccum.window.gradient import Gradient
 from autoaccum.window.transaction import Transaction
@@ -40,9 +40,7 @@ class Examined:
     ) -> None:
         self.job = job_of(loss_of, model, num_items)
         self.transaction = Transaction(self.job)
-        self.examiner = Examiner(
-            self.job, self.transaction, measure, measure_part, measure_joined, verify=verify, strict=strict
-        )
+        self.examiner = Examiner(self.job, self.transaction, measure, verify=verify, strict=strict)
         self.number = 0
         self.most = 6
         self.announced: list[Notice] = []
@@ -444,6 +442,6 @@ def test_nothing_is_said_where_larger_batches_are_like_smaller_ones() -> None:
     made = Examined()
     assert made.kinds(3, 3) == ["items"]
     assert made.kinds(3, 3) == []
-    before = made.examiner._joined
+    before = made.examiner._micro_batches.largest_joined
     assert made.kinds(4, 4) == []
-    assert (before, made.examiner._joined) == (3, 3), "there is no room for eight"
+    assert (before, made.examiner._micro_batches.largest_joined) == (3, 3), "there is no room for eight"
