@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Literal
 
 from autoaccum.loss.conclusions import conclude
-from autoaccum.loss.hypotheses import Hypothesis
+from autoaccum.loss.hypotheses import SUMS, Hypothesis
 from autoaccum.loss.reductions import Reduction, is_one
 from autoaccum.memory.oom import is_out_of_memory, without_frames
 from autoaccum.verification.comparison import MAY_BE_ROUNDING
@@ -93,7 +93,10 @@ def explained_by_ones(measurement: Measurement, smallest: int, likely: Hypothesi
     if outcome.error <= tolerance and not outcome.is_vacuous:
         return Decision.of(outcome, passed=True)
     without = decide_without_ones(measurement, smallest, likely)
-    return without if without is not None and without.passed and not without.is_vacuous else None
+    if without is None or not without.passed or without.is_vacuous:
+        return None
+    # On so few parts a mean adds up like a sum by chance.
+    return None if without.hypothesis in SUMS and likely not in SUMS else without
 
 
 def decide_without_ones(measurement: Measurement, smallest: int, likely: Hypothesis) -> Decision | None:

@@ -73,7 +73,6 @@ class Examiner:
         self._job = job
         self._transaction = transaction
         self._measure_window = measure
-        self._micro_batches = MicroBatches(job, lambda: transaction.drops_gradients)
         self._verify = verify
         self._strict = strict
         self._parameters = [p for module in job.modules for p in module.parameters()]
@@ -82,6 +81,7 @@ class Examiner:
         self._occasions = Occasions()
         self._rivals: frozenset[str] = frozenset()
         self._kinds = Kinds()
+        self._micro_batches = MicroBatches(job, self._kinds, lambda: transaction.drops_gradients)
         self._written: dict[int, torch.Tensor] = {}  # parameters that forwards write to, by id
         self._remembered: State | None = None  # how things were when the window of that number began
         self._remembered_of = 0

@@ -13,6 +13,7 @@ from autoaccum.memory.oom import insist
 _MOST_NUMBERS = 1024
 """Numbers of a sample's tensor that are looked at: labels, masks and tokens have few, and what has more is an input."""
 _NOTHING = "what counts nothing"
+_JOINED = "micro-batches joined: "
 
 
 class Kinds:
@@ -56,6 +57,16 @@ class Kinds:
     def accept_nothing(self) -> None:
         """Take it for known that what has no loss that is a number counts nothing."""
         self._known.add(_NOTHING)
+
+    def accept_joined(self, size: int) -> None:
+        """Take it for known that two micro-batches of so many samples have the loss of both joined."""
+        self._known.add(f"{_JOINED}{size}")
+
+    @property
+    def largest_joined(self) -> int:
+        """Return the most samples of which that is known."""
+        sizes = [int(fact.removeprefix(_JOINED)) for fact in self._known if fact.startswith(_JOINED)]
+        return max(sizes, default=0)
 
     @property
     def nothing_is_known(self) -> bool:

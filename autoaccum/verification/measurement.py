@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autoaccum.data import batches
 from autoaccum.loss.hypotheses import Hypothesis
-from autoaccum.loss.reductions import Reduction, read, without_graph
+from autoaccum.loss.reductions import Reduction, is_one, read, without_graph
 from autoaccum.loss.weighting import count_items
 from autoaccum.planning.attempts import Piece
 from autoaccum.verification.comparison import OF_STATE, TOLERANCE, Error, error_of, loss_tolerance_of, tolerance_of
@@ -324,6 +324,10 @@ class Measurement:
         value = float(loss.detach())
         self._put_back()
         return value
+
+    def is_divided_by_one(self) -> bool:
+        """Return whether the graph of the whole shows a count of 1."""
+        return is_one(self.shown[tuple(range(self.num_samples))])
 
     def shown_of(self, part: Part) -> Reduction:
         """Return what the graph of a part's loss shows; nothing else of it remains."""

@@ -12,6 +12,7 @@ from autoaccum.loss.hypotheses import Hypothesis
 from autoaccum.memory.oom import RanOut, attempt
 from autoaccum.verification import notices, readings
 from autoaccum.verification.comparison import MAY_BE_ROUNDING, tolerance_of
+from autoaccum.verification.kinds import Kinds
 from autoaccum.verification.measurement import Measurement, NotFiniteError
 from autoaccum.verification.samples import MOST
 from autoaccum.window.gradient import Gradient, are_alike
@@ -28,17 +29,17 @@ Found = tuple[Notice, float]
 class MicroBatches:
     """Those of the windows of one run, weighed by the hypothesis that is held."""
 
-    def __init__(self, job: Job, drops_gradients: Callable[[], bool]) -> None:
+    def __init__(self, job: Job, kinds: Kinds, drops_gradients: Callable[[], bool]) -> None:
         """Set up.
 
         Args:
             job: what the run computes.
+            kinds: what is known of its batches.
             drops_gradients: returns whether what has no finite gradient is left out.
         """
         self._job = job
+        self._kinds = kinds
         self._drops_gradients = drops_gradients
-        self.largest_joined = 0
-        """Samples of the largest micro-batches that were measured joined."""
 
     def ones(self, window: Window, gradient: Gradient, hypothesis: Hypothesis | None) -> Found | None:
         """Measure those that were divided by 1: that may be a count, or stand for none."""
@@ -89,14 +90,14 @@ class MicroBatches:
         """
         largest = max(gradient.sizes)
         # The losses of a sum beside terms of the parameters alone add up to more than that of the whole.
-        if not (is_due or largest > self.largest_joined) or hypothesis in (None, "sum and penalties"):
+        if not (is_due or largest > self._kinds.largest_joined) or hypothesis in (None, "sum and penalties"):
             return None
         counted = zip(readings.pieces(gradient), gradient.counts, strict=True)
         of_them = [(piece, count) for piece, count in counted if count and 2 * piece[1] > largest]
         if len(of_them) < 2 or most < 2 * largest:
             return None
         # Of halves of one of them nothing is learnt that begins with its own size, such as the 16 hardest of a batch.
-        self.largest_joined = largest
+        self._kinds.accept_joined(largest)
         first, second = (of_them[(number + index) % len(of_them)] for index in range(2))
         parts = tuple(range(start, start + size) for (start, size), _ in (first, second))
         error = measure_joined(

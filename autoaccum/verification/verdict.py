@@ -11,7 +11,7 @@ import torch
 from autoaccum.data.base import Window
 from autoaccum.errors import AutoaccumError, MemoryLimitError
 from autoaccum.loss.coupling import smallest_micro_batch
-from autoaccum.loss.hypotheses import Hypothesis
+from autoaccum.loss.hypotheses import SUMS, Hypothesis
 from autoaccum.memory.oom import RanOut, attempt, is_out_of_memory, without_frames
 from autoaccum.verification.decision import compare_losses, decide, explained_by_ones
 from autoaccum.verification.draws import UnalignedError, UnsettledError
@@ -157,8 +157,14 @@ def _measured_of(
             if not decision.passed and measurement.collates_anew():
                 decision = decide(measurement, smallest, likely)
             ones: Decision | None = None
-            if decision.has_ones and not decision.passed:
+            # Parts that are all divided by 1 add up like a sum, too, as where few samples have an item each.
+            is_sum = decision.passed and likely == "items" and decision.hypothesis in SUMS
+            if (decision.has_ones and not decision.passed) or (is_sum and measurement.is_divided_by_one()):
                 without = explained_by_ones(measurement, smallest, likely)
+                if is_sum and without is None:
+                    return Verdict(
+                        unmeasured="a few samples have too few items to tell a mean from a sum", is_passing=True
+                    )
                 decision, ones = (decision, None) if without is None else (without, decision)
             if decision.passed and decision.is_vacuous:
                 return Verdict(unmeasured="fewer than two of a few samples count", is_passing=True)

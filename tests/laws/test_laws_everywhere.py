@@ -152,7 +152,7 @@ class Found:
 
 
 @pytest.mark.parametrize("error", [ValueError("mine"), KeyboardInterrupt(), SystemExit(3)], ids=repr)
-@strides(61)
+@strides(97)
 @pytest.mark.filterwarnings("ignore::autoaccum.AutoaccumWarning")
 def test_what_ends_a_window_in_its_midst_rolls_it_back(error: BaseException, stride: int) -> None:
     """And the next step is that of a loop in which it never happened."""

@@ -225,7 +225,7 @@ class Sweep:
 class TestEveryOperation:
     """Two windows, of which the second is short, with dropout, AdamW, clipping and a schedule."""
 
-    @strides(23)
+    @strides(47)
     @pytest.mark.parametrize(
         ("name", "offset", "least"), [("gpt", 0, 900), ("convolutions", 4, 200), ("hugging_face", 8, 600)]
     )

@@ -189,14 +189,14 @@ def test_memory_that_runs_out_makes_no_checkpoint_corrupt(limit: int, tmp_path: 
 
 
 @in_turn
-def test_five_hundred_mutations() -> None:
+def test_two_hundred_mutations() -> None:
     """20,000 are in benchmarks/results/fuzz_checkpoints.md."""
-    found = list(in_children(list(CONFIGURATIONS), 0, 500))
-    assert len(found) == 500
+    found = list(in_children(list(CONFIGURATIONS), 0, 200))
+    assert len(found) == 200
     assert [one for one in found if one[1].isupper()] == []
     kinds = Counter(kind for _, kind, _ in found)
-    assert min(kinds["refused, the entry named"], kinds["the older one was used"]) > 100
-    assert kinds["resumed as the tree says"] > 20
+    assert min(kinds["refused, the entry named"], kinds["the older one was used"]) > 40
+    assert kinds["resumed as the tree says"] > 8
 
 
 def test_a_run_that_was_stopped_before_its_first_window_goes_on(tmp_path: Path) -> None:

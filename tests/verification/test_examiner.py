@@ -442,6 +442,6 @@ def test_nothing_is_said_where_larger_batches_are_like_smaller_ones() -> None:
     made = Examined()
     assert made.kinds(3, 3) == ["items"]
     assert made.kinds(3, 3) == []
-    before = made.examiner._micro_batches.largest_joined
+    before = made.examiner._kinds.largest_joined
     assert made.kinds(4, 4) == []
-    assert (before, made.examiner._micro_batches.largest_joined) == (3, 3), "there is no room for eight"
+    assert (before, made.examiner._kinds.largest_joined) == (3, 3), "there is no room for eight"
