@@ -29,7 +29,7 @@ Edge = tuple[Any, int] | None
 Found = tuple[Edge, Factor, Term]
 """A term, with where it enters the loss and the factor that it has there."""
 
-_LONGEST = 5_000
+_LONGEST = 20_000
 """Steps of a walk: a graph of more is not a loss that a person wrote."""
 
 

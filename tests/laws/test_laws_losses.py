@@ -219,7 +219,7 @@ def test_a_penalty_beside_a_sum_is_counted_once(micro_batch: Any) -> None:
         lambda model, batch: SUMS["cross entropy"](model, batch) + penalty(model), data(), micro_batch
     )
     assert gradient < 1e-12
-    assert len(notices) == (micro_batch != 11)
+    assert notices == []
 
 
 @pytest.mark.parametrize("micro_batch", [11, 4, 5])
