@@ -93,6 +93,7 @@ class Step:
         # What was announced for full windows, so that the same is not announced twice; empty before the first.
         self._plan: tuple[int, ...] = ()
         self._growing_from: tuple[int, ...] | None = None  # the plan when growth began; None while nothing grows
+        self._is_given = not tuner.searching  # the size of micro-batches, by the user
 
     def run(self, window: Window, plan: Sequence[int] | None = None) -> tuple[Gradient, int]:
         """Make the gradient of the next window, in smaller and smaller pieces until it fits.
@@ -237,7 +238,10 @@ class Step:
         They are some few, or two such micro-batches, of whose joined forward nothing is kept for a backward.
         """
         few = next((size for size in (6, 3, 2) if size <= largest or self._is_room_for(size)), largest)
-        return max(few, 2 * largest) if self.limit.is_enforced or self._is_room_for(2 * largest) else few
+        double = 2 * largest
+        # Where the kernel may kill the process, nothing is run at once that is larger than what has fitted before.
+        is_safe = self.limit.is_enforced or self._is_given or double <= self.tuner.largest
+        return max(few, double) if is_safe and (self.limit.is_enforced or self._is_room_for(double)) else few
 
     def _is_room_for(self, size: int) -> bool:
         predicted = self.tuner.predicted_bytes(size)

@@ -628,7 +628,7 @@ class TestKilledByTheKernel:
         assert {r.micro_batches for r in result.history} == {(8,)}
 
     def test_the_mark_names_at_least_what_is_being_run(self, tmp_path: Path) -> None:
-        """Trials too, which are larger than the plan."""
+        """Trials too, which are larger than the plan. (Two micro-batches are measured joined where no kernel kills.)"""
         place = tmp_path / "run"
         ran: list[tuple[int, int]] = []
 
@@ -643,7 +643,7 @@ class TestKilledByTheKernel:
                 return self.net(inputs)  # type: ignore[no-any-return]
 
         with simulated_memory("800KiB"):
-            fit(place, model=Looking(), data=classes(240), effective_batch=60, micro_batch="auto")
+            fit(place, model=Looking(), data=classes(240), effective_batch=60, micro_batch="auto", verify=False)
         assert len({size for size, _ in ran}) > 3
         assert [(size, marked) for size, marked in ran if marked < size] == []
         assert (place / "window").read_bytes() == bytes(24)
