@@ -640,6 +640,8 @@ def looks(value: Any, depth: int = 0) -> Any:
         return type(value).__name__
     if isinstance(value, dict):
         return {looks(k, depth + 1) if isinstance(k, str | int) else "": looks(v, depth + 1) for k, v in value.items()}
+    if isinstance(value, set | frozenset):  # in whatever order
+        return sorted(str(looks(entry, depth + 1)) for entry in value)
     if hasattr(value, "__iter__") and hasattr(value, "__len__"):
         return [looks(entry, depth + 1) for entry in value]
     entries = getattr(value, "__dict__", {})
