@@ -129,13 +129,11 @@ def _upheld(
     back = found if other == held else measured(found.chosen, other, False)
     if isinstance(back, RanOut) or back.decision is None or back.decision.hypothesis == other:
         return back
-    return replace(again, decision=_by(held, again.decision))  # some pass by the one only, others by the other
-
-
-def _by(hypothesis: Hypothesis, decision: Decision) -> Decision:
-    """Return what was measured of a hypothesis that has failed where another one has passed."""
-    (outcome,) = (outcome for outcome in decision.outcomes if outcome.hypothesis == hypothesis)
-    return replace(Decision.of(outcome, passed=False), cuts=decision.cuts)
+    # Some pass by the one only, others by the other. Where counts of 1 explain it, the held one was not measured here.
+    failed = [outcome for outcome in again.decision.outcomes if outcome.hypothesis == held]
+    if not failed:
+        return found
+    return replace(again, decision=replace(Decision.of(failed[0], passed=False), cuts=again.decision.cuts))
 
 
 def _measured_of(
