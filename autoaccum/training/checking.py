@@ -113,6 +113,7 @@ def check(
         optimizer=torch.optim.SGD(parameters, lr=0.0),
         loss_of=loss_of,
         num_items=num_items,
+        collate_fn=collate_fn or getattr(batch, "collate_fn", None),
         device=on,
     )
     # Refused before any backward: they would see to it that something remains.
@@ -127,6 +128,7 @@ def check(
         named("a check was begun, or was undone"),
         no_trace(every, None, on, held.tensors),
         _lazily_kept(job, every),
+        _collator_kept(job),
     ):
         window, examples = open_samples(batch, collate_fn, on)
         refuse_few(window.num_samples, modules)
@@ -144,6 +146,16 @@ def _aside(job: Job, modules: Sequence[nn.Module]) -> State:
     everything = [p for module in modules for p in module.parameters()]
     trained = [p for p in everything if p.requires_grad]
     return State(job.modules, job.functions, job.device, trained, everything)
+
+
+@contextmanager
+def _collator_kept(job: Job) -> Iterator[None]:
+    """Put back what a collate_fn keeps, such as a generator of its own, by which it draws for each batch."""
+    aside = State((), (job.collate_fn,), job.device, ())
+    try:
+        yield
+    finally:
+        aside.restore()
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+import autoaccum
 from autoaccum import errors
 from tests.models import classes, mlp, noisy
 from tests.training.checks import DOUBLE, assert_same, check, everything, linear
@@ -255,3 +256,18 @@ class TestNoTrace:
         before = everything(model)
         assert check(model, Batches()).passed
         assert_same(everything(model), before)
+
+
+def test_a_collate_fn_keeps_its_own_generator() -> None:
+    """It draws for each batch that is looked at, and goes on as if there had been none."""
+    generator = torch.Generator().manual_seed(3)
+
+    def collate(samples: list[Any]) -> Any:
+        inputs, labels = torch.utils.data.default_collate(samples)
+        return inputs * (torch.rand(inputs.shape, generator=generator) > 0.3), labels
+
+    data = torch.utils.data.TensorDataset(*classes(12))
+    before = generator.get_state()
+    report = autoaccum.check(mlp(), data, loss_fn=cross_entropy, collate_fn=collate, device="cpu")
+    assert report.passed
+    assert torch.equal(generator.get_state(), before)
