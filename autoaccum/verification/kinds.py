@@ -12,6 +12,8 @@ from autoaccum.memory.oom import insist
 
 _MOST_NUMBERS = 1024
 """Numbers of a sample's tensor that are looked at: labels, masks and tokens have few, and what has more is an input."""
+_MOST_WAITING = 65_536
+"""Numbers of micro-batches that wait to be looked at all together: to begin an operation takes longer than to do it."""
 _NOTHING = "what counts nothing"
 _JOINED = "micro-batches joined: "
 
@@ -26,9 +28,12 @@ class Kinds:
 
     def begin(self) -> None:
         """Begin a window."""
-        # Facts of each tensor so far, on its device: nothing waits for them until the window's end.
+        # Rows of each tensor by their width, not looked at yet, and facts of those that were; on their device: nothing
+        # waits for them until the window's end.
+        self._waiting: dict[tuple[int, int], list[torch.Tensor]] = {}
+        self._numbers = 0  # that wait
         self._facts: dict[int, torch.Tensor] = {}
-        self._shapes: set[str] = set()
+        self._shapes: set[tuple[int, torch.Size]] = set()
 
     def look_at(self, batch: Any) -> None:
         """Look at a micro-batch."""
@@ -39,12 +44,23 @@ class Kinds:
                 continue
             if leaf.layout is not torch.strided or leaf.is_complex() or leaf.is_quantized:
                 continue
-            self._shapes.add(f"{index}: {tuple(leaf.shape[1:])}")
-            if leaf[0].numel() <= _MOST_NUMBERS:
-                facts = _facts_of(leaf.detach())
-                known = self._facts.get(index)
-                # One for all micro-batches: a window of many takes no more memory than one of few.
-                self._facts[index] = facts if known is None else torch.minimum(known, facts.to(known.device))
+            self._shapes.add((index, leaf.shape[1:]))
+            width = leaf.shape[1:].numel()
+            if width <= _MOST_NUMBERS:
+                waiting = self._waiting.setdefault((index, width), [])
+                # A copy, for a forward may write to its batch.
+                waiting.append(leaf.detach().reshape(-1, width).clone())
+                # A window of many micro-batches takes no more memory than one of few.
+                self._numbers += leaf.numel()
+                if self._numbers > _MOST_WAITING:
+                    self._gather()
+
+    def _gather(self) -> None:
+        for (index, _), waiting in self._waiting.items():
+            facts = _facts_of(torch.cat(waiting))
+            known = self._facts.get(index)
+            self._facts[index] = facts if known is None else torch.minimum(known, facts)
+        self._waiting, self._numbers = {}, 0
 
     def new(self) -> set[str]:
         """Return what this window holds and none before it did; waits for the device."""
@@ -78,7 +94,8 @@ class Kinds:
         return insist(self._here, "the kinds of samples were read")
 
     def _here(self) -> set[str]:
-        found = set(self._shapes)
+        self._gather()
+        found = {f"{index}: {tuple(shape)}" for index, shape in self._shapes}
         for index, facts in self._facts.items():
             low, least_high, minus_high, least_size, minus_zeros = facts.tolist()
             shown = {
@@ -100,11 +117,11 @@ class Kinds:
         self._known = set(known)
 
 
-def _facts_of(leaf: torch.Tensor) -> torch.Tensor:
+def _facts_of(rows: torch.Tensor) -> torch.Tensor:
     """Return (5,): the least number, the least that is the most of its row, minus the most, the least absolute value
     that is the largest of its row, minus whether one is zero; the least of such numbers are those of several batches.
     """
-    numbers = leaf.reshape(len(leaf), -1).to(torch.float64 if leaf.device.type != "mps" else torch.float32)
+    numbers = rows.to(torch.float64 if rows.device.type != "mps" else torch.float32)
     low, high = torch.aminmax(numbers, dim=1)
     size = torch.maximum(high, -low)
     least = torch.stack([low, high, -high, size]).amin(dim=1)
