@@ -110,13 +110,13 @@ def _says_so(error: BaseException) -> bool:
         return False
     # A user's own error may quote what an allocator said, days ago or in a log; one that begins with its words passes
     # it on.
-    if _is_raised_by_hand(error):
+    if is_raised_by_hand(error):
         text = str(error)
         return _TEXTS.match(text) is not None or _TEXTS.match(_OPENING.sub("", text, count=1)) is not None
     return _TEXTS.search(str(error)) is not None
 
 
-def _is_raised_by_hand(error: BaseException) -> bool:
+def is_raised_by_hand(error: BaseException) -> bool:
     """Return whether a ``raise`` statement made the error, in code that is not PyTorch's; a C function has none."""
     trace = error.__traceback__
     if trace is None:

@@ -29,7 +29,8 @@ class Trials:
             growth: how many times as large as the largest success a trial may be.
         """
         self._limits = limits  # shared with whoever looks at the memory: they move
-        self._smallest = smallest
+        self.smallest = smallest
+        """The fewest samples to try."""
         self._first = first
         self._growth = growth
         self._done = 0  # samples of the present window that went well
@@ -78,7 +79,7 @@ class Trials:
         if peak_bytes is None:
             return True
         # The smallest may use the headroom: there is nothing smaller to run instead.
-        fits = self._limits.allows(peak_bytes, is_smallest=piece.size <= self._smallest)
+        fits = self._limits.allows(peak_bytes, is_smallest=piece.size <= self.smallest)
         # That what fitted before fits again is no news; that it passes the limit now is, for memory may have gone.
         if piece.is_trial or not fits:
             self.history.append(
@@ -110,7 +111,7 @@ class Trials:
             self.history,
             limit_bytes=self._limits.target_bytes,
             ceiling=ceiling,
-            smallest=self._smallest,
+            smallest=self.smallest,
             first=self._first,
             growth=self._growth,
         )

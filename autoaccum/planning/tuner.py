@@ -143,10 +143,15 @@ class Tuner:
         """Return the weights of the micro-batches of a window."""
         return self._cutter.weights(sizes, lengths)
 
-    def set_smallest(self, smallest: int) -> None:
-        """Heed that the model has got other layers, or another mode: see ``coupling.smallest_micro_batch``."""
+    def set_smallest(self, smallest: int, largest: int | None = None) -> None:
+        """Heed that the model has got other layers, or another mode: see ``coupling.smallest_micro_batch``.
+
+        Args:
+            smallest: samples that every micro-batch has at least.
+            largest: the largest weight, where that is to be what it was before; None: the present one, or more.
+        """
         self._cutter.smallest = smallest
-        self._largest.weight = max(self._largest.weight, smallest)
+        self._largest.weight = max(self._largest.weight if largest is None else largest, smallest)
 
     def recall(self, past: Sequence[Trial], held_bytes: int, refused: Trial | None = None) -> None:
         """Begin from what an earlier run has ``learnt``.

@@ -42,6 +42,7 @@ from autoaccum.window.optimizers import (
     trainable_parameters,
 )
 from autoaccum.window.precision import Autocast, Precision, autocast
+from autoaccum.window.single_samples import may_need_another
 
 GROWTH = 64
 """How many times its largest success a probe may try next, where the device itself refuses what is too much."""
@@ -167,11 +168,14 @@ def probe(
             while True:
                 for weight in sparse:  # as long as all the trials before it, by now
                     weight.grad = None
-                reading = _try(piece, model, source, loss_of, context, memory, on)
+                is_alone = piece.size == smallest == 1 < ceiling
+                reading = _try(piece, model, source, loss_of, context, memory, on, is_alone=is_alone)
                 if piece.size > smallest or not isinstance(reading, Shortage) or not trying.may_pass(reading):
                     break
                 limits.heed(limit.read())
-            if isinstance(reading, Shortage):
+            if reading is None:
+                smallest = search.smallest = 2
+            elif isinstance(reading, Shortage):
                 cause = reading.error
                 search.ran_out(piece, predicted)
             else:
@@ -229,8 +233,13 @@ def _try(
     context: Autocast,
     memory: Memory,
     device: torch.device,
-) -> tuple[int, float] | Shortage:
-    """Run one forward and backward; return its peak in bytes and its seconds, or that memory ran out."""
+    *,
+    is_alone: bool,
+) -> tuple[int, float] | Shortage | None:
+    """Run one forward and backward; return its peak in bytes and its seconds, or that memory ran out.
+
+    Return None for a single sample that cannot be computed, of which two may.
+    """
     # What trials before it have left in the allocator would count in its peak.
     memory.release()
     memory.reset_peak()
@@ -247,7 +256,12 @@ def _try(
         seconds = clock.now() - started
         return memory.peak(), seconds
 
-    outcome = attempt(forward_and_backward)
+    try:
+        outcome = attempt(forward_and_backward)
+    except Exception as error:
+        if is_alone and may_need_another(error):
+            return None
+        raise
     if not isinstance(outcome, RanOut):
         return outcome
     peak_bytes = memory.peak()

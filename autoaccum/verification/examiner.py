@@ -114,6 +114,10 @@ class Examiner:
         self._remembered = State(job.modules, job.functions, job.device, self._transaction.trained())
         self._remembered_of, self._is_to_remember = self._number, False
 
+    def break_off(self) -> None:
+        """Forget how a window began that an error has ended: the next one has its number, and begins otherwise."""
+        self._remembered, self._remembered_of = None, 0
+
     def _begin(self) -> None:
         self._met: list[tuple[int, set[Crossing]]] = []  # by which operations samples meet, and how many there were
         self._shown: list[Reduction] = []  # how losses were reduced, whatever num_items says

@@ -33,6 +33,9 @@ class Examiner(Protocol):
     def begin_attempt(self, number: int, announce: Callable[[Notice], None]) -> None:
         """Look at the forwards of an attempt."""
 
+    def break_off(self) -> None:
+        """Forget how a window began that an error has ended: the next one has its number, and begins otherwise."""
+
     def check_first(self, gradient: Gradient) -> None:
         """Refuse a first loss that is not finite."""
 

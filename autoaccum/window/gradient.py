@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from autoaccum.loss.hypotheses import Conclusion
-from autoaccum.loss.reductions import Reduction
+from autoaccum.loss.reductions import Reduction, is_one
 from autoaccum.planning.noise import Noise, Part
 
 
@@ -101,11 +101,11 @@ class Signs:
             self.have_changed = self.have_changed or self._modes is not None
             self._modes = modes
 
-    def of_counts(self, sizes: Sequence[int], counts: Sequence[float]) -> None:
-        """Take what the micro-batches of a window count."""
+    def of_counts(self, sizes: Sequence[int], counts: Sequence[float], reductions: Sequence[Reduction]) -> None:
+        """Take what the micro-batches of a window count, and how their losses were reduced."""
         if self.compares_samples and not are_alike(sizes, counts):
             self.have_changed = True
-        if self.compares_ones and 1.0 in map(abs, counts):
+        if self.compares_ones and any(map(is_one, reductions)):
             self.have_changed = True
 
 

@@ -24,13 +24,14 @@ from autoaccum.planning.attempts import Attempt, Piece
 from autoaccum.planning.costs import prediction_error
 from autoaccum.planning.cuts import Lengths, cut
 from autoaccum.planning.tuner import Tuner
-from autoaccum.window import notices
+from autoaccum.window import notices, single_samples
 from autoaccum.window.advice import advised
 from autoaccum.window.announcer import Announcer
 from autoaccum.window.examination import Examiner
 from autoaccum.window.gradient import Gradient
 from autoaccum.window.job import Job
 from autoaccum.window.meter import Meter
+from autoaccum.window.single_samples import Refusal, SingleSampleError
 from autoaccum.window.stepping import Stepper
 from autoaccum.window.transaction import Repeat, Transaction
 
@@ -93,6 +94,7 @@ class Step:
         # What was announced for full windows, so that the same is not announced twice; empty before the first.
         self._plan: tuple[int, ...] = ()
         self._growing_from: tuple[int, ...] | None = None  # the plan when growth began; None while nothing grows
+        self._refusal: Refusal | None = None  # of this window
         self._is_given = not tuner.searching  # the size of micro-batches, by the user
 
     def run(self, window: Window, plan: Sequence[int] | None = None) -> tuple[Gradient, int]:
@@ -126,6 +128,9 @@ class Step:
             refused = without_frames(error)  # which hold what was computed of the window
         except BaseException:
             self._break_off()
+            self._examiner.break_off()
+            if self._refusal is not None:  # it is no matter of single samples
+                self.tuner.set_smallest(1, self._refusal.largest)
             raise
         self.transaction.commit()
         if refused is not None:
@@ -153,6 +158,7 @@ class Step:
         pieces = tuner.window(window.num_samples, lengths, plan)
         # A reading of the clock waits for the device: only windows whose time is wanted pay for that.
         started = meter.now() if pieces.is_timed else None
+        self._refusal = None
         patience = None  # of this window; it begins when there is nothing smaller to try
         # The recovery is out here, where no exception is being handled: that would pin the frames of the failed
         # forward, and with them the very tensors that have to go.
@@ -166,7 +172,11 @@ class Step:
             elif outcome.sizes:
                 pieces = pieces.repeated(outcome.sizes)
             else:  # cut anew, for single samples do not do
+                tuner.set_smallest(max(2, tuner.smallest))
                 pieces = tuner.window(window.num_samples, lengths)
+        if self._refusal is not None:  # told now that two samples do
+            self._replanned(self._refusal.sizes, tuner.plan(window.num_samples, lengths), self._refusal.why)
+            self._refusal = None
         # The tuner hears of the window before anything is said of it, and so before a callback can raise.
         pieces.committed(outcome.sizes, None if started is None else meter.now() - started - self.examining_seconds)
         peak_bytes = meter.end_window(is_searching=tuner.search.is_on, target_bytes=tuner.limits.target_bytes)
@@ -188,6 +198,11 @@ class Step:
                 micro_batch=self._piece.size, peak_bytes=refused.peak_bytes or 0, error=refused, ran=True
             )
             return Failure(self._piece, shortage)
+        except SingleSampleError as error:
+            why = single_samples.reason(error.__cause__ or error)
+            self._refusal = Refusal(pieces.sizes or (1,) * window.num_samples, self.tuner.largest, why)
+            without_frames(error)
+            return Repeat(sizes=())
         if isinstance(outcome, Gradient) and len(outcome.sizes) > 1 and signs.want_a_look(number, window.num_samples):
             return self._examined(window, outcome)
         if not isinstance(outcome, RanOut):

@@ -34,6 +34,7 @@ from autoaccum.planning.noise import Noise, Part, estimate
 from autoaccum.window import contributions
 from autoaccum.window.gradient import Gradient, Gradients, Signs, count_nodes
 from autoaccum.window.job import Job
+from autoaccum.window.single_samples import SingleSampleError, may_need_another
 from autoaccum.window.snapshot import Snapshot
 from autoaccum.window.state import State
 
@@ -141,10 +142,24 @@ class Transaction:
 
         Its loss is a mean over its items, or a sum; it is weighted such that all add up to the window's: see
         ``loss.weighting``. What it holds of the device's memory is free again when this returns.
+
+        Raises:
+            SingleSampleError: it has one sample of several, and may need another.
         """
         if self._begun is not None and self._sizes:
             self._begun.restore(random=False)  # so that each finds the state that the whole window would
         batch = self._window.micro_batch(piece.start, piece.size)
+        if piece.size > 1 or self._num_samples == 1:
+            self._compute(batch, piece)
+            return
+        try:
+            self._compute(batch, piece)
+        except Exception as error:
+            if may_need_another(error):
+                raise SingleSampleError from error
+            raise
+
+    def _compute(self, batch: Any, piece: Piece) -> None:
         num_items = self._job.num_items if self.hypothesis in (None, "num_items") else None
         reduction = None if num_items is None else by_user(num_items, batch)
         if reduction is not None and not isinstance(reduction.items, torch.Tensor) and not reduction.items:
@@ -291,7 +306,7 @@ class Transaction:
             self._has_sums = found.is_sum
             return Repeat(sizes=sizes)
         if len(sizes) > 1:
-            self.signs.of_counts(sizes, counts)
+            self.signs.of_counts(sizes, counts, reductions)
         correction = tally.correction(found.is_sum)
         parts, noise = self._parts(counts, found.is_sum, correction) if self._norms else ((), None)
         if correction != 1:

@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from autoaccum.loss.reductions import Reduction
+from autoaccum.loss.terms import Term
 from autoaccum.window.gradient import Gradients, Signs, are_alike, count_nodes
 
 
@@ -144,17 +146,18 @@ class TestSigns:
 
     def test_counts_are_compared_while_they_could_be_samples_or_stand_for_none(self) -> None:
         signs = Signs()
-        signs.of_counts([3, 2], [3.0, 1.0])
+        signs.of_counts([3, 2], [3.0, 1.0], [])
         assert not signs.have_changed
         signs.compares_samples = True
-        signs.of_counts([3, 2], [30.0, 20.0])
+        signs.of_counts([3, 2], [30.0, 20.0], [])
         assert not signs.have_changed
-        signs.of_counts([3, 2], [3.0, 1.0])
+        signs.of_counts([3, 2], [3.0, 1.0], [])
         assert signs.have_changed
         signs.have_changed, signs.compares_samples, signs.compares_ones = False, False, True
-        signs.of_counts([3, 2], [3.0, 2.0])
+        of_nine = Term("mean", divisor=9.0, is_one=True)  # means over nine features, divided by a count of one
+        signs.of_counts([3, 2], [3.0, 2.0], [Reduction(3.0), Reduction(2.0)])
         assert not signs.have_changed
-        signs.of_counts([3, 2], [3.0, -1.0])
+        signs.of_counts([3, 2], [3.0, 9.0], [Reduction(3.0), Reduction(9.0, terms=(of_nine,))])
         assert signs.have_changed
 
     def test_they_are_kept(self) -> None:

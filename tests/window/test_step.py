@@ -155,6 +155,9 @@ class Told:
     def begin_attempt(self, number: int, announce: Any) -> None:
         """Do nothing."""
 
+    def break_off(self) -> None:
+        """Do nothing."""
+
     def check_first(self, gradient: Any) -> None:
         """Do nothing."""
 

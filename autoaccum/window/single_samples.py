@@ -1,0 +1,43 @@
+"""Tells what fails because a micro-batch has a single sample: statistics of one, and ``squeeze()``, which drops it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from autoaccum.errors import AutoaccumError
+from autoaccum.memory.oom import is_out_of_memory, is_raised_by_hand
+
+
+class SingleSampleError(Exception):
+    """A single sample was refused, raised from the error that it had: two of them may do."""
+
+
+class Refusal(NamedTuple):
+    """What was given up for micro-batches of two samples at least."""
+
+    sizes: tuple[int, ...]
+    """The plan, which held a single sample."""
+    largest: int
+    """The most that was known to fit."""
+    why: str
+
+
+def may_need_another(error: Exception) -> bool:
+    """Return whether an error may be there for no more than that a micro-batch has one sample.
+
+    Operations say so as errors of shapes. What a user's own ``raise`` says is meant for the user, and data that cannot
+    be read stay so.
+    """
+    if not isinstance(error, IndexError | RuntimeError | TypeError | ValueError):
+        return False
+    if isinstance(error, AutoaccumError | torch.AcceleratorError) or is_out_of_memory(error):
+        return False
+    return not is_raised_by_hand(error)
+
+
+def reason(error: BaseException) -> str:
+    """Return why plans change, from the error of a single sample."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"a single sample cannot be computed: {type(error).__name__}: {lines[0]}"
