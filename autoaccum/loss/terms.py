@@ -50,9 +50,11 @@ class Factor:
     value: Count = 1.0
     """Their product, where a divisor d counts as 1 / d."""
     divisors: tuple[float, ...] = ()
-    """Numbers that the program wrote down to divide by."""
+    """Numbers that the program wrote down to divide by, each twice at most: a recurrence has hundreds of one."""
     multipliers: tuple[float, ...] = ()
-    """Numbers that it wrote down to multiply with."""
+    """Numbers that it wrote down to multiply with, likewise."""
+    written: float = 1.0
+    """The product of all of these, where a divisor d counts as 1 / d."""
     tensors: Literal["", "Div", "Mul"] = ""
     """How constants came in that tensors computed: not at all, by division alone, or also by multiplication."""
 
@@ -69,9 +71,16 @@ class Factor:
             return replace(self, value=product, tensors="Mul" if "Mul" in (operation, self.tensors) else "Div")
         if value == 0:  # the loss is not finite, and shall be seen to be so
             return self
+        number = float(value)
         if operation == "Div":
-            return replace(self, value=product, divisors=(*self.divisors, float(value)))
-        return replace(self, value=product, multipliers=(*self.multipliers, float(value)))
+            divisors = _with(self.divisors, number)
+            return replace(self, value=product, divisors=divisors, written=self.written / number)
+        multipliers = _with(self.multipliers, number)
+        return replace(self, value=product, multipliers=multipliers, written=self.written * number)
+
+
+def _with(numbers: tuple[float, ...], number: float) -> tuple[float, ...]:
+    return numbers if numbers.count(number) > 1 else (*numbers, number)
 
 
 def divide(first: Count, second: Count) -> Count:
@@ -171,7 +180,7 @@ def _may_count(n: int, factor: Factor, shapes: Sequence[tuple[int, ...]]) -> boo
     A divisor of which that is not so is a count only if it varies from one micro-batch to the next.
     """
     # The factor without what the program wrote down as numbers: one over what tensors computed.
-    of_tensors = divide(math.prod(factor.multipliers) / math.prod(factor.divisors), factor.value)
+    of_tensors = divide(factor.written, factor.value)
     if isinstance(of_tensors, torch.Tensor):  # on an accelerator, and not read now
         return True
     return is_multiple(of_tensors, n) and of_tensors <= math.prod(shapes[-1])

@@ -254,8 +254,7 @@ def _is_one(factor: Factor) -> bool:
         return True
     if not factor.tensors or isinstance(factor.value, torch.Tensor):
         return False
-    written = math.prod(factor.multipliers) / math.prod(factor.divisors)
-    return math.isclose(abs(factor.value), abs(written), rel_tol=1e-12)
+    return math.isclose(abs(factor.value), abs(factor.written), rel_tol=1e-12)
 
 
 def _unknown(node: Any) -> Term:
