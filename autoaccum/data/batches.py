@@ -192,4 +192,10 @@ def to_device(batch: Any, device: torch.device, *, copy: bool) -> Any:
 
 def num_bytes(batch: Any) -> int:
     """Count the bytes of a batch's tensors and arrays."""
-    return sum(leaf.nbytes for leaf in flatten(batch)[0] if isinstance(leaf, torch.Tensor | np.ndarray))
+    return sum(map(_num_bytes, flatten(batch)[0]))
+
+
+def _num_bytes(leaf: Any) -> int:
+    if isinstance(leaf, torch.Tensor) and leaf.layout is torch.sparse_coo:  # which does not know its own
+        return leaf._values().nbytes + leaf._indices().nbytes
+    return leaf.nbytes if isinstance(leaf, torch.Tensor | np.ndarray) else 0

@@ -19,7 +19,7 @@ from autoaccum.memory import clock
 from autoaccum.memory.base import Memory
 from autoaccum.memory.devices import find_device, memory_of
 from autoaccum.memory.limit import Limit, MemoryLimit
-from autoaccum.memory.oom import RanOut, attempt, named, room_for_model
+from autoaccum.memory.oom import RanOut, attempt, named, room_for_model, without_frames
 from autoaccum.memory.waiting import Patience, Shortage
 from autoaccum.planning.attempts import Piece
 from autoaccum.planning.costs import MemoryModel, TimeModel, Trial, fit_time_model
@@ -42,7 +42,7 @@ from autoaccum.window.optimizers import (
     trainable_parameters,
 )
 from autoaccum.window.precision import Autocast, Precision, autocast
-from autoaccum.window.single_samples import may_need_another
+from autoaccum.window.single_samples import beyond_memory, may_need_another
 
 GROWTH = 64
 """How many times its largest success a probe may try next, where the device itself refuses what is too much."""
@@ -162,6 +162,7 @@ def probe(
         )
         trying = Patience(limit, patience, lambda waiting: None, step=0, phase="probe")
         cause: Exception | None = None
+        alone: Exception | None = None  # what a single sample had
         for piece in search.until_known(ceiling):
             # Predicted before it is run, so that a report can tell how good predictions were.
             predicted = None if (expected := search.memory_model) is None else expected.predict(piece.size)
@@ -173,7 +174,8 @@ def probe(
                 if piece.size > smallest or not isinstance(reading, Shortage) or not trying.may_pass(reading):
                     break
                 limits.heed(limit.read())
-            if reading is None:
+            if isinstance(reading, Exception):
+                alone = reading
                 smallest = search.smallest = 2
             elif isinstance(reading, Shortage):
                 cause = reading.error
@@ -183,6 +185,8 @@ def probe(
                 if piece.size <= smallest:  # as in training, which moves the target where little is free above it
                     limits.learn_least(reading[0])
         history, largest = search.history, search.largest
+        if largest == 0 and alone is not None:
+            raise beyond_memory(alone)
         if largest == 0:  # asked for advice in here, where the model still is as it was tried
             refused = Refused(
                 model=model,
@@ -235,10 +239,10 @@ def _try(
     device: torch.device,
     *,
     is_alone: bool,
-) -> tuple[int, float] | Shortage | None:
+) -> tuple[int, float] | Shortage | Exception:
     """Run one forward and backward; return its peak in bytes and its seconds, or that memory ran out.
 
-    Return None for a single sample that cannot be computed, of which two may.
+    Return the error of a single sample that cannot be computed, of which two may.
     """
     # What trials before it have left in the allocator would count in its peak.
     memory.release()
@@ -260,7 +264,7 @@ def _try(
         outcome = attempt(forward_and_backward)
     except Exception as error:
         if is_alone and may_need_another(error):
-            return None
+            return without_frames(error)
         raise
     if not isinstance(outcome, RanOut):
         return outcome

@@ -34,6 +34,7 @@ from autoaccum.planning.trials import Trials
 from autoaccum.training.metrics import Metrics, SharedTree, Sums
 from autoaccum.window.attributes import Attributes
 from autoaccum.window.precision import Autocast
+from autoaccum.window.single_samples import may_need_another
 from autoaccum.window.snapshot import Snapshot
 
 
@@ -150,6 +151,16 @@ class Validator:
 
         Where samples are alike training's micro-batch fits, for there is no backward.
         """
+        try:
+            return self._run(step, epoch, training_micro_batch)
+        except Exception as error:
+            # The first one has a single sample, which cannot be computed of some models: two of them may do.
+            if self._trials.largest or self._trials.smallest > 1 or not may_need_another(error):
+                raise
+        self._trials.smallest = 2
+        return self._run(step, epoch, max(2, training_micro_batch))
+
+    def _run(self, step: int, epoch: int, training_micro_batch: int) -> float:
         started = clock.now()
         # One for each micro-batch, joined at the end: how they go together shows only when all are there.
         losses: list[tuple[int, float, Reduction]] = []
@@ -198,8 +209,14 @@ class Validator:
         snapshot.take()
         try:
             with self._evaluating():
-                metrics.measure(SharedTree(self._source.example(1)), lambda: self._source.example(1))
                 two = self._source.example(2)
+                try:
+                    metrics.measure(SharedTree(self._source.example(1)), lambda: self._source.example(1))
+                except Exception as error:
+                    if not may_need_another(error):
+                        raise
+                    metrics.measure(SharedTree(two), lambda: self._source.example(2))
+                    return
                 if _is_cut(two):  # else there is nothing to compare both together with
                     metrics.check(two)
         except EmptyDatasetError:

@@ -88,7 +88,7 @@ class Examiner:
         self._number = 0  # of the window that is run
         self._is_to_remember = False
         self._smallest = 1
-        transaction.drops_nan = verify
+        transaction.drops_nan = transaction.signs.watches_least = verify
         self._begin()
 
     def begin_attempt(self, number: int, announce: Callable[[Notice], None]) -> None:
@@ -212,9 +212,11 @@ class Examiner:
             if is_passed and self._transaction.hypothesis == "items" and readings.is_guessed(gradient, self._rivals):
                 doubt = notices.doubt_of(gradient.sizes, gradient.reductions)
                 said.extend([] if doubt is None else [doubt])
-            if reason == "whole":
+            if reason == "whole" or (is_passed and gradient.suspects):
                 with aside():
                     self._check_parts(window, gradient, said, is_passed=is_passed)
+            if is_passed:
+                self._transaction.signs.accept_least()
             after = self._transaction.hypothesis
             if after != before:
                 self._transaction.signs.forget_graphs()
@@ -237,7 +239,7 @@ class Examiner:
                     )
                     if found is not None:
                         self._fail(*found, said)
-        self._transaction.signs.have_changed = False
+        self._transaction.signs.have_changed = self._occasions.is_changed
         self._remembered = None
         if number >= self._transaction.signs.next_look:
             self._occasions.looked(number)
@@ -292,7 +294,7 @@ class Examiner:
         if verdict.decision is None:
             self._tell_unmeasured(verdict, number, said)
             return
-        if reason == "losses" and verdict.decision.passed:
+        if reason == "losses" and verdict.decision.passed and verdict.decision.hypothesis == likely:
             self._kinds.accept()
             return
         self._decide(verdict.decision, verdict, number, clock.now() - started, said)
@@ -328,7 +330,9 @@ class Examiner:
     def _decide(self, decision: Decision, verdict: Verdict, number: int, seconds: float, said: list[Event]) -> None:
         """Go by what was measured, and say it."""
         if decision.passed:
-            self._transaction.hypothesis = decision.hypothesis
+            held, self._transaction.hypothesis = self._transaction.hypothesis, decision.hypothesis
+            # Of some windows one hypothesis is true by chance: the next one has to show it once more.
+            self._occasions.is_changed = held not in (None, decision.hypothesis)
         said.append(
             Verified(
                 step=number,
@@ -378,7 +382,8 @@ class Examiner:
     def _fail(self, notice: Notice, error: float, said: list[Event]) -> None:
         """Say that windows that are cut have another gradient, and look no further."""
         self._occasions.status = "failed"
-        self._transaction.signs.compares_samples = self._transaction.signs.compares_ones = False
+        signs = self._transaction.signs
+        signs.compares_samples = signs.compares_ones = signs.watches_least = False
         self._refuse_or_say(notice, error, said)
 
     def _tell_unmeasured(self, verdict: Verdict, number: int, said: list[Event]) -> None:

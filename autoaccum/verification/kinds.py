@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 
 from autoaccum.data import batches
 from autoaccum.memory.oom import insist
+from autoaccum.verification.leaves import numbers_of
 
 _MOST_NUMBERS = 1024
 """Numbers of a sample's tensor that are looked at: labels, masks and tokens have few, and what has more is an input."""
@@ -33,25 +33,20 @@ class Kinds:
         self._waiting: dict[tuple[int, int], list[torch.Tensor]] = {}
         self._numbers = 0  # that wait
         self._facts: dict[int, torch.Tensor] = {}
-        self._shapes: set[tuple[int, torch.Size]] = set()
+        self._shapes: set[tuple[int, tuple[int, ...]]] = set()
 
     def look_at(self, batch: Any) -> None:
         """Look at a micro-batch."""
         for index, leaf in enumerate(batches.flatten(batch)[0]):
-            if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf":
-                leaf = torch.as_tensor(leaf)
-            if not isinstance(leaf, torch.Tensor) or not leaf.ndim or not leaf.numel():
-                continue
-            if leaf.layout is not torch.strided or leaf.is_complex() or leaf.is_quantized:
+            numbers = numbers_of(leaf)
+            if numbers is None or not numbers.numel():
                 continue
             self._shapes.add((index, leaf.shape[1:]))
-            width = leaf.shape[1:].numel()
+            width = numbers.shape[1:].numel()
             if width <= _MOST_NUMBERS:
-                waiting = self._waiting.setdefault((index, width), [])
-                # A copy, for a forward may write to its batch.
-                waiting.append(leaf.detach().reshape(-1, width).clone())
+                self._waiting.setdefault((index, width), []).append(numbers.reshape(-1, width))
                 # A window of many micro-batches takes no more memory than one of few.
-                self._numbers += leaf.numel()
+                self._numbers += numbers.numel()
                 if self._numbers > _MOST_WAITING:
                     self._gather()
 
@@ -121,8 +116,7 @@ def _facts_of(rows: torch.Tensor) -> torch.Tensor:
     """Return (5,): the least number, the least that is the most of its row, minus the most, the least absolute value
     that is the largest of its row, minus whether one is zero; the least of such numbers are those of several batches.
     """
-    numbers = rows.to(torch.float64 if rows.device.type != "mps" else torch.float32)
-    low, high = torch.aminmax(numbers, dim=1)
+    low, high = torch.aminmax(rows, dim=1)
     size = torch.maximum(high, -low)
     least = torch.stack([low, high, -high, size]).amin(dim=1)
-    return torch.cat([least, (numbers == 0).any().to(least.dtype)[None].neg()])
+    return torch.cat([least, (rows == 0).any().to(least.dtype)[None].neg()])

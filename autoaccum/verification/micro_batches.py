@@ -42,10 +42,12 @@ class MicroBatches:
         self._drops_gradients = drops_gradients
 
     def ones(self, window: Window, gradient: Gradient, hypothesis: Hypothesis | None) -> Found | None:
-        """Measure those that were divided by 1: that may be a count, or stand for none."""
+        """Measure those whose count may stand for none: divided by 1, or by less than any that was measured."""
         if hypothesis != "items":
             return None
-        for piece in readings.ones(gradient)[:_MOST_PARTS]:
+        pieces = readings.pieces(gradient)
+        lowest = [pieces[index] for index in gradient.suspects]
+        for piece in list(dict.fromkeys([*lowest, *readings.ones(gradient)]))[:_MOST_PARTS]:
             error = self._error_of(window, gradient, hypothesis, *piece)
             if error:
                 return notices.ones_notice(error), error

@@ -170,8 +170,8 @@ def ones_notice(error: float) -> Notice:
     """Return what to say of a window with a count of 1, where such a count was measured to stand for none as well."""
     off = f"windows that hold such a micro-batch get a gradient up to {_percent(error)} off"
     return Notice(
-        cause=f"The loss divides by 1, a count that is kept from 0 as by clamp(min=1) where nothing counts: {off}",
-        consequence="A micro-batch without items counts one, and so the others count for too little",
+        cause=f"The loss divides by a count that is kept from 0 where nothing counts, as by clamp(min=1): {off}",
+        consequence="A micro-batch without items counts for some, and so the others count for too little",
         cure="Pass num_items=(micro-batch) -> how many items its loss is a mean over",
     )
 

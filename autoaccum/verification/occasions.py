@@ -22,6 +22,8 @@ class Occasions:
         self.status: Status = "unmeasured"
         self.surprises = 0
         """Windows that have shown what was not there before."""
+        self.is_changed = False
+        """Whether the last measurement has passed by another hypothesis than the one before."""
         self.largest = 0
         """Samples of the largest window that was measured."""
         self.is_short_measured = False
@@ -37,7 +39,7 @@ class Occasions:
         """Return whether a window is going to be measured, if it is cut, whatever it shows."""
         if self.status == "unmeasured":
             return self.tries > 0
-        return self.status == "passed" and number >= self.next_round
+        return self.status == "passed" and (self.is_changed or number >= self.next_round)
 
     @property
     def short_below(self) -> int:

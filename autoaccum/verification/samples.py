@@ -11,6 +11,7 @@ import torch
 
 from autoaccum.data import batches
 from autoaccum.memory.oom import RanOut, attempt
+from autoaccum.verification.leaves import numbers_of
 
 MOST = 6
 """Samples that a measurement takes: enough for three cuts into parts of different sizes."""
@@ -78,13 +79,11 @@ def _features(batch: Any, num_samples: int) -> torch.Tensor | None:
     inputs: list[torch.Tensor] = []
     labels: list[torch.Tensor] = []
     for leaf in batches.flatten(batch)[0]:
-        if isinstance(leaf, np.ndarray) and leaf.dtype != object:
-            leaf = torch.as_tensor(leaf)
-        if isinstance(leaf, torch.Tensor) and leaf.ndim and len(leaf) == num_samples:
-            if leaf.layout is not torch.strided or leaf.is_quantized:
-                continue
-            is_label = len(torch.unique(leaf)) <= _FEW_VALUES or not (leaf.is_floating_point() or leaf.is_complex())
-            (labels if is_label else inputs).extend(_of_tensor(leaf.detach()))
+        numbers = numbers_of(leaf)
+        if numbers is not None and len(numbers) == num_samples:
+            is_whole = str(leaf.dtype).removeprefix("torch.").startswith(("bool", "int", "uint"))
+            is_label = is_whole or len(torch.unique(numbers)) <= _FEW_VALUES
+            (labels if is_label else inputs).extend(_of_rows(numbers.cpu().reshape(num_samples, -1)))
         elif isinstance(leaf, list | tuple) and len(leaf) == num_samples:
             labels.append(torch.tensor([_length(entry) for entry in leaf], dtype=torch.float64))
     if not inputs and not labels:
@@ -97,10 +96,8 @@ def _features(batch: Any, num_samples: int) -> torch.Tensor | None:
     return features
 
 
-def _of_tensor(leaf: torch.Tensor) -> list[torch.Tensor]:
+def _of_rows(numbers: torch.Tensor) -> list[torch.Tensor]:
     """Return the columns of one tensor: means, spreads, and what an entry may be left out for."""
-    numbers = torch.view_as_real(leaf) if leaf.is_complex() else leaf
-    numbers = numbers.reshape(len(leaf), -1).to("cpu", torch.float64)
     if not numbers.shape[1]:
         return []
     # The shares of entries that are zero or negative count double: padding, ignored targets and masks show in them.

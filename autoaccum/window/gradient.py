@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,8 +39,17 @@ class Gradient:
     """What each micro-batch counts; 0 where it was found to count nothing."""
     reductions: tuple[Reduction, ...] = ()
     """How the loss of each micro-batch was reduced."""
+    suspects: tuple[int, ...] = ()
+    """Indices of the micro-batches whose count may be one that was kept from 0."""
     conclusion: Conclusion | None = None
     """What these were taken for, seen together; None where nothing counts."""
+
+
+_SAME = 1e-6
+"""Relative difference up to which counts are the same."""
+_TIES = 8
+"""Windows in which micro-batches of the lowest count are suspects each time; later ones at doublings of their number:
+a loss may well be 0, as by a hinge, and a micro-batch may have one item."""
 
 
 class Signs:
@@ -49,7 +59,10 @@ class Signs:
     hypotheses that could not be told apart weigh its micro-batches differently.
     """
 
-    __slots__ = ("_graphs", "_modes", "compares_ones", "compares_samples", "have_changed", "next_look", "short_below")
+    __slots__ = (
+        "_graphs", "_lowest", "_modes", "_ties", "compares_ones", "compares_samples", "has_suspects",
+        "have_changed", "least", "next_look", "short_below", "watches_least",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         """Begin with nothing seen."""
@@ -59,6 +72,14 @@ class Signs:
         """Whether a mean over samples would do as well, as far as was measured."""
         self.compares_ones = False
         """Whether a count of 1 may stand for none."""
+        self.watches_least = True
+        """Whether the lowest count of the run may stand for none, as of ``mask.sum().clamp(min=1) * features``."""
+        self.least = math.inf
+        """The lowest that was measured."""
+        self._lowest = math.inf  # of this window
+        self.has_suspects = False
+        """Whether this window has micro-batches of which that is to be measured."""
+        self._ties = 0  # windows with micro-batches that counted as few and added nothing, or may have
         self.next_look = 1
         """The number of the next window whose forwards are looked at; for whoever looks to set."""
         self.short_below = 0
@@ -68,7 +89,7 @@ class Signs:
 
     def want_a_look(self, number: int, num_samples: int) -> bool:
         """Return whether a window of that number and size, which was cut, is to be examined before it is stepped on."""
-        return self.have_changed or number >= self.next_look or num_samples < self.short_below
+        return self.have_changed or self.has_suspects or number >= self.next_look or num_samples < self.short_below
 
     def of_graph(self, num_samples: int, *marks: object) -> None:
         """Take what tells the graph of a micro-batch from another one: its number of nodes, its root, its terms."""
@@ -87,6 +108,9 @@ class Signs:
             "graphs": dict(self._graphs),
             "compares_samples": self.compares_samples,
             "compares_ones": self.compares_ones,
+            "watches_least": self.watches_least,
+            "least": self.least,
+            "ties": self._ties,
             "modes": self._modes,
         }
 
@@ -94,6 +118,9 @@ class Signs:
         """Put back what ``state_dict`` returned."""
         self._graphs, self.compares_samples = dict(state["graphs"]), state["compares_samples"]
         self.compares_ones, self._modes = state["compares_ones"], state["modes"]
+        # Older versions did not watch it.
+        self.watches_least, self.least = state.get("watches_least", True), state.get("least", math.inf)
+        self._ties = state.get("ties", 0)
 
     def of_modes(self, modes: list[bool]) -> None:
         """Take whether each module is in training mode."""
@@ -105,8 +132,49 @@ class Signs:
         """Take what the micro-batches of a window count, and how their losses were reduced."""
         if self.compares_samples and not are_alike(sizes, counts):
             self.have_changed = True
-        if self.compares_ones and any(map(is_one, reductions)):
+        if self.compares_ones and (1.0 in map(abs, counts) or any(map(is_one, reductions))):
             self.have_changed = True
+
+    def suspects(
+        self,
+        sizes: Sequence[int],
+        counts: Sequence[float],
+        reductions: Sequence[Reduction],
+        losses: Sequence[torch.Tensor | None],
+    ) -> tuple[int, ...]:
+        """Return the micro-batches of the lowest count, where it may be one that was kept from 0: where it is lower
+        than any that was measured, or as low and nothing shows that such a micro-batch adds anything.
+        """
+        self.has_suspects = False
+        # PyTorch's own means over nothing are no numbers.
+        kept = [i for i, found in enumerate(reductions) if counts[i] and found.terms and not found.terms[0].is_items]
+        if not self.watches_least or not kept:
+            return ()
+        self._lowest = min(abs(counts[i]) for i in kept)
+        if self._lowest > self.least * (1 + _SAME):
+            return ()
+        is_alike = are_alike(sizes, counts)
+        is_new = self._lowest < self.least * (1 - _SAME) and not is_alike
+        found = [
+            i
+            for i in kept
+            if abs(counts[i]) <= self._lowest * (1 + _SAME)
+            and (is_new or _adds_nothing(losses[i]) or (bool(reductions[i].constants) and not is_alike))
+        ]
+        if found and not is_new:
+            self._ties += 1
+            if self._ties > _TIES and self._ties & (self._ties - 1):
+                return ()
+        self.has_suspects = bool(found)
+        return tuple(found)
+
+    def accept_least(self) -> None:
+        """Take the lowest count of this window for measured."""
+        self.least = min(self.least, self._lowest)
+
+
+def _adds_nothing(loss: torch.Tensor | None) -> bool:
+    return loss is not None and not loss.tolist()  # which reads it without an operation
 
 
 def are_alike(sizes: Sequence[float], counts: Sequence[float]) -> bool:

@@ -48,7 +48,9 @@ _SIGNS = entries(
         "modes": optional(every(a(bool))),
         "compares_samples": a(bool),
         "compares_ones": a(bool),
-    }
+    },
+    # Which came later.
+    optionally={"watches_least": a(bool), "least": number(0, finite=False), "ties": whole()},
 )
 _OCCASIONS = entries(
     {
@@ -60,7 +62,8 @@ _OCCASIONS = entries(
         "next_look": whole(1),
         # Of measurements that came to nothing there may be any number.
         "tries": whole(-MOST),
-    }
+    },
+    optionally={"is_changed": a(bool)},
 )
 _VERIFIED = entries(
     {

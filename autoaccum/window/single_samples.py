@@ -11,7 +11,12 @@ from autoaccum.memory.oom import is_out_of_memory, is_raised_by_hand
 
 
 class SingleSampleError(Exception):
-    """A single sample was refused, raised from the error that it had: two of them may do."""
+    """A single sample was refused: two of them may do."""
+
+    def __init__(self, refused: Exception) -> None:
+        """Take the error that it had."""
+        super().__init__(str(refused))
+        self.refused = refused
 
 
 class Refusal(NamedTuple):
@@ -21,7 +26,8 @@ class Refusal(NamedTuple):
     """The plan, which held a single sample."""
     largest: int
     """The most that was known to fit."""
-    why: str
+    error: Exception
+    """What the single sample had; it pins nothing."""
 
 
 def may_need_another(error: Exception) -> bool:
@@ -37,7 +43,13 @@ def may_need_another(error: Exception) -> bool:
     return not is_raised_by_hand(error)
 
 
-def reason(error: BaseException) -> str:
+def reason(error: Exception) -> str:
     """Return why plans change, from the error of a single sample."""
     lines = str(error).strip().splitlines() or [""]
     return f"a single sample cannot be computed: {type(error).__name__}: {lines[0]}"
+
+
+def beyond_memory(error: Exception) -> Exception:
+    """Return the error of a single sample, of which two did not fit: whether these would do nobody knows."""
+    error.add_note("It was raised for a micro-batch of one sample; with two of them memory ran out.")
+    return error

@@ -129,13 +129,20 @@ class Step:
         except BaseException:
             self._break_off()
             self._examiner.break_off()
-            if self._refusal is not None:  # it is no matter of single samples
-                self.tuner.set_smallest(1, self._refusal.largest)
+            self._forget(self._refusal)
             raise
         self.transaction.commit()
+        if refused is not None and self._refusal is not None:
+            self._forget(self._refusal)
+            raise single_samples.beyond_memory(self._refusal.error)
         if refused is not None:
             raise advised(refused, self.job, lambda size: window.micro_batch(0, size), self._memory, self.limit.bytes)
         return gradient, replays
+
+    def _forget(self, refusal: Refusal | None) -> None:
+        """Let micro-batches have one sample again: that one could not be computed was not for want of another."""
+        if refusal is not None:
+            self.tuner.set_smallest(1, refusal.largest)
 
     def _break_off(self) -> None:
         """Leave nothing of a window that an error, or Ctrl-C, has ended in its midst."""
@@ -175,7 +182,8 @@ class Step:
                 tuner.set_smallest(max(2, tuner.smallest))
                 pieces = tuner.window(window.num_samples, lengths)
         if self._refusal is not None:  # told now that two samples do
-            self._replanned(self._refusal.sizes, tuner.plan(window.num_samples, lengths), self._refusal.why)
+            why = single_samples.reason(self._refusal.error)
+            self._replanned(self._refusal.sizes, tuner.plan(window.num_samples, lengths), why)
             self._refusal = None
         # The tuner hears of the window before anything is said of it, and so before a callback can raise.
         pieces.committed(outcome.sizes, None if started is None else meter.now() - started - self.examining_seconds)
@@ -199,9 +207,8 @@ class Step:
             )
             return Failure(self._piece, shortage)
         except SingleSampleError as error:
-            why = single_samples.reason(error.__cause__ or error)
-            self._refusal = Refusal(pieces.sizes or (1,) * window.num_samples, self.tuner.largest, why)
-            without_frames(error)
+            cause = without_frames(error).refused
+            self._refusal = Refusal(pieces.sizes or (1,) * window.num_samples, self.tuner.largest, cause)
             return Repeat(sizes=())
         if isinstance(outcome, Gradient) and len(outcome.sizes) > 1 and signs.want_a_look(number, window.num_samples):
             return self._examined(window, outcome)

@@ -156,7 +156,7 @@ class Transaction:
             self._compute(batch, piece)
         except Exception as error:
             if may_need_another(error):
-                raise SingleSampleError from error
+                raise SingleSampleError(error) from error
             raise
 
     def _compute(self, batch: Any, piece: Piece) -> None:
@@ -281,8 +281,14 @@ class Transaction:
         return reduction.is_sum if self._has_sums is None else self._has_sums
 
     def num_contributing(self) -> int:
-        """Return how many micro-batches have added to the window so far: a loss of 0 adds nothing."""
-        return sum(loss is not None and bool(loss) for loss in self._losses)
+        """Return how many micro-batches have added to the window so far: a loss of 0 adds nothing.
+
+        Beside terms of the parameters alone it is these, and the same each time.
+        """
+        losses = [loss.tolist() for loss in self._losses if loss is not None]
+        if any(reduction.constants for reduction in self._reductions):
+            return sum(losses.count(loss) == 1 for loss in losses)
+        return sum(map(bool, losses))
 
     def finish(self) -> Gradient | Repeat:
         """Complete the gradient: correct it by the true count, unscale and clip it."""
@@ -305,8 +311,10 @@ class Transaction:
         if has_constants and any(self._is_sum(reduction) is not found.is_sum for reduction in reductions):
             self._has_sums = found.is_sum
             return Repeat(sizes=sizes)
+        suspects: tuple[int, ...] = ()
         if len(sizes) > 1:
             self.signs.of_counts(sizes, counts, reductions)
+            suspects = self.signs.suspects(sizes, counts, reductions, self._losses)
         correction = tally.correction(found.is_sum)
         parts, noise = self._parts(counts, found.is_sum, correction) if self._norms else ((), None)
         if correction != 1:
@@ -325,6 +333,7 @@ class Transaction:
             dropped=tuple(self._dropped),
             counts=tuple(counts),
             reductions=tuple(reductions),
+            suspects=suspects,
             conclusion=found,
         )
 
