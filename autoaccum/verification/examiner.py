@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -291,6 +292,9 @@ class Examiner:
         # Where losses alone show that something is wrong, gradients tell what.
         if verdict is None or (verdict.decision is not None and not verdict.decision.passed):
             verdict = self._verdict(window, likely, most)
+        if verdict.decision is None and verdict.failed is not None and held is not None:
+            # What was true of other samples is not true of these.
+            verdict = replace(verdict, decision=verdict.failed)
         if verdict.decision is None:
             self._tell_unmeasured(verdict, number, said)
             return

@@ -95,6 +95,8 @@ class Verdict:
     """Whether that may be otherwise in the next window, as of a gradient of 0 or a loss that is not finite."""
     ran_out: bool = False
     """Whether that was for want of memory, of which there may be more once the search for sizes is over."""
+    failed: Decision | None = None
+    """What failed by the hypothesis that came first, where others pass for too few samples to count."""
     ones: Decision | None = None
     """What was measured of windows that hold a count of 1, which may stand for none; None where it does not matter."""
     chosen: tuple[int, ...] = ()

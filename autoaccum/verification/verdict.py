@@ -165,7 +165,14 @@ def _measured_of(
                     )
                 decision, ones = (decision, None) if without is None else (without, decision)
             if decision.passed and decision.is_vacuous:
-                return Verdict(unmeasured="fewer than two of a few samples count", is_passing=True)
+                failed = [outcome for outcome in decision.outcomes if outcome.hypothesis == likely]
+                return Verdict(
+                    unmeasured="fewer than two of a few samples count",
+                    is_passing=True,
+                    failed=replace(Decision.of(failed[0], passed=False), cuts=decision.cuts) if failed else None,
+                    chosen=tuple(chosen),
+                    tolerance=measurement.tolerance,
+                )
             causes: tuple[Cause, ...] = ()
             if not decision.passed:
                 causes = tuple(name_cause(measurement, decision.cuts, decision.hypothesis))

@@ -74,9 +74,9 @@ class Signs:
         """Whether a count of 1 may stand for none."""
         self.watches_least = True
         """Whether the lowest count of the run may stand for none, as of ``mask.sum().clamp(min=1) * features``."""
-        self.least = math.inf
-        """The lowest that was measured."""
-        self._lowest = math.inf  # of this window
+        self.least = (math.inf, math.inf)
+        """The lowest that was measured, and the lowest of a sample."""
+        self._lowest = self.least  # of this window
         self.has_suspects = False
         """Whether this window has micro-batches of which that is to be measured."""
         self._ties = 0  # windows with micro-batches that counted as few and added nothing, or may have
@@ -119,7 +119,7 @@ class Signs:
         self._graphs, self.compares_samples = dict(state["graphs"]), state["compares_samples"]
         self.compares_ones, self._modes = state["compares_ones"], state["modes"]
         # Older versions did not watch it.
-        self.watches_least, self.least = state.get("watches_least", True), state.get("least", math.inf)
+        self.watches_least, self.least = state.get("watches_least", True), state.get("least", self.least)
         self._ties = state.get("ties", 0)
 
     def of_modes(self, modes: list[bool]) -> None:
@@ -150,15 +150,17 @@ class Signs:
         kept = [i for i, found in enumerate(reductions) if counts[i] and found.terms and not found.terms[0].is_items]
         if not self.watches_least or not kept:
             return ()
-        self._lowest = min(abs(counts[i]) for i in kept)
-        if self._lowest > self.least * (1 + _SAME):
+        lowest, least = min(abs(counts[i]) for i in kept), self.least
+        self._lowest = lowest, min(abs(counts[i]) / sizes[i] for i in kept)
+        if lowest > least[0] * (1 + _SAME):
             return ()
         is_alike = are_alike(sizes, counts)
-        is_new = self._lowest < self.least * (1 - _SAME) and not is_alike
+        is_new = lowest < least[0] * (1 - _SAME) and not is_alike
+        is_new = is_new or self._lowest[1] < least[1] * (1 - _SAME) < math.inf
         found = [
             i
             for i in kept
-            if abs(counts[i]) <= self._lowest * (1 + _SAME)
+            if abs(counts[i]) <= lowest * (1 + _SAME)
             and (is_new or _adds_nothing(losses[i]) or (bool(reductions[i].constants) and not is_alike))
         ]
         if found and not is_new:
@@ -170,7 +172,7 @@ class Signs:
 
     def accept_least(self) -> None:
         """Take the lowest count of this window for measured."""
-        self.least = min(self.least, self._lowest)
+        self.least = min(self.least[0], self._lowest[0]), min(self.least[1], self._lowest[1])
 
 
 def _adds_nothing(loss: torch.Tensor | None) -> bool:

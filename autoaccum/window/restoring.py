@@ -50,7 +50,11 @@ _SIGNS = entries(
         "compares_ones": a(bool),
     },
     # Which came later.
-    optionally={"watches_least": a(bool), "least": number(0, finite=False), "ties": whole()},
+    optionally={
+        "watches_least": a(bool),
+        "least": parts(number(0, finite=False), number(0, finite=False)),
+        "ties": whole(),
+    },
 )
 _OCCASIONS = entries(
     {

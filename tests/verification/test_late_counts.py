@@ -1,0 +1,112 @@
+"""A count that is kept from 0 shows only where nothing counts: whenever that is, whatever the count is multiplied with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autoaccum
+from autoaccum.events import Notice, StepReport, Verified
+
+FEATURES, SAMPLES, WINDOWS = 4, 8, 7
+Loss = Callable[[Any, Any], torch.Tensor]
+
+
+def errors_of(model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    inputs, targets, mask = batch
+    return (model(inputs) - targets) ** 2, mask
+
+
+def by_tensors(model: nn.Module, batch: Any) -> torch.Tensor:
+    errors, mask = errors_of(model, batch)
+    return (errors * mask[:, None]).sum() / (mask.sum().clamp(min=1) * FEATURES)
+
+
+def by_numbers(model: nn.Module, batch: Any) -> torch.Tensor:
+    errors, mask = errors_of(model, batch)
+    return (errors * mask[:, None]).sum() / (max(mask.sum().item(), 1) * FEATURES)
+
+
+def with_penalty(model: nn.Module, batch: Any) -> torch.Tensor:
+    penalty: torch.Tensor = sum(p.pow(2).sum() for p in model.parameters())  # type: ignore[assignment]
+    return by_tensors(model, batch) + 0.01 * penalty
+
+
+def by_weights(model: nn.Module, batch: Any) -> torch.Tensor:
+    errors, mask = errors_of(model, batch)
+    return ((mask / mask.sum().clamp(min=1))[:, None] * errors).mean(1).sum()
+
+
+def gradients(
+    loss: Loss, mask: torch.Tensor, micro_batch: int, **options: Any
+) -> tuple[list[torch.Tensor], list[tuple[int, Any]]]:
+    """Return the gradient of each window, and what was said with the number of the window it was said in."""
+    generator = torch.Generator().manual_seed(0)
+    inputs, targets = torch.randn(2, len(mask), FEATURES, generator=generator, dtype=torch.float64)
+    torch.manual_seed(0)
+    model = nn.Linear(FEATURES, FEATURES).double()
+    found: list[torch.Tensor] = []
+    said: list[tuple[int, Any]] = []
+
+    class Kept(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            found.append(torch.cat([p.grad.flatten() for p in model.parameters()]))  # type: ignore[union-attr]
+
+    def hear(event: Any) -> None:
+        if isinstance(event, Notice | Verified):
+            said.append((len(found) + 1, event))
+
+    autoaccum.fit(
+        model, (inputs, targets, mask), effective_batch=SAMPLES, micro_batch=micro_batch, training_step=loss,
+        optimizer=lambda parameters: Kept(parameters, lr=0.1), shuffle=False, device="cpu", callbacks=[hear],
+        progress=False, steps=len(mask) // SAMPLES, **options,
+    )  # fmt: skip
+    return found, said
+
+
+def mask_of(window: int, first: int = 1) -> torch.Tensor:
+    """Return a mask of all ones, but for a window of which the first few samples count."""
+    mask = torch.ones(SAMPLES * WINDOWS, dtype=torch.float64)
+    mask[(window - 1) * SAMPLES + first : window * SAMPLES] = 0
+    return mask
+
+
+@pytest.mark.filterwarnings("ignore::autoaccum.AutoaccumWarning")
+@pytest.mark.parametrize("micro_batch", [4, 2])
+@pytest.mark.parametrize("window", [1, 3, 4, 6])
+@pytest.mark.parametrize("loss", [by_tensors, by_numbers, with_penalty, by_weights])
+def test_no_window_is_wrong_before_it_is_said(loss: Loss, window: int, micro_batch: int) -> None:
+    mask = mask_of(window)
+    found, said = gradients(loss, mask, micro_batch)
+    expected, _ = gradients(loss, mask, SAMPLES)
+    notices = [number for number, event in said if isinstance(event, Notice)]
+    for number, (gradient, whole) in enumerate(zip(found, expected, strict=True), 1):
+        if (gradient - whole).norm() > 1e-6 * whole.norm():
+            assert notices, f"window {number} is wrong"
+            assert notices[0] <= number, f"window {number} was wrong before a word"
+
+
+def test_the_lowest_count_is_kept_in_a_checkpoint(tmp_path: Any) -> None:
+    mask = torch.ones(SAMPLES * WINDOWS, dtype=torch.float64)
+
+    def state(stop: int | None) -> Any:
+        def end(event: Any) -> None:
+            if isinstance(event, StepReport) and event.step == stop:
+                raise autoaccum.StopTraining
+
+        torch.manual_seed(0)
+        trainer = autoaccum.Trainer(
+            nn.Linear(FEATURES, FEATURES).double(), (torch.zeros(len(mask), FEATURES).double() + 1, torch.randn(
+                len(mask), FEATURES).double(), mask), effective_batch=SAMPLES, micro_batch=4,
+            training_step=by_tensors, device="cpu", run_dir=tmp_path, callbacks=[end], shuffle=False, steps=4,
+            progress=False,
+        )  # fmt: skip
+        trainer.fit()
+        return trainer._step.transaction.signs
+
+    first, second = state(2), state(None)
+    assert (first.least, second.least) == ((16.0, 4.0), (16.0, 4.0))
