@@ -216,8 +216,6 @@ class Examiner:
             if reason == "whole" or (is_passed and gradient.suspects):
                 with aside():
                     self._check_parts(window, gradient, said, is_passed=is_passed)
-            if is_passed:
-                self._transaction.signs.accept_least()
             after = self._transaction.hypothesis
             if after != before:
                 self._transaction.signs.forget_graphs()
@@ -240,7 +238,7 @@ class Examiner:
                     )
                     if found is not None:
                         self._fail(*found, said)
-        self._transaction.signs.have_changed = self._occasions.is_changed
+        self._transaction.signs.have_changed, self._transaction.signs.has_suspects = self._occasions.is_changed, False
         self._remembered = None
         if number >= self._transaction.signs.next_look:
             self._occasions.looked(number)

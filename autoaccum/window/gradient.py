@@ -60,7 +60,7 @@ class Signs:
     """
 
     __slots__ = (
-        "_graphs", "_lowest", "_modes", "_ties", "compares_ones", "compares_samples", "has_suspects",
+        "_graphs", "_modes", "_ties", "compares_ones", "compares_samples", "has_suspects",
         "have_changed", "least", "next_look", "short_below", "watches_least",
     )  # fmt: skip
 
@@ -75,8 +75,7 @@ class Signs:
         self.watches_least = True
         """Whether the lowest count of the run may stand for none, as of ``mask.sum().clamp(min=1) * features``."""
         self.least = (math.inf, math.inf)
-        """The lowest that was measured, and the lowest of a sample."""
-        self._lowest = self.least  # of this window
+        """The lowest so far, and the lowest of a sample."""
         self.has_suspects = False
         """Whether this window has micro-batches of which that is to be measured."""
         self._ties = 0  # windows with micro-batches that counted as few and added nothing, or may have
@@ -143,20 +142,20 @@ class Signs:
         losses: Sequence[torch.Tensor | None],
     ) -> tuple[int, ...]:
         """Return the micro-batches of the lowest count, where it may be one that was kept from 0: where it is lower
-        than any that was measured, or as low and nothing shows that such a micro-batch adds anything.
+        than any before, or as low and nothing shows that such a micro-batch adds anything.
         """
         self.has_suspects = False
         # PyTorch's own means over nothing are no numbers.
         kept = [i for i, found in enumerate(reductions) if counts[i] and found.terms and not found.terms[0].is_items]
         if not self.watches_least or not kept:
             return ()
-        lowest, least = min(abs(counts[i]) for i in kept), self.least
-        self._lowest = lowest, min(abs(counts[i]) / sizes[i] for i in kept)
-        if lowest > least[0] * (1 + _SAME):
+        lowest, of_one = min(abs(counts[i]) for i in kept), min(abs(counts[i]) / sizes[i] for i in kept)
+        if lowest > self.least[0] * (1 + _SAME):
             return ()
         is_alike = are_alike(sizes, counts)
-        is_new = lowest < least[0] * (1 - _SAME) and not is_alike
-        is_new = is_new or self._lowest[1] < least[1] * (1 - _SAME) < math.inf
+        is_new = lowest < self.least[0] * (1 - _SAME) and not is_alike
+        is_new = is_new or of_one < self.least[1] * (1 - _SAME) < math.inf
+        self.least = min(self.least[0], lowest), min(self.least[1], of_one)
         found = [
             i
             for i in kept
@@ -169,10 +168,6 @@ class Signs:
                 return ()
         self.has_suspects = bool(found)
         return tuple(found)
-
-    def accept_least(self) -> None:
-        """Take the lowest count of this window for measured."""
-        self.least = min(self.least[0], self._lowest[0]), min(self.least[1], self._lowest[1])
 
 
 def _adds_nothing(loss: torch.Tensor | None) -> bool:
