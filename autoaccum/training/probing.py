@@ -152,55 +152,39 @@ def probe(
             state_of = make_optimizer(optimizer, None, parameters)
             _make_gradients(parameters, sparse)
             allocate_state(state_of, modules)
-        smallest = smallest_micro_batch(modules)  # 2 with BatchNorm, which has no statistics of one sample
         limits = Limits(limit.bytes, headroom)
         search = Trials(
             limits,
-            smallest=smallest,
+            smallest=smallest_micro_batch(modules),  # 2 with BatchNorm, which has no statistics of one sample
             first=FEW_SIZES_FIRST if is_compiled(model) else None,
             growth=GROWTH if limit.is_enforced else 2,
         )
         trying = Patience(limit, patience, lambda waiting: None, step=0, phase="probe")
-        cause: Exception | None = None
-        alone: Exception | None = None  # what a single sample had
-        for piece in search.until_known(ceiling):
-            # Predicted before it is run, so that a report can tell how good predictions were.
-            predicted = None if (expected := search.memory_model) is None else expected.predict(piece.size)
-            while True:
-                for weight in sparse:  # as long as all the trials before it, by now
-                    weight.grad = None
-                is_alone = piece.size == smallest == 1 < ceiling
-                reading = _try(piece, model, source, loss_of, context, memory, on, is_alone=is_alone)
-                if piece.size > smallest or not isinstance(reading, Shortage) or not trying.may_pass(reading):
-                    break
-                limits.heed(limit.read())
-            if isinstance(reading, Exception):
-                alone = reading
-                smallest = search.smallest = 2
-            elif isinstance(reading, Shortage):
-                cause = reading.error
-                search.ran_out(piece, predicted)
-            else:
-                search.fitted(piece, *reading, predicted)
-                if piece.size <= smallest:  # as in training, which moves the target where little is free above it
-                    limits.learn_least(reading[0])
+
+        def run(piece: Piece) -> tuple[int, float] | Shortage | Exception:
+            for weight in sparse:  # as long as all the trials before it, by now
+                weight.grad = None
+            is_alone = piece.size == search.smallest == 1 < ceiling
+            return _try(piece, model, source, loss_of, context, memory, on, is_alone=is_alone)
+
+        cause, alone = _search(search, ceiling, run, trying, limits, limit)
         history, largest = search.history, search.largest
         if largest == 0 and alone is not None:
-            raise beyond_memory(alone)
+            raise alone
         if largest == 0:  # asked for advice in here, where the model still is as it was tried
             refused = Refused(
                 model=model,
                 modules=modules,
                 optimizer=state_of,
                 loss_of=loss_of,
-                batch=lambda: source.example(smallest),
+                batch=lambda: source.example(search.smallest),
                 precision=precision,
                 device=on,
                 memory=memory,
                 limit_bytes=limit.bytes,
                 peak_bytes=history[-1].peak_bytes,
             )
-            raise _nothing_fits(refused, smallest) from cause
+            raise _nothing_fits(refused, search.smallest) from cause
     return ProbeReport(
         max_micro_batch=largest,
         trials=tuple(history),
@@ -209,6 +193,39 @@ def probe(
         limit_bytes=limit.bytes,
         plan=None if most is None else plan(most, largest),
     )
+
+
+def _search(
+    search: Trials,
+    ceiling: int,
+    run: Callable[[Piece], tuple[int, float] | Shortage | Exception],
+    trying: Patience,
+    limits: Limits,
+    limit: Limit,
+) -> tuple[Exception | None, Exception | None]:
+    """Run one trial after the other; return what the last one that ran out of memory had, and what a single sample had
+    where two of them ran out of it, so that nobody knows whether these would do.
+    """
+    cause: Exception | None = None
+    alone: Exception | None = None
+    for piece in search.until_known(ceiling):
+        # Predicted before it is run, so that a report can tell how good predictions were.
+        predicted = None if (expected := search.memory_model) is None else expected.predict(piece.size)
+        while True:
+            reading = run(piece)
+            if piece.size > search.smallest or not isinstance(reading, Shortage) or not trying.may_pass(reading):
+                break
+            limits.heed(limit.read())
+        if isinstance(reading, Exception):
+            alone, search.smallest = beyond_memory(reading), 2
+        elif isinstance(reading, Shortage):
+            cause = reading.error
+            search.ran_out(piece, predicted)
+        else:
+            search.fitted(piece, *reading, predicted)
+            if piece.size <= search.smallest:  # as in training, which moves the target where little is free above it
+                limits.learn_least(reading[0])
+    return cause, alone
 
 
 def _make_gradients(parameters: Sequence[nn.Parameter], sparse: Sequence[torch.Tensor]) -> None:

@@ -210,6 +210,7 @@ class Validator:
         try:
             with self._evaluating():
                 two = self._source.example(2)
+                # A model that cannot be called on a single sample is compared with nothing.
                 try:
                     metrics.measure(SharedTree(self._source.example(1)), lambda: self._source.example(1))
                 except Exception as error:

@@ -81,6 +81,7 @@ def _features(batch: Any, num_samples: int) -> torch.Tensor | None:
     for leaf in batches.flatten(batch)[0]:
         numbers = numbers_of(leaf)
         if numbers is not None and len(numbers) == num_samples:
+            # Whole numbers are classes, tokens or counts; others are where they take few values.
             is_whole = str(leaf.dtype).removeprefix("torch.").startswith(("bool", "int", "uint"))
             is_label = is_whole or len(torch.unique(numbers)) <= _FEW_VALUES
             (labels if is_label else inputs).extend(_of_rows(numbers.cpu().reshape(num_samples, -1)))

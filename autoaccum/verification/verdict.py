@@ -165,6 +165,7 @@ def _measured_of(
                     )
                 decision, ones = (decision, None) if without is None else (without, decision)
             if decision.passed and decision.is_vacuous:
+                # Nothing passes by more than chance; what fails does not do so by chance.
                 failed = [outcome for outcome in decision.outcomes if outcome.hypothesis == likely]
                 return Verdict(
                     unmeasured="fewer than two of a few samples count",

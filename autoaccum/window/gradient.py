@@ -152,6 +152,7 @@ class Signs:
         lowest, of_one = min(abs(counts[i]) for i in kept), min(abs(counts[i]) / sizes[i] for i in kept)
         if lowest > self.least[0] * (1 + _SAME):
             return ()
+        # Where counts are like samples, there is as much in each micro-batch; until there is less in all of them.
         is_alike = are_alike(sizes, counts)
         is_new = lowest < self.least[0] * (1 - _SAME) and not is_alike
         is_new = is_new or of_one < self.least[1] * (1 - _SAME) < math.inf
@@ -162,6 +163,7 @@ class Signs:
             if abs(counts[i]) <= lowest * (1 + _SAME)
             and (is_new or _adds_nothing(losses[i]) or (bool(reductions[i].constants) and not is_alike))
         ]
+        # A loss may go on to be 0 for a whole run: then it is not measured in each window of it.
         if found and not is_new:
             self._ties += 1
             if self._ties > _TIES and self._ties & (self._ties - 1):

@@ -207,6 +207,7 @@ class Step:
             )
             return Failure(self._piece, shortage)
         except SingleSampleError as error:
+            # It is told when two samples have done: till then it may as well be an error of any size.
             cause = without_frames(error).refused
             self._refusal = Refusal(pieces.sizes or (1,) * window.num_samples, self.tuner.largest, cause)
             return Repeat(sizes=())

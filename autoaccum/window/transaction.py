@@ -152,6 +152,7 @@ class Transaction:
         if piece.size > 1 or self._num_samples == 1:
             self._compute(batch, piece)
             return
+        # What fails with the reading of the data, above, would fail again, and may not be read twice.
         try:
             self._compute(batch, piece)
         except Exception as error:

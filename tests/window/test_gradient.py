@@ -6,9 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from autoaccum.loss.reductions import Reduction
-from autoaccum.loss.terms import Term
-from autoaccum.window.gradient import Gradients, Signs, are_alike, count_nodes
+from autoaccum.window.gradient import Gradients, are_alike, count_nodes
 
 
 def gradients_of(*parameters: nn.Parameter) -> Gradients:
@@ -113,63 +111,6 @@ class TestClip:
 
     def test_without_gradients_the_norm_is_zero(self) -> None:
         assert gradients_of(nn.Parameter(torch.ones(1))).clip(1.0).item() == 0.0
-
-
-class TestSigns:
-    def test_the_first_graph_of_a_size_says_nothing_and_another_one_of_that_size_does(self) -> None:
-        signs = Signs()
-        for size, nodes in ((4, 9), (4, 9), (2, 5)):
-            signs.of_graph(size, nodes, "MeanBackward0", ("mean",))
-        assert not signs.have_changed
-        signs.of_graph(2, 6, "MeanBackward0", ("mean",))
-        assert signs.have_changed
-
-    @pytest.mark.parametrize(
-        "marks", [(8, "MeanBackward0", ("mean",)), (9, "SumBackward0", ("mean",)), (9, "MeanBackward0", ())]
-    )
-    def test_each_mark_counts(self, marks: tuple[object, ...]) -> None:
-        signs = Signs()
-        signs.of_graph(4, 9, "MeanBackward0", ("mean",))
-        signs.of_graph(4, *marks)
-        assert signs.have_changed
-
-    def test_another_mode_of_a_module_is_a_change(self) -> None:
-        signs = Signs()
-        signs.of_modes([True, True])
-        signs.of_modes([True, True])
-        assert not signs.have_changed
-        signs.of_modes([True, False])
-        assert signs.have_changed
-        signs.have_changed = False
-        signs.of_modes([True, False])
-        assert not signs.have_changed
-
-    def test_counts_are_compared_while_they_could_be_samples_or_stand_for_none(self) -> None:
-        signs = Signs()
-        signs.of_counts([3, 2], [3.0, 1.0], [])
-        assert not signs.have_changed
-        signs.compares_samples = True
-        signs.of_counts([3, 2], [30.0, 20.0], [])
-        assert not signs.have_changed
-        signs.of_counts([3, 2], [3.0, 1.0], [])
-        assert signs.have_changed
-        signs.have_changed, signs.compares_samples, signs.compares_ones = False, False, True
-        of_nine = Term("mean", divisor=9.0, is_one=True)  # means over nine features, divided by a count of one
-        signs.of_counts([3, 2], [3.0, 2.0], [Reduction(3.0), Reduction(2.0)])
-        assert not signs.have_changed
-        signs.of_counts([3, 2], [3.0, 9.0], [Reduction(3.0), Reduction(9.0, terms=(of_nine,))])
-        assert signs.have_changed
-
-    def test_they_are_kept(self) -> None:
-        signs, again = Signs(), Signs()
-        signs.of_graph(4, 9, "MeanBackward0", ("mean",))
-        signs.of_modes([True])
-        signs.compares_samples = signs.compares_ones = True
-        again.load_state_dict(signs.state_dict())
-        assert [getattr(again, name) for name in Signs.__slots__] == [getattr(signs, name) for name in Signs.__slots__]
-        signs.of_graph(4, 8, "", ())
-        again.of_graph(4, 9, "MeanBackward0", ("mean",))
-        assert not again.have_changed, "a copy, which others do not reach"
 
 
 @pytest.mark.parametrize(
