@@ -440,6 +440,7 @@ class Examiner:
         transaction.drops_nan = self._verify and drops_nan
         transaction.signs.load_state_dict(measured["signs"])
         self._occasions.load_state_dict(measured["occasions"])
+        transaction.signs.watches_least = self._verify and self._occasions.status != "failed"
         self._tell_signs()
         self._rivals = frozenset(measured["rivals"])
         self._kinds.load_state_dict(measured["kinds"])

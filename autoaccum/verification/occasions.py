@@ -80,7 +80,10 @@ class Occasions:
 
     def state_dict(self) -> dict[str, Any]:
         """Return all of it, for a checkpoint."""
-        return dict(vars(self))
+        state = dict(vars(self))
+        if not self.is_changed:  # which came later than the rest
+            del state["is_changed"]
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put back what ``state_dict`` returned."""

@@ -103,13 +103,12 @@ class Signs:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was seen, for a checkpoint."""
-        return {
+        # What came later is there only once it says something, so that older checkpoints and new ones are alike.
+        lowest = {"least": self.least, "ties": self._ties} if self.least[0] < math.inf else {}
+        return lowest | {
             "graphs": dict(self._graphs),
             "compares_samples": self.compares_samples,
             "compares_ones": self.compares_ones,
-            "watches_least": self.watches_least,
-            "least": self.least,
-            "ties": self._ties,
             "modes": self._modes,
         }
 
@@ -117,9 +116,7 @@ class Signs:
         """Put back what ``state_dict`` returned."""
         self._graphs, self.compares_samples = dict(state["graphs"]), state["compares_samples"]
         self.compares_ones, self._modes = state["compares_ones"], state["modes"]
-        # Older versions did not watch it.
-        self.watches_least, self.least = state.get("watches_least", True), state.get("least", self.least)
-        self._ties = state.get("ties", 0)
+        self.least, self._ties = state.get("least", self.least), state.get("ties", 0)
 
     def of_modes(self, modes: list[bool]) -> None:
         """Take whether each module is in training mode."""

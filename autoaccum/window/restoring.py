@@ -51,7 +51,6 @@ _SIGNS = entries(
     },
     # Which came later.
     optionally={
-        "watches_least": a(bool),
         "least": parts(number(0, finite=False), number(0, finite=False)),
         "ties": whole(),
     },
