@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from autoaccum.data import batches
@@ -13,7 +14,9 @@ from autoaccum.verification.leaves import numbers_of
 _MOST_NUMBERS = 1024
 """Numbers of a sample's tensor that are looked at: labels, masks and tokens have few, and what has more is an input."""
 _MOST_WAITING = 65_536
-"""Numbers of micro-batches that wait to be looked at all together: to begin an operation takes longer than to do it."""
+"""Numbers of micro-batches that wait to be looked at all together."""
+_DECADES = 12
+"""Powers of ten that are told apart: a label of 255 or 999 among ten classes is another kind."""
 _NOTHING = "what counts nothing"
 _JOINED = "micro-batches joined: "
 
@@ -28,11 +31,11 @@ class Kinds:
 
     def begin(self) -> None:
         """Begin a window."""
-        # Rows of each tensor by their width, not looked at yet, and facts of those that were; on their device: nothing
-        # waits for them until the window's end.
-        self._waiting: dict[tuple[int, int], list[torch.Tensor]] = {}
+        # Rows of each tensor by their width, not looked at yet.
+        self._waiting: dict[tuple[int, int], list[Any]] = {}
         self._numbers = 0  # that wait
-        self._facts: dict[int, torch.Tensor] = {}
+        # Facts of those that were, on their device: nothing waits for them until the window's end.
+        self._facts: dict[int, Any] = {}
         self._shapes: set[tuple[int, tuple[int, ...]]] = set()
 
     def look_at(self, batch: Any) -> None:
@@ -43,19 +46,30 @@ class Kinds:
                 continue
             self._shapes.add((index, leaf.shape[1:]))
             width = numbers.shape[1:].numel()
-            if width <= _MOST_NUMBERS:
-                self._waiting.setdefault((index, width), []).append(numbers.reshape(-1, width))
-                # A window of many micro-batches takes no more memory than one of few.
-                self._numbers += numbers.numel()
-                if self._numbers > _MOST_WAITING:
-                    self._gather()
+            if width > _MOST_NUMBERS:
+                continue
+            rows = numbers.reshape(-1, width)
+            if rows.device.type != "cpu":
+                self._keep(index, _facts_of(rows, torch))
+                continue
+            # On the host all are looked at together: to begin an operation takes longer than to do it. They are NumPy's
+            # meanwhile, which is no memory that micro-batches are planned by.
+            self._waiting.setdefault((index, width), []).append(rows.numpy().copy())
+            self._numbers += rows.numel()
+            if self._numbers > _MOST_WAITING:
+                self._gather()
 
     def _gather(self) -> None:
         for (index, _), waiting in self._waiting.items():
-            facts = _facts_of(torch.cat(waiting))
-            known = self._facts.get(index)
-            self._facts[index] = facts if known is None else torch.minimum(known, facts)
+            self._keep(index, _facts_of(np.concatenate(waiting), np))
         self._waiting, self._numbers = {}, 0
+
+    def _keep(self, index: int, facts: Any) -> None:
+        known = self._facts.get(index)
+        # One for all micro-batches: a window of many takes no more memory than one of few.
+        self._facts[index] = (
+            facts if known is None else (torch if isinstance(facts, torch.Tensor) else np).minimum(known, facts)
+        )
 
     def new(self) -> set[str]:
         """Return what this window holds and none before it did; waits for the device."""
@@ -92,14 +106,17 @@ class Kinds:
         self._gather()
         found = {f"{index}: {tuple(shape)}" for index, shape in self._shapes}
         for index, facts in self._facts.items():
-            low, least_high, minus_high, least_size, minus_zeros = facts.tolist()
+            low, least_high, minus_high, least_size, minus_size, least, minus_nan = facts.tolist()
             shown = {
-                "zeros": minus_zeros < 0,
+                "zeros": least == 0,
                 "negatives": low < 0,
                 "nothing but zeros": least_size == 0,
                 "nothing but negatives": least_high < 0,
                 "several values": low != -minus_high,
+                "no numbers": minus_nan < 0,
             }
+            decades = range(1, _DECADES + 1)
+            shown |= {f"numbers beyond 1e{decade}": -minus_size >= 10.0**decade for decade in decades}
             found.update(f"{index}: {name}" for name, is_there in shown.items() if is_there)
         return found
 
@@ -112,11 +129,13 @@ class Kinds:
         self._known = set(known)
 
 
-def _facts_of(rows: torch.Tensor) -> torch.Tensor:
-    """Return (5,): the least number, the least that is the most of its row, minus the most, the least absolute value
-    that is the largest of its row, minus whether one is zero; the least of such numbers are those of several batches.
+def _facts_of(rows: Any, xp: Any) -> Any:
+    """Return (7,), of rows of numbers by NumPy or PyTorch: the least number, the least that is the most of its row,
+    minus the most, the least absolute value that is the largest of its row, minus the largest, the least, minus whether
+    one is NaN. The least of such facts are those of several batches.
     """
-    low, high = torch.aminmax(rows, dim=1)
-    size = torch.maximum(high, -low)
-    least = torch.stack([low, high, -high, size]).amin(dim=1)
-    return torch.cat([least, (rows == 0).any().to(least.dtype)[None].neg()])
+    is_nan = xp.isnan(rows)
+    rows = xp.where(is_nan, xp.ones_like(rows), rows)
+    low, high = xp.amin(rows, axis=1), xp.amax(rows, axis=1)
+    size, nan = xp.maximum(high, -low), xp.amax(is_nan * xp.ones_like(rows), axis=1)
+    return xp.amin(xp.stack([low, high, -high, size, -size, xp.amin(xp.abs(rows), axis=1), -nan]), axis=1)

@@ -139,8 +139,13 @@ class Measurement:
         # As things are, and as they were when the window began: what it has moved is not to be hidden by that.
         self._after = self._remember(self._like)
         self._gradients = Gradients(self.parameters)
-        self._rewind()
-        self.state = self._remember(self._after)
+        try:
+            self._rewind()
+            self.state = self._remember(self._after)
+        except BaseException:  # nobody leaves what was not entered
+            self._after.restore()
+            self._gradients.restore()
+            raise
         self._stack = ExitStack()
         self._stack.enter_context(torch.compiler.set_stance("force_eager"))
         return self

@@ -157,8 +157,11 @@ def measure_part(
             if len(chosen) == len(few):
                 return math.inf  # what is not finite is the fault of those that have been left out here
             cut = (tuple(range(len(part))), tuple(range(len(part), len(chosen))))
-            outcome = measurement.run([cut], hypothesis)
-            return 0.0 if outcome.error <= measurement.tolerance else outcome.error
+            error, tolerance = measurement.run([cut], hypothesis).error, measurement.tolerance
+            if tolerance < error < MAY_BE_ROUNDING:  # as in ``decide``
+                backwards = tuple(reversed(range(len(chosen))))
+                tolerance = max(tolerance, 10 * measurement.run([(backwards,)], "samples").error)
+            return 0.0 if error <= tolerance else error
 
     for chosen in ([*part, *few], few):
         try:

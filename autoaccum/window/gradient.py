@@ -128,6 +128,8 @@ class Signs:
         """Take what the micro-batches of a window count, and how their losses were reduced."""
         if self.compares_samples and not are_alike(sizes, counts):
             self.have_changed = True
+        if _are_terms_apart(counts, reductions):
+            self.have_changed = True
         if self.compares_ones and (1.0 in map(abs, counts) or any(map(is_one, reductions))):
             self.have_changed = True
 
@@ -167,6 +169,21 @@ class Signs:
                 return ()
         self.has_suspects = bool(found)
         return tuple(found)
+
+
+def _are_terms_apart(counts: Sequence[float], reductions: Sequence[Reduction]) -> bool:
+    """Return whether a loss adds means over numbers of items that are in other proportions in each micro-batch."""
+    found = [reduction.terms for reduction, count in zip(reductions, counts, strict=False) if count]
+    if len(found) < 2 or len(found[0]) < 2 or len({len(terms) for terms in found}) > 1:
+        return False
+    columns = [[abs(float(term.divisor)) for term in terms] for terms in zip(*found, strict=True)]
+    # What a sum was divided by is a constant, and of what is unknown nothing is known.
+    means = [column for column, term in zip(columns, found[0], strict=True) if term.kind == "mean"]
+    return any(not _are_counts(column) or not are_alike(means[0], column) for column in means)
+
+
+def _are_counts(counts: Sequence[float]) -> bool:
+    return all(map(math.isfinite, counts)) and any(counts)
 
 
 def _adds_nothing(loss: torch.Tensor | None) -> bool:

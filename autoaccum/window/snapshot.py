@@ -89,6 +89,8 @@ class Snapshot:
         before = {id(owner): buffers for owner, buffers in self._buffers}
         for owner in self._owners:
             # In place, for others may hold the dict; one that had no buffers loses those that a forward registered.
+            if not isinstance(owner._buffers, dict):  # of a scripted module, which cannot register any
+                continue
             owner._buffers.clear()
             owner._buffers.update(before.get(id(owner), {}))
         for buffer, copy in self._copies.values():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -37,8 +38,10 @@ def new(kinds: Kinds, *batches: Any) -> set[str]:
     [
         ((INPUTS, LABELS), set()),
         ((INPUTS, LABELS[[0, 1]]), set()),  # of fewer samples
-        ((INPUTS + 7, LABELS + 5), set()),  # other classes of the same kind
-        ((INPUTS, torch.tensor([1, 2, -100, 2])), {"1: negatives", "1: nothing but negatives"}),
+        ((INPUTS + 1, LABELS + 5), set()),  # other classes of the same kind
+        ((INPUTS, torch.tensor([1, 2, -1, 2])), {"1: negatives", "1: nothing but negatives"}),
+        ((INPUTS, torch.tensor([1, 2, 255, 2])), {"1: numbers beyond 1e1", "1: numbers beyond 1e2"}),
+        ((INPUTS, torch.tensor([1, 2, math.nan, 2])), {"1: no numbers"}),
         ((INPUTS * torch.tensor([0.0, 1.0]), LABELS), {"0: zeros"}),
         ((INPUTS * torch.tensor([[1], [1], [0], [1]]), LABELS), {"0: zeros", "0: nothing but zeros"}),
         ((INPUTS.repeat(1, 2), LABELS), {"0: (4,)"}),

@@ -41,6 +41,15 @@ def by_weights(model: nn.Module, batch: Any) -> torch.Tensor:
     return ((mask / mask.sum().clamp(min=1))[:, None] * errors).mean(1).sum()
 
 
+def of_two_heads(model: nn.Module, batch: Any) -> torch.Tensor:
+    """Add two means, of which the second leaves out what the mask says, by a label of its own."""
+    inputs, targets, mask = batch
+    labels = torch.where(mask.bool(), targets[:, 1] > 0, 7).long()
+    logits = model(inputs)
+    first = nn.functional.cross_entropy(logits[:, :2], (targets[:, 0] > 0).long())
+    return first + nn.functional.cross_entropy(logits[:, 2:], labels, ignore_index=7)
+
+
 def gradients(
     loss: Loss, mask: torch.Tensor, micro_batch: int, **options: Any
 ) -> tuple[list[torch.Tensor], list[tuple[int, Any]]]:
@@ -78,7 +87,7 @@ def mask_of(window: int, first: int = 1) -> torch.Tensor:
 @pytest.mark.filterwarnings("ignore::autoaccum.AutoaccumWarning")
 @pytest.mark.parametrize("micro_batch", [4, 2])
 @pytest.mark.parametrize("window", [1, 3, 4, 6])
-@pytest.mark.parametrize("loss", [by_tensors, by_numbers, with_penalty, by_weights])
+@pytest.mark.parametrize("loss", [by_tensors, by_numbers, with_penalty, by_weights, of_two_heads])
 def test_no_window_is_wrong_before_it_is_said(loss: Loss, window: int, micro_batch: int) -> None:
     mask = mask_of(window)
     found, said = gradients(loss, mask, micro_batch)

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.functional import cross_entropy
 
+import autoaccum
 from autoaccum.loss.hypotheses import Hypothesis
 from autoaccum.verification.measurement import NotFiniteError, ZeroGradientError
 from autoaccum.verification.samples import cuts_of
@@ -262,3 +263,30 @@ def test_users_counts_and_those_of_the_graph_are_noted_by_part() -> None:
 def test_tensors_are_named_as_the_user_knows_them() -> None:
     with measurement_of(plain) as measurement:
         assert measurement.names == ["0.weight", "0.bias", "2.weight", "2.bias"]
+
+
+@pytest.mark.parametrize("script", [torch.jit.script, lambda model: torch.jit.trace(model, torch.zeros(3, 4))])
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_scripted_model_keeps_the_gradient_of_a_window_that_was_not_to_be_measured(script: Any) -> None:
+    """The fifth window is short, and so is measured although nobody foresaw that."""
+    torch.manual_seed(0)
+    model = script(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3).eval(), nn.Linear(3, 1)))
+    accumulator = autoaccum.Accumulator(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch=3, loss_fn=nn.functional.mse_loss
+    )
+    for size in (12, 12, 12, 12, 5):
+        before = [p.detach().clone() for p in model.parameters()]
+        accumulator.step((torch.randn(size, 4), torch.randn(size, 1)))
+        assert not any(map(torch.equal, before, model.parameters())), "a step was taken without a gradient"
+
+
+def test_what_fails_when_it_is_entered_leaves_the_gradient() -> None:
+    def fail() -> None:
+        raise RuntimeError("the state cannot be put back")
+
+    entered = measurement_of(plain, rewind=fail)
+    weight = entered.job.modules[0].get_parameter("0.weight")
+    weight.grad = torch.ones_like(weight)
+    with pytest.raises(RuntimeError, match="put back"), entered:
+        pass
+    assert torch.equal(weight.grad, torch.ones_like(weight))

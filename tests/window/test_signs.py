@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -76,6 +78,40 @@ def suspects(signs: Signs, sizes: list[int], counts: list[float], losses: list[f
     found = list(signs.suspects(sizes, counts, reductions, [torch.tensor(loss) for loss in losses]))
     assert signs.has_suspects is bool(found)
     return found
+
+
+def of_two(first: float, second: float, kind: str = "mean") -> Reduction:
+    terms = (Term("mean", divisor=first), Term(kind, divisor=second))  # type: ignore[arg-type]
+    return Reduction(first, terms=terms)
+
+
+class TestTerms:
+    """Means over different numbers of items, which no weights of micro-batches make exact."""
+
+    def test_proportions_that_differ_are_a_change(self) -> None:
+        signs = Signs()
+        signs.of_counts([4, 4], [4.0, 4.0], [of_two(4.0, 12.0), of_two(4.0, 12.0)])
+        signs.of_counts([4, 2], [4.0, 2.0], [of_two(4.0, 12.0), of_two(2.0, 6.0)])
+        assert not signs.have_changed
+        signs.of_counts([4, 4], [4.0, 4.0], [of_two(4.0, 12.0), of_two(4.0, 9.0)])
+        assert signs.have_changed
+
+    def test_those_of_a_micro_batch_that_counts_nothing_are_none(self) -> None:
+        signs = Signs()
+        signs.of_counts([4, 4, 4], [4.0, 0.0, 4.0], [of_two(4.0, 12.0), of_two(1.0, 12.0), of_two(4.0, 12.0)])
+        assert not signs.have_changed
+
+    @pytest.mark.parametrize("second", [math.inf, math.nan])
+    def test_a_count_that_is_no_number_is_one(self, second: float) -> None:
+        signs = Signs()
+        signs.of_counts([4, 4], [4.0, 4.0], [of_two(4.0, 12.0), of_two(4.0, second)])
+        assert signs.have_changed
+
+    @pytest.mark.parametrize("kind", ["sum", "unknown"])
+    def test_constants_are_left_alone(self, kind: str) -> None:
+        signs = Signs()
+        signs.of_counts([4, 2], [4.0, 2.0], [of_two(4.0, 1.0, kind), of_two(2.0, 1.0, kind)])
+        assert not signs.have_changed
 
 
 class TestSuspects:
