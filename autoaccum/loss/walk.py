@@ -200,8 +200,10 @@ class _Descent:
         if operation == "Div" and index == 1:
             return False  # the constant is divided by what lies under it, which is not linear
         beside = node._saved_other if index == 0 else node._saved_self
-        # Of a tensor of one number a tensor of one number may be the weight, as it is in larger micro-batches.
-        of_each = isinstance(beside, torch.Tensor) and beside.ndim > 0 and math.prod(self._shapes[-1]) == 1
+        # Of a tensor of one number a tensor of one number may be the weight, as it is in larger micro-batches; and of
+        # the numbers of a single sample, as those of (samples, 1) are beside (samples, times).
+        of_each = isinstance(beside, torch.Tensor) and beside.ndim > 0 and beside.numel() == 1
+        of_each = of_each and (math.prod(self._shapes[-1]) == 1 or self._is_of_a_sample(beside))
         if constant is None or of_each:
             self._take_weights(beside, operation, of_each)
             return True
@@ -210,6 +212,9 @@ class _Descent:
             return False
         self.factor = self.factor.times(operation, value, is_number)
         return True
+
+    def _is_of_a_sample(self, constant: torch.Tensor) -> bool:
+        return self._num_samples == 1 and constant.ndim == len(self._shapes[-1])
 
     def _take_weights(self, weights: torch.Tensor, operation: str, of_each: bool) -> None:
         """Take in a constant for each number: it changes what is summed, and not what the sum is divided by."""

@@ -240,6 +240,9 @@ COMMON: dict[str, Loss] = {
     "soft targets": of_samples(lambda o, per, k, n, m: F.cross_entropy(o, WEIGHTS.softmax(0).expand(n, 5))),
     "soft targets by hand": of_samples(lambda o, per, k, n, m: -(WEIGHTS.softmax(0) * o.log_softmax(1)).sum(1).mean()),
     "focal": of_samples(lambda o, per, k, n, m: ((1 - (-per).exp()) ** 2 * per).mean()),
+    "advantages of sequences": of_samples(
+        lambda o, per, k, n, m: -((o.log_softmax(1) * o.detach()[:, :1]).mean(1) * k).sum() / k.sum().clamp(min=1)
+    ),
     "auxiliary head": of_samples(lambda o, per, k, n, m: per.mean() + 0.4 * (2 * per).mean()),
     "entropy bonus": of_samples(
         lambda o, per, k, n, m: per.mean() + 0.01 * (o.softmax(1) * o.log_softmax(1)).sum(1).mean()
