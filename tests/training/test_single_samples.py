@@ -12,7 +12,6 @@ from torch.nn import functional
 
 import autoaccum
 from autoaccum.events import Notice, Replanned
-from autoaccum.window.single_samples import may_need_another
 
 Model = Callable[[], nn.Module]
 
@@ -137,20 +136,3 @@ def test_a_probe_takes_two(options: dict[str, Any]) -> None:
 def test_a_probe_lets_other_errors_through(model: Model, options: dict[str, Any]) -> None:
     with pytest.raises((RuntimeError, ValueError)):
         autoaccum.probe(model(), data(), loss_fn=functional.cross_entropy, device="cpu", **options)
-
-
-def test_which_errors_may_be_those_of_a_single_sample() -> None:
-    def raised(function: Callable[[], object]) -> Exception:
-        try:
-            function()
-        except Exception as error:
-            return error
-        raise AssertionError
-
-    one = torch.zeros(1, 3)
-    assert may_need_another(raised(lambda: functional.batch_norm(one, None, None, training=True)))
-    assert may_need_another(raised(lambda: one.squeeze().softmax(1)))
-    assert may_need_another(raised(lambda: len(torch.tensor(0.0))))
-    assert not may_need_another(raised(lambda: {}["key"]))
-    assert not may_need_another(torch.OutOfMemoryError())
-    assert not may_need_another(autoaccum.AutoaccumError())

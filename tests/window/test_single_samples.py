@@ -1,0 +1,40 @@
+"""Errors of single samples, told from all others; runs that have them are in ``tests/training``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.nn import functional
+
+import autoaccum
+from autoaccum.window.single_samples import beyond_memory, may_need_another, reason
+
+
+def test_which_errors_may_be_those_of_a_single_sample() -> None:
+    def raised(function: Callable[[], object]) -> Exception:
+        try:
+            function()
+        except Exception as error:
+            return error
+        raise AssertionError
+
+    one = torch.zeros(1, 3)
+    assert may_need_another(raised(lambda: functional.batch_norm(one, None, None, training=True)))
+    assert may_need_another(raised(lambda: one.squeeze().softmax(1)))
+    assert may_need_another(raised(lambda: len(torch.tensor(0.0))))
+    assert not may_need_another(raised(lambda: {}["key"]))
+    assert not may_need_another(torch.OutOfMemoryError())
+    assert not may_need_another(autoaccum.AutoaccumError())
+
+
+def test_a_reason_is_the_first_line_of_the_error() -> None:
+    said = "a single sample cannot be computed: ValueError: no samples"
+    assert reason(ValueError("no samples\nbut many words")) == said
+    assert reason(ValueError()) == "a single sample cannot be computed: ValueError: "
+
+
+def test_what_two_samples_would_have_shown_is_noted() -> None:
+    error = beyond_memory(ValueError("no samples"))
+    assert str(error) == "no samples"
+    assert error.__notes__ == ["It was raised for a micro-batch of one sample; with two of them memory ran out."]
