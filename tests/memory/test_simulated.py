@@ -106,7 +106,7 @@ class TestCounting:
             del coo
             assert device.used == 8 * 8 * 4
 
-    @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+    @pytest.mark.filterwarnings("ignore:Sparse CS. tensor support is in beta")
     @pytest.mark.parametrize("layout", [torch.sparse_csr, torch.sparse_csc])
     def test_the_parts_of_compressed_sparse_tensors_count(self, layout: torch.layout) -> None:
         dense = torch.eye(8)
