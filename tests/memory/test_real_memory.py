@@ -67,7 +67,7 @@ except autoaccum.AutoaccumError as error:
 
 @pytest.mark.parametrize(
     ("extra_mib", "effective_batch", "smallest", "largest"),
-    [(42, 64, 1, 7), (130, 128, 12, 64), pytest.param(500, 128, 8, 128, marks=pytest.mark.slow)],
+    [(42, 64, 1, 7), (130, 128, 8, 64), pytest.param(500, 128, 8, 128, marks=pytest.mark.slow)],
 )
 def test_resident_set_stays_below_the_limit(
     needed_bytes: int, extra_mib: int, effective_batch: int, smallest: int, largest: int
