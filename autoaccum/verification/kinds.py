@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 
 from autoaccum.data import batches
 from autoaccum.memory.oom import insist
-from autoaccum.verification.leaves import numbers_of
+from autoaccum.verification.leaves import has_numbers, numbers_of
 
 _MOST_NUMBERS = 1024
 """Numbers of a sample's tensor that are looked at: labels, masks and tokens have few, and what has more is an input."""
@@ -41,13 +42,13 @@ class Kinds:
     def look_at(self, batch: Any) -> None:
         """Look at a micro-batch."""
         for index, leaf in enumerate(batches.flatten(batch)[0]):
-            numbers = numbers_of(leaf)
-            if numbers is None or not numbers.numel():
+            if not has_numbers(leaf) or 0 in leaf.shape:
                 continue
             self._shapes.add((index, leaf.shape[1:]))
-            width = numbers.shape[1:].numel()
-            if width > _MOST_NUMBERS:
+            # Before anything is copied: what has more is as large as an image.
+            if math.prod(leaf.shape[1:]) > _MOST_NUMBERS or (numbers := numbers_of(leaf)) is None:
                 continue
+            width = numbers.shape[1:].numel()
             rows = numbers.reshape(-1, width)
             if rows.device.type != "cpu":
                 self._keep(index, _facts_of(rows, torch))

@@ -8,21 +8,28 @@ import numpy as np
 import torch
 
 
-def numbers_of(leaf: Any) -> torch.Tensor | None:
-    """Return the numbers of a tensor or array, with a row for each of its rows, where they lie, in 64 bits.
-
-    Complex ones become pairs. The numbers are a copy. None for what has no rows of numbers: texts, dates, sparse,
-    nested and quantised tensors, and scalars.
-    """
+def has_numbers(leaf: Any) -> bool:
+    """Return whether a leaf has rows of numbers: no texts, dates, sparse, nested or quantised tensors, or scalars."""
     if isinstance(leaf, np.ndarray):
-        # As PyTorch takes them: in the machine's order of bytes, not backwards, and none of more than 64 bits.
-        if leaf.dtype.kind not in "biufc" or leaf.dtype.itemsize > (16 if leaf.dtype.kind == "c" else 8):
-            return None
+        # PyTorch takes none of more than 64 bits.
+        return (
+            leaf.ndim > 0 and leaf.dtype.kind in "biufc" and leaf.dtype.itemsize <= 8 * (1 + (leaf.dtype.kind == "c"))
+        )
+    if not isinstance(leaf, torch.Tensor) or leaf.is_nested or leaf.is_quantized:
+        return False
+    return leaf.layout is torch.strided and leaf.ndim > 0
+
+
+def numbers_of(leaf: Any) -> torch.Tensor | None:
+    """Return the numbers of a tensor or array, with a row for each of its rows, where they lie, in 64 bits: a copy.
+
+    Complex ones become pairs. None for what has no rows of numbers.
+    """
+    if not has_numbers(leaf):
+        return None
+    if isinstance(leaf, np.ndarray):
+        # As PyTorch takes them: in the machine's order of bytes, and not backwards.
         leaf = torch.as_tensor(np.ascontiguousarray(leaf, leaf.dtype.newbyteorder("=")))
-    if not isinstance(leaf, torch.Tensor) or leaf.is_nested or leaf.is_quantized or leaf.layout is not torch.strided:
-        return None
-    if not leaf.ndim:
-        return None
     if leaf.is_complex():
         leaf = torch.view_as_real(leaf.resolve_conj())
     widest = torch.float64 if leaf.device.type != "mps" else torch.float32

@@ -130,10 +130,14 @@ def _upheld(
     if isinstance(back, RanOut) or back.decision is None or back.decision.hypothesis == other:
         return back
     # Some pass by the one only, others by the other. Where counts of 1 explain it, the held one was not measured here.
-    failed = [outcome for outcome in again.decision.outcomes if outcome.hypothesis == held]
-    if not failed:
-        return found
-    return replace(again, decision=replace(Decision.of(failed[0], passed=False), cuts=again.decision.cuts))
+    failed = _failed(again.decision, held)
+    return found if failed is None else replace(again, decision=failed)
+
+
+def _failed(decision: Decision, hypothesis: Hypothesis) -> Decision | None:
+    """Return what was measured of a hypothesis that has failed where another one has passed; None where it was not."""
+    outcomes = [outcome for outcome in decision.outcomes if outcome.hypothesis == hypothesis]
+    return replace(Decision.of(outcomes[0], passed=False), cuts=decision.cuts) if outcomes else None
 
 
 def _measured_of(
@@ -166,11 +170,10 @@ def _measured_of(
                 decision, ones = (decision, None) if without is None else (without, decision)
             if decision.passed and decision.is_vacuous:
                 # Nothing passes by more than chance; what fails does not do so by chance.
-                failed = [outcome for outcome in decision.outcomes if outcome.hypothesis == likely]
                 return Verdict(
                     unmeasured="fewer than two of a few samples count",
                     is_passing=True,
-                    failed=replace(Decision.of(failed[0], passed=False), cuts=decision.cuts) if failed else None,
+                    failed=_failed(decision, likely),
                     chosen=tuple(chosen),
                     tolerance=measurement.tolerance,
                 )

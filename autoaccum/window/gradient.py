@@ -128,7 +128,7 @@ class Signs:
         """Take what the micro-batches of a window count, and how their losses were reduced."""
         if self.compares_samples and not are_alike(sizes, counts):
             self.have_changed = True
-        if _are_terms_apart(counts, reductions):
+        if self.watches_least and _are_terms_apart(counts, reductions):
             self.have_changed = True
         if self.compares_ones and (1.0 in map(abs, counts) or any(map(is_one, reductions))):
             self.have_changed = True

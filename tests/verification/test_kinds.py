@@ -84,6 +84,11 @@ def test_of_large_samples_only_the_shape_is_looked_at() -> None:
     assert new(seen(images), images[:, 1:]) != set()
 
 
+def test_and_nothing_of_them_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autoaccum.verification.kinds.numbers_of", lambda leaf: pytest.fail("it was copied"))
+    seen(torch.ones(2, 33, 32))
+
+
 def test_what_is_known_is_kept() -> None:
     kinds = Kinds()
     kinds.load_state_dict(seen((INPUTS, -LABELS)).state_dict())
