@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from functools import reduce
+from operator import add
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,8 +18,25 @@ from autoaccum.errors import (
     NonScalarLossError,
 )
 
-LossOf = Callable[[Any, Any], torch.Tensor]
-"""(model, batch) -> scalar loss, a mean or a sum over the batch"""
+
+class Computed(NamedTuple):
+    """A loss of several that are added, or one with something beside it."""
+
+    loss: torch.Tensor
+    """A scalar: the sum of all."""
+    terms: Mapping[str, torch.Tensor] = {}
+    """Each of several, by its name, or by its place in a sequence; empty where there is one."""
+    outputs: Mapping[str, Any] = {}
+    """What was returned beside them, by name."""
+
+
+LossOf = Callable[[Any, Any], torch.Tensor | Computed]
+"""(model, batch) -> scalar loss, a mean or a sum over the batch; or several, or what stands beside it"""
+
+
+def total(computed: torch.Tensor | Computed) -> torch.Tensor:
+    """Return the loss alone, the sum of several."""
+    return computed.loss if isinstance(computed, Computed) else computed
 
 
 def loss_function(loss_fn: Callable[[Any, Any], Any] | None, training_step: Callable[[Any, Any], Any] | None) -> LossOf:
@@ -46,7 +65,7 @@ def loss_function(loss_fn: Callable[[Any, Any], Any] | None, training_step: Call
     # Each of the three checks what it gets, so that an error names what the user passed.
     if loss_fn is not None:
 
-        def by_loss_fn(model: Any, batch: Any) -> torch.Tensor:
+        def by_loss_fn(model: Any, batch: Any) -> torch.Tensor | Computed:
             inputs, targets = inputs_and_targets(batch)
             return _checked(loss_fn(call(model, inputs), targets), "loss_fn")
 
@@ -115,6 +134,10 @@ def _model_loss(outputs: Any) -> Any:
         return loss
     if isinstance(outputs, torch.Tensor) and outputs.ndim == 0:
         return outputs
+    # Those of detection models are a dict of losses while they train.
+    scalars = list(outputs.values()) if isinstance(outputs, Mapping) and "loss" not in outputs else []
+    if scalars and all(isinstance(scalar, torch.Tensor) and not scalar.ndim for scalar in scalars):
+        return outputs
     # Hugging Face models have a loss of None when the batch holds no labels: another cure than for one without any.
     found = f"{_describe(outputs)} without a .loss or ['loss'] (neither loss_fn nor training_step was given)"
     if hasattr(outputs, "loss") or (isinstance(outputs, Mapping) and "loss" in outputs):
@@ -126,11 +149,38 @@ def _model_loss(outputs: Any) -> Any:
     )
 
 
-def _checked(loss: Any, source: str) -> torch.Tensor:
+def _checked(computed: Any, source: str) -> torch.Tensor | Computed:
     """Return a loss that can be trained on; ``source`` is what made it, as errors name it."""
-    # Nearly every loss: the rest finds the words for what is wrong with it.
-    if isinstance(loss, torch.Tensor) and loss.requires_grad and not loss.ndim:
-        return loss
+    # Nearly every loss: the rest finds out what else it is, or the words for what is wrong with it.
+    if isinstance(computed, torch.Tensor) and computed.requires_grad and not computed.ndim:
+        return computed
+    if isinstance(computed, tuple) and len(computed) == 2 and isinstance(computed[1], Mapping):
+        found = _losses(computed[0], source)
+        return found._replace(outputs=computed[1])
+    found = _losses(computed, source)
+    return found if found.terms else found.loss
+
+
+def _losses(computed: Any, source: str) -> Computed:
+    """Return a loss, or the sum of several that are given by their names or one after the other."""
+    terms: dict[str, Any] = {}
+    if isinstance(computed, Mapping):
+        if "loss" in computed and len(computed) > 1:
+            # Of some it is one of several, of others the sum of all, or of a loss beside numbers to look at.
+            found = f"a dict of {', '.join(map(repr, computed))}"
+            cure = (
+                "Return the losses that are to be added, none of them named 'loss'; or one loss, with what is to be seen "
+                "beside it: return loss, {...}."
+            )
+            raise NonScalarLossError(source, found, cure)
+        terms = {str(name): term for name, term in computed.items()}
+    elif isinstance(computed, list | tuple):
+        terms = {str(index): term for index, term in enumerate(computed)}
+    for name, term in terms.items():
+        if not isinstance(term, torch.Tensor) or term.ndim:
+            cure = "Several losses are scalars that are added. What is no loss stands beside them: return loss, {...}."
+            raise NonScalarLossError(source, f"{_describe(computed)} whose {name!r} is {_describe(term)}", cure)
+    loss = reduce(add, terms.values()) if terms else computed
     if loss is None:
         raise NonScalarLossError(source, "nothing", "End it with a return of the loss.")
     if not isinstance(loss, torch.Tensor):
@@ -138,9 +188,9 @@ def _checked(loss: Any, source: str) -> torch.Tensor:
     if loss.ndim:
         raise NonScalarLossError(source, f"a tensor of shape {tuple(loss.shape)}")
     # A model in inference mode, frozen or detached, would train nothing, and say so nowhere else.
-    if torch.is_grad_enabled():  # under no_grad, as in validation, no loss needs a gradient
+    if torch.is_grad_enabled() and not loss.requires_grad:  # in validation no loss needs a gradient
         raise LossWithoutGradError(source)
-    return loss
+    return Computed(loss, terms)
 
 
 def _describe(value: object) -> str:

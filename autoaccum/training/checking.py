@@ -18,7 +18,7 @@ from autoaccum.data.base import Window
 from autoaccum.errors import NonFiniteLossError
 from autoaccum.events import Notice
 from autoaccum.loss.coupling import Crossing, couples_samples, crossings, smallest_micro_batch
-from autoaccum.loss.functions import loss_function
+from autoaccum.loss.functions import loss_function, total
 from autoaccum.loss.hypotheses import Hypothesis
 from autoaccum.loss.reductions import Reduction, read, without_graph
 from autoaccum.loss.weighting import CountItems, count_items
@@ -245,7 +245,7 @@ class _Check:
         """Run samples forward as training would, and fail as it would."""
         batch = self._batch(positions)
         before = SideEffects(self._parameters)
-        loss = self._job.loss_of(self._job.model, batch)
+        loss = total(self._job.loss_of(self._job.model, batch))
         before.refuse()
         # Of what holds no items a mean is NaN, and counts for nothing.
         if read(loss, len(positions)).items and not math.isfinite(value := loss.item()):
@@ -255,7 +255,7 @@ class _Check:
 
     def _look_at_part(self, positions: Sequence[int], shown: _Shown) -> None:
         """Run some samples forward, and note what the graph of their loss shows."""
-        loss = self._job.loss_of(self._job.model, self._batch(positions))
+        loss = total(self._job.loss_of(self._job.model, self._batch(positions)))
         found = without_graph(read(loss, len(positions))), crossings(loss, len(positions))
         shown.sizes.append(len(positions))
         shown.reductions.append(found[0])

@@ -14,7 +14,7 @@ from autoaccum.data.base import Source
 from autoaccum.data.sources import open_source
 from autoaccum.errors import NothingFitsError
 from autoaccum.loss.coupling import is_compiled, smallest_micro_batch
-from autoaccum.loss.functions import LossOf, loss_function
+from autoaccum.loss.functions import LossOf, loss_function, total
 from autoaccum.memory import clock
 from autoaccum.memory.base import Memory
 from autoaccum.memory.devices import find_device, memory_of
@@ -269,7 +269,7 @@ def _try(
     def forward_and_backward() -> tuple[int, float]:
         batch = source.example(piece.size)
         with context():
-            loss = loss_of(model, batch)
+            loss = total(loss_of(model, batch))
         # The call of training itself, so that it takes the same.
         torch.autograd.backward(loss)
         if device.type != "cpu":  # kernels run behind the host, and errors and peaks come as late

@@ -18,7 +18,7 @@ from autoaccum.data.base import Source, Window
 from autoaccum.errors import DataError, EmptyDatasetError, LossWithoutGradError, NothingFitsError
 from autoaccum.events import Event, Notice, OutOfMemory, Validated
 from autoaccum.loss.conclusions import conclude, stands_for_none
-from autoaccum.loss.functions import LossOf
+from autoaccum.loss.functions import LossOf, total
 from autoaccum.loss.graph import graph_alone
 from autoaccum.loss.reductions import Reduction, read, without_graph
 from autoaccum.loss.weighting import CountItems, count_items
@@ -332,14 +332,14 @@ class Validator:
                     if not self._ways and not isinstance(error, LossWithoutGradError):
                         self._emit(_BY_SAMPLES)
         with torch.no_grad(), self._autocast():
-            loss = self._loss_of(self._model, batch)
+            loss = total(self._loss_of(self._model, batch))
         return loss.item(), Reduction(size if self._num_items is None else counted)
 
     def _read(self, batch: Any, size: int, way: str) -> tuple[float, Reduction]:
         """Return a loss of which a graph is kept, and what it is a mean over, as the graph tells."""
         model = self._outputs if way == _LOSS_GRAPH else self._model
         with torch.enable_grad() if way == _WHOLE_GRAPH else graph_alone(), self._autocast():
-            loss = self._loss_of(model, batch)
+            loss = total(self._loss_of(model, batch))
         reduction = without_graph(read(loss, size))
         # A mask's count is often kept from 0 by clamp(min=1): a micro-batch where nothing counts is to count nothing.
         if stands_for_none(reduction, loss, size)[0]:

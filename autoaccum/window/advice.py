@@ -19,7 +19,7 @@ from torch import nn
 
 from autoaccum.data.batches import flatten
 from autoaccum.errors import Advice, NothingFitsError
-from autoaccum.loss.functions import LossOf
+from autoaccum.loss.functions import LossOf, total
 from autoaccum.memory.base import Memory
 from autoaccum.window.job import Job
 from autoaccum.window.optimizers import sparsely_trained
@@ -176,7 +176,7 @@ def _measure(refused: Refused, precision: Precision) -> tuple[int, tuple[Entry, 
             batch = refused.batch()
             used_bytes = refused.memory.used()
             with autocast(precision, refused.device)():
-                forward = lambda: refused.loss_of(refused.model, batch)  # noqa: E731
+                forward = lambda: total(refused.loss_of(refused.model, batch))  # noqa: E731
                 return used_bytes, record(forward, refused.modules, batch, refused.device)
     except Exception:
         return None

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from autoaccum.loss.functions import LossOf
 from autoaccum.window.precision import Autocast, Precision, autocast
 
 
@@ -25,7 +26,7 @@ class Job:
     """The modules whose parameters get gradients, and whose buffers a forward may change: the first is the model."""
     optimizer: torch.optim.Optimizer
     """Over their parameters; its state is allocated."""
-    loss_of: Callable[[Any, Any], torch.Tensor]
+    loss_of: LossOf
     """(model, micro-batch) -> loss, a mean or a sum."""
     # Where a user passes one it is what counts; an examiner says so if the losses contradict it.
     num_items: Callable[[Any], Any] | None = None

@@ -24,6 +24,7 @@ import torch
 
 from autoaccum.data.base import Window
 from autoaccum.loss.conclusions import conclude, stands_for_none
+from autoaccum.loss.functions import Computed
 from autoaccum.loss.hypotheses import PLAIN_MEAN, PLAIN_SUM, SUMS, Conclusion, Hypothesis
 from autoaccum.loss.reductions import Reduction, is_one, kinds_of, plain_mean, read, without_graph
 from autoaccum.loss.terms import Count
@@ -104,6 +105,7 @@ class Transaction:
         self._window: Window  # while one is open
         self._begun: State | None = None  # how the window began, where its micro-batches are to begin likewise
         self._nodes = 0  # of the last forward's graph
+        self._computed: Computed | None = None  # by the last forward, where that is more than one loss
         self.is_open = False
         """Whether there is a window to commit, or to roll back."""
         self.is_unscaled = False
@@ -232,7 +234,11 @@ class Transaction:
     def plain_forward(self, batch: Any, num_samples: int, window_samples: int) -> torch.Tensor:
         """Return the loss of a micro-batch, in the job's precision."""
         with self._autocast():
-            return self._job.loss_of(self._job.model, batch)
+            computed = self._job.loss_of(self._job.model, batch)
+        self._computed = None
+        if isinstance(computed, Computed):
+            self._computed, computed = computed, computed.loss
+        return computed
 
     def _backward(self, loss: torch.Tensor, weight: Count, reduction: Reduction, size: int) -> None:
         """Add the gradient of a loss, times its weight; measure it by itself where that is asked for."""

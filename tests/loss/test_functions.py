@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from autoaccum.errors import ConflictingArgumentsError, DataError, LossError, LossWithoutGradError, NonScalarLossError
-from autoaccum.loss.functions import call, loss_function
+from autoaccum.loss.functions import Computed, total, call, loss_function
 
 
 class Recorder(nn.Module):
@@ -125,7 +125,8 @@ class TestRefuses:
             (torch.zeros(1, requires_grad=True), r"a tensor of shape \(1,\)"),
             (1.5, "a value of type float"),
             (None, "nothing"),
-            ((torch.zeros(()), torch.zeros(3)), "a tuple of 2"),
+            ((torch.zeros(()), torch.zeros(3)), r"a tuple of 2 whose '1' is a tensor of shape \(3,\)"),
+            ([], "a list of 0"),
         ],
     )
     def test_losses_that_are_no_scalar_tensor(self, loss: Any, found: str) -> None:
@@ -139,6 +140,11 @@ class TestRefuses:
             for outputs in ({"loss": loss}, SimpleNamespace(loss=loss)):
                 with pytest.raises(NonScalarLossError, match=f"^the model returned {found}: expected one scalar"):
                     loss_function(None, None)(Recorder(outputs), (1, 2))
+
+    def test_a_loss_that_is_one_of_several_or_all_of_them(self) -> None:
+        losses = {"loss": torch.ones((), requires_grad=True), "penalty": torch.ones((), requires_grad=True)}
+        with pytest.raises(NonScalarLossError, match="^training_step returned a dict of 'loss', 'penalty'.*return loss, "):
+            loss_function(None, lambda model, batch: losses)(Recorder(), (1, 2))
 
     @pytest.mark.parametrize(
         ("outputs", "found"),
@@ -177,3 +183,33 @@ class TestRefuses:
     def test_one_except_clause_catches_them_all(self) -> None:
         assert issubclass(NonScalarLossError, LossError)
         assert issubclass(LossWithoutGradError, LossError)
+
+
+class TestSeveralLosses:
+    def test_are_added_and_kept_apart(self) -> None:
+        first, second = torch.tensor(2.0, requires_grad=True), torch.tensor(3.0, requires_grad=True)
+        for given, names in (
+            ({"a": first, "b": second}, ["a", "b"]),
+            ([first, second], ["0", "1"]),
+            ((first, second), ["0", "1"]),
+        ):
+            for loss_of in (
+                loss_function(lambda outputs, targets, given=given: given, None),
+                loss_function(None, lambda model, batch, given=given: given),
+            ):
+                found = loss_of(Recorder(), (1, 2))
+                assert isinstance(found, Computed)
+                assert list(found.terms) == names and list(found.terms.values()) == [first, second]
+                assert total(found).item() == 5 and not found.outputs
+
+    def test_of_a_model_that_returns_a_dict_of_them(self) -> None:
+        losses = {"classes": torch.tensor(2.0, requires_grad=True), "boxes": torch.tensor(3.0, requires_grad=True)}
+        found = loss_function(None, None)(Recorder(losses), (1, 2))
+        assert isinstance(found, Computed) and dict(found.terms) == losses
+
+    def test_with_outputs_beside_them(self) -> None:
+        loss, outputs = torch.tensor(2.0, requires_grad=True), {"accuracy": torch.tensor(0.5)}
+        found = loss_function(None, lambda model, batch: (loss, outputs))(Recorder(), (1, 2))
+        assert found == Computed(loss, {}, outputs)
+        several = loss_function(None, lambda model, batch: ({"a": loss, "b": loss}, outputs))(Recorder(), (1, 2))
+        assert total(several).item() == 4 and several.outputs is outputs  # type: ignore[union-attr]
