@@ -162,9 +162,16 @@ def of_windows(num_items: object, max_micro_batch: object, headroom: object, cli
 def of_num_items(num_items: object) -> None:
     """Check the function that counts items."""
     # A number would be right for one micro-batch size at most, and it is not the user who chooses that.
-    if num_items is not None:
-        no_class("num_items", num_items, "a function")
-        function("num_items", num_items, ("micro_batch",), "how many items")
+    if isinstance(num_items, Mapping | list | tuple):  # of several losses
+        named = num_items.items() if isinstance(num_items, Mapping) else enumerate(num_items)
+        functions = {f"num_items[{name!r}]": count for name, count in named}
+        if not functions:
+            raise ArgumentError("num_items", num_items, "a function for each of the losses that are returned")
+    else:
+        functions = {} if num_items is None else {"num_items": num_items}
+    for name, count in functions.items():
+        no_class(name, count, "a function")
+        function(name, count, ("micro_batch",), "how many items")
 
 
 def of_patience(patience: object) -> None:

@@ -133,6 +133,18 @@ def every(of: Check, kind: type = list) -> Check:
     return check
 
 
+def by_name(of: Check) -> Check:
+    """Return a check for a dict whose keys are texts, and whose values are all such as ``of`` accepts."""
+
+    def check(value: Any, entry: str) -> None:
+        a(dict)(value, entry)
+        for name, item in value.items():
+            a(str)(name, entry)
+            of(item, below(entry, name))
+
+    return check
+
+
 def parts(*of: Check) -> Check:
     """Return a check for a tuple of so many entries, each such as its own check accepts."""
 

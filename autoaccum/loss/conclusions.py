@@ -8,11 +8,11 @@ with them, a constant does not. Where they do not tell, that is a doubt, and is 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
-from autoaccum.loss.hypotheses import Conclusion, Doubt
+from autoaccum.loss.hypotheses import Conclusion, Doubt, TermKind
 from autoaccum.loss.reductions import Reduction
 from autoaccum.loss.terms import Count, Kind, Term
 
@@ -34,30 +34,28 @@ def conclude(sizes: Sequence[int], reductions: Sequence[Reduction], is_doubtful:
     if not any(reduction.terms for reduction in reductions):
         return Conclusion(is_sum=False)
     # First, whether the terms can be compared at all.
-    for reduction in reductions:
-        unknown = sorted({_in_words(term.operation) for term in reduction.terms if term.kind == "unknown"})
-        if unknown:
-            return Conclusion(False, (f"its graph leads to {' and '.join(unknown)}, which says nothing of it", _COUNT))
+    doubt = doubt_of_unknown(reductions)
+    if doubt is not None:
+        return Conclusion(False, doubt)
     if len({len(reduction.terms) for reduction in reductions}) > 1:
         return Conclusion(False, ("its terms are not the same ones in each micro-batch", _COUNT))
     if all(map(_is_one_for_each, sizes, reductions)):
         return Conclusion(False, ("it has as many terms as there are samples", _COUNT))
     # Then what each term is: a column holds one term in all micro-batches.
     columns = list(zip(*(reduction.terms for reduction in reductions), strict=True))
-    divisors = [[_finite(term.divisor) for term in terms] for terms in columns]
+    divisors = [[finite(term.divisor) for term in terms] for terms in columns]
     kinds = []
     for terms, counts in zip(columns, divisors, strict=True):
         kind, doubt = _kind_of(sizes, terms, counts)
         kinds.append(kind)
         if doubt is not None:
             return Conclusion(kinds[0] == "sum", doubt)
-    # A micro-batch has one weight, that of its first term: the other terms have to agree with it.
-    if len(set(kinds)) > 1:
-        return Conclusion(kinds[0] == "sum", ("it adds a sum to a mean", "Make both of them means, or both sums"))
+    # A micro-batch has one weight, that of its first term. Where the other terms do not agree with it, such as a sum
+    # beside a mean, or a mean over another number of items, each needs a weight of its own.
     is_sum = kinds[0] == "sum"
-    if not is_sum and not all(proportional(counts, divisors[0]) for counts in divisors[1:]):
-        cure = "Divide both by the same count, or pass num_items= for the one that matters more"
-        return Conclusion(is_sum, ("it adds means over different numbers of items", cure))
+    are_alike = is_sum or all(proportional(counts, divisors[0]) for counts in divisors[1:])
+    if len(set(kinds)) > 1 or not are_alike:
+        return Conclusion(is_sum, kinds={str(i): "sum" if kind == "sum" else "items" for i, kind in enumerate(kinds)})
     # A mask's count that is kept from 0 by clamp(min=1) gives itself away by a loss of 0 where its term is all of the
     # loss (stands_for_none). Beside other terms it does not.
     is_alone = len(columns) == 1 and not any(reduction.constants for reduction in reductions)
@@ -65,6 +63,38 @@ def conclude(sizes: Sequence[int], reductions: Sequence[Reduction], is_doubtful:
     if (is_doubtful or kept_from_0) and not is_sum:
         return Conclusion(is_sum, ("it divides by 1, which may be the count of one or, kept from 0, of none", _COUNT))
     return Conclusion(is_sum, _doubt_of_constants(sizes, reductions, is_sum))
+
+
+def doubt_of_unknown(reductions: Sequence[Reduction]) -> Doubt | None:
+    """Return that the graph of a loss leads to operations that say nothing of it, where that is so."""
+    for reduction in reductions:
+        unknown = sorted({_in_words(term.operation) for term in reduction.terms if term.kind == "unknown"})
+        if unknown:
+            return f"its graph leads to {' and '.join(unknown)}, which says nothing of it", _COUNT
+    return None
+
+
+def totals_of(kinds: Mapping[str, TermKind], reductions: Sequence[Reduction]) -> dict[str, float]:
+    """Return what each mean over items counts in a window, as the graphs of its micro-batches show."""
+    found = {}
+    for index, (name, kind) in enumerate(kinds.items()):
+        divisors = [reduction.terms[index].divisor for reduction in reductions if reduction.terms]
+        if kind == "items" and (total := math.fsum(map(finite, divisors))):
+            found[name] = total
+    return found
+
+
+def kind_of_term(sizes: Sequence[int], terms: Sequence[Term]) -> TermKind:
+    """Conclude what one term of several is.
+
+    Args:
+        sizes: samples of each micro-batch that has it.
+        terms: the term as each of them has it.
+    """
+    if any(term.kind == "unknown" for term in terms):
+        return "samples"
+    kind, _ = _kind_of(sizes, terms, [finite(term.divisor) for term in terms])
+    return "sum" if kind == "sum" else "items"
 
 
 def _is_one_for_each(size: int, reduction: Reduction) -> bool:
@@ -75,7 +105,7 @@ def _is_one_for_each(size: int, reduction: Reduction) -> bool:
     return 1 < size == len(reduction.terms) and all(term.numbers % size for term in reduction.terms)
 
 
-def _finite(divisor: Count) -> float:
+def finite(divisor: Count) -> float:
     """Read a divisor; return 0 for that of a mean over nothing."""
     value = float(divisor)
     return value if math.isfinite(value) else 0.0

@@ -1,19 +1,28 @@
 """States how the loss of a window may arise from those of its micro-batches: the hypotheses that a run measures.
 
 The gradient of a window is (sum_j w_j g_j) / W, g_j being that of micro-batch j's loss. A hypothesis says what w_j is,
-and W. With means over items, w_j counts the items of j, and W is their sum; with sums, w_j = W = 1.
+and W. With means over items, w_j counts the items of j, and W is their sum; with sums, w_j = W = 1. Of a loss of
+several terms each may have a w_j and a W of its own.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Literal, cast
 
-Hypothesis = Literal["num_items", "items", "samples", "sum", "sum and penalties"]
-"""num_items: a mean over what the user counts. items: a mean over what its graph divides by. samples: a mean over
-samples. sum: a sum over samples. sum and penalties: the same, but terms of parameters alone stand in it once."""
+Hypothesis = str
+"""A key of ``WORDS``, or what ``of_terms`` returns. num_items: a mean over what the user counts. items: a mean over
+what its graph divides by. samples: a mean over samples. sum: a sum over samples. sum and penalties: the same, but terms
+of parameters alone stand in it once."""
 
-WORDS: dict[Hypothesis, str] = {
+TermKind = Literal["items", "items or none", "samples", "sum"]
+"""What one of several terms is. items or none: where it is 0, its count was kept from 0, and stands for none."""
+
+WORDS: dict[str, str] = {
     "num_items": "a mean over what num_items counts",
     "items": "a mean over the items that its graph counts",
     "samples": "a mean over samples",
@@ -24,6 +33,50 @@ WORDS: dict[Hypothesis, str] = {
 
 SUMS: tuple[Hypothesis, ...] = ("sum", "sum and penalties")
 """Those by which each micro-batch counts once, whatever it holds."""
+
+OVER_ITEMS: tuple[TermKind, ...] = ("items", "items or none")
+"""Those that are means over what they count."""
+
+_TERMS = "terms "
+
+
+def of_terms(kinds: Mapping[str, TermKind]) -> Hypothesis:
+    """Return the hypothesis that a loss has several terms of these kinds, each weighed by itself.
+
+    >>> of_terms({"words": "items", "sentences": "samples"})
+    'terms {"words": "items", "sentences": "samples"}'
+    """
+    return _TERMS + json.dumps(kinds)
+
+
+@lru_cache(maxsize=64)
+def kinds_in(hypothesis: Hypothesis | None) -> Mapping[str, TermKind] | None:
+    """Return the kinds of the terms that a hypothesis weighs by themselves; None where a loss has one weight."""
+    if hypothesis is None or not hypothesis.startswith(_TERMS):
+        return None
+    return cast(Mapping[str, TermKind], json.loads(hypothesis.removeprefix(_TERMS)))
+
+
+def in_words(hypothesis: Hypothesis) -> str:
+    """Return a hypothesis as people say it.
+
+    >>> in_words(of_terms({"0": "items", "1": "items", "2": "sum"}))
+    'several terms: 2 means, each over items of its own, and a sum over samples'
+    """
+    kinds = kinds_in(hypothesis)
+    if kinds is None:
+        return WORDS.get(hypothesis, hypothesis)
+    counts = Counter(kinds.values())
+    said = [_SAID[kind][counts[kind] > 1].format(counts[kind]) for kind in _SAID if counts[kind]]
+    return f"several terms: {' and '.join(part for part in (', '.join(said[:-1]), said[-1]) if part)}"
+
+
+_SAID: dict[TermKind, tuple[str, str]] = {
+    "items": ("a mean over items of its own", "{} means, each over items of its own,"),
+    "items or none": ("a mean over items that there may be none of", "{} means over items that there may be none of"),
+    "samples": ("a mean over samples", "{} means over samples"),
+    "sum": ("a sum over samples", "{} sums over samples"),
+}
 
 Doubt = tuple[str, str]
 """(why micro-batches may not add up to the loss of their window, what to do about it)"""
@@ -37,6 +90,8 @@ class Conclusion:
     """Whether their sum is divided by what each was, rather than by the total of it."""
     doubt: Doubt | None = None
     """(why they may not add up to the loss of the window, what to do)"""
+    kinds: Mapping[str, TermKind] = field(default_factory=dict)
+    """What each of several terms is that no one weight does justice to; empty where one does."""
 
 
 PLAIN_MEAN = Conclusion(is_sum=False)

@@ -17,6 +17,7 @@ them, if it is a constant, as in a sum.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -25,7 +26,7 @@ import torch
 
 from autoaccum.loss.graph import MEAN, only_parameters
 from autoaccum.loss.terms import Count, Factor, Term
-from autoaccum.loss.walk import Walk
+from autoaccum.loss.walk import Edge, Walk
 
 __all__ = ["Count", "Reduction", "Term", "is_one", "kinds_of", "plain_mean", "read", "without_graph"]
 
@@ -42,8 +43,10 @@ class Reduction:
     """The factors of terms that depend on parameters alone, such as a weight penalty."""
     is_shared_out: bool = False
     """Whether one of those was divided by the number of samples, which no constant of a window is."""
-    edges: tuple[tuple[Any, int], ...] = ()
-    """Where those enter the loss: (node, which of its inputs)."""
+    edges: tuple[Edge, ...] = ()
+    """Where those enter the loss."""
+    entries: tuple[Edge | None, ...] = ()
+    """Where the terms do, each by its place among them."""
 
     @property
     def is_sum(self) -> bool:
@@ -65,15 +68,16 @@ def read(loss: torch.Tensor, num_samples: int) -> Reduction:
     if not found:  # 0 * outputs.sum(), as is written where there is nothing to learn from
         return Reduction(0.0)
     terms: list[Term] = []
-    constants: list[tuple[tuple[Any, int], Factor]] = []  # terms of parameters alone: where they enter, and times what
+    entries: list[Edge | None] = []
+    constants: list[tuple[Edge, Factor]] = []  # terms of parameters alone: where they enter, and times what
     for edge, factor, term in found:
-        if edge is not None and only_parameters(edge[0].next_functions[edge[1]][0]):
+        if edge is not None and only_parameters(edge.node.next_functions[edge.place][0]):
             constants.append((edge, factor))
         else:
             terms.append(term)
+            entries.append(edge)
     if not terms:  # a loss without a model, such as ((parameter - targets) ** 2).mean() + ...
-        terms = [term for _, _, term in found]
-        constants = []
+        terms, entries, constants = [term for _, _, term in found], [edge for edge, _, _ in found], []
     known = [term.divisor for term in terms if term.kind != "unknown" or term.numbers]
     return Reduction(
         # Where nothing is known samples count alike, and that it is a guess is announced.
@@ -83,6 +87,7 @@ def read(loss: torch.Tensor, num_samples: int) -> Reduction:
         # Of two samples, or of one, the number stands in many losses as a constant.
         is_shared_out=any(abs(number) == num_samples > 2 for _, factor in constants for number in factor.divisors),
         edges=tuple([edge for edge, _ in constants]),
+        entries=tuple(entries),
     )
 
 
@@ -96,6 +101,12 @@ def kinds_of(reduction: Reduction) -> tuple[str, ...]:
     return tuple([term.kind + "1" * term.is_one for term in reduction.terms]) if reduction.terms else ()
 
 
+def has_some(reduction: Reduction) -> bool:
+    """Return whether some terms of a loss have items, and others none: a mean over nothing is no number."""
+    counts = [count if math.isfinite(count := float(term.divisor)) else 0.0 for term in reduction.terms]
+    return any(counts) and not all(counts)
+
+
 @lru_cache(maxsize=1024)
 def plain_mean(items: float) -> Reduction:
     """Return the reduction of one mean over so many items.
@@ -107,4 +118,4 @@ def plain_mean(items: float) -> Reduction:
 
 def without_graph(reduction: Reduction) -> Reduction:
     """Return the same reduction, holding no node: a node would keep the graph's tensors in memory."""
-    return replace(reduction, edges=()) if reduction.edges else reduction
+    return replace(reduction, edges=(), entries=()) if reduction.edges or reduction.entries else reduction

@@ -57,6 +57,10 @@ class Factor:
     """The product of all of these, where a divisor d counts as 1 / d."""
     tensors: Literal["", "Div", "Mul"] = ""
     """How constants came in that tensors computed: not at all, by division alone, or also by multiplication."""
+    sign: float = 1.0
+    """-1 where it is subtracted: no matter to what it was divided by."""
+    is_learnt: bool = False
+    """Whether something learnt came in too, which is not in the product."""
 
     def times(self, operation: str, value: Count, is_number: bool) -> Factor:
         """Return the factor with one more constant.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,10 +24,20 @@ from autoaccum.loss.graph import (
 )
 from autoaccum.loss.terms import Count, Factor, Term, divide, kind_of
 
-Edge = tuple[Any, int] | None
-"""Where a term enters the loss: (node, which of its inputs); None when the term is all of the loss."""
-Found = tuple[Edge, Factor, Term]
-"""A term, with where it enters the loss and the factor that it has there."""
+
+class Edge(NamedTuple):
+    """Where a term enters the loss."""
+
+    node: Any
+    """The addition, or the list."""
+    place: int
+    """Which of its inputs the term is."""
+    above: Count | None
+    """What the sum is multiplied with on its way to the loss; None where that is learnt."""
+
+
+Found = tuple[Edge | None, Factor, Term]
+"""A term, with where it enters the loss (None when it is all of the loss), and all factors that it has there."""
 
 _LONGEST = 20_000
 """Steps of a walk: a graph of more is not a loss that a person wrote."""
@@ -42,7 +52,7 @@ class Walk:
         self._found: list[Found] = []
         # Nodes yet to be visited, each with how it enters the loss and the constants on the way to it. A stack and no
         # recursion: a sum over a list of a thousand losses is a thousand additions deep.
-        self._stack: list[tuple[Any, Edge, Factor]] = []
+        self._stack: list[tuple[Any, Edge | None, Factor]] = []
 
     def terms(self, root: Any) -> list[Found]:
         """Find the terms of the loss whose node is ``root``; those of a sum in the order of its summands."""
@@ -55,7 +65,9 @@ class Walk:
                 return [(None, Factor(), Term("unknown", operation="a very long graph"))]
             operation = operation_of(node)
             if operation in ADDITIONS:
-                self._add(node, factor)
+                self._add(node, operation, factor)
+            elif operation == "Neg":
+                self._stack.append((inputs_of(node)[0], edge, replace(factor, sign=-factor.sign)))
             elif operation in RESHAPED or (operation == "Select" and node._saved_self_sym_sizes == (1,)):
                 self._stack.append((inputs_of(node)[0], edge, factor))
             elif operation in ("Mul", "Div"):
@@ -66,21 +78,25 @@ class Walk:
                 self._reduce(node, operation, edge, factor)
         return self._found
 
-    def _add(self, node: Any, factor: Factor) -> None:
+    def _add(self, node: Any, operation: str, factor: Factor) -> None:
+        subtracted = {"Sub": 1, "Rsub": 0}.get(operation)
         alpha = getattr(node, "_saved_alpha", 1)  # torch.add(a, b, alpha=2) is a + 2 * b
         for index, (child, _) in reversed(list(enumerate(node.next_functions))):  # the first one ends up on top
             if child is not None:
                 scaled = factor if index == 0 or alpha == 1 else factor.times("Mul", float(alpha), True)
-                self._stack.append((child, (node, index), scaled))
+                if index == subtracted:
+                    scaled = replace(scaled, sign=-scaled.sign)
+                self._stack.append((child, Edge(node, index, _above(scaled)), scaled))
 
-    def _scale(self, node: Any, operation: str, edge: Edge, factor: Factor) -> None:
+    def _scale(self, node: Any, operation: str, edge: Edge | None, factor: Factor) -> None:
         indices = [index for index, (child, _) in enumerate(node.next_functions) if child is not None]
         if len(indices) == 2:
             # One of the two may be learnt, as in exp(-s) * loss + s: a constant within a window, which is the same in
             # all of its micro-batches and so is not asked for.
             learnt = [only_parameters(child) for child, _ in node.next_functions]
             if learnt == [False, True] or (learnt == [True, False] and operation == "Mul"):
-                self._stack.append((node.next_functions[learnt.index(False)][0], edge, factor))
+                child = node.next_functions[learnt.index(False)][0]
+                self._stack.append((child, edge, replace(factor, is_learnt=True)))
             else:
                 self._found.append((edge, factor, _unknown(node)))
             return
@@ -94,7 +110,7 @@ class Walk:
         child = node.next_functions[indices[0]][0]
         self._stack.append((child, edge, factor.times(operation, value, is_number)))
 
-    def _reduce(self, node: Any, operation: str, edge: Edge, factor: Factor) -> None:
+    def _reduce(self, node: Any, operation: str, edge: Edge | None, factor: Factor) -> None:
         """Note the term that a node reduces a tensor to; the scalars of a list go back to the stack instead."""
         descent = _Descent(self._num_samples, factor)
         inner = node
@@ -120,7 +136,12 @@ class Walk:
             share = factor
             if weights is not None and weights.numel() == len(node.next_functions):
                 share = replace(factor, value=factor.value * value_of(weights.flatten()[index]))
-            self._stack.append((part, (node, index), share))
+            self._stack.append((part, Edge(node, index, _above(share)), share))
+
+
+def _above(factor: Factor) -> Count | None:
+    """Return what stands between the loss and what enters it by an edge."""
+    return None if factor.is_learnt else factor.value * factor.sign
 
 
 class _Descent:

@@ -17,60 +17,81 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from autoaccum.errors import ArgumentError, ArgumentTypeError
 from autoaccum.loss.reductions import Reduction
 from autoaccum.loss.terms import Count
+from autoaccum.loss.walk import Edge
 from autoaccum.memory.oom import is_out_of_memory
 
-CountItems = Callable[[Any], Any]
-"""(micro-batch) -> number of items that the loss averages over: an int, a float or a tensor of one element."""
+T = TypeVar("T")
+CountItems = Callable[[Any], Any] | Mapping[str, Callable[[Any], Any]] | Sequence[Callable[[Any], Any]]
+"""(micro-batch) -> number of items that the loss averages over: an int, a float or a tensor of one element. Of several
+losses one for each, or a function that returns one for each: by their names, or in their order."""
 
 
-def count_items(num_items: CountItems, batch: Any) -> Count:
-    """Count the items of a micro-batch as the user does.
+def count_items(num_items: CountItems, batch: Any) -> Count | dict[str, Count]:
+    """Count the items of a micro-batch as the user does; of several losses those of each.
 
     Raises:
-        ArgumentError: the count is negative, or not a number.
+        ArgumentError: a count is negative, or not a number.
     """
-    counted = num_items(batch)
+    if callable(num_items):
+        counted = num_items(batch)
+    else:
+        counted = {name: count(batch) for name, count in by_name(num_items).items()}
+    if isinstance(counted, Mapping | list | tuple):
+        return {name: _counted(f"num_items(micro-batch)[{name!r}]", items) for name, items in by_name(counted).items()}
+    return _counted("num_items(micro-batch)", counted)
+
+
+def count_each(num_items: CountItems, batch: Any) -> dict[str, float]:
+    """Count the items of each of several losses, and read them; return nothing where the user counts those of one."""
+    counted = count_items(num_items, batch)
+    return {name: float(items) for name, items in counted.items()} if isinstance(counted, dict) else {}
+
+
+def by_name(given: Mapping[Any, T] | Sequence[T]) -> dict[str, T]:
+    """Return what is given for each of several losses by their names, which are their places in a sequence."""
+    return {str(name): one for name, one in (given.items() if isinstance(given, Mapping) else enumerate(given))}
+
+
+def _counted(argument: str, counted: Any) -> Count:
     if isinstance(counted, torch.Tensor) and counted.numel() == 1 and counted.device.type != "cpu":
         # Not read here, and so not checked: reading would wait for the device in every micro-batch.
         return counted.detach().reshape(())
     try:
-        return _checked_count(float(counted))
+        return _checked_count(argument, float(counted))
     except (TypeError, ValueError, RuntimeError) as error:
         if isinstance(error, ArgumentError) or is_out_of_memory(error):  # reading a tensor may be where memory runs out
             raise
         accepted = "a count for each micro-batch, such as (labels != -100).sum()"
-        raise ArgumentTypeError("num_items(micro-batch)", counted, accepted) from None
+        raise ArgumentTypeError(argument, counted, accepted) from None
 
 
-def by_user(num_items: CountItems, batch: Any) -> Reduction:
-    """Return the reduction of a loss that is a mean over what the user counts."""
-    return Reduction(count_items(num_items, batch))
-
-
-def _checked_count(items: float) -> float:
+def _checked_count(argument: str, items: float) -> float:
     if not 0 <= items < float("inf"):
-        raise ArgumentError("num_items(micro-batch)", items, "a count of at least 0")
+        raise ArgumentError(argument, items, "a count of at least 0")
     return items
 
 
 class Tally:
     """The items of a window: weights while its micro-batches run, shares in the whole at its end."""
 
-    def __init__(self, num_samples: int, *, deferred: bool) -> None:
-        """Begin a window of ``num_samples``; counts are read at once, or all at its end when ``deferred``."""
+    def __init__(self, num_samples: int, *, deferred: bool, total: float = 0.0) -> None:
+        """Begin a window of ``num_samples``; counts are read at once, or all at its end when ``deferred``.
+
+        Where the window's ``total`` is known, it is the guess.
+        """
         self._num_samples = num_samples
         self._deferred = deferred
         self._counts: list[Count] = []  # n_j of each micro-batch so far; 0 where it had no items
-        self._guess = 0.0  # G: guessed from the first micro-batch that has items, and 0 until then
+        self._guess = total  # G: guessed from the first micro-batch that has items, and 0 until then
 
     def weight(self, num_samples: int, items: Count, dtype: torch.dtype = torch.float32) -> Count | None:
         """Return the weight of the next micro-batch, n_j / G; None when it has no items.
@@ -98,6 +119,11 @@ class Tally:
                 # The weight is rounded to the loss's type, of 16 bits: a power of two leaves small counts exact.
                 self._guess = math.copysign(2.0 ** round(math.log2(abs(self._guess))), self._guess)
         return items / self._guess
+
+    @property
+    def guess(self) -> float:
+        """Return what the window was taken to count, in weighing its micro-batches."""
+        return self._guess
 
     def read(self) -> list[float]:
         """Return the counts of all micro-batches so far; those that were deferred are read in one go."""
@@ -151,10 +177,22 @@ def counted_once(reduction: Reduction, share: float) -> Iterator[None]:
         share: of this micro-batch in its window; the shares of all of them add up to one.
     """
     # By hooks on the additions through which they enter the loss, not on the terms, which may share nodes with others.
-    inputs: dict[Any, list[int]] = defaultdict(list)
-    for node, index in reduction.edges:
-        inputs[node].append(index)
-    handles = [node.register_hook(_scaling(indices, share)) for node, indices in inputs.items()]
+    with weighed([(edge, share) for edge in reduction.edges]):
+        yield
+
+
+@contextmanager
+def weighed(terms: Sequence[tuple[Edge, Count | None]]) -> Iterator[None]:
+    """Multiply, within it, what a backward gives to terms.
+
+    Args:
+        terms: where each enters the loss, and its weight; None: nothing goes there, not even 0, which a division by 0
+            under it would make NaN.
+    """
+    weights: dict[Any, dict[int, Count | None]] = defaultdict(dict)
+    for edge, weight in terms:
+        weights[edge.node][edge.place] = weight
+    handles = [node.register_hook(_weighing(of_node)) for node, of_node in weights.items()]
     try:
         yield
     finally:
@@ -162,14 +200,15 @@ def counted_once(reduction: Reduction, share: float) -> Iterator[None]:
             handle.remove()
 
 
-def _scaling(indices: list[int], share: float) -> Callable[[Any, Any], Any]:
-    """Make a hook for a node that multiplies its gradients for the inputs ``indices`` with ``share``."""
+def _weighing(weights: Mapping[int, Count | None]) -> Callable[[Any, Any], Any]:
+    """Make a hook for a node that multiplies its gradients for some inputs, each with its weight."""
 
     def hook(to_inputs: tuple[torch.Tensor | None, ...], _: object) -> tuple[torch.Tensor | None, ...]:
-        scaled = list(to_inputs)
-        for index, gradient in enumerate(to_inputs):
-            if index in indices and gradient is not None:
-                scaled[index] = gradient * share
-        return tuple(scaled)
+        weighed = list(to_inputs)
+        for index, weight in weights.items():
+            gradient = to_inputs[index]
+            if gradient is not None:
+                weighed[index] = None if weight is None else gradient * weight
+        return tuple(weighed)
 
     return hook

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, get_args
 
-from autoaccum.loss.conclusions import conclude
-from autoaccum.loss.hypotheses import SUMS, Hypothesis
+from autoaccum.loss.conclusions import conclude, finite, kind_of_term
+from autoaccum.loss.hypotheses import SUMS, Conclusion, Hypothesis, TermKind, kinds_in, of_terms
 from autoaccum.loss.reductions import Reduction, is_one
 from autoaccum.memory.oom import is_out_of_memory, without_frames
 from autoaccum.verification.comparison import MAY_BE_ROUNDING
@@ -18,6 +18,10 @@ from autoaccum.verification.measurement import Measurement, NotFiniteError, Zero
 from autoaccum.verification.samples import cuts_of
 
 Rival = Literal["num_items", "items", "samples"]
+_MOST_TERMS = 100
+"""Terms of a loss that are weighed by themselves."""
+_FEW_TERMS = 4
+"""Terms of which it is tried for each whether it is something else than it looks like."""
 
 
 def decide(measurement: Measurement, smallest: int, likely: Hypothesis) -> Decision:
@@ -138,7 +142,7 @@ def _decided(measurement: Measurement, cuts: list[Cut], likely: Hypothesis) -> D
         if outcome.error <= tolerance:
             break
         if len(tried) == 1:  # what the graphs of parts show is known when they have been run, by whatever hypothesis
-            order = [other for other in _order(measurement, cuts) if other != hypothesis]
+            order = [other for other in _order(measurement, cuts, likely) if other != hypothesis]
     best = min(tried, key=lambda outcome: math.inf if math.isnan(outcome.error) else outcome.error)
     if tolerance < best.error < MAY_BE_ROUNDING:
         # Where gradients cancel, as those of a mean of large numbers do, float32 has fewer digits: how many, the whole
@@ -173,10 +177,13 @@ def _measured(measurement: Measurement, cuts: list[Cut], hypothesis: Hypothesis)
             raise UnsettledError(str(error)) from error
 
 
-def _order(measurement: Measurement, cuts: list[Cut]) -> list[Hypothesis]:
+def _order(measurement: Measurement, cuts: list[Cut], likely: Hypothesis) -> list[Hypothesis]:
     shown = [(len(part), measurement.shown[part]) for part in cuts[0] if part in measurement.shown]
     sizes, reductions = [size for size, _ in shown], [reduction for _, reduction in shown]
-    return in_order(sizes, reductions, counts_items=measurement.job.num_items is not None)
+    names = list(kinds_in(likely) or ())  # of losses that have names
+    order = in_order(sizes, reductions, counts_items=measurement.job.num_items is not None, names=names)
+    counted = by_counts(measurement, cuts, likely)
+    return order if counted is None else [counted, *(other for other in order if other != counted)]
 
 
 def _rivals(measurement: Measurement, cuts: list[Cut], held: Hypothesis | None) -> frozenset[str]:
@@ -207,19 +214,75 @@ def _are_proportional(cuts: list[Cut], mine: list[float], other: list[float]) ->
     return True
 
 
-def in_order(sizes: Sequence[int], reductions: Sequence[Reduction], *, counts_items: bool) -> list[Hypothesis]:
+def _of_terms(
+    sizes: Sequence[int], reductions: Sequence[Reduction], concluded: Conclusion, names: Sequence[str]
+) -> list[Hypothesis]:
+    """List the hypotheses by which several terms have weights of their own."""
+    num_terms = {len(reduction.terms) for reduction in reductions if reduction.terms}
+    if len(num_terms) != 1 or not 1 < (count := num_terms.pop()) <= _MOST_TERMS:
+        return []
+    columns = [[(size, r.terms[i]) for size, r in zip(sizes, reductions, strict=True) if r.terms] for i in range(count)]
+    called = names if len(names) == count else [str(index) for index in range(count)]
+    kinds = {
+        called[index]: kind_of_term([size for size, _ in column], [term for _, term in column])
+        for index, column in enumerate(columns)
+    }
+    found = [dict(zip(called, concluded.kinds.values(), strict=False)), kinds]
+    # What is divided by a count that stands in no graph is a mean all the same, and a constant may be a count.
+    found += [dict.fromkeys(kinds, kind) for kind in get_args(TermKind)]
+    for name in kinds if count <= _FEW_TERMS else ():
+        found += [kinds | {name: kind} for kind in get_args(TermKind)]
+    return list(dict.fromkeys(of_terms(kinds) for kinds in found if kinds and set(kinds.values()) != {"sum"}))
+
+
+def by_counts(measurement: Measurement, cuts: Sequence[Cut], likely: Hypothesis) -> Hypothesis | None:
+    """Return what several terms are by what they count in cuts and in the whole; None where that is not to be seen.
+
+    What the parts of a cut count adds up to what the whole counts, unless the count of some was kept from 0.
+    """
+    whole = measurement.shown.get(tuple(range(measurement.num_samples)))
+    shown = [[(len(part), measurement.shown[part]) for part in cut if part in measurement.shown] for cut in cuts]
+    parts = [[(size, found) for size, found in cut if found.terms] for cut in shown]
+    parts = [cut for cut in parts if cut]
+    likely_kinds = kinds_in(likely) or {}
+    if whole is None or not whole.terms or (len(whole.terms) < 2 and not (likely_kinds or whole.constants)):
+        return None
+    if any(len(r.terms) != len(whole.terms) for cut in parts for _, r in cut):
+        return None
+    names = list(likely_kinds) if len(likely_kinds) == len(whole.terms) else list(map(str, range(len(whole.terms))))
+    kinds: dict[str, TermKind] = {}
+    for index, (name, term) in enumerate(zip(names, whole.terms, strict=True)):
+        columns = [[(size, found.terms[index]) for size, found in cut] for cut in parts]
+        everywhere = [entry for column in columns for entry in column] + [(measurement.num_samples, term)]
+        kind = kind_of_term([size for size, _ in everywhere], [part for _, part in everywhere])
+        totals = [sum(abs(finite(part.divisor)) for _, part in column) for column in columns]
+        if kind == "items" and any(total > abs(finite(term.divisor)) * (1 + MAY_BE_ROUNDING) for total in totals):
+            kind = "items or none"
+        # What other samples have shown is not undone by some in which nothing was kept from 0.
+        is_kept = kind == "items" and likely_kinds.get(name) == "items or none"
+        kinds[name] = "items or none" if is_kept else kind
+    return of_terms(kinds) if set(kinds.values()) != {"sum"} else None
+
+
+def in_order(
+    sizes: Sequence[int], reductions: Sequence[Reduction], *, counts_items: bool, names: Sequence[str] = ()
+) -> list[Hypothesis]:
     """List the hypotheses in the order in which they are to be measured: what is likely first.
 
     Args:
         sizes: samples of some micro-batches.
         reductions: what the graph of each one's loss shows.
         counts_items: whether the user counts items.
+        names: those of the terms, where they are known by others than their places.
     """
     # What the graph proposes comes before what it does not, so that most runs measure one hypothesis only.
     sums: list[Hypothesis] = ["sum"]
     if any(reduction.constants for reduction in reductions):
         sums = ["sum and penalties", "sum"]
     means: list[Hypothesis] = ["items", "samples"]
-    sums_first = bool(reductions) and conclude(sizes, reductions).is_sum
-    found = [*sums, *means] if sums_first else [*means, *sums]
+    concluded = conclude(sizes, reductions)
+    found = [*sums, *means] if bool(reductions) and concluded.is_sum else [*means, *sums]
+    terms = _of_terms(sizes, reductions, concluded, names)
+    # Where the graph says that no one weight will do, none is tried before the terms by themselves.
+    found = [*terms, *found] if concluded.kinds else [*found, *terms]
     return ["num_items", *found] if counts_items else found

@@ -213,7 +213,7 @@ class Examiner:
             if is_passed and self._transaction.hypothesis == "items" and readings.is_guessed(gradient, self._rivals):
                 doubt = notices.doubt_of(gradient.sizes, gradient.reductions)
                 said.extend([] if doubt is None else [doubt])
-            if reason == "whole" or (is_passed and gradient.suspects):
+            if reason == "whole" or (is_passed and (gradient.suspects or gradient.doubts)):
                 with aside():
                     self._check_parts(window, gradient, said, is_passed=is_passed)
             after = self._transaction.hypothesis
@@ -367,6 +367,10 @@ class Examiner:
         """Measure micro-batches of which it is a guess what they count."""
         hypothesis = self._transaction.hypothesis
         found = self._micro_batches.ones(window, gradient, hypothesis) if is_passed else None
+        if found is None and gradient.doubts and hypothesis is not None:
+            other, names, found = self._micro_batches.doubts(window, gradient, hypothesis)
+            self._transaction.hypothesis = other or hypothesis
+            self._transaction.signs.settled.update(names)
         if found is not None:
             self._fail(*found, said)
         if not gradient.dropped:

@@ -19,6 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autoaccum.data import batches
+from autoaccum.loss.graph import graph_alone
 from autoaccum.loss.hypotheses import Hypothesis
 from autoaccum.loss.reductions import Reduction, is_one, read, without_graph
 from autoaccum.loss.weighting import count_items
@@ -38,6 +39,10 @@ class ZeroGradientError(Exception):
 
 class NotFiniteError(Exception):
     """A loss of all samples that is not finite, which no cut can be compared with."""
+
+
+_MOST_RUNS = 6
+"""Runs of a cut, whose end may show what should have been known at its beginning."""
 
 
 class _Stretch:
@@ -64,7 +69,7 @@ def _starts(parts: Sequence[Part]) -> list[int]:
 class _ForwardOnly(Transaction):
     """A transaction that adds up losses, and no gradients."""
 
-    def _accumulate(self, loss: torch.Tensor, weight: Any, reduction: Reduction, share: float) -> None:
+    def _backward(self, accumulate: Callable[[], None], size: int) -> None:
         return
 
 
@@ -130,6 +135,7 @@ class Measurement:
         # It has a snapshot of its own, taken as things are.
         self._transaction = kind(self.job)
         self._transaction.drops_nan = True
+        self._transaction.learns_totals = False
         self._transaction.drops_gradients = self._drops_gradients
         self.parameters = self._transaction.trained()
         self.names = _names_of(self.parameters, self.job.modules)
@@ -316,6 +322,26 @@ class Measurement:
         off = abs(sum(share * one for share, one in zip(shares, apart, strict=True)) - loss)
         return off / max(abs(loss), *map(abs, apart), 1e-12)
 
+    def joined_error_by_terms(self, first: int, hypothesis: Hypothesis, *, has_constants: bool = False) -> float:
+        """Return the same for a loss whose terms are weighed by themselves; 0 where their values are not known.
+
+        Raises:
+            UnalignedError: the draws of a part are not found among those of the whole.
+        """
+        whole = tuple(range(self.num_samples))
+        self._put_back()
+        if has_constants:
+            self._draws = Constants(keeps_wide=not self.is_rounded)
+        else:
+            self._draws = Recording(keeps_wide=not self.is_rounded, held=self.state.generators())
+        loss = self._loss_of(whole, self._draws)
+        with graph_alone():  # of which the counts of terms are read
+            gradient = self._run((whole[:first], whole[first:]), hypothesis, self.make, self._replaying)
+        self._put_back()
+        if not gradient.knows_loss:
+            return 0.0
+        return abs(float(gradient.loss) - loss) / max(abs(loss), 1e-12)
+
     def rounding(self) -> float:
         """Return how far the loss of all samples is off that of them in the opposite order, as a fraction of it."""
         whole = tuple(range(self.num_samples))
@@ -346,6 +372,8 @@ class Measurement:
         return self.shown[part]
 
     def _error(self, gradient: Gradient) -> Error:
+        if self._forward_only and not gradient.knows_loss:
+            return Error(0.0, None)  # which says nothing
         if self._forward_only:
             found, wanted = float(gradient.loss), float(self._loss)
             return Error(abs(found - wanted) / max(abs(wanted), 1e-12), None)
@@ -377,8 +405,8 @@ class Measurement:
         transaction = self._transaction
         transaction.hypothesis = hypothesis
         outcome: Gradient | Repeat = Repeat(sizes=())
-        for _ in range(3):  # its end may show what should have been known at its beginning
-            transaction.begin(_Stretch(cut, make))
+        transaction.begin(_Stretch(cut, make))
+        for _ in range(_MOST_RUNS):
             for start, part in zip(_starts(cut), cut, strict=True):
                 if around is not None:
                     around()
@@ -394,6 +422,7 @@ class Measurement:
                 self.dropped.update(index for start in outcome.dropped for index in parts[start])
                 break
             self._put_back()
+            transaction.repeat()
         transaction.commit()
         assert isinstance(outcome, Gradient)
         return outcome
@@ -404,8 +433,9 @@ class Measurement:
         def forward(batch: Any, num_samples: int, window_samples: int) -> torch.Tensor:
             loss = self._transaction.plain_forward(batch, num_samples, window_samples)
             self.shown[part] = without_graph(read(loss, num_samples))
-            if self.job.num_items is not None:
-                self.counted[part] = float(count_items(self.job.num_items, batch))
+            counted = None if self.job.num_items is None else count_items(self.job.num_items, batch)
+            if counted is not None and not isinstance(counted, dict):  # those of several losses have no rivals
+                self.counted[part] = float(counted)
             return loss
 
         return forward

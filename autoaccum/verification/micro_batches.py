@@ -12,6 +12,7 @@ from autoaccum.loss.hypotheses import Hypothesis
 from autoaccum.memory.oom import RanOut, attempt
 from autoaccum.verification import notices, readings
 from autoaccum.verification.comparison import MAY_BE_ROUNDING, tolerance_of
+from autoaccum.verification.decision import by_counts
 from autoaccum.verification.kinds import Kinds
 from autoaccum.verification.measurement import Measurement, NotFiniteError
 from autoaccum.verification.samples import MOST
@@ -48,10 +49,36 @@ class MicroBatches:
         pieces = readings.pieces(gradient)
         lowest = [pieces[index] for index in gradient.suspects]
         for piece in list(dict.fromkeys([*lowest, *readings.ones(gradient)]))[:_MOST_PARTS]:
-            error = self._error_of(window, gradient, hypothesis, *piece)
+            error, _ = self._error_of(window, gradient, hypothesis, *piece)
             if error:
                 return notices.ones_notice(error), error
         return None
+
+    def doubts(
+        self, window: Window, gradient: Gradient, hypothesis: Hypothesis
+    ) -> tuple[Hypothesis | None, set[str], Found | None]:
+        """Measure micro-batches in which a term may count nothing, for it is 0.
+
+        Returns:
+            the hypothesis by which they are weighed rightly, None where none is; the terms that this has been measured
+            of; what is to be said.
+        """
+        places: dict[str, int] = {}
+        for index, name in gradient.doubts:
+            places.setdefault(name, index)
+        pieces = readings.pieces(gradient)
+        chosen = list(dict.fromkeys(pieces[index] for index in places.values()))[:_MOST_PARTS]
+        settled = {name for name, index in places.items() if pieces[index] in chosen}
+        worst, other = 0.0, hypothesis
+        for _ in range(2):
+            before = other
+            for piece in chosen:  # of what cannot be measured nothing is said
+                error, other = self._error_of(window, gradient, other, *piece, refines=True)
+                worst = worst if error is None else max(worst, error)
+            if other == before:
+                return other, settled, (notices.ones_notice(worst), worst) if worst else None
+            worst = 0.0
+        return None, set(), (notices.ones_notice(worst), worst)
 
     def dropped(self, window: Window, gradient: Gradient, hypothesis: Hypothesis) -> float | None:
         """Measure those that were left out, for their loss is not a number: do they count nothing?
@@ -61,7 +88,7 @@ class MicroBatches:
             where that cannot be measured.
         """
         pieces = [piece for piece in readings.pieces(gradient) if piece[0] in gradient.dropped]
-        errors = [self._error_of(window, gradient, hypothesis, *piece) for piece in pieces[:_MOST_PARTS]]
+        errors = [self._error_of(window, gradient, hypothesis, *piece)[0] for piece in pieces[:_MOST_PARTS]]
         return max((error for error in errors if error is not None), default=None)
 
     def joined(
@@ -103,13 +130,27 @@ class MicroBatches:
         first, second = (of_them[(number + index) % len(of_them)] for index in range(2))
         parts = tuple(range(start, start + size) for (start, size), _ in (first, second))
         error = measure_joined(
-            self._job, window, hypothesis, (parts[0], parts[1]), (first[1], second[1]), rewind=rewind, like=like
+            self._job,
+            window,
+            hypothesis,
+            (parts[0], parts[1]),
+            (first[1], second[1]),
+            rewind=rewind,
+            like=like,
+            by_terms=gradient.conclusion is not None and bool(gradient.conclusion.kinds),
         )
         return (notices.joined_notice(error, sum(map(len, parts)), suspicion()), error) if error else None
 
     def _error_of(
-        self, window: Window, gradient: Gradient, hypothesis: Hypothesis, start: int, size: int
-    ) -> float | None:
+        self,
+        window: Window,
+        gradient: Gradient,
+        hypothesis: Hypothesis,
+        start: int,
+        size: int,
+        *,
+        refines: bool = False,
+    ) -> tuple[float | None, Hypothesis]:
         """Measure a micro-batch beside those that count."""
         counted = zip(gradient.counts, readings.pieces(gradient), strict=True)
         others = [(abs(count) / piece[1], *piece) for count, piece in counted if count and piece[0] != start]
@@ -122,6 +163,7 @@ class MicroBatches:
             range(start, start + size),
             [position for _, first, length in others for position in range(first, first + length)],
             drops_gradients=self._drops_gradients(),
+            refines=refines,
         )
 
 
@@ -133,7 +175,8 @@ def measure_part(
     others: Sequence[int],
     *,
     drops_gradients: bool = False,
-) -> float | None:
+    refines: bool = False,
+) -> tuple[float | None, Hypothesis]:
     """Measure a window's own micro-batch, beside a few more of its samples: are they weighed rightly together?
 
     Args:
@@ -143,25 +186,29 @@ def measure_part(
         part: the positions of the micro-batch's samples.
         others: those of samples that have been seen to count; the first few of them are taken.
         drops_gradients: whether a part whose gradient is not finite is left out.
+        refines: whether another hypothesis is looked for where it fails, by what its terms count.
 
     Returns:
         the error, 0 where it is within the tolerance, infinite where the loss is finite without that micro-batch only;
-        None where it cannot be measured.
+        None where it cannot be measured. And the hypothesis of which that is so.
     """
     # Those alone are run where all together have no finite loss: it may be their own fault, and tell nothing.
     few = list(others)[:MOST]  # not one or two, for it is not known which of them count
 
-    def measured(chosen: list[int]) -> float | None:
+    def measured(chosen: list[int]) -> tuple[float, Hypothesis]:
         with Measurement(job, window, chosen, drops_gradients=drops_gradients) as measurement:
             measurement.run_whole()
             if len(chosen) == len(few):
-                return math.inf  # what is not finite is the fault of those that have been left out here
+                return math.inf, hypothesis  # what is not finite is the fault of those that were left out here
             cut = (tuple(range(len(part))), tuple(range(len(part), len(chosen))))
             error, tolerance = measurement.run([cut], hypothesis).error, measurement.tolerance
+            other = by_counts(measurement, [cut], hypothesis) if refines and error > tolerance else None
+            if other is not None and other != hypothesis and measurement.run([cut], other).error <= tolerance:
+                return 0.0, other
             if tolerance < error < MAY_BE_ROUNDING:  # as in ``decide``
                 backwards = tuple(reversed(range(len(chosen))))
                 tolerance = max(tolerance, 10 * measurement.run([(backwards,)], "samples").error)
-            return 0.0 if error <= tolerance else error
+            return (0.0 if error <= tolerance else error), hypothesis
 
     for chosen in ([*part, *few], few):
         try:
@@ -169,9 +216,9 @@ def measure_part(
         except NotFiniteError:
             continue
         except Exception:  # what cannot be computed of these samples has been said, or will be
-            return None
-        return None if isinstance(outcome, RanOut) else outcome
-    return None
+            break
+        return (None, hypothesis) if isinstance(outcome, RanOut) else outcome
+    return None, hypothesis
 
 
 def measure_joined(
@@ -183,6 +230,7 @@ def measure_joined(
     *,
     rewind: Callable[[], None] = lambda: None,
     like: State | None = None,
+    by_terms: bool = False,
 ) -> float | None:
     """Compare the losses of two of a window's micro-batches, joined and apart: what six samples show may be of few.
 
@@ -194,6 +242,7 @@ def measure_joined(
         counts: what each was found to count.
         rewind: puts the state back that the window began with.
         like: that state, as far as it is remembered.
+        by_terms: whether terms are weighed by themselves, and not by these counts.
 
     Returns:
         the error, 0 where it is within the tolerance; None where it cannot be measured.
@@ -205,10 +254,13 @@ def measure_joined(
         chosen = [*parts[0], *parts[1]]
         with Measurement(job, window, chosen, rewind=rewind, like=like, forward_only=True) as measurement:
             joined = partial(measurement.joined_error, len(parts[0]), weights, is_sum=hypothesis == "sum")
+            if by_terms:
+                joined = partial(measurement.joined_error_by_terms, len(parts[0]), hypothesis)
             tolerance = tolerance_of(measurement.parameters)
             error = joined()
             # What is drawn may decide what counts, and was drawn otherwise when it was counted.
-            if measurement.draws_anything and hypothesis not in ("samples", "sum") and not is_by_samples:
+            is_counted_before = hypothesis not in ("samples", "sum") and not (is_by_samples or by_terms)
+            if measurement.draws_anything and is_counted_before:
                 return 0.0
             if error > tolerance and measurement.collates_anew():
                 error = joined()

@@ -71,7 +71,7 @@ def contradiction_notice(
     """Return what to say when the user's ``num_items`` is not what the loss shows; None when it may be."""
     found = conclude(sizes, reductions)
     # What cannot be read off the loss cannot contradict anybody.
-    if found.doubt is not None:
+    if found.doubt is not None or found.kinds:
         return None
     counts = [float(reduction.items) for reduction in reductions]
     # Counts that are the same but for a factor, as those of tokens and of pairs of tokens, are the same weights.

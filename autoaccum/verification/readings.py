@@ -7,7 +7,7 @@ from itertools import accumulate
 
 from autoaccum.events import Notice
 from autoaccum.loss.coupling import Crossing, couples_samples
-from autoaccum.loss.hypotheses import SUMS, Hypothesis
+from autoaccum.loss.hypotheses import SUMS, Hypothesis, kinds_in, of_terms
 from autoaccum.loss.reductions import Reduction, is_one
 from autoaccum.verification import notices
 from autoaccum.window.gradient import Gradient, are_alike
@@ -21,6 +21,8 @@ def likely(job: Job, gradient: Gradient) -> Hypothesis:
     """Return what a window looks like that nothing was measured of."""
     if job.num_items is not None:
         return "num_items"
+    if gradient.conclusion is not None and gradient.conclusion.kinds:
+        return of_terms(gradient.conclusion.kinds)
     if gradient.conclusion is None or not gradient.conclusion.is_sum:
         return "items"
     return "sum and penalties" if any(reduction.constants for reduction in gradient.reductions) else "sum"
@@ -33,6 +35,8 @@ def is_weighed_alike(job: Job, gradient: Gradient, before: Hypothesis | None, af
         return True
     if before is not None or after == "num_items":
         return before is None
+    if found.kinds or kinds_in(after) is not None:
+        return found.kinds == kinds_in(after)
     if after in SUMS:
         with_terms = any(reduction.constants for reduction in gradient.reductions)
         return found.is_sum and job.num_items is None and (after == "sum and penalties" or not with_terms)

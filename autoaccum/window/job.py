@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from autoaccum.loss.functions import LossOf
+from autoaccum.loss.weighting import CountItems, by_name
 from autoaccum.window.precision import Autocast, Precision, autocast
 
 
@@ -29,7 +30,7 @@ class Job:
     loss_of: LossOf
     """(model, micro-batch) -> loss, a mean or a sum."""
     # Where a user passes one it is what counts; an examiner says so if the losses contradict it.
-    num_items: Callable[[Any], Any] | None = None
+    num_items: CountItems | None = None
     """(micro-batch) -> how many items its loss is a mean over; None where that is read off the loss."""
     collate_fn: Callable[[list[Any]], Any] | None = None
     """What makes batches of samples, where the user has passed it."""
@@ -43,7 +44,9 @@ class Job:
     @property
     def functions(self) -> list[object]:
         """Return what of it is the user's code, beside modules."""
-        return [self.loss_of, self.num_items, self.collate_fn]
+        counting = self.num_items
+        of_each = [counting] if counting is None or callable(counting) else list(by_name(counting).values())
+        return [self.loss_of, *of_each, self.collate_fn]
 
     @property
     def autocast(self) -> Autocast:

@@ -6,7 +6,7 @@ import inspect
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from autoaccum._kinds import (
     a,
     anything,
     below,
+    by_name,
     entries,
     every,
     number,
@@ -27,10 +28,11 @@ from autoaccum._kinds import (
     shown,
     whole,
 )
-from autoaccum.loss.hypotheses import WORDS
+from autoaccum.loss.hypotheses import WORDS, TermKind, kinds_in
 from autoaccum.memory.oom import is_out_of_memory
 from autoaccum.planning.saved import PLAN, TUNER
 from autoaccum.window.modules import State, buffer_places, new_buffer_place
+from autoaccum.window.totals import OPERATIONS
 
 _SCALER = entries(
     {
@@ -53,6 +55,7 @@ _SIGNS = entries(
     optionally={
         "least": parts(number(0, finite=False), number(0, finite=False)),
         "ties": whole(),
+        "settled": every(a(str)),
     },
 )
 _OCCASIONS = entries(
@@ -70,7 +73,7 @@ _OCCASIONS = entries(
 )
 _VERIFIED = entries(
     {
-        "hypothesis": one_of(None, *WORDS),
+        "hypothesis": lambda value, entry: _check_hypothesis(value, entry),
         "drops": parts(a(bool), a(bool)),
         "signs": _SIGNS,
         "occasions": _OCCASIONS,
@@ -79,9 +82,17 @@ _VERIFIED = entries(
         "smallest": whole(1),
     }
 )
+_MEASURE = parts(lambda value, entry: _check_measure(value, entry), number())
+_TERMS = entries(
+    {
+        "kinds": optional(by_name(one_of(*get_args(TermKind)))),
+        "watches": a(bool),
+        "totals": entries({"known": by_name(every(_MEASURE)), "failures": by_name(whole())}),
+    }
+)
 _RUNNER = entries(
     {"_checked": a(bool), "_has_sums": optional(a(bool)), "_examining": a(bool), "_deferred": a(bool)},
-    optionally={"verified": _VERIFIED},  # which came later
+    optionally={"verified": _VERIFIED, "terms": _TERMS},  # which came later
 )
 
 
@@ -106,6 +117,23 @@ def _check_graphs(value: Any, entry: str) -> None:
     for size, marks in value.items():
         whole(1)(size, entry)
         parts(whole(), a(str), every(a(str), tuple))(marks, below(entry, size))
+
+
+def _check_hypothesis(value: Any, entry: str) -> None:
+    """Check a hypothesis, or that there is none."""
+    if type(value) is str and value not in WORDS:
+        try:
+            by_name(one_of(*get_args(TermKind)))(kinds_in(value), entry)
+            return
+        except ValueError:  # no JSON; what is refused is of another type
+            pass
+    one_of(None, *WORDS)(value, entry)
+
+
+def _check_measure(value: Any, entry: str) -> None:
+    """Check what is counted in a batch."""
+    if value != ("samples",):
+        parts(one_of(*OPERATIONS), a(str), a(bool), number(nan=True))(value, entry)
 
 
 def check_like(value: Any, present: Any, entry: str) -> None:

@@ -35,6 +35,9 @@ from autoaccum.window.single_samples import Refusal, SingleSampleError
 from autoaccum.window.stepping import Stepper
 from autoaccum.window.transaction import Repeat, Transaction
 
+_RUNNER = ("_checked", "_has_sums", "_examining", "_deferred", "verified", "terms")
+"""What a checkpoint keeps together of what was found out about the loss."""
+
 
 class Failure(NamedTuple):
     """An attempt that ran out of memory; it pins nothing of what must be freed."""
@@ -418,7 +421,7 @@ class Step:
             "announced": [],  # was once kept apart from the other
             "announced of windows": self.announcer.state_dict(),
             "plan": self._plan,
-            "runner": {name: found[name] for name in ("_checked", "_has_sums", "_examining", "_deferred", "verified")},
+            "runner": {name: found[name] for name in _RUNNER if name in found},
             "scaler": transaction["scaler"],
             "tuner": self.tuner.state_dict(),
         }

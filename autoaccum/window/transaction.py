@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,12 +24,22 @@ from typing import Any
 import torch
 
 from autoaccum.data.base import Window
-from autoaccum.loss.conclusions import conclude, stands_for_none
+from autoaccum.loss.conclusions import conclude, doubt_of_unknown, stands_for_none, totals_of
 from autoaccum.loss.functions import Computed
-from autoaccum.loss.hypotheses import PLAIN_MEAN, PLAIN_SUM, SUMS, Conclusion, Hypothesis
-from autoaccum.loss.reductions import Reduction, is_one, kinds_of, plain_mean, read, without_graph
+from autoaccum.loss.hypotheses import (
+    OVER_ITEMS,
+    PLAIN_MEAN,
+    PLAIN_SUM,
+    SUMS,
+    Conclusion,
+    Hypothesis,
+    TermKind,
+    kinds_in,
+)
+from autoaccum.loss.reductions import Reduction, has_some, is_one, kinds_of, plain_mean, read, without_graph
 from autoaccum.loss.terms import Count
-from autoaccum.loss.weighting import Tally, by_user, counted_once
+from autoaccum.loss.values import Values
+from autoaccum.loss.weighting import Tally, count_each, count_items, counted_once
 from autoaccum.memory.oom import insist
 from autoaccum.planning.attempts import Piece
 from autoaccum.planning.noise import Noise, Part, estimate
@@ -38,6 +49,8 @@ from autoaccum.window.job import Job
 from autoaccum.window.single_samples import SingleSampleError, may_need_another
 from autoaccum.window.snapshot import Snapshot
 from autoaccum.window.state import State
+from autoaccum.window.terms import Terms
+from autoaccum.window.totals import Totals, counted_beforehand
 
 Forward = Callable[[Any, int, int], torch.Tensor]
 """(micro-batch, its samples, the window's samples) -> loss"""
@@ -59,6 +72,8 @@ def is_slow_to_read(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
+_MOST_REPEATS = 3
+"""Times that a window is run again for its terms: for a count of 0 found late, for their kinds, for their totals."""
 _NOTHING = Reduction(0.0)
 """The reduction of a micro-batch without items."""
 
@@ -79,6 +94,9 @@ class Transaction:
         self._clip_norm = clip_norm
         self._measures_parts = noise_scale
         self.scaler = torch.amp.GradScaler(job.device.type) if job.precision == "fp16" else None
+        self._next_totals: dict[str, float] | None = None
+        self._foretold: dict[str, float] = {}
+        self._repeats = 0  # of this window, for its terms were weighed wrongly
         self.forward: Forward = self.plain_forward
         """How the loss of a micro-batch is computed; an examiner puts itself around it for the first windows."""
         # What windows are made of, once that is measured; None: each is taken for what its own losses show.
@@ -105,6 +123,12 @@ class Transaction:
         self._window: Window  # while one is open
         self._begun: State | None = None  # how the window began, where its micro-batches are to begin likewise
         self._nodes = 0  # of the last forward's graph
+        self._proposed: Mapping[str, TermKind] | None = None  # what terms are by themselves, as graphs have shown
+        self._counts_by_name = isinstance(job.num_items, Mapping | list | tuple)  # or a function has returned several
+        self._watches = False  # whether the values of terms are to be seen, for graphs keep none
+        self._totals = Totals()
+        self.learns_totals = True
+        """Whether it is worth while to find out what terms count, for there are other windows to come."""
         self._computed: Computed | None = None  # by the last forward, where that is more than one loss
         self.is_open = False
         """Whether there is a window to commit, or to roll back."""
@@ -127,10 +151,36 @@ class Transaction:
         if self._job.state == "window":
             self._begun = State(self._job.modules, self._job.functions, self._job.device, self.trained())
         self.is_open = True
+        self._repeats = 0
+        self._next_totals = None
+        self._foretold = self._foretell(window)
         self._begin_anew(window.num_samples)
+
+    @property
+    def _kinds(self) -> Mapping[str, TermKind] | None:
+        """Return what the terms are that are weighed by themselves; None where a micro-batch has one weight."""
+        return self._proposed if self.hypothesis is None else kinds_in(self.hypothesis)
+
+    def _foretell(self, window: Window) -> dict[str, float]:
+        """Return what is known of the totals of a window's terms before it is run."""
+        kinds, num_items = self._kinds, self._job.num_items
+        try:
+            if self._counts_by_name and self.hypothesis in (None, "num_items"):
+                return counted_beforehand(window, partial(count_each, num_items))  # type: ignore[arg-type]
+            return self._totals.foretell(window, [name for name in kinds if kinds[name] in OVER_ITEMS]) if kinds else {}
+        except Exception:  # what fails so, as where memory is short, the window itself will tell
+            return {}
+
+    def _new_terms(self, kinds: Mapping[str, TermKind]) -> Terms:
+        return Terms(self._num_samples, kinds, self._known_totals, deferred=self._is_deferred)
 
     def _begin_anew(self, num_samples: int = 0) -> None:
         self._num_samples = num_samples
+        # Totals that a run of this window has shown are those of the next run; if that runs out of memory, they are
+        # looked for anew, so that it is no matter to what is computed.
+        self._known_totals = self._foretold if self._next_totals is None else self._next_totals
+        self._next_totals = None
+        self._terms = None if self._kinds is None else self._new_terms(self._kinds)
         self._tally = Tally(num_samples, deferred=self._is_deferred)
         self._sizes: list[int] = []
         self._losses: list[torch.Tensor | None] = []  # of each micro-batch; None where nothing counts
@@ -164,12 +214,22 @@ class Transaction:
 
     def _compute(self, batch: Any, piece: Piece) -> None:
         num_items = self._job.num_items if self.hypothesis in (None, "num_items") else None
-        reduction = None if num_items is None else by_user(num_items, batch)
+        counted = None if num_items is None else count_items(num_items, batch)
+        if isinstance(counted, dict):
+            self._terms, self._counts_by_name = self._terms or self._new_terms({}), True
+        if self._terms is not None:
+            self._compute_terms(batch, piece, counted if isinstance(counted, dict) else {})
+            return
+        reduction = None if counted is None else Reduction(counted)  # type: ignore[arg-type]
         if reduction is not None and not isinstance(reduction.items, torch.Tensor) and not reduction.items:
             self._tally.weight(piece.size, reduction.items)  # nothing to learn from: no forward either
             self._losses.append(None)
         else:
             loss = self._forward(batch, piece.size)
+            if self._computed is not None and self._computed.terms and self.hypothesis is None and counted is None:
+                self._terms = self._terms or self._new_terms({})  # several losses, as the user says
+                self._add_terms(loss, {}, None, piece.size)
+                return
             if loss is None:
                 reduction = _NOTHING
                 self._tally.weight(piece.size, 0.0)
@@ -180,8 +240,31 @@ class Transaction:
                 self.signs.of_graph(piece.size, self._nodes, str(root and root.name()), kinds_of(reduction))
                 self._add(loss, reduction, piece.size)
         # The nodes that a reduction names would keep the graph alive.
-        self._reductions.append(without_graph(reduction) if reduction.edges else reduction)
+        self._reductions.append(without_graph(reduction))
         self._sizes.append(piece.size)
+
+    def _compute_terms(self, batch: Any, piece: Piece, counted: dict[str, Count]) -> None:
+        """Add a micro-batch whose terms are weighed one by one; ``counted`` is what the user counts of them."""
+        with Values() if self._watches else nullcontext() as values:
+            loss = self._forward(batch, piece.size)
+        self._add_terms(loss, counted, values, piece.size)
+
+    def _add_terms(
+        self, loss: torch.Tensor | None, counted: dict[str, Count], values: Values | None, size: int
+    ) -> None:
+        assert self._terms is not None
+        self._sizes.append(size)
+        if loss is None:
+            self._terms.leave_out(size)
+            self._losses.append(None)
+            self._reductions.append(_NOTHING)
+            return
+        computed = self._computed or Computed(loss)
+        self._losses.append(loss.detach())
+        reduction, backward = self._terms.add(computed, counted, size, values, self._scaled)
+        self.signs.of_graph(size, self._nodes, str(loss.grad_fn and loss.grad_fn.name()), kinds_of(reduction))
+        self._backward(backward, size)
+        self._reductions.append(reduction)
 
     def _forward(self, batch: Any, num_samples: int) -> torch.Tensor | None:
         """Return the loss of a micro-batch; None where it divides by the number of its items, and has none."""
@@ -201,15 +284,21 @@ class Transaction:
     def _add(self, loss: torch.Tensor, reduction: Reduction, num_samples: int) -> None:
         """Add the gradient of a loss, weighted, and keep its value."""
         if self._counts_nothing(loss, num_samples):
-            reduction = _NOTHING
-            self._dropped.append(sum(self._sizes))
-            self.signs.have_changed = True  # that it counts nothing is a guess, which is to be measured
+            # Where some of its terms have items, it is they that are to be weighed by themselves.
+            if not has_some(reduction):
+                reduction = _NOTHING
+                self._dropped.append(sum(self._sizes))
+                self.signs.have_changed = True  # that it counts nothing is a guess, which is to be measured
+            self._tally.weight(num_samples, 0.0)
+            self._losses.append(None)
+            return
         weight = self._tally.weight(num_samples, reduction.items, loss.dtype)
         if weight is None:
             self._losses.append(None)
             return
         self._losses.append(loss.detach())
-        self._backward(loss, weight, reduction, num_samples)
+        share = num_samples / self._num_samples
+        self._backward(partial(self._accumulate, loss, weight, reduction, share), num_samples)
 
     def _counts_nothing(self, loss: torch.Tensor, num_samples: int) -> bool:
         """Return whether the loss of a part of a window is not a number, as a mean over nothing is."""
@@ -240,17 +329,16 @@ class Transaction:
             self._computed, computed = computed, computed.loss
         return computed
 
-    def _backward(self, loss: torch.Tensor, weight: Count, reduction: Reduction, size: int) -> None:
-        """Add the gradient of a loss, times its weight; measure it by itself where that is asked for."""
-        share = size / self._num_samples
+    def _backward(self, accumulate: Callable[[], None], size: int) -> None:
+        """Add the gradient of a micro-batch; measure it by itself where that is asked for."""
         if not (self._measures_parts or self.drops_gradients) or size == self._num_samples:
-            self._accumulate(loss, weight, reduction, share)
+            accumulate()
             return
         trained = self._gradients.trained()
         before = contributions.set_aside(trained)
-        self._accumulate(loss, weight, reduction, share)
+        accumulate()
         norm = contributions.norm(trained)
-        if self.drops_gradients and not math.isfinite(norm.item()):
+        if self.drops_gradients and self._terms is None and not math.isfinite(norm.item()):
             self._gradients.drop()
             self._tally.leave_out(len(self._sizes))
             self._losses[-1] = None
@@ -261,14 +349,16 @@ class Transaction:
         contributions.add_back(before)
 
     def _accumulate(self, loss: torch.Tensor, weight: Count, reduction: Reduction, share: float) -> None:
-        if self.scaler is not None:
-            loss = self.scaler.scale(loss)
+        loss = self._scaled(loss)
         seed = self._seed(weight, loss)
         if not (reduction.edges and self._is_sum(reduction)):
             torch.autograd.backward(loss, seed)
             return
         with counted_once(reduction, share):
             torch.autograd.backward(loss, seed)
+
+    def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss if self.scaler is None else self.scaler.scale(loss)
 
     def _seed(self, weight: Count, loss: torch.Tensor) -> torch.Tensor:
         """Return what backward starts from: the same as multiplying the loss, without an operation and its backward."""
@@ -299,6 +389,8 @@ class Transaction:
 
     def finish(self) -> Gradient | Repeat:
         """Complete the gradient: correct it by the true count, unscale and clip it."""
+        if self._terms is not None:
+            return self._finish_terms(self._terms)
         sizes, reductions, tally = tuple(self._sizes), self._reductions, self._tally
         is_doubtful = self._leave_out_what_counts_nothing()
         counts = tally.read()
@@ -314,6 +406,10 @@ class Transaction:
             self._is_deferred = False
             return Repeat(sizes=sizes)
         found = self._conclusion(is_doubtful)
+        if found.kinds:
+            self._proposed, self._watches = found.kinds, True
+            self._next_totals = totals_of(found.kinds, reductions)
+            return Repeat(sizes=sizes)
         has_constants = len(sizes) > 1 and any(reduction.constants for reduction in reductions)
         if has_constants and any(self._is_sum(reduction) is not found.is_sum for reduction in reductions):
             self._has_sums = found.is_sum
@@ -326,14 +422,10 @@ class Transaction:
         parts, noise = self._parts(counts, found.is_sum, correction) if self._norms else ((), None)
         if correction != 1:
             self._gradients.scale(correction)
-        if self.scaler is not None:
-            self.is_unscaled = True
-            self.scaler.unscale_(self._job.optimizer)
-        grad_norm = None if self._clip_norm is None else self._gradients.clip(self._clip_norm)
         return Gradient(
             sizes=sizes,
+            grad_norm=self._unscaled_and_clipped(),
             loss=tally.loss(losses, found.is_sum),
-            grad_norm=grad_norm,
             items=sum(counts),
             parts=parts,
             noise=noise,
@@ -343,6 +435,55 @@ class Transaction:
             suspects=suspects,
             conclusion=found,
         )
+
+    def _finish_terms(self, terms: Terms) -> Gradient | Repeat:
+        """Complete the gradient of terms that were weighed one by one; run the window again if that was wrong."""
+        sizes, is_wrong = tuple(self._sizes), terms.has_late_zero()
+        in_doubt, counting = terms.settle(), terms.counting()
+        if not any(counting) and self._divided_by_zero is not None:
+            raise self._divided_by_zero
+        if not any(counting):
+            return Gradient(sizes=sizes, loss=torch.tensor(float("nan")), grad_norm=None, items=0)
+        losses = [loss for loss in self._losses if loss is not None]
+        kinds, is_wide = terms.kinds(), losses[0].dtype == torch.float64
+        if is_wrong:
+            self._is_deferred = False
+        if self.hypothesis is None and kinds != terms.used_kinds():
+            self._proposed, is_wrong = kinds, True
+        if terms.lacks_values and not self._watches:
+            self._watches, is_wrong = True, True
+        totals = terms.true_totals(kinds, is_wide=is_wide)
+        # Counts that are others each time are those of a forward that no replay repeats: it is measured again.
+        if totals is not None and self._repeats == _MOST_REPEATS:
+            self.signs.have_changed = True
+        if (is_wrong or totals is not None) and len(sizes) > 1 and self._repeats < _MOST_REPEATS:
+            self._next_totals = totals
+            self._repeats += 1
+            return Repeat(sizes=sizes)
+        if self.learns_totals and len(sizes) > 1 and not terms.are_known(self._foretold):
+            self._totals.learn(self._window, sizes, terms.counts(kinds))
+        parts, noise = self._parts(counting, False, 1.0) if self._norms else ((), None)
+        return Gradient(
+            sizes=sizes,
+            grad_norm=self._unscaled_and_clipped(),
+            loss=terms.loss(losses).detach(),
+            items=sum(counting),
+            parts=parts,
+            noise=noise,
+            dropped=tuple(self._dropped),
+            counts=tuple(counting),
+            reductions=tuple(self._reductions),
+            doubts=self.signs.in_doubt(in_doubt),
+            knows_loss=not terms.lacks_values,
+            conclusion=Conclusion(False, doubt_of_unknown(self._reductions), kinds),
+        )
+
+    def _unscaled_and_clipped(self) -> torch.Tensor | None:
+        """Take the loss scale out of the gradient, and clip it; return the norm that it had."""
+        if self.scaler is not None:
+            self.is_unscaled = True
+            self.scaler.unscale_(self._job.optimizer)
+        return None if self._clip_norm is None else self._gradients.clip(self._clip_norm)
 
     def _conclusion(self, is_doubtful: bool) -> Conclusion:
         """Return what the window is: as was measured, or as its micro-batches show."""
@@ -387,6 +528,11 @@ class Transaction:
         # Even a loss is memory of the device, which the optimizer's step may need.
         self._losses, self._reductions, self._norms, self._begun = [], [], {}, None
 
+    def repeat(self) -> None:
+        """Begin the same window again, whose state somebody else has put back."""
+        self._begin_anew(self._num_samples)
+        self._gradients.drop()
+
     def roll_back(self) -> None:
         """Undo the window as if it had never run: gradients, buffers, random states, scaler. It may then run again.
 
@@ -395,8 +541,7 @@ class Transaction:
         Raises:
             MemoryLimitError: memory ran out in this, too.
         """
-        self._begin_anew(self._num_samples)
-        self._gradients.drop()
+        self.repeat()
         self.snapshot.restore()
         if self._begun is not None:
             self._begun.restore()
@@ -417,14 +562,23 @@ class Transaction:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was found out about the loss, and the loss scale."""
-        return {
+        found = {
             "_has_sums": self._has_sums,
             "_deferred": self._is_deferred,
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
         }
+        # What came later is there only once it says something.
+        return found | (self._of_terms() if self._watches or self._proposed or self._kinds else {})
+
+    def _of_terms(self) -> dict[str, Any]:
+        kinds = None if self._proposed is None else dict(self._proposed)
+        return {"terms": {"kinds": kinds, "watches": self._watches, "totals": self._totals.state_dict()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put back what ``state_dict`` returned."""
         self._has_sums, self._is_deferred = state["_has_sums"], state["_deferred"]
+        if "terms" in state:
+            self._proposed, self._watches = state["terms"]["kinds"], state["terms"]["watches"]
+            self._totals.load_state_dict(state["terms"]["totals"])
         if self.scaler is not None and state["scaler"] is not None:
             self.scaler.load_state_dict(state["scaler"])

@@ -1,0 +1,346 @@
+"""Weighs the terms of a loss one by one: means over different numbers of items, sums beside means.
+
+The loss of a window is the sum of its terms, L = sum_k L_k, and each is a mean over its N_k items or a sum. A
+micro-batch j gives L_jk, so L_k = sum_j (n_jk / N_k) L_jk: each term has weights of its own. One multiplication at the
+end of the window cannot mend several totals N_k, so they have to be known before it begins: see ``totals``. Where they
+were not, the window is run once more.
+
+What a term is weighed with is multiplied in the backward, where the term enters the loss.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from operator import add
+from typing import NamedTuple
+
+import torch
+
+from autoaccum.loss.conclusions import kind_of_term
+from autoaccum.loss.functions import Computed
+from autoaccum.loss.graph import only_parameters
+from autoaccum.loss.hypotheses import OVER_ITEMS, TermKind
+from autoaccum.loss.reductions import Reduction, read, without_graph
+from autoaccum.loss.terms import Count, Term
+from autoaccum.loss.values import Values
+from autoaccum.loss.walk import Edge
+from autoaccum.loss.weighting import Tally, weighed
+
+_CONSTANT = "\0"
+"""How the names of terms of the parameters alone begin: each counts once a window, whatever it is cut into."""
+_SAME = 1e-13
+"""Relative difference up to which a total is the one that was foretold, where the loss has 64 bits."""
+_SAME_IN_32_BITS = 1e-6
+"""The same where it has fewer: counts may then be sums of weights in 32 bits."""
+
+
+class Entry(NamedTuple):
+    """A term of the losses of one micro-batch."""
+
+    name: str
+    """Which one: the losses' own, and its place in them where it is not the first."""
+    edge: Edge | None
+    """Where it enters its loss; None where it is all of it, or the user counts."""
+    items: Count
+    """What it counts."""
+    term: Term | None
+    """What its graph shows; None where that leaves nothing to doubt."""
+
+
+@dataclass(slots=True)
+class _Column:
+    """One term in all micro-batches."""
+
+    kind: TermKind
+    tally: Tally
+    given: list[int] = field(default_factory=list)  # indices of those that were given a weight
+    values: list[torch.Tensor | None] = field(default_factory=list)
+    shown: list[tuple[int, Term | None]] = field(default_factory=list)  # samples, and what its graph shows
+    places: list[int] = field(default_factory=list)  # of the micro-batches that have it
+    items: list[Count] = field(default_factory=list)  # what its graph counts in them
+
+
+class Terms:
+    """The terms of the losses of a window, each weighed by itself."""
+
+    def __init__(
+        self,
+        num_samples: int,
+        kinds: Mapping[str, TermKind],
+        totals: Mapping[str, float],
+        *,
+        deferred: bool,
+    ) -> None:
+        """Begin a window.
+
+        Args:
+            num_samples: its samples.
+            kinds: what each term is, by its name; of one that is missing its own graph says so.
+            totals: what each mean is known to count in the window.
+            deferred: whether counts are read at its end.
+        """
+        self._num_samples = num_samples
+        self._kinds = kinds
+        self._totals = totals
+        self._deferred = deferred
+        self._columns: dict[str, _Column] = {}
+        self._sizes: list[int] = []
+        self._counted: dict[str, Count] = {}  # by the user
+        self.lacks_values = False
+        """Whether terms were met whose values were not seen, so that the loss of the window is not known."""
+
+    def add(
+        self,
+        computed: Computed,
+        counted: Mapping[str, Count],
+        num_samples: int,
+        values: Values | None,
+        scale: Callable[[torch.Tensor], torch.Tensor],
+    ) -> tuple[Reduction, Callable[[], None]]:
+        """Take the losses of a micro-batch.
+
+        Args:
+            computed: the losses, one at least.
+            counted: what the user counts of each.
+            num_samples: samples of the micro-batch.
+            values: what was seen while they were computed.
+            scale: multiplies a loss with the scale of 16 bits.
+
+        Returns:
+            how the sum of all was reduced, without its graph; what runs the backward.
+        """
+        losses = list((computed.terms or {"": computed.loss}).items())
+        self._counted.update(counted)
+        self._sizes.append(num_samples)
+        weights: list[tuple[Edge, Count | None]] = []
+        seeds: list[Count | None] = []
+        reductions: list[Reduction] = []
+        for root, (name, loss) in enumerate(losses):
+            entries, reduction = self._read(name, loss, counted.get(name), num_samples)
+            reductions.append(reduction)
+            seeds.append(1.0 if reduction.edges or (entries and entries[0].edge) else None)
+            for index, edge in enumerate(reduction.edges):
+                entries.append(Entry(f"{_CONSTANT}{name}.{index}", edge, num_samples, None))
+            for entry in entries:
+                weight = self._weigh(entry, self._value(loss, entry.edge, values), loss.dtype)
+                if entry.edge is None:
+                    seeds[root] = weight
+                else:
+                    weights.append((entry.edge, weight))
+        roots = [
+            (scale(loss), seed)
+            for (_, loss), seed in zip(losses, seeds, strict=True)
+            if seed is not None and loss.requires_grad
+        ]
+
+        def backward() -> None:
+            if roots:
+                with weighed(weights):
+                    torch.autograd.backward([loss for loss, _ in roots], [_seed(loss, seed) for loss, seed in roots])
+
+        return without_graph(reductions[0]) if len(losses) == 1 else _merged(reductions), backward
+
+    def _read(
+        self, name: str, loss: torch.Tensor, counted: Count | None, num_samples: int
+    ) -> tuple[list[Entry], Reduction]:
+        """Return the terms of a loss."""
+        if counted is not None:
+            # Its weights are those of its penalties, too, for they sum to one.
+            return [Entry(name or "0", None, counted, None)], Reduction(counted)
+        if loss.grad_fn is None:
+            # Nothing is learnt from it: a number that stands where there is nothing to compute a loss of, or a leaf.
+            return ([Entry(name or "0", None, num_samples, None)] if loss.requires_grad else []), Reduction(0.0)
+        if name and only_parameters(loss.grad_fn):  # a penalty that was given by itself
+            return [Entry(f"{_CONSTANT}{name}", None, num_samples, None)], Reduction(0.0, constants=(1.0,))
+        reduction = read(loss, num_samples)
+        if not reduction.terms:
+            return [Entry(name or "0", None, reduction.items, None)], reduction
+        found = []
+        for index, (term, edge) in enumerate(zip(reduction.terms, reduction.entries, strict=True)):
+            own = str(index) if not name else f"{name}.{index}" if index else name
+            items = num_samples if term.kind == "unknown" and not term.numbers else term.divisor
+            found.append(Entry(own, edge, items, term))
+        return found, reduction
+
+    def _value(self, loss: torch.Tensor, edge: Edge | None, values: Values | None) -> torch.Tensor | None:
+        """Return what a term adds to the loss; None where that was not seen."""
+        if edge is None:
+            return loss.detach()
+        value = None if values is None else values.of(edge.node.next_functions[edge.place][0])
+        if value is None or edge.above is None:
+            self.lacks_values = True
+            return None
+        return value * edge.above
+
+    def _weigh(self, entry: Entry, value: torch.Tensor | None, dtype: torch.dtype) -> Count | None:
+        """Return the weight of a term in a micro-batch; None where it counts nothing there."""
+        column = self._columns.get(entry.name)
+        if column is None:
+            column = self._columns[entry.name] = self._column(entry)
+        num_samples = self._sizes[-1]
+        items: Count = num_samples
+        if column.kind == "sum":
+            items = 1.0
+        elif column.kind in OVER_ITEMS:
+            items = entry.items
+        weight = column.tally.weight(num_samples, items, dtype)
+        column.shown.append((num_samples, entry.term))
+        column.items.append(entry.items)
+        column.places.append(len(self._sizes) - 1)
+        if weight is not None:
+            column.given.append(len(column.values))
+        column.values.append(value)
+        return weight
+
+    def _column(self, entry: Entry) -> _Column:
+        kind: TermKind = "samples"
+        if not entry.name.startswith(_CONSTANT):
+            kind = self._kinds.get(entry.name) or kind_alone(entry.term)
+        total = {"samples": float(self._num_samples), "sum": 1.0}.get(kind) or self._totals.get(entry.name, 0.0)
+        if self._sizes == [self._num_samples] and kind in OVER_ITEMS:
+            total = float(entry.items)  # of a window in one piece: whatever it counts
+            total = total if math.isfinite(total) else 0.0
+        return _Column(kind, Tally(self._num_samples, deferred=self._deferred, total=total))
+
+    # What follows is asked once the last micro-batch has been added.
+
+    def settle(self) -> list[tuple[int, str]]:
+        """Leave out counts that stand for none; return where that is in doubt: the micro-batch, and the term's name.
+
+        Where a count was kept from 0, as by ``clamp(min=1)``, the term is 0, and so is its gradient: only the total has
+        to be mended. But a mean over samples may be 0 as well, as by a hinge. It waits for the device.
+        """
+        in_doubt: list[tuple[int, str]] = []
+        for name, column in self._columns.items():
+            if column.kind not in OVER_ITEMS or len(self._sizes) < 2:
+                continue
+            for index, count in enumerate(column.tally.read()):
+                _, term = column.shown[index]
+                # PyTorch's own means over nothing are no numbers, and what the user counts is taken at its word.
+                if not count or term is None or term.is_items:
+                    continue
+                value = column.values[index]
+                is_zero = value is not None and not value.tolist()
+                if is_zero and column.kind == "items or none":
+                    column.tally.leave_out(index)
+                elif is_zero or (value is None and term.is_one):
+                    in_doubt.append((column.places[index], name))
+        return in_doubt
+
+    def counts(self, kinds: Mapping[str, TermKind]) -> dict[str, list[float]]:
+        """Return what each mean over items counts in each micro-batch; waits for the device."""
+        found = {}
+        for name, kind in kinds.items():
+            column = self._columns.get(name)
+            if kind in OVER_ITEMS and column is not None:
+                counts = [0.0] * len(self._sizes)
+                read = column.tally.read() if column.kind in OVER_ITEMS else [float(items) for items in column.items]
+                for place, count in zip(column.places, read, strict=True):
+                    counts[place] = count if math.isfinite(count) else 0.0
+                found[name] = counts
+        return found
+
+    def counting(self) -> list[float]:
+        """Return the samples of each micro-batch in which any term counts something; 0 of the others."""
+        found = [0.0] * len(self._sizes)
+        for name, column in self._columns.items():
+            for place, count in zip(column.places, column.tally.read(), strict=True):
+                if count and not name.startswith(_CONSTANT):
+                    found[place] = float(self._sizes[place])
+        return found
+
+    def has_late_zero(self) -> bool:
+        """Return whether a count that was read at the end is 0, and its term was not left out; before ``settle``."""
+        for column in self._columns.values():
+            counts = column.tally.read()
+            if not all(counts[index] for index in column.given):
+                return True
+        return False
+
+    def kinds(self) -> dict[str, TermKind]:
+        """Return what each term is, as all micro-batches of the window show it together."""
+        kinds: dict[str, TermKind] = {}
+        for name, column in self._columns.items():
+            if name.startswith(_CONSTANT):
+                continue
+            terms = [term for _, term in column.shown]
+            known = self._kinds.get(name) or (column.kind if None in terms else None)
+            kinds[name] = known or kind_of_term([size for size, _ in column.shown], terms)  # type: ignore[arg-type]
+        return kinds
+
+    def used_kinds(self) -> dict[str, TermKind]:
+        """Return what each term was taken for."""
+        return {name: column.kind for name, column in self._columns.items() if not name.startswith(_CONSTANT)}
+
+    def true_totals(self, kinds: Mapping[str, TermKind], *, is_wide: bool) -> dict[str, float] | None:
+        """Return what each mean over items counts in the window, where that is not what it was weighed with.
+
+        Args:
+            kinds: what the terms are.
+            is_wide: whether the loss has 64 bits.
+        """
+        same = _SAME if is_wide else _SAME_IN_32_BITS
+        totals = {name: total for name, counts in self.counts(kinds).items() if (total := math.fsum(counts))}
+        for name, total in totals.items():
+            column = self._columns[name]
+            if column.kind not in OVER_ITEMS or not math.isclose(column.tally.guess, total, rel_tol=same):
+                return totals
+        return None
+
+    def are_known(self, foretold: Mapping[str, float]) -> bool:
+        """Return whether what was foretold of the window's totals is what they were weighed with in the end."""
+        used = {name: column.tally for name, column in self._columns.items() if column.kind in OVER_ITEMS}
+        return all(
+            math.isclose(foretold.get(name, 0.0), tally.guess, rel_tol=_SAME_IN_32_BITS)
+            for name, tally in used.items()
+            if any(tally.read())
+        )
+
+    def leave_out(self, num_samples: int) -> None:
+        """Take a micro-batch that has no loss."""
+        self._sizes.append(num_samples)
+
+    def loss(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the loss of the window.
+
+        Args:
+            losses: those of the micro-batches, for what is known of it where values of terms are not.
+        """
+        parts: list[torch.Tensor] = []
+        for column in self._columns.values():
+            counts = column.tally.read()
+            values = [value for value, count in zip(column.values, counts, strict=True) if count and value is not None]
+            if values:
+                parts.append(column.tally.loss(values, column.kind == "sum"))
+        if not self.lacks_values:
+            return reduce(add, parts)  # which may be of several types
+        finite = [(loss, size) for loss, size in zip(losses, self._sizes, strict=True) if bool(loss.isfinite())]
+        total = sum(size for _, size in finite)
+        return reduce(add, [loss * (size / total) for loss, size in finite])
+
+
+def kind_alone(term: Term | None) -> TermKind:
+    """Return what a term is taken for by what one micro-batch shows."""
+    if term is None:
+        return "items"
+    if term.kind == "unknown":
+        return "samples"
+    return "sum" if term.kind == "sum" else "items"
+
+
+def _seed(loss: torch.Tensor, weight: Count) -> torch.Tensor:
+    return weight.to(loss.dtype) if isinstance(weight, torch.Tensor) else torch.full_like(loss, weight)
+
+
+def _merged(reductions: Sequence[Reduction]) -> Reduction:
+    """Return the terms of several losses as those of their sum."""
+    terms = tuple(term for reduction in reductions for term in reduction.terms or (_plain(reduction),))
+    constants = tuple(constant for reduction in reductions for constant in reduction.constants)
+    return Reduction(reductions[0].items, terms, constants)
+
+
+def _plain(reduction: Reduction) -> Term:
+    return Term("mean", divisor=reduction.items, is_items=True)

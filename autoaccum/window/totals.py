@@ -1,0 +1,215 @@
+"""Foretells what terms of a loss will count in a window, from the batch: the means of several need their totals first.
+
+What a term counts is compared with what can be counted in the leaves of a batch: samples, numbers, entries that differ
+from a value such as -100, rows that have any, sums. What is the same but for a factor in every micro-batch of a window
+is counted beforehand in the windows that follow. Where it turns out wrong it is given up, and the window is run again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from autoaccum.data.base import Window
+from autoaccum.data.randomness import preserved_randomness
+
+Measure = tuple[Any, ...]
+"""What is counted: ("samples",), or (operation, path of the leaf, whether without its first column, a value)."""
+Counts = Mapping[str, Sequence[float]]
+"""What each term counts, in each micro-batch."""
+
+_CHUNK = 64
+"""Samples that are looked at together: whatever the plan is, so that it is no matter to what is foretold."""
+_SAME = 1e-9
+"""Relative difference up to which counts are the same but for a factor."""
+_MOST_VALUES = 16
+"""Values of a leaf of which it is asked whether entries that have them are those that do not count."""
+_PATIENCE = 3
+"""Times that what was found may turn out wrong before no more is looked for."""
+
+
+class Totals:
+    """What is known of how the terms of a run count."""
+
+    def __init__(self) -> None:
+        """Begin with nothing known."""
+        # By the names of terms: what counts as they do, the likeliest first, each with its factor.
+        self._known: dict[str, list[tuple[Measure, float]]] = {}
+        self._failures: dict[str, int] = {}
+
+    def foretell(self, window: Window, names: Sequence[str]) -> dict[str, float]:
+        """Return what terms will count in a window, of those of which it is known."""
+        chosen = {name: self._known[name][0] for name in names if self._known.get(name) and not self.has_given_up(name)}
+        of_leaves = [measure for measure, _ in chosen.values() if measure != _SAMPLES]
+        counts = {_SAMPLES: float(window.num_samples)}
+        if of_leaves:
+            counts |= _totals_of(window, of_leaves)
+        return {name: factor * counts[measure] for name, (measure, factor) in chosen.items()}
+
+    def learn(self, window: Window, sizes: Sequence[int], counts: Counts) -> None:
+        """Find what counts as the terms do, for those of which it was not known, or known wrongly.
+
+        Args:
+            window: the samples.
+            sizes: of its micro-batches.
+            counts: what each term counts in them.
+        """
+        wrong = [name for name, found in counts.items() if any(found) and not self.has_given_up(name)]
+        if not wrong:
+            return
+        starts = [sum(sizes[:index]) for index in range(len(sizes))]
+        batches = [_read(window, range(start, start + size)) for start, size in zip(starts, sizes, strict=True)]
+        leaves = [_leaves(batch) for batch in batches]
+        values = _values(leaves)
+        measured = {_SAMPLES: [float(size) for size in sizes]}
+        for measure in _measures(leaves[0], values):
+            measured[measure] = [_count(measure, of_piece) for of_piece in leaves]
+        for name in wrong:
+            before = [measure for measure, _ in self._known.get(name, [])]
+            # What was right before as well is likelier than what is right by chance in this window.
+            found = _matching(counts[name], {m: measured[m] for m in before if m in measured})
+            self._known[name] = found or _matching(counts[name], measured)
+            if (before and not found) or not self._known[name]:
+                self._failures[name] = self._failures.get(name, 0) + 1
+
+    def has_given_up(self, name: str) -> bool:
+        """Return whether nothing that can be counted in a batch counts as a term does."""
+        return self._failures.get(name, 0) >= _PATIENCE
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is known, for a checkpoint."""
+        return {"known": dict(self._known), "failures": dict(self._failures)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Put back what ``state_dict`` returned."""
+        self._known, self._failures = dict(state["known"]), dict(state["failures"])
+
+
+_SAMPLES: Measure = ("samples",)
+
+
+def counted_beforehand(window: Window, count: Callable[[Any], Mapping[str, float]]) -> dict[str, float]:
+    """Return what the user's own functions count in a window, where it lies."""
+    totals: dict[str, float] = {}
+    for start in range(0, window.num_samples, _CHUNK):
+        batch = _read(window, range(start, min(start + _CHUNK, window.num_samples)))
+        for name, items in count(batch).items():
+            totals[name] = totals.get(name, 0.0) + items
+    return totals
+
+
+def _read(window: Window, positions: range) -> Any:
+    with preserved_randomness():  # a collate_fn may draw
+        return window.samples(positions)
+
+
+def _totals_of(window: Window, measures: Sequence[Measure]) -> dict[Measure, float]:
+    """Count in a window, piece by piece."""
+    found: dict[Measure, list[float]] = {measure: [] for measure in measures}
+    for start in range(0, window.num_samples, _CHUNK):
+        leaves = _leaves(_read(window, range(start, min(start + _CHUNK, window.num_samples))))
+        for measure, counts in found.items():
+            counts.append(_count(measure, leaves))
+    return {measure: math.fsum(counts) for measure, counts in found.items()}
+
+
+def _leaves(batch: Any) -> dict[str, list[torch.Tensor]]:
+    """Return the numbers in a batch by where they are; those of a list of many also together."""
+    found: dict[str, list[torch.Tensor]] = {}
+
+    def walk(node: Any, paths: tuple[str, ...]) -> None:
+        if isinstance(node, Mapping):
+            for key, value in node.items():
+                walk(value, tuple(f"{path}.{key}" for path in paths))
+        elif isinstance(node, list | tuple) and any(not isinstance(entry, int | float | str | bytes) for entry in node):
+            for index, entry in enumerate(node):
+                walk(entry, tuple(dict.fromkeys(f"{path}{at}" for path in paths for at in (f"[{index}]", "[*]"))))
+        else:
+            numbers = _numbers(node)
+            if numbers is not None:
+                for path in paths:
+                    found.setdefault(path, []).append(numbers)
+
+    walk(batch, ("",))
+    return found
+
+
+def _numbers(leaf: Any) -> torch.Tensor | None:
+    if isinstance(leaf, np.ndarray | list | tuple):
+        try:
+            leaf = torch.as_tensor(leaf)
+        except (TypeError, ValueError, RuntimeError):  # texts and objects
+            return None
+    is_plain = isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and not leaf.is_nested
+    return leaf if is_plain and leaf.ndim and not leaf.is_complex() and not leaf.is_meta else None
+
+
+def _values(pieces: Sequence[Mapping[str, Sequence[torch.Tensor]]]) -> dict[str, list[float]]:
+    """Return the values of each leaf of which entries may be left out of a count: -100, and those that it has often."""
+    found: dict[str, list[float]] = {}
+    for path in pieces[0]:
+        tensors = [tensor for piece in pieces for tensor in piece.get(path, ())]
+        if any(tensor.is_floating_point() for tensor in tensors) and not _has_few_values(tensors):
+            continue
+        unique, counts = torch.cat([tensor.flatten().cpu() for tensor in tensors]).unique(return_counts=True)  # type: ignore[no-untyped-call]
+        often = unique[counts.argsort(descending=True)[:_MOST_VALUES]].tolist()
+        found[path] = list(dict.fromkeys([*often, *unique[:1].tolist(), *unique[-1:].tolist()]))
+    return found
+
+
+def _has_few_values(tensors: Sequence[torch.Tensor]) -> bool:
+    """Return whether a leaf of floats is a mask, or the like."""
+    few = torch.cat([tensor.flatten()[:1000] for tensor in tensors])
+    return len(few.unique()) <= _MOST_VALUES  # type: ignore[no-untyped-call]
+
+
+def _measures(leaves: Mapping[str, Sequence[torch.Tensor]], values: Mapping[str, list[float]]) -> list[Measure]:
+    """List what can be counted, the likeliest first."""
+    found: list[Measure] = []
+    # A model that foretells the next word leaves the first label out.
+    for is_shifted in (False, True):
+        for path, tensors in leaves.items():
+            if is_shifted and any(tensor.ndim < 2 for tensor in tensors):
+                continue
+            found += [("other than", path, is_shifted, value) for value in values.get(path, [])]
+            if any(tensor.ndim > 1 for tensor in tensors):
+                found += [("rows other than", path, is_shifted, value) for value in values.get(path, [])]
+            found += [(operation, path, is_shifted, 0) for operation in ("above", "sum", "numbers")]
+    return found
+
+
+def _count(measure: Measure, leaves: Mapping[str, Sequence[torch.Tensor]]) -> float:
+    """Count something in a batch."""
+    operation, path, is_shifted, value = measure
+    tensors = [tensor[:, 1:] if is_shifted and tensor.ndim > 1 else tensor for tensor in leaves.get(path, ())]
+    return math.fsum(OPERATIONS[operation](tensor, value) for tensor in tensors if len(tensor))
+
+
+OPERATIONS: dict[str, Callable[[torch.Tensor, float], float]] = {
+    "other than": lambda tensor, value: float((tensor != value).sum()),
+    "rows other than": lambda tensor, value: float((tensor != value).reshape(len(tensor), -1).any(1).sum()),
+    "above": lambda tensor, value: float((tensor > value).sum()),
+    "sum": lambda tensor, value: float(tensor.sum(dtype=torch.float64)),
+    "numbers": lambda tensor, value: float(tensor.numel()),
+}
+"""What can be counted in a leaf, each with a value."""
+
+
+def _matching(counts: Sequence[float], measured: Mapping[Measure, Sequence[float]]) -> list[tuple[Measure, float]]:
+    """Return what counts as a term does in every micro-batch, but for a factor: where that is 1 first."""
+    total = math.fsum(counts)
+    found = []
+    for measure, numbers in measured.items():
+        whole = math.fsum(numbers)
+        if whole and all(
+            math.isclose(count * whole, number * total, rel_tol=_SAME, abs_tol=_SAME * abs(total))
+            for count, number in zip(counts, numbers, strict=True)
+        ):
+            found.append((measure, total / whole))
+    # Samples need no look at the batch, whatever the factor.
+    found.sort(key=lambda match: match[0] != _SAMPLES and match[1] != 1)
+    return found
