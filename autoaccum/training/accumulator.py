@@ -57,6 +57,7 @@ class Accumulator:
         num_items: CountItems | None = None,
         micro_batch: int | Literal["auto"] = "auto",
         max_micro_batch: int | None = None,
+        min_micro_batch: int | None = None,
         memory_limit: MemoryLimit = None,
         headroom: float = 0.05,
         patience: float = 60.0,
@@ -79,6 +80,8 @@ class Accumulator:
             num_items: (micro-batch) -> how many items its loss is a mean over, where that cannot be read off the loss.
             micro_batch: "auto", or the samples of one forward and backward.
             max_micro_batch: the most samples to try at once.
+            min_micro_batch: the fewest samples of one forward and backward; a window that has fewer is run as one
+                micro-batch.
             memory_limit: device memory this process may use, as bytes, "8GiB", a share such as 0.5, or a function () ->
                 one of these, asked again as training goes on.
             headroom: fraction of the limit that plans leave free.
@@ -103,9 +106,10 @@ class Accumulator:
         """
         checked = check(
             OF_ACCUMULATOR, CHECKS, model=model, optimizer=optimizer, loss_fn=loss_fn, training_step=training_step,
-            num_items=num_items, micro_batch=micro_batch, max_micro_batch=max_micro_batch, memory_limit=memory_limit,
-            headroom=headroom, patience=patience, precision=precision, clip_norm=clip_norm, state=state, verify=verify,
-            strict=strict, ranks=ranks, callbacks=callbacks,
+            num_items=num_items, micro_batch=micro_batch, max_micro_batch=max_micro_batch,
+            min_micro_batch=min_micro_batch, memory_limit=memory_limit, headroom=headroom, patience=patience,
+            precision=precision, clip_norm=clip_norm, state=state, verify=verify, strict=strict, ranks=ranks,
+            callbacks=callbacks,
         )  # fmt: skip
         loss_of = checked[loss_function]
         self._callbacks = checked[_checks.of_callbacks]
@@ -149,6 +153,7 @@ class Accumulator:
             optimizer=optimizer,
             loss_of=loss_of,
             num_items=num_items,
+            min_micro_batch=min_micro_batch or 1,
             device=self._device,
             precision=precision,
             state=state,

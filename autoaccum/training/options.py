@@ -226,6 +226,14 @@ class FitArguments:
         probe=Own(),
         accumulator=Own(),
     )
+    # For what only the user knows: a loss that needs several samples, statistics of few that are poor.
+    min_micro_batch: int | None = option(
+        "the fewest samples of one forward and backward; a window that has fewer is run as one micro-batch.",
+        default=None,
+        check=_checks.of_windows,
+        probe=Own(text="the fewest samples of one forward and backward."),
+        accumulator=Own(),
+    )
     memory_limit: MemoryLimit = option(
         'device memory this process may use, as bytes, "8GiB", a share such as 0.5, or a function () -> one of these, '
         "asked again as training goes on.",

@@ -165,7 +165,8 @@ def build(
             module.to(place.device)
         # A first forward builds them, as it will be in training: an optimizer can only be made of what is there.
         context = autocast(arguments.precision, place.device)
-        build_lazy_layers(model, modules, source, checked[loss_function], context, place.device)
+        fewest = arguments.min_micro_batch or 1
+        build_lazy_layers(model, modules, source, checked[loss_function], context, place.device, fewest)
         optimizer = make_optimizer(arguments.optimizer, arguments.lr, parameters)
         learning_rate = LearningRate(
             optimizer,
@@ -246,6 +247,7 @@ def make_step(
         # A size that was passed is taken at its word; should it run out of memory, the window is cut smaller.
         largest=min(micro_batch or 0, max_micro_batch or micro_batch or 0),
         smallest=smallest,
+        floor=job.min_micro_batch,
         few_sizes=smallest > 1 or is_compiled(job.model),  # statistics of a few samples are poor
         # The noise is estimated from the micro-batches of a window. A size that was passed is left as it is.
         fewest=2 if noise_scale and micro_batch is None else 1,
@@ -291,6 +293,7 @@ def step_of(
         loss_of=checked[loss_function],
         num_items=arguments.num_items,
         collate_fn=arguments.collate_fn or getattr(arguments.data, "collate_fn", None),
+        min_micro_batch=arguments.min_micro_batch or 1,
         device=place.device,
         precision=arguments.precision,
         state=arguments.state,
@@ -315,7 +318,12 @@ def step_of(
     # Said here, where the smallest micro-batch is known; the schedule's own checks know no model.
     if isinstance(schedule, NoiseScale) and schedule.min < 2 * step.tuner.smallest:
         cure = "A noise scale is estimated from two micro-batches, and BatchNorm has no statistics of one sample."
-        raise ArgumentError("effective_batch", str(schedule), "a min of at least 4", cure)
+        if step.tuner.min_micro_batch is not None:
+            cure = (
+                f"A noise scale is estimated from two micro-batches: lower min_micro_batch={arguments.min_micro_batch}."
+            )
+        accepted = f"a min of at least {2 * step.tuner.smallest}"
+        raise ArgumentError("effective_batch", str(schedule), accepted, cure)
     return step
 
 
@@ -372,6 +380,7 @@ def validator_of(
         limit=place.limit,
         limits=step.tuner.limits,  # the same object, for the limit moves while training goes on
         patience=arguments.patience,
+        fewest=arguments.min_micro_batch or 1,
         snapshot=step.transaction.snapshot,
         emit=emit,
         metrics=Metrics(metrics, step_model, of=of, autocast=step.job.autocast) if metrics else None,

@@ -261,10 +261,16 @@ class Step:
         They are some few, or two such micro-batches, of whose joined forward nothing is kept for a backward.
         """
         few = next((size for size in (6, 3, 2) if size <= largest or self._is_room_for(size)), largest)
-        double = 2 * largest
+        double, smallest = 2 * largest, self.tuner.smallest
         # Where the kernel may kill the process, nothing is run at once that is larger than what has fitted before.
         is_safe = self.limit.is_enforced or self._is_given or double <= self.tuner.largest
-        return max(few, double) if is_safe and (self.limit.is_enforced or self._is_room_for(double)) else few
+        if is_safe and (self.limit.is_enforced or self._is_room_for(double)):
+            few = max(few, double)
+        if smallest < 3 or few >= 3 * smallest:
+            return few
+        # Parts that have to be larger take more: what so many have taken is in proportion an upper bound of it.
+        target, each = self.tuner.limits.target_bytes, (self.meter.peak() or 0) / largest
+        return max([few, *(size for size in (2 * smallest, 3 * smallest) if each and size * each <= target)])
 
     def _is_room_for(self, size: int) -> bool:
         predicted = self.tuner.predicted_bytes(size)
