@@ -110,7 +110,7 @@ class NoTrainableParametersError(ArgumentError):
             "model",
             type(model).__name__,
             "a model with at least one parameter that requires a gradient",
-            "Call requires_grad_(True) on what is to be trained.",
+            "Call requires_grad_(True) on what is to be trained, or pass an optimizer over tensors of your own.",
         )
 
 

@@ -26,7 +26,13 @@ from autoaccum.training.options import CHECKS, OF_ACCUMULATOR, modules_of
 from autoaccum.training.setup import make_step, place_of
 from autoaccum.window.gradient import Gradient
 from autoaccum.window.job import Job
-from autoaccum.window.optimizers import allocate_state, check_optimizer, needs_closure, trainable_parameters
+from autoaccum.window.optimizers import (
+    allocate_state,
+    bare_tensors,
+    check_optimizer,
+    needs_closure,
+    trainable_parameters,
+)
 from autoaccum.window.precision import Precision
 
 
@@ -114,8 +120,10 @@ class Accumulator:
         loss_of = checked[loss_function]
         self._callbacks = checked[_checks.of_callbacks]
         self._modules = modules_of(model, loss_fn, training_step)
-        parameters = trainable_parameters(model, self._modules)
-        check_optimizer(optimizer, parameters)  # one of another model would train nothing, and say nothing
+        parameters = trainable_parameters(model, self._modules, optimizer)
+        check_optimizer(
+            optimizer, parameters, functions=(loss_fn, training_step)
+        )  # one of another model would train nothing, and say nothing
         self._closes = needs_closure(optimizer)
         if self._closes and precision == "fp16":
             cure = "It looks at the loss between its own updates, which no gradient scaler can follow: take 'bf16'."
@@ -125,7 +133,9 @@ class Accumulator:
             cure = "Call it once on a batch: model(inputs)."
             raise ArgumentError("model", type(model).__name__, "a model whose lazy layers know their shapes", cure)
         # Where the caller has put it: to move the model would leave an optimizer's state, or a compiled model, behind.
-        devices = {p.device for p in parameters}
+        # Where nothing of it is trained, it is the frozen parameters that tell, or what the optimizer holds.
+        placed = parameters or [p for module in self._modules for p in module.parameters()]
+        devices = {p.device for p in placed or bare_tensors(optimizer, self._modules)}
         if len(devices) > 1:
             found = " and ".join(sorted(map(str, devices)))
             raise ArgumentError("model", type(model).__name__, "a model on one device", f"It is on {found}.")

@@ -39,6 +39,7 @@ from autoaccum.window.advice import Refused, advise
 from autoaccum.window.optimizers import (
     OptimizerLike,
     allocate_state,
+    bare_tensors,
     make_optimizer,
     sparsely_trained,
     trainable_parameters,
@@ -137,7 +138,8 @@ def probe(
     loss_of, schedule = checked[loss_function], checked[schedule_if_any]
     most = None if schedule is None else schedule.largest
     modules = modules_of(model, loss_fn, training_step)
-    parameters = trainable_parameters(model, modules)
+    parameters = trainable_parameters(model, modules, optimizer)
+    bare = bare_tensors(optimizer, modules)
     on = find_device(device)
     memory = memory_of(on)  # by which peaks are read
     # Beyond a limit that only we know of, an allocation would succeed, and could take the machine's last memory.
@@ -154,11 +156,13 @@ def probe(
         with room_for_model(memory, limit.bytes):
             for module in modules:
                 module.to(on)
+            for tensor in bare:
+                tensor.data = tensor.data.to(on)
             if not model.training:  # one in training mode may hold layers that were frozen in eval mode on purpose
                 model.train()
             build_lazy_layers(model, modules, source, loss_of, context, on, fewest)
-            state_of = make_optimizer(optimizer, None, parameters)
-            _make_gradients(parameters, sparse)
+            state_of = make_optimizer(optimizer, None, parameters, (loss_fn, training_step))
+            _make_gradients([*parameters, *(tensor for tensor in bare if tensor.requires_grad)], sparse)
             allocate_state(state_of, modules)
         limits = Limits(limit.bytes, headroom)
         search = Trials(
@@ -237,7 +241,7 @@ def _search(
     return cause, alone
 
 
-def _make_gradients(parameters: Sequence[nn.Parameter], sparse: Sequence[torch.Tensor]) -> None:
+def _make_gradients(parameters: Sequence[torch.Tensor], sparse: Sequence[torch.Tensor]) -> None:
     """Make gradients be there, as they are in every micro-batch of a window but the first."""
     for p in parameters:
         if not any(p is weight for weight in sparse):  # zeros would make its gradient dense

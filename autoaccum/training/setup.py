@@ -42,7 +42,7 @@ from autoaccum.verification.examiner import Examiner
 from autoaccum.verification.verdict import measure
 from autoaccum.window.job import Job
 from autoaccum.window.meter import Meter
-from autoaccum.window.optimizers import allocate_state, make_optimizer
+from autoaccum.window.optimizers import allocate_state, bare_tensors, make_optimizer
 from autoaccum.window.precision import autocast
 from autoaccum.window.step import Step
 from autoaccum.window.transaction import Transaction
@@ -163,11 +163,15 @@ def build(
     with room_for_model(place.memory, place.limit.bytes, parameters):
         for module in (*modules, *metric_modules(arguments)):
             module.to(place.device)
+        # In place, as parameters are: the function that computes with them goes on holding them.
+        for tensor in bare_tensors(arguments.optimizer, modules):
+            tensor.data = tensor.data.to(place.device)
         # A first forward builds them, as it will be in training: an optimizer can only be made of what is there.
         context = autocast(arguments.precision, place.device)
         fewest = arguments.min_micro_batch or 1
         build_lazy_layers(model, modules, source, checked[loss_function], context, place.device, fewest)
-        optimizer = make_optimizer(arguments.optimizer, arguments.lr, parameters)
+        functions = (arguments.loss_fn, arguments.training_step)
+        optimizer = make_optimizer(arguments.optimizer, arguments.lr, parameters, functions)
         learning_rate = LearningRate(
             optimizer,
             arguments.lr_scheduler,

@@ -121,7 +121,7 @@ class Trainer:
         _checks.of_smallest_window(arguments.min_micro_batch, self.schedule.smallest)
         budget = checked[Budget]
         self.model = arguments.model
-        parameters = trainable_parameters(self.model, arguments.modules())
+        parameters = trainable_parameters(self.model, arguments.modules(), arguments.optimizer)
 
         place = setup.place_of(arguments.device, arguments.memory_limit)
         self.device, self.memory, self.limit_bytes = place.device, place.memory, place.limit.bytes

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from autoaccum.loss.graph import take_for_parameters
 from autoaccum.loss.hypotheses import Conclusion
 from autoaccum.loss.reductions import Reduction, is_one
 from autoaccum.planning.noise import Noise, Part
@@ -223,6 +224,8 @@ class Gradients:
         groups = self._optimizer.param_groups
         # Nearly always there are none, and the list that is there already will do.
         others = {id(p): p for group in groups for p in group["params"] if id(p) not in self._known}
+        if others:  # a graph shows them as leaves, which data may be too
+            take_for_parameters(others.values())
         return [*self._parameters, *others.values()] if others else self._parameters
 
     def drop(self) -> None:
