@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from autoaccum import _checks
 from autoaccum.data import batches
 from autoaccum.data.lengths import BatchLengths
-from autoaccum.errors import ArgumentError, ArgumentTypeError, ConflictingArgumentsError, EmptyDatasetError
+from autoaccum.errors import ArgumentError, ConflictingArgumentsError, EmptyDatasetError
 from autoaccum.events import Event
 from autoaccum.loss.coupling import batch_norms, smallest_micro_batch
 from autoaccum.loss.functions import loss_function
@@ -79,7 +79,7 @@ class Accumulator:
 
         Args:
             model: the module to train; compiled or not.
-            optimizer: over its parameters. One whose ``step`` needs a closure, such as LBFGS, is given one.
+            optimizer: over its parameters. One whose ``step`` needs a closure, such as LBFGS or SAM, is given one.
             loss_fn: (outputs, targets) -> loss, a mean or a sum, for batches that are (inputs, targets).
             training_step: (model, batch) -> loss, for any batch. With neither, the model returns its loss, as ``.loss``
                 or ``["loss"]``.
@@ -124,8 +124,7 @@ class Accumulator:
         check_optimizer(
             optimizer, parameters, functions=(loss_fn, training_step)
         )  # one of another model would train nothing, and say nothing
-        self._closes = needs_closure(optimizer)
-        if self._closes and precision == "fp16":
+        if needs_closure(optimizer) and precision == "fp16":
             cure = "It looks at the loss between its own updates, which no gradient scaler can follow: take 'bf16'."
             raise ConflictingArgumentsError("precision", precision, f"optimizer={type(optimizer).__name__}", cure)
         # Its layers are built by a first forward, which is not ours to make in a loop of the caller's.
@@ -186,6 +185,12 @@ class Accumulator:
     def step(self, batch: Any) -> torch.Tensor:
         """Take one step of the optimizer on the gradient of a batch, which is dropped when the next one begins.
 
+        An optimizer whose step needs a closure is given one, which computes the exact gradient of the same batch as
+        often as it is called, each time in as many micro-batches as memory asks for. The gradient is there before the
+        step too, for those that begin by it (sharpness-aware minimisation); for those that call the closure first
+        (LBFGS), the first call finds it there, and computes nothing. One is needed where the step's parameter has no
+        default, and where the very first step fails without one before it has written anything, and does not with one.
+
         Args:
             batch: any pytree whose tensors have one row per sample.
 
@@ -199,22 +204,11 @@ class Accumulator:
             LossError: the loss cannot be trained on; no step was taken.
         """
         window = self._window(batch)
-        if not self._closes:
-            gradient = self._run(window)
-            self._step.apply(gradient)
-            return gradient.loss
-        # An optimizer that asks for gradients itself, several times in a step: each is a window of the same batch.
-        # The first loss is the one before the step, which is what callers compare.
-        losses: list[torch.Tensor] = []
-
-        def closure() -> torch.Tensor:
-            losses.append(self._run(window).loss)
-            return losses[-1]
-
-        self._step.apply_closure(closure)
-        if not losses:
-            raise ArgumentTypeError("optimizer", type(self._step.job.optimizer).__name__, "one that calls its closure")
-        return losses[0]
+        gradient = self._run(window)
+        # An optimizer may ask for gradients itself, several times in a step: each is a window of the same batch. What
+        # is returned is the loss before the step, which is what callers compare.
+        self._step.apply(gradient, lambda: self._run(window))
+        return gradient.loss
 
     def backward(self, batch: Any) -> torch.Tensor:
         """Leave the gradient of a batch in ``.grad`` for a step of one's own; clipped, and nothing before it remains.

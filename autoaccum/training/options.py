@@ -155,7 +155,7 @@ class FitArguments:
         ),
         # Whoever writes a loop has an optimizer at hand, for a scheduler and its own state.
         accumulator=Own(
-            text="over its parameters. One whose ``step`` needs a closure, such as LBFGS, is given one.",
+            text="over its parameters. One whose ``step`` needs a closure, such as LBFGS or SAM, is given one.",
             annotation="torch.optim.Optimizer",
             default=MISSING,
             is_positional=True,

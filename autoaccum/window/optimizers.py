@@ -94,13 +94,7 @@ def make_optimizer(
         made = optimizer(parameters)
     check_optimizer(made, parameters, "a torch.optim.Optimizer, or a function (params) -> Optimizer", functions)
     if needs_closure(made):
-        raise ArgumentTypeError(
-            "optimizer",
-            type(made).__name__,
-            "an optimizer whose step needs no closure",
-            "Take one that steps once on the gradient of the window (AdamW, SGD, Adafactor, ...), or step this one in "
-            "a loop of your own, with autoaccum.Accumulator.",
-        )
+        raise refuse_closure(made)
     return made  # type: ignore[no-any-return]
 
 
@@ -136,10 +130,34 @@ def check_optimizer(
 
 
 def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether its step evaluates the loss itself, as that of LBFGS does."""
-    # Every step has the argument; those that can do without it have a default.
-    parameters = inspect.signature(optimizer.step).parameters.values()
-    return any(p.name == "closure" and p.default is p.empty for p in parameters)
+    """Return whether its step cannot be called without a closure, as that of LBFGS."""
+    # Nearly every step has the argument; those that can do without it have a default.
+    return any(p.default is p.empty and p.kind is not p.VAR_POSITIONAL for p in _arguments_of_step(optimizer))
+
+
+def may_need_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether its step can be called without a closure, and may still refuse to do without one.
+
+    No optimizer of PyTorch's own does. Of others a default says little, for ``Optimizer.step`` has it.
+    """
+    return not is_pytorchs(optimizer) and bool(_arguments_of_step(optimizer)) and not needs_closure(optimizer)
+
+
+def refuse_closure(optimizer: torch.optim.Optimizer) -> ArgumentTypeError:
+    """Return the error for an optimizer that needs a closure where there is none to give."""
+    return ArgumentTypeError(
+        "optimizer",
+        type(optimizer).__name__,
+        "an optimizer whose step needs no closure",
+        "Take one that steps once on the gradient of the window (AdamW, SGD, Adafactor, ...), or step this one in "
+        "a loop of your own, with autoaccum.Accumulator.",
+    )
+
+
+def _arguments_of_step(optimizer: torch.optim.Optimizer) -> list[inspect.Parameter]:
+    """Return what its step can be called with: of one that a scheduler has wrapped, ``self`` is seen too."""
+    found = inspect.signature(optimizer.step).parameters.values()
+    return [p for p in found if p.name != "self" and p.kind not in (p.KEYWORD_ONLY, p.VAR_KEYWORD)]
 
 
 def allocate_state(optimizer: torch.optim.Optimizer, modules: Sequence[nn.Module] = ()) -> None:
