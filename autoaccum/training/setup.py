@@ -384,11 +384,11 @@ def validator_of(
         limit=place.limit,
         limits=step.tuner.limits,  # the same object, for the limit moves while training goes on
         patience=arguments.patience,
-        fewest=arguments.min_micro_batch or 1,
         snapshot=step.transaction.snapshot,
         emit=emit,
         metrics=Metrics(metrics, step_model, of=of, autocast=step.job.autocast) if metrics else None,
     )
+    validator.set_fewest(arguments.min_micro_batch or 1)
     if metrics:
         # On the model as it is: a compiled one would be compiled for batches of one sample and of two.
         validator.try_metrics(Metrics(metrics, arguments.model, of=of, autocast=step.job.autocast))

@@ -102,7 +102,6 @@ class Validator:
         limit: Limit,
         limits: Limits,
         patience: float,
-        fewest: int = 1,
         snapshot: Snapshot,
         emit: Callable[[Event], None],
         metrics: Metrics | None = None,
@@ -122,7 +121,6 @@ class Validator:
             limit: what may be used of it.
             limits: what micro-batches may take: those of training, which move with it.
             patience: seconds to wait for memory that others hold, before nothing fits.
-            fewest: samples of a micro-batch, as the user has it; the last one may have fewer.
             snapshot: keeps the buffers of what is trained while a validation goes on.
             emit: takes the events.
             metrics: what else is reported.
@@ -145,9 +143,13 @@ class Validator:
         # The ways that have not failed yet, of which the first is taken. Without one losses are averaged over samples.
         self._ways = [*([_LOSS_GRAPH] if of_outputs else []), _GRAPH_ALONE, _WHOLE_GRAPH]
         # Sizes of its own, for without a backward more samples fit than in training.
-        self._fewest = fewest
-        self._trials = Trials(limits, smallest=fewest)
+        self._fewest = 1  # samples of a micro-batch as the user has it
+        self._trials = Trials(limits)
         self._released_bytes = 0  # in use after memory was last given back
+
+    def set_fewest(self, fewest: int) -> None:
+        """Let no micro-batch have fewer samples, unless all that there are are fewer."""
+        self._fewest = self._trials.smallest = fewest
 
     def run(self, step: int, epoch: int, training_micro_batch: int) -> float:
         """Run one pass, in micro-batches that grow up to training's, and return the loss.

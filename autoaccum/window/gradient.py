@@ -228,6 +228,10 @@ class Gradients:
             take_for_parameters(others.values())
         return [*self._parameters, *others.values()] if others else self._parameters
 
+    def stepped(self) -> list[torch.Tensor]:
+        """Return what the optimizer holds: what others get reaches no step, such as that of a GAN's other network."""
+        return [p for group in self._optimizer.param_groups for p in group["params"]]
+
     def drop(self) -> None:
         """Set all gradients to None: a parameter that takes no part in a window must not look like one with zeros."""
         for parameter in self.trained():
@@ -243,11 +247,11 @@ class Gradients:
 
     @torch.no_grad()
     def clip(self, max_norm: float) -> torch.Tensor:
-        """Clip the gradients to a 2-norm, and return the norm that they had.
+        """Clip the gradients that reach the optimizer to a 2-norm, and return the norm that they had.
 
         This is ``torch.nn.utils.clip_grad_norm_``, which alone knows no norm of sparse gradients.
         """
-        parameters = self.trained()
+        parameters = self.stepped()
         for p in parameters:
             # An entry that several samples add to must not count several times: it is the square of their sum.
             if p.grad is not None and p.grad.is_sparse:
