@@ -149,14 +149,50 @@ def _is(value: object, text: str) -> bool:
 # argument has which.
 
 
-def of_windows(num_items: object, max_micro_batch: object, headroom: object, clip_norm: object) -> None:
+def of_windows(
+    num_items: object,
+    micro_batch: object,
+    max_micro_batch: object,
+    min_micro_batch: object,
+    headroom: object,
+    clip_norm: object,
+) -> None:
     """Check the arguments that say how windows are run."""
     of_num_items(num_items)
     if max_micro_batch is not None:
         positive_int("max_micro_batch", max_micro_batch)
+    if min_micro_batch is not None:
+        _of_smallest(positive_int("min_micro_batch", min_micro_batch), micro_batch, max_micro_batch)
     number_between("headroom", headroom, 0, 1)
     if clip_norm is not None:
         positive_number("clip_norm", clip_norm)
+
+
+def _of_smallest(smallest: int, micro_batch: object, max_micro_batch: object) -> None:
+    """Refuse a smallest micro-batch that the other arguments leave no room for."""
+    cure = "Lower it, or leave it out."
+    if isinstance(max_micro_batch, int) and smallest > max_micro_batch:
+        raise ArgumentError("min_micro_batch", smallest, f"at most max_micro_batch={max_micro_batch}", cure)
+    if isinstance(micro_batch, int) and smallest > micro_batch:
+        raise ArgumentError("min_micro_batch", smallest, f"at most micro_batch={micro_batch}", cure)
+    # The one micro-batch of a short window may have fewer; what is wrong with a plan itself has a check of its own.
+    plans = micro_batch if isinstance(micro_batch, Sequence) and not isinstance(micro_batch, str) else ()
+    for plan in plans:
+        sizes = plan if isinstance(plan, Sequence) and all(isinstance(size, int) for size in plan) else ()
+        if len(sizes) > 1 and min(sizes) < smallest:
+            raise ArgumentError("min_micro_batch", smallest, f"at most {min(sizes)}, as micro_batch has it", cure)
+
+
+def of_smallest_window(min_micro_batch: int | None, smallest_window: int | None) -> None:
+    """Refuse a smallest micro-batch that full windows have too few samples for.
+
+    Raises:
+        ArgumentError: they have.
+    """
+    if min_micro_batch is not None and smallest_window is not None and min_micro_batch > smallest_window:
+        cure = "A window has no micro-batch that is larger than itself: lower it, or raise effective_batch."
+        accepted = f"at most {smallest_window}, the samples of the smallest effective_batch"
+        raise ArgumentError("min_micro_batch", min_micro_batch, accepted, cure)
 
 
 def of_num_items(num_items: object) -> None:
@@ -176,7 +212,7 @@ def of_num_items(num_items: object) -> None:
 
 def of_patience(patience: object) -> None:
     """Check the seconds to wait for memory; without end is long, but no mistake."""
-    if patience != math.inf:
+    if not (isinstance(patience, float) and patience == math.inf):  # a tensor has a != of its own
         number_between("patience", patience, 0)
 
 

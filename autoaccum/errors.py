@@ -110,7 +110,7 @@ class NoTrainableParametersError(ArgumentError):
             "model",
             type(model).__name__,
             "a model with at least one parameter that requires a gradient",
-            "Call requires_grad_(True) on what is to be trained.",
+            "Call requires_grad_(True) on what is to be trained, or pass an optimizer over tensors of your own.",
         )
 
 
@@ -300,14 +300,21 @@ class NothingFitsError(MemoryLimitError):
         micro_batch: int,
         peak_bytes: int | None,
         limit_bytes: int | None,
+        min_micro_batch: int | None = None,
         advice: tuple[Advice, ...] = (),
     ) -> None:
         self.phase = phase
         self.advice = advice
+        # A single sample is not to blame on it, as the only one of a short window is.
+        self.min_micro_batch = min_micro_batch if micro_batch > 1 else None
         # Either is left out where it is not known.
         reached = "" if peak_bytes is None else f", {format_bytes(peak_bytes)} in use"
         allowed = "" if limit_bytes is None else f" (limit {format_bytes(limit_bytes)})"
-        cure = "Raise memory_limit or free the device for this process, make the samples smaller, "
+        smallest, cure = "the smallest there is", ""
+        if self.min_micro_batch is not None:
+            smallest = f"the smallest that min_micro_batch={min_micro_batch} allows"
+            cure = "Lower min_micro_batch: fewer samples may fit. Otherwise: "
+        cure += "Raise memory_limit or free the device for this process, make the samples smaller, "
         if advice:
             cure += "\n  ".join(["or choose, by estimate:", *map(str, advice)])
         else:
@@ -316,7 +323,7 @@ class NothingFitsError(MemoryLimitError):
                 "state."
             )
         super().__init__(
-            f"{phase}: a micro-batch of {micro_batch}, the smallest there is, does not fit{reached}{allowed}. {cure}",
+            f"{phase}: a micro-batch of {micro_batch}, {smallest}, does not fit{reached}{allowed}. {cure}",
             micro_batch=micro_batch,
             peak_bytes=peak_bytes,
             limit_bytes=limit_bytes,
@@ -329,6 +336,7 @@ class NothingFitsError(MemoryLimitError):
             micro_batch=self.micro_batch or 1,
             peak_bytes=self.peak_bytes,
             limit_bytes=self.limit_bytes,
+            min_micro_batch=self.min_micro_batch,
             advice=advice,
         )
 

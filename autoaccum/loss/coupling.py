@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from autoaccum.loss.graph import is_linear_operation, only_parameters, operation_of, signed
+from autoaccum.loss.graph import is_linear_operation, is_parameter, only_parameters, operation_of, signed
 from autoaccum.memory.oom import is_out_of_memory
 
 
@@ -195,4 +195,4 @@ def _is_weight(factor: torch.Tensor | None) -> bool:
     """Return whether a tensor is a parameter, or a view of one such as its transpose."""
     if factor is None:
         return False
-    return isinstance(factor if factor._base is None else factor._base, nn.Parameter)
+    return is_parameter(factor if factor._base is None else factor._base)

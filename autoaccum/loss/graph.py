@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 ADDITIONS = {"Add", "Rsub", "Sub"}
 """Operations that add two inputs, or subtract them."""
@@ -84,6 +85,22 @@ def is_linear_operation(node: Any) -> bool:
     return only_parameters(second) or (operation == "Mul" and only_parameters(first))
 
 
+# Of the process and not of a run: what one optimizer trains is data to no loss. Weakly, and by identity.
+_HELD: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def take_for_parameters(tensors: Iterable[torch.Tensor]) -> None:
+    """Let tensors that an optimizer holds count as parameters, of whatever class they are."""
+    for tensor in tensors:
+        if not isinstance(tensor, nn.Parameter):
+            _HELD[tensor] = None
+
+
+def is_parameter(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is a parameter, or is trained as one."""
+    return isinstance(tensor, nn.Parameter) or tensor in _HELD
+
+
 def only_parameters(root: Any) -> bool:
     """Return whether what a node computes comes from parameters alone, by the operations that penalties are made of.
 
@@ -100,8 +117,8 @@ def only_parameters(root: Any) -> bool:
             continue
         seen.add(node)
         if node.name() == "torch::autograd::AccumulateGrad":
-            # A leaf that is no parameter is an input that wants a gradient: data.
-            if not isinstance(node.variable, nn.Parameter):
+            # A leaf that is no parameter is an input that wants a gradient: data, unless an optimizer holds it.
+            if not is_parameter(node.variable):
                 return False
             shapes.add(tuple(node.variable.shape))
         elif operation_of(node) not in _OF_PENALTIES or any(_is_computed_again(node, name) for name in _CONSTANTS):

@@ -12,7 +12,7 @@ from autoaccum.planning.history import History
 class Cutter:
     """What there is to cut, and into what; which weight is right is for others to say."""
 
-    def __init__(self, *, smallest: int, fewest: int, ceiling: int, by_samples: bool) -> None:
+    def __init__(self, *, smallest: int, fewest: int, ceiling: int, by_samples: bool, floor: int = 1) -> None:
         """Set up.
 
         Args:
@@ -20,11 +20,13 @@ class Cutter:
             fewest: micro-batches that each window is cut into at least, where it has enough samples.
             ceiling: the most samples in a micro-batch of any use.
             by_samples: whether sizes are a user's own, and so of samples however long they are.
+            floor: the fewest samples of a micro-batch as the user has it, below which ``smallest`` never falls.
         """
         # What samples weigh is told by the trials. A history that is begun anew takes this one's place, so that others
         # ask for it here each time.
         self.history = History()
-        self.smallest = smallest
+        self._floor = floor
+        self.set_smallest(smallest)
         self.full_window: tuple[int, Lengths] = (0, None)
         """Samples of the last full window, and their lengths; 0 before the first."""
         # What is searched for and timed is the best for these; a shorter one, at an epoch's end, is cut in passing.
@@ -32,6 +34,19 @@ class Cutter:
         """Micro-batches that each window is cut into at least: two where they are to tell noise from gradient."""
         self._ceiling = ceiling
         self._by_samples = by_samples
+
+    def set_smallest(self, needed: int) -> None:
+        """Take how few samples can be computed; micro-batches have as many at least, and as the user has asked for."""
+        # Apart, for a later process may be told another floor, and what a model needs may become less.
+        self.needed = needed
+        """The fewest samples that can be computed."""
+        self.smallest = max(needed, self._floor)
+        """Samples that every micro-batch has at least, unless its window has fewer."""
+
+    @property
+    def min_micro_batch(self) -> int | None:
+        """Return the user's own smallest size, where that is why there is none smaller."""
+        return self._floor if self._floor > self.needed else None
 
     def lengths_that_count(self, lengths: Lengths) -> Lengths:
         """Return the lengths by which micro-batches are weighed: none where sizes are the user's own."""
@@ -83,9 +98,10 @@ class Cutter:
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain values, for a checkpoint."""
-        return {"loads": self.history.state_dict(), "smallest": self.smallest, "window": self.full_window}
+        return {"loads": self.history.state_dict(), "smallest": self.needed, "window": self.full_window}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put back what ``state_dict`` returned."""
         self.history.load_state_dict(state["loads"])
-        self.smallest, self.full_window = state["smallest"], state["window"]
+        self.set_smallest(state["smallest"])
+        self.full_window = state["window"]

@@ -227,7 +227,11 @@ class Largest:
     def nothing_fits(self, micro_batch: int, peak_bytes: int | None) -> NothingFitsError:
         """Return the error for a micro-batch that does not fit while none is smaller."""
         return NothingFitsError(
-            phase="training", micro_batch=micro_batch, peak_bytes=peak_bytes, limit_bytes=self._limits.limit_bytes
+            phase="training",
+            micro_batch=micro_batch,
+            peak_bytes=peak_bytes,
+            limit_bytes=self._limits.limit_bytes,
+            min_micro_batch=self._cutter.min_micro_batch,
         )
 
     def _judged(self, trial: Trial) -> Trial:

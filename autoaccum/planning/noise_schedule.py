@@ -94,6 +94,11 @@ class NoiseScale(Schedule):
         """Return ``max``."""
         return self.max
 
+    @property
+    def smallest(self) -> int:
+        """Return ``min``."""
+        return self.min
+
     def settled(self, progress: Progress) -> bool:
         """Return whether there is nowhere to go."""
         return self.min == self.max

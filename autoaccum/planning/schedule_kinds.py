@@ -77,6 +77,11 @@ class Schedule(ABC):
     def largest(self) -> int | None:
         """Return the most samples that it ever asks for; None when that is not known."""
 
+    @property
+    def smallest(self) -> int | None:
+        """Return the fewest samples that it ever asks for; None when that is not known."""
+        return None
+
     @abstractmethod
     def settled(self, progress: Progress) -> bool:
         """Return whether it asks for the same from there on."""
@@ -103,6 +108,11 @@ class Constant(Schedule):
 
     @property
     def largest(self) -> int:
+        """Return the one batch there is."""
+        return self.effective_batch
+
+    @property
+    def smallest(self) -> int:
         """Return the one batch there is."""
         return self.effective_batch
 
@@ -139,6 +149,11 @@ class _Ramp(Schedule):
     def largest(self) -> int:
         """Return its higher end."""
         return max(self.start, self.end)
+
+    @property
+    def smallest(self) -> int:
+        """Return its lower end."""
+        return min(self.start, self.end)
 
     def settled(self, progress: Progress) -> bool:
         """Return whether it is over, or goes nowhere."""
@@ -245,6 +260,11 @@ class Milestones(Schedule):
         """Return the highest batch of all."""
         return max(self.start, *(batch for _, batch in self.points))
 
+    @property
+    def smallest(self) -> int:
+        """Return the lowest batch of all."""
+        return min(self.start, *(batch for _, batch in self.points))
+
     def settled(self, progress: Progress) -> bool:
         """Return whether the last point is reached."""
         return _counted(progress, self.by) >= self.points[-1][0]
@@ -285,6 +305,11 @@ class Doubling(Schedule):
     def largest(self) -> int:
         """Return the batch that it ends at."""
         return self.most
+
+    @property
+    def smallest(self) -> int:
+        """Return the batch that it begins with."""
+        return self.start
 
     def settled(self, progress: Progress) -> bool:
         """Return whether it can double no more."""

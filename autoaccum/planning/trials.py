@@ -57,15 +57,25 @@ class Trials:
         """Yield the pieces of a window, none above ``ceiling``: trials while there is something to be found out."""
         self._done = 0
         # A piece that ran out of memory is not done, and its samples come again in the next, which is smaller.
-        while self._done < num_samples:
-            size = min(self.size(ceiling), num_samples - self._done)
+        while (left := num_samples - self._done) > 0:
+            size = min(self.size(ceiling), left)
+            if 0 < left - size < self.smallest and self.smallest > 1:
+                size = self._with_rest(size, left)
             # Its size alone makes it a trial: what is left of a window may be less than what has fitted.
             yield Piece(self._done, size, is_trial=size > self.largest)
 
     def size(self, ceiling: int) -> int:
         """Return the samples of the next piece."""
-        # The next trial, or what is known to fit; or one sample, while nothing is known and nothing left to try.
-        return min(ceiling, self._next(ceiling) or self.largest or 1)
+        # The next trial, or what is known to fit; or as few as may be, while nothing is known and nothing left to try.
+        return min(ceiling, self._next(ceiling) or self.largest or self.smallest)
+
+    def _with_rest(self, size: int, left: int) -> int:
+        """Return the samples of the next piece where after ``size`` of them fewer than the smallest would be left."""
+        if left >= 2 * self.smallest:
+            return left - left // 2
+        # All of them at once, unless that is known to be too much: then there is no other way than a short one.
+        fails = bounds(self.history)[1]
+        return left if fails is None or left < fails else size
 
     def fitted(
         self,

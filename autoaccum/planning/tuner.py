@@ -47,6 +47,7 @@ class Tuner:
         search: bool,
         largest: int = 0,
         smallest: int = 1,
+        floor: int = 1,
         few_sizes: bool = False,
         fewest: int = 1,
     ) -> None:
@@ -59,6 +60,7 @@ class Tuner:
             search: whether to find out how large a micro-batch may be.
             largest: what may be used untried: a user's own micro-batch.
             smallest: no micro-batch has fewer samples, unless its window does.
+            floor: nor fewer than these, which are the user's own: ``set_smallest`` does not go below them.
             few_sizes: whether to try few sizes, and large ones: for each new one costs a compilation, or small ones
                 are worth little.
             fewest: micro-batches that each window is cut into at least, where it has enough samples.
@@ -66,7 +68,7 @@ class Tuner:
         # Whether sizes are found out at all. If not they are the user's, which hold however fast others may be, and
         # give way only where memory runs out, or where nobody else keeps the limit.
         self._learns = search
-        self._cutter = Cutter(smallest=smallest, fewest=fewest, ceiling=ceiling, by_samples=not search)
+        self._cutter = Cutter(smallest=smallest, fewest=fewest, ceiling=ceiling, by_samples=not search, floor=floor)
         self.limits = Limits(limit_bytes, headroom)
         """What micro-batches may take."""
         # These three ask each other: which plan is the fastest depends on which fit, and the search is over where
@@ -75,7 +77,7 @@ class Tuner:
         self.search = Searching(self._cutter, self.limits, self._fastest.up_to, is_on=search, few_sizes=few_sizes)
         """What is tried next; ``search.is_on`` says whether anything is."""
         self._largest = Largest(
-            self._cutter, self.limits, self.search, self._fastest, weight=largest or smallest, learns=search
+            self._cutter, self.limits, self.search, self._fastest, weight=largest or self.smallest, learns=search
         )
         self.past: tuple[Trial, ...] = ()
         """The trials of an earlier run."""
@@ -125,6 +127,11 @@ class Tuner:
         return self._cutter.smallest
 
     @property
+    def min_micro_batch(self) -> int | None:
+        """Return the user's own smallest size, where that is why there is none smaller."""
+        return self._cutter.min_micro_batch
+
+    @property
     def is_timing(self) -> bool:
         """Return whether windows are to be timed."""
         return self._fastest.timing is not None or self._fastest.checks > 0
@@ -147,11 +154,11 @@ class Tuner:
         """Heed that the model has got other layers, or another mode: see ``coupling.smallest_micro_batch``.
 
         Args:
-            smallest: samples that every micro-batch has at least.
+            smallest: the fewest samples that can be computed.
             largest: the largest weight, where that is to be what it was before; None: the present one, or more.
         """
-        self._cutter.smallest = smallest
-        self._largest.weight = max(self._largest.weight if largest is None else largest, smallest)
+        self._cutter.set_smallest(smallest)
+        self._largest.weight = max(self._largest.weight if largest is None else largest, self.smallest)
 
     def recall(self, past: Sequence[Trial], held_bytes: int, refused: Trial | None = None) -> None:
         """Begin from what an earlier run has ``learnt``.

@@ -58,7 +58,7 @@ class Objective:
     """What the first draw has searched, by name."""
     trained: Arguments = field(default_factory=dict)
     """What the first draw would have trained, and on which data; empty where not even its model fits."""
-    taken_parameters: list[weakref.ref[torch.nn.Parameter]] = field(default_factory=list)
+    taken_parameters: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
     """Parameters that the first draw would have trained, and those that trials have: no other trial may train them.
 
     Weak references, so that they keep no model in memory."""
@@ -248,8 +248,12 @@ class Objective:
             )
 
 
-def _parameters(arguments: Arguments) -> list[torch.nn.Parameter]:
+def _parameters(arguments: Arguments) -> list[torch.Tensor]:
     """Return the parameters that a trial trains."""
     # A loss, or a training step, may be a module with parameters of its own.
     modules = [arguments.get(name) for name in ("model", "loss_fn", "training_step")]
-    return [p for m in modules if isinstance(m, torch.nn.Module) for p in m.parameters() if p.requires_grad]
+    found = [p for m in modules if isinstance(m, torch.nn.Module) for p in m.parameters() if p.requires_grad]
+    # An optimizer may hold what no module does. One over parameters of the model holds them once more.
+    optimizer = arguments.get("optimizer")
+    groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else ()
+    return list({id(p): p for p in (*found, *(p for group in groups for p in group["params"]))}.values())

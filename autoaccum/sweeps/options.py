@@ -48,6 +48,7 @@ class PassedOn(TypedDict, total=False):
     steps: int | None
     micro_batch: int | Literal["auto"] | Sequence[Sequence[int]]
     max_micro_batch: int | None
+    min_micro_batch: int | None
     memory_limit: MemoryLimit
     headroom: float
     patience: float

@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from autoaccum import _checks
 from autoaccum.data import batches
 from autoaccum.data.lengths import BatchLengths
-from autoaccum.errors import ArgumentError, ArgumentTypeError, ConflictingArgumentsError, EmptyDatasetError
+from autoaccum.errors import ArgumentError, ConflictingArgumentsError, EmptyDatasetError
 from autoaccum.events import Event
 from autoaccum.loss.coupling import batch_norms, smallest_micro_batch
 from autoaccum.loss.functions import loss_function
@@ -26,7 +26,13 @@ from autoaccum.training.options import CHECKS, OF_ACCUMULATOR, modules_of
 from autoaccum.training.setup import make_step, place_of
 from autoaccum.window.gradient import Gradient
 from autoaccum.window.job import Job
-from autoaccum.window.optimizers import allocate_state, check_optimizer, needs_closure, trainable_parameters
+from autoaccum.window.optimizers import (
+    allocate_state,
+    bare_tensors,
+    check_optimizer,
+    needs_closure,
+    trainable_parameters,
+)
 from autoaccum.window.precision import Precision
 
 
@@ -57,6 +63,7 @@ class Accumulator:
         num_items: CountItems | None = None,
         micro_batch: int | Literal["auto"] = "auto",
         max_micro_batch: int | None = None,
+        min_micro_batch: int | None = None,
         memory_limit: MemoryLimit = None,
         headroom: float = 0.05,
         patience: float = 60.0,
@@ -72,13 +79,15 @@ class Accumulator:
 
         Args:
             model: the module to train; compiled or not.
-            optimizer: over its parameters. One whose ``step`` needs a closure, such as LBFGS, is given one.
+            optimizer: over its parameters. One whose ``step`` needs a closure, such as LBFGS or SAM, is given one.
             loss_fn: (outputs, targets) -> loss, a mean or a sum, for batches that are (inputs, targets).
             training_step: (model, batch) -> loss, for any batch. With neither, the model returns its loss, as ``.loss``
                 or ``["loss"]``.
             num_items: (micro-batch) -> how many items its loss is a mean over, where that cannot be read off the loss.
             micro_batch: "auto", or the samples of one forward and backward.
             max_micro_batch: the most samples to try at once.
+            min_micro_batch: the fewest samples of one forward and backward; a window that has fewer is run as one
+                micro-batch.
             memory_limit: device memory this process may use, as bytes, "8GiB", a share such as 0.5, or a function () ->
                 one of these, asked again as training goes on.
             headroom: fraction of the limit that plans leave free.
@@ -103,17 +112,19 @@ class Accumulator:
         """
         checked = check(
             OF_ACCUMULATOR, CHECKS, model=model, optimizer=optimizer, loss_fn=loss_fn, training_step=training_step,
-            num_items=num_items, micro_batch=micro_batch, max_micro_batch=max_micro_batch, memory_limit=memory_limit,
-            headroom=headroom, patience=patience, precision=precision, clip_norm=clip_norm, state=state, verify=verify,
-            strict=strict, ranks=ranks, callbacks=callbacks,
+            num_items=num_items, micro_batch=micro_batch, max_micro_batch=max_micro_batch,
+            min_micro_batch=min_micro_batch, memory_limit=memory_limit, headroom=headroom, patience=patience,
+            precision=precision, clip_norm=clip_norm, state=state, verify=verify, strict=strict, ranks=ranks,
+            callbacks=callbacks,
         )  # fmt: skip
         loss_of = checked[loss_function]
         self._callbacks = checked[_checks.of_callbacks]
         self._modules = modules_of(model, loss_fn, training_step)
-        parameters = trainable_parameters(model, self._modules)
-        check_optimizer(optimizer, parameters)  # one of another model would train nothing, and say nothing
-        self._closes = needs_closure(optimizer)
-        if self._closes and precision == "fp16":
+        parameters = trainable_parameters(model, self._modules, optimizer)
+        check_optimizer(
+            optimizer, parameters, functions=(loss_fn, training_step)
+        )  # one of another model would train nothing, and say nothing
+        if needs_closure(optimizer) and precision == "fp16":
             cure = "It looks at the loss between its own updates, which no gradient scaler can follow: take 'bf16'."
             raise ConflictingArgumentsError("precision", precision, f"optimizer={type(optimizer).__name__}", cure)
         # Its layers are built by a first forward, which is not ours to make in a loop of the caller's.
@@ -121,7 +132,9 @@ class Accumulator:
             cure = "Call it once on a batch: model(inputs)."
             raise ArgumentError("model", type(model).__name__, "a model whose lazy layers know their shapes", cure)
         # Where the caller has put it: to move the model would leave an optimizer's state, or a compiled model, behind.
-        devices = {p.device for p in parameters}
+        # Where nothing of it is trained, it is the frozen parameters that tell, or what the optimizer holds.
+        placed = parameters or [p for module in self._modules for p in module.parameters()]
+        devices = {p.device for p in placed or bare_tensors(optimizer, self._modules)}
         if len(devices) > 1:
             found = " and ".join(sorted(map(str, devices)))
             raise ArgumentError("model", type(model).__name__, "a model on one device", f"It is on {found}.")
@@ -149,6 +162,7 @@ class Accumulator:
             optimizer=optimizer,
             loss_of=loss_of,
             num_items=num_items,
+            min_micro_batch=min_micro_batch or 1,
             device=self._device,
             precision=precision,
             state=state,
@@ -171,6 +185,12 @@ class Accumulator:
     def step(self, batch: Any) -> torch.Tensor:
         """Take one step of the optimizer on the gradient of a batch, which is dropped when the next one begins.
 
+        An optimizer whose step needs a closure is given one, which computes the exact gradient of the same batch as
+        often as it is called, each time in as many micro-batches as memory asks for. The gradient is there before the
+        step too, for those that begin by it (sharpness-aware minimisation); for those that call the closure first
+        (LBFGS), the first call finds it there, and computes nothing. One is needed where the step's parameter has no
+        default, and where the very first step fails without one before it has written anything, and does not with one.
+
         Args:
             batch: any pytree whose tensors have one row per sample.
 
@@ -184,22 +204,11 @@ class Accumulator:
             LossError: the loss cannot be trained on; no step was taken.
         """
         window = self._window(batch)
-        if not self._closes:
-            gradient = self._run(window)
-            self._step.apply(gradient)
-            return gradient.loss
-        # An optimizer that asks for gradients itself, several times in a step: each is a window of the same batch.
-        # The first loss is the one before the step, which is what callers compare.
-        losses: list[torch.Tensor] = []
-
-        def closure() -> torch.Tensor:
-            losses.append(self._run(window).loss)
-            return losses[-1]
-
-        self._step.apply_closure(closure)
-        if not losses:
-            raise ArgumentTypeError("optimizer", type(self._step.job.optimizer).__name__, "one that calls its closure")
-        return losses[0]
+        gradient = self._run(window)
+        # An optimizer may ask for gradients itself, several times in a step: each is a window of the same batch. What
+        # is returned is the loss before the step, which is what callers compare.
+        self._step.apply(gradient, lambda: self._run(window))
+        return gradient.loss
 
     def backward(self, batch: Any) -> torch.Tensor:
         """Leave the gradient of a batch in ``.grad`` for a step of one's own; clipped, and nothing before it remains.

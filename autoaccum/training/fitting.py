@@ -41,6 +41,7 @@ def fit(
     samples: int | None = None,
     micro_batch: int | Literal["auto"] | Sequence[Sequence[int]] = "auto",
     max_micro_batch: int | None = None,
+    min_micro_batch: int | None = None,
     memory_limit: MemoryLimit = None,
     headroom: float = 0.05,
     patience: float = 60.0,
@@ -106,6 +107,8 @@ def fit(
         micro_batch: "auto", the samples of one forward and backward, or the plans of a recorded run
             ([report.micro_batches for report in history]) to repeat it bit for bit.
         max_micro_batch: the most samples to try at once.
+        min_micro_batch: the fewest samples of one forward and backward; a window that has fewer is run as one
+            micro-batch.
         memory_limit: device memory this process may use, as bytes, "8GiB", a share such as 0.5, or a function () -> one
             of these, asked again as training goes on.
         headroom: fraction of the limit that plans leave free.
@@ -166,11 +169,11 @@ def fit(
         model=model, data=data, effective_batch=effective_batch, loss_fn=loss_fn, training_step=training_step,
         num_items=num_items, optimizer=optimizer, lr=lr, lr_scheduler=lr_scheduler, lr_scaling=lr_scaling,
         base_batch=base_batch, epochs=epochs, steps=steps, samples=samples, micro_batch=micro_batch,
-        max_micro_batch=max_micro_batch, memory_limit=memory_limit, headroom=headroom, patience=patience,
-        precision=precision, clip_norm=clip_norm, state=state, verify=verify, strict=strict, compile=compile,
-        device=device, ranks=ranks, seed=seed, shuffle=shuffle, drop_last=drop_last, collate_fn=collate_fn,
-        num_workers=num_workers, validation_data=validation_data, validate_every=validate_every, metrics=metrics,
-        run_dir=run_dir, checkpoint_every=checkpoint_every, keep_checkpoints=keep_checkpoints, resume=resume,
-        noise_scale=noise_scale, cache=cache, callbacks=callbacks, progress=progress,
+        max_micro_batch=max_micro_batch, min_micro_batch=min_micro_batch, memory_limit=memory_limit, headroom=headroom,
+        patience=patience, precision=precision, clip_norm=clip_norm, state=state, verify=verify, strict=strict,
+        compile=compile, device=device, ranks=ranks, seed=seed, shuffle=shuffle, drop_last=drop_last,
+        collate_fn=collate_fn, num_workers=num_workers, validation_data=validation_data, validate_every=validate_every,
+        metrics=metrics, run_dir=run_dir, checkpoint_every=checkpoint_every, keep_checkpoints=keep_checkpoints,
+        resume=resume, noise_scale=noise_scale, cache=cache, callbacks=callbacks, progress=progress,
     )  # fmt: skip
     return trainer.fit()

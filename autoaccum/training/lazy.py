@@ -33,6 +33,7 @@ def build_lazy_layers(
     loss_of: LossOf,
     autocast: Autocast,
     device: torch.device,
+    fewest: int = 1,
 ) -> None:
     """Build what is not built yet by one forward on an example, of which nothing else remains.
 
@@ -60,7 +61,7 @@ def build_lazy_layers(
     try:
         # Under autocast as in training, for a layer may take its type from its input.
         with torch.no_grad(), autocast():
-            loss_of(model, _example(model, modules, source))
+            loss_of(model, _example(model, modules, source, fewest))
     except Exception as error:
         # Our errors name their own cure, and too little memory is told of by whoever measures it.
         if isinstance(error, AutoaccumError) or is_out_of_memory(error):
@@ -98,7 +99,7 @@ def _unbuilt(modules: Sequence[nn.Module]) -> list[str]:
     return [name for name, tensor in named if is_lazy(tensor)]
 
 
-def _example(model: nn.Module, modules: Sequence[nn.Module], source: Examples) -> Any:
+def _example(model: nn.Module, modules: Sequence[nn.Module], source: Examples, fewest: int) -> Any:
     """Return a batch of as few samples as the model can be called on.
 
     Raises:
@@ -106,7 +107,7 @@ def _example(model: nn.Module, modules: Sequence[nn.Module], source: Examples) -
     """
     try:
         # Two with BatchNorm, which has no statistics of one.
-        return source.example(smallest_micro_batch(modules))
+        return source.example(max(smallest_micro_batch(modules), fewest))
     except DataError as error:
         raise _refusal(model, f"there is no example batch to build them by ({error})") from error
 

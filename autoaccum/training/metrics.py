@@ -102,7 +102,7 @@ class Metrics:
         return sums
 
     def check(self, batch: Any) -> None:
-        """Check that of two samples together there are as many values as of each alone.
+        """Check that of two samples together, or of more, there are as many values as of each half alone.
 
         Means and outer products have others.
 
@@ -110,7 +110,9 @@ class Metrics:
             ArgumentError: a function returned values that depend on the micro-batches.
         """
         found = []
-        for part in (batch, *_halves(batch)):
+        count = batches.num_samples(batch)
+        words = ("two samples", "alone") if count == 2 else (f"{count} samples", "half")
+        for part in (batch, *_halves(batch, count // 2)):
             found.append(self.measure(SharedTree(part), lambda part=part: part))  # type: ignore[misc]
         # What returns one value for any batch has 1 and not 2; what is broadcast to (2, 2) has 4, and of one alone 1.
         for name in self._functions:
@@ -120,7 +122,7 @@ class Metrics:
                     "metrics",
                     name,
                     "a function that returns a tensor with one real value per sample or item",
-                    f"It returned {together} for two samples together, and {first} and {second} for each alone, so "
+                    f"It returned {together} for {words[0]} together, and {first} and {second} for each {words[1]}, so "
                     f"that it would depend on the micro-batches. Return the values, not their mean, and compare "
                     f"tensors of the same shape: (n, 1) and (n,) are broadcast to (n, n).",
                 )
@@ -173,9 +175,9 @@ class _Remembering:
         return kept
 
 
-def _halves(batch: Any) -> tuple[Any, Any]:
-    """Return the first and the second sample of a batch of two."""
-    return batches.take(batch, 0, 1), batches.take(batch, 1, 2)
+def _halves(batch: Any, half: int) -> tuple[Any, Any]:
+    """Return the first and the second ``half`` samples of a batch of twice as many."""
+    return batches.take(batch, 0, half), batches.take(batch, half, 2 * half)
 
 
 def _tensors(leaf: Any) -> dict[str, torch.Tensor]:

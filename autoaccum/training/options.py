@@ -155,7 +155,7 @@ class FitArguments:
         ),
         # Whoever writes a loop has an optimizer at hand, for a scheduler and its own state.
         accumulator=Own(
-            text="over its parameters. One whose ``step`` needs a closure, such as LBFGS, is given one.",
+            text="over its parameters. One whose ``step`` needs a closure, such as LBFGS or SAM, is given one.",
             annotation="torch.optim.Optimizer",
             default=MISSING,
             is_positional=True,
@@ -224,6 +224,14 @@ class FitArguments:
         default=None,
         check=_checks.of_windows,
         probe=Own(),
+        accumulator=Own(),
+    )
+    # For what only the user knows: a loss that needs several samples, statistics of few that are poor.
+    min_micro_batch: int | None = option(
+        "the fewest samples of one forward and backward; a window that has fewer is run as one micro-batch.",
+        default=None,
+        check=_checks.of_windows,
+        probe=Own(text="the fewest samples of one forward and backward."),
         accumulator=Own(),
     )
     memory_limit: MemoryLimit = option(

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoaccum import _checks
 from autoaccum.data.base import Source
 from autoaccum.data.sources import open_source
 from autoaccum.errors import NothingFitsError
@@ -23,6 +24,7 @@ from autoaccum.memory.oom import RanOut, attempt, named, room_for_model, without
 from autoaccum.memory.waiting import Patience, Shortage
 from autoaccum.planning.attempts import Piece
 from autoaccum.planning.costs import MemoryModel, TimeModel, Trial, fit_time_model
+from autoaccum.planning.cuts import cut
 from autoaccum.planning.limits import Limits
 from autoaccum.planning.plans import Plan, plan
 from autoaccum.planning.schedules import Progress, Schedule
@@ -37,6 +39,7 @@ from autoaccum.window.advice import Refused, advise
 from autoaccum.window.optimizers import (
     OptimizerLike,
     allocate_state,
+    bare_tensors,
     make_optimizer,
     sparsely_trained,
     trainable_parameters,
@@ -63,7 +66,8 @@ class ProbeReport:
     limit_bytes: int
     """Bytes this process may use on the device, the headroom included."""
     plan: Plan | None
-    """For the effective batch that was passed; None where a function is to say it."""
+    """For the effective batch that was passed; None where a function is to say it, and where no plan has micro-batches
+    of at least ``min_micro_batch`` that fit."""
 
 
 # Its parameters, their texts, and those checked, are written by tests/write_signatures.py.
@@ -77,6 +81,7 @@ def probe(
     training_step: Callable[[Any, Any], torch.Tensor] | None = None,
     optimizer: OptimizerLike | None = None,
     max_micro_batch: int | None = None,
+    min_micro_batch: int | None = None,
     memory_limit: MemoryLimit = None,
     headroom: float = 0.05,
     patience: float = 0.0,
@@ -101,6 +106,7 @@ def probe(
             ``["loss"]``.
         optimizer: an Optimizer or a function (parameters) -> Optimizer; AdamW when left out. Its state must fit too.
         max_micro_batch: the most samples to try at once.
+        min_micro_batch: the fewest samples of one forward and backward.
         memory_limit: device memory this process may use, as bytes, "8GiB", a share such as 0.5, or a function () -> one
             of these.
         headroom: fraction of the limit to leave free.
@@ -125,13 +131,15 @@ def probe(
     """
     checked = check(
         OF_PROBE, CHECKS, model=model, data=data, effective_batch=effective_batch, loss_fn=loss_fn,
-        training_step=training_step, optimizer=optimizer, max_micro_batch=max_micro_batch, memory_limit=memory_limit,
-        headroom=headroom, patience=patience, precision=precision, device=device, ranks=ranks, collate_fn=collate_fn,
+        training_step=training_step, optimizer=optimizer, max_micro_batch=max_micro_batch,
+        min_micro_batch=min_micro_batch, memory_limit=memory_limit, headroom=headroom, patience=patience,
+        precision=precision, device=device, ranks=ranks, collate_fn=collate_fn,
     )  # fmt: skip
     loss_of, schedule = checked[loss_function], checked[schedule_if_any]
     most = None if schedule is None else schedule.largest
     modules = modules_of(model, loss_fn, training_step)
-    parameters = trainable_parameters(model, modules)
+    parameters = trainable_parameters(model, modules, optimizer)
+    bare = bare_tensors(optimizer, modules)
     on = find_device(device)
     memory = memory_of(on)  # by which peaks are read
     # Beyond a limit that only we know of, an allocation would succeed, and could take the machine's last memory.
@@ -139,6 +147,8 @@ def probe(
     source = open_source(data, seed=0, shuffle=False, device=on, collate_fn=collate_fn)
     # Of a stream without an effective batch nothing says how many samples are of use: a million is enough to know.
     ceiling = min(n for n in (max_micro_batch, most, source.num_samples, 2**20) if n is not None)
+    fewest = min_micro_batch or 1
+    _checks.of_smallest_window(min_micro_batch, None if schedule is None else schedule.smallest)
     context = autocast(precision, on)
     sparse = sparsely_trained(modules)  # their gradients grow with the samples, so they are no fixed cost
 
@@ -146,16 +156,18 @@ def probe(
         with room_for_model(memory, limit.bytes):
             for module in modules:
                 module.to(on)
+            for tensor in bare:
+                tensor.data = tensor.data.to(on)
             if not model.training:  # one in training mode may hold layers that were frozen in eval mode on purpose
                 model.train()
-            build_lazy_layers(model, modules, source, loss_of, context, on)
-            state_of = make_optimizer(optimizer, None, parameters)
-            _make_gradients(parameters, sparse)
+            build_lazy_layers(model, modules, source, loss_of, context, on, fewest)
+            state_of = make_optimizer(optimizer, None, parameters, (loss_fn, training_step))
+            _make_gradients([*parameters, *(tensor for tensor in bare if tensor.requires_grad)], sparse)
             allocate_state(state_of, modules)
         limits = Limits(limit.bytes, headroom)
         search = Trials(
             limits,
-            smallest=smallest_micro_batch(modules),  # 2 with BatchNorm, which has no statistics of one sample
+            smallest=max(needed := smallest_micro_batch(modules), fewest),  # 2 with BatchNorm
             first=FEW_SIZES_FIRST if is_compiled(model) else None,
             growth=GROWTH if limit.is_enforced else 2,
         )
@@ -184,14 +196,15 @@ def probe(
                 limit_bytes=limit.bytes,
                 peak_bytes=history[-1].peak_bytes,
             )
-            raise _nothing_fits(refused, search.smallest) from cause
+            of_user = min_micro_batch if fewest > needed else None
+            raise _nothing_fits(refused, search.smallest, of_user) from cause
     return ProbeReport(
         max_micro_batch=largest,
         trials=tuple(history),
         memory_model=search.memory_model,
         time_model=fit_time_model(history),
         limit_bytes=limit.bytes,
-        plan=None if most is None else plan(most, largest),
+        plan=None if most is None else plan(most, largest) if min_micro_batch is None else _plan(most, largest, fewest),
     )
 
 
@@ -228,20 +241,27 @@ def _search(
     return cause, alone
 
 
-def _make_gradients(parameters: Sequence[nn.Parameter], sparse: Sequence[torch.Tensor]) -> None:
+def _make_gradients(parameters: Sequence[torch.Tensor], sparse: Sequence[torch.Tensor]) -> None:
     """Make gradients be there, as they are in every micro-batch of a window but the first."""
     for p in parameters:
         if not any(p is weight for weight in sparse):  # zeros would make its gradient dense
             p.grad = torch.zeros_like(p)
 
 
-def _nothing_fits(refused: Refused, micro_batch: int) -> NothingFitsError:
+def _plan(effective_batch: int, largest: int, smallest: int) -> Plan | None:
+    """Return the plan for a window; None where it cannot be cut into micro-batches of both bounds."""
+    sizes = cut(effective_batch, largest, smallest)
+    return None if max(sizes) > largest else Plan(ranks=(sizes,))
+
+
+def _nothing_fits(refused: Refused, micro_batch: int, min_micro_batch: int | None) -> NothingFitsError:
     """Return the error for a smallest micro-batch that was refused, with what would make it fit."""
     return NothingFitsError(
         phase="probe",
         micro_batch=micro_batch,
         peak_bytes=refused.peak_bytes,
         limit_bytes=refused.limit_bytes,
+        min_micro_batch=min_micro_batch,
         advice=advise(refused),
     )
 

@@ -27,7 +27,15 @@ from autoaccum.training.learning_rate import LearningRate
 from autoaccum.training.pace import Pace
 from autoaccum.training.validation import SAVED, Validations, Validator
 from autoaccum.window.modules import State, left_out, load_modules, load_optimizer, state_of_modules
-from autoaccum.window.restoring import check_like, check_module, check_modules, check_optimizer, engine
+from autoaccum.window.optimizers import bare_tensors
+from autoaccum.window.restoring import (
+    check_like,
+    check_module,
+    check_modules,
+    check_optimizer,
+    check_tensors,
+    engine,
+)
 from autoaccum.window.step import Step
 
 _BEST_LOSS = number(finite=False)
@@ -59,6 +67,7 @@ class RunState:
             "buffers": left_out(self.model),
             "modules": state_of_modules(self.others),
             "optimizer": self.optimizer.state_dict(),
+            **self._bare(),
             "learning_rate": self.learning_rate.state_dict(),
             "engine": self.step.state_dict(),
             "validator": None if self.validator is None else self.validator.state_dict(),
@@ -68,6 +77,15 @@ class RunState:
             "device": describe(self.device),
             "randomness": randomness.state_dict(self.device),
         }
+
+    def bare_tensors(self) -> list[torch.Tensor]:
+        """Return what the optimizer trains and no module holds, and so no state_dict has."""
+        return bare_tensors(self.optimizer, [self.model, *self.others])
+
+    def _bare(self) -> State:
+        """Return their values, where there are any: a run without them writes what it always wrote."""
+        found = self.bare_tensors()
+        return {"tensors": [tensor.detach() for tensor in found]} if found else {}
 
     def load_state_dict(self, weights: State, state: State) -> None:
         """Put back what ``state_dict`` returned, into the parts of a run that was set up by the same arguments.
@@ -81,6 +99,10 @@ class RunState:
         of_all = [{"state": weights, "buffers": state["buffers"]}, *state["modules"]]
         with _putting_back("weights"):
             load_modules([self.model, *self.others], of_all, self.device)
+        with _putting_back("tensors"), torch.no_grad():
+            # In place, for the user's function holds them.
+            for tensor, value in zip(self.bare_tensors(), state.get("tensors", ()), strict=True):
+                tensor.copy_(value)
         with _putting_back("optimizer"):
             load_optimizer(self.optimizer, state["optimizer"])
         with _putting_back("learning_rate"):  # after the optimizer, which has the rates themselves
@@ -116,6 +138,7 @@ def _check(run: RunState, weights: Any, state: Any) -> None:
     Raises:
         CheckpointCorruptError: an entry is not such as the run can have; it is named.
     """
+    held = run.bare_tensors()
     entries(
         {
             "buffers": anything,
@@ -131,6 +154,8 @@ def _check(run: RunState, weights: Any, state: Any) -> None:
             "_best_loss": _BEST_LOSS,
             "device": a(str),
             "randomness": lambda value, entry: check_random_states(value, run.device, entry),
+            # Without them a run that has some would go on from those it was begun with.
+            **({"tensors": lambda value, entry: check_tensors(held, value, entry)} if held else {}),
         }
     )(state, "")
     _check_together(run, state)

@@ -42,7 +42,7 @@ from autoaccum.verification.examiner import Examiner
 from autoaccum.verification.verdict import measure
 from autoaccum.window.job import Job
 from autoaccum.window.meter import Meter
-from autoaccum.window.optimizers import allocate_state, make_optimizer
+from autoaccum.window.optimizers import allocate_state, bare_tensors, make_optimizer
 from autoaccum.window.precision import autocast
 from autoaccum.window.step import Step
 from autoaccum.window.transaction import Transaction
@@ -163,10 +163,15 @@ def build(
     with room_for_model(place.memory, place.limit.bytes, parameters):
         for module in (*modules, *metric_modules(arguments)):
             module.to(place.device)
+        # In place, as parameters are: the function that computes with them goes on holding them.
+        for tensor in bare_tensors(arguments.optimizer, modules):
+            tensor.data = tensor.data.to(place.device)
         # A first forward builds them, as it will be in training: an optimizer can only be made of what is there.
         context = autocast(arguments.precision, place.device)
-        build_lazy_layers(model, modules, source, checked[loss_function], context, place.device)
-        optimizer = make_optimizer(arguments.optimizer, arguments.lr, parameters)
+        fewest = arguments.min_micro_batch or 1
+        build_lazy_layers(model, modules, source, checked[loss_function], context, place.device, fewest)
+        functions = (arguments.loss_fn, arguments.training_step)
+        optimizer = make_optimizer(arguments.optimizer, arguments.lr, parameters, functions)
         learning_rate = LearningRate(
             optimizer,
             arguments.lr_scheduler,
@@ -246,6 +251,7 @@ def make_step(
         # A size that was passed is taken at its word; should it run out of memory, the window is cut smaller.
         largest=min(micro_batch or 0, max_micro_batch or micro_batch or 0),
         smallest=smallest,
+        floor=job.min_micro_batch,
         few_sizes=smallest > 1 or is_compiled(job.model),  # statistics of a few samples are poor
         # The noise is estimated from the micro-batches of a window. A size that was passed is left as it is.
         fewest=2 if noise_scale and micro_batch is None else 1,
@@ -291,6 +297,7 @@ def step_of(
         loss_of=checked[loss_function],
         num_items=arguments.num_items,
         collate_fn=arguments.collate_fn or getattr(arguments.data, "collate_fn", None),
+        min_micro_batch=arguments.min_micro_batch or 1,
         device=place.device,
         precision=arguments.precision,
         state=arguments.state,
@@ -315,7 +322,12 @@ def step_of(
     # Said here, where the smallest micro-batch is known; the schedule's own checks know no model.
     if isinstance(schedule, NoiseScale) and schedule.min < 2 * step.tuner.smallest:
         cure = "A noise scale is estimated from two micro-batches, and BatchNorm has no statistics of one sample."
-        raise ArgumentError("effective_batch", str(schedule), "a min of at least 4", cure)
+        if step.tuner.min_micro_batch is not None:
+            cure = (
+                f"A noise scale is estimated from two micro-batches: lower min_micro_batch={arguments.min_micro_batch}."
+            )
+        accepted = f"a min of at least {2 * step.tuner.smallest}"
+        raise ArgumentError("effective_batch", str(schedule), accepted, cure)
     return step
 
 
@@ -376,6 +388,7 @@ def validator_of(
         emit=emit,
         metrics=Metrics(metrics, step_model, of=of, autocast=step.job.autocast) if metrics else None,
     )
+    validator.set_fewest(arguments.min_micro_batch or 1)
     if metrics:
         # On the model as it is: a compiled one would be compiled for batches of one sample and of two.
         validator.try_metrics(Metrics(metrics, arguments.model, of=of, autocast=step.job.autocast))

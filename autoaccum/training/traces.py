@@ -38,7 +38,9 @@ def no_trace(
     held = [*parameters, *(b for module in everything for b in module.buffers(recurse=False))]
     # Built in place by the first forward: afterwards they are lazy again, and know no shape.
     unbuilt = [(t, type(t), t.data) for t in held if is_lazy(t)]
-    elsewhere = [(p, p.data) for p in parameters if p.device != device]  # will be moved to the device, and back
+    elsewhere = [
+        (p, p.data) for p in (*parameters, *trained) if p.device != device
+    ]  # will be moved to the device, and back
     gradients = [(p, p.grad) for p in (*parameters, *trained)]
     # Taken away and not zeroed: the caller's own may be there, and would be added to.
     for p, _ in gradients:

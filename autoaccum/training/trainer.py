@@ -65,6 +65,7 @@ class Trainer:
         samples: int | None = None,
         micro_batch: int | Literal["auto"] | Sequence[Sequence[int]] = "auto",
         max_micro_batch: int | None = None,
+        min_micro_batch: int | None = None,
         memory_limit: MemoryLimit = None,
         headroom: float = 0.05,
         patience: float = 60.0,
@@ -98,12 +99,13 @@ class Trainer:
             model=model, data=data, effective_batch=effective_batch, loss_fn=loss_fn, training_step=training_step,
             num_items=num_items, optimizer=optimizer, lr=lr, lr_scheduler=lr_scheduler, lr_scaling=lr_scaling,
             base_batch=base_batch, epochs=epochs, steps=steps, samples=samples, micro_batch=micro_batch,
-            max_micro_batch=max_micro_batch, memory_limit=memory_limit, headroom=headroom, patience=patience,
-            precision=precision, clip_norm=clip_norm, state=state, verify=verify, strict=strict, compile=compile,
-            device=device, ranks=ranks, seed=seed, shuffle=shuffle, drop_last=drop_last, collate_fn=collate_fn,
-            num_workers=num_workers, validation_data=validation_data, validate_every=validate_every, metrics=metrics,
-            run_dir=run_dir, checkpoint_every=checkpoint_every, keep_checkpoints=keep_checkpoints, resume=resume,
-            noise_scale=noise_scale, cache=cache, callbacks=callbacks, progress=progress,
+            max_micro_batch=max_micro_batch, min_micro_batch=min_micro_batch, memory_limit=memory_limit,
+            headroom=headroom, patience=patience, precision=precision, clip_norm=clip_norm, state=state, verify=verify,
+            strict=strict, compile=compile, device=device, ranks=ranks, seed=seed, shuffle=shuffle, drop_last=drop_last,
+            collate_fn=collate_fn, num_workers=num_workers, validation_data=validation_data,
+            validate_every=validate_every, metrics=metrics, run_dir=run_dir, checkpoint_every=checkpoint_every,
+            keep_checkpoints=keep_checkpoints, resume=resume, noise_scale=noise_scale, cache=cache, callbacks=callbacks,
+            progress=progress,
         )  # fmt: skip
         with named("the run was set up"):
             self._set_up(given)
@@ -116,9 +118,10 @@ class Trainer:
         # Looked up now, for callbacks may change directory.
         self._run_dir = None if arguments.run_dir is None else Path(arguments.run_dir).absolute()
         self.schedule = checked[schedule_of]
+        _checks.of_smallest_window(arguments.min_micro_batch, self.schedule.smallest)
         budget = checked[Budget]
         self.model = arguments.model
-        parameters = trainable_parameters(self.model, arguments.modules())
+        parameters = trainable_parameters(self.model, arguments.modules(), arguments.optimizer)
 
         place = setup.place_of(arguments.device, arguments.memory_limit)
         self.device, self.memory, self.limit_bytes = place.device, place.memory, place.limit.bytes

@@ -143,8 +143,13 @@ class Validator:
         # The ways that have not failed yet, of which the first is taken. Without one losses are averaged over samples.
         self._ways = [*([_LOSS_GRAPH] if of_outputs else []), _GRAPH_ALONE, _WHOLE_GRAPH]
         # Sizes of its own, for without a backward more samples fit than in training.
+        self._fewest = 1  # samples of a micro-batch as the user has it
         self._trials = Trials(limits)
         self._released_bytes = 0  # in use after memory was last given back
+
+    def set_fewest(self, fewest: int) -> None:
+        """Let no micro-batch have fewer samples, unless all that there are are fewer."""
+        self._fewest = self._trials.smallest = fewest
 
     def run(self, step: int, epoch: int, training_micro_batch: int) -> float:
         """Run one pass, in micro-batches that grow up to training's, and return the loss.
@@ -169,12 +174,20 @@ class Validator:
         if self._metrics is not None:
             self._metrics.begin()
         with self._evaluating():
-            size, ceiling = self._trials.size, training_micro_batch
+            ceiling = max(training_micro_batch, self._fewest)
+
+            def size(seen: int) -> int:
+                """Return how many samples to read next: all that are left, where fewer than may be would remain."""
+                wanted, total = self._trials.size(ceiling), self._source.num_samples
+                if total is None or not wanted < total - seen < wanted + self._fewest:
+                    return wanted
+                return total - seen
+
             # Always as in the first epoch, so that all validations see the same samples in the same order.
-            reader = self._source.read(0, lambda position: (size(ceiling),))
+            reader = self._source.read(0, lambda position: (size(position),))
             # As many samples are asked for as are run at once. Nothing has to be undone when they do not fit: those
             # that are left are run in smaller pieces.
-            while (window := reader.window(size(ceiling))) is not None:
+            while (window := reader.window(size(num_samples))) is not None:
                 for piece in self._trials.window(window.num_samples, ceiling):
                     if isinstance(outcome := self._try(window, piece), Shortage):
                         self._make_do(outcome, piece, patience)
@@ -209,16 +222,17 @@ class Validator:
         snapshot.take()
         try:
             with self._evaluating():
-                two = self._source.example(2)
+                few = self._fewest  # what computes them need not be able to compute fewer
+                two = self._source.example(2 * few)
                 # A model that cannot be called on a single sample is compared with nothing.
                 try:
-                    metrics.measure(SharedTree(self._source.example(1)), lambda: self._source.example(1))
+                    metrics.measure(SharedTree(self._source.example(few)), lambda: self._source.example(few))
                 except Exception as error:
                     if not may_need_another(error):
                         raise
-                    metrics.measure(SharedTree(two), lambda: self._source.example(2))
+                    metrics.measure(SharedTree(two), lambda: self._source.example(2 * few))
                     return
-                if _is_cut(two):  # else there is nothing to compare both together with
+                if _is_cut(two, 2 * few):  # else there is nothing to compare both together with
                     metrics.check(two)
         except EmptyDatasetError:
             raise EmptyDatasetError("validation_data", _NOTHING) from None
@@ -253,15 +267,15 @@ class Validator:
         """
         if not shortage.ran:
             self._emit(OutOfMemory(step=patience.step, phase="validation", micro_batch=piece.size))
-        if piece.size > 1:
+        if piece.size > self._fewest:
             self._trials.ran_out(piece)
         elif patience.may_pass(shortage):
             self._limits.heed(self._limit.read())
         elif shortage.ran:
-            raise self._nothing_fits(shortage.peak_bytes)
+            raise self._nothing_fits(piece.size, shortage.peak_bytes)
         else:  # what it would have taken is not known
             self._trials.ran_out(piece)
-            raise self._nothing_fits(None) from shortage.error
+            raise self._nothing_fits(piece.size, None) from shortage.error
 
     def _try(self, window: Window, piece: Piece) -> tuple[float, Reduction] | Shortage:
         """Return the loss of a piece, or that memory did not do for it. What it took is learnt from."""
@@ -281,9 +295,10 @@ class Validator:
             return Shortage(micro_batch=piece.size, peak_bytes=peak_bytes, error=outcome.error)
         loss, sums = outcome
         peak = self._memory.peak() if is_measured else None
-        if piece.size == 1 and peak is not None and peak > self._limits.limit_bytes:
+        if piece.size <= self._fewest and peak is not None and peak > self._limits.limit_bytes:
             self._memory.release()
-            return Shortage(micro_batch=1, peak_bytes=peak, error=self._nothing_fits(peak), ran=True)
+            refused = self._nothing_fits(piece.size, peak)
+            return Shortage(micro_batch=piece.size, peak_bytes=peak, error=refused, ran=True)
         # Not sooner: what ran out of memory is run again, and would count twice.
         if self._metrics is not None:
             self._metrics.keep(sums)
@@ -367,10 +382,14 @@ class Validator:
         self._trials.load_state_dict(state["history"])
         self._ways[:] = state["ways"]
 
-    def _nothing_fits(self, peak_bytes: int | None) -> NothingFitsError:
-        """Return the error of a single sample that does not fit; None where its peak is not known."""
+    def _nothing_fits(self, micro_batch: int, peak_bytes: int | None) -> NothingFitsError:
+        """Return the error of as few samples as there may be that do not fit; None where their peak is not known."""
         return NothingFitsError(
-            phase="validation", micro_batch=1, peak_bytes=peak_bytes, limit_bytes=self._limits.limit_bytes
+            phase="validation",
+            micro_batch=micro_batch,
+            peak_bytes=peak_bytes,
+            limit_bytes=self._limits.limit_bytes,
+            min_micro_batch=self._fewest if self._fewest > 1 else None,
         )
 
 
@@ -395,10 +414,10 @@ def _joined(losses: list[tuple[int, float, Reduction]]) -> float:
     return weighted / (counts[0] if found.is_sum and len(there) > 1 else sum(counts))
 
 
-def _is_cut(two: Any) -> bool:
-    """Return whether two samples, which a collate_fn may have made one thing of, can be taken one by one."""
+def _is_cut(batch: Any, num_samples: int) -> bool:
+    """Return whether samples, which a collate_fn may have made one thing of, can be taken one by one."""
     try:
-        return batches.num_samples(two) == 2
+        return batches.num_samples(batch) == num_samples
     except DataError:
         return False
 

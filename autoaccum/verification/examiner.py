@@ -76,7 +76,7 @@ class Examiner:
         self._measure_window = measure
         self._verify = verify
         self._strict = strict
-        self._parameters = [p for module in job.modules for p in module.parameters()]
+        self._parameters = transaction.trained()
         self._is_checked = False  # whether a first window had a finite loss
         self._is_first = True  # until a window that was cut has been examined
         self._occasions = Occasions()

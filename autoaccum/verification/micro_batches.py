@@ -193,7 +193,9 @@ def measure_part(
         None where it cannot be measured. And the hypothesis of which that is so.
     """
     # Those alone are run where all together have no finite loss: it may be their own fault, and tell nothing.
-    few = list(others)[:MOST]  # not one or two, for it is not known which of them count
+    few = list(others)[: max(MOST, job.min_micro_batch)]  # not one or two, for it is not known which of them count
+    if len(few) < job.min_micro_batch:
+        return None
 
     def measured(chosen: list[int]) -> tuple[float, Hypothesis]:
         with Measurement(job, window, chosen, drops_gradients=drops_gradients) as measurement:

@@ -55,12 +55,13 @@ def measure(
         drops_gradients: whether parts whose gradient is not finite are left out.
         forward_only: compare losses alone, by that hypothesis alone.
     """
-    smallest = smallest_micro_batch(job.modules)
+    smallest = max(smallest_micro_batch(job.modules), job.min_micro_batch)
     make = partial(
         Measurement, job, window, written=list(written), rewind=rewind, like=like, drops_gradients=drops_gradients
     )
     why = "there is not enough memory for three samples at once"
-    for count in (MOST, _FEW, 2):
+    # Three parts of the smallest size that there may be, two of them where there is no room for more.
+    for count in (MOST, _FEW, 2) if smallest < 3 else (3 * smallest, 2 * smallest):
         count = min(count, window.num_samples, most)
         if not cuts_of(count, smallest):
             if not cuts_of(window.num_samples, smallest):  # a larger window will tell

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from autoaccum.loss.graph import take_for_parameters
 from autoaccum.loss.hypotheses import Conclusion
 from autoaccum.loss.reductions import Reduction, is_one
 from autoaccum.planning.noise import Noise, Part
@@ -241,7 +242,13 @@ class Gradients:
         groups = self._optimizer.param_groups
         # Nearly always there are none, and the list that is there already will do.
         others = {id(p): p for group in groups for p in group["params"] if id(p) not in self._known}
+        if others:  # a graph shows them as leaves, which data may be too
+            take_for_parameters(others.values())
         return [*self._parameters, *others.values()] if others else self._parameters
+
+    def stepped(self) -> list[torch.Tensor]:
+        """Return what the optimizer holds: what others get reaches no step, such as that of a GAN's other network."""
+        return [p for group in self._optimizer.param_groups for p in group["params"]]
 
     def drop(self) -> None:
         """Set all gradients to None: a parameter that takes no part in a window must not look like one with zeros."""
@@ -258,11 +265,11 @@ class Gradients:
 
     @torch.no_grad()
     def clip(self, max_norm: float) -> torch.Tensor:
-        """Clip the gradients to a 2-norm, and return the norm that they had.
+        """Clip the gradients that reach the optimizer to a 2-norm, and return the norm that they had.
 
         This is ``torch.nn.utils.clip_grad_norm_``, which alone knows no norm of sparse gradients.
         """
-        parameters = self.trained()
+        parameters = self.stepped()
         for p in parameters:
             # An entry that several samples add to must not count several times: it is the square of their sum.
             if p.grad is not None and p.grad.is_sparse:

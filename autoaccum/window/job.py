@@ -34,6 +34,8 @@ class Job:
     """(micro-batch) -> how many items its loss is a mean over; None where that is read off the loss."""
     collate_fn: Callable[[list[Any]], Any] | None = None
     """What makes batches of samples, where the user has passed it."""
+    min_micro_batch: int = 1
+    """The fewest samples of a forward, as the user has it; BatchNorm may need more."""
     device: torch.device
     """Where everything is."""
     precision: Precision = "fp32"

@@ -17,17 +17,20 @@ from autoaccum.errors import (
     NoTrainableParametersError,
 )
 from autoaccum.window.attributes import Attributes
+from autoaccum.window.surroundings import surroundings_of
 
 OptimizerLike = torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 """An optimizer, or a function (params) -> optimizer."""
 
 
-def trainable_parameters(model: object, modules: Sequence[nn.Module]) -> list[nn.Parameter]:
+def trainable_parameters(model: object, modules: Sequence[nn.Module], optimizer: object = None) -> list[nn.Parameter]:
     """Return the parameters that require a gradient, of the model and of a loss that is a module too.
+
+    There may be none where the optimizer, if there is one already, holds something of its own to train.
 
     Raises:
         ArgumentTypeError: the model is no module.
-        NoTrainableParametersError: there are none.
+        NoTrainableParametersError: there are none, and no optimizer has anything else.
         ArgumentError: they hold no numbers.
     """
     if not isinstance(model, nn.Module):
@@ -35,7 +38,7 @@ def trainable_parameters(model: object, modules: Sequence[nn.Module]) -> list[nn
     # By id: a loss may share parameters with the model, and an optimizer refuses one that it is given twice.
     found = {id(p): p for module in modules for p in module.parameters() if p.requires_grad}
     parameters = list(found.values())
-    if not parameters:
+    if not parameters and not any(tensor.requires_grad for tensor in bare_tensors(optimizer, modules)):
         raise NoTrainableParametersError(model)
     if any(tensor.is_meta for module in modules for tensor in (*module.parameters(), *module.buffers())):
         cure = "Call its to_empty(device='cpu') and initialise it, or load a state_dict with assign=True."
@@ -43,8 +46,19 @@ def trainable_parameters(model: object, modules: Sequence[nn.Module]) -> list[nn
     return parameters
 
 
+def bare_tensors(optimizer: object, modules: Sequence[nn.Module]) -> list[torch.Tensor]:
+    """Return what an optimizer holds and no module does, in its order: a learnt temperature that is a tensor, say."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return []
+    of_modules = {id(p) for module in modules for p in module.parameters()}
+    return [p for group in optimizer.param_groups for p in group["params"] if id(p) not in of_modules]
+
+
 def make_optimizer(
-    optimizer: OptimizerLike | None, lr: float | None, parameters: list[nn.Parameter]
+    optimizer: OptimizerLike | None,
+    lr: float | None,
+    parameters: list[nn.Parameter],
+    functions: Sequence[object] = (),
 ) -> torch.optim.Optimizer:
     """Return the user's optimizer, or AdamW: fused where PyTorch has it, which is fast and allocates nothing in a step.
 
@@ -52,6 +66,7 @@ def make_optimizer(
         optimizer: the user's, or what makes it; None for AdamW.
         lr: the learning rate of AdamW; None for 1e-3.
         parameters: those to train.
+        functions: of the user's, which may hold tensors to train too.
 
     Raises:
         ConflictingArgumentsError: ``lr`` beside an optimizer, which has its own.
@@ -77,20 +92,17 @@ def make_optimizer(
         is_other = not issubclass(optimizer, torch.optim.Optimizer)
     if not isinstance(optimizer, torch.optim.Optimizer) and callable(optimizer) and not is_other:
         made = optimizer(parameters)
-    check_optimizer(made, parameters, "a torch.optim.Optimizer, or a function (params) -> Optimizer")
+    check_optimizer(made, parameters, "a torch.optim.Optimizer, or a function (params) -> Optimizer", functions)
     if needs_closure(made):
-        raise ArgumentTypeError(
-            "optimizer",
-            type(made).__name__,
-            "an optimizer whose step needs no closure",
-            "Take one that steps once on the gradient of the window (AdamW, SGD, Adafactor, ...), or step this one in "
-            "a loop of your own, with autoaccum.Accumulator.",
-        )
+        raise refuse_closure(made)
     return made  # type: ignore[no-any-return]
 
 
 def check_optimizer(
-    optimizer: object, parameters: Sequence[nn.Parameter], accepted: str = "an optimizer: AdamW(model.parameters())"
+    optimizer: object,
+    parameters: Sequence[nn.Parameter],
+    accepted: str = "an optimizer: AdamW(model.parameters())",
+    functions: Sequence[object] = (),
 ) -> None:
     """Refuse what is no optimizer, or one that would train nothing.
 
@@ -98,23 +110,54 @@ def check_optimizer(
         optimizer: what was passed, or made.
         parameters: those to train, of which it has to hold one at least: others may be frozen on purpose.
         accepted: what to pass instead, for the error.
+        functions: of the user's: what these hold may be trained too.
 
     Raises:
         ArgumentTypeError: it is no optimizer.
-        ForeignOptimizerError: it holds none of the parameters.
+        ForeignOptimizerError: it holds none of the parameters, nor anything else that is trained here.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ArgumentTypeError("optimizer", optimizer, accepted)
     wanted = {id(p) for p in parameters}
-    if not any(id(p) in wanted for group in optimizer.param_groups for p in group["params"]):
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    if any(id(p) in wanted for p in held):
+        return
+    # Parameters are made by modules, and those of no module that is known here may be another model's. A tensor that
+    # is none, and requires a gradient, somebody has made to train it.
+    known = {id(tensor) for tensor in surroundings_of(functions).tensors}
+    if not any(p.requires_grad and (id(p) in known or not isinstance(p, nn.Parameter)) for p in held):
         raise ForeignOptimizerError(optimizer)
 
 
 def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether its step evaluates the loss itself, as that of LBFGS does."""
-    # Every step has the argument; those that can do without it have a default.
-    parameters = inspect.signature(optimizer.step).parameters.values()
-    return any(p.name == "closure" and p.default is p.empty for p in parameters)
+    """Return whether its step cannot be called without a closure, as that of LBFGS."""
+    # Nearly every step has the argument; those that can do without it have a default.
+    return any(p.default is p.empty and p.kind is not p.VAR_POSITIONAL for p in _arguments_of_step(optimizer))
+
+
+def may_need_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether its step can be called without a closure, and may still refuse to do without one.
+
+    No optimizer of PyTorch's own does. Of others a default says little, for ``Optimizer.step`` has it.
+    """
+    return not is_pytorchs(optimizer) and bool(_arguments_of_step(optimizer)) and not needs_closure(optimizer)
+
+
+def refuse_closure(optimizer: torch.optim.Optimizer) -> ArgumentTypeError:
+    """Return the error for an optimizer that needs a closure where there is none to give."""
+    return ArgumentTypeError(
+        "optimizer",
+        type(optimizer).__name__,
+        "an optimizer whose step needs no closure",
+        "Take one that steps once on the gradient of the window (AdamW, SGD, Adafactor, ...), or step this one in "
+        "a loop of your own, with autoaccum.Accumulator.",
+    )
+
+
+def _arguments_of_step(optimizer: torch.optim.Optimizer) -> list[inspect.Parameter]:
+    """Return what its step can be called with: of one that a scheduler has wrapped, ``self`` is seen too."""
+    found = inspect.signature(optimizer.step).parameters.values()
+    return [p for p in found if p.name != "self" and p.kind not in (p.KEYWORD_ONLY, p.VAR_KEYWORD)]
 
 
 def allocate_state(optimizer: torch.optim.Optimizer, modules: Sequence[nn.Module] = ()) -> None:

@@ -189,6 +189,15 @@ def _check_tensor(value: Any, present: torch.Tensor, entry: str, *, in_place: bo
         refuse(entry, f"has the strides {value.stride()}, not {present.stride()}")
 
 
+def check_tensors(present: Sequence[torch.Tensor], values: Any, entry: str) -> None:
+    """Check what is to be put back into tensors that no module holds."""
+    a(list)(values, entry)
+    if len(values) != len(present):
+        refuse(entry, f"has {len(values)} entries, not {len(present)}")
+    for index, (tensor, value) in enumerate(zip(present, values, strict=True)):
+        _check_tensor(value, tensor, f"{entry}[{index}]")
+
+
 def _layout(tensor: torch.Tensor) -> list[int]:
     return [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
 

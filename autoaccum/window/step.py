@@ -10,8 +10,6 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import torch
-
 from autoaccum.data.base import Window
 from autoaccum.errors import NothingFitsError
 from autoaccum.events import Event, Notice, OutOfMemory, Planned, Replanned, StepSkipped
@@ -27,12 +25,14 @@ from autoaccum.planning.tuner import Tuner
 from autoaccum.window import notices, single_samples
 from autoaccum.window.advice import advised
 from autoaccum.window.announcer import Announcer
+from autoaccum.window.closures import Closure
 from autoaccum.window.examination import Examiner
 from autoaccum.window.gradient import Gradient
 from autoaccum.window.job import Job
 from autoaccum.window.meter import Meter
+from autoaccum.window.optimizers import needs_closure, refuse_closure
 from autoaccum.window.single_samples import Refusal, SingleSampleError
-from autoaccum.window.stepping import Stepper
+from autoaccum.window.stepping import Stepper, WithoutClosureError
 from autoaccum.window.transaction import Repeat, Transaction
 
 _RUNNER = ("_checked", "_has_sums", "_examining", "_deferred", "verified", "terms")
@@ -99,6 +99,7 @@ class Step:
         self._growing_from: tuple[int, ...] | None = None  # the plan when growth began; None while nothing grows
         self._refusal: Refusal | None = None  # of this window
         self._is_given = not tuner.searching  # the size of micro-batches, by the user
+        self._closes = needs_closure(job.optimizer)  # whether its steps are given a closure
 
     def run(self, window: Window, plan: Sequence[int] | None = None) -> tuple[Gradient, int]:
         """Make the gradient of the next window, in smaller and smaller pieces until it fits.
@@ -264,10 +265,16 @@ class Step:
         They are some few, or two such micro-batches, of whose joined forward nothing is kept for a backward.
         """
         few = next((size for size in (6, 3, 2) if size <= largest or self._is_room_for(size)), largest)
-        double = 2 * largest
+        double, smallest = 2 * largest, self.tuner.smallest
         # Where the kernel may kill the process, nothing is run at once that is larger than what has fitted before.
         is_safe = self.limit.is_enforced or self._is_given or double <= self.tuner.largest
-        return max(few, double) if is_safe and (self.limit.is_enforced or self._is_room_for(double)) else few
+        if is_safe and (self.limit.is_enforced or self._is_room_for(double)):
+            few = max(few, double)
+        if smallest < 3 or few >= 3 * smallest:
+            return few
+        # Parts that have to be larger take more: what so many have taken is in proportion an upper bound of it.
+        target, each = self.tuner.limits.target_bytes, (self.meter.peak() or 0) / largest
+        return max([few, *(size for size in (2 * smallest, 3 * smallest) if each and size * each <= target)])
 
     def _is_room_for(self, size: int) -> bool:
         predicted = self.tuner.predicted_bytes(size)
@@ -310,13 +317,30 @@ class Step:
         if smaller is not None:
             self._replanned(sizes, smaller, "over the memory limit")
 
-    def apply(self, gradient: Gradient) -> bool:
-        """Step the optimizer; return False when that was left out, for there was nothing to step on."""
+    def apply(self, gradient: Gradient, again: Callable[[], Gradient] | None = None) -> bool:
+        """Step the optimizer; return False when that was left out, for there was nothing to step on.
+
+        Args:
+            gradient: of the window, in ``.grad``.
+            again: runs the window once more, for an optimizer that asks for it; None where that cannot be done.
+
+        Raises:
+            ArgumentTypeError: it asks for it where that cannot be done.
+        """
+        if self._closes and gradient.items and again is not None:
+            self._apply_closure(gradient, again)
+            return True
         # A window without items counts too: schedules and records go by windows.
         self.number += 1
         if gradient.items:
-            scaler = self.transaction.scaler
-            skipped = self._stepper.take(scaler, self.number, self.limit.bytes)
+            scaler, refused = self.transaction.scaler, None
+            try:
+                skipped = self._stepper.take(scaler, self.number, self.limit.bytes)
+            except WithoutClosureError as error:
+                refused, skipped = error, None
+            if refused is not None:  # out here, where no error is being handled that would pin what a replay needs
+                self.number -= 1
+                self._find_closure(refused, gradient, again)
             self.transaction.is_unscaled = False
         else:
             skipped = "no micro-batch of the window has an item to learn from"
@@ -324,11 +348,39 @@ class Step:
             self._emit(StepSkipped(step=self.number, reason=skipped))
         return skipped is None
 
-    def apply_closure(self, closure: Callable[[], torch.Tensor]) -> None:
+    def _apply_closure(self, gradient: Gradient, again: Callable[[], Gradient]) -> None:
         """Step an optimizer that asks for gradients itself."""
         # It counts only once it has ended well: what the closure ran are windows, any of which may raise.
+        closure = Closure(gradient, self.job.optimizer, again, self.transaction.snapshot.restore)
         self._stepper.take_by_closure(closure, self.number + 1, self.limit.bytes)
         self.number += 1
+
+    def _find_closure(
+        self, failed: WithoutClosureError, gradient: Gradient, again: Callable[[], Gradient] | None
+    ) -> None:
+        """Step with a closure where the very first step has failed without one, before anything was written.
+
+        Raises:
+            ArgumentTypeError: with one it would not have failed, and there is none to give.
+            Exception: what it failed with, for a closure is not what it lacks.
+        """
+        refused = failed.refused
+        if again is None or self.transaction.scaler is not None:
+            raise refuse_closure(self.job.optimizer) if self._stepper.does_with(gradient.loss) else refused
+        if not failed.has_gradient:  # which it has dropped, and may begin by the next time
+            self.transaction.snapshot.restore()
+            gradient = again()
+        closure = Closure(gradient, self.job.optimizer, again, self.transaction.snapshot.restore)
+        try:
+            self._stepper.take_by_closure(closure, self.number + 1, self.limit.bytes)
+        except Exception:
+            if closure.is_called:
+                raise
+        else:
+            self._closes = True
+            self.number += 1
+            return
+        raise refused  # whatever it was, it was not for want of what is not asked for
 
     def _look(self, window: Window) -> None:
         """Look at the memory before a window, for one that is short of it costs more than a look."""

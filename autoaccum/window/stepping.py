@@ -12,7 +12,24 @@ from autoaccum.errors import OptimizerOutOfMemoryError
 from autoaccum.events import OutOfMemory
 from autoaccum.memory.base import Memory
 from autoaccum.memory.oom import RanOut, attempt, insist
-from autoaccum.window.optimizers import is_pytorchs
+from autoaccum.window.closures import Closure, Mark
+from autoaccum.window.optimizers import is_pytorchs, may_need_closure
+
+
+class WithoutClosureError(Exception):
+    """A step that was called without a closure raised before it had written anything: with one it may not."""
+
+    def __init__(self, refused: Exception, *, has_gradient: bool) -> None:
+        """Take the error that it had, and whether it has left the gradient as it was."""
+        super().__init__(str(refused))
+        self.refused = refused
+        self.has_gradient = has_gradient
+
+
+_IF_CLOSURE = (
+    "The optimizer's step was called without a closure. If it needs one, have it say so before it writes anything, as "
+    "by a parameter without a default, def step(self, closure): then autoaccum.Accumulator gives it one."
+)
 
 RETRIES = 2
 """Try a step again so often when memory ran out before it had written anything."""
@@ -39,6 +56,8 @@ class Stepper:
         # are counted, but of PyTorch's own: of those it is known, and is looked at only when one has failed.
         self._is_pytorchs = is_pytorchs(optimizer)
         self._is_counted = False
+        # Whether its first step is yet to show that it does without a closure.
+        self._may_need_closure = may_need_closure(optimizer)
 
     def take(self, scaler: torch.amp.GradScaler | None, step: int, limit_bytes: int) -> str | None:
         """Take one step on gradients that are unscaled already; return why it was left out, if it was.
@@ -50,14 +69,25 @@ class Stepper:
 
         Raises:
             OptimizerOutOfMemoryError: memory ran out, perhaps half-way through the parameters.
+            WithoutClosureError: the very first step failed, and may not with a closure.
         """
         optimizer, writes = self._optimizer, self._writes
         writes.begin()
         scale = 1.0 if scaler is None else _scale_of(scaler)
         left = [optimizer.step] if scaler is None else [lambda: scaler.step(optimizer), scaler.update]
+        # Counters alone do not tell what is written through ``.data``.
+        mark = Mark(self._parameters()) if self._may_need_closure else None
         tries = 0
         while left:
-            outcome = attempt(left[0])
+            try:
+                outcome = attempt(left[0])
+            except Exception as error:
+                if mark is None:
+                    raise
+                if mark.is_of(self._parameters()) and not writes.are_in_state():
+                    raise WithoutClosureError(error, has_gradient=not writes.are_there()) from error
+                error.add_note(_IF_CLOSURE)
+                raise
             if not isinstance(outcome, RanOut):
                 del left[0]
                 continue
@@ -73,6 +103,7 @@ class Stepper:
             tries += 1
             self._memory.release()
             self._emit(OutOfMemory(step=step, phase="optimizer", micro_batch=0))
+        self._may_need_closure = False
         if not (self._is_pytorchs or self._is_counted):
             self._is_counted = writes.are_everywhere()
         # It leaves the step out when a gradient is not finite, and tells it only by a scale that falls.
@@ -80,15 +111,32 @@ class Stepper:
             return None
         return f"the float16 gradient overflowed at a loss scale of {scale:g}"
 
-    def take_by_closure(self, closure: Callable[[], Any], step: int, limit_bytes: int) -> None:
+    def take_by_closure(self, closure: Closure, step: int, limit_bytes: int) -> None:
         """Take one step of an optimizer that computes the loss and its gradients itself, by a closure.
 
         Raises:
             OptimizerOutOfMemoryError: memory ran out. It is not tried again, for the closure has drawn random numbers.
         """
-        outcome = attempt(lambda: self._optimizer.step(closure))
+        outcome = attempt(lambda: self._optimizer.step(closure))  # type: ignore[arg-type]
         if isinstance(outcome, RanOut):
             raise self._out_of_memory(step, limit_bytes, is_untouched=False) from outcome.error
+
+    def does_with(self, loss: torch.Tensor) -> bool:
+        """Return whether a step that has failed without a closure does not fail with one; it is undone."""
+        # Its state is not put back, nor its gradients: this is asked where the run ends either way.
+        kept = [p.detach().clone() for p in self._parameters()]
+        try:
+            self._optimizer.step(lambda: loss)  # type: ignore[arg-type, return-value]
+        except Exception:
+            return False
+        finally:
+            with torch.no_grad():
+                for p, value in zip(self._parameters(), kept, strict=True):
+                    p.copy_(value)
+        return True
+
+    def _parameters(self) -> list[torch.Tensor]:
+        return [p for group in self._optimizer.param_groups for p in group["params"]]
 
     def _out_of_memory(self, step: int, limit_bytes: int, *, is_untouched: bool) -> OptimizerOutOfMemoryError:
         return OptimizerOutOfMemoryError(
@@ -151,11 +199,13 @@ class Writes:
 
     def are_there(self) -> bool:
         """Return whether anything was written since ``begin``, or may have been."""
+        return self.are_in_state() or self._are_gradients_written()
+
+    def are_in_state(self) -> bool:
+        """Return whether anything but gradients was written since ``begin``, or may have been."""
         now = _Places(self._optimizer)
         # A tensor in place of another one is a write too.
-        if now.is_opaque or not now.is_same(self._places) or now.marks() != self._before:
-            return True
-        return self._are_gradients_written()
+        return now.is_opaque or not now.is_same(self._places) or now.marks() != self._before
 
     def are_everywhere(self) -> bool:
         """Return whether each parameter that has a gradient is known to have been written to."""

@@ -337,7 +337,7 @@ class Transaction:
         trained = self._gradients.trained()
         before = contributions.set_aside(trained)
         accumulate()
-        norm = contributions.norm(trained)
+        norm = contributions.norm(self._gradients.stepped())
         if self.drops_gradients and self._terms is None and not math.isfinite(norm.item()):
             self._gradients.drop()
             self._tally.leave_out(len(self._sizes))
@@ -509,7 +509,7 @@ class Transaction:
 
     def _parts(self, counts: list[float], is_sum: bool, correction: float) -> tuple[tuple[Part, ...], Noise | None]:
         """Return what each micro-batch adds to the window's gradient, which is yet to be corrected, and its noise."""
-        whole = contributions.norm(self._gradients.trained())
+        whole = contributions.norm(self._gradients.stepped())
         scale = torch.ones_like(whole) if self.scaler is None else self.scaler.scale(torch.ones_like(whole))
         # The one wait for the device.
         loss_scale, total, *norms = torch.stack([scale, whole, *self._norms.values()]).tolist()

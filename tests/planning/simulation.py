@@ -48,6 +48,7 @@ class Training:
         ceiling: int | None = None,
         largest: int = 0,
         smallest: int = 1,
+        floor: int = 1,
         few_sizes: bool = False,
         fewest: int = 1,
     ) -> None:
@@ -62,6 +63,7 @@ class Training:
             search=searches,
             largest=largest,
             smallest=smallest,
+            floor=floor,
             few_sizes=few_sizes,
             fewest=fewest,
         )

@@ -486,6 +486,35 @@ def test_laws_of_ragged_windows_mixed_with_plain_ones(
             return
 
 
+@given(
+    windows=st.lists(st.integers(1, 300), min_size=1, max_size=20),
+    truth=st.integers(1, 100),
+    floor=st.integers(2, 30),
+    needs=st.lists(st.integers(1, 4), min_size=1, max_size=5),
+)
+@settings(max_examples=100)
+def test_nothing_undercuts_the_smallest_that_the_user_asked_for(
+    windows: list[int], truth: int, floor: int, needs: list[int]
+) -> None:
+    """Neither another mode of the model, nor memory that runs out, nor another process that goes on."""
+    device = Device(1000 + 7 * max(truth, 2 * floor - 1), seconds=lambda size: 1 + 0.05 * size)
+    training = Training(device, 1, ceiling=2**30, headroom=0, floor=floor)
+    for index, num_samples in enumerate(windows):
+        training.tuner.set_smallest(need := needs[index % len(needs)])
+        training.num_samples = max(training.num_samples, num_samples)
+        training.tuner.searching = training.tuner.searching or num_samples == training.num_samples
+        assert min(training.window(num_samples)) >= min(floor, num_samples)
+        assert training.tuner.smallest == max(floor, need)
+        assert training.tuner.min_micro_batch == (floor if floor > need else None)
+    saved = training.tuner.state_dict()
+    assert saved["smallest"] == need
+    for other in (1, floor + 1):
+        resumed = Training(device, 1, ceiling=2**30, headroom=0, floor=other).tuner
+        resumed.load_state_dict(saved, is_same_device=True)
+        assert resumed.smallest == max(other, need)
+        assert min(resumed.plan(300)) >= resumed.smallest
+
+
 def test_no_trial_of_longer_samples_has_fewer_than_the_smallest() -> None:
     tuner = Tuner(ceiling=8, limit_bytes=10**6, headroom=0, search=True, smallest=2)
     tuner.observe(2, 1000, length=10)
