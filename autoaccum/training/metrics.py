@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -101,8 +101,8 @@ class Metrics:
             sums[name] = (total, count) if before is None else (before[0] + total, before[1] + count)
         return sums
 
-    def check(self, batch: Any) -> None:
-        """Check that of two samples together there are as many values as of each alone.
+    def check(self, batch: Any, halves: Sequence[Any]) -> None:
+        """Check that of two samples together there are as many values as of each alone, its ``halves``.
 
         Means and outer products have others.
 
@@ -110,7 +110,7 @@ class Metrics:
             ArgumentError: a function returned values that depend on the micro-batches.
         """
         found = []
-        for part in (batch, *_halves(batch)):
+        for part in (batch, *halves):
             found.append(self.measure(SharedTree(part), lambda part=part: part))  # type: ignore[misc]
         # What returns one value for any batch has 1 and not 2; what is broadcast to (2, 2) has 4, and of one alone 1.
         for name in self._functions:
@@ -171,11 +171,6 @@ class _Remembering:
         """Return what the model returned last, once."""
         kept, self._kept = self._kept, None
         return kept
-
-
-def _halves(batch: Any) -> tuple[Any, Any]:
-    """Return the first and the second sample of a batch of two."""
-    return batches.take(batch, 0, 1), batches.take(batch, 1, 2)
 
 
 def _tensors(leaf: Any) -> dict[str, torch.Tensor]:

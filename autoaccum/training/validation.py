@@ -15,7 +15,8 @@ from torch import nn
 from autoaccum._kinds import entries, every, one_of
 from autoaccum.data import batches, randomness
 from autoaccum.data.base import Source, Window
-from autoaccum.errors import DataError, EmptyDatasetError, LossWithoutGradError, NothingFitsError
+from autoaccum.data.splits import split_by
+from autoaccum.errors import AutoaccumError, EmptyDatasetError, LossWithoutGradError, NothingFitsError
 from autoaccum.events import Event, Notice, OutOfMemory, Validated
 from autoaccum.loss.conclusions import conclude, stands_for_none
 from autoaccum.loss.functions import LossOf
@@ -105,6 +106,7 @@ class Validator:
         snapshot: Snapshot,
         emit: Callable[[Event], None],
         metrics: Metrics | None = None,
+        split: Any = None,
     ) -> None:
         """Set up.
 
@@ -124,7 +126,9 @@ class Validator:
             snapshot: keeps the buffers of what is trained while a validation goes on.
             emit: takes the events.
             metrics: what else is reported.
+            split: what cuts batches: see ``Job``.
         """
+        self._split = split
         self._metrics = metrics
         self._model = model if metrics is None else metrics.model
         self._modules = list({id(m): m for root in modules for m in root.modules()}.values())
@@ -218,8 +222,8 @@ class Validator:
                         raise
                     metrics.measure(SharedTree(two), lambda: self._source.example(2))
                     return
-                if _is_cut(two):  # else there is nothing to compare both together with
-                    metrics.check(two)
+                if halves := self._halves(two):  # else there is nothing to compare both together with
+                    metrics.check(two, halves)
         except EmptyDatasetError:
             raise EmptyDatasetError("validation_data", _NOTHING) from None
         except Exception as error:
@@ -228,6 +232,14 @@ class Validator:
         finally:
             attributes.restore()
             snapshot.restore()
+
+    def _halves(self, two: Any) -> list[Any]:
+        """Return two samples one by one; nothing where a collate_fn has made one thing of them."""
+        try:
+            split = split_by(self._split, two, 2)
+            return [split(two, 0, 1), split(two, 1, 1)] if split.count(two) == 2 else []
+        except AutoaccumError:
+            return []
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
@@ -393,14 +405,6 @@ def _joined(losses: list[tuple[int, float, Reduction]]) -> float:
     # A sum has the same divisor in every micro-batch, whatever is in it; divided by one of them it is the sum of all.
     # Of a single micro-batch there is nothing to compare, and both are the same.
     return weighted / (counts[0] if found.is_sum and len(there) > 1 else sum(counts))
-
-
-def _is_cut(two: Any) -> bool:
-    """Return whether two samples, which a collate_fn may have made one thing of, can be taken one by one."""
-    try:
-        return batches.num_samples(two) == 2
-    except DataError:
-        return False
 
 
 def _with_grad(leaf: Any) -> Any:

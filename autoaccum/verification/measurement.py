@@ -19,6 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autoaccum.data import batches
+from autoaccum.data.splits import split_by
 from autoaccum.loss.hypotheses import Hypothesis
 from autoaccum.loss.reductions import Reduction, is_one, read, without_graph
 from autoaccum.loss.weighting import count_items
@@ -170,8 +171,9 @@ class Measurement:
 
     def rows(self, collated: Any, part: Part) -> Any:
         """Return the rows of some samples of a batch of all of them, on the device."""
-        taken = [batches.take(collated, index, index + 1) for index in part]
-        return batches.to_device(batches.concat(taken), self.job.device, copy=True)
+        split = split_by(self.job.split, collated, self.num_samples)
+        taken = [split(collated, index, 1) for index in part]
+        return batches.to_device(split.join(taken), self.job.device, copy=True)
 
     def collates_anew(self) -> bool:
         """Return whether the same samples make another batch each time, as where a collate_fn draws masks.

@@ -32,6 +32,8 @@ class Job:
     """(micro-batch) -> how many items its loss is a mean over; None where that is read off the loss."""
     collate_fn: Callable[[list[Any]], Any] | None = None
     """What makes batches of samples, where the user has passed it."""
+    split: Any = None
+    """What cuts batches; where it is None, or reads their form itself, a collate_fn's are read by their samples."""
     device: torch.device
     """Where everything is."""
     precision: Precision = "fp32"
