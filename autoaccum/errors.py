@@ -190,8 +190,8 @@ class RaggedBatchError(DataError):
 
 
 _OTHER_FORMS = (
-    " What is cut otherwise is said with split=(batch, start, size) -> micro-batch, or one of autoaccum.splits: .samples "
-    "for lists of samples."
+    " What is cut otherwise is said with split=(batch, start, size) -> micro-batch, or one of autoaccum.splits: "
+    ".samples for lists of samples."
 )
 
 

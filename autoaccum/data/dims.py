@@ -1,4 +1,4 @@
-"""Cuts batches whose samples lie in another dimension than dim 0, such as time-first ones, (time, samples, features)."""
+"""Cuts batches whose samples lie in another dim than 0, such as time-first ones, (time, samples, features)."""
 
 from __future__ import annotations
 
@@ -46,6 +46,10 @@ class AtDim:
         # What one number came to, in the first batch of its structure. It holds for all that follow, and for what is
         # cut of them: in a batch as long as it is wide the extents alone would not tell.
         self._held: dict[str, int | None] = {}
+
+    def description(self) -> dict[str, Any]:
+        """Return where samples lie, for what tells data from other data."""
+        return {"batch_dim": self.dims if isinstance(self.dims, int) else str(self.dims)}
 
     def __call__(self, batch: Any, start: int, size: int) -> Any:
         """Return ``size`` samples of a batch from ``start`` on: tensors are views."""
@@ -196,8 +200,8 @@ def _refuse_unclear(
 
 def _unclear(what: str, dim: int, argument: str) -> DataError:
     return DataError(
-        f"{argument}: a batch {what}, so that batch_dim={dim} does not tell where its samples lie. Say it for each leaf, "
-        f"in the structure of the batch: batch_dim=({dim}, 0), or {{'inputs': {dim}, 'labels': 0}}."
+        f"{argument}: a batch {what}, so that batch_dim={dim} does not tell where its samples lie. Say it for each "
+        f"leaf, in the structure of the batch: batch_dim=({dim}, 0), or {{'inputs': {dim}, 'labels': 0}}."
     )
 
 

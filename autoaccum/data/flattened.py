@@ -1,8 +1,9 @@
-"""Cuts batches in which what belongs to all samples stands in one tensor, such as the images of a vision-language model."""
+"""Cuts batches in which parts of all samples stand in one tensor, as the images of a vision-language model do."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -104,7 +105,7 @@ class Flattened:
         counts = _numbers(entries[by] if isinstance(by, str) else by(batch), name, argument)
         if isinstance(by, str) and by in self._counts:  # for each of its rows: an image's patches, say
             outer = self._bound(by, batch, entries, found, argument, (*asked, name))
-            counts = [sum(counts[first:last]) for first, last in zip(outer[:-1], outer[1:], strict=True)]
+            counts = [sum(counts[first:last]) for first, last in pairwise(outer)]
         bounds = [0]
         for count in counts:
             bounds.append(bounds[-1] + count)

@@ -91,7 +91,11 @@ def _learned(one: Any, two: Any) -> Callable[[Sequence[Any]], Any]:
     if isinstance(one, list | tuple):
         if hasattr(one, "_fields") or len(one) == len(two):
             inner = [_learned(first, second) for first, second in zip(one, two, strict=True)]
-            return lambda parts: _like(parts[0], [join(entries) for join, entries in zip(inner, zip(*parts))])
+
+            def of_parts(parts: Sequence[Any]) -> Any:
+                return _like(parts[0], [join([part[index] for part in parts]) for index, join in enumerate(inner)])
+
+            return of_parts
         if (len(one), len(two)) != (1, 2):
             raise _CannotTellError(f"a {type(one).__name__} has {len(one)} entries of one sample and {len(two)} of two")
         return lambda parts: _like(parts[0], [entry for part in parts for entry in part])
@@ -105,7 +109,7 @@ def _like(container: Any, entries: list[Any]) -> Any:
 
 def _of_tensors(one: Any, two: Any) -> Callable[[Sequence[Any]], Any]:
     """Return how tensors are joined: in the dim in which those of one sample and of two differ."""
-    differing = [dim for dim, (a, b) in enumerate(zip(one.shape, two.shape)) if a != b]
+    differing = [dim for dim in range(min(one.ndim, two.ndim)) if one.shape[dim] != two.shape[dim]]
     if one.ndim != two.ndim or len(differing) > 1:
         raise _CannotTellError(f"tensors of one sample are {tuple(one.shape)}, and of two {tuple(two.shape)}")
     if not differing:

@@ -22,6 +22,7 @@ from autoaccum._units import shown
 from autoaccum.data import objects
 from autoaccum.data.base import Collate, Source
 from autoaccum.data.datasets import DatasetSource
+from autoaccum.data.dims import AtDim
 from autoaccum.data.orders import Order, count_in_batches
 from autoaccum.data.splits import Automatic, is_said
 from autoaccum.data.streams import StreamSource
@@ -82,7 +83,7 @@ def open_source(
             raise ConflictingArgumentsError("collate_fn", collate_fn, f"tensors as {argument}", cure)
         if not isinstance(data, torch.Tensor) and not len(data):
             raise EmptyDatasetError(argument, f"it is an empty {type(data).__name__}.")
-        if is_said(split) and not hasattr(split, "of_leaves"):  # of what is no rows, one batch that is cut in its order
+        if is_said(split) and not isinstance(split, AtDim):  # of what is no rows, one batch that is cut in its order
             return StreamSource([data], collate=None, seed=seed, device=device, argument=argument, split=split)
         split = Automatic() if split is None else split
         order = _plain_order(split.count(data, argument), seed, shuffle, argument)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
@@ -195,7 +196,7 @@ class Given:
         if callable(self._count):
             count = self._count(batch)
             # A number of a tensor's or an array's is one too.
-            number = count.item() if hasattr(count, "item") and getattr(count, "size", 1) not in (0,) else count
+            number = count.item() if hasattr(count, "item") else count
             if isinstance(number, bool) or not isinstance(number, int) or number < 0:
                 raise DataError(
                     f"split: its count(batch) returned {shown(count)}. Let it return the samples as an int."
@@ -224,10 +225,8 @@ def _sizes(part: Any) -> set[int]:
     """Return how many samples a micro-batch may hold, by either reading of its lists; nothing where none fits."""
     found = set()
     for split in (tensors, samples):
-        try:
+        with suppress(DataError):
             found.add(split.count(part))
-        except DataError:
-            pass
     return found
 
 

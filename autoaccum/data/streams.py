@@ -12,6 +12,7 @@ from torch.utils.data import default_collate
 from autoaccum.data import batches
 from autoaccum.data.base import Collate, NextPiece, PlanAt, Reader
 from autoaccum.data.contents import digest_of
+from autoaccum.data.dims import AtDim
 from autoaccum.data.grouped import GroupedSamples
 from autoaccum.data.lengths import PEEK, BatchLengths, Padding, repeat_longest
 from autoaccum.data.pieces import Pieces, SampleReader, batches_form, items_form, with_preserved_randomness
@@ -67,7 +68,8 @@ class StreamSource:
         workers = getattr(stream, "num_workers", 0)
         if hasattr(stream, "dataset") and hasattr(stream, "sampler"):  # a DataLoader, or what is made of one
             stream = stream.dataset
-        return {"samples": None, "stream": type(stream).__name__} | ({"workers": workers} if workers else {})
+        found = {"samples": None, "stream": type(stream).__name__} | ({"workers": workers} if workers else {})
+        return found | (self._split.description() if isinstance(self._split, AtDim) else {})
 
     def content(self) -> str | None:
         """Return a digest of the first, the last and a few more batches of a list of them."""

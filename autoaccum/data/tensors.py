@@ -13,6 +13,7 @@ import torch
 from autoaccum.data import batches, objects
 from autoaccum.data.base import PlanAt, Reader, Window
 from autoaccum.data.contents import digest_of
+from autoaccum.data.dims import AtDim
 from autoaccum.data.orders import Order, Unlisted, reading
 
 
@@ -23,7 +24,8 @@ class TensorSource:
         """Set up; ``split`` tells where samples lie, in dim 0 of all tensors where it is None."""
         is_leaf = split.is_leaf_of(tensors) if hasattr(split, "is_leaf_of") else batches.is_leaf
         leaves, self._spec = batches.flatten(tensors, is_leaf)
-        dims = split.of_leaves(tensors).values() if hasattr(split, "of_leaves") else [0] * len(leaves)
+        dims = split.of_leaves(tensors).values() if isinstance(split, AtDim) else [0] * len(leaves)
+        self._of_split = split.description() if isinstance(split, AtDim) else {}
         # None for what belongs to all samples.
         self._dims = [dim if batches.has_rows(leaf) else None for leaf, dim in zip(leaves, dims, strict=True)]
         # Arrays become tensors that share their memory; lists stay as they are.
@@ -72,7 +74,7 @@ class TensorSource:
                 digest.update(repr(_values_or_types(chosen)).encode())
         shapes = [str(tuple(leaf.shape)) if hasattr(leaf, "shape") else type(leaf).__name__ for leaf in self._leaves]
         found = {"samples": self.num_samples, "tensors": ", ".join(shapes), "digest": digest.hexdigest()[:16]}
-        return found | self._order.description()
+        return found | self._order.description() | self._of_split
 
     def content(self) -> str | None:
         """Return a digest of some megabytes of the tensors."""

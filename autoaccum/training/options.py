@@ -360,11 +360,10 @@ class FitArguments:
         in_check=Own(),
     )
     batch_dim: int | Mapping[str, Any] | Sequence[Any] = option(
-        "the dim in which samples lie, 1 in time-first tensors, of each leaf that has the batch's extent there (others, "
-        "such as labels, have it in dim 0); or the dim of each leaf, in the structure of a batch.",
+        "the dim in which samples lie, 1 in time-first tensors, of each leaf that has the batch's extent there "
+        "(others, such as labels, have it in dim 0); or the dim of each leaf, in the structure of a batch.",
         default=0,
         check=split_of,
-        decides="training",
         probe=Own(),
         accumulator=Own(),
         in_check=Own(),
