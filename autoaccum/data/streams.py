@@ -151,8 +151,10 @@ class StreamSource:
         if not size:
             raise EmptyDatasetError(self._argument, "its first batch has no rows.")
         if self._collate is None:
-            enough = self._form.join([piece] * -(-num_samples // size))
-            batch = self._form.finish(self._form.take(enough, 0, num_samples))
+            # Cut, and then joined: what is cut of a batch need not be of the batch's own form.
+            sizes = [size] * (num_samples // size) + [num_samples % size] * (num_samples % size > 0)
+            parts = [self._form.take(piece, 0, count) for count in sizes]
+            batch = self._form.finish(self._form.join(parts))
         else:
             batch = self._collate(repeat_longest(piece, num_samples))
         return batches.to_device(batch, self._device, copy=True)
