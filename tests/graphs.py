@@ -58,8 +58,6 @@ def graphs(count: int, dtype: torch.dtype = torch.float64) -> list[Graph]:
     """Graphs of 1, 2, 3, 1, ... nodes."""
     drawn = torch.Generator().manual_seed(5)
     return [
-        Graph(
-            torch.randn(1 + index % 3, 3, generator=drawn, dtype=dtype), torch.randn(2, generator=drawn, dtype=dtype)
-        )
+        Graph(torch.randn(1 + index % 3, 3, generator=drawn, dtype=dtype), torch.randn(2, generator=drawn, dtype=dtype))
         for index in range(count)
     ]

@@ -117,6 +117,9 @@ def holds_samples(batch: Any, argument: str = "data", unpacked: int = 0, known: 
     )
     if not (parts_fit and samples_fit):
         return samples_fit
+    # What is collated has no numbers left: one beside tensors is a sample's label.
+    if all(map(_have_numbers, doubtful)):
+        return True
     if known is None and any(map(_may_hold_samples, doubtful)):
         raise AmbiguousBatchError(next(iter(as_samples.values())), next(iter(as_parts)), _describe(doubtful), argument)
     return False
@@ -133,6 +136,14 @@ def _may_be_state(node: Sequence[Any]) -> bool:
     if not isinstance(node, tuple) or len(node) != 2 or not all(isinstance(entry, torch.Tensor) for entry in node):
         return False
     return bool(node[0].shape == node[1].shape and node[0].ndim == 3)
+
+
+def _have_numbers(node: Sequence[Any]) -> bool:
+    """Return whether the entries of a list hold numbers beside tensors, as a sample that is not collated does."""
+    if not isinstance(node[0], Mapping | tuple):
+        return False
+    leaves, _ = batches.flatten(list(node))
+    return any(isinstance(leaf, int | float | torch.Tensor) and not getattr(leaf, "ndim", 0) for leaf in leaves)
 
 
 def _may_hold_samples(node: Sequence[Any]) -> bool:
