@@ -169,7 +169,7 @@ def of_num_items(num_items: object) -> None:
 
 def of_patience(patience: object) -> None:
     """Check the seconds to wait for memory; without end is long, but no mistake."""
-    if patience != math.inf:
+    if not (isinstance(patience, float) and patience == math.inf):  # objects have an == of their own
         number_between("patience", patience, 0)
 
 

@@ -49,6 +49,7 @@ def is_leaf(node: object) -> bool:
         # By the types in it, of which there are few: it may be a column of data, with millions of entries.
         kinds = set(map(type, node))
         return not any(issubclass(kind, _MAY_HOLD) for kind in kinds) or not any(map(_holds_tensors, node))
+    # A named tuple, whose parts have a row for each step and not for each sample.
     if type(node) is PackedSequence:
         return True
     if type(node) is tuple:  # what default_collate makes of texts; subclasses are named tuples, which are structure
@@ -231,6 +232,29 @@ def _not_joinable(reason: str) -> DataError:
     )
 
 
+class Rows:
+    """The split of batches whose tensors have one row for each sample: what ``splits`` has others of."""
+
+    is_said = False
+    """Whether it is the user who has said how batches are cut."""
+
+    def __call__(self, batch: Any, start: int, size: int) -> Any:
+        """Return ``size`` samples from ``start`` on."""
+        return take(batch, start, start + size)
+
+    def count(self, batch: Any, argument: str = "batch") -> int:
+        """Count the samples in a batch."""
+        return num_samples(batch, argument)
+
+    def join(self, parts: Sequence[Any]) -> Any:
+        """Join batches, one after the other."""
+        return concat(parts)
+
+    def known(self, batch: Any, count: int) -> Any:
+        """Return what cuts a batch that is known to hold ``count`` samples: this."""
+        return self
+
+
 def to_device(batch: Any, device: torch.device, *, copy: bool) -> Any:
     """Move a batch's tensors to a device, through pinned memory where that lets the copy overlap with computing.
 
@@ -250,6 +274,7 @@ def to_device(batch: Any, device: torch.device, *, copy: bool) -> Any:
             return leaf.to(device, non_blocking=True, copy=copy)
         if objects.can_move(leaf):  # a batch of graphs, say
             return objects.moved(leaf, device, copy=copy)
+        # As a list of graphs, which is one leaf: each of its entries moves itself.
         if isinstance(leaf, list | tuple) and any(map(_can_move, set(map(type, leaf)))):
             return type(leaf)([move(entry) for entry in leaf])
         return leaf.copy() if copy and isinstance(leaf, list | np.ndarray) else leaf

@@ -41,11 +41,18 @@ class AtDim:
     labels beside time-first inputs, has it in dim 0. With a pytree each leaf has its own.
     """
 
+    is_said = True
+    """Whether it is the user who has said how batches are cut."""
+
     def __init__(self, dims: Dims) -> None:
         self.dims = dims
         # What one number came to, in the first batch of its structure. It holds for all that follow, and for what is
         # cut of them: in a batch as long as it is wide the extents alone would not tell.
         self._held: dict[str, int | None] = {}
+
+    def known(self, batch: Any, count: int) -> Any:
+        """Return what cuts a batch that is known to hold ``count`` samples: this."""
+        return self
 
     def description(self) -> dict[str, Any]:
         """Return where samples lie, for what tells data from other data."""
@@ -113,6 +120,7 @@ def _all_said(batch: Any, dims: Dims) -> dict[str, int | None]:
 
 def _said(dims: Dims, path: tuple[Any, ...]) -> int | None:
     """Return the dim that a pytree of them says for the leaf at a path: its own, or that of what it is in."""
+    # A number at a node holds for all that is in it.
     for step in path:
         if not isinstance(dims, Mapping | list | tuple):
             break
@@ -144,7 +152,9 @@ def _found(batch: Any, dim: int, argument: str) -> dict[str, int | None]:
     """Find the dim of each leaf: ``dim`` where it has the batch's extent there, else 0."""
     rows = {path: leaf for path, leaf in batches.leaves_by_path(batch).items() if batches.has_rows(leaf)}
     shapes = {path: tuple(getattr(leaf, "shape", (batches.num_rows(leaf),))) for path, leaf in rows.items()}
+    # What has no such dim, as labels beside time-first inputs, has its samples in dim 0.
     extents = {shape[dim] for shape in shapes.values() if len(shape) > dim}
+    # How many samples there are is not known yet. It is the extent that every leaf has in one of both dims.
     fitting = [n for n in extents if all(n in (shape[0], *shape[dim : dim + 1]) for shape in shapes.values())]
     # Leaves with more dimensions than two are what the argument was passed for.
     deep = {shape[dim] for shape in shapes.values() if len(shape) > max(dim, 2)}
@@ -182,9 +192,11 @@ def _refuse_unclear(
     Raises:
         DataError: there is one.
     """
+    # In dim 0 all of them are rows, whatever else they have in common.
     if not dim:
         return
     deep = {path: shape for path, shape in shapes.items() if found[path] == dim and len(shape) > 2}
+    # The longest has the steps of the inputs: layers of a state are fewer.
     steps = max((shape[0] for shape in deep.values()), default=None)
     for path, shape in shapes.items():
         leaf = rows[path]
@@ -219,6 +231,7 @@ def hint_of(batch: Any) -> str:
     except DataError:
         return ""
     leaves = batches.leaves_by_path(batch)
+    # What has three dimensions is inputs or a state; labels with fewer may lie either way.
     deep = {path: dim for path, dim in where.items() if getattr(leaves[path], "ndim", 0) > 2}
     # Inputs that have the samples in dim 0, beside what has them in dim 1.
     if 0 in deep.values():
@@ -231,6 +244,7 @@ def hint_of(batch: Any) -> str:
 
 def may_be_time_first(batch: Any) -> bool:
     """Return whether tensors that were cut in dim 0 have another dim in common, in which their samples may lie."""
+    # Of labels (samples,) nothing would be left to agree with: a batch with some is ragged, and refused as that.
     shapes = [tuple(leaf.shape) for leaf in batches.flatten(batch)[0] if isinstance(leaf, torch.Tensor) and leaf.ndim]
     wide = [shape for shape in shapes if len(shape) > 1]
     return any(len(shape) > 2 for shape in wide) and len({shape[1] for shape in wide}) == 1

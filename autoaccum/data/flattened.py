@@ -19,6 +19,9 @@ _COUNT = "the name of the entry that holds how many rows each sample has, or a f
 class Flattened:
     """The split of such batches: entries that are flattened are cut by counts, and all others have a row a sample."""
 
+    is_said = True
+    """Whether it is the user who has said how batches are cut."""
+
     def __init__(self, counts: Mapping[str, str | Callable[[Any], Any]], *, none_if_empty: bool = False) -> None:
         if not counts:
             raise ArgumentError("counts", dict(counts), "at least one entry that is flattened", "pixels='num_images'.")
@@ -38,6 +41,7 @@ class Flattened:
         parts = []
         for path, leaf in found:
             name = _name(path)
+            # Rows of one sample follow each other, those of the next one come behind them: they are one stretch.
             if name in bounds:
                 first, last = bounds[name][start], bounds[name][min(start + size, len(bounds[name]) - 1)]
                 is_none = self._none_if_empty and first == last
@@ -53,6 +57,7 @@ class Flattened:
             DataError: the counts do not sum to what there is.
             RaggedBatchError: entries that are not flattened disagree.
         """
+        # What is flattened does not tell how many samples there are: it may have fewer rows than these, or none.
         rest = {pytree.keystr(path): leaf for path, leaf in _with_paths(batch) if _name(path) not in self._counts}
         count = batches.num_samples(rest, argument)
         for name, bounds in self._bounds(batch, argument).items():
@@ -76,10 +81,15 @@ class Flattened:
 
         return batches.joined_by(parts, batches.is_leaf, joined)
 
+    def known(self, batch: Any, count: int) -> Any:
+        """Return what cuts a batch that is known to hold ``count`` samples: this."""
+        return self
+
     def _bounds(self, batch: Any, argument: str = "batch") -> dict[str, list[int]]:
         """Return of each flattened entry where the rows of each sample begin, and where the last ones end."""
         entries = {_name(path): leaf for path, leaf in _with_paths(batch)}
         found: dict[str, list[int]] = {}
+        # One after the other, for an entry may be counted by another that is flattened too, as patches by images.
         for name in self._counts:
             if entries.get(name) is not None:  # a batch of texts alone may have none
                 self._bound(name, batch, entries, found, argument, ())
@@ -97,6 +107,7 @@ class Flattened:
         """Return the bounds of one entry, by those of what it is counted by where that is flattened too."""
         if name in found:
             return found[name]
+        # Two entries that count each other would never come to an end.
         if name in asked:
             raise ArgumentError(name, self._counts[name], _COUNT, "It is counted by itself.")
         by = self._counts[name]
@@ -136,6 +147,7 @@ def _numbers(counts: Any, name: str, argument: str) -> list[int]:
         numbers = torch.as_tensor(np.asarray(counts) if isinstance(counts, list | tuple) else counts)
         if numbers.is_floating_point() or not numbers.ndim:
             raise ValueError("they are no list of whole numbers")
+        # (time, height, width) of an image are as many patches as their product.
         found: list[int] = numbers.reshape(len(numbers), -1).prod(dim=1).tolist()
     except (TypeError, ValueError, RuntimeError) as error:
         raise DataError(f"{argument}: {name!r} cannot be counted by a {type(counts).__name__} ({error}).") from None

@@ -38,6 +38,7 @@ class Joining:
         self._is_known = True
         try:
             first, second, both = (self._function(batch, *where) for where in ((0, 1), (1, 1), (0, 2)))
+            # Shapes may mislead, as of what is sorted or padded: it holds where it gives back what was cut of both.
             join = _learned(first, both)
             if not _are_same(join([first, second]), both):
                 raise _CannotTellError("two samples joined are not what it cuts of both, as where it pads or sorts")
@@ -77,6 +78,7 @@ def _learned(one: Any, two: Any) -> Callable[[Sequence[Any]], Any]:
         return _of_tensors(one, two)
     if objects.has_samples(one):
         return objects.join if objects.count(one) != objects.count(two) else _shared
+    # Before mappings and tuples, which a batch of graphs and a packed sequence may be besides.
     if isinstance(one, Mapping):
         if one.keys() != two.keys():
             raise _CannotTellError("one sample has other keys than two")
@@ -88,6 +90,8 @@ def _learned(one: Any, two: Any) -> Callable[[Sequence[Any]], Any]:
             return spec.unflatten([entries[key]([part[key] for part in parts]) for key in parts[0]])
 
         return of_mapping
+    # A list that does not grow with the samples holds parts of a batch, as ``[inputs, targets]``; one that does holds
+    # one entry for each. Nothing else tells, for both may hold tensors.
     if isinstance(one, list | tuple):
         if hasattr(one, "_fields") or len(one) == len(two):
             inner = [_learned(first, second) for first, second in zip(one, two, strict=True)]
@@ -96,6 +100,7 @@ def _learned(one: Any, two: Any) -> Callable[[Sequence[Any]], Any]:
                 return _like(parts[0], [join([part[index] for part in parts]) for index, join in enumerate(inner)])
 
             return of_parts
+        # What has several entries for each sample may have another number of them for the next one.
         if (len(one), len(two)) != (1, 2):
             raise _CannotTellError(f"a {type(one).__name__} has {len(one)} entries of one sample and {len(two)} of two")
         return lambda parts: _like(parts[0], [entry for part in parts for entry in part])
@@ -112,6 +117,7 @@ def _of_tensors(one: Any, two: Any) -> Callable[[Sequence[Any]], Any]:
     differing = [dim for dim in range(min(one.ndim, two.ndim)) if one.shape[dim] != two.shape[dim]]
     if one.ndim != two.ndim or len(differing) > 1:
         raise _CannotTellError(f"tensors of one sample are {tuple(one.shape)}, and of two {tuple(two.shape)}")
+    # One that is flattened may have as many rows for both, and then the parts themselves show that they differ.
     if not differing:
         return _shared
     if isinstance(one, np.ndarray):

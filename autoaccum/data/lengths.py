@@ -98,6 +98,7 @@ class BatchLengths:
         """
         is_leaf_of = getattr(split, "is_leaf_of", None)
         leaves = batches.flatten(batch, batches.is_leaf if is_leaf_of is None else is_leaf_of(batch))[0]
+        # By the number of samples, and not by rows: in a time-first tensor these are steps.
         sizes = [0]
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor):

@@ -14,8 +14,6 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from autoaccum.memory.oom import is_out_of_memory
-
 
 def is_packed(leaf: object) -> bool:
     """Return whether something is a packed sequence, as ``pack_sequence`` makes it."""
@@ -45,6 +43,8 @@ def count(leaf: Any) -> int:
 
 def cut(leaf: Any, start: int, stop: int) -> Any:
     """Return samples ``start`` to ``stop`` of such an object, in the order in which they were put into it."""
+    # A packed sequence holds first steps, then second steps, sorted by length: samples are apart only when it is padded
+    # again, and then in the order in which they were given.
     if is_packed(leaf):
         padded, lengths = pad_packed_sequence(leaf, batch_first=True)
         return _packed(padded[start:stop], lengths[start:stop], like=leaf)
@@ -57,6 +57,7 @@ def join(parts: Sequence[Any]) -> Any:
         graphs = [graph for part in parts for graph in part.to_data_list()]
         return _graphs_class(parts[0]).from_data_list(graphs)
     unpacked = [pad_packed_sequence(part, batch_first=True) for part in parts]
+    # Each was padded to its own longest sequence; what is added is left out again when they are packed.
     longest = max(padded.shape[1] for padded, _ in unpacked)
     rows = []
     for padded, _ in unpacked:
@@ -96,12 +97,16 @@ def _copied(leaf: Any) -> Any:
     if is_packed(leaf):
         parts: Any = [None if part is None else part.clone() for part in leaf]
         return PackedSequence(*parts)
+    # Its own clone first, which knows what belongs to it: a deep copy may take along what it only refers to.
     if callable(getattr(leaf, "clone", None)):
         return leaf.clone()
     try:
         return deepcopy(leaf)
-    except Exception as error:
-        if is_out_of_memory(error):
+    except TypeError:
+        return leaf
+    except RuntimeError as error:
+        # Of a tensor with a graph; any other one may be memory that ran out.
+        if "deepcopy" not in str(error):
             raise
         return leaf
 
@@ -110,6 +115,7 @@ def tensors(leaf: Any) -> list[torch.Tensor]:
     """Return the tensors that an object holds, as far as they can be seen, for their sizes."""
     if is_packed(leaf):
         return [leaf.data]
+    # PyTorch Geometric keeps them in stores of its own, which this lists.
     held = leaf.to_dict() if callable(getattr(leaf, "to_dict", None)) else getattr(leaf, "__dict__", {})
     values = held.values() if isinstance(held, dict) else ()
     return [value for value in values if isinstance(value, torch.Tensor)]

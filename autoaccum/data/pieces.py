@@ -43,6 +43,7 @@ BATCHES = Form(take=batches.take, join=batches.concat, finish=lambda piece: piec
 
 def batches_form(split: Any) -> Form:
     """Return the form of pieces that are batches, which a split cuts and joins."""
+    # Whole pieces too, for a user's function may make tensors of what is no tensor.
     return Form(
         take=lambda piece, start, stop: split(piece, start, stop - start),
         join=split.join,

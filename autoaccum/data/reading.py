@@ -53,6 +53,8 @@ def columns(batch: Any, *, is_said: bool, unpacked: int = 0) -> list[Any]:
 def _is_of_parts(node: Sequence[Any], is_said: bool) -> bool:
     """Return whether a list or tuple at the top of a batch holds its parts, and not its samples."""
     are_lists = all(isinstance(entry, list | tuple) for entry in node)
+    # What a user writes and what default_collate makes is ``(inputs, targets)``; nobody makes a tuple of samples but
+    # with zip, which makes one of lists or tuples.
     if isinstance(node, tuple):  # ``tuple(zip(*samples))`` is one of lists
         kinds = {_kind(entry) if isinstance(entry, torch.Tensor | np.ndarray) else type(entry) for entry in node}
         return not is_said or are_lists or len(kinds) > 1
@@ -72,6 +74,7 @@ def _kind(entry: Any) -> Any:
     """Return what samples of one data set have in common: types, dimensions, names; not sizes."""
     if isinstance(entry, torch.Tensor | np.ndarray):
         return type(entry).__name__, entry.ndim, str(entry.dtype)
+    # Names and what they stand for, for a sample may have as many boxes as it likes, but no other entries.
     if isinstance(entry, Mapping):
         return "mapping", tuple(sorted((str(key), _kind(value)) for key, value in entry.items()))
     if isinstance(entry, tuple):
@@ -85,6 +88,7 @@ def _kind(entry: Any) -> Any:
 
 def is_leaf_of(held: Sequence[Any]) -> batches.IsLeaf:
     """Return the ``is_leaf`` by which these lists of a batch are leaves: each has one entry for a sample."""
+    # By identity, for lists that are equal may stand at several places, and tensors have an == of their own.
     ids = {id(node) for node in held}
     return lambda node: id(node) in ids or batches.is_leaf(node)
 
@@ -102,6 +106,7 @@ def holds_samples(batch: Any, argument: str = "data", unpacked: int = 0, known: 
         AmbiguousBatchError: they may, or may not.
     """
     held = columns(batch, is_said=False, unpacked=unpacked)
+    # Lists of texts, numbers or objects are cut by their entries in any case: only those of tensors may be parts.
     doubtful = [node for node in held if not batches.is_leaf(node)]
     if not doubtful:
         return None
@@ -120,6 +125,7 @@ def holds_samples(batch: Any, argument: str = "data", unpacked: int = 0, known: 
     # What is collated has no numbers left: one beside tensors is a sample's label.
     if all(map(_have_numbers, doubtful)):
         return True
+    # Where neither a number nor anything beside the lists tells, the shapes say whether a mistake is likely.
     if known is None and any(map(_may_hold_samples, doubtful)):
         raise AmbiguousBatchError(next(iter(as_samples.values())), next(iter(as_parts)), _describe(doubtful), argument)
     return False
@@ -155,6 +161,7 @@ def _may_hold_samples(node: Sequence[Any]) -> bool:
     tensors = [leaf for leaf in batches.flatten(list(node))[0] if isinstance(leaf, torch.Tensor | np.ndarray)]
     if any(isinstance(entry, Mapping) for entry in node):  # as a tokenizer makes of each text
         return True
+    # Sizes of images, which differ from one to the next where those of a batch's parts seldom do.
     trailing = {tuple(tensor.shape[1:]) for tensor in tensors}
     for tensor in tensors:
         if tensor.ndim == 3 and (tensor.shape[0] <= _FEW_CHANNELS or (len(node) > 2 and len(trailing) > 1)):

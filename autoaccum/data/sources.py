@@ -85,6 +85,7 @@ def open_source(
             raise EmptyDatasetError(argument, f"it is an empty {type(data).__name__}.")
         if is_said(split) and not isinstance(split, AtDim):  # of what is no rows, one batch that is cut in its order
             return StreamSource([data], collate=None, seed=seed, device=device, argument=argument, split=split)
+        # A dict of lists is data as well, of which one entry is a sample's.
         split = Automatic() if split is None else split
         order = _plain_order(split.count(data, argument), seed, shuffle, argument)
         return TensorSource(data, order=order, device=device, split=split)

@@ -45,11 +45,15 @@ class _Rows:
     def __repr__(self) -> str:
         return f"autoaccum.splits.{self._name}"
 
+    is_said = True
+    """Whether it is the user who has said how batches are cut."""
+
     def __call__(self, batch: Any, start: int, size: int) -> Any:
         return batches.take(batch, start, start + size, self.is_leaf_of(batch))
 
     def count(self, batch: Any, argument: str = "batch") -> int:
         is_leaf = self.is_leaf_of(batch)
+        # Whoever says what a batch holds is told where it holds nothing of the kind: it would be cut otherwise.
         if self._needed is not None:
             leaves = batches.flatten(batch, is_leaf)[0]
             entries = [entry for leaf in leaves for entry in (leaf if type(leaf) in (list, tuple) else (leaf,))]
@@ -60,6 +64,7 @@ class _Rows:
     def join(self, parts: Sequence[Any]) -> Any:
         if len(parts) == 1:
             return parts[0]
+        # Of all parts together, for each has lists of its own.
         held = [node for part in parts for node in self.columns_of(part)]
         return batches.concat(parts, is_leaf_of(held))
 
@@ -71,6 +76,10 @@ class _Rows:
         """Return the lists in a batch that hold one entry for each sample, whatever the entries are."""
         return []
 
+    def known(self, batch: Any, count: int) -> Any:
+        """Return what cuts a batch that is known to hold ``count`` samples: this."""
+        return self
+
 
 class _Lists(_Rows):
     """Batches whose lists hold one entry for each sample."""
@@ -79,6 +88,7 @@ class _Lists(_Rows):
         return columns(batch, is_said=True)
 
 
+# By its own protocol, or as an object that moves itself to a device: a single graph has nothing else to know it by.
 def _is_graph(entry: object) -> bool:
     return objects.is_graphs(entry) or (not isinstance(entry, torch.Tensor) and objects.can_move(entry))
 
@@ -117,6 +127,8 @@ def flattened(*, none_if_empty: bool = False, **counts: str | Callable[[Any], An
 class Automatic:
     """What cuts batches whose form nobody has said: it is read off them, and stays what it was found to be."""
 
+    is_said = False
+
     def __init__(self, unpacked: int = 0) -> None:
         """Begin; ``unpacked`` tells what are arguments of a model or a loss: see ``reading.columns``."""
         self._unpacked = unpacked
@@ -135,6 +147,7 @@ class Automatic:
             RaggedBatchError: its leaves disagree on how many samples there are.
             DataError: it has none.
         """
+        # Once known it holds: the last batch of an epoch may be of three samples, and look like images.
         if self._lists is None:
             self._lists = holds_samples(batch, argument, self._unpacked)
         try:
@@ -150,12 +163,19 @@ class Automatic:
         """Return what tells where the leaves of a batch are."""
         return self._of().is_leaf_of(batch)
 
+    def known(self, batch: Any, count: int) -> _Rows:
+        """Return what cuts a batch that is known to hold ``count`` samples, as what a collate_fn makes of so many."""
+        # By its own lists, and not by those of other batches: data that are collated are never cut by this.
+        return samples if holds_samples(batch, known=count) else tensors
+
     def _of(self) -> _Rows:
         return samples if self._lists else tensors
 
 
 class Given:
     """What a user passes as ``split``: counts, and joins, as far as it does not say how."""
+
+    is_said = True
 
     def __init__(self, function: Any) -> None:
         self._function = function
@@ -172,6 +192,7 @@ class Given:
         part = self._function(batch, start, size)
         if part is None:
             raise DataError(f"split: it returned nothing for (batch, {start}, {size}). End it with a return.")
+        # One that counts for itself may make micro-batches that it cannot count, of a file say.
         sizes = set() if callable(self._count) else _sizes(part)
         if sizes and size not in sizes:
             raise DataError(
@@ -186,6 +207,7 @@ class Given:
         Raises:
             DataError: nothing tells how many there are.
         """
+        # Joining is learned here, where a batch is whole: what is joined later may be single samples of several.
         found = self._counted(batch, argument)
         if callable(self._join):
             return found
@@ -214,6 +236,10 @@ class Given:
                 f"start, size) and count(batch)."
             ) from None
 
+    def known(self, batch: Any, count: int) -> Given:
+        """Return what cuts a batch that is known to hold ``count`` samples: this."""
+        return self
+
     def join(self, parts: Sequence[Any]) -> Any:
         """Join what was cut: by its own function, or as parts of one and of two samples have shown."""
         if callable(self._join):
@@ -240,6 +266,7 @@ def split_of(
         ConflictingArgumentsError: both are given.
     """
     # An option that does not exist for whoever asks is None.
+    # Nor has a recipe that a sweep counts the samples of.
     dims = 0 if batch_dim is None else batch_dim
     check_dims(dims)
     if split is None:
@@ -247,6 +274,7 @@ def split_of(
         return Automatic(unpacked_levels(loss_fn, training_step)) if is_first else AtDim(dims)
     if not (isinstance(dims, int) and dims == 0):
         raise ConflictingArgumentsError("batch_dim", dims, "split", "A split says itself where samples lie.")
+    # The ready ones count and join themselves; of a user's function that has to be found out.
     if isinstance(split, _Rows | Flattened):
         return split
     _checks.no_class("split", split, "a function (batch, start, size) -> micro-batch, or one of autoaccum.splits")
@@ -256,11 +284,4 @@ def split_of(
 
 def is_said(split: Any) -> bool:
     """Return whether it is the user who has said how batches are cut."""
-    return split is not None and not isinstance(split, Automatic)
-
-
-def split_by(split: Any, batch: Any, count: int) -> Any:
-    """Return what cuts a batch that is known to hold ``count`` samples, as what a collate_fn makes of so many."""
-    if is_said(split):
-        return split
-    return samples if holds_samples(batch, known=count) else tensors
+    return split is not None and bool(split.is_said)

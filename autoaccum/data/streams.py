@@ -53,6 +53,7 @@ class StreamSource:
         self._device = device
         self._length_of_batch = BatchLengths()
         self._of_samples = collate is not None
+        # One for all passes, for what the first batch has shown of its form holds for those of the next epoch.
         self._split = Automatic() if split is None else split
         self._form = batches_form(self._split)
         self._collate = None  # of samples that may differ in length, as default_collate's may not

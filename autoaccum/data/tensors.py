@@ -24,6 +24,7 @@ class TensorSource:
         """Set up; ``split`` tells where samples lie, in dim 0 of all tensors where it is None."""
         is_leaf = split.is_leaf_of(tensors) if hasattr(split, "is_leaf_of") else batches.is_leaf
         leaves, self._spec = batches.flatten(tensors, is_leaf)
+        # Where samples lie is found once: rows are gathered of the whole data, and never of a part.
         dims = split.of_leaves(tensors).values() if isinstance(split, AtDim) else [0] * len(leaves)
         self._of_split = split.description() if isinstance(split, AtDim) else {}
         # None for what belongs to all samples.

@@ -151,6 +151,7 @@ class Accumulator:
         self._searches = micro_batch == "auto"
         # A loop of the caller's has no largest batch that is known beforehand: it is learnt as batches come.
         self._largest_batch = 0  # samples; plans are settled for batches as large as this one
+        # Kept over all steps, for what one batch has shown of its form holds for the next one.
         self._split = checked[split_of]
         self._length_of = BatchLengths()  # tells lengths once batches differ in them
         # What a collate_fn draws for a batch is a function of this and of the step, so that a replay draws the same.

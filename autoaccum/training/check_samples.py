@@ -80,6 +80,7 @@ def open_samples(
 
 def _is_batch(batch: Any, split: Any) -> bool:
     """Return whether something is one batch, and not data to read some of."""
+    # What is a tree, or has rows, is a batch, with a split or without.
     _, spec = batches.flatten(batch)
     if not spec.is_leaf() or batches.has_rows(batch):
         return True

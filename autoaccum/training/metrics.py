@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
 
 from autoaccum.data import batches
-from autoaccum.errors import ArgumentError
+from autoaccum.errors import ArgumentError, AutoaccumError
 from autoaccum.loss.functions import call, call_on_batch, inputs_and_targets
 from autoaccum.window.precision import Autocast
 
@@ -55,8 +55,10 @@ class Metrics:
         *,
         of: Literal["loss_fn", "training_step", "model"],
         autocast: Autocast,
+        split: Any = None,
     ) -> None:
-        """Set up; ``of`` is what computes the loss, beside which the functions are called."""
+        """Set up; ``of`` is what computes the loss, beside which functions are called, and ``split`` cuts batches."""
+        self._split = batches.Rows() if split is None else split
         self._functions = dict(functions)
         self._model = model
         self._of = of
@@ -101,14 +103,17 @@ class Metrics:
             sums[name] = (total, count) if before is None else (before[0] + total, before[1] + count)
         return sums
 
-    def check(self, batch: Any, halves: Sequence[Any]) -> None:
-        """Check that of two samples together there are as many values as of each alone, its ``halves``.
+    def check(self, batch: Any) -> None:
+        """Check that of two samples together there are as many values as of each alone.
 
-        Means and outer products have others.
+        Means and outer products have others. Where a collate_fn has made one thing of both, nothing can be compared.
 
         Raises:
             ArgumentError: a function returned values that depend on the micro-batches.
         """
+        halves = self._halves(batch)
+        if not halves:
+            return
         found = []
         for part in (batch, *halves):
             found.append(self.measure(SharedTree(part), lambda part=part: part))  # type: ignore[misc]
@@ -124,6 +129,15 @@ class Metrics:
                     f"that it would depend on the micro-batches. Return the values, not their mean, and compare "
                     f"tensors of the same shape: (n, 1) and (n,) are broadcast to (n, n).",
                 )
+
+    def _halves(self, two: Any) -> list[Any]:
+        """Return two samples one by one; nothing where they cannot be taken so."""
+        try:
+            # Two samples are what was asked for, which tells lists of samples from parts of a batch.
+            split = self._split.known(two, 2)
+            return [split(two, 0, 1), split(two, 1, 1)] if split.count(two) == 2 else []
+        except AutoaccumError:
+            return []
 
     def keep(self, sums: Sums) -> None:
         """Let the micro-batch count whose ``measure`` returned these sums."""

@@ -380,9 +380,9 @@ def validator_of(
         snapshot=step.transaction.snapshot,
         emit=emit,
         metrics=Metrics(metrics, step_model, of=of, autocast=step.job.autocast) if metrics else None,
-        split=step.job.split,
     )
     if metrics:
         # On the model as it is: a compiled one would be compiled for batches of one sample and of two.
-        validator.try_metrics(Metrics(metrics, arguments.model, of=of, autocast=step.job.autocast))
+        tried = Metrics(metrics, arguments.model, of=of, autocast=step.job.autocast, split=step.job.split)
+        validator.try_metrics(tried)
     return validator

@@ -31,7 +31,8 @@ class StepSamples:
             seed: of what it draws.
             device: where micro-batches go.
         """
-        # It reads nothing: the samples are there.
+        # The reader of ``fit``, which collates under a seed for each micro-batch, and gives a collate_fn copies of
+        # samples that it may take apart. There is nothing for it to read: the samples are there.
         self._collate = with_preserved_randomness(SampleReader(None, collate_fn, mix(seed)))
         self._device = device
         self._padding = None if collate_fn is default_collate else Padding(self._collate)
@@ -51,6 +52,7 @@ class StepSamples:
         items: list[Item] = [(step, position, sample) for position, sample in enumerate(samples)]
         position = 0
 
+        # In the form in which data are read, so that windows are grouped and kept as those of ``fit``.
         def next_items(wished: int) -> tuple[int, list[Item]]:
             nonlocal position
             found = items[position : position + wished]

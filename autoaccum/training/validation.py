@@ -15,8 +15,7 @@ from torch import nn
 from autoaccum._kinds import entries, every, one_of
 from autoaccum.data import batches, randomness
 from autoaccum.data.base import Source, Window
-from autoaccum.data.splits import split_by
-from autoaccum.errors import AutoaccumError, EmptyDatasetError, LossWithoutGradError, NothingFitsError
+from autoaccum.errors import EmptyDatasetError, LossWithoutGradError, NothingFitsError
 from autoaccum.events import Event, Notice, OutOfMemory, Validated
 from autoaccum.loss.conclusions import conclude, stands_for_none
 from autoaccum.loss.functions import LossOf
@@ -106,7 +105,6 @@ class Validator:
         snapshot: Snapshot,
         emit: Callable[[Event], None],
         metrics: Metrics | None = None,
-        split: Any = None,
     ) -> None:
         """Set up.
 
@@ -126,9 +124,7 @@ class Validator:
             snapshot: keeps the buffers of what is trained while a validation goes on.
             emit: takes the events.
             metrics: what else is reported.
-            split: what cuts batches: see ``Job``.
         """
-        self._split = split
         self._metrics = metrics
         self._model = model if metrics is None else metrics.model
         self._modules = list({id(m): m for root in modules for m in root.modules()}.values())
@@ -222,8 +218,7 @@ class Validator:
                         raise
                     metrics.measure(SharedTree(two), lambda: self._source.example(2))
                     return
-                if halves := self._halves(two):  # else there is nothing to compare both together with
-                    metrics.check(two, halves)
+                metrics.check(two)
         except EmptyDatasetError:
             raise EmptyDatasetError("validation_data", _NOTHING) from None
         except Exception as error:
@@ -232,14 +227,6 @@ class Validator:
         finally:
             attributes.restore()
             snapshot.restore()
-
-    def _halves(self, two: Any) -> list[Any]:
-        """Return two samples one by one; nothing where a collate_fn has made one thing of them."""
-        try:
-            split = split_by(self._split, two, 2)
-            return [split(two, 0, 1), split(two, 1, 1)] if split.count(two) == 2 else []
-        except AutoaccumError:
-            return []
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:

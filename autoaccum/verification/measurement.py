@@ -19,7 +19,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autoaccum.data import batches
-from autoaccum.data.splits import split_by
 from autoaccum.loss.hypotheses import Hypothesis
 from autoaccum.loss.reductions import Reduction, is_one, read, without_graph
 from autoaccum.loss.weighting import count_items
@@ -171,7 +170,8 @@ class Measurement:
 
     def rows(self, collated: Any, part: Part) -> Any:
         """Return the rows of some samples of a batch of all of them, on the device."""
-        split = split_by(self.job.split, collated, self.num_samples)
+        # The user's own where there is one; else it is read off the batch, whose samples are known by their number.
+        split = (self.job.split or batches.Rows()).known(collated, self.num_samples)
         taken = [split(collated, index, 1) for index in part]
         return batches.to_device(split.join(taken), self.job.device, copy=True)
 

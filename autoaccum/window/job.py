@@ -33,7 +33,7 @@ class Job:
     collate_fn: Callable[[list[Any]], Any] | None = None
     """What makes batches of samples, where the user has passed it."""
     split: Any = None
-    """What cuts batches; where it is None, or reads their form itself, a collate_fn's are read by their samples."""
+    """What cuts batches, counts their samples and joins them; by rows of their tensors where it is None."""
     device: torch.device
     """Where everything is."""
     precision: Precision = "fp32"

@@ -11,7 +11,7 @@ from torch import ones
 from torch.utils.data import default_collate
 
 from autoaccum.data.reading import columns, holds_samples, unpacked_levels
-from autoaccum.data.splits import Automatic, samples, split_by, tensors
+from autoaccum.data.splits import Automatic, samples, tensors
 from autoaccum.errors import AmbiguousBatchError, DataError, RaggedBatchError
 
 
@@ -123,9 +123,9 @@ class TestWhatIsCalledWithIt:
 
     def test_a_number_that_is_known_decides(self) -> None:
         pair = images(5, 6)
-        assert split_by(None, pair, 2) is samples
-        assert split_by(None, pair, 3) is tensors
-        assert split_by(samples, pair, 3) is samples
+        assert Automatic().known(pair, 2) is samples
+        assert Automatic().known(pair, 3) is tensors
+        assert samples.known(pair, 3) is samples
 
 
 class TestWhatIsSaid:
