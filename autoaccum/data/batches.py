@@ -34,6 +34,7 @@ def num_rows(leaf: Any) -> int:
     """Count the rows of a leaf that has some."""
     if isinstance(leaf, torch.Tensor | np.ndarray):
         return len(leaf)
+    # By their own counts first, and not by a length that stands for something else.
     # A packed sequence is a tuple too, and a batch of graphs has the length it likes.
     return objects.count(leaf) if objects.has_samples(leaf) else len(leaf)
 

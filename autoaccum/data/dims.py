@@ -198,6 +198,7 @@ def _refuse_unclear(
     deep = {path: shape for path, shape in shapes.items() if found[path] == dim and len(shape) > 2}
     # The longest has the steps of the inputs: layers of a state are fewer.
     steps = max((shape[0] for shape in deep.values()), default=None)
+    # Both are told apart by the steps alone, for the extents in ``dim`` agree.
     for path, shape in shapes.items():
         leaf = rows[path]
         if path in deep and shape[0] != steps and getattr(leaf, "is_floating_point", bool)():

@@ -153,6 +153,7 @@ class StreamSource:
             raise EmptyDatasetError(self._argument, "its first batch has no rows.")
         if self._collate is None:
             # Cut, and then joined: what is cut of a batch need not be of the batch's own form.
+            # Whole ones first, and then what is left to reach the number.
             sizes = [size] * (num_samples // size) + [num_samples % size] * (num_samples % size > 0)
             parts = [self._form.take(piece, 0, count) for count in sizes]
             batch = self._form.finish(self._form.join(parts))

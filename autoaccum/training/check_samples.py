@@ -88,6 +88,7 @@ def _is_batch(batch: Any, split: Any) -> bool:
         return False
     # Of any form: the split knows it. What it does not know may yield batches that it does.
     try:
+        # One that it can count is a batch, and one without samples is none.
         return bool(split.count(batch))
     except Exception as error:
         if is_out_of_memory(error):

@@ -137,3 +137,14 @@ class TestTensorsAsData:
         other = open_source(data, seed=0, shuffle=True, device=CPU, split=AtDim((1, 0)))
         assert source.description()["batch_dim"] == 1
         assert source.description() != other.description()
+
+
+def test_what_a_batch_has_shown_holds_for_its_parts() -> None:
+    """Of four samples with four labels each, the part alone would not tell."""
+    split, batch = AtDim(1), (ones(5, 8, 3), ones(8, 4))
+    assert split.count(batch) == 8
+    part = split(batch, 2, 4)
+    assert [leaf.shape for leaf in part] == [(5, 4, 3), (4, 4)]
+    assert [leaf.shape for leaf in split(part, 1, 2)] == [(5, 2, 3), (2, 4)]
+    with pytest.raises(DataError, match="does not tell"):
+        AtDim(1).count(part)
