@@ -52,7 +52,7 @@ _HOMES = {
     "sweep": "sweeps.sweep",
 }
 
-_MODULES = ("errors", "events", "reporting", "schedules", "testing")
+_MODULES = ("errors", "events", "reporting", "schedules", "splits", "testing")
 
 __all__ = ["__version__", *_HOMES]
 

@@ -13,7 +13,8 @@
     │   └── ScheduleError                     ... a schedule's text that cannot be read: .position
     ├── DataError (ValueError)                data that cannot be cut into windows
     │   ├── EmptyDatasetError                 ... no sample in it
-    │   └── RaggedBatchError                  ... tensors of one batch disagree on dim 0: .sizes
+    │   ├── RaggedBatchError                  ... tensors of one batch disagree on dim 0: .sizes
+    │   └── AmbiguousBatchError               ... a list in it may hold samples, or parts of a batch: .samples .rows
     ├── LossError (ValueError)                a loss that cannot be trained on
     │   ├── NonScalarLossError                ... .shape
     │   ├── LossWithoutGradError              ... detached from the model
@@ -177,13 +178,36 @@ class EmptyDatasetError(DataError):
 class RaggedBatchError(DataError):
     """A batch whose tensors disagree on dim 0, so that it has no number of samples."""
 
-    def __init__(self, sizes: dict[str, int], argument: str = "data") -> None:
+    def __init__(self, sizes: dict[str, int], argument: str = "data", hint: str = "") -> None:
         self.sizes = sizes
         # The name of a batch that is one tensor is empty.
         listed = ", ".join(f"{name or 'batch'}: {size}" for name, size in sizes.items())
         super().__init__(
             f"{argument}: the tensors of one batch disagree on dim 0, the samples ({listed}). Give every tensor one "
             f"row a sample, or keep what is shared by all samples out of the batch (in the model, or in a closure)."
+            f"{hint or _OTHER_FORMS}"
+        )
+
+
+_OTHER_FORMS = (
+    " What is cut otherwise is said with split=(batch, start, size) -> micro-batch, or one of autoaccum.splits: "
+    ".samples for lists of samples."
+)
+
+
+class AmbiguousBatchError(DataError):
+    """A batch with a list of tensors that may hold one for each sample, or be parts that have a row for each."""
+
+    def __init__(self, samples: int, rows: int, found: str, argument: str = "data") -> None:
+        self.samples = samples
+        """Samples in the batch, if its lists hold one entry for each."""
+        self.rows = rows
+        """Samples in it, if what its lists hold has a row for each."""
+        super().__init__(
+            f"{argument}: a batch holds {found}, which may be {samples} sample{'s' * (samples != 1)}, or parts of a "
+            f"batch of {rows}: their shapes fit both, and a wrong guess would cut an image between its channels. Say "
+            f"which: split=autoaccum.splits.samples if a list has one entry for each sample, "
+            f"split=autoaccum.splits.tensors if tensors have one row for each."
         )
 
 

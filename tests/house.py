@@ -24,7 +24,7 @@ import autoaccum  # noqa: E402
 PACKAGE = Path(autoaccum.__file__).parent
 
 ROOMS: dict[str, str] = {
-    "facade": "__init__ schedules testing",
+    "facade": "__init__ schedules splits testing",
     "cli": "cli __main__",
     "sweeps": "sweeps",
     "integrations": "integrations",

@@ -1,7 +1,11 @@
 """Cuts, joins and moves batches: any pytree, of which what has one row per sample is cut and the rest goes along.
 
-Rows: tensors and arrays with at least one dimension (dim 0 is the sample), and lists that hold no tensor or tuples of
-texts (captions, file names). Everything else (numbers, texts, None, 0-dim tensors) belongs to the whole batch.
+Rows: tensors and arrays with at least one dimension (dim 0 is the sample), lists that hold no tensor or tuples of texts
+(captions, file names), packed sequences and batches of graphs. Everything else (numbers, texts, None, 0-dim tensors)
+belongs to the whole batch.
+
+A list that holds tensors is structure here, as in what default_collate makes of pairs. Whether it is a list of samples
+is for ``reading`` to tell, by whose word its lists are leaves: that is what ``is_leaf`` is for.
 """
 
 from __future__ import annotations
@@ -11,28 +15,50 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
+from autoaccum.data import objects
 from autoaccum.errors import DataError, RaggedBatchError
 from autoaccum.memory.oom import is_out_of_memory
 
 
 def has_rows(leaf: object) -> bool:
     """Return whether a leaf has one row per sample."""
-    return (isinstance(leaf, torch.Tensor | np.ndarray) and leaf.ndim > 0) or isinstance(leaf, list | tuple)
+    if isinstance(leaf, torch.Tensor | np.ndarray):
+        return leaf.ndim > 0
+    return isinstance(leaf, list | tuple) or objects.has_samples(leaf)
 
 
-def _is_leaf(node: object) -> bool:
+def num_rows(leaf: Any) -> int:
+    """Count the rows of a leaf that has some."""
+    if isinstance(leaf, torch.Tensor | np.ndarray):
+        return len(leaf)
+    # By their own counts first, and not by a length that stands for something else.
+    # A packed sequence is a tuple too, and a batch of graphs has the length it likes.
+    return objects.count(leaf) if objects.has_samples(leaf) else len(leaf)
+
+
+IsLeaf = Callable[[Any], bool]
+"""(node) -> whether torch's pytree is to stop there"""
+
+
+def is_leaf(node: object) -> bool:
     """Return whether torch's pytree is to stop at a node; teach it, on the way, the mappings it does not know."""
     if isinstance(node, list):
         # A list of texts or numbers has one for each sample; one that holds tensors holds several parts of a batch.
         # By the types in it, of which there are few: it may be a column of data, with millions of entries.
         kinds = set(map(type, node))
         return not any(issubclass(kind, _MAY_HOLD) for kind in kinds) or not any(map(_holds_tensors, node))
+    # A named tuple, whose parts have a row for each step and not for each sample.
+    if type(node) is PackedSequence:
+        return True
     if type(node) is tuple:  # what default_collate makes of texts; subclasses are named tuples, which are structure
         return bool(node) and all(isinstance(item, str | bytes) for item in node)
     # Else it would be one leaf without rows, and go along whole with every micro-batch.
     if isinstance(node, Mapping) and type(node) not in pytree.SUPPORTED_NODES:
+        if objects.is_graphs(node):
+            return True
         _register(type(node))
     return False
 
@@ -48,12 +74,12 @@ def _holds_tensors(item: object) -> bool:
     return isinstance(item, torch.Tensor | np.ndarray | Mapping)
 
 
-def _leaves_by_path(batch: Any) -> dict[str, Any]:
+def leaves_by_path(batch: Any, is_leaf: IsLeaf = is_leaf) -> dict[str, Any]:
     """Return the leaves of a batch by where they are, such as ``['x'][0]``."""
     try:
-        found = pytree.tree_flatten_with_path(batch, is_leaf=_is_leaf)[0]
+        found = pytree.tree_flatten_with_path(batch, is_leaf=is_leaf)[0]
     except ValueError:  # a type that was registered without a function for paths
-        return {f"leaf {index}": leaf for index, leaf in enumerate(flatten(batch)[0])}
+        return {f"leaf {index}": leaf for index, leaf in enumerate(flatten(batch, is_leaf)[0])}
     return {pytree.keystr(path): leaf for path, leaf in found}
 
 
@@ -70,59 +96,73 @@ def _register(cls: type[Any]) -> None:
     )
 
 
-def flatten(batch: Any) -> tuple[list[Any], pytree.TreeSpec]:
+def flatten(batch: Any, is_leaf: IsLeaf = is_leaf) -> tuple[list[Any], pytree.TreeSpec]:
     """Split a batch into its leaves and its structure; a list without tensors is one leaf."""
-    return pytree.tree_flatten(batch, is_leaf=_is_leaf)
+    return pytree.tree_flatten(batch, is_leaf=is_leaf)
 
 
-def _map_rows(function: Callable[[Any], Any], batch: Any) -> Any:
+def _map_rows(function: Callable[[Any], Any], batch: Any, is_leaf: IsLeaf) -> Any:
     """Apply a function to all leaves that have rows."""
-    leaves, spec = flatten(batch)
+    leaves, spec = flatten(batch, is_leaf)
     return spec.unflatten([function(leaf) if has_rows(leaf) else leaf for leaf in leaves])
 
 
-def num_samples(batch: Any, argument: str = "data") -> int:
+def num_samples(batch: Any, argument: str = "data", is_leaf: IsLeaf = is_leaf) -> int:
     """Count the samples in a batch: the length on which all that has rows agrees.
 
     Args:
         batch: any pytree.
         argument: what errors call it.
+        is_leaf: tells where to stop.
 
     Raises:
         RaggedBatchError: they do not agree.
         DataError: there is nothing with rows in it.
     """
-    try:
-        leaves = _leaves_by_path(batch)
-    except RecursionError:
-        raise DataError(f"{argument}: a batch is nested too deeply, or holds itself. Let it be tensors.") from None
-    for where, leaf in leaves.items():
-        if isinstance(leaf, torch.Tensor) and (leaf.is_meta or leaf.is_nested):
-            what = "is on the meta device, which holds no numbers" if leaf.is_meta else "is nested, and has no rows"
-            raise DataError(f"{argument}: the tensor {where or 'itself'} of a batch {what}. Pass plain tensors.")
-    sizes = {where: len(leaf) for where, leaf in leaves.items() if has_rows(leaf)}
+    sizes = sizes_of(batch, argument, is_leaf)
     if not sizes:
         raise DataError(
             f"{argument}: a batch of type {type(batch).__name__} holds no tensor with a dim 0, so it has no samples. "
-            f"Let the data yield tensors, or a collate_fn make them."
+            f"Let the data yield tensors, or a collate_fn make them; or say how it is cut: split=(batch, start, size) "
+            f"-> micro-batch, or one of autoaccum.splits."
         )
     if len(set(sizes.values())) > 1:
         raise RaggedBatchError(sizes, argument)
     return next(iter(sizes.values()))
 
 
-def take(batch: Any, start: int, stop: int) -> Any:
+def sizes_of(batch: Any, argument: str = "data", is_leaf: IsLeaf = is_leaf) -> dict[str, int]:
+    """Return how many rows each leaf has that has some, by where it is.
+
+    Raises:
+        DataError: it holds tensors that have no numbers or no rows.
+    """
+    try:
+        leaves = leaves_by_path(batch, is_leaf)
+    except RecursionError:
+        raise DataError(f"{argument}: a batch is nested too deeply, or holds itself. Let it be tensors.") from None
+    for where, leaf in leaves.items():
+        if isinstance(leaf, torch.Tensor) and (leaf.is_meta or leaf.is_nested):
+            what = "is on the meta device, which holds no numbers" if leaf.is_meta else "is nested, and has no rows"
+            raise DataError(f"{argument}: the tensor {where or 'itself'} of a batch {what}. Pass plain tensors.")
+    return {where: num_rows(leaf) for where, leaf in leaves.items() if has_rows(leaf)}
+
+
+def take(batch: Any, start: int, stop: int, is_leaf: IsLeaf = is_leaf) -> Any:
     """Take samples ``start`` to ``stop`` of a batch: tensors are views."""
-    return _map_rows(lambda rows: _stretch(rows, start, stop), batch)
+    return _map_rows(lambda rows: take_rows(rows, start, stop), batch, is_leaf)
 
 
-def _stretch(rows: Any, start: int, stop: int) -> Any:
-    if isinstance(rows, torch.Tensor) and rows.layout is not torch.strided:  # a sparse one has no slices
-        return rows.index_select(0, torch.arange(start, min(stop, len(rows)), device=rows.device))
-    return rows[start:stop]
+def take_rows(rows: Any, start: int, stop: int) -> Any:
+    """Take some rows of one leaf."""
+    if isinstance(rows, torch.Tensor):
+        if rows.layout is not torch.strided:  # a sparse one has no slices
+            return rows.index_select(0, torch.arange(start, min(stop, len(rows)), device=rows.device))
+        return rows[start:stop]
+    return objects.cut(rows, start, stop) if objects.has_samples(rows) else rows[start:stop]
 
 
-def concat(batches: Sequence[Any]) -> Any:
+def concat(batches: Sequence[Any], is_leaf: IsLeaf = is_leaf) -> Any:
     """Join batches, one after the other: leaves by where they are, whatever order the keys of a dict are in.
 
     Raises:
@@ -130,30 +170,56 @@ def concat(batches: Sequence[Any]) -> Any:
     """
     if len(batches) == 1:
         return batches[0]
+    return joined_by(batches, is_leaf, join_rows)
+
+
+def joined_by(batches: Sequence[Any], is_leaf: IsLeaf, join: Callable[[str, Sequence[Any]], Any]) -> Any:
+    """Join batches leaf by leaf.
+
+    Args:
+        batches: some, one after the other.
+        is_leaf: tells where to stop.
+        join: (where the leaf is, the leaves there) -> one leaf.
+
+    Raises:
+        DataError: they differ in structure, or the leaves cannot be joined.
+    """
     # By paths, for two dicts of one batch need not have their keys in one order, in which flatten() lists the leaves.
-    by_path = [_leaves_by_path(batch) for batch in batches]
+    by_path = [leaves_by_path(batch, is_leaf) for batch in batches]
     first = by_path[0]
     for other in by_path[1:]:
         if other.keys() != first.keys():
             raise _not_joinable(f"they hold {sorted(first)} and {sorted(other)}")
     try:
-        joined = [_join(path, [leaves[path] for leaves in by_path]) for path in first]
+        joined = [join(path, [leaves[path] for leaves in by_path]) for path in first]
     except (RuntimeError, ValueError) as error:
         if is_out_of_memory(error):  # a RuntimeError too, which a smaller micro-batch cures
             raise
         raise _not_joinable(str(error)) from error
-    return flatten(batches[0])[1].unflatten(joined)
+    return flatten(batches[0], is_leaf)[1].unflatten(joined)
 
 
-def _join(path: str, parts: Sequence[Any]) -> Any:
+def join_rows(path: str, parts: Sequence[Any]) -> Any:
     """Join the leaves that stand at one place of several batches; what has no rows must be the same in all of them."""
     first = parts[0]
     if isinstance(first, torch.Tensor) and first.ndim:
         return torch.cat(list(parts))
     if isinstance(first, np.ndarray) and first.ndim:
         return np.concatenate(list(parts))
+    if objects.has_samples(first):
+        return objects.join(parts)
     if isinstance(first, list | tuple):
         return type(first)([item for part in parts for item in part])
+    return the_same(path, parts)
+
+
+def the_same(path: str, parts: Sequence[Any]) -> Any:
+    """Return what belongs to a whole batch, and stands in each of several.
+
+    Raises:
+        ValueError: it is not the same in all of them.
+    """
+    first = parts[0]
     # Only NaN differs from itself: one beside another is no difference.
     if any(part is not first and bool(part != first) and bool(part == part) for part in parts[1:]):
         raise ValueError(f"{path} belongs to a whole batch, and is {first!r} in one of them and other in the next")
@@ -165,6 +231,29 @@ def _not_joinable(reason: str) -> DataError:
         f"data: batches that follow each other cannot be joined into one window ({reason}). Let the data yield batches "
         f"of one shape, or pass a Dataset and a collate_fn, which is then called on the samples of each micro-batch."
     )
+
+
+class Rows:
+    """The split of batches whose tensors have one row for each sample: what ``splits`` has others of."""
+
+    is_said = False
+    """Whether it is the user who has said how batches are cut."""
+
+    def __call__(self, batch: Any, start: int, size: int) -> Any:
+        """Return ``size`` samples from ``start`` on."""
+        return take(batch, start, start + size)
+
+    def count(self, batch: Any, argument: str = "batch") -> int:
+        """Count the samples in a batch."""
+        return num_samples(batch, argument)
+
+    def join(self, parts: Sequence[Any]) -> Any:
+        """Join batches, one after the other."""
+        return concat(parts)
+
+    def known(self, batch: Any, count: int) -> Any:
+        """Return what cuts a batch that is known to hold ``count`` samples: this."""
+        return self
 
 
 def to_device(batch: Any, device: torch.device, *, copy: bool) -> Any:
@@ -184,10 +273,20 @@ def to_device(batch: Any, device: torch.device, *, copy: bool) -> Any:
             if overlap and leaf.device.type == "cpu" and not leaf.is_pinned():
                 leaf = leaf.pin_memory()
             return leaf.to(device, non_blocking=True, copy=copy)
+        if objects.can_move(leaf):  # a batch of graphs, say
+            return objects.moved(leaf, device, copy=copy)
+        # As a list of graphs, which is one leaf: each of its entries moves itself.
+        if isinstance(leaf, list | tuple) and any(map(_can_move, set(map(type, leaf)))):
+            return type(leaf)([move(entry) for entry in leaf])
         return leaf.copy() if copy and isinstance(leaf, list | np.ndarray) else leaf
 
     leaves, spec = flatten(batch)
     return spec.unflatten([move(leaf) for leaf in leaves])
+
+
+def _can_move(kind: type) -> bool:
+    """Return whether the objects of a class move themselves: by classes, for a list may have millions of entries."""
+    return callable(getattr(kind, "to", None))
 
 
 def num_bytes(batch: Any) -> int:
@@ -198,4 +297,8 @@ def num_bytes(batch: Any) -> int:
 def _num_bytes(leaf: Any) -> int:
     if isinstance(leaf, torch.Tensor) and leaf.layout is torch.sparse_coo:  # which does not know its own
         return leaf._values().nbytes + leaf._indices().nbytes
-    return leaf.nbytes if isinstance(leaf, torch.Tensor | np.ndarray) else 0
+    if isinstance(leaf, torch.Tensor | np.ndarray):
+        return leaf.nbytes
+    if isinstance(leaf, list) and any(map(_can_move, set(map(type, leaf)))):
+        return sum(map(_num_bytes, leaf))
+    return sum(map(_num_bytes, objects.tensors(leaf))) if objects.can_move(leaf) else 0

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from autoaccum.data import batches
+from autoaccum.data import batches, objects
 from autoaccum.data.base import Item
 from autoaccum.memory.oom import is_out_of_memory
 
@@ -91,11 +91,23 @@ class BatchLengths:
         self._first: int | None = None  # the length in the first batch
         self._vary = False  # whether another batch had another one
 
-    def __call__(self, batch: Any) -> int | None:
-        """Return the size of a sample's largest part; None while that was the same in all batches."""
-        leaves = batches.flatten(batch)[0]
-        rows = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim]
-        length = max((leaf.numel() // max(1, leaf.shape[0]) for leaf in rows), default=1) or 1  # of empty samples too
+    def __call__(self, batch: Any, num_samples: int, split: Any = None) -> int | None:
+        """Return the size of a sample's largest part; None while that was the same in all batches.
+
+        ``split`` is what cuts the batch, and may tell what in it are lists of samples.
+        """
+        is_leaf_of = getattr(split, "is_leaf_of", None)
+        leaves = batches.flatten(batch, batches.is_leaf if is_leaf_of is None else is_leaf_of(batch))[0]
+        # By the number of samples, and not by rows: in a time-first tensor these are steps.
+        sizes = [0]
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor):
+                sizes.append(leaf.numel() // max(1, num_samples) if leaf.ndim else 0)
+            elif isinstance(leaf, list | tuple) and not batches.is_leaf(leaf):  # of tensors: the largest sample
+                sizes.append(max(map(length_of, leaf)))
+            elif objects.has_samples(leaf):  # the mean
+                sizes += [tensor.numel() // max(1, num_samples) for tensor in objects.tensors(leaf)]
+        length = max(sizes) or 1  # of empty samples too
         if self._first is None:
             self._first = length
         self._vary = self._vary or length != self._first

@@ -33,10 +33,23 @@ class Form:
     """(pieces) -> one piece"""
     finish: Callable[[Any], Any]
     """(piece) -> a batch"""
+    is_always_cut: bool = False
+    """Whether a whole piece is cut too, for what is cut of it may be of another form."""
 
 
 BATCHES = Form(take=batches.take, join=batches.concat, finish=lambda piece: piece)
 """Pieces that are batches already."""
+
+
+def batches_form(split: Any) -> Form:
+    """Return the form of pieces that are batches, which a split cuts and joins."""
+    # Whole pieces too, for a user's function may make tensors of what is no tensor.
+    return Form(
+        take=lambda piece, start, stop: split(piece, start, stop - start),
+        join=split.join,
+        finish=lambda piece: piece,
+        is_always_cut=True,
+    )
 
 
 def items_form(collate: Callable[[list[Item]], Any]) -> Form:
@@ -77,7 +90,7 @@ class Pieces:
         reread: Callable[[Sequence[int]], Any] | None = None,
         cuttable: bool = True,
         budget_bytes: int | None = None,
-        length_of_batch: Callable[[Any], int | None] | None = None,
+        length_of_batch: Callable[[Any, int], int | None] | None = None,
         start: int = 0,
     ) -> None:
         """Set up.
@@ -91,7 +104,8 @@ class Pieces:
             reread: (positions) -> the batch of them, read anew; None where that is impossible.
             cuttable: False when a piece is good only for a micro-batch of exactly its samples; else it is reread.
             budget_bytes: most to keep; past it the oldest are dropped, to be reread when asked for. None: keep all.
-            length_of_batch: how long the samples of a piece are that is a batch; None where pieces are alike.
+            length_of_batch: (batch, its samples) -> how long these are, of a piece that is a batch; None where pieces
+                are alike.
             start: position in the pass of the first sample that comes.
         """
         self._next_piece = next_piece
@@ -124,7 +138,8 @@ class Pieces:
         self._position += available
         length = None
         if self._length_of_batch is not None:  # batches that are joined are as long as each other
-            length = self._length_of_batch(self._kept[0].content)
+            first = self._kept[0]
+            length = self._length_of_batch(first.content, first.stop - first.start)
         return _PieceWindow(self, start, available, None if length is None else (length,) * available)
 
     def batch(self, start: int, stop: int) -> Any:
@@ -165,7 +180,7 @@ class Pieces:
 
     def _part(self, piece: _Piece, start: int, stop: int) -> Any:
         """Return what lies between two positions of a piece."""
-        if start <= piece.start and piece.stop <= stop:
+        if start <= piece.start and piece.stop <= stop and not self._form.is_always_cut:
             return piece.content  # as workers made it, when the plan has not changed since
         return self._form.take(piece.content, max(start - piece.start, 0), min(stop, piece.stop) - piece.start)
 

@@ -19,10 +19,12 @@ from torch.utils.data import (
 
 from autoaccum._checks import no_class
 from autoaccum._units import shown
-from autoaccum.data import batches
+from autoaccum.data import objects
 from autoaccum.data.base import Collate, Source
 from autoaccum.data.datasets import DatasetSource
+from autoaccum.data.dims import AtDim
 from autoaccum.data.orders import Order, count_in_batches
+from autoaccum.data.splits import Automatic, is_said
 from autoaccum.data.streams import StreamSource
 from autoaccum.data.tensors import TensorSource
 from autoaccum.errors import ArgumentTypeError, ConflictingArgumentsError, DataError, EmptyDatasetError
@@ -42,6 +44,7 @@ def open_source(
     num_workers: int = 0,
     budget_bytes: int | None = None,
     argument: str = "data",
+    split: Any = None,
 ) -> Source:
     """Open whatever ``data`` is, as the kind of source that serves it.
 
@@ -54,6 +57,7 @@ def open_source(
         num_workers: processes that read ahead.
         budget_bytes: most to keep of the samples of a window; None: keep all.
         argument: what errors call ``data``.
+        split: what cuts batches, where data are some; as they are read where it is None.
 
     Raises:
         ArgumentTypeError: it is nothing that can be read.
@@ -67,7 +71,7 @@ def open_source(
             if value:
                 cure = "The DataLoader brings its own."
                 raise ConflictingArgumentsError(name, value, f"a DataLoader as {argument}", cure)
-        return _open_loader(data, seed=seed, device=device, budget_bytes=budget_bytes, argument=argument)
+        return _open_loader(data, seed=seed, device=device, budget_bytes=budget_bytes, argument=argument, split=split)
     # An IterableDataset is a Dataset too, by PyTorch's classes, without indices: it comes first.
     if isinstance(data, IterableDataset):
         stream: Any = DataLoader(data, batch_size=None, num_workers=num_workers) if num_workers else data
@@ -79,8 +83,14 @@ def open_source(
             raise ConflictingArgumentsError("collate_fn", collate_fn, f"tensors as {argument}", cure)
         if not isinstance(data, torch.Tensor) and not len(data):
             raise EmptyDatasetError(argument, f"it is an empty {type(data).__name__}.")
-        order = _plain_order(batches.num_samples(data, argument), seed, shuffle, argument)
-        return TensorSource(data, order=order, device=device)
+        if is_said(split) and not isinstance(split, AtDim):  # of what is no rows, one batch that is cut in its order
+            return StreamSource([data], collate=None, seed=seed, device=device, argument=argument, split=split)
+        # A dict of lists is data as well, of which one entry is a sample's.
+        split = Automatic() if split is None else split
+        order = _plain_order(split.count(data, argument), seed, shuffle, argument)
+        return TensorSource(data, order=order, device=device, split=split)
+    if is_said(split) and objects.is_graphs(data):  # it has indices and a length as a dataset has, or likes another
+        return StreamSource([data], collate=None, seed=seed, device=device, argument=argument, split=split)
     if isinstance(data, Dataset) or _is_dataset(data):
         return _open_dataset(
             data,
@@ -99,7 +109,7 @@ def open_source(
             raise ConflictingArgumentsError("collate_fn", collate_fn, f"an iterable as {argument}", cure)
         if isinstance(data, list) and not data:
             raise EmptyDatasetError(argument, "it is an empty list.")
-        return StreamSource(data, collate=None, seed=seed, device=device, argument=argument)
+        return StreamSource(data, collate=None, seed=seed, device=device, argument=argument, split=split)
     raise ArgumentTypeError(
         argument,
         data,
@@ -109,12 +119,12 @@ def open_source(
 
 
 def _open_loader(
-    loader: DataLoader[Any], *, seed: int, device: torch.device, budget_bytes: int | None, argument: str
+    loader: DataLoader[Any], *, seed: int, device: torch.device, budget_bytes: int | None, argument: str, split: Any
 ) -> Source:
     """Open a DataLoader: its parts, where windows can be cut from the samples of its dataset, else what it yields."""
     # A stream, or without a batch_sampler a dataset whose samples are batches already: what it yields is cut.
     if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
-        return StreamSource(loader, collate=None, seed=seed, device=device, argument=argument)
+        return StreamSource(loader, collate=None, seed=seed, device=device, argument=argument, split=split)
     # A sampler without a length may never end, and cannot be drawn for a whole epoch in advance. Nor can one whose
     # batches hold too many samples to be counted by drawing them.
     order = None

@@ -12,10 +12,12 @@ from torch.utils.data import default_collate
 from autoaccum.data import batches
 from autoaccum.data.base import Collate, NextPiece, PlanAt, Reader
 from autoaccum.data.contents import digest_of
+from autoaccum.data.dims import AtDim
 from autoaccum.data.grouped import GroupedSamples
 from autoaccum.data.lengths import PEEK, BatchLengths, Padding, repeat_longest
-from autoaccum.data.pieces import BATCHES, Pieces, SampleReader, items_form, with_preserved_randomness
+from autoaccum.data.pieces import Pieces, SampleReader, batches_form, items_form, with_preserved_randomness
 from autoaccum.data.randomness import IsolatedRandomness, mix
+from autoaccum.data.splits import Automatic
 from autoaccum.errors import DataError, EmptyDatasetError
 from autoaccum.memory.oom import is_out_of_memory
 
@@ -33,6 +35,7 @@ class StreamSource:
         seed: int,
         device: torch.device,
         argument: str = "data",
+        split: Any = None,
     ) -> None:
         """Set up.
 
@@ -42,6 +45,7 @@ class StreamSource:
             seed: of what the stream draws.
             device: where micro-batches go.
             argument: what errors call the stream.
+            split: what cuts and joins the batches; as they are read where it is None.
         """
         self._argument = argument
         self._stream = stream
@@ -49,7 +53,9 @@ class StreamSource:
         self._device = device
         self._length_of_batch = BatchLengths()
         self._of_samples = collate is not None
-        self._form = BATCHES
+        # One for all passes, for what the first batch has shown of its form holds for those of the next epoch.
+        self._split = Automatic() if split is None else split
+        self._form = batches_form(self._split)
         self._collate = None  # of samples that may differ in length, as default_collate's may not
         if collate is not None:
             # Without a dataset, for the stream yields samples: the reader only collates.
@@ -63,7 +69,8 @@ class StreamSource:
         workers = getattr(stream, "num_workers", 0)
         if hasattr(stream, "dataset") and hasattr(stream, "sampler"):  # a DataLoader, or what is made of one
             stream = stream.dataset
-        return {"samples": None, "stream": type(stream).__name__} | ({"workers": workers} if workers else {})
+        found = {"samples": None, "stream": type(stream).__name__} | ({"workers": workers} if workers else {})
+        return found | (self._split.description() if isinstance(self._split, AtDim) else {})
 
     def content(self) -> str | None:
         """Return a digest of the first, the last and a few more batches of a list of them."""
@@ -89,9 +96,12 @@ class StreamSource:
                 self._read_stream(epoch), collate=self._collate, padding=padding, device=self._device
             )
             return _skip(reader, passed)
-        length_of_batch = None if self._of_samples else self._length_of_batch
+        length_of_batch = None if self._of_samples else self._length_of
         reader = Pieces(self._read_stream(epoch), form=self._form, device=self._device, length_of_batch=length_of_batch)
         return _skip(reader, passed)
+
+    def _length_of(self, batch: Any, num_samples: int) -> int | None:
+        return self._length_of_batch(batch, num_samples, self._split)
 
     def _read_stream(self, epoch: int) -> NextPiece:
         """Begin to iterate; return what yields as many samples as it is asked for, or one batch."""
@@ -109,7 +119,7 @@ class StreamSource:
                 with isolated():
                     if not self._of_samples:
                         batch = next(iterator)
-                        return batches.num_samples(batch, self._argument), batch
+                        return self._split.count(batch, self._argument), batch
                     items = [(epoch, position + i, sample) for i, sample in enumerate(islice(iterator, wished))]
             except Exception as error:
                 if is_out_of_memory(error):  # not to be taken for a micro-batch that does not fit
@@ -142,8 +152,11 @@ class StreamSource:
         if not size:
             raise EmptyDatasetError(self._argument, "its first batch has no rows.")
         if self._collate is None:
-            enough = self._form.join([piece] * -(-num_samples // size))
-            batch = self._form.finish(self._form.take(enough, 0, num_samples))
+            # Cut, and then joined: what is cut of a batch need not be of the batch's own form.
+            # Whole ones first, and then what is left to reach the number.
+            sizes = [size] * (num_samples // size) + [num_samples % size] * (num_samples % size > 0)
+            parts = [self._form.take(piece, 0, count) for count in sizes]
+            batch = self._form.finish(self._form.join(parts))
         else:
             batch = self._collate(repeat_longest(piece, num_samples))
         return batches.to_device(batch, self._device, copy=True)

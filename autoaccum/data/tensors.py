@@ -10,17 +10,25 @@ from typing import Any
 import numpy as np
 import torch
 
-from autoaccum.data import batches
+from autoaccum.data import batches, objects
 from autoaccum.data.base import PlanAt, Reader, Window
 from autoaccum.data.contents import digest_of
+from autoaccum.data.dims import AtDim
 from autoaccum.data.orders import Order, Unlisted, reading
 
 
 class TensorSource:
     """A pytree of tensors with one row per sample."""
 
-    def __init__(self, tensors: Any, *, order: Order, device: torch.device) -> None:
-        leaves, self._spec = batches.flatten(tensors)
+    def __init__(self, tensors: Any, *, order: Order, device: torch.device, split: Any = None) -> None:
+        """Set up; ``split`` tells where samples lie, in dim 0 of all tensors where it is None."""
+        is_leaf = split.is_leaf_of(tensors) if hasattr(split, "is_leaf_of") else batches.is_leaf
+        leaves, self._spec = batches.flatten(tensors, is_leaf)
+        # Where samples lie is found once: rows are gathered of the whole data, and never of a part.
+        dims = split.of_leaves(tensors).values() if isinstance(split, AtDim) else [0] * len(leaves)
+        self._of_split = split.description() if isinstance(split, AtDim) else {}
+        # None for what belongs to all samples.
+        self._dims = [dim if batches.has_rows(leaf) else None for leaf, dim in zip(leaves, dims, strict=True)]
         # Arrays become tensors that share their memory; lists stay as they are.
         self._leaves = [torch.as_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves]
         # unflatten() costs as much as gathering a small batch; the usual tuple of tensors does without.
@@ -28,8 +36,9 @@ class TensorSource:
             type(tensors) is tuple
             and len(leaves) == len(tensors)
             and all(isinstance(leaf, torch.Tensor) and leaf.ndim for leaf in self._leaves)
+            and not any(self._dims)
         )
-        self._num_rows = batches.num_samples(tensors)
+        self._num_rows = batches.num_samples(tensors, is_leaf=is_leaf) if split is None else split.count(tensors)
         self._order = order
         self._device = device
         self.num_samples: int | None = order.num_samples
@@ -48,7 +57,8 @@ class TensorSource:
 
     def rows(self, indices: torch.Tensor) -> Any:
         """Copy the rows at those indices, where they lie."""
-        return self._spec.unflatten([_rows(leaf, indices) for leaf in self._leaves])
+        pairs = zip(self._leaves, self._dims, strict=True)
+        return self._spec.unflatten([_rows(leaf, indices, dim) for leaf, dim in pairs])
 
     def description(self) -> dict[str, Any]:
         """Return the number of samples, the shapes, and a digest of a few rows."""
@@ -56,8 +66,8 @@ class TensorSource:
         # float32 has no number for the last of more than 2**24 rows, and may round it up.
         rows = torch.linspace(0, self._num_rows - 1, min(self._num_rows, 64)).long().clamp(max=self._num_rows - 1)
         digest = hashlib.sha256()
-        for leaf in self._leaves:
-            chosen = _rows(leaf, rows)
+        for leaf, dim in zip(self._leaves, self._dims, strict=True):
+            chosen = _rows(leaf, rows, dim)
             if isinstance(chosen, torch.Tensor):
                 # As bytes, for NumPy has no bfloat16.
                 digest.update(chosen.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
@@ -65,7 +75,7 @@ class TensorSource:
                 digest.update(repr(_values_or_types(chosen)).encode())
         shapes = [str(tuple(leaf.shape)) if hasattr(leaf, "shape") else type(leaf).__name__ for leaf in self._leaves]
         found = {"samples": self.num_samples, "tensors": ", ".join(shapes), "digest": digest.hexdigest()[:16]}
-        return found | self._order.description()
+        return found | self._order.description() | self._of_split
 
     def content(self) -> str | None:
         """Return a digest of some megabytes of the tensors."""
@@ -91,12 +101,14 @@ def _values_or_types(value: Any) -> Any:
     return type(value).__name__
 
 
-def _rows(leaf: Any, indices: torch.Tensor) -> Any:
-    """Gather rows of a leaf, of a list too; return all of what has no rows."""
-    if not batches.has_rows(leaf):
+def _rows(leaf: Any, indices: torch.Tensor, dim: int | None = 0) -> Any:
+    """Gather rows of a leaf, which lie in ``dim``, of a list too; return all of what has no rows."""
+    if dim is None:
         return leaf
     if isinstance(leaf, torch.Tensor):
-        return leaf.index_select(0, indices.to(leaf.device))
+        return leaf.index_select(dim, indices.to(leaf.device))
+    if objects.has_samples(leaf):
+        return objects.join([objects.cut(leaf, index, index + 1) for index in indices.tolist()])
     return type(leaf)([leaf[index] for index in indices.tolist()])
 
 

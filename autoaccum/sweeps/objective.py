@@ -19,6 +19,7 @@ from optuna.trial import Trial, TrialState
 
 from autoaccum import _checks
 from autoaccum.data.sources import open_source
+from autoaccum.data.splits import split_of
 from autoaccum.errors import (
     ArgumentError,
     AutoaccumWarning,
@@ -172,6 +173,7 @@ class Objective:
             shuffle=False,
             device=torch.device("cpu"),
             collate_fn=arguments.get("collate_fn"),
+            split=split_of(*map(arguments.get, ("split", "batch_dim", "loss_fn", "training_step"))),
         )
         if source.num_samples is None:
             raise ArgumentError("samples", None, "a budget, as the data has no length", "Pass samples.")

@@ -16,6 +16,7 @@ from optuna.storages import BaseStorage
 from optuna.trial import Trial
 
 from autoaccum import _checks
+from autoaccum.data.splits import SplitLike
 from autoaccum.errors import ArgumentError, ArgumentTypeError
 from autoaccum.loss.weighting import CountItems
 from autoaccum.memory.limit import MemoryLimit
@@ -63,6 +64,8 @@ class PassedOn(TypedDict, total=False):
     shuffle: bool
     drop_last: bool
     collate_fn: Callable[[list[Any]], Any] | None
+    split: SplitLike | None
+    batch_dim: int | Mapping[str, Any] | Sequence[Any]
     num_workers: int
     validation_data: Any
     validate_every: int | None

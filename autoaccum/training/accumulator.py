@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,7 +12,9 @@ from torch.nn.parameter import is_lazy
 
 from autoaccum import _checks
 from autoaccum.data import batches
+from autoaccum.data.base import Window
 from autoaccum.data.lengths import BatchLengths
+from autoaccum.data.splits import SplitLike, split_of, tensors
 from autoaccum.errors import ArgumentError, ConflictingArgumentsError, EmptyDatasetError
 from autoaccum.events import Event
 from autoaccum.loss.coupling import batch_norms, smallest_micro_batch
@@ -24,6 +26,7 @@ from autoaccum.training.alone import Ranks, only_run
 from autoaccum.training.declarations import check
 from autoaccum.training.options import CHECKS, OF_ACCUMULATOR, modules_of
 from autoaccum.training.setup import make_step, place_of
+from autoaccum.training.step_samples import StepSamples
 from autoaccum.window.gradient import Gradient
 from autoaccum.window.job import Job
 from autoaccum.window.optimizers import (
@@ -73,6 +76,9 @@ class Accumulator:
         verify: bool = True,
         strict: bool = False,
         ranks: Ranks = "together",
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        split: SplitLike | None = None,
+        batch_dim: int | Mapping[str, Any] | Sequence[Any] = 0,
         callbacks: Iterable[Callable[[Event], None]] = (),
     ) -> None:
         """Set up; the model is on its device already. The optimizer's lazily made state is allocated.
@@ -104,6 +110,11 @@ class Accumulator:
                 could not be measured, instead of saying so.
             ranks: together: one process trains, and several that were started together are refused until they can;
                 independent: each process that a launcher has started trains by itself.
+            collate_fn: makes a micro-batch of a list of samples; ``step`` is then given a list of samples.
+            split: (batch, start, size) -> micro-batch, which cuts batches of any form, or one of autoaccum.splits:
+                samples, graphs, packed, flattened(...), tensors. Read off the batches when left out.
+            batch_dim: the dim in which samples lie, 1 in time-first tensors, of each leaf that has the batch's extent
+                there (others, such as labels, have it in dim 0); or the dim of each leaf, in the structure of a batch.
             callbacks: functions (event) -> None, called with every event: a plan, a re-plan, memory that ran out.
 
         Raises:
@@ -115,7 +126,7 @@ class Accumulator:
             num_items=num_items, micro_batch=micro_batch, max_micro_batch=max_micro_batch,
             min_micro_batch=min_micro_batch, memory_limit=memory_limit, headroom=headroom, patience=patience,
             precision=precision, clip_norm=clip_norm, state=state, verify=verify, strict=strict, ranks=ranks,
-            callbacks=callbacks,
+            collate_fn=collate_fn, split=split, batch_dim=batch_dim, callbacks=callbacks,
         )  # fmt: skip
         loss_of = checked[loss_function]
         self._callbacks = checked[_checks.of_callbacks]
@@ -153,7 +164,11 @@ class Accumulator:
         self._searches = micro_batch == "auto"
         # A loop of the caller's has no largest batch that is known beforehand: it is learnt as batches come.
         self._largest_batch = 0  # samples; plans are settled for batches as large as this one
+        # Kept over all steps, for what one batch has shown of its form holds for the next one.
+        self._split = checked[split_of]
         self._length_of = BatchLengths()  # tells lengths once batches differ in them
+        # What a collate_fn draws for a batch is a function of this and of the step, so that a replay draws the same.
+        self._samples = None if collate_fn is None else StepSamples(collate_fn, torch.initial_seed(), self._device)
         self._batch_norms = batch_norms(self._modules)  # whose modes decide how small a micro-batch may be
         self._modes = [layer.training for layer in self._batch_norms]
         job = Job(
@@ -163,6 +178,8 @@ class Accumulator:
             loss_of=loss_of,
             num_items=num_items,
             min_micro_batch=min_micro_batch or 1,
+            collate_fn=collate_fn,
+            split=self._split,
             device=self._device,
             precision=precision,
             state=state,
@@ -192,7 +209,8 @@ class Accumulator:
         default, and where the very first step fails without one before it has written anything, and does not with one.
 
         Args:
-            batch: any pytree whose tensors have one row per sample.
+            batch: any pytree whose tensors have one row per sample, or what ``split`` cuts; beside ``collate_fn`` a
+                list of samples.
 
         Returns:
             the loss over the batch, before the step: a 0-dim tensor on the device, without a gradient.
@@ -222,17 +240,20 @@ class Accumulator:
         self._step.number += 1  # the caller steps, and windows are numbered by steps in what is announced
         return gradient.loss
 
-    def _window(self, batch: Any) -> _Batch:
+    def _window(self, batch: Any) -> Window:
         """Return a batch as a window, with the length of its samples where they have one."""
-        num_samples = batches.num_samples(batch, "batch")
+        if self._samples is not None:
+            return self._samples.window(batch, self._step.number)
+        num_samples = self._split.count(batch, "batch")
         if num_samples == 0:
             raise EmptyDatasetError("batch", "its tensors have no rows.")
-        length = self._length_of(batch)  # padded already, so all samples have the same
-        return _Batch(batch, num_samples, self._device, None if length is None else (length,) * num_samples)
+        length = self._length_of(batch, num_samples, self._split)  # padded already, so all samples have the same
+        lengths = None if length is None else (length,) * num_samples
+        return _Batch(batch, num_samples, self._device, lengths, self._split)
 
     @torch.enable_grad()
     @only_run("Accumulator.step")
-    def _run(self, window: _Batch) -> Gradient:
+    def _run(self, window: Window) -> Gradient:
         """Run a window, and keep what users may look at after it."""
         # In each window, for the mode of the model is the caller's, and BatchNorm in eval mode takes single samples.
         modes = [layer.training for layer in self._batch_norms]
@@ -258,19 +279,21 @@ class Accumulator:
 
 @dataclass(slots=True)
 class _Batch:
-    """A window whose samples are all there: the batch itself, which is sliced."""
+    """A window whose samples are all there: the batch itself, which is cut."""
 
     batch: Any
     num_samples: int
     device: torch.device
     lengths: tuple[int, ...] | None = None
     """Of each sample, where they have one."""
+    split: Any = tensors
+    """What cuts it."""
 
     def micro_batch(self, start: int, size: int) -> Any:
         """Return some of the samples, on the device."""
         # Copied, for a forward may write to its inputs, and a replay has to see the batch as it was.
-        return batches.to_device(batches.take(self.batch, start, start + size), self.device, copy=True)
+        return batches.to_device(self.split(self.batch, start, size), self.device, copy=True)
 
     def samples(self, positions: Sequence[int]) -> Any:
         """Return the samples at those positions as one batch, where they lie."""
-        return batches.concat([batches.take(self.batch, position, position + 1) for position in positions])
+        return self.split.join([self.split(self.batch, position, 1) for position in positions])

@@ -8,13 +8,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from autoaccum.data import batches
 from autoaccum.data.base import Window
 from autoaccum.data.sources import open_source
+from autoaccum.data.splits import is_said, tensors
 from autoaccum.errors import ArgumentError, ArgumentTypeError, ConflictingArgumentsError, EmptyDatasetError
 from autoaccum.loss.coupling import smallest_micro_batch
+from autoaccum.memory.oom import is_out_of_memory
 from autoaccum.training.lazy import Examples
 
 _READ = 128
@@ -26,24 +28,25 @@ class _GivenBatch:
 
     lengths = None
 
-    def __init__(self, batch: Any, device: torch.device) -> None:
-        self.num_samples = batches.num_samples(batch, "batch")
+    def __init__(self, batch: Any, device: torch.device, split: Any = tensors) -> None:
+        self.num_samples = split.count(batch, "batch")
+        self._split = split
         self._batch = batch
         self._device = device
 
     def micro_batch(self, start: int, size: int) -> Any:
         # Copied, for a forward may write to its inputs.
-        return batches.to_device(batches.take(self._batch, start, start + size), self._device, copy=True)
+        return batches.to_device(self._split(self._batch, start, size), self._device, copy=True)
 
     def samples(self, positions: Sequence[int]) -> Any:
-        return batches.concat([batches.take(self._batch, position, position + 1) for position in positions])
+        return self._split.join([self._split(self._batch, position, 1) for position in positions])
 
     def example(self, num_samples: int) -> Any:
         return self.micro_batch(0, num_samples)
 
 
 def open_samples(
-    batch: Any, collate_fn: Callable[[list[Any]], Any] | None, device: torch.device
+    batch: Any, collate_fn: Callable[[list[Any]], Any] | None, device: torch.device, split: Any = tensors
 ) -> tuple[Window, Examples]:
     """Return the samples to choose from, and what makes examples of them.
 
@@ -52,12 +55,11 @@ def open_samples(
         DataError: it has no samples.
     """
     # A list is a batch, as it is what a DataLoader yields; ``fit`` takes one for batches that follow each other.
-    _, spec = batches.flatten(batch)
-    if not spec.is_leaf() or batches.has_rows(batch):
+    if _is_batch(batch, split):
         if collate_fn is not None:
             cure = "A batch is collated already: leave collate_fn out, or pass the Dataset."
             raise ConflictingArgumentsError("collate_fn", collate_fn, "a batch", cure)
-        given = _GivenBatch(batch, device)
+        given = _GivenBatch(batch, device, split)
         return given, given
     if hasattr(batch, "__next__"):
         cure = "What is read of it would be lost to you: pass one batch of it, next(iterator)."
@@ -67,11 +69,31 @@ def open_samples(
         batch = copy.copy(batch)
         batch.num_workers, batch.timeout = 0, 0
     # In a new order, for data often come sorted, and samples of one kind tell little.
-    source = open_source(batch, seed=0, shuffle=True, device=device, collate_fn=collate_fn, argument="batch")
+    source = open_source(
+        batch, seed=0, shuffle=True, device=device, collate_fn=collate_fn, argument="batch", split=split
+    )
     window = source.read(0, lambda position: (_READ,)).window(_READ)
     if window is None:
         raise EmptyDatasetError("batch", "reading it yields nothing.")
     return window, source
+
+
+def _is_batch(batch: Any, split: Any) -> bool:
+    """Return whether something is one batch, and not data to read some of."""
+    # What is a tree, or has rows, is a batch, with a split or without.
+    _, spec = batches.flatten(batch)
+    if not spec.is_leaf() or batches.has_rows(batch):
+        return True
+    if not is_said(split) or isinstance(batch, Dataset | DataLoader) or hasattr(batch, "__next__"):
+        return False
+    # Of any form: the split knows it. What it does not know may yield batches that it does.
+    try:
+        # One that it can count is a batch, and one without samples is none.
+        return bool(split.count(batch))
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        return False
 
 
 def refuse_few(num_samples: int, modules: Sequence[nn.Module]) -> None:

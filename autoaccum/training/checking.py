@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from autoaccum.data import batches
 from autoaccum.data.base import Window
+from autoaccum.data.splits import SplitLike, split_of
 from autoaccum.errors import NonFiniteLossError
 from autoaccum.events import Notice
 from autoaccum.loss.coupling import Crossing, couples_samples, crossings, smallest_micro_batch
@@ -60,6 +61,8 @@ def check(
     device: str | torch.device | None = None,
     ranks: Ranks = "together",
     collate_fn: Callable[[list[Any]], Any] | None = None,
+    split: SplitLike | None = None,
+    batch_dim: int | Mapping[str, Any] | Sequence[Any] = 0,
 ) -> CheckReport:
     """Measure, on a few samples, whether windows that are cut into micro-batches have the gradient of whole ones.
 
@@ -80,6 +83,10 @@ def check(
         device: where to compute, such as cpu or cuda:1; an accelerator where there is one.
         ranks: together: several processes that were started together are refused; independent: each looks for itself.
         collate_fn: makes a batch of a list of samples, where a Dataset is passed.
+        split: (batch, start, size) -> micro-batch, which cuts batches of any form, or one of autoaccum.splits: samples,
+            graphs, packed, flattened(...), tensors. Read off the batches when left out.
+        batch_dim: the dim in which samples lie, 1 in time-first tensors, of each leaf that has the batch's extent there
+            (others, such as labels, have it in dim 0); or the dim of each leaf, in the structure of a batch.
 
     Returns:
         the report; printed, it is a page that says whether it is exact.
@@ -98,7 +105,7 @@ def check(
     """
     checked = check_arguments(
         OF_CHECK, CHECKS, model=model, batch=batch, loss_fn=loss_fn, training_step=training_step, num_items=num_items,
-        device=device, ranks=ranks, collate_fn=collate_fn,
+        device=device, ranks=ranks, collate_fn=collate_fn, split=split, batch_dim=batch_dim,
     )  # fmt: skip
     started = clock.now()
     loss_of = checked[loss_function]
@@ -114,6 +121,7 @@ def check(
         loss_of=loss_of,
         num_items=num_items,
         collate_fn=collate_fn or getattr(batch, "collate_fn", None),
+        split=checked[split_of],
         device=on,
     )
     # Refused before any backward: they would see to it that something remains.
@@ -130,7 +138,7 @@ def check(
         _lazily_kept(job, every),
         _collator_kept(job),
     ):
-        window, examples = open_samples(batch, collate_fn, on)
+        window, examples = open_samples(batch, collate_fn, on, job.split)
         refuse_few(window.num_samples, modules)
         with room_for_model(memory, limit.bytes, parameters):
             for module in modules:
@@ -302,7 +310,14 @@ class _Check:
             )
             # A run stops at the first cut that fails; the worst of all of them is what is told of here.
             worst = replace(decision, error=held.error, tensor=held.tensor)
-            notice = notices.failure_notice(worst, verdict.causes, verdict.samples, self._job.modules, suspicion)
+            notice = notices.failure_notice(
+                worst,
+                verdict.causes,
+                verdict.samples,
+                self._job.modules,
+                suspicion,
+                is_time_first=verdict.is_time_first,
+            )
         return CheckReport(
             passed=decision.passed,
             hypothesis=decision.hypothesis,

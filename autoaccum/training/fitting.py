@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from autoaccum.data.splits import SplitLike
 from autoaccum.loss.weighting import CountItems
 from autoaccum.memory.limit import MemoryLimit
 from autoaccum.planning.schedules import Progress, Schedule
@@ -57,6 +58,8 @@ def fit(
     shuffle: bool = True,
     drop_last: bool = False,
     collate_fn: Callable[[list[Any]], Any] | None = None,
+    split: SplitLike | None = None,
+    batch_dim: int | Mapping[str, Any] | Sequence[Any] = 0,
     num_workers: int = 0,
     validation_data: Any = None,
     validate_every: int | None = None,
@@ -129,6 +132,10 @@ def fit(
         shuffle: read the data in a new order each epoch; a DataLoader says so itself.
         drop_last: leave out the short window at the end of an epoch.
         collate_fn: makes a batch of a list of samples.
+        split: (batch, start, size) -> micro-batch, which cuts batches of any form, or one of autoaccum.splits: samples,
+            graphs, packed, flattened(...), tensors. Read off the batches when left out.
+        batch_dim: the dim in which samples lie, 1 in time-first tensors, of each leaf that has the batch's extent there
+            (others, such as labels, have it in dim 0); or the dim of each leaf, in the structure of a batch.
         num_workers: processes that read the data ahead of time.
         validation_data: like data; its loss is reported at the end of each epoch, and of the run.
         validate_every: samples from one validation to the next, instead of epochs.
@@ -172,8 +179,9 @@ def fit(
         max_micro_batch=max_micro_batch, min_micro_batch=min_micro_batch, memory_limit=memory_limit, headroom=headroom,
         patience=patience, precision=precision, clip_norm=clip_norm, state=state, verify=verify, strict=strict,
         compile=compile, device=device, ranks=ranks, seed=seed, shuffle=shuffle, drop_last=drop_last,
-        collate_fn=collate_fn, num_workers=num_workers, validation_data=validation_data, validate_every=validate_every,
-        metrics=metrics, run_dir=run_dir, checkpoint_every=checkpoint_every, keep_checkpoints=keep_checkpoints,
-        resume=resume, noise_scale=noise_scale, cache=cache, callbacks=callbacks, progress=progress,
+        collate_fn=collate_fn, split=split, batch_dim=batch_dim, num_workers=num_workers,
+        validation_data=validation_data, validate_every=validate_every, metrics=metrics, run_dir=run_dir,
+        checkpoint_every=checkpoint_every, keep_checkpoints=keep_checkpoints, resume=resume, noise_scale=noise_scale,
+        cache=cache, callbacks=callbacks, progress=progress,
     )  # fmt: skip
     return trainer.fit()

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from autoaccum.data import batches
-from autoaccum.errors import ArgumentError
+from autoaccum.errors import ArgumentError, AutoaccumError
 from autoaccum.loss.functions import call, call_on_batch, inputs_and_targets
 from autoaccum.window.precision import Autocast
 
@@ -55,8 +55,10 @@ class Metrics:
         *,
         of: Literal["loss_fn", "training_step", "model"],
         autocast: Autocast,
+        split: Any = None,
     ) -> None:
-        """Set up; ``of`` is what computes the loss, beside which the functions are called."""
+        """Set up; ``of`` is what computes the loss, beside which functions are called, and ``split`` cuts batches."""
+        self._split = batches.Rows() if split is None else split
         self._functions = dict(functions)
         self._model = model
         self._of = of
@@ -101,18 +103,20 @@ class Metrics:
             sums[name] = (total, count) if before is None else (before[0] + total, before[1] + count)
         return sums
 
-    def check(self, batch: Any) -> None:
+    def check(self, batch: Any, count: int) -> None:
         """Check that of two samples together, or of more, there are as many values as of each half alone.
 
-        Means and outer products have others.
+        Means and outer products have others. Where a collate_fn has made one thing of both, nothing can be compared.
 
         Raises:
             ArgumentError: a function returned values that depend on the micro-batches.
         """
-        found = []
-        count = batches.num_samples(batch)
+        halves = self._halves(batch, count)
+        if not halves:
+            return
         words = ("two samples", "alone") if count == 2 else (f"{count} samples", "half")
-        for part in (batch, *_halves(batch, count // 2)):
+        found = []
+        for part in (batch, *halves):
             found.append(self.measure(SharedTree(part), lambda part=part: part))  # type: ignore[misc]
         # What returns one value for any batch has 1 and not 2; what is broadcast to (2, 2) has 4, and of one alone 1.
         for name in self._functions:
@@ -126,6 +130,16 @@ class Metrics:
                     f"that it would depend on the micro-batches. Return the values, not their mean, and compare "
                     f"tensors of the same shape: (n, 1) and (n,) are broadcast to (n, n).",
                 )
+
+    def _halves(self, batch: Any, count: int) -> list[Any]:
+        """Return the first and the second half of a batch; nothing where they cannot be taken."""
+        half = count // 2
+        try:
+            # So many samples are what was asked for, which tells lists of samples from parts of a batch.
+            split = self._split.known(batch, count)
+            return [split(batch, 0, half), split(batch, half, half)] if split.count(batch) == count else []
+        except AutoaccumError:
+            return []
 
     def keep(self, sums: Sums) -> None:
         """Let the micro-batch count whose ``measure`` returned these sums."""
@@ -173,11 +187,6 @@ class _Remembering:
         """Return what the model returned last, once."""
         kept, self._kept = self._kept, None
         return kept
-
-
-def _halves(batch: Any, half: int) -> tuple[Any, Any]:
-    """Return the first and the second ``half`` samples of a batch of twice as many."""
-    return batches.take(batch, 0, half), batches.take(batch, half, 2 * half)
 
 
 def _tensors(leaf: Any) -> dict[str, torch.Tensor]:

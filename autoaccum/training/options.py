@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from autoaccum import _checks
+from autoaccum.data.splits import SplitLike, split_of
 from autoaccum.events import Record
 from autoaccum.loss.functions import loss_function
 from autoaccum.loss.weighting import CountItems
@@ -56,6 +57,7 @@ CHECKS: tuple[Callable[..., Any], ...] = (
     _checks.of_micro_batch,
     _checks.of_num_workers,
     _checks.of_collate_fn,
+    split_of,
     _checks.of_seed,
     _checks.of_lr,
     _checks.of_optimizer,
@@ -352,6 +354,27 @@ class FitArguments:
         check=_checks.of_collate_fn,
         probe=Own(),
         in_check=Own(text="makes a batch of a list of samples, where a Dataset is passed."),
+        # Of samples, micro-batches are made whose padding is their own.
+        accumulator=Own(text="makes a micro-batch of a list of samples; ``step`` is then given a list of samples."),
+    )
+    # Batches of tensors say themselves how they are cut. It is of use where data are batches of some other form.
+    split: SplitLike | None = option(
+        "(batch, start, size) -> micro-batch, which cuts batches of any form, or one of autoaccum.splits: samples, "
+        "graphs, packed, flattened(...), tensors. Read off the batches when left out.",
+        default=None,
+        check=split_of,
+        probe=Own(),
+        accumulator=Own(),
+        in_check=Own(),
+    )
+    batch_dim: int | Mapping[str, Any] | Sequence[Any] = option(
+        "the dim in which samples lie, 1 in time-first tensors, of each leaf that has the batch's extent there "
+        "(others, such as labels, have it in dim 0); or the dim of each leaf, in the structure of a batch.",
+        default=0,
+        check=split_of,
+        probe=Own(),
+        accumulator=Own(),
+        in_check=Own(),
     )
     # Not "training": samples are read under seeds of their own, whichever process reads them.
     num_workers: int = option(

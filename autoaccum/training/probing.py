@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import nn
 from autoaccum import _checks
 from autoaccum.data.base import Source
 from autoaccum.data.sources import open_source
+from autoaccum.data.splits import SplitLike, split_of
 from autoaccum.errors import NothingFitsError
 from autoaccum.loss.coupling import is_compiled, smallest_micro_batch
 from autoaccum.loss.functions import LossOf, loss_function, total
@@ -89,6 +90,8 @@ def probe(
     device: str | torch.device | None = None,
     ranks: Ranks = "together",
     collate_fn: Callable[[list[Any]], Any] | None = None,
+    split: SplitLike | None = None,
+    batch_dim: int | Mapping[str, Any] | Sequence[Any] = 0,
 ) -> ProbeReport:
     """Find the largest micro-batch that fits, by forwards and backwards that leave no trace.
 
@@ -115,6 +118,10 @@ def probe(
         device: where to train, such as cpu or cuda:1; an accelerator where there is one.
         ranks: together: several processes that were started together are refused; independent: each looks for itself.
         collate_fn: makes a batch of a list of samples.
+        split: (batch, start, size) -> micro-batch, which cuts batches of any form, or one of autoaccum.splits: samples,
+            graphs, packed, flattened(...), tensors. Read off the batches when left out.
+        batch_dim: the dim in which samples lie, 1 in time-first tensors, of each leaf that has the batch's extent there
+            (others, such as labels, have it in dim 0); or the dim of each leaf, in the structure of a batch.
 
     Raises:
         ArgumentError: an argument cannot be used; it names the argument, the value and the cure.
@@ -133,7 +140,7 @@ def probe(
         OF_PROBE, CHECKS, model=model, data=data, effective_batch=effective_batch, loss_fn=loss_fn,
         training_step=training_step, optimizer=optimizer, max_micro_batch=max_micro_batch,
         min_micro_batch=min_micro_batch, memory_limit=memory_limit, headroom=headroom, patience=patience,
-        precision=precision, device=device, ranks=ranks, collate_fn=collate_fn,
+        precision=precision, device=device, ranks=ranks, collate_fn=collate_fn, split=split, batch_dim=batch_dim,
     )  # fmt: skip
     loss_of, schedule = checked[loss_function], checked[schedule_if_any]
     most = None if schedule is None else schedule.largest
@@ -144,7 +151,7 @@ def probe(
     memory = memory_of(on)  # by which peaks are read
     # Beyond a limit that only we know of, an allocation would succeed, and could take the machine's last memory.
     limit = Limit(memory, memory_limit)
-    source = open_source(data, seed=0, shuffle=False, device=on, collate_fn=collate_fn)
+    source = open_source(data, seed=0, shuffle=False, device=on, collate_fn=collate_fn, split=checked[split_of])
     # Of a stream without an effective batch nothing says how many samples are of use: a million is enough to know.
     ceiling = min(n for n in (max_micro_batch, most, source.num_samples, 2**20) if n is not None)
     fewest = min_micro_batch or 1

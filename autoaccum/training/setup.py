@@ -7,6 +7,7 @@ their parameters, and the optimizer's state is allocated before a plan counts on
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from autoaccum import _checks
 from autoaccum.data import randomness
 from autoaccum.data.base import Source
 from autoaccum.data.sources import open_source
+from autoaccum.data.splits import split_of
 from autoaccum.errors import ArgumentError, ArgumentTypeError
 from autoaccum.events import Event
 from autoaccum.loss.coupling import is_compiled, smallest_micro_batch
@@ -74,7 +76,7 @@ def place_of(device: str | torch.device | None, memory_limit: MemoryLimit) -> Pl
     return Place(device=found, memory=memory, limit=Limit(memory, memory_limit))
 
 
-def open_data(arguments: FitArguments, place: Place) -> Source:
+def open_data(arguments: FitArguments, place: Place, split: Any = None) -> Source:
     """Open what is trained on.
 
     Raises:
@@ -95,6 +97,7 @@ def open_data(arguments: FitArguments, place: Place) -> Source:
         collate_fn=arguments.collate_fn,
         num_workers=arguments.num_workers,
         budget_bytes=budget_bytes,
+        split=split,
     )
     # An iterable that is no iterator begins anew for each epoch. Of a budget in steps or samples nobody can tell here
     # whether one pass will do: that shows when it is over.
@@ -104,7 +107,7 @@ def open_data(arguments: FitArguments, place: Place) -> Source:
     return source
 
 
-def open_validation_data(arguments: FitArguments, place: Place) -> Source:
+def open_validation_data(arguments: FitArguments, place: Place, split: Any = None) -> Source:
     """Open what is validated on, in the order that it has.
 
     Raises:
@@ -125,6 +128,7 @@ def open_validation_data(arguments: FitArguments, place: Place) -> Source:
         collate_fn=None if is_loader else arguments.collate_fn,
         num_workers=0 if is_loader else arguments.num_workers,
         argument="validation_data",
+        split=copy(split),  # for it remembers what it was found to be
     )
 
 
@@ -298,6 +302,7 @@ def step_of(
         num_items=arguments.num_items,
         collate_fn=arguments.collate_fn or getattr(arguments.data, "collate_fn", None),
         min_micro_batch=arguments.min_micro_batch or 1,
+        split=checked[split_of],
         device=place.device,
         precision=arguments.precision,
         state=arguments.state,
@@ -362,7 +367,7 @@ def validator_of(
     if arguments.validation_data is None:
         return None
     # Opened before the first window, so that what cannot be cut is told before hours of training.
-    source = open_validation_data(arguments, place)
+    source = open_validation_data(arguments, place, step.job.split)
     of: Any = "model"  # what the loss is computed by, and so what metrics are called with
     if arguments.loss_fn is not None:
         of = "loss_fn"
@@ -391,5 +396,6 @@ def validator_of(
     validator.set_fewest(arguments.min_micro_batch or 1)
     if metrics:
         # On the model as it is: a compiled one would be compiled for batches of one sample and of two.
-        validator.try_metrics(Metrics(metrics, arguments.model, of=of, autocast=step.job.autocast))
+        tried = Metrics(metrics, arguments.model, of=of, autocast=step.job.autocast, split=step.job.split)
+        validator.try_metrics(tried)
     return validator

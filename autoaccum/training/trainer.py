@@ -12,6 +12,7 @@ from torch import nn
 
 from autoaccum import _checks
 from autoaccum.data.base import Window
+from autoaccum.data.splits import SplitLike, split_of
 from autoaccum.errors import ArgumentError, StopTraining
 from autoaccum.events import Event, Finished, Record, Resumed, StepReport
 from autoaccum.loss.functions import loss_function
@@ -81,6 +82,8 @@ class Trainer:
         shuffle: bool = True,
         drop_last: bool = False,
         collate_fn: Callable[[list[Any]], Any] | None = None,
+        split: SplitLike | None = None,
+        batch_dim: int | Mapping[str, Any] | Sequence[Any] = 0,
         num_workers: int = 0,
         validation_data: Any = None,
         validate_every: int | None = None,
@@ -102,10 +105,10 @@ class Trainer:
             max_micro_batch=max_micro_batch, min_micro_batch=min_micro_batch, memory_limit=memory_limit,
             headroom=headroom, patience=patience, precision=precision, clip_norm=clip_norm, state=state, verify=verify,
             strict=strict, compile=compile, device=device, ranks=ranks, seed=seed, shuffle=shuffle, drop_last=drop_last,
-            collate_fn=collate_fn, num_workers=num_workers, validation_data=validation_data,
-            validate_every=validate_every, metrics=metrics, run_dir=run_dir, checkpoint_every=checkpoint_every,
-            keep_checkpoints=keep_checkpoints, resume=resume, noise_scale=noise_scale, cache=cache, callbacks=callbacks,
-            progress=progress,
+            collate_fn=collate_fn, split=split, batch_dim=batch_dim, num_workers=num_workers,
+            validation_data=validation_data, validate_every=validate_every, metrics=metrics, run_dir=run_dir,
+            checkpoint_every=checkpoint_every, keep_checkpoints=keep_checkpoints, resume=resume,
+            noise_scale=noise_scale, cache=cache, callbacks=callbacks, progress=progress,
         )  # fmt: skip
         with named("the run was set up"):
             self._set_up(given)
@@ -125,7 +128,7 @@ class Trainer:
 
         place = setup.place_of(arguments.device, arguments.memory_limit)
         self.device, self.memory, self.limit_bytes = place.device, place.memory, place.limit.bytes
-        self._source = setup.open_data(arguments, place)
+        self._source = setup.open_data(arguments, place, checked[split_of])
         epoch_samples = self._source.num_samples
         self.num_steps, self.num_samples = budget.totals(epoch_samples, self.schedule, arguments.drop_last)
         plans, drop_last = checked[_checks.recorded_plans], arguments.drop_last

@@ -15,7 +15,7 @@ from torch import nn
 from autoaccum._kinds import entries, every, one_of
 from autoaccum.data import batches, randomness
 from autoaccum.data.base import Source, Window
-from autoaccum.errors import DataError, EmptyDatasetError, LossWithoutGradError, NothingFitsError
+from autoaccum.errors import EmptyDatasetError, LossWithoutGradError, NothingFitsError
 from autoaccum.events import Event, Notice, OutOfMemory, Validated
 from autoaccum.loss.conclusions import conclude, stands_for_none
 from autoaccum.loss.functions import LossOf, total
@@ -232,8 +232,7 @@ class Validator:
                         raise
                     metrics.measure(SharedTree(two), lambda: self._source.example(2 * few))
                     return
-                if _is_cut(two, 2 * few):  # else there is nothing to compare both together with
-                    metrics.check(two)
+                metrics.check(two, 2 * few)
         except EmptyDatasetError:
             raise EmptyDatasetError("validation_data", _NOTHING) from None
         except Exception as error:
@@ -412,14 +411,6 @@ def _joined(losses: list[tuple[int, float, Reduction]]) -> float:
     # A sum has the same divisor in every micro-batch, whatever is in it; divided by one of them it is the sum of all.
     # Of a single micro-batch there is nothing to compare, and both are the same.
     return weighted / (counts[0] if found.is_sum and len(there) > 1 else sum(counts))
-
-
-def _is_cut(batch: Any, num_samples: int) -> bool:
-    """Return whether samples, which a collate_fn may have made one thing of, can be taken one by one."""
-    try:
-        return batches.num_samples(batch) == num_samples
-    except DataError:
-        return False
 
 
 def _with_grad(leaf: Any) -> Any:

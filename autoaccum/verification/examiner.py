@@ -360,7 +360,14 @@ class Examiner:
         suspicion = readings.suspicion(self._met, self._shown)
         if suspicion is None and (verdict.rebinds or verdict.pads):
             suspicion = notices.of("state" if verdict.rebinds else "padding")
-        notice = notices.failure_notice(decision, verdict.causes, verdict.samples, self._job.modules, suspicion)
+        notice = notices.failure_notice(
+            decision,
+            verdict.causes,
+            verdict.samples,
+            self._job.modules,
+            suspicion,
+            is_time_first=verdict.is_time_first,
+        )
         self._fail(notice, decision.error, said)
 
     def _check_parts(self, window: Window, gradient: Gradient, said: list[Event], *, is_passed: bool) -> None:

@@ -89,6 +89,8 @@ class Verdict:
     """Whether forwards leave other things in attributes of modules."""
     pads: bool = False
     """Whether parts are padded otherwise than the whole, where nothing else is to blame."""
+    is_time_first: bool = False
+    """Whether samples may lie in dim 1 of the tensors that were cut in dim 0, where nothing is to blame."""
     unmeasured: str = ""
     """Why nothing was measured; empty where something was."""
     is_passing: bool = False

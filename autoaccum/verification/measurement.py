@@ -176,8 +176,10 @@ class Measurement:
 
     def rows(self, collated: Any, part: Part) -> Any:
         """Return the rows of some samples of a batch of all of them, on the device."""
-        taken = [batches.take(collated, index, index + 1) for index in part]
-        return batches.to_device(batches.concat(taken), self.job.device, copy=True)
+        # The user's own where there is one; else it is read off the batch, whose samples are known by their number.
+        split = (self.job.split or batches.Rows()).known(collated, self.num_samples)
+        taken = [split(collated, index, 1) for index in part]
+        return batches.to_device(split.join(taken), self.job.device, copy=True)
 
     def collates_anew(self) -> bool:
         """Return whether the same samples make another batch each time, as where a collate_fn draws masks.

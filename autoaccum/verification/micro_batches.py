@@ -195,7 +195,7 @@ def measure_part(
     # Those alone are run where all together have no finite loss: it may be their own fault, and tell nothing.
     few = list(others)[: max(MOST, job.min_micro_batch)]  # not one or two, for it is not known which of them count
     if len(few) < job.min_micro_batch:
-        return None
+        return None, hypothesis
 
     def measured(chosen: list[int]) -> tuple[float, Hypothesis]:
         with Measurement(job, window, chosen, drops_gradients=drops_gradients) as measurement:

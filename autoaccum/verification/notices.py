@@ -89,7 +89,13 @@ def contradiction_notice(
 
 
 def failure_notice(
-    decision: Decision, causes: Sequence[Cause], samples: int, modules: Sequence[nn.Module], suspicion: Notice | None
+    decision: Decision,
+    causes: Sequence[Cause],
+    samples: int,
+    modules: Sequence[nn.Module],
+    suspicion: Notice | None,
+    *,
+    is_time_first: bool = False,
 ) -> Notice:
     """Return what to say of windows whose gradient was measured to depend on how they are cut.
 
@@ -99,17 +105,27 @@ def failure_notice(
         samples: how many were measured.
         modules: the model's.
         suspicion: what the graph of the loss says against it.
+        is_time_first: whether the tensors that were cut may have their samples in dim 1.
     """
     known = [_of_cause(cause, modules) for cause in causes]
     if not known:
         known = [suspicion or _UNKNOWN]
     found = [notice for notice in known if notice is not None]
+    if not causes and is_time_first:
+        found.append(_TIME_FIRST)
     off = f"windows that are cut get a gradient {_percent(decision.error)} off the whole window's"
     return Notice(
         cause=f"{' and '.join(notice.cause for notice in found)}: {off}, measured on {samples} samples",
         consequence=found[0].consequence,
         cure="; ".join(notice.cure for notice in found),
     )
+
+
+_TIME_FIRST = Notice(
+    cause="its tensors agree in dim 1 as they do in dim 0, by which they were cut, as time-first ones do",
+    consequence="",
+    cure="pass batch_dim=1 if samples lie in dim 1, as in what an nn.LSTM without batch_first takes",
+)
 
 
 _UNKNOWN = Notice(

@@ -8,6 +8,7 @@ from functools import partial
 from typing import NamedTuple
 
 from autoaccum.data import batches
+from autoaccum.data.dims import may_be_time_first
 from autoaccum.loss.coupling import batch_norms
 from autoaccum.loss.hypotheses import Hypothesis
 from autoaccum.loss.reductions import is_one
@@ -82,12 +83,22 @@ def _passes_without(
 def pads(measurement: Measurement) -> bool:
     """Return whether a part, made into a batch of its own, has other shapes than its rows of the whole."""
     whole = measurement.make(tuple(range(measurement.num_samples)))
+    # By the same hand as everywhere: of a list of images a row is an image.
+    split = (measurement.job.split or batches.Rows()).known(whole, measurement.num_samples)
     for index in range(measurement.num_samples):
         alone, _ = batches.flatten(measurement.make((index,)))
-        row, _ = batches.flatten(batches.take(whole, index, index + 1))
+        row, _ = batches.flatten(split(whole, index, 1))
         if [getattr(leaf, "shape", None) for leaf in alone] != [getattr(leaf, "shape", None) for leaf in row]:
             return True
     return False
+
+
+def is_time_first(measurement: Measurement) -> bool:
+    """Return whether samples may lie in dim 1 of a batch that was cut in dim 0, and nobody has said where they lie."""
+    whole = tuple(range(measurement.num_samples))
+    # Whoever passes split= or batch_dim= has thought of it.
+    is_said = measurement.job.split is not None and measurement.job.split.is_said
+    return not is_said and may_be_time_first(measurement.make(whole))
 
 
 @contextmanager

@@ -36,6 +36,8 @@ class Job:
     """What makes batches of samples, where the user has passed it."""
     min_micro_batch: int = 1
     """The fewest samples of a forward, as the user has it; BatchNorm may need more."""
+    split: Any = None
+    """What cuts batches, counts their samples and joins them; by rows of their tensors where it is None."""
     device: torch.device
     """Where everything is."""
     precision: Precision = "fp32"

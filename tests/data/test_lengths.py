@@ -164,4 +164,4 @@ def test_an_empty_sample_is_as_long_as_one_of_one() -> None:
     """What weighs nothing has no plan."""
     assert lengths_of(items_of(0, 3, 0)) == [1, 3, 1]
     length_of_batch = BatchLengths()
-    assert [length_of_batch(torch.zeros(4, length)) for length in (3, 0, 5, 0)] == [None, 1, 5, 1]
+    assert [length_of_batch(torch.zeros(4, length), 4) for length in (3, 0, 5, 0)] == [None, 1, 5, 1]

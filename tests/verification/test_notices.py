@@ -122,6 +122,14 @@ def test_a_failure_says_how_far_off_the_gradient_is(error: float, words: str) ->
     assert words not in notice.consequence, "by which it is known again"
 
 
+def test_what_may_be_time_first_is_told_the_argument() -> None:
+    decision = Decision.of(Outcome(hypothesis="items", error=0.5, tensor="net"), passed=False)
+    for causes, is_told in (([], True), (["padding"], False)):
+        notice = failure_notice(decision, causes, 6, [], None, is_time_first=True)  # type: ignore[arg-type]
+        assert ("pass batch_dim=1 if samples lie in dim 1" in notice.cure) == is_told
+        assert ("agree in dim 1 as they do in dim 0" in notice.cause) == is_told
+
+
 def test_a_failure_names_its_causes_with_a_cure_for_each() -> None:
     notice = failed(0.1, "batch norm", "hooks")
     assert notice.cause.startswith("The model holds 1 BatchNorm layer in training mode and Hooks on parameters")

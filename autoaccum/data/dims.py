@@ -1,0 +1,251 @@
+"""Cuts batches whose samples lie in another dim than 0, such as time-first ones, (time, samples, features)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils import _pytree as pytree
+
+from autoaccum.data import batches
+from autoaccum.errors import ArgumentError, ArgumentTypeError, DataError, RaggedBatchError
+
+Dims = Any
+"""An int, None for what belongs to the whole batch, or a pytree of these: the beginning of that of a batch."""
+_ACCEPTED = "an int of at least 0, or ints in the structure of a batch, such as {'inputs': 1, 'labels': 0}"
+
+
+def check_dims(dims: Dims) -> None:
+    """Check what a user says of the dimensions of samples.
+
+    Raises:
+        ArgumentError: it is no int of at least 0, nor a pytree of such.
+    """
+    if isinstance(dims, Mapping | list | tuple):
+        for entry in dims.values() if isinstance(dims, Mapping) else dims:
+            if entry is not None:
+                check_dims(entry)
+    elif isinstance(dims, bool) or not isinstance(dims, int):
+        raise ArgumentTypeError("batch_dim", dims, _ACCEPTED)
+    elif dims < 0:
+        # Of leaves with different dimensions, the last is another one in each.
+        raise ArgumentError("batch_dim", dims, _ACCEPTED, "Count dimensions from the first.")
+
+
+class AtDim:
+    """The split of batches whose samples lie in ``dims``.
+
+    With one number it is the dimension of every leaf that has the batch's extent there; a leaf that has not, such as
+    labels beside time-first inputs, has it in dim 0. With a pytree each leaf has its own.
+    """
+
+    is_said = True
+    """Whether it is the user who has said how batches are cut."""
+
+    def __init__(self, dims: Dims) -> None:
+        self.dims = dims
+        # What one number came to, in the first batch of its structure. It holds for all that follow, and for what is
+        # cut of them: in a batch as long as it is wide the extents alone would not tell.
+        self._held: dict[str, int | None] = {}
+
+    def known(self, batch: Any, count: int) -> Any:
+        """Return what cuts a batch that is known to hold ``count`` samples: this."""
+        return self
+
+    def description(self) -> dict[str, Any]:
+        """Return where samples lie, for what tells data from other data."""
+        return {"batch_dim": self.dims if isinstance(self.dims, int) else str(self.dims)}
+
+    def __call__(self, batch: Any, start: int, size: int) -> Any:
+        """Return ``size`` samples of a batch from ``start`` on: tensors are views."""
+        where = self.of_leaves(batch)
+        leaves, spec = batches.flatten(batch)
+        parts = []
+        for leaf, dim in zip(leaves, where.values(), strict=True):
+            parts.append(leaf if dim is None else _cut(leaf, dim, start, start + size))
+        return spec.unflatten(parts)
+
+    def count(self, batch: Any, argument: str = "batch") -> int:
+        """Count the samples in a batch.
+
+        Raises:
+            RaggedBatchError: its leaves disagree.
+            DataError: nothing tells in which dim the samples of a leaf lie.
+        """
+        return _extent(batch, self.of_leaves(batch, argument), argument)
+
+    def join(self, parts: Sequence[Any]) -> Any:
+        """Join batches, one after the other."""
+        where = self.of_leaves(parts[0])
+
+        def joined(path: str, leaves: Sequence[Any]) -> Any:
+            dim = where[path]
+            if dim is None:
+                return batches.the_same(path, leaves)
+            if isinstance(leaves[0], torch.Tensor):
+                return torch.cat(list(leaves), dim=dim)
+            if isinstance(leaves[0], np.ndarray):
+                return np.concatenate(list(leaves), axis=dim)
+            return batches.join_rows(path, leaves)
+
+        return parts[0] if len(parts) == 1 else batches.joined_by(parts, batches.is_leaf, joined)
+
+    def of_leaves(self, batch: Any, argument: str = "batch") -> dict[str, int | None]:
+        """Return in which dim the samples of each leaf lie, by where the leaf is; None where it has none.
+
+        Raises:
+            RaggedBatchError: the leaves have no extent in common.
+            DataError: a leaf may have them in either of two, or looks like a state that is carried along.
+        """
+        if not isinstance(self.dims, int):
+            return _all_said(batch, self.dims)
+        if self._held.keys() != batches.leaves_by_path(batch).keys():
+            self._held = _found(batch, self.dims, argument)
+        return self._held
+
+
+def _all_said(batch: Any, dims: Dims) -> dict[str, int | None]:
+    """Return what a pytree of dims says of each leaf."""
+    said = {}
+    for path, leaf in pytree.tree_flatten_with_path(batch, is_leaf=batches.is_leaf)[0]:
+        dim = _said(dims, path) if batches.has_rows(leaf) else None
+        if dim and dim >= getattr(leaf, "ndim", 1):
+            which = f"{pytree.keystr(path)} has {getattr(leaf, 'ndim', 1)} dimension(s)"
+            raise ArgumentError("batch_dim", dims, "a dim that each leaf has", f"{which}, and no dim {dim}.")
+        said[pytree.keystr(path)] = dim
+    return said
+
+
+def _said(dims: Dims, path: tuple[Any, ...]) -> int | None:
+    """Return the dim that a pytree of them says for the leaf at a path: its own, or that of what it is in."""
+    # A number at a node holds for all that is in it.
+    for step in path:
+        if not isinstance(dims, Mapping | list | tuple):
+            break
+        key: Any = getattr(step, "key", getattr(step, "idx", getattr(step, "name", None)))
+        try:
+            dims = dims[key]
+        except (LookupError, TypeError):
+            cure = f"The batch holds {pytree.keystr(path)}: say its dim, or None where it belongs to the whole batch."
+            raise ArgumentError("batch_dim", dims, "a dim for each leaf of a batch", cure) from None
+    return dims if isinstance(dims, int) else None
+
+
+def _extent(batch: Any, where: Mapping[str, int | None], argument: str = "batch") -> int:
+    """Return how many samples the leaves agree on."""
+    leaves = batches.leaves_by_path(batch)
+    sizes = {}
+    for path, dim in where.items():
+        if dim is not None:
+            leaf = leaves[path]
+            sizes[path] = leaf.shape[dim] if hasattr(leaf, "shape") else batches.num_rows(leaf)
+    if not sizes:
+        raise DataError(f"{argument}: a batch of type {type(batch).__name__} holds no tensor, so it has no samples.")
+    if len(set(sizes.values())) > 1:
+        raise RaggedBatchError(sizes, argument, " These are their extents in the dims that batch_dim says.")
+    return int(next(iter(sizes.values())))
+
+
+def _found(batch: Any, dim: int, argument: str) -> dict[str, int | None]:
+    """Find the dim of each leaf: ``dim`` where it has the batch's extent there, else 0."""
+    rows = {path: leaf for path, leaf in batches.leaves_by_path(batch).items() if batches.has_rows(leaf)}
+    shapes = {path: tuple(getattr(leaf, "shape", (batches.num_rows(leaf),))) for path, leaf in rows.items()}
+    # What has no such dim, as labels beside time-first inputs, has its samples in dim 0.
+    extents = {shape[dim] for shape in shapes.values() if len(shape) > dim}
+    # How many samples there are is not known yet. It is the extent that every leaf has in one of both dims.
+    fitting = [n for n in extents if all(n in (shape[0], *shape[dim : dim + 1]) for shape in shapes.values())]
+    # Leaves with more dimensions than two are what the argument was passed for.
+    deep = {shape[dim] for shape in shapes.values() if len(shape) > max(dim, 2)}
+    if len(fitting) > 1 and len(deep.intersection(fitting)) == 1:
+        fitting = list(deep.intersection(fitting))
+    if not fitting:
+        sizes = {path: shape[dim] if len(shape) > dim else shape[0] for path, shape in shapes.items()}
+        raise RaggedBatchError(sizes, argument, f" They have no extent in common in dim {dim} or 0.{_STATE}")
+    if len(fitting) > 1:
+        raise _unclear(f"may hold {' or '.join(map(str, sorted(fitting)))} samples", dim, argument)
+    found: dict[str, int | None] = dict.fromkeys(batches.leaves_by_path(batch))
+    for path, shape in shapes.items():
+        found[path] = dim if len(shape) > dim and shape[dim] == fitting[0] else 0
+    _refuse_unclear(rows, shapes, found, dim, fitting[0], argument)
+    return found
+
+
+_STATE = (
+    " A hidden state of (layers, samples, features) that a step hands on to the next cannot be part of a batch: each "
+    "micro-batch would leave one of its own samples behind, and a replay would find that of its first attempt. Begin "
+    "each batch without one, or with one that is (samples, ...) and detached."
+)
+
+
+def _refuse_unclear(
+    rows: Mapping[str, Any],
+    shapes: Mapping[str, tuple[int, ...]],
+    found: Mapping[str, int | None],
+    dim: int,
+    count: int,
+    argument: str,
+) -> None:
+    """Refuse leaves of which one number cannot say where their samples lie.
+
+    Raises:
+        DataError: there is one.
+    """
+    # In dim 0 all of them are rows, whatever else they have in common.
+    if not dim:
+        return
+    deep = {path: shape for path, shape in shapes.items() if found[path] == dim and len(shape) > 2}
+    # The longest has the steps of the inputs: layers of a state are fewer.
+    steps = max((shape[0] for shape in deep.values()), default=None)
+    # Both are told apart by the steps alone, for the extents in ``dim`` agree.
+    for path, shape in shapes.items():
+        leaf = rows[path]
+        if path in deep and shape[0] != steps and getattr(leaf, "is_floating_point", bool)():
+            raise DataError(
+                f"{argument}: {path} of shape {shape} has not the {steps} steps of what is beside it.{_STATE} If it is "
+                f"an input with steps of its own, say so for each leaf: batch_dim={{'name': {dim}, ...}}."
+            )
+        # Of labels (samples, classes) with as many classes as samples, both dims have that extent.
+        if path not in deep and len(shape) > dim and shape[0] == shape[dim] == count and steps not in (None, count):
+            raise _unclear(f"holds {path} of shape {shape}, with {count} in dim 0 and in dim {dim}", dim, argument)
+
+
+def _unclear(what: str, dim: int, argument: str) -> DataError:
+    return DataError(
+        f"{argument}: a batch {what}, so that batch_dim={dim} does not tell where its samples lie. Say it for each "
+        f"leaf, in the structure of the batch: batch_dim=({dim}, 0), or {{'inputs': {dim}, 'labels': 0}}."
+    )
+
+
+def _cut(leaf: Any, dim: int, start: int, stop: int) -> Any:
+    if not dim or not isinstance(leaf, torch.Tensor | np.ndarray):
+        return batches.take_rows(leaf, start, stop)
+    return leaf[(slice(None),) * dim + (slice(start, stop),)]
+
+
+def hint_of(batch: Any) -> str:
+    """Return what to say of a batch whose tensors disagree on dim 0, where others of their dims agree; else nothing."""
+    try:
+        where = _found(batch, 1, "batch")
+        count = _extent(batch, where)
+    except DataError:
+        return ""
+    leaves = batches.leaves_by_path(batch)
+    # What has three dimensions is inputs or a state; labels with fewer may lie either way.
+    deep = {path: dim for path, dim in where.items() if getattr(leaves[path], "ndim", 0) > 2}
+    # Inputs that have the samples in dim 0, beside what has them in dim 1.
+    if 0 in deep.values():
+        return _STATE
+    at = " and ".join(path or "it" for path, dim in where.items() if dim == 1)
+    return (
+        f" They look time-first: {at} has {count} in dim 1. If these are the samples, pass batch_dim=1." if at else ""
+    )
+
+
+def may_be_time_first(batch: Any) -> bool:
+    """Return whether tensors that were cut in dim 0 have another dim in common, in which their samples may lie."""
+    # Of labels (samples,) nothing would be left to agree with: a batch with some is ragged, and refused as that.
+    shapes = [tuple(leaf.shape) for leaf in batches.flatten(batch)[0] if isinstance(leaf, torch.Tensor) and leaf.ndim]
+    wide = [shape for shape in shapes if len(shape) > 1]
+    return any(len(shape) > 2 for shape in wide) and len({shape[1] for shape in wide}) == 1

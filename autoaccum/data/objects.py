@@ -1,0 +1,121 @@
+"""Counts, cuts, joins and copies batches that are one object: packed sequences and batches of graphs.
+
+Graphs are known by their protocol, which is PyTorch Geometric's: ``num_graphs``, ``to_data_list()`` and the class's
+``from_data_list``. Nothing of it is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+
+
+def is_packed(leaf: object) -> bool:
+    """Return whether something is a packed sequence, as ``pack_sequence`` makes it."""
+    return isinstance(leaf, PackedSequence)
+
+
+def is_graphs(leaf: object) -> bool:
+    """Return whether something is a batch of graphs, made of one object for each."""
+    return (
+        hasattr(leaf, "num_graphs")
+        and callable(getattr(leaf, "to_data_list", None))
+        and callable(getattr(type(leaf), "from_data_list", None))
+    )
+
+
+def has_samples(leaf: object) -> bool:
+    """Return whether something is an object that holds samples."""
+    return is_packed(leaf) or is_graphs(leaf)
+
+
+def count(leaf: Any) -> int:
+    """Count the samples in such an object."""
+    if is_packed(leaf):
+        return int(leaf.batch_sizes[0])  # of the first step, which every sequence has
+    return int(leaf.num_graphs)
+
+
+def cut(leaf: Any, start: int, stop: int) -> Any:
+    """Return samples ``start`` to ``stop`` of such an object, in the order in which they were put into it."""
+    # A packed sequence holds first steps, then second steps, sorted by length: samples are apart only when it is padded
+    # again, and then in the order in which they were given.
+    if is_packed(leaf):
+        padded, lengths = pad_packed_sequence(leaf, batch_first=True)
+        return _packed(padded[start:stop], lengths[start:stop], like=leaf)
+    return _graphs_class(leaf).from_data_list(leaf.to_data_list()[start:stop])
+
+
+def join(parts: Sequence[Any]) -> Any:
+    """Join such objects, one after the other."""
+    if not is_packed(parts[0]):
+        graphs = [graph for part in parts for graph in part.to_data_list()]
+        return _graphs_class(parts[0]).from_data_list(graphs)
+    unpacked = [pad_packed_sequence(part, batch_first=True) for part in parts]
+    # Each was padded to its own longest sequence; what is added is left out again when they are packed.
+    longest = max(padded.shape[1] for padded, _ in unpacked)
+    rows = []
+    for padded, _ in unpacked:
+        missing = padded.new_zeros(padded.shape[0], longest - padded.shape[1], *padded.shape[2:])
+        rows.append(torch.cat([padded, missing], dim=1))
+    return _packed(torch.cat(rows), torch.cat([lengths for _, lengths in unpacked]), like=parts[0])
+
+
+def _packed(padded: torch.Tensor, lengths: torch.Tensor, like: PackedSequence) -> PackedSequence:
+    """Pack sequences again; without indices where those of ``like`` came sorted, and these still are."""
+    # Sequences that were packed with the same lengths, inputs and targets say, are sorted into the same order again.
+    is_sorted = like.sorted_indices is None and bool((lengths[:-1] >= lengths[1:]).all())
+    padded = padded[:, : int(lengths.max())] if len(lengths) else padded
+    return pack_padded_sequence(padded, lengths, batch_first=True, enforce_sorted=is_sorted)
+
+
+def _graphs_class(leaf: Any) -> Any:
+    """Return the class that makes batches of graphs."""
+    # That which defines it: classes that are made on the fly, one for each kind of graph, inherit it.
+    return next(cls for cls in type(leaf).__mro__ if "from_data_list" in vars(cls))
+
+
+def can_move(leaf: object) -> bool:
+    """Return whether something that is no tensor moves itself to a device."""
+    return callable(getattr(leaf, "to", None)) and not isinstance(leaf, type | nn.Module | torch.Tensor)
+
+
+def moved(leaf: Any, device: torch.device, *, copy: bool) -> Any:
+    """Return such an object on a device; with ``copy`` another one, whose edits do not reach the original."""
+    if copy:
+        leaf = _copied(leaf)
+    return leaf.to(device)
+
+
+def _copied(leaf: Any) -> Any:
+    """Return a copy of an object with all the tensors in it; the object itself where it does not bear to be copied."""
+    if is_packed(leaf):
+        parts: Any = [None if part is None else part.clone() for part in leaf]
+        return PackedSequence(*parts)
+    # Its own clone first, which knows what belongs to it: a deep copy may take along what it only refers to.
+    if callable(getattr(leaf, "clone", None)):
+        return leaf.clone()
+    try:
+        return deepcopy(leaf)
+    except TypeError:
+        return leaf
+    except RuntimeError as error:
+        # Of a tensor with a graph; any other one may be memory that ran out.
+        if "deepcopy" not in str(error):
+            raise
+        return leaf
+
+
+def tensors(leaf: Any) -> list[torch.Tensor]:
+    """Return the tensors that an object holds, as far as they can be seen, for their sizes."""
+    if is_packed(leaf):
+        return [leaf.data]
+    # PyTorch Geometric keeps them in stores of its own, which this lists.
+    held = leaf.to_dict() if callable(getattr(leaf, "to_dict", None)) else getattr(leaf, "__dict__", {})
+    values = held.values() if isinstance(held, dict) else ()
+    return [value for value in values if isinstance(value, torch.Tensor)]
