@@ -27,6 +27,7 @@ from autoaccum.training.setup import make_step, place_of
 from autoaccum.window.gradient import Gradient
 from autoaccum.window.job import Job
 from autoaccum.window.optimizers import allocate_state, check_optimizer, needs_closure, trainable_parameters
+from autoaccum.window.outputs import on_device
 from autoaccum.window.precision import Precision
 
 
@@ -136,6 +137,8 @@ class Accumulator:
         """How the last batch was cut."""
         self.grad_norm: torch.Tensor | None = None
         """2-norm of the last batch's gradient before clipping; None without ``clip_norm``."""
+        self.outputs: dict[str, torch.Tensor] = {}
+        """What was returned beside the last batch's loss, by name, on the device: means, and tensors that were joined."""
         self._is_scaled = precision == "fp16"
         self._searches = micro_batch == "auto"
         # A loop of the caller's has no largest batch that is known beforehand: it is learnt as batches come.
@@ -189,16 +192,20 @@ class Accumulator:
             self._step.apply(gradient)
             return gradient.loss
         # An optimizer that asks for gradients itself, several times in a step: each is a window of the same batch.
-        # The first loss is the one before the step, which is what callers compare.
+        # The first loss is the one before the step, which is what callers compare; so are the first outputs.
         losses: list[torch.Tensor] = []
+        outputs: list[dict[str, torch.Tensor]] = []
 
         def closure() -> torch.Tensor:
             losses.append(self._run(window).loss)
+            if not outputs:
+                outputs.append(self.outputs)
             return losses[-1]
 
         self._step.apply_closure(closure)
         if not losses:
             raise ArgumentTypeError("optimizer", type(self._step.job.optimizer).__name__, "one that calls its closure")
+        self.outputs = outputs[0]
         return losses[0]
 
     def backward(self, batch: Any) -> torch.Tensor:
@@ -235,6 +242,7 @@ class Accumulator:
             self._step.tuner.searching = self._searches
         gradient, _ = self._step.run(window)
         self.micro_batches, self.grad_norm = gradient.sizes, gradient.grad_norm
+        self.outputs = on_device(gradient.outputs, self._device) if gradient.outputs else {}
         # Of samples with lengths, smaller batches say nothing of the largest: only one as large settles the search.
         if window.lengths is None or window.num_samples == self._largest_batch:
             self._step.settle(self._largest_batch, window.lengths)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,6 +37,7 @@ from autoaccum.training.run_state import RunState
 from autoaccum.training.validation import Validations
 from autoaccum.window.modules import State
 from autoaccum.window.optimizers import OptimizerLike, trainable_parameters
+from autoaccum.window.outputs import read
 from autoaccum.window.precision import Precision
 
 
@@ -311,15 +313,17 @@ class Trainer:
             self._noise.observe(noise)
         now = clock.now()
         # Reading the loss waits for the device, which the optimizer's step has been given to by now.
+        reading = partial(read, gradient.loss, gradient.grad_norm, gradient.outputs)
+        loss, grad_norm, outputs = insist(reading, "the loss was read")
         report = StepReport(
             step=self.step,
             epoch=self._pace.epoch,
             num_samples=self.samples_seen,
             effective_batch=num_samples,
             micro_batches=gradient.sizes,
-            loss=insist(gradient.loss.item, "the loss was read"),
+            loss=loss,
             lr=lr,
-            grad_norm=None if gradient.grad_norm is None else insist(gradient.grad_norm.item, "the norm was read"),
+            grad_norm=grad_norm,
             seconds=now - self._mark,
             peak_bytes=self._step.meter.peak_bytes,
             limit_bytes=self._step.limit.bytes,
@@ -327,9 +331,10 @@ class Trainer:
             noise_scale=None if noise is None or self._noise is None else self._noise.scale,
             gradient_squared=None if noise is None else noise.gradient_squared,
             gradient_variance=None if noise is None else noise.gradient_variance,
+            outputs=outputs,
         )
         self._mark = now
-        self._pace.reports.append(report)
+        self._pace.reported(report)
         if self._directory is not None:
             self._directory.window_mark.leave()
         if stepped:

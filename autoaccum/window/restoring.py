@@ -81,7 +81,7 @@ _VERIFIED = entries(
 )
 _RUNNER = entries(
     {"_checked": a(bool), "_has_sums": optional(a(bool)), "_examining": a(bool), "_deferred": a(bool)},
-    optionally={"verified": _VERIFIED},  # which came later
+    optionally={"verified": _VERIFIED, "outputs": a(bool)},  # which came later
 )
 
 

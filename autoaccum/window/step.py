@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -230,6 +231,10 @@ class Step:
         # If it is the end of the window that does, the largest of them is what has to become smaller.
         self._piece = piece._replace(size=max(sizes))
         outcome = self.transaction.finish()
+        if self.transaction.outputs.are_there and isinstance(outcome, Gradient):
+            if self.transaction.outputs.have_missed:
+                return Repeat(sizes=outcome.sizes)
+            outcome = replace(outcome, outputs=self.transaction.outputs.joined())
         if isinstance(outcome, Gradient) and self.number + 1 >= self.transaction.signs.next_look:
             self._examiner.check_first(outcome)
         return outcome
@@ -418,7 +423,7 @@ class Step:
             "announced": [],  # was once kept apart from the other
             "announced of windows": self.announcer.state_dict(),
             "plan": self._plan,
-            "runner": {name: found[name] for name in ("_checked", "_has_sums", "_examining", "_deferred", "verified")},
+            "runner": {name: value for name, value in found.items() if name != "scaler"},
             "scaler": transaction["scaler"],
             "tuner": self.tuner.state_dict(),
         }

@@ -35,6 +35,7 @@ from autoaccum.planning.noise import Noise, Part, estimate
 from autoaccum.window import contributions
 from autoaccum.window.gradient import Gradient, Gradients, Signs, count_nodes
 from autoaccum.window.job import Job
+from autoaccum.window.outputs import Outputs
 from autoaccum.window.single_samples import SingleSampleError, may_need_another
 from autoaccum.window.snapshot import Snapshot
 from autoaccum.window.state import State
@@ -105,7 +106,8 @@ class Transaction:
         self._window: Window  # while one is open
         self._begun: State | None = None  # how the window began, where its micro-batches are to begin likewise
         self._nodes = 0  # of the last forward's graph
-        self._computed: Computed | None = None  # by the last forward, where that is more than one loss
+        self.outputs = Outputs()
+        """What is returned beside the losses of the window."""
         self.is_open = False
         """Whether there is a window to commit, or to roll back."""
         self.is_unscaled = False
@@ -131,6 +133,8 @@ class Transaction:
 
     def _begin_anew(self, num_samples: int = 0) -> None:
         self._num_samples = num_samples
+        self._computed: Computed | None = None  # by the last forward, where that is more than one loss
+        self.outputs.begin()
         self._tally = Tally(num_samples, deferred=self._is_deferred)
         self._sizes: list[int] = []
         self._losses: list[torch.Tensor | None] = []  # of each micro-batch; None where nothing counts
@@ -168,8 +172,11 @@ class Transaction:
         if reduction is not None and not isinstance(reduction.items, torch.Tensor) and not reduction.items:
             self._tally.weight(piece.size, reduction.items)  # nothing to learn from: no forward either
             self._losses.append(None)
+            self._take_outputs_alone(batch, piece.size)
         else:
             loss = self._forward(batch, piece.size)
+            if self._computed is not None:
+                self._take_outputs(piece.size)
             if loss is None:
                 reduction = _NOTHING
                 self._tally.weight(piece.size, 0.0)
@@ -182,6 +189,24 @@ class Transaction:
         # The nodes that a reduction names would keep the graph alive.
         self._reductions.append(without_graph(reduction) if reduction.edges else reduction)
         self._sizes.append(piece.size)
+
+    def _take_outputs(self, num_samples: int) -> None:
+        """Keep what was returned beside a loss, and let its graph go, which backward is to free."""
+        computed, self._computed = self._computed, None
+        if computed is not None:
+            self.outputs.take(computed.outputs, num_samples)
+
+    def _take_outputs_alone(self, batch: Any, num_samples: int) -> None:
+        """Keep what is returned beside the loss of a micro-batch that counts nothing, where anything is."""
+        if not self.outputs.are_there:
+            self.outputs.have_missed = True  # which matters if those after it have some
+            return
+        try:
+            with torch.no_grad():
+                self.plain_forward(batch, num_samples, self._num_samples)
+        except ZeroDivisionError:  # by the number of its items
+            return
+        self._take_outputs(num_samples)
 
     def _forward(self, batch: Any, num_samples: int) -> torch.Tensor | None:
         """Return the loss of a micro-batch; None where it divides by the number of its items, and has none."""
@@ -233,9 +258,9 @@ class Transaction:
 
     def plain_forward(self, batch: Any, num_samples: int, window_samples: int) -> torch.Tensor:
         """Return the loss of a micro-batch, in the job's precision."""
+        self._computed = None  # that of the one before is not to take the room of this one
         with self._autocast():
             computed = self._job.loss_of(self._job.model, batch)
-        self._computed = None
         if isinstance(computed, Computed):
             self._computed, computed = computed, computed.loss
         return computed
@@ -386,6 +411,7 @@ class Transaction:
         del self._window
         # Even a loss is memory of the device, which the optimizer's step may need.
         self._losses, self._reductions, self._norms, self._begun = [], [], {}, None
+        self.outputs.begin()
 
     def roll_back(self) -> None:
         """Undo the window as if it had never run: gradients, buffers, random states, scaler. It may then run again.
@@ -417,7 +443,8 @@ class Transaction:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was found out about the loss, and the loss scale."""
-        return {
+        # Of a run without outputs nothing is said of them, so that older checkpoints and new ones are alike.
+        return ({"outputs": True} if self.outputs.are_there else {}) | {
             "_has_sums": self._has_sums,
             "_deferred": self._is_deferred,
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
@@ -426,5 +453,6 @@ class Transaction:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put back what ``state_dict`` returned."""
         self._has_sums, self._is_deferred = state["_has_sums"], state["_deferred"]
+        self.outputs.are_there = state.get("outputs", False)
         if self.scaler is not None and state["scaler"] is not None:
             self.scaler.load_state_dict(state["scaler"])
