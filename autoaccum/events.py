@@ -7,13 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
-
-# Records are read, and plans printed, without torch, whose import takes seconds.
-if TYPE_CHECKING:
-    from torch import Tensor
-else:
-    Tensor = Any
+from typing import Any
 
 # Records of runs are written field by field (runs/records.py) and read by later versions: a field that is added needs a
 # default, and its type is one that records can hold.
@@ -57,9 +51,10 @@ class StepReport:
     None where not asked for, or where the window was one micro-batch."""
     gradient_variance: float | None = None
     """Unbiased estimate, from this window, of the trace of the covariance of a sample's gradient; None likewise."""
-    outputs: Mapping[str, float | Tensor] = field(default_factory=dict, hash=False)
-    """What was returned beside the loss, by name: means, and on the host tensors that were joined in the order in which
-    the window's samples are served; empty where nothing was."""
+    # Floats and tensors: records are read without torch, whose import takes seconds, and so it is not named here.
+    outputs: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """What was returned beside the loss, by name: means, which are floats, and on the host ``torch.Tensor``s, joined in
+    the order in which the window's samples are served; empty where nothing was."""
 
     def __eq__(self, other: object) -> bool:
         """Return whether all fields are equal; tensors are by their values, for they have no truth value."""

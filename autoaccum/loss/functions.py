@@ -176,8 +176,8 @@ def _losses(computed: Any, source: str) -> Computed:
             # Of some it is one of several, of others the sum of all, or of a loss beside numbers to look at.
             found = f"a dict of {', '.join(map(repr, computed))}"
             cure = (
-                "Return the losses that are to be added, none of them named 'loss'; or one loss, with what is to be seen "
-                "beside it: return loss, {...}."
+                "Return the losses that are to be added, none of them named 'loss'; or one loss, with what is to be "
+                "seen beside it: return loss, {...}."
             )
             raise NonScalarLossError(source, found, cure)
         terms = {str(name): term for name, term in computed.items()}

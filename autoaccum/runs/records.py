@@ -87,7 +87,7 @@ class RecordWriter:
 def line_of(record: Record, seconds: float) -> bytes:
     """Return one line of the file, its end included; ``seconds`` are unix time."""
     name = type(record).__name__
-    document = {"type": name, "time": seconds}
+    document: dict[str, Any] = {"type": name, "time": seconds}
     document.update(zip(FIELDS[name], _VALUES[name](record), strict=True))
     if name == "StepReport":
         # In every window, and most runs have none.
@@ -206,7 +206,7 @@ def value_of(value: Any, kind: Any) -> Any:
     if get_origin(kind) is Mapping:
         if not isinstance(value, dict):
             raise ValueError(f"{value!r} is not a value of {kind}")
-        may_be_list = get_args(kind)[1] is not float
+        may_be_list = get_args(kind)[1] is Any
         return {name: _numbers(entry) if may_be_list else float(entry) for name, entry in value.items()}
     if get_origin(kind) is tuple and get_origin(get_args(kind)[0]) is tuple:
         if not isinstance(value, list):

@@ -138,7 +138,7 @@ class Accumulator:
         self.grad_norm: torch.Tensor | None = None
         """2-norm of the last batch's gradient before clipping; None without ``clip_norm``."""
         self.outputs: dict[str, torch.Tensor] = {}
-        """What was returned beside the last batch's loss, by name, on the device: means, and tensors that were joined."""
+        """What was returned beside the last batch's loss, by name, on the device: means, and tensors, joined."""
         self._is_scaled = precision == "fp16"
         self._searches = micro_batch == "auto"
         # A loop of the caller's has no largest batch that is known beforehand: it is learnt as batches come.

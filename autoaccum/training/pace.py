@@ -257,6 +257,7 @@ class Pace:
 
 def _saved(report: StepReport) -> dict[str, Any]:
     """Return the fields of a report; outputs, which came later than others, only where there are any."""
+    # As the checkpoints of older versions are, which know none.
     saved = asdict(report)
     if not report.outputs:
         del saved["outputs"]

@@ -375,8 +375,8 @@ def validator_of(
         snapshot=step.transaction.snapshot,
         emit=emit,
         metrics=Metrics(metrics, step_model, of=of, autocast=step.job.autocast) if metrics else None,
-        has_outputs=lambda: step.transaction.outputs.are_there,
     )
+    validator.has_outputs = lambda: step.transaction.outputs.are_there
     if metrics:
         # On the model as it is: a compiled one would be compiled for batches of one sample and of two.
         validator.try_metrics(Metrics(metrics, arguments.model, of=of, autocast=step.job.autocast))

@@ -35,6 +35,7 @@ from autoaccum.training.pace import Pace
 from autoaccum.training.result import FitResult as FitResult
 from autoaccum.training.run_state import RunState
 from autoaccum.training.validation import Validations
+from autoaccum.window.gradient import Gradient
 from autoaccum.window.modules import State
 from autoaccum.window.optimizers import OptimizerLike, trainable_parameters
 from autoaccum.window.outputs import read
@@ -313,8 +314,7 @@ class Trainer:
             self._noise.observe(noise)
         now = clock.now()
         # Reading the loss waits for the device, which the optimizer's step has been given to by now.
-        reading = partial(read, gradient.loss, gradient.grad_norm, gradient.outputs)
-        loss, grad_norm, outputs = insist(reading, "the loss was read")
+        loss, grad_norm, outputs = self._read(gradient)
         report = StepReport(
             step=self.step,
             epoch=self._pace.epoch,
@@ -348,6 +348,13 @@ class Trainer:
             self._end("budget")
         self._validate_if_due()
         self._save()
+
+    def _read(self, gradient: Gradient) -> tuple[float, float | None, Mapping[str, Any]]:
+        """Return the loss of a window, its gradient's norm and its outputs on the host."""
+        if gradient.outputs:
+            return insist(partial(read, gradient.loss, gradient.grad_norm, gradient.outputs), "the loss was read")
+        loss, norm = insist(gradient.loss.item, "the loss was read"), gradient.grad_norm
+        return loss, None if norm is None else insist(norm.item, "the norm was read"), {}
 
     def _validate_if_due(self) -> None:
         """Validate after a window that passed another ``validate_every`` samples."""

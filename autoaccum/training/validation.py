@@ -106,7 +106,6 @@ class Validator:
         snapshot: Snapshot,
         emit: Callable[[Event], None],
         metrics: Metrics | None = None,
-        has_outputs: Callable[[], bool] = bool,
     ) -> None:
         """Set up.
 
@@ -126,7 +125,6 @@ class Validator:
             snapshot: keeps the buffers of what is trained while a validation goes on.
             emit: takes the events.
             metrics: what else is reported.
-            has_outputs: () -> whether losses are known to come with outputs.
         """
         self._metrics = metrics
         self._model = model if metrics is None else metrics.model
@@ -142,8 +140,9 @@ class Validator:
         self._patience = patience
         self._snapshot = snapshot
         self._is_enforced = limit.is_enforced
-        self._has_outputs = has_outputs
-        self._outputs = Outputs(joins=False)  # tensors of a whole pass may be more than the host holds
+        self.has_outputs: Callable[[], bool] = bool
+        """() -> whether losses are known to come with outputs; for whoever knows it of training to set."""
+        self._beside = Outputs(joins=False)  # tensors of a whole pass may be more than the host holds
         self._computed: Computed | None = None  # by the last forward, where that is more than a loss
         self._emit = emit
         # The ways that have not failed yet, of which the first is taken. Without one losses are averaged over samples.
@@ -172,7 +171,7 @@ class Validator:
         losses: list[tuple[int, float, Reduction]] = []
         num_samples = largest = 0
         patience = Patience(self._limit, self._patience, self._emit, step=step, phase="validation")
-        self._outputs.begin()
+        self._beside.begin()
         if self._metrics is not None:
             self._metrics.begin()
         with self._evaluating():
@@ -207,7 +206,7 @@ class Validator:
 
     def _read_metrics(self) -> dict[str, float]:
         """Return the means of metrics and of outputs; of one name it is the metric that counts."""
-        outputs = read_means(self._outputs)
+        outputs = read_means(self._beside)
         return outputs if self._metrics is None else outputs | self._metrics.read()
 
     def try_metrics(self, metrics: Metrics) -> None:
@@ -298,7 +297,7 @@ class Validator:
             self._memory.release()
             return Shortage(micro_batch=1, peak_bytes=peak, error=self._nothing_fits(peak), ran=True)
         # Not sooner: what ran out of memory is run again, and would count twice.
-        self._outputs.absorb(outputs)
+        self._beside.absorb(outputs)
         if self._metrics is not None:
             self._metrics.keep(sums)
         if not self._trials.fitted(piece, peak):  # it ran all the same, so its loss counts
@@ -346,7 +345,8 @@ class Validator:
         if self._num_items is not None:
             counted = float(count_items(self._num_items, batch))
             if not counted:  # its loss is 0 / 0, which would make everything NaN
-                if self._has_outputs():
+                # Its samples have outputs all the same, where any have.
+                if self._beside.are_there or self.has_outputs():
                     with suppress(ZeroDivisionError), torch.no_grad(), self._autocast():
                         self._compute(self._model, batch)
                 return 0.0, Reduction(0.0)

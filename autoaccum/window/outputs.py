@@ -64,14 +64,18 @@ class Outputs:
         self.are_there = True
         for key, value in outputs.items():
             name = f"{within}{key}"
-            if isinstance(value, Mapping):
-                self.take(value, num_samples, f"{name}/")
-            elif isinstance(value, torch.Tensor) and value.ndim:
-                self._take_rows(name, value)
+            # In the order of how frequent they are: there are micro-batches of 100 µs.
+            if isinstance(value, torch.Tensor):
+                if value.ndim:
+                    self._take_rows(name, value)
+                else:
+                    self._mean(name).add(_scalar(name, value), num_samples)
             elif isinstance(value, tuple):
                 if len(value) != 2:
                     raise OutputError(name, f"a tuple of {len(value)}", _ACCEPTED)
                 self._mean(name).add(_scalar(name, value[0]), _scalar(name, value[1]))
+            elif isinstance(value, Mapping):
+                self.take(value, num_samples, f"{name}/")
             else:
                 self._mean(name).add(_scalar(name, value), num_samples)
 
@@ -89,6 +93,7 @@ class Outputs:
             raise OutputError(name, f"a tensor that is {kind}", "a dense tensor of real numbers")
         if not self._joins:
             return
+        # Other rows would fail only at the window's end, by an error that names nothing.
         entry = self._entries.get(name)
         if entry is None:
             entry = self._entries[name] = _Rows()
@@ -148,10 +153,12 @@ class _Mean:
 
     def add(self, value: float | torch.Tensor, count: float | torch.Tensor) -> None:
         """Add a value; one that counts nothing may be anything."""
+        # What is on the host is added up at once, in float64 as Python's numbers are. To read what is on a device would
+        # wait for it in each micro-batch: it waits for the window's end itself.
         if isinstance(count, torch.Tensor) or (isinstance(value, torch.Tensor) and count):
             self._waiting.append((value, count))
-        elif count:
-            self._total += value * count  # type: ignore[operator]
+        elif count and not isinstance(value, torch.Tensor):
+            self._total += value * count
             self._count += count
 
     def absorb(self, other: _Mean) -> None:
@@ -190,8 +197,9 @@ class _Mean:
 
 def _scalar(name: str, value: object) -> float | torch.Tensor:
     """Return a scalar as a number, or as a tensor of its own on a device, which is not read yet."""
+    # Of what is on the host there is nothing to wait for.
     if isinstance(value, torch.Tensor) and not value.ndim and not value.is_complex():
-        if value.device.type == "cpu":
+        if value.is_cpu:
             return float(value.tolist())  # type: ignore[arg-type]
         return value.detach().to(_wide(value.device), copy=True)
     if isinstance(value, Real | np.bool_):
@@ -218,11 +226,13 @@ def _is_both(name: str) -> OutputError:
 
 def on_device(outputs: Joined, device: torch.device) -> dict[str, torch.Tensor]:
     """Return outputs as tensors: means as 0-dim ones on the device."""
-    found = {}
+    found: dict[str, torch.Tensor] = {}
     for name, value in outputs.items():
-        is_read = not isinstance(value, torch.Tensor)
-        found[name] = torch.full((), value, dtype=_wide(device), device=device) if is_read else value
-    return found  # type: ignore[return-value]
+        if isinstance(value, torch.Tensor):
+            found[name] = value
+        else:  # filled and not copied, for a copy from the host would wait for the device
+            found[name] = torch.full((), value, dtype=_wide(device), device=device)
+    return found
 
 
 def read(

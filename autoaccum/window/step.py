@@ -231,6 +231,7 @@ class Step:
         # If it is the end of the window that does, the largest of them is what has to become smaller.
         self._piece = piece._replace(size=max(sizes))
         outcome = self.transaction.finish()
+        # Within the attempt, for to join them takes memory: where there is none, the window is run again.
         if self.transaction.outputs.are_there and isinstance(outcome, Gradient):
             if self.transaction.outputs.have_missed:
                 return Repeat(sizes=outcome.sizes)

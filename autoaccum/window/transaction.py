@@ -134,7 +134,7 @@ class Transaction:
     def _begin_anew(self, num_samples: int = 0) -> None:
         self._num_samples = num_samples
         self._computed: Computed | None = None  # by the last forward, where that is more than one loss
-        self.outputs.begin()
+        self._forget_outputs()
         self._tally = Tally(num_samples, deferred=self._is_deferred)
         self._sizes: list[int] = []
         self._losses: list[torch.Tensor | None] = []  # of each micro-batch; None where nothing counts
@@ -189,6 +189,11 @@ class Transaction:
         # The nodes that a reduction names would keep the graph alive.
         self._reductions.append(without_graph(reduction) if reduction.edges else reduction)
         self._sizes.append(piece.size)
+
+    def _forget_outputs(self) -> None:
+        """Keep nothing of what was returned beside losses; where nothing was, nothing is to be done."""
+        if self.outputs.are_there or self.outputs.have_missed:
+            self.outputs.begin()
 
     def _take_outputs(self, num_samples: int) -> None:
         """Keep what was returned beside a loss, and let its graph go, which backward is to free."""
@@ -411,7 +416,7 @@ class Transaction:
         del self._window
         # Even a loss is memory of the device, which the optimizer's step may need.
         self._losses, self._reductions, self._norms, self._begun = [], [], {}, None
-        self.outputs.begin()
+        self._forget_outputs()
 
     def roll_back(self) -> None:
         """Undo the window as if it had never run: gradients, buffers, random states, scaler. It may then run again.

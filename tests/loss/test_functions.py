@@ -143,7 +143,9 @@ class TestRefuses:
 
     def test_a_loss_that_is_one_of_several_or_all_of_them(self) -> None:
         losses = {"loss": torch.ones((), requires_grad=True), "penalty": torch.ones((), requires_grad=True)}
-        with pytest.raises(NonScalarLossError, match="^training_step returned a dict of 'loss', 'penalty'.*return loss, "):
+        with pytest.raises(
+            NonScalarLossError, match="^training_step returned a dict of 'loss', 'penalty'.*return loss, "
+        ):
             loss_function(None, lambda model, batch: losses)(Recorder(), (1, 2))
 
     @pytest.mark.parametrize(
