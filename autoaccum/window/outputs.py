@@ -89,8 +89,7 @@ class Outputs:
 
     def _take_rows(self, name: str, value: torch.Tensor) -> None:
         if value.layout is not torch.strided or value.is_nested or value.is_complex() or value.is_quantized:
-            kind = "nested" if value.is_nested else f"{str(value.layout).removeprefix('torch.')}, {value.dtype}"
-            raise OutputError(name, f"a tensor that is {kind}", "a dense tensor of real numbers")
+            raise OutputError(name, _kind_of(value), "a dense tensor of real numbers")
         if not self._joins:
             return
         # Other rows would fail only at the window's end, by an error that names nothing.
@@ -213,6 +212,10 @@ def _wide(device: torch.device) -> torch.dtype:
 
 
 def _kind_of(value: object) -> str:
+    if isinstance(value, torch.Tensor) and value.is_nested:
+        return "a nested tensor"
+    if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
+        return f"a {str(value.layout).removeprefix('torch.')} tensor"
     if isinstance(value, torch.Tensor):
         return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)}"
     return "None" if value is None else f"a {type(value).__name__}"
