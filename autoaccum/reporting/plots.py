@@ -269,8 +269,8 @@ def _draw_loss(axes: Axes, run: Run) -> None:
 def _outputs(run: Run) -> dict[str, Figure]:
     """Draw what was returned beside the loss, each mean in a picture of its own, with what validations report of it."""
     found: dict[str, Figure] = {}
-    for output in list(run.outputs)[:MOST_OUTPUTS]:
-        values = run.outputs[output]
+    finite = {name: values for name, values in run.outputs.items() if np.isfinite(values).any()}
+    for output, values in list(finite.items())[:MOST_OUTPUTS]:
         with _axes(output, run) as (figure, axes):
             _faint(axes, _samples(run), values, BLUE)
             axes.plot(*smoothed(_samples(run), values), color=BLUE, label="training")
@@ -278,7 +278,7 @@ def _outputs(run: Run) -> dict[str, Figure]:
             means = np.array([metrics.get(output, np.nan) for metrics in validated["metrics"]], np.float64)
             if np.isfinite(means).any():
                 x = run.samples_at(validated["step"])
-                axes.plot(x, means, "o-", color=ORANGE, markersize=4, linewidth=1.2, label="validation")
+                axes.plot(x, means, "o-", color=ORANGE, markersize=4, linewidth=1.2, label="in validation")
             scale_loss(axes, np.concatenate((values, means)))
         found[_name_of(output, found)] = figure
     return found

@@ -200,14 +200,17 @@ def value_of(value: Any, kind: Any) -> Any:
 
     >>> value_of("nan", float | None), value_of([3, 3, 2], tuple[int, ...]), value_of(None, int | None)
     (nan, (3, 3, 2), None)
-    >>> value_of({"accuracy": 1}, Mapping[str, float])
-    {'accuracy': 1.0}
+    >>> value_of({"accuracy": 1}, Mapping[str, float]), value_of({"losses": [["inf"], [2]]}, Mapping[str, Any])
+    ({'accuracy': 1.0}, {'losses': [[inf], [2]]})
     """
     if get_origin(kind) is Mapping:
         if not isinstance(value, dict):
             raise ValueError(f"{value!r} is not a value of {kind}")
-        may_be_list = get_args(kind)[1] is Any
-        return {name: _numbers(entry) if may_be_list else float(entry) for name, entry in value.items()}
+        read = _numbers if get_args(kind)[1] is Any else float
+        try:
+            return {name: read(entry) for name, entry in value.items()}
+        except RecursionError:
+            raise ValueError("lists in lists without end are not a value of a tensor") from None
     if get_origin(kind) is tuple and get_origin(get_args(kind)[0]) is tuple:
         if not isinstance(value, list):
             raise ValueError(f"{value!r} is not a value of {kind}")

@@ -212,6 +212,11 @@ class TestSeveralLosses:
         assert isinstance(found, Computed)
         assert dict(found.terms) == losses
 
+    def test_of_a_model_that_returns_outputs_beside_its_loss(self) -> None:
+        loss, outputs = torch.tensor(2.0, requires_grad=True), {"accuracy": torch.tensor(0.5)}
+        found = loss_function(None, None)(Recorder((loss, outputs)), (1, 2))
+        assert found == Computed(loss, {}, outputs)
+
     def test_with_outputs_beside_them(self) -> None:
         loss, outputs = torch.tensor(2.0, requires_grad=True), {"accuracy": torch.tensor(0.5)}
         found = loss_function(None, lambda model, batch: (loss, outputs))(Recorder(), (1, 2))
