@@ -53,8 +53,8 @@ class Accumulator:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         *,
-        loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
-        training_step: Callable[[Any, Any], torch.Tensor] | None = None,
+        loss_fn: Callable[[Any, Any], Any] | None = None,
+        training_step: Callable[[Any, Any], Any] | None = None,
         num_items: CountItems | None = None,
         micro_batch: int | Literal["auto"] = "auto",
         max_micro_batch: int | None = None,
@@ -74,7 +74,8 @@ class Accumulator:
         Args:
             model: the module to train; compiled or not.
             optimizer: over its parameters. One whose ``step`` needs a closure, such as LBFGS, is given one.
-            loss_fn: (outputs, targets) -> loss, a mean or a sum, for batches that are (inputs, targets).
+            loss_fn: (outputs, targets) -> loss, a mean or a sum, for batches that are (inputs, targets); or a loss and
+                a dict of what is to be seen beside it: ``return loss, {"accuracy": ...}``.
             training_step: (model, batch) -> loss, for any batch. With neither, the model returns its loss, as ``.loss``
                 or ``["loss"]``.
             num_items: (micro-batch) -> how many items its loss is a mean over, where that cannot be read off the loss.
