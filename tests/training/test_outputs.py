@@ -333,3 +333,29 @@ class TestRecords:
         assert hash(StepReport(**fields, outputs=second.outputs)) == hash(first)
         assert StepReport(**fields, outputs={**second.outputs, "losses": second.outputs["losses"] + 1}) != first
         assert StepReport(**fields) != first
+
+
+@pytest.mark.gpu
+def test_on_an_accelerator_they_are_those_of_the_cpu() -> None:
+    data = classes(30)
+    device = torch.accelerator.current_accelerator()
+    of_both = []
+    for where in ("cpu", device):
+        model = mlp()
+        result = autoaccum.fit(
+            model, data, training_step=step, effective_batch=30, micro_batch=7, shuffle=False, progress=False,
+            device=where, epochs=2, validation_data=data,
+        )  # fmt: skip
+        (*_, validated) = [event for event in result.events if isinstance(event, Validated)]
+        assert all(report.outputs["losses"].device.type == "cpu" for report in result.history)
+        assert not any(report.outputs["losses"].is_pinned() for report in result.history)
+        of_both.append([values(report.outputs) for report in result.history] + [dict(validated.metrics)])
+    for on_cpu, on_device in zip(*of_both, strict=True):
+        assert on_cpu.keys() == on_device.keys()
+        for name, value in on_cpu.items():
+            assert on_device[name] == pytest.approx(value, rel=1e-4)
+    model = mlp().to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    accumulator = autoaccum.Accumulator(model, optimizer, training_step=step, micro_batch=7)
+    accumulator.step(data)
+    assert {value.device.type for value in accumulator.outputs.values()} == {device.type}  # type: ignore[union-attr]
