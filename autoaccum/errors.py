@@ -20,6 +20,7 @@
     │   ├── LossWithoutGradError              ... detached from the model
     │   ├── LossSideEffectError               ... computing it changes gradients
     │   ├── NonFiniteLossError                ... NaN or inf in the first window: .loss
+    │   ├── OutputError                       ... what stands beside it is no number and no tensor: .output
     │   └── NotExactError                     ... cut windows have another gradient than whole ones: .error .cause
     ├── MemoryLimitError                      memory that no plan can get round: .micro_batch .peak_bytes .limit_bytes
     │   ├── NothingFitsError                  ... one sample is too many
@@ -262,6 +263,16 @@ class NonFiniteLossError(LossError):
             f"the loss of the first window is {loss}; no step was taken and the model is as it was. Check the inputs "
             f"for NaN, the targets for values out of range, and the loss for log(0) or a division by 0, as of a mean "
             f"over nothing; torch.autograd.set_detect_anomaly(True) names the operation."
+        )
+
+
+class OutputError(LossError):
+    """An output beside the loss of which a window can have no value."""
+
+    def __init__(self, output: str, found: str, accepted: str, cure: str = "") -> None:
+        self.output = output
+        super().__init__(
+            f"The output {output!r} beside the loss is {found}: expected {accepted}.{' ' if cure else ''}{cure}"
         )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 # Records of runs are written field by field (runs/records.py) and read by later versions: a field that is added needs a
 # default, and its type is one that records can hold.
@@ -50,6 +51,16 @@ class StepReport:
     None where not asked for, or where the window was one micro-batch."""
     gradient_variance: float | None = None
     """Unbiased estimate, from this window, of the trace of the covariance of a sample's gradient; None likewise."""
+    # Floats and tensors: records are read without torch, whose import takes seconds, and so it is not named here.
+    outputs: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """What was returned beside the loss, by name: means, which are floats, and on the host ``torch.Tensor``s, joined in
+    the order in which the window's samples are served; empty where nothing was."""
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether all fields are equal; tensors are by their values, for they have no truth value."""
+        if other.__class__ is not self.__class__:
+            return NotImplemented
+        return all(_plain(getattr(self, name)) == _plain(getattr(other, name)) for name in self.__slots__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -231,6 +242,13 @@ class Finished:
     step: int
     reason: str
     """``"budget"``, ``"interrupted"`` (a signal) or ``"stopped"`` (a callback); in records the name of an error too."""
+
+
+def _plain(value: Any) -> Any:
+    """Return a field's value with a list in place of each tensor."""
+    if isinstance(value, Mapping):
+        return {name: _plain(entry) for name, entry in value.items()}
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 # Whatever is added here is written to records as it is; how people are told of it is up to ``reporting.lines``.

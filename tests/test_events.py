@@ -78,6 +78,7 @@ def test_the_fields_that_users_rely_on() -> None:
         "noise_scale",
         "gradient_squared",
         "gradient_variance",
+        "outputs",
     ]
 
 

@@ -52,6 +52,8 @@ def _finite(value: Any) -> Any:
         return {key: _finite(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
         return [_finite(entry) for entry in value]
+    if hasattr(value, "tolist"):  # a tensor beside a loss
+        return _finite(value.tolist())
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -128,6 +128,8 @@ def call_on_batch(model: Any, batch: Any) -> Any:
 
 def _model_loss(outputs: Any) -> Any:
     """Take the loss out of a model's outputs: their ``loss``, or all of them when they are one number."""
+    if _has_outputs(outputs):
+        return outputs
     # Hugging Face's outputs are mappings with attributes, in which a loss that was not computed is None.
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
     if loss is not None:
@@ -154,11 +156,16 @@ def _checked(computed: Any, source: str) -> torch.Tensor | Computed:
     # Nearly every loss: the rest finds out what else it is, or the words for what is wrong with it.
     if isinstance(computed, torch.Tensor) and computed.requires_grad and not computed.ndim:
         return computed
-    if isinstance(computed, tuple) and len(computed) == 2 and isinstance(computed[1], Mapping):
+    if _has_outputs(computed):
         found = _losses(computed[0], source)
         return found._replace(outputs=computed[1])
     found = _losses(computed, source)
     return found if found.terms else found.loss
+
+
+def _has_outputs(computed: Any) -> bool:
+    """Return whether something is returned beside a loss: ``loss, {"accuracy": ...}``."""
+    return isinstance(computed, tuple) and len(computed) == 2 and isinstance(computed[1], Mapping)
 
 
 def _losses(computed: Any, source: str) -> Computed:

@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,8 @@ for _name, _kind in {"time": float, **FIELDS["StepReport"], "micro_batch": int, 
         _WINDOWS[_name] = np.dtype(np.int64 if _kind is int else np.float64)
 _OPTIONAL = [name for name, kind in FIELDS["StepReport"].items() if kind == float | None]
 """Names of columns that a run need not have: older versions wrote fewer of them."""
+_OUTPUT = "output"
+"""First part of the key of an output's column, beside its name, which is the user's and may be that of a field."""
 _ROWS = 20_000
 """Make columns of so many lines at a time, for as objects windows take far more memory."""
 
@@ -53,6 +55,8 @@ class Run:
     """``config.json``; empty when there is none."""
     environment: Mapping[str, Any]
     """``environment.json``; empty when there is none."""
+    outputs: Columns = field(default_factory=dict)
+    """Means of what was returned beside the loss, by name: one row a window, NaN where it had none of that name."""
 
     def __len__(self) -> int:
         """Return the number of windows."""
@@ -92,6 +96,7 @@ def load_run(run_dir: str | os.PathLike[str]) -> Run:
     return Run(
         path=path,
         windows=loading.windows(),
+        outputs=loading.outputs(),
         events={name: _columns(name, rows) for name, rows in loading.events.items()},
         finished=loading.finished,
         last_time=loading.last_time,
@@ -111,8 +116,8 @@ class _Loading:
         self.last_time: float | None = None
         self.voided = 0
         self.garbled = 0
-        self._rows: list[dict[str, Any]] = []  # windows that are objects still
-        self._packed: list[dict[str, NDArray[Any]]] = []  # those before them, as columns
+        self._rows: list[dict[Any, Any]] = []  # windows that are objects still
+        self._packed: list[dict[Any, NDArray[Any]]] = []  # those before them, as columns
         self._last_step = 0
         self._begun: dict[str, int] = {}  # by type, events before the last Started
         self._same: dict[Any, Any] = {}  # a plan or reason that comes a thousand times is kept once
@@ -135,9 +140,14 @@ class _Loading:
         except (KeyError, TypeError, ValueError, OverflowError):  # JSON, with other fields or values than a record's
             self.garbled += 1
 
-    def _window(self, document: dict[str, Any]) -> None:
+    def _window(self, document: dict[Any, Any]) -> None:
         sizes = document.pop("micro_batches")
         document["micro_batch"], document["accumulation_steps"] = max(sizes), len(sizes)
+        # Tensors are for whoever reads the records: a million windows of them would not be in memory.
+        outputs = document.pop("outputs", {})
+        if not isinstance(outputs, dict):
+            raise ValueError(f"{outputs!r} are no outputs")
+        document |= {(_OUTPUT, name): value for name, value in outputs.items() if not isinstance(value, list)}
         if document["step"] <= self._last_step:  # a run from the beginning in the directory of another
             # Without a checkpoint there is no Resumed: whatever was recorded before the last Started is of that other
             # run, events that have no step included.
@@ -178,7 +188,7 @@ class _Loading:
     def _void(self, step: int) -> None:
         """Drop the windows after this step."""
         self.pack()
-        windows = self.windows()
+        windows = self._joined()
         kept = int(np.searchsorted(windows["step"], step, side="right"))
         self.voided += len(windows["step"]) - kept
         # What was packed at once may be kept in part only, so all parts become one.
@@ -200,15 +210,30 @@ class _Loading:
 
     def windows(self) -> dict[str, NDArray[Any]]:
         """Return the columns of the windows that are packed."""
+        return {name: column for name, column in self._joined().items() if isinstance(name, str)}
+
+    def outputs(self) -> dict[str, NDArray[Any]]:
+        """Return the columns of their outputs."""
+        return {name[1]: column for name, column in self._joined().items() if not isinstance(name, str)}
+
+    def _joined(self) -> dict[Any, NDArray[Any]]:
+        """Return all columns; in a part of the run that had no output of a name, that is NaN."""
         parts = self._packed or [_packed([])]
-        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        joined = {}
+        for name in dict.fromkeys(name for part in parts for name in part):
+            lacking = (np.full(len(part["step"]), np.nan) if name not in part else part[name] for part in parts)
+            joined[name] = np.concatenate(list(lacking))
+        return joined
 
 
-def _packed(rows: list[dict[str, Any]]) -> dict[str, NDArray[Any]]:
+def _packed(rows: list[dict[Any, Any]]) -> dict[Any, NDArray[Any]]:
     """Return the rows as columns."""
     # numpy reads null as NaN, and the texts of what JSON has not.
+    columns: dict[Any, NDArray[Any]]
     columns = {name: np.array([row[name] for row in rows], dtype) for name, dtype in _WINDOWS.items()}
     columns |= {name: np.array([row.get(name) for row in rows], np.float64) for name in _OPTIONAL}
+    outputs = dict.fromkeys(key for row in rows for key in row if isinstance(key, tuple))
+    columns |= {name: np.array([row.get(name) for row in rows], np.float64) for name in outputs}
     # A list in place of a number makes a matrix, and seconds are summed: neither would show later on.
     if any(column.ndim != 1 for column in columns.values()) or not np.isfinite(columns["seconds"]).all():
         raise ValueError("a value that no run has written")
@@ -219,12 +244,12 @@ def _columns(name: str, rows: list[tuple[Any, ...]]) -> dict[str, NDArray[Any]]:
     """Return the events of a type as columns; what is neither an int nor a float is one of objects."""
     kinds = {"time": float, **FIELDS[name]}
     found = {}
-    for at, (field, kind) in enumerate(kinds.items()):
+    for at, (column_of, kind) in enumerate(kinds.items()):
         dtype: Any = {int: np.int64, float: np.float64}.get(kind, object)
         column = np.empty(len(rows), dtype)
         for index, row in enumerate(rows):  # numpy would take a column of tuples for a matrix
             column[index] = row[at]
-        found[field] = column
+        found[column_of] = column
     return found
 
 

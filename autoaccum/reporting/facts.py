@@ -71,6 +71,8 @@ class Facts:
     best_validation_loss: float | None
     metrics: Mapping[str, float]
     """Metrics of the last validation, by name."""
+    outputs: Mapping[str, float]
+    """What was returned beside the loss, by name: mean over the last twentieth of the windows."""
     peak_bytes: int
     limit_share: float | None
     """Greatest share that a window took of the limit at that time; None before the first window."""
@@ -109,6 +111,7 @@ def facts_of(run: Run, now: float | None = None) -> Facts:
         # NaN is no best, and where nothing was finite there is none.
         best_validation_loss=float(np.nanmin(validated)) if np.isfinite(validated).any() else None,
         metrics=_metrics(run),
+        outputs=_outputs(run),
         peak_bytes=int(windows["peak_bytes"].max(initial=0)),
         limit_share=float(_shares(run).max()) if len(run) else None,
         num_out_of_memory=len(events["OutOfMemory"]["step"]),
@@ -306,6 +309,8 @@ def _learning(run: Run) -> Answer:
         elif np.isfinite(losses).all():
             verdict = "Yes: the"
         sentences.append(f"{verdict} training loss went from {first:.4g} to {last:.4g}{over}.")
+    if outputs := _outputs(run):
+        sentences.append(f"Beside it at the end: {metrics_text(outputs)}.")
     if len(validated["loss"]) and np.isfinite(validated["loss"]).any():
         best = int(np.nanargmin(validated["loss"]))
         at = run.samples_at(validated["step"][best : best + 1])[0]
@@ -327,6 +332,12 @@ def _metrics(run: Run) -> Mapping[str, float]:
     """Return the metrics of the last validation; empty without one."""
     found: Sequence[Mapping[str, float]] = run.events["Validated"]["metrics"][-1:].tolist()
     return found[0] if found else {}
+
+
+def _outputs(run: Run) -> Mapping[str, float]:
+    """Return the means of outputs at the end of a run, of those that were finite then."""
+    means = {name: _mean(values[-twentieth(run) :]) for name, values in run.outputs.items()}
+    return {name: mean for name, mean in means.items() if mean is not None}
 
 
 def _mean(values: NDArray[np.float64]) -> float | None:

@@ -28,6 +28,10 @@ NEWS = 1.2
 """Tell of an effective batch in a line once it has changed by this factor since the last one."""
 
 
+SHOWN = 4
+"""Show at most so many outputs in the line of a window."""
+
+
 class News:
     """Judge of whether a plan is worth a line: it is not while a ramp goes from one effective batch to the next."""
 
@@ -97,6 +101,8 @@ class Narrator:
         speed = ""
         if seconds > 0:
             speed = f" ({(samples - self._resumed_samples) / seconds:.0f} samples/s)"
+        means = means_of(self.last.outputs)
+        outputs = f", {metrics_text(means)}" if means else ""
         # The last one, as the parameters at the end are what the run leaves.
         validated = "" if self._validated is None else f"; validation {self._validated.loss:.4f}"
         if self._validated is not None and self._validated.metrics:
@@ -104,7 +110,7 @@ class Narrator:
         return (
             f"{'done' if finished.reason == 'budget' else finished.reason}: {counted(finished.step, 'step')}, "
             f"{samples} samples in {seconds:.1f} s{speed}\n"
-            f"loss {self._first.loss:.4f} -> {self.last.loss:.4f}{validated}\n"
+            f"loss {self._first.loss:.4f} -> {self.last.loss:.4f}{outputs}{validated}\n"
             f"micro-batches {cut_text(self._plan or self.last.micro_batches)}, {counted(self._replays, 'replay')}, "
             f"peak {format_bytes(self._peak_bytes)} of {format_bytes(self.last.limit_bytes)}"
         )
@@ -174,10 +180,20 @@ def metrics_text(metrics: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
 
 
+def means_of(outputs: Mapping[str, object]) -> dict[str, float]:
+    """Return those of the outputs beside a loss that are means, and no tensors."""
+    return {name: value for name, value in outputs.items() if isinstance(value, float)}
+
+
 def state_text(report: StepReport) -> str:
-    """Return how things stand after a window: its loss, its cut, memory used / limit."""
+    """Return how things stand after a window: its loss and what is beside it, its cut, memory used / limit."""
+    outputs = ""
+    if report.outputs:
+        means = list(means_of(report.outputs).items())
+        outputs = "".join(f"{name}={value:.4g}, " for name, value in means[:SHOWN])
+        outputs += "..., " if len(means) > SHOWN else ""  # else nothing of the line but them would be seen
     return (
-        f"loss={report.loss:.4f}, {cut_text(report.micro_batches)}, "
+        f"loss={report.loss:.4f}, {outputs}{cut_text(report.micro_batches)}, "
         f"{format_bytes(report.peak_bytes)} / {format_bytes(report.limit_bytes)}"
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,8 @@ except ImportError:
 
 MARKS = 120
 """Draw at most so many marks of one kind of event in a picture."""
+MOST_OUTPUTS = 24
+"""Draw at most so many outputs, those that came first."""
 WIDE = 8.0
 """Give values a logarithmic axis whose greatest is so many times the least."""
 
@@ -117,6 +119,8 @@ def pictures(run: Run) -> dict[str, Figure]:
             with _axes(title, run) as (figure, axes):
                 draw(axes, run)
             found[name] = figure
+            if name == "loss":  # beside it stands what was returned beside it
+                found |= _outputs(run)
         for name, title, column in (
             ("lr", "Learning rate", "lr"),
             ("gradient-norm", "Norm of the gradient", "grad_norm"),
@@ -158,6 +162,7 @@ def comparison(runs: Sequence[Run], labels: Sequence[str]) -> dict[str, Figure]:
                     axes, np.concatenate([smoothed(_samples(run), run.windows["loss"])[1] for run, _, _ in shown])
                 )
             found[name] = figure
+        found |= _compared_outputs(shown)
         with _axes("Samples per second", None) as (figure, axes):
             for run, label, color in shown:
                 axes.plot(*_mean_rate(run), color=color, label=label)
@@ -259,6 +264,49 @@ def _draw_loss(axes: Axes, run: Run) -> None:
         x = run.samples_at(validated["step"])
         axes.plot(x, validated["loss"], "o-", color=ORANGE, markersize=4, linewidth=1.2, label="validation loss")
     scale_loss(axes, np.concatenate((loss, validated["loss"])))
+
+
+def _outputs(run: Run) -> dict[str, Figure]:
+    """Draw what was returned beside the loss, each mean in a picture of its own, with what validations report of it."""
+    found: dict[str, Figure] = {}
+    finite = {name: values for name, values in run.outputs.items() if np.isfinite(values).any()}
+    for output, values in list(finite.items())[:MOST_OUTPUTS]:
+        with _axes(output, run) as (figure, axes):
+            _faint(axes, _samples(run), values, BLUE)
+            axes.plot(*smoothed(_samples(run), values), color=BLUE, label="training")
+            validated = run.events["Validated"]
+            means = np.array([metrics.get(output, np.nan) for metrics in validated["metrics"]], np.float64)
+            if np.isfinite(means).any():
+                x = run.samples_at(validated["step"])
+                axes.plot(x, means, "o-", color=ORANGE, markersize=4, linewidth=1.2, label="in validation")
+            scale_loss(axes, np.concatenate((values, means)))
+        found[_name_of(output, found)] = figure
+    return found
+
+
+def _compared_outputs(shown: Sequence[tuple[Run, str, str]]) -> dict[str, Figure]:
+    """Draw what was returned beside the losses of several runs, each mean in a picture of its own."""
+    found: dict[str, Figure] = {}
+    for output in list(dict.fromkeys(name for run, _, _ in shown for name in run.outputs))[:MOST_OUTPUTS]:
+        curves = []
+        with _axes(f"{output} over samples", None) as (figure, axes):
+            for run, label, color in shown:
+                if output in run.outputs:
+                    x, y = smoothed(_samples(run), run.outputs[output])
+                    axes.plot(x, y, color=color, label=label)
+                    curves.append(y)
+            scale_loss(axes, np.concatenate(curves))
+        found[_name_of(output, found)] = figure
+    return found
+
+
+def _name_of(output: str, others: Container[str]) -> str:
+    """Return the name of an output's picture, which becomes that of a file: the output's own may hold anything."""
+    name = f"output-{re.sub(r'[^A-Za-z0-9_.]+', '-', output)[:60]}"
+    number = 2
+    while name in others:
+        name, number = f"{name}-{number}", number + 1
+    return name
 
 
 def scale_loss(axes: Axes, losses: Values, *, logarithmic: bool = True) -> None:

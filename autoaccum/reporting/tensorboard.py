@@ -18,7 +18,7 @@ from autoaccum.events import (
     Validated,
     Waiting,
 )
-from autoaccum.reporting.lines import line
+from autoaccum.reporting.lines import line, means_of
 
 
 class TensorBoardReporter:
@@ -81,4 +81,5 @@ def _scalars(report: StepReport) -> dict[str, float | None]:
         "memory/limit_bytes": report.limit_bytes,
         "gradient/norm": report.grad_norm,
         "gradient/noise_scale": report.noise_scale,
+        **{f"train/{name}": value for name, value in means_of(report.outputs).items()},
     }

@@ -30,7 +30,20 @@ FIELDS: dict[str, dict[str, Any]] = {record.__name__: get_type_hints(record) for
 # Looked up once: a record is written in every window, and dataclasses.asdict would copy all that is in it.
 _VALUES: dict[str, Callable[[Any], tuple[Any, ...]]] = {name: attrgetter(*fields) for name, fields in FIELDS.items()}
 _CLASSES: dict[str, type[Any]] = {record.__name__: record for record in get_args(Record)}
-_encode = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
+
+
+def _listed(value: Any) -> Any:
+    """Return a tensor as lists of numbers.
+
+    Raises:
+        TypeError: it is none, and JSON has no such value.
+    """
+    if not hasattr(value, "tolist"):
+        raise TypeError(f"{value!r} is nothing that JSON has")
+    return value.tolist()
+
+
+_encode = json.JSONEncoder(allow_nan=False, separators=(",", ":"), default=_listed).encode
 
 
 class RecordWriter:
@@ -74,8 +87,17 @@ class RecordWriter:
 def line_of(record: Record, seconds: float) -> bytes:
     """Return one line of the file, its end included; ``seconds`` are unix time."""
     name = type(record).__name__
-    document = {"type": name, "time": seconds}
+    document: dict[str, Any] = {"type": name, "time": seconds}
     document.update(zip(FIELDS[name], _VALUES[name](record), strict=True))
+    if name == "StepReport":
+        # In every window, and most runs have none.
+        outputs = document.pop("outputs")
+        if outputs:
+            document["outputs"] = outputs
+            tensors = {key: value for key, value in outputs.items() if hasattr(value, "tolist")}
+            # As JSON they are lists, which do not tell.
+            dtypes = {key: str(value.dtype).removeprefix("torch.") for key, value in tensors.items()}
+            document |= {"dtypes": dtypes} if dtypes else {}
     return f"{encode(document)}\n".encode()
 
 
@@ -91,6 +113,8 @@ def _finite(value: Any) -> Any:
     """Return the value with a text in place of each number that JSON has not: ``"nan"``, ``"inf"``, ``"-inf"``."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
+    if hasattr(value, "tolist"):
+        return _finite(value.tolist())
     if isinstance(value, dict):
         return {key: _finite(entry) for key, entry in value.items()}
     return [_finite(entry) for entry in value] if isinstance(value, list | tuple) else value
@@ -165,6 +189,8 @@ def record_of(document: Mapping[str, Any]) -> Record:
     # Fields that a newer version has added are left out; one that it lacks is a TypeError, or takes its default.
     known = FIELDS[document["type"]]
     values = {name: value_of(document[name], kind) for name, kind in known.items() if name in document}
+    if values.get("outputs"):
+        values["outputs"] = _with_tensors(values["outputs"], document.get("dtypes", {}))
     record: Record = _CLASSES[document["type"]](**values)
     return record
 
@@ -174,13 +200,17 @@ def value_of(value: Any, kind: Any) -> Any:
 
     >>> value_of("nan", float | None), value_of([3, 3, 2], tuple[int, ...]), value_of(None, int | None)
     (nan, (3, 3, 2), None)
-    >>> value_of({"accuracy": 1}, Mapping[str, float])
-    {'accuracy': 1.0}
+    >>> value_of({"accuracy": 1}, Mapping[str, float]), value_of({"losses": [["inf"], [2]]}, Mapping[str, Any])
+    ({'accuracy': 1.0}, {'losses': [[inf], [2]]})
     """
     if get_origin(kind) is Mapping:
         if not isinstance(value, dict):
             raise ValueError(f"{value!r} is not a value of {kind}")
-        return {name: float(number) for name, number in value.items()}
+        read = _numbers if get_args(kind)[1] is Any else float
+        try:
+            return {name: read(entry) for name, entry in value.items()}
+        except RecursionError:
+            raise ValueError("lists in lists without end are not a value of a tensor") from None
     if get_origin(kind) is tuple and get_origin(get_args(kind)[0]) is tuple:
         if not isinstance(value, list):
             raise ValueError(f"{value!r} is not a value of {kind}")
@@ -199,6 +229,39 @@ def value_of(value: Any, kind: Any) -> Any:
     if isinstance(value, int) and abs(value) >= 2**63:
         raise ValueError(f"{value} is more than a column can hold")
     return tuple(value) if accepted is list else value
+
+
+def _numbers(value: Any) -> Any:
+    """Return an output as it was before it was JSON: a number, or lists of numbers in place of a tensor."""
+    return [_entry(entry) for entry in value] if isinstance(value, list) else float(value)
+
+
+def _entry(value: Any) -> Any:
+    """Return an entry of a list: one of lists, or a number; whole numbers and truth values stay what they are."""
+    return value if isinstance(value, int) else _numbers(value)
+
+
+def _with_tensors(outputs: Mapping[str, Any], dtypes: Any) -> dict[str, Any]:
+    """Return outputs with tensors in place of lists, of the dtypes that they had.
+
+    Raises:
+        ValueError: they are no such tensors.
+    """
+    if not isinstance(dtypes, dict):
+        raise ValueError(f"{dtypes!r} are no dtypes")
+    found = {}
+    for name, value in outputs.items():
+        if isinstance(value, list):
+            # Here, so that to read what holds none takes no torch.
+            import torch
+
+            dtype = getattr(torch, str(dtypes.get(name)), None)
+            try:
+                value = torch.tensor(value, dtype=dtype)
+            except (RuntimeError, TypeError) as error:  # rows of different lengths, or no dtype of numbers
+                raise ValueError(str(error)) from None
+        found[name] = value
+    return found
 
 
 def write_json(path: str | os.PathLike[str], document: Any) -> None:

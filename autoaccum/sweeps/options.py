@@ -38,8 +38,8 @@ Recipe = str | Callable[..., Arguments]
 class PassedOn(TypedDict, total=False):
     """Arguments that ``sweep`` passes on to ``fit``, in place of what the recipe returns."""
 
-    loss_fn: Callable[[Any, Any], torch.Tensor] | None
-    training_step: Callable[[Any, Any], torch.Tensor] | None
+    loss_fn: Callable[[Any, Any], Any] | None
+    training_step: Callable[[Any, Any], Any] | None
     num_items: CountItems | None
     optimizer: OptimizerLike | None
     lr_scheduler: MakeScheduler | None

@@ -36,6 +36,7 @@ from autoaccum.window.optimizers import (
     needs_closure,
     trainable_parameters,
 )
+from autoaccum.window.outputs import on_device
 from autoaccum.window.precision import Precision
 
 
@@ -61,8 +62,8 @@ class Accumulator:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         *,
-        loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
-        training_step: Callable[[Any, Any], torch.Tensor] | None = None,
+        loss_fn: Callable[[Any, Any], Any] | None = None,
+        training_step: Callable[[Any, Any], Any] | None = None,
         num_items: CountItems | None = None,
         micro_batch: int | Literal["auto"] = "auto",
         max_micro_batch: int | None = None,
@@ -86,7 +87,8 @@ class Accumulator:
         Args:
             model: the module to train; compiled or not.
             optimizer: over its parameters. One whose ``step`` needs a closure, such as LBFGS or SAM, is given one.
-            loss_fn: (outputs, targets) -> loss, a mean or a sum, for batches that are (inputs, targets).
+            loss_fn: (outputs, targets) -> loss, a mean or a sum, for batches that are (inputs, targets); or a loss and
+                a dict of what is to be seen beside it: ``return loss, {"accuracy": ...}``.
             training_step: (model, batch) -> loss, for any batch. With neither, the model returns its loss, as ``.loss``
                 or ``["loss"]``.
             num_items: (micro-batch) -> how many items its loss is a mean over, where that cannot be read off the loss.
@@ -160,6 +162,8 @@ class Accumulator:
         """How the last batch was cut."""
         self.grad_norm: torch.Tensor | None = None
         """2-norm of the last batch's gradient before clipping; None without ``clip_norm``."""
+        self.outputs: dict[str, torch.Tensor] = {}
+        """What was returned beside the last batch's loss, by name, on the device: means, and tensors, joined."""
         self._is_scaled = precision == "fp16"
         self._searches = micro_batch == "auto"
         # A loop of the caller's has no largest batch that is known beforehand: it is learnt as batches come.
@@ -223,9 +227,11 @@ class Accumulator:
         """
         window = self._window(batch)
         gradient = self._run(window)
+        outputs = self.outputs
         # An optimizer may ask for gradients itself, several times in a step: each is a window of the same batch. What
-        # is returned is the loss before the step, which is what callers compare.
+        # is returned are the loss and the outputs before the step, which is what callers compare.
         self._step.apply(gradient, lambda: self._run(window))
+        self.outputs = outputs
         return gradient.loss
 
     def backward(self, batch: Any) -> torch.Tensor:
@@ -265,6 +271,7 @@ class Accumulator:
             self._step.tuner.searching = self._searches
         gradient, _ = self._step.run(window)
         self.micro_batches, self.grad_norm = gradient.sizes, gradient.grad_norm
+        self.outputs = on_device(gradient.outputs, self._device) if gradient.outputs else {}
         # Of samples with lengths, smaller batches say nothing of the largest: only one as large settles the search.
         if window.lengths is None or window.num_samples == self._largest_batch:
             self._step.settle(self._largest_batch, window.lengths)

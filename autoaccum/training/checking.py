@@ -55,8 +55,8 @@ def check(
     model: nn.Module,
     batch: Any,
     *,
-    loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
-    training_step: Callable[[Any, Any], torch.Tensor] | None = None,
+    loss_fn: Callable[[Any, Any], Any] | None = None,
+    training_step: Callable[[Any, Any], Any] | None = None,
     num_items: CountItems | None = None,
     device: str | torch.device | None = None,
     ranks: Ranks = "together",
@@ -76,7 +76,8 @@ def check(
         batch: a batch of at least 2 samples, any pytree whose tensors have one row per sample; or a Dataset, a
             DataLoader or another iterable of batches, of which some samples are read. Six of them are measured, that
             differ as much as they can: the more kinds of sample it holds, the more is seen.
-        loss_fn: (outputs, targets) -> loss, a mean or a sum, for batches that are (inputs, targets).
+        loss_fn: (outputs, targets) -> loss, a mean or a sum, for batches that are (inputs, targets); or a loss and a
+            dict of what is to be seen beside it: ``return loss, {"accuracy": ...}``.
         training_step: (model, batch) -> loss, for any batch. With neither, the model returns its loss, as ``.loss`` or
             ``["loss"]``.
         num_items: (micro-batch) -> how many items its loss is a mean over, where that cannot be read off the loss.

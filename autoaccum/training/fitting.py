@@ -29,8 +29,8 @@ def fit(
     data: Any,
     *,
     effective_batch: int | str | Schedule | Callable[[Progress], int],
-    loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
-    training_step: Callable[[Any, Any], torch.Tensor] | None = None,
+    loss_fn: Callable[[Any, Any], Any] | None = None,
+    training_step: Callable[[Any, Any], Any] | None = None,
     num_items: CountItems | None = None,
     optimizer: OptimizerLike | None = None,
     lr: float | None = None,
@@ -94,7 +94,8 @@ def fit(
             tensors have one row per sample.
         effective_batch: samples per optimizer step; or a schedule, its text such as "64, 1000:256", or a function
             (Progress) -> samples: see autoaccum.schedules.
-        loss_fn: (outputs, targets) -> loss, a mean or a sum, for batches that are (inputs, targets).
+        loss_fn: (outputs, targets) -> loss, a mean or a sum, for batches that are (inputs, targets); or a loss and a
+            dict of what is to be seen beside it: ``return loss, {"accuracy": ...}``.
         training_step: (model, batch) -> loss, for any batch. With neither, the model returns its loss, as ``.loss`` or
             ``["loss"]``.
         num_items: (micro-batch) -> how many items its loss is a mean over, where that cannot be read off the loss.

@@ -122,15 +122,17 @@ class FitArguments:
         ),
     )
     # How its loss is computed: by one of these two functions, or by the model itself.
-    loss_fn: Callable[[Any, Any], torch.Tensor] | None = option(
-        "(outputs, targets) -> loss, a mean or a sum, for batches that are (inputs, targets).",
+    # Either may return several losses, or a loss and what is to be seen beside it.
+    loss_fn: Callable[[Any, Any], Any] | None = option(
+        "(outputs, targets) -> loss, a mean or a sum, for batches that are (inputs, targets); or a loss and a dict of "
+        'what is to be seen beside it: ``return loss, {"accuracy": ...}``.',
         default=None,
         check=loss_function,
         probe=Own(),
         accumulator=Own(),
         in_check=Own(),
     )
-    training_step: Callable[[Any, Any], torch.Tensor] | None = option(
+    training_step: Callable[[Any, Any], Any] | None = option(
         "(model, batch) -> loss, for any batch. With neither, the model returns its loss, as ``.loss`` or "
         '``["loss"]``.',
         default=None,

@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from itertools import pairwise, repeat
 from typing import Any
 
-from autoaccum._kinds import Check, every, number, of_record, optional, parts, refuse, whole
+from autoaccum._kinds import Check, a, below, every, number, of_record, optional, parts, refuse, whole
 from autoaccum.data.base import Reader, Window
 from autoaccum.errors import EmptyDatasetError
 from autoaccum.events import Notice, StepReport
@@ -183,6 +183,11 @@ class Pace:
         epochs, steps, samples = self._allowance
         return self.epoch >= epochs or self._step.number >= steps or self.samples_seen >= samples
 
+    def reported(self, report: StepReport) -> None:
+        """Keep a report for schedules to look at: in a checkpoint too, and so without tensors, which may be large."""
+        outputs = {name: value for name, value in report.outputs.items() if isinstance(value, float)}
+        self.reports.append(report if len(outputs) == len(report.outputs) else replace(report, outputs=outputs))
+
     def state_dict(self) -> dict[str, Any]:
         """Return where the run stands, and the reports that a schedule may look at, as plain values."""
         # The step is counted by what takes the steps, and kept with it.
@@ -193,7 +198,7 @@ class Pace:
             "samples_seen": self.samples_seen,
             "effective_batch": self.effective_batch,
             "windows": self.windows.runs(),
-            "reports": [asdict(report) for report in self.reports],
+            "reports": [_saved(report) for report in self.reports],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -250,6 +255,23 @@ class Pace:
             refuse(f"reports[{len(reports) - 1}]", f"is not of the last step, {step}, after {seen} samples")
 
 
+def _saved(report: StepReport) -> dict[str, Any]:
+    """Return the fields of a report; outputs, which came later than others, only where there are any."""
+    # As the checkpoints of older versions are, which know none.
+    saved = asdict(report)
+    if not report.outputs:
+        del saved["outputs"]
+    return saved
+
+
+def _check_outputs(value: Any, entry: str) -> None:
+    """Check the outputs of a report: means by their names, which are the user's."""
+    a(dict)(value, entry)
+    for name, mean in value.items():
+        a(str)(name, entry)
+        _ANY_NUMBER(mean, below(entry, name))
+
+
 # Losses of a run that diverged are not finite, nor is the rate of an optimizer that has none; a scale may be infinite.
 _ANY_NUMBER = number(finite=False, nan=True)
 _REPORT = of_record(
@@ -259,6 +281,7 @@ _REPORT = of_record(
     lr=_ANY_NUMBER,
     grad_norm=optional(_ANY_NUMBER),
     noise_scale=optional(number(finite=False)),
+    outputs=_check_outputs,
 )
 
 

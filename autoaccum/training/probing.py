@@ -78,8 +78,8 @@ def probe(
     data: Any,
     *,
     effective_batch: int | str | Schedule | Callable[[Progress], int] | None = None,
-    loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
-    training_step: Callable[[Any, Any], torch.Tensor] | None = None,
+    loss_fn: Callable[[Any, Any], Any] | None = None,
+    training_step: Callable[[Any, Any], Any] | None = None,
     optimizer: OptimizerLike | None = None,
     max_micro_batch: int | None = None,
     min_micro_batch: int | None = None,
@@ -104,7 +104,8 @@ def probe(
         data: as for ``fit``; its first samples are repeated to make batches of any size.
         effective_batch: samples per optimizer step, the most of them where it is a schedule: no larger micro-batch is
             tried, and a plan is made.
-        loss_fn: (outputs, targets) -> loss, a mean or a sum, for batches that are (inputs, targets).
+        loss_fn: (outputs, targets) -> loss, a mean or a sum, for batches that are (inputs, targets); or a loss and a
+            dict of what is to be seen beside it: ``return loss, {"accuracy": ...}``.
         training_step: (model, batch) -> loss, for any batch. With neither, the model returns its loss, as ``.loss`` or
             ``["loss"]``.
         optimizer: an Optimizer or a function (parameters) -> Optimizer; AdamW when left out. Its state must fit too.

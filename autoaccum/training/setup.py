@@ -394,6 +394,7 @@ def validator_of(
         metrics=Metrics(metrics, step_model, of=of, autocast=step.job.autocast) if metrics else None,
     )
     validator.set_fewest(arguments.min_micro_batch or 1)
+    validator.has_outputs = lambda: step.transaction.outputs.are_there
     if metrics:
         # On the model as it is: a compiled one would be compiled for batches of one sample and of two.
         tried = Metrics(metrics, arguments.model, of=of, autocast=step.job.autocast, split=step.job.split)

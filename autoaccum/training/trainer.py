@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,8 +36,10 @@ from autoaccum.training.pace import Pace
 from autoaccum.training.result import FitResult as FitResult
 from autoaccum.training.run_state import RunState
 from autoaccum.training.validation import Validations
+from autoaccum.window.gradient import Gradient
 from autoaccum.window.modules import State
 from autoaccum.window.optimizers import OptimizerLike, trainable_parameters
+from autoaccum.window.outputs import read
 from autoaccum.window.precision import Precision
 
 
@@ -53,8 +56,8 @@ class Trainer:
         data: Any,
         *,
         effective_batch: int | str | Schedule | Callable[[Progress], int],
-        loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
-        training_step: Callable[[Any, Any], torch.Tensor] | None = None,
+        loss_fn: Callable[[Any, Any], Any] | None = None,
+        training_step: Callable[[Any, Any], Any] | None = None,
         num_items: CountItems | None = None,
         optimizer: OptimizerLike | None = None,
         lr: float | None = None,
@@ -317,15 +320,16 @@ class Trainer:
             self._noise.observe(noise)
         now = clock.now()
         # Reading the loss waits for the device, which the optimizer's step has been given to by now.
+        loss, grad_norm, outputs = self._read(gradient)
         report = StepReport(
             step=self.step,
             epoch=self._pace.epoch,
             num_samples=self.samples_seen,
             effective_batch=num_samples,
             micro_batches=gradient.sizes,
-            loss=insist(gradient.loss.item, "the loss was read"),
+            loss=loss,
             lr=lr,
-            grad_norm=None if gradient.grad_norm is None else insist(gradient.grad_norm.item, "the norm was read"),
+            grad_norm=grad_norm,
             seconds=now - self._mark,
             peak_bytes=self._step.meter.peak_bytes,
             limit_bytes=self._step.limit.bytes,
@@ -333,9 +337,10 @@ class Trainer:
             noise_scale=None if noise is None or self._noise is None else self._noise.scale,
             gradient_squared=None if noise is None else noise.gradient_squared,
             gradient_variance=None if noise is None else noise.gradient_variance,
+            outputs=outputs,
         )
         self._mark = now
-        self._pace.reports.append(report)
+        self._pace.reported(report)
         if self._directory is not None:
             self._directory.window_mark.leave()
         if stepped:
@@ -349,6 +354,13 @@ class Trainer:
             self._end("budget")
         self._validate_if_due()
         self._save()
+
+    def _read(self, gradient: Gradient) -> tuple[float, float | None, Mapping[str, Any]]:
+        """Return the loss of a window, its gradient's norm and its outputs on the host."""
+        if gradient.outputs:
+            return insist(partial(read, gradient.loss, gradient.grad_norm, gradient.outputs), "the loss was read")
+        loss, norm = insist(gradient.loss.item, "the loss was read"), gradient.grad_norm
+        return loss, None if norm is None else insist(norm.item, "the norm was read"), {}
 
     def _validate_if_due(self) -> None:
         """Validate after a window that passed another ``validate_every`` samples."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from autoaccum.data.base import Source, Window
 from autoaccum.errors import EmptyDatasetError, LossWithoutGradError, NothingFitsError
 from autoaccum.events import Event, Notice, OutOfMemory, Validated
 from autoaccum.loss.conclusions import conclude, stands_for_none
-from autoaccum.loss.functions import LossOf, total
+from autoaccum.loss.functions import Computed, LossOf
 from autoaccum.loss.graph import graph_alone
 from autoaccum.loss.reductions import Reduction, read, without_graph
 from autoaccum.loss.weighting import CountItems, count_items
@@ -33,6 +33,7 @@ from autoaccum.planning.saved import TRIALS
 from autoaccum.planning.trials import Trials
 from autoaccum.training.metrics import Metrics, SharedTree, Sums
 from autoaccum.window.attributes import Attributes
+from autoaccum.window.outputs import Outputs, read_means
 from autoaccum.window.precision import Autocast
 from autoaccum.window.single_samples import may_need_another
 from autoaccum.window.snapshot import Snapshot
@@ -139,6 +140,10 @@ class Validator:
         self._patience = patience
         self._snapshot = snapshot
         self._is_enforced = limit.is_enforced
+        self.has_outputs: Callable[[], bool] = bool
+        """() -> whether losses are known to come with outputs; for whoever knows it of training to set."""
+        self._beside = Outputs(joins=False)  # tensors of a whole pass may be more than the host holds
+        self._computed: Computed | None = None  # by the last forward, where that is more than a loss
         self._emit = emit
         # The ways that have not failed yet, of which the first is taken. Without one losses are averaged over samples.
         self._ways = [*([_LOSS_GRAPH] if of_outputs else []), _GRAPH_ALONE, _WHOLE_GRAPH]
@@ -171,6 +176,7 @@ class Validator:
         losses: list[tuple[int, float, Reduction]] = []
         num_samples = largest = 0
         patience = Patience(self._limit, self._patience, self._emit, step=step, phase="validation")
+        self._beside.begin()
         if self._metrics is not None:
             self._metrics.begin()
         with self._evaluating():
@@ -203,13 +209,18 @@ class Validator:
                 step=step,
                 epoch=epoch,
                 loss=loss,
-                metrics={} if self._metrics is None else insist(self._metrics.read, "the metrics were read"),
+                metrics=insist(self._read_metrics, "the metrics were read"),
                 num_samples=num_samples,
                 micro_batch=largest,
                 seconds=clock.now() - started,
             )
         )
         return loss
+
+    def _read_metrics(self) -> dict[str, float]:
+        """Return the means of metrics and of outputs; of one name it is the metric that counts."""
+        outputs = read_means(self._beside)
+        return outputs if self._metrics is None else outputs | self._metrics.read()
 
     def try_metrics(self, metrics: Metrics) -> None:
         """Call each function on one sample and on two, of which nothing remains: what is wrong is said before training.
@@ -288,17 +299,19 @@ class Validator:
             self._memory.reset_peak()
         outcome = attempt(lambda: self._outcome(lambda: window.micro_batch(piece.start, piece.size), piece.size))
         if isinstance(outcome, RanOut):
+            self._computed = None
             gc.collect()  # a failed forward may have left reference cycles that hold tensors
             peak_bytes = self._memory.peak()
             self._memory.release()
             return Shortage(micro_batch=piece.size, peak_bytes=peak_bytes, error=outcome.error)
-        loss, sums = outcome
+        loss, sums, outputs = outcome
         peak = self._memory.peak() if is_measured else None
         if piece.size <= self._fewest and peak is not None and peak > self._limits.limit_bytes:
             self._memory.release()
             refused = self._nothing_fits(piece.size, peak)
             return Shortage(micro_batch=piece.size, peak_bytes=peak, error=refused, ran=True)
         # Not sooner: what ran out of memory is run again, and would count twice.
+        self._beside.absorb(outputs)
         if self._metrics is not None:
             self._metrics.keep(sums)
         if not self._trials.fitted(piece, peak):  # it ran all the same, so its loss counts
@@ -310,27 +323,46 @@ class Validator:
         self._memory.release()
         self._released_bytes = self._memory.used()
 
-    def _outcome(self, micro_batch: Callable[[], Any], size: int) -> tuple[tuple[float, Reduction], Sums]:
-        """Return the loss and what it is a mean over; and what the metrics add up to with it."""
+    def _outcome(self, micro_batch: Callable[[], Any], size: int) -> tuple[tuple[float, Reduction], Sums, Outputs]:
+        """Return the loss and what it is a mean over; what the metrics add up to with it; and its outputs."""
         batch = micro_batch()
         if self._metrics is None:
-            return self._loss(batch, size), {}
+            return self._loss(batch, size), {}, self._outputs_of(size)
         # Taken before the loss is computed, which may empty containers and write to tensors.
         shared = SharedTree(batch)
         try:
-            loss = self._loss(batch, size)
+            loss, outputs = self._loss(batch, size), self._outputs_of(size)
             states = randomness.get_state(self._device)
             sums = self._metrics.measure(shared, micro_batch)
             randomness.set_state(states, self._device)  # so that losses that draw are those without metrics
-            return loss, sums
+            return loss, sums, outputs
         finally:
             self._metrics.forget()  # the outputs of what has failed would stand in the way of a smaller piece
+
+    def _outputs_of(self, size: int) -> Outputs:
+        """Return what was returned beside the last loss, of which nothing else is kept."""
+        found, (computed, self._computed) = Outputs(joins=False), (self._computed, None)
+        if computed is not None:
+            found.take(computed.outputs, size)
+        return found
+
+    def _compute(self, model: Any, batch: Any) -> torch.Tensor:
+        """Return the loss of a micro-batch; what else was returned is kept until it is asked for."""
+        self._computed = None
+        computed = self._loss_of(model, batch)
+        if isinstance(computed, Computed):
+            self._computed, computed = computed, computed.loss
+        return computed
 
     def _loss(self, batch: Any, size: int) -> tuple[float, Reduction]:
         """Return the loss of a micro-batch, and what it is a mean over: as the user counts it, or as it can be read."""
         if self._num_items is not None:
             counted = float(count_items(self._num_items, batch))
             if not counted:  # its loss is 0 / 0, which would make everything NaN
+                # Its samples have outputs all the same, where any have.
+                if self._beside.are_there or self.has_outputs():
+                    with suppress(ZeroDivisionError), torch.no_grad(), self._autocast():
+                        self._compute(self._model, batch)
                 return 0.0, Reduction(0.0)
         else:
             while self._ways:
@@ -346,14 +378,14 @@ class Validator:
                     if not self._ways and not isinstance(error, LossWithoutGradError):
                         self._emit(_BY_SAMPLES)
         with torch.no_grad(), self._autocast():
-            loss = total(self._loss_of(self._model, batch))
+            loss = self._compute(self._model, batch)
         return loss.item(), Reduction(size if self._num_items is None else counted)
 
     def _read(self, batch: Any, size: int, way: str) -> tuple[float, Reduction]:
         """Return a loss of which a graph is kept, and what it is a mean over, as the graph tells."""
         model = self._outputs if way == _LOSS_GRAPH else self._model
         with torch.enable_grad() if way == _WHOLE_GRAPH else graph_alone(), self._autocast():
-            loss = total(self._loss_of(model, batch))
+            loss = self._compute(model, batch)
         reduction = without_graph(read(loss, size))
         # A mask's count is often kept from 0 by clamp(min=1): a micro-batch where nothing counts is to count nothing.
         if stands_for_none(reduction, loss, size)[0]:

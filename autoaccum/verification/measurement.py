@@ -134,6 +134,7 @@ class Measurement:
         kind = _ForwardOnly if self._forward_only else Transaction
         # It has a snapshot of its own, taken as things are.
         self._transaction = kind(self.job)
+        self._transaction.outputs.are_unwanted = True
         self._transaction.drops_nan = True
         self._transaction.learns_totals = False
         self._transaction.drops_gradients = self._drops_gradients

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,6 +33,8 @@ class Gradient:
     """What each micro-batch adds to it, where that is measured: before clipping."""
     noise: Noise | None = None
     """What they tell of the noise in it, where that is measured and can be told."""
+    outputs: Mapping[str, float | torch.Tensor] = field(default_factory=dict)
+    """What was returned beside the losses, by name; what lies on the device is there still."""
     # These are for an examiner alone: see ``verification``.
     dropped: tuple[int, ...] = ()
     """Where micro-batches begin whose loss was not a number, and which count nothing."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from autoaccum.data.base import Window
@@ -34,9 +35,6 @@ from autoaccum.window.optimizers import needs_closure, refuse_closure
 from autoaccum.window.single_samples import Refusal, SingleSampleError
 from autoaccum.window.stepping import Stepper, WithoutClosureError
 from autoaccum.window.transaction import Repeat, Transaction
-
-_RUNNER = ("_checked", "_has_sums", "_examining", "_deferred", "verified", "terms")
-"""What a checkpoint keeps together of what was found out about the loss."""
 
 
 class Failure(NamedTuple):
@@ -234,6 +232,11 @@ class Step:
         # If it is the end of the window that does, the largest of them is what has to become smaller.
         self._piece = piece._replace(size=max(sizes))
         outcome = self.transaction.finish()
+        # Within the attempt, for to join them takes memory: where there is none, the window is run again.
+        if self.transaction.outputs.are_there and isinstance(outcome, Gradient):
+            if self.transaction.outputs.have_missed:
+                return Repeat(sizes=outcome.sizes)
+            outcome = replace(outcome, outputs=self.transaction.outputs.joined())
         if isinstance(outcome, Gradient) and self.number + 1 >= self.transaction.signs.next_look:
             self._examiner.check_first(outcome)
         return outcome
@@ -473,7 +476,7 @@ class Step:
             "announced": [],  # was once kept apart from the other
             "announced of windows": self.announcer.state_dict(),
             "plan": self._plan,
-            "runner": {name: found[name] for name in _RUNNER if name in found},
+            "runner": {name: value for name, value in found.items() if name != "scaler"},
             "scaler": transaction["scaler"],
             "tuner": self.tuner.state_dict(),
         }

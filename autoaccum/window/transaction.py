@@ -46,6 +46,7 @@ from autoaccum.planning.noise import Noise, Part, estimate
 from autoaccum.window import contributions
 from autoaccum.window.gradient import Gradient, Gradients, Signs, count_nodes
 from autoaccum.window.job import Job
+from autoaccum.window.outputs import Outputs
 from autoaccum.window.single_samples import SingleSampleError, may_need_another
 from autoaccum.window.snapshot import Snapshot
 from autoaccum.window.state import State
@@ -129,7 +130,8 @@ class Transaction:
         self._totals = Totals()
         self.learns_totals = True
         """Whether it is worth while to find out what terms count, for there are other windows to come."""
-        self._computed: Computed | None = None  # by the last forward, where that is more than one loss
+        self.outputs = Outputs()
+        """What is returned beside the losses of the window."""
         self.is_open = False
         """Whether there is a window to commit, or to roll back."""
         self.is_unscaled = False
@@ -181,6 +183,8 @@ class Transaction:
         self._known_totals = self._foretold if self._next_totals is None else self._next_totals
         self._next_totals = None
         self._terms = None if self._kinds is None else self._new_terms(self._kinds)
+        self._computed: Computed | None = None  # by the last forward, where that is more than one loss
+        self._forget_outputs()
         self._tally = Tally(num_samples, deferred=self._is_deferred)
         self._sizes: list[int] = []
         self._losses: list[torch.Tensor | None] = []  # of each micro-batch; None where nothing counts
@@ -224,12 +228,15 @@ class Transaction:
         if reduction is not None and not isinstance(reduction.items, torch.Tensor) and not reduction.items:
             self._tally.weight(piece.size, reduction.items)  # nothing to learn from: no forward either
             self._losses.append(None)
+            self._take_outputs_alone(batch, piece.size)
         else:
             loss = self._forward(batch, piece.size)
             if self._computed is not None and self._computed.terms and self.hypothesis is None and counted is None:
                 self._terms = self._terms or self._new_terms({})  # several losses, as the user says
                 self._add_terms(loss, {}, None, piece.size)
                 return
+            if self._computed is not None:
+                self._take_outputs(piece.size)
             if loss is None:
                 reduction = _NOTHING
                 self._tally.weight(piece.size, 0.0)
@@ -260,11 +267,35 @@ class Transaction:
             self._reductions.append(_NOTHING)
             return
         computed = self._computed or Computed(loss)
+        self._take_outputs(size)
         self._losses.append(loss.detach())
         reduction, backward = self._terms.add(computed, counted, size, values, self._scaled)
         self.signs.of_graph(size, self._nodes, str(loss.grad_fn and loss.grad_fn.name()), kinds_of(reduction))
         self._backward(backward, size)
         self._reductions.append(reduction)
+
+    def _forget_outputs(self) -> None:
+        """Keep nothing of what was returned beside losses; where nothing was, nothing is to be done."""
+        if self.outputs.are_there or self.outputs.have_missed:
+            self.outputs.begin()
+
+    def _take_outputs(self, num_samples: int) -> None:
+        """Keep what was returned beside a loss, and let its graph go, which backward is to free."""
+        computed, self._computed = self._computed, None
+        if computed is not None:
+            self.outputs.take(computed.outputs, num_samples)
+
+    def _take_outputs_alone(self, batch: Any, num_samples: int) -> None:
+        """Keep what is returned beside the loss of a micro-batch that counts nothing, where anything is."""
+        if not self.outputs.are_there:
+            self.outputs.have_missed = True  # which matters if those after it have some
+            return
+        try:
+            with torch.no_grad():
+                self.plain_forward(batch, num_samples, self._num_samples)
+        except ZeroDivisionError:  # by the number of its items
+            return
+        self._take_outputs(num_samples)
 
     def _forward(self, batch: Any, num_samples: int) -> torch.Tensor | None:
         """Return the loss of a micro-batch; None where it divides by the number of its items, and has none."""
@@ -322,9 +353,9 @@ class Transaction:
 
     def plain_forward(self, batch: Any, num_samples: int, window_samples: int) -> torch.Tensor:
         """Return the loss of a micro-batch, in the job's precision."""
+        self._computed = None  # that of the one before is not to take the room of this one
         with self._autocast():
             computed = self._job.loss_of(self._job.model, batch)
-        self._computed = None
         if isinstance(computed, Computed):
             self._computed, computed = computed, computed.loss
         return computed
@@ -527,6 +558,7 @@ class Transaction:
         del self._window
         # Even a loss is memory of the device, which the optimizer's step may need.
         self._losses, self._reductions, self._norms, self._begun = [], [], {}, None
+        self._forget_outputs()
 
     def repeat(self) -> None:
         """Begin the same window again, whose state somebody else has put back."""
@@ -568,6 +600,7 @@ class Transaction:
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
         }
         # What came later is there only once it says something.
+        found |= {"outputs": True} if self.outputs.are_there else {}
         return found | (self._of_terms() if self._watches or self._proposed or self._kinds else {})
 
     def _of_terms(self) -> dict[str, Any]:
@@ -577,6 +610,7 @@ class Transaction:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put back what ``state_dict`` returned."""
         self._has_sums, self._is_deferred = state["_has_sums"], state["_deferred"]
+        self.outputs.are_there = state.get("outputs", False)
         if "terms" in state:
             self._proposed, self._watches = state["terms"]["kinds"], state["terms"]["watches"]
             self._totals.load_state_dict(state["terms"]["totals"])

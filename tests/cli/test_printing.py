@@ -36,6 +36,14 @@ def test_json_of_fit_is_one_document_with_everything_in_it(
     assert "StepReport(step=1" in err
 
 
+def test_json_has_what_is_beside_the_loss(tiny: Callable[..., str], fit_json: Callable[..., dict[str, Any]]) -> None:
+    beside = "{'ones': torch.ones(len(t)), 'mean': 0.5, 'none': (1.0, 0)}"
+    recipe = tiny(f"'effective_batch': 12, 'loss_fn': lambda o, t: (nn.functional.mse_loss(o, t), {beside}),")
+    assert [report["outputs"] for report in fit_json(recipe)["history"]] == [
+        {"ones": [1.0] * 12, "mean": 0.5, "none": None}
+    ] * 2
+
+
 @pytest.mark.filterwarnings("ignore:The loss of window 2 is")
 def test_json_has_null_for_a_loss_that_is_no_number(
     tiny: Callable[..., str], fit_json: Callable[..., dict[str, Any]]

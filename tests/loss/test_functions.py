@@ -201,17 +201,26 @@ class TestSeveralLosses:
             ):
                 found = loss_of(Recorder(), (1, 2))
                 assert isinstance(found, Computed)
-                assert list(found.terms) == names and list(found.terms.values()) == [first, second]
-                assert total(found).item() == 5 and not found.outputs
+                assert list(found.terms) == names
+                assert list(found.terms.values()) == [first, second]
+                assert total(found).item() == 5
+                assert not found.outputs
 
     def test_of_a_model_that_returns_a_dict_of_them(self) -> None:
         losses = {"classes": torch.tensor(2.0, requires_grad=True), "boxes": torch.tensor(3.0, requires_grad=True)}
         found = loss_function(None, None)(Recorder(losses), (1, 2))
-        assert isinstance(found, Computed) and dict(found.terms) == losses
+        assert isinstance(found, Computed)
+        assert dict(found.terms) == losses
+
+    def test_of_a_model_that_returns_outputs_beside_its_loss(self) -> None:
+        loss, outputs = torch.tensor(2.0, requires_grad=True), {"accuracy": torch.tensor(0.5)}
+        found = loss_function(None, None)(Recorder((loss, outputs)), (1, 2))
+        assert found == Computed(loss, {}, outputs)
 
     def test_with_outputs_beside_them(self) -> None:
         loss, outputs = torch.tensor(2.0, requires_grad=True), {"accuracy": torch.tensor(0.5)}
         found = loss_function(None, lambda model, batch: (loss, outputs))(Recorder(), (1, 2))
         assert found == Computed(loss, {}, outputs)
         several = loss_function(None, lambda model, batch: ({"a": loss, "b": loss}, outputs))(Recorder(), (1, 2))
-        assert total(several).item() == 4 and several.outputs is outputs  # type: ignore[union-attr]
+        assert total(several).item() == 4
+        assert several.outputs is outputs

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from autoaccum.errors import NoHistoryError
 from autoaccum.events import Finished, Notice, OutOfMemory, Replanned, Resumed, StepReport
@@ -32,7 +33,7 @@ def test_windows_are_columns(tmp_path: Path) -> None:
     assert run.windows["loss"].dtype == np.float64
     assert run.seconds.tolist() == [0.1, 0.2]
     assert run.last_time == 1_700_000_002.0
-    expected = {field for field in StepReport.__dataclass_fields__ if field != "micro_batches"}
+    expected = {field for field in StepReport.__dataclass_fields__ if field not in ("micro_batches", "outputs")}
     assert set(columns) == expected | {"time", "micro_batch", "accumulation_steps"}
 
 
@@ -108,6 +109,37 @@ def test_a_history_is_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(runs_module, "_ROWS", 3)
     write(tmp_path, *(report(step) for step in range(1, 9)), Resumed(step=7, num_samples=56, checkpoint="c"), report(8))
     assert load_run(tmp_path).windows["step"].tolist() == list(range(1, 9))
+
+
+def test_outputs_are_columns_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs_module, "_ROWS", 2)
+    outputs: list[dict[str, object]] = [
+        {},
+        {"loss": 0.5, "rows": torch.ones(3)},
+        {"loss": math.nan, "a/b": 1.0},
+        {"a/b": -math.inf},
+        {"a/b": 7.0},
+    ]
+    reports = [report(step, outputs=given) for step, given in enumerate(outputs, start=1)]
+    write(tmp_path, *reports, Resumed(step=4, num_samples=32, checkpoint="c"), report(5, outputs={"a/b": 8.0}))
+    run = load_run(tmp_path)
+    assert {name: [str(value) for value in column] for name, column in run.outputs.items()} == {
+        "loss": ["nan", "0.5", "nan", "nan", "nan"],
+        "a/b": ["nan", "nan", "1.0", "-inf", "8.0"],
+    }
+    assert run.windows["loss"].tolist() == [2 / step for step in range(1, 6)], "the loss is another one"
+    assert run.garbled == 0
+
+
+@pytest.mark.parametrize("outputs", ["[]", '{"a": "red"}', '{"a": {}}', "null"])
+def test_outputs_that_are_none_cost_their_window_alone(outputs: str, tmp_path: Path) -> None:
+    write(tmp_path, report(1), report(2, outputs={"a": 1.0}), report(3))
+    path = tmp_path / "history.jsonl"
+    path.write_text(path.read_text().replace('{"a":1.0}', outputs))
+    run = load_run(tmp_path)
+    assert run.windows["step"].tolist() == [1, 3]
+    assert run.garbled == 1
+    assert run.outputs == {}
 
 
 def test_an_empty_history_is_a_run_without_a_window(tmp_path: Path) -> None:

@@ -234,6 +234,13 @@ def test_the_last_metrics_are_told_beside_the_validation_loss(of: Any) -> None:
     assert "metrics" not in answer(of(report(3), validated(3, 0.5)), "learn")[0]
 
 
+def test_outputs_at_the_end_are_told_beside_the_loss(of: Any) -> None:
+    windows = [report(step, outputs={"accuracy": step / 100, "bad": math.nan}) for step in range(1, 41)]
+    facts = of(*windows)
+    assert facts.outputs == {"accuracy": pytest.approx(0.395)}, "a mean over the last twentieth, as the loss is"
+    assert "windows). Beside it at the end: accuracy 0.395." in answer(facts, "learn")[0]
+
+
 def test_it_did_not_learn(of: Any) -> None:
     text, good = answer(of(report(1, loss=1.0), report(2, loss=1.5)), "learn")
     assert text == "Not yet: the training loss went from 1 to 1.5."

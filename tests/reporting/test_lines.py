@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, get_args
 
 import pytest
+import torch
 
 from autoaccum.events import (
     Event,
@@ -70,6 +71,22 @@ def test_what_each_event_says(event: Any, text: str | None) -> None:
 
 def test_a_window_says_how_things_stand() -> None:
     assert state_text(report(2, (3, 3, 2))) == "loss=1.0000, 2-3 x 3, 2.00 MiB / 1.00 GiB"
+
+
+def test_a_window_says_what_is_beside_its_loss() -> None:
+    outputs: dict[str, Any] = {"accuracy": 0.95312, "losses": torch.ones(2), "n": 1e6}
+    assert state_text(report(2, outputs=outputs)) == (
+        "loss=1.0000, accuracy=0.9531, n=1e+06, 4 x 2, 2.00 MiB / 1.00 GiB"
+    )
+    many = {f"m{n}": float(n) for n in range(6)}
+    assert state_text(report(2, outputs=many)).startswith("loss=1.0000, m0=0, m1=1, m2=2, m3=3, ..., 4 x 2")
+
+
+def test_the_end_of_a_run_says_what_is_beside_its_loss() -> None:
+    tell = Narrator()
+    for record in (started(), report(1), report(2, outputs={"accuracy": 0.75, "losses": torch.ones(2)})):
+        tell(record)
+    assert "\nloss 2.0000 -> 1.0000, accuracy 0.75\n" in str(tell(Finished(step=2, reason="budget")))
 
 
 def test_a_narrator_knows_the_last_window_and_the_last_plan() -> None:

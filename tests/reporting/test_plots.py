@@ -15,7 +15,7 @@ pytest.importorskip("matplotlib")
 from autoaccum.errors import MissingExtraError
 from autoaccum.events import OutOfMemory, Replanned, Resumed, Saved, StepSkipped, Validated
 from autoaccum.reporting import Run, load_run, write_json
-from autoaccum.reporting.plots import COLORS, comparison, pictures, png, svg
+from autoaccum.reporting.plots import COLORS, MOST_OUTPUTS, comparison, pictures, png, svg
 from tests.reporting.synthetic import GIB, planned, report, started, write
 
 MIB = 2**20
@@ -101,6 +101,31 @@ def test_events_are_marked_once_each_where_they_happened(label: str, x: int, run
         (mark,) = [point for point, _ in drawn(figure, label)]
         assert mark == x, name
         assert label in [text.get_text() for text in figure.legends[0].get_texts()]
+
+
+def test_outputs_have_pictures_after_the_loss(tmp_path: Path) -> None:
+    outputs = [{"a/b": float(step), "a b": 1.0, "bad": np.nan} for step in range(1, 4)]
+    validated = Validated(step=3, epoch=0, loss=0.5, metrics={"a/b": 2.5}, num_samples=5, micro_batch=3, seconds=1.0)
+    run = load_run(write(tmp_path, *(report(n, outputs=given) for n, given in enumerate(outputs, 1)), validated))
+    found = pictures(run)
+    assert list(found)[:4] == ["loss", "output-a-b", "output-a-b-2", "memory"]
+    assert drawn(found["output-a-b"], "training") == [(8, 1), (16, 2), (24, 3)]
+    assert drawn(found["output-a-b"], "in validation") == [(24, 2.5)]
+    assert found["output-a-b"].axes[0].get_title("left") == "a/b"
+    many = load_run(write(tmp_path / "many", report(1, outputs={f"m{n}": 1.0 for n in range(200)})))
+    assert len([name for name in pictures(many) if name.startswith("output-")]) == MOST_OUTPUTS
+
+
+def test_outputs_of_several_runs_share_their_axes(tmp_path: Path) -> None:
+    one, two = (
+        load_run(write(tmp_path / name, report(1, outputs=given)))
+        for name, given in (("one", {"a": 1.0}), ("two", {"a": 2.0, "b": 3.0}))
+    )
+    found = comparison([one, two], ["1", "2"])
+    assert drawn(found["output-a"], "1") == [(8, 1)]
+    assert drawn(found["output-a"], "2") == [(8, 2)]
+    assert drawn(found["output-b"], "2") == [(8, 3)]
+    assert "1" not in [line.get_label() for line in found["output-b"].axes[0].lines]
 
 
 def test_a_thousand_events_are_few_marks(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from autoaccum.errors import MissingExtraError
 from autoaccum.events import Finished, Notice, OutOfMemory, Replanned, Resumed, Validated
@@ -54,6 +55,13 @@ def test_a_window_is_a_scalar_for_each_of_its_numbers(calls: Calls) -> None:
     assert {call[0] for call in calls[1:]} == {"add_scalar"}
     tell(report(3, noise_scale=7.0))
     assert ("add_scalar", "gradient/noise_scale", 7.0, 3) in calls
+
+
+def test_outputs_that_are_means_are_scalars(calls: Calls) -> None:
+    tell = TensorBoardReporter("logs")
+    tell(report(3, outputs={"accuracy": 0.75, "losses": torch.ones(2)}))
+    assert ("add_scalar", "train/accuracy", 0.75, 3) in calls
+    assert not [call for call in calls if "train/losses" in call]
 
 
 def test_events(calls: Calls) -> None:

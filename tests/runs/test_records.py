@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+import torch
 from torch.nn.functional import cross_entropy
 
 import autoaccum
@@ -144,6 +145,65 @@ def test_a_garbled_line_is_left_out_and_counted(line: bytes, path: Path) -> None
     run = load_run(path.parent)
     assert run.windows["step"].tolist() == [1, 2]
     assert run.garbled == 1
+
+
+def test_outputs_come_back_as_they_were(path: Path) -> None:
+    outputs: dict[str, Any] = {
+        "mean": 0.25,
+        "none": math.nan,
+        "losses": torch.tensor([0.1, math.inf, math.nan]),
+        "wide": torch.tensor([[0.1], [0.2]], dtype=torch.float64),
+        "half": torch.tensor([1.5]).bfloat16(),
+        "ids": torch.tensor([3, 1], dtype=torch.int16),
+        "right": torch.tensor([True, False]),
+    }
+    record(path, report(1, outputs=outputs), report(2))
+    first, second = (json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines())
+    assert first["outputs"]["mean"] == 0.25
+    assert first["outputs"]["none"] == "nan"
+    assert first["outputs"]["losses"] == [torch.tensor(0.1).item(), "inf", "nan"]
+    assert first["outputs"]["wide"] == [[0.1], [0.2]]
+    assert first["outputs"]["right"] == [True, False]
+    assert "outputs" not in second, "most runs have none"
+    read = read_records(path)
+    with_outputs, without = read
+    assert isinstance(with_outputs, StepReport)
+    assert repr(with_outputs.outputs) == repr(outputs), "values, shapes and dtypes"
+    assert without == report(2)
+    assert read.garbled == 0
+
+
+@pytest.mark.parametrize(
+    ("outputs", "dtypes"),
+    [
+        ('["a"]', "{}"),
+        ('{"a": null}', "{}"),
+        ('{"a": {"b": 1}}', "{}"),
+        ('{"a": [1, [2]]}', "{}"),
+        ('{"a": [null]}', "{}"),
+        ('{"a": ["red"]}', "{}"),
+        ('{"a": [1]}', "[]"),
+        ('{"a": [1]}', '{"a": "quint8"}'),
+        ('{"a": [1]}', '{"a": "nn"}'),
+        ('{"a": [100000]}', '{"a": "int8"}'),
+        (f'{{"a": {"[" * 700}{"]" * 700}}}', "{}"),
+    ],
+)
+def test_outputs_that_no_run_has_written_are_garbled(outputs: str, dtypes: str, path: Path) -> None:
+    record(path, report(1), report(2, outputs={"a": 1.0}))
+    path.write_text(path.read_text().replace('"outputs":{"a":1.0}', f'"outputs":{outputs},"dtypes":{dtypes}'))
+    records = read_records(path)
+    assert list(records) == [report(1)]
+    assert records.garbled == 1
+
+
+def test_outputs_without_dtypes_are_tensors_too(path: Path) -> None:
+    record(path, report(1, outputs={"a": 1.0}))
+    path.write_text(path.read_text().replace('{"a":1.0}', '{"a":[[1, 2]]}'))
+    (read,) = read_records(path)
+    assert isinstance(read, StepReport)
+    assert read.outputs["a"].dtype == torch.int64
+    assert read.outputs["a"].tolist() == [[1, 2]]
 
 
 def test_what_a_newer_version_wrote_is_left_out(path: Path) -> None:
