@@ -54,6 +54,17 @@ def of_flags(
         flag(name, value)
 
 
+def of_reduction(reduction: object) -> None:
+    """Check what a loss is said to be, or each of several."""
+    if isinstance(reduction, Mapping):
+        if not reduction:
+            raise ArgumentError("reduction", reduction, "'mean' or 'sum' for each of the losses that are returned")
+        for name, of_one in reduction.items():
+            one_of(f"reduction[{name!r}]", of_one, ("mean", "sum"))
+    elif reduction is not None:
+        one_of("reduction", reduction, ("mean", "sum"))
+
+
 def of_state(state: object) -> None:
     """Check how often state moves."""
     one_of("state", state, ("micro-batch", "window"))

@@ -17,6 +17,8 @@ from autoaccum.errors import (
     LossWithoutGradError,
     NonScalarLossError,
 )
+from autoaccum.loss.hypotheses import Reducing
+from autoaccum.loss.weighting import CountItems, count_items
 
 
 class Computed(NamedTuple):
@@ -73,6 +75,26 @@ def loss_function(loss_fn: Callable[[Any, Any], Any] | None, training_step: Call
     if training_step is not None:
         return lambda model, batch: _checked(training_step(model, batch), "training_step")
     return lambda model, batch: _checked(_model_loss(call_on_batch(model, batch)), "the model")
+
+
+def stated(loss_of: LossOf, num_items: CountItems | None, reduction: Reducing) -> tuple[LossOf, Reducing]:
+    """Return the loss, and what is said of it: sums are divided by what the user counts, and are means then."""
+    is_sum = reduction == "sum" or (isinstance(reduction, Mapping) and set(reduction.values()) == {"sum"})
+    if num_items is None or not is_sum:
+        return loss_of, reduction
+
+    def divided(model: Any, batch: Any) -> torch.Tensor | Computed:
+        computed, counted = loss_of(model, batch), count_items(num_items, batch)
+        if not isinstance(counted, dict):
+            if isinstance(computed, Computed):
+                return computed._replace(loss=computed.loss / counted, terms={})
+            return computed / counted
+        if not isinstance(computed, Computed):
+            raise NonScalarLossError("num_items", f"a count for each of {', '.join(counted)}, beside one loss")
+        terms = {name: loss / counted[name] if name in counted else loss for name, loss in computed.terms.items()}
+        return computed._replace(loss=reduce(add, terms.values()), terms=terms)
+
+    return divided, None
 
 
 def inputs_and_targets(batch: Any) -> tuple[Any, Any]:

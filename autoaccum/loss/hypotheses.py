@@ -34,6 +34,8 @@ WORDS: dict[str, str] = {
 SUMS: tuple[Hypothesis, ...] = ("sum", "sum and penalties")
 """Those by which each micro-batch counts once, whatever it holds."""
 
+Reducing = Literal["mean", "sum"] | Mapping[str, Literal["mean", "sum"]] | None
+"""What a user says that the loss of a micro-batch is, or each of several; None where that is measured."""
 OVER_ITEMS: tuple[TermKind, ...] = ("items", "items or none")
 """Those that are means over what they count."""
 
@@ -55,6 +57,17 @@ def kinds_in(hypothesis: Hypothesis | None) -> Mapping[str, TermKind] | None:
     if hypothesis is None or not hypothesis.startswith(_TERMS):
         return None
     return cast(Mapping[str, TermKind], json.loads(hypothesis.removeprefix(_TERMS)))
+
+
+def is_stated(hypothesis: Hypothesis, reduction: str | Mapping[str, str] | None) -> bool:
+    """Return whether a hypothesis is what a user says of a loss: that it is a mean, or a sum, or several of these."""
+    if reduction is None:
+        return True
+    kinds = kinds_in(hypothesis)
+    if kinds is None:
+        return isinstance(reduction, str) and (hypothesis in SUMS) == (reduction == "sum")
+    of_each = dict.fromkeys(kinds, reduction) if isinstance(reduction, str) else reduction
+    return all((kind == "sum") == (of_each.get(name) == "sum") for name, kind in kinds.items() if name in of_each)
 
 
 def in_words(hypothesis: Hypothesis) -> str:

@@ -18,6 +18,7 @@ from optuna.trial import Trial
 from autoaccum import _checks
 from autoaccum.data.splits import SplitLike
 from autoaccum.errors import ArgumentError, ArgumentTypeError
+from autoaccum.loss.hypotheses import Reducing
 from autoaccum.loss.weighting import CountItems
 from autoaccum.memory.limit import MemoryLimit
 from autoaccum.sweeps import spaces, storages
@@ -41,6 +42,7 @@ class PassedOn(TypedDict, total=False):
     loss_fn: Callable[[Any, Any], Any] | None
     training_step: Callable[[Any, Any], Any] | None
     num_items: CountItems | None
+    reduction: Reducing
     optimizer: OptimizerLike | None
     lr_scheduler: MakeScheduler | None
     lr_scaling: Scaling

@@ -18,7 +18,8 @@ from autoaccum.data.splits import SplitLike, split_of, tensors
 from autoaccum.errors import ArgumentError, ConflictingArgumentsError, EmptyDatasetError
 from autoaccum.events import Event
 from autoaccum.loss.coupling import batch_norms, smallest_micro_batch
-from autoaccum.loss.functions import loss_function
+from autoaccum.loss.functions import loss_function, stated
+from autoaccum.loss.hypotheses import Reducing
 from autoaccum.loss.weighting import CountItems
 from autoaccum.memory.limit import MemoryLimit
 from autoaccum.memory.oom import room_for_model
@@ -65,6 +66,7 @@ class Accumulator:
         loss_fn: Callable[[Any, Any], Any] | None = None,
         training_step: Callable[[Any, Any], Any] | None = None,
         num_items: CountItems | None = None,
+        reduction: Reducing = None,
         micro_batch: int | Literal["auto"] = "auto",
         max_micro_batch: int | None = None,
         min_micro_batch: int | None = None,
@@ -92,6 +94,9 @@ class Accumulator:
             training_step: (model, batch) -> loss, for any batch. With neither, the model returns its loss, as ``.loss``
                 or ``["loss"]``.
             num_items: (micro-batch) -> how many items its loss is a mean over, where that cannot be read off the loss.
+            reduction: mean or sum: what the loss of a micro-batch is over its samples or items, where that is to be
+                said and not measured; of several losses a dict of these by their names. A sum beside num_items is
+                divided by what these count in the window.
             micro_batch: "auto", or the samples of one forward and backward.
             max_micro_batch: the most samples to try at once.
             min_micro_batch: the fewest samples of one forward and backward; a window that has fewer is run as one
@@ -125,12 +130,12 @@ class Accumulator:
         """
         checked = check(
             OF_ACCUMULATOR, CHECKS, model=model, optimizer=optimizer, loss_fn=loss_fn, training_step=training_step,
-            num_items=num_items, micro_batch=micro_batch, max_micro_batch=max_micro_batch,
+            num_items=num_items, reduction=reduction, micro_batch=micro_batch, max_micro_batch=max_micro_batch,
             min_micro_batch=min_micro_batch, memory_limit=memory_limit, headroom=headroom, patience=patience,
             precision=precision, clip_norm=clip_norm, state=state, verify=verify, strict=strict, ranks=ranks,
             collate_fn=collate_fn, split=split, batch_dim=batch_dim, callbacks=callbacks,
         )  # fmt: skip
-        loss_of = checked[loss_function]
+        loss_of, reduction = stated(checked[loss_function], num_items, reduction)
         self._callbacks = checked[_checks.of_callbacks]
         self._modules = modules_of(model, loss_fn, training_step)
         parameters = trainable_parameters(model, self._modules, optimizer)
@@ -181,6 +186,7 @@ class Accumulator:
             optimizer=optimizer,
             loss_of=loss_of,
             num_items=num_items,
+            reduction=reduction,
             min_micro_batch=min_micro_batch or 1,
             collate_fn=collate_fn,
             split=self._split,

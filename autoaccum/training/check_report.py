@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from autoaccum.events import Notice
-from autoaccum.loss.hypotheses import WORDS
+from autoaccum.loss.hypotheses import in_words
 
 _MOST_TENSORS = 5
 """Tensors that are listed: the worst of them tell where to look."""
@@ -93,7 +93,7 @@ class CheckReport:
 
 def _words(hypothesis: str) -> str:
     """Return a hypothesis as people say it."""
-    return next((words for name, words in WORDS.items() if name == hypothesis), hypothesis)
+    return in_words(hypothesis)
 
 
 def _entry(name: str, text: str) -> list[str]:

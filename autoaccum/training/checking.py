@@ -19,8 +19,8 @@ from autoaccum.data.splits import SplitLike, split_of
 from autoaccum.errors import NonFiniteLossError
 from autoaccum.events import Notice
 from autoaccum.loss.coupling import Crossing, couples_samples, crossings, smallest_micro_batch
-from autoaccum.loss.functions import loss_function, total
-from autoaccum.loss.hypotheses import Hypothesis
+from autoaccum.loss.functions import loss_function, stated, total
+from autoaccum.loss.hypotheses import Hypothesis, Reducing
 from autoaccum.loss.reductions import Reduction, read, without_graph
 from autoaccum.loss.weighting import CountItems, count_items
 from autoaccum.memory import clock
@@ -58,6 +58,7 @@ def check(
     loss_fn: Callable[[Any, Any], Any] | None = None,
     training_step: Callable[[Any, Any], Any] | None = None,
     num_items: CountItems | None = None,
+    reduction: Reducing = None,
     device: str | torch.device | None = None,
     ranks: Ranks = "together",
     collate_fn: Callable[[list[Any]], Any] | None = None,
@@ -81,6 +82,9 @@ def check(
         training_step: (model, batch) -> loss, for any batch. With neither, the model returns its loss, as ``.loss`` or
             ``["loss"]``.
         num_items: (micro-batch) -> how many items its loss is a mean over, where that cannot be read off the loss.
+        reduction: mean or sum: what the loss of a micro-batch is over its samples or items, where that is to be said
+            and not measured; of several losses a dict of these by their names. A sum beside num_items is divided by
+            what these count in the window.
         device: where to compute, such as cpu or cuda:1; an accelerator where there is one.
         ranks: together: several processes that were started together are refused; independent: each looks for itself.
         collate_fn: makes a batch of a list of samples, where a Dataset is passed.
@@ -106,10 +110,10 @@ def check(
     """
     checked = check_arguments(
         OF_CHECK, CHECKS, model=model, batch=batch, loss_fn=loss_fn, training_step=training_step, num_items=num_items,
-        device=device, ranks=ranks, collate_fn=collate_fn, split=split, batch_dim=batch_dim,
+        reduction=reduction, device=device, ranks=ranks, collate_fn=collate_fn, split=split, batch_dim=batch_dim,
     )  # fmt: skip
     started = clock.now()
-    loss_of = checked[loss_function]
+    loss_of, reduction = stated(checked[loss_function], num_items, reduction)
     bare = getattr(model, "_orig_mod", model)  # what torch.compile wraps: it is measured eagerly
     modules = modules_of(bare, loss_fn, training_step)
     parameters = trainable_parameters(bare, modules)
@@ -121,6 +125,7 @@ def check(
         optimizer=torch.optim.SGD(parameters, lr=0.0),
         loss_of=loss_of,
         num_items=num_items,
+        reduction=reduction,
         collate_fn=collate_fn or getattr(batch, "collate_fn", None),
         split=checked[split_of],
         device=on,

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from autoaccum.data.splits import SplitLike
+from autoaccum.loss.hypotheses import Reducing
 from autoaccum.loss.weighting import CountItems
 from autoaccum.memory.limit import MemoryLimit
 from autoaccum.planning.schedules import Progress, Schedule
@@ -32,6 +33,7 @@ def fit(
     loss_fn: Callable[[Any, Any], Any] | None = None,
     training_step: Callable[[Any, Any], Any] | None = None,
     num_items: CountItems | None = None,
+    reduction: Reducing = None,
     optimizer: OptimizerLike | None = None,
     lr: float | None = None,
     lr_scheduler: MakeScheduler | None = None,
@@ -99,6 +101,9 @@ def fit(
         training_step: (model, batch) -> loss, for any batch. With neither, the model returns its loss, as ``.loss`` or
             ``["loss"]``.
         num_items: (micro-batch) -> how many items its loss is a mean over, where that cannot be read off the loss.
+        reduction: mean or sum: what the loss of a micro-batch is over its samples or items, where that is to be said
+            and not measured; of several losses a dict of these by their names. A sum beside num_items is divided by
+            what these count in the window.
         optimizer: an Optimizer or a function (parameters) -> Optimizer; AdamW when left out.
         lr: learning rate of the AdamW that is made when optimizer is left out; 1e-3 when left out too.
         lr_scheduler: function (optimizer, num_steps) -> LRScheduler; stepped once per window, or for every base_batch
@@ -175,14 +180,14 @@ def fit(
     # Each by its name, so that type checkers follow them; a name that is none Python has refused by now, as fit's.
     trainer = Trainer(
         model=model, data=data, effective_batch=effective_batch, loss_fn=loss_fn, training_step=training_step,
-        num_items=num_items, optimizer=optimizer, lr=lr, lr_scheduler=lr_scheduler, lr_scaling=lr_scaling,
-        base_batch=base_batch, epochs=epochs, steps=steps, samples=samples, micro_batch=micro_batch,
-        max_micro_batch=max_micro_batch, min_micro_batch=min_micro_batch, memory_limit=memory_limit, headroom=headroom,
-        patience=patience, precision=precision, clip_norm=clip_norm, state=state, verify=verify, strict=strict,
-        compile=compile, device=device, ranks=ranks, seed=seed, shuffle=shuffle, drop_last=drop_last,
-        collate_fn=collate_fn, split=split, batch_dim=batch_dim, num_workers=num_workers,
-        validation_data=validation_data, validate_every=validate_every, metrics=metrics, run_dir=run_dir,
-        checkpoint_every=checkpoint_every, keep_checkpoints=keep_checkpoints, resume=resume, noise_scale=noise_scale,
-        cache=cache, callbacks=callbacks, progress=progress,
+        num_items=num_items, reduction=reduction, optimizer=optimizer, lr=lr, lr_scheduler=lr_scheduler,
+        lr_scaling=lr_scaling, base_batch=base_batch, epochs=epochs, steps=steps, samples=samples,
+        micro_batch=micro_batch, max_micro_batch=max_micro_batch, min_micro_batch=min_micro_batch,
+        memory_limit=memory_limit, headroom=headroom, patience=patience, precision=precision, clip_norm=clip_norm,
+        state=state, verify=verify, strict=strict, compile=compile, device=device, ranks=ranks, seed=seed,
+        shuffle=shuffle, drop_last=drop_last, collate_fn=collate_fn, split=split, batch_dim=batch_dim,
+        num_workers=num_workers, validation_data=validation_data, validate_every=validate_every, metrics=metrics,
+        run_dir=run_dir, checkpoint_every=checkpoint_every, keep_checkpoints=keep_checkpoints, resume=resume,
+        noise_scale=noise_scale, cache=cache, callbacks=callbacks, progress=progress,
     )  # fmt: skip
     return trainer.fit()

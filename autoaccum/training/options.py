@@ -24,6 +24,7 @@ from autoaccum import _checks
 from autoaccum.data.splits import SplitLike, split_of
 from autoaccum.events import Record
 from autoaccum.loss.functions import loss_function
+from autoaccum.loss.hypotheses import Reducing
 from autoaccum.loss.weighting import CountItems
 from autoaccum.memory.limit import MemoryLimit
 from autoaccum.planning.budget import Budget
@@ -53,6 +54,7 @@ CHECKS: tuple[Callable[..., Any], ...] = (
     schedule_if_any,
     _checks.of_windows,
     _checks.of_num_items,
+    _checks.of_reduction,
     _checks.of_patience,
     _checks.of_micro_batch,
     _checks.of_num_workers,
@@ -148,6 +150,17 @@ class FitArguments:
         check=_checks.of_windows,
         accumulator=Own(),
         in_check=Own(check=_checks.of_num_items),
+    )
+    # What a graph shows, a measurement decides; whoever knows says so, and is told if a measurement contradicts.
+    reduction: Reducing = option(
+        "mean or sum: what the loss of a micro-batch is over its samples or items, where that is to be said and not "
+        "measured; of several losses a dict of these by their names. A sum beside num_items is divided by what these "
+        "count in the window.",
+        default=None,
+        check=_checks.of_reduction,
+        decides="training",
+        accumulator=Own(),
+        in_check=Own(),
     )
     # How the optimizer steps.
     optimizer: OptimizerLike | None = option(

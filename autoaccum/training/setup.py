@@ -23,7 +23,7 @@ from autoaccum.data.splits import split_of
 from autoaccum.errors import ArgumentError, ArgumentTypeError
 from autoaccum.events import Event
 from autoaccum.loss.coupling import is_compiled, smallest_micro_batch
-from autoaccum.loss.functions import LossOf, loss_function
+from autoaccum.loss.functions import LossOf, loss_function, stated
 from autoaccum.memory.base import Memory
 from autoaccum.memory.devices import find_device, memory_of
 from autoaccum.memory.limit import Limit, MemoryLimit
@@ -294,12 +294,14 @@ def step_of(
     schedule, plans = checked[schedule_of], checked[_checks.recorded_plans]
     micro_batch = arguments.micro_batch
     fixed = micro_batch if isinstance(micro_batch, int) else max((max(plan) for plan in plans), default=None)
+    loss_of, reduction = stated(checked[loss_function], arguments.num_items, arguments.reduction)
     job = Job(
         model=step_model,
         modules=tuple(arguments.modules()),
         optimizer=optimizer,
-        loss_of=checked[loss_function],
+        loss_of=loss_of,
         num_items=arguments.num_items,
+        reduction=reduction,
         collate_fn=arguments.collate_fn or getattr(arguments.data, "collate_fn", None),
         min_micro_batch=arguments.min_micro_batch or 1,
         split=checked[split_of],

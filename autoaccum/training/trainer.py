@@ -16,7 +16,7 @@ from autoaccum.data.base import Window
 from autoaccum.data.splits import SplitLike, split_of
 from autoaccum.errors import ArgumentError, StopTraining
 from autoaccum.events import Event, Finished, Record, Resumed, StepReport
-from autoaccum.loss.functions import loss_function
+from autoaccum.loss.hypotheses import Reducing
 from autoaccum.loss.weighting import CountItems
 from autoaccum.memory import clock
 from autoaccum.memory.limit import MemoryLimit
@@ -59,6 +59,7 @@ class Trainer:
         loss_fn: Callable[[Any, Any], Any] | None = None,
         training_step: Callable[[Any, Any], Any] | None = None,
         num_items: CountItems | None = None,
+        reduction: Reducing = None,
         optimizer: OptimizerLike | None = None,
         lr: float | None = None,
         lr_scheduler: MakeScheduler | None = None,
@@ -103,14 +104,14 @@ class Trainer:
         """Set up a run, up to its first window; ``fit`` says what the arguments are."""
         given = FitArguments(
             model=model, data=data, effective_batch=effective_batch, loss_fn=loss_fn, training_step=training_step,
-            num_items=num_items, optimizer=optimizer, lr=lr, lr_scheduler=lr_scheduler, lr_scaling=lr_scaling,
-            base_batch=base_batch, epochs=epochs, steps=steps, samples=samples, micro_batch=micro_batch,
-            max_micro_batch=max_micro_batch, min_micro_batch=min_micro_batch, memory_limit=memory_limit,
-            headroom=headroom, patience=patience, precision=precision, clip_norm=clip_norm, state=state, verify=verify,
-            strict=strict, compile=compile, device=device, ranks=ranks, seed=seed, shuffle=shuffle, drop_last=drop_last,
-            collate_fn=collate_fn, split=split, batch_dim=batch_dim, num_workers=num_workers,
-            validation_data=validation_data, validate_every=validate_every, metrics=metrics, run_dir=run_dir,
-            checkpoint_every=checkpoint_every, keep_checkpoints=keep_checkpoints, resume=resume,
+            num_items=num_items, reduction=reduction, optimizer=optimizer, lr=lr, lr_scheduler=lr_scheduler,
+            lr_scaling=lr_scaling, base_batch=base_batch, epochs=epochs, steps=steps, samples=samples,
+            micro_batch=micro_batch, max_micro_batch=max_micro_batch, min_micro_batch=min_micro_batch,
+            memory_limit=memory_limit, headroom=headroom, patience=patience, precision=precision, clip_norm=clip_norm,
+            state=state, verify=verify, strict=strict, compile=compile, device=device, ranks=ranks, seed=seed,
+            shuffle=shuffle, drop_last=drop_last, collate_fn=collate_fn, split=split, batch_dim=batch_dim,
+            num_workers=num_workers, validation_data=validation_data, validate_every=validate_every, metrics=metrics,
+            run_dir=run_dir, checkpoint_every=checkpoint_every, keep_checkpoints=keep_checkpoints, resume=resume,
             noise_scale=noise_scale, cache=cache, callbacks=callbacks, progress=progress,
         )  # fmt: skip
         with named("the run was set up"):
@@ -149,7 +150,7 @@ class Trainer:
         )
         self._tuner = step.tuner
         self._cache = setup.cache_of(arguments, place, self.optimizer, self._tuner)
-        self._validator = setup.validator_of(arguments, checked[loss_function], place, called, step, self._emit)
+        self._validator = setup.validator_of(arguments, step.job.loss_of, place, called, step, self._emit)
         self._pace = Pace(self.schedule, budget, num_samples=epoch_samples, drop_last=drop_last, plans=plans, step=step)
         self._validations = Validations()
         self._state = RunState(

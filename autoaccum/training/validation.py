@@ -21,6 +21,7 @@ from autoaccum.loss.conclusions import conclude, stands_for_none
 from autoaccum.loss.functions import Computed, LossOf
 from autoaccum.loss.graph import graph_alone
 from autoaccum.loss.reductions import Reduction, read, without_graph
+from autoaccum.loss.values import Values
 from autoaccum.loss.weighting import CountItems, count_items
 from autoaccum.memory import clock
 from autoaccum.memory.base import Memory
@@ -37,6 +38,7 @@ from autoaccum.window.outputs import Outputs, read_means
 from autoaccum.window.precision import Autocast
 from autoaccum.window.single_samples import may_need_another
 from autoaccum.window.snapshot import Snapshot
+from autoaccum.window.terms import Terms
 
 
 @dataclass(kw_only=True, slots=True)
@@ -83,6 +85,10 @@ _WHOLE_GRAPH = "all of the graph"
 
 SAVED = entries({"history": TRIALS, "ways": every(one_of(_LOSS_GRAPH, _GRAPH_ALONE, _WHOLE_GRAPH))})
 """What the state of a validator may be."""
+
+
+Part = tuple[str, float, Reduction]
+"""A term of a micro-batch's loss: its name, its value, and how it was reduced."""
 
 
 class Validator:
@@ -173,7 +179,7 @@ class Validator:
     def _run(self, step: int, epoch: int, training_micro_batch: int) -> float:
         started = clock.now()
         # One for each micro-batch, joined at the end: how they go together shows only when all are there.
-        losses: list[tuple[int, float, Reduction]] = []
+        losses: list[tuple[int, list[Part]]] = []
         num_samples = largest = 0
         patience = Patience(self._limit, self._patience, self._emit, step=step, phase="validation")
         self._beside.begin()
@@ -198,7 +204,7 @@ class Validator:
                     if isinstance(outcome := self._try(window, piece), Shortage):
                         self._make_do(outcome, piece, patience)
                         continue
-                    losses.append((piece.size, *outcome))
+                    losses.append((piece.size, outcome))
                     largest = max(largest, piece.size)
                 num_samples += window.num_samples
         if num_samples == 0:
@@ -287,7 +293,7 @@ class Validator:
             self._trials.ran_out(piece)
             raise self._nothing_fits(piece.size, None) from shortage.error
 
-    def _try(self, window: Window, piece: Piece) -> tuple[float, Reduction] | Shortage:
+    def _try(self, window: Window, piece: Piece) -> list[Part] | Shortage:
         """Return the loss of a piece, or that memory did not do for it. What it took is learnt from."""
         # What the allocator holds without need is given back first: it would count in a trial's peak, and where nobody
         # else keeps the limit it would take the room of other pieces.
@@ -323,7 +329,7 @@ class Validator:
         self._memory.release()
         self._released_bytes = self._memory.used()
 
-    def _outcome(self, micro_batch: Callable[[], Any], size: int) -> tuple[tuple[float, Reduction], Sums, Outputs]:
+    def _outcome(self, micro_batch: Callable[[], Any], size: int) -> tuple[list[Part], Sums, Outputs]:
         """Return the loss and what it is a mean over; what the metrics add up to with it; and its outputs."""
         batch = micro_batch()
         if self._metrics is None:
@@ -354,16 +360,22 @@ class Validator:
             self._computed, computed = computed, computed.loss
         return computed
 
-    def _loss(self, batch: Any, size: int) -> tuple[float, Reduction]:
-        """Return the loss of a micro-batch, and what it is a mean over: as the user counts it, or as it can be read."""
-        if self._num_items is not None:
-            counted = float(count_items(self._num_items, batch))
+    def _loss(self, batch: Any, size: int) -> list[Part]:
+        """Return the terms of a micro-batch's loss, and what each is a mean over: as the user counts, or as is read."""
+        counted = None if self._num_items is None else count_items(self._num_items, batch)
+        if isinstance(counted, dict):
+            with torch.no_grad(), self._autocast():
+                loss = self._compute(self._model, batch)
+            terms = (self._computed.terms if self._computed is not None else None) or {"": loss}
+            return [(name, term.item(), Reduction(float(counted.get(name, size)))) for name, term in terms.items()]
+        if counted is not None:
+            counted = float(counted)
             if not counted:  # its loss is 0 / 0, which would make everything NaN
                 # Its samples have outputs all the same, where any have.
                 if self._beside.are_there or self.has_outputs():
                     with suppress(ZeroDivisionError), torch.no_grad(), self._autocast():
                         self._compute(self._model, batch)
-                return 0.0, Reduction(0.0)
+                return [("", 0.0, Reduction(0.0))]
         else:
             while self._ways:
                 try:
@@ -379,18 +391,22 @@ class Validator:
                         self._emit(_BY_SAMPLES)
         with torch.no_grad(), self._autocast():
             loss = self._compute(self._model, batch)
-        return loss.item(), Reduction(size if self._num_items is None else counted)
+        return [("", loss.item(), Reduction(size if counted is None else counted))]
 
-    def _read(self, batch: Any, size: int, way: str) -> tuple[float, Reduction]:
-        """Return a loss of which a graph is kept, and what it is a mean over, as the graph tells."""
+    def _read(self, batch: Any, size: int, way: str) -> list[Part]:
+        """Return the terms of a loss of which a graph is kept, and what each is a mean over, as the graph tells."""
         model = self._outputs if way == _LOSS_GRAPH else self._model
-        with torch.enable_grad() if way == _WHOLE_GRAPH else graph_alone(), self._autocast():
+        with torch.enable_grad() if way == _WHOLE_GRAPH else graph_alone(), self._autocast(), Values() as values:
             loss = self._compute(model, batch)
+        terms = Terms(size, {}, {}, deferred=False)
+        terms.add(self._computed or Computed(loss), {}, size, values, lambda loss: loss)
+        if not terms.lacks_values and len(parts := terms.apart()) > 1:
+            return parts
         reduction = without_graph(read(loss, size))
         # A mask's count is often kept from 0 by clamp(min=1): a micro-batch where nothing counts is to count nothing.
         if stands_for_none(reduction, loss, size)[0]:
             reduction = replace(reduction, items=0.0)
-        return loss.item() if reduction.items else 0.0, reduction
+        return [("", loss.item() if reduction.items else 0.0, reduction)]
 
     def _outputs(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's outputs without its graph: the loss makes one of its own, which is all that is read."""
@@ -432,14 +448,24 @@ _BY_SAMPLES = Notice(
 )
 
 
-def _joined(losses: list[tuple[int, float, Reduction]]) -> float:
-    """Return the loss over everything, of the losses of micro-batches; NaN where nothing counts."""
-    there = [(size, loss, reduction) for size, loss, reduction in losses if float(reduction.items)]
+def _joined(losses: list[tuple[int, list[Part]]]) -> float:
+    """Return the loss over everything, of the terms of micro-batches; NaN where nothing counts."""
+    by_name: dict[str, list[tuple[int, float, Reduction]]] = {}
+    for size, parts in losses:
+        for name, value, reduction in parts:
+            by_name.setdefault(name, []).append((size, value, reduction))
+    found = [total for of_term in by_name.values() if (total := _joined_term(of_term)) is not None]
+    return sum(found) if found else float("nan")
+
+
+def _joined_term(values: list[tuple[int, float, Reduction]]) -> float | None:
+    """Return a term of the loss over everything; None where nothing counts."""
+    there = [(size, value, reduction) for size, value, reduction in values if float(reduction.items)]
     if not there:
-        return float("nan")
+        return None
     counts = [float(reduction.items) for _, _, reduction in there]
     found = conclude([size for size, _, _ in there], [reduction for _, _, reduction in there])
-    weighted = sum(loss * count for (_, loss, _), count in zip(there, counts, strict=True))
+    weighted = sum(value * count for (_, value, _), count in zip(there, counts, strict=True))
     # A sum has the same divisor in every micro-batch, whatever is in it; divided by one of them it is the sum of all.
     # Of a single micro-batch there is nothing to compare, and both are the same.
     return weighted / (counts[0] if found.is_sum and len(there) > 1 else sum(counts))

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Literal, get_args
 
 from autoaccum.loss.conclusions import conclude, finite, kind_of_term
-from autoaccum.loss.hypotheses import SUMS, Conclusion, Hypothesis, TermKind, kinds_in, of_terms
+from autoaccum.loss.hypotheses import SUMS, Conclusion, Hypothesis, TermKind, is_stated, kinds_in, of_terms
 from autoaccum.loss.reductions import Reduction, is_one
 from autoaccum.memory.oom import is_out_of_memory, without_frames
 from autoaccum.verification.comparison import MAY_BE_ROUNDING
@@ -183,7 +183,8 @@ def _order(measurement: Measurement, cuts: list[Cut], likely: Hypothesis) -> lis
     names = list(kinds_in(likely) or ())  # of losses that have names
     order = in_order(sizes, reductions, counts_items=measurement.job.num_items is not None, names=names)
     counted = by_counts(measurement, cuts, likely)
-    return order if counted is None else [counted, *(other for other in order if other != counted)]
+    order = order if counted is None else [counted, *(other for other in order if other != counted)]
+    return [other for other in order if is_stated(other, measurement.job.reduction)]
 
 
 def _rivals(measurement: Measurement, cuts: list[Cut], held: Hypothesis | None) -> frozenset[str]:

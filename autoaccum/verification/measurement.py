@@ -136,7 +136,7 @@ class Measurement:
         self._transaction = kind(self.job)
         self._transaction.outputs.are_unwanted = True
         self._transaction.drops_nan = True
-        self._transaction.learns_totals = False
+        self._transaction.several.learns = False
         self._transaction.drops_gradients = self._drops_gradients
         self.parameters = self._transaction.trained()
         self.names = _names_of(self.parameters, self.job.modules)

@@ -46,6 +46,8 @@ class Gradient:
     """Indices of the micro-batches whose count may be one that was kept from 0."""
     doubts: tuple[tuple[int, str], ...] = ()
     """Where it is in doubt whether one of several terms counts anything: (index of the micro-batch, the term)."""
+    is_unforeseen: bool = False
+    """Whether what terms count cannot be told before a window is run, so that it is run twice."""
     knows_loss: bool = True
     """Whether the loss is that of the window, or about that, for values of its terms were not seen."""
     conclusion: Conclusion | None = None

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from autoaccum.loss.functions import LossOf
+from autoaccum.loss.hypotheses import Reducing
 from autoaccum.loss.weighting import CountItems, by_name
 from autoaccum.window.precision import Autocast, Precision, autocast
 
@@ -32,6 +33,8 @@ class Job:
     # Where a user passes one it is what counts; an examiner says so if the losses contradict it.
     num_items: CountItems | None = None
     """(micro-batch) -> how many items its loss is a mean over; None where that is read off the loss."""
+    reduction: Reducing = None
+    """What the user says that the loss is, or each of several."""
     collate_fn: Callable[[list[Any]], Any] | None = None
     """What makes batches of samples, where the user has passed it."""
     min_micro_batch: int = 1

@@ -15,6 +15,15 @@ def nothing_counts(step: int) -> Notice:
     )
 
 
+def run_twice() -> Notice:
+    """Say that windows are run twice, for it is not known beforehand what the terms of their loss count."""
+    return Notice(
+        cause="The loss adds means over numbers of items that nothing in the batch tells beforehand",
+        consequence="Windows that are cut are run twice: once to count, and once more with the right weights",
+        cure="Return the losses as a dict, and pass num_items= a dict of functions (micro-batch) -> count",
+    )
+
+
 def above_limit(limit_bytes: int, least_bytes: int) -> Notice:
     """Say that the limit has fallen below what the smallest micro-batch needs, which goes on all the same."""
     return Notice(

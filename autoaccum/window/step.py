@@ -125,6 +125,8 @@ class Step:
             gradient, replays = self._run(window, plan)
             if not gradient.items:
                 self.announcer.say_once(notices.nothing_counts(self.number + 1))
+            if gradient.is_unforeseen:
+                self.announcer.say_once(notices.run_twice())
             refused = None
         except NothingFitsError as error:
             refused = without_frames(error)  # which hold what was computed of the window

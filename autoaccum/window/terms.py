@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from autoaccum.loss.conclusions import kind_of_term
+from autoaccum.loss.conclusions import kind_of_term, stands_for_none
 from autoaccum.loss.functions import Computed
 from autoaccum.loss.graph import only_parameters
 from autoaccum.loss.hypotheses import OVER_ITEMS, TermKind
@@ -73,6 +73,7 @@ class Terms:
         totals: Mapping[str, float],
         *,
         deferred: bool,
+        stated: str | Mapping[str, str] | None = None,
     ) -> None:
         """Begin a window.
 
@@ -81,7 +82,9 @@ class Terms:
             kinds: what each term is, by its name; of one that is missing its own graph says so.
             totals: what each mean is known to count in the window.
             deferred: whether counts are read at its end.
+            stated: what the user says of each, or of all: that it is a mean, or a sum.
         """
+        self._stated = stated
         self._num_samples = num_samples
         self._kinds = kinds
         self._totals = totals
@@ -198,12 +201,17 @@ class Terms:
     def _column(self, entry: Entry) -> _Column:
         kind: TermKind = "samples"
         if not entry.name.startswith(_CONSTANT):
-            kind = self._kinds.get(entry.name) or kind_alone(entry.term)
+            kind = self._kinds.get(entry.name) or self._said(entry.name) or kind_alone(entry.term)
         total = {"samples": float(self._num_samples), "sum": 1.0}.get(kind) or self._totals.get(entry.name, 0.0)
         if self._sizes == [self._num_samples] and kind in OVER_ITEMS:
             total = float(entry.items)  # of a window in one piece: whatever it counts
             total = total if math.isfinite(total) else 0.0
         return _Column(kind, Tally(self._num_samples, deferred=self._deferred, total=total))
+
+    def _said(self, name: str) -> TermKind | None:
+        """Return what the user says of a term."""
+        said = self._stated if isinstance(self._stated, str | None) else self._stated.get(name)
+        return None if said is None else "sum" if said == "sum" else "items"
 
     # What follows is asked once the last micro-batch has been added.
 
@@ -267,7 +275,7 @@ class Terms:
             if name.startswith(_CONSTANT):
                 continue
             terms = [term for _, term in column.shown]
-            known = self._kinds.get(name) or (column.kind if None in terms else None)
+            known = self._kinds.get(name) or self._said(name) or (column.kind if None in terms else None)
             kinds[name] = known or kind_of_term([size for size, _ in column.shown], terms)  # type: ignore[arg-type]
         return kinds
 
@@ -298,6 +306,20 @@ class Terms:
             for name, tally in used.items()
             if any(tally.read())
         )
+
+    def apart(self) -> list[tuple[str, float, Reduction]]:
+        """Return each term of a single micro-batch: its name, its value, and how it was reduced."""
+        found = []
+        for name, column in self._columns.items():
+            (value,), (items,), ((size, term),) = column.values, column.items, column.shown
+            reduction = Reduction(items, () if term is None else (term,))
+            number = float("nan") if value is None else value.item()
+            # A count that is no number is that of a mean over nothing; one of 1 may have been kept from 0.
+            is_none = value is not None and stands_for_none(reduction, value, size)[0]
+            if is_none or not math.isfinite(number) or not math.isfinite(float(items)):
+                reduction, number = Reduction(0.0), 0.0
+            found.append((name, number, reduction))
+        return found
 
     def leave_out(self, num_samples: int) -> None:
         """Take a micro-batch that has no loss."""

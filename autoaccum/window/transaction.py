@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -24,22 +24,19 @@ from typing import Any
 import torch
 
 from autoaccum.data.base import Window
-from autoaccum.loss.conclusions import conclude, doubt_of_unknown, stands_for_none, totals_of
+from autoaccum.loss.conclusions import conclude, doubt_of_unknown, stands_for_none
 from autoaccum.loss.functions import Computed
 from autoaccum.loss.hypotheses import (
-    OVER_ITEMS,
     PLAIN_MEAN,
     PLAIN_SUM,
     SUMS,
     Conclusion,
     Hypothesis,
-    TermKind,
-    kinds_in,
 )
 from autoaccum.loss.reductions import Reduction, has_some, is_one, kinds_of, plain_mean, read, without_graph
 from autoaccum.loss.terms import Count
 from autoaccum.loss.values import Values
-from autoaccum.loss.weighting import Tally, count_each, count_items, counted_once
+from autoaccum.loss.weighting import Tally, count_items, counted_once
 from autoaccum.memory.oom import insist
 from autoaccum.planning.attempts import Piece
 from autoaccum.planning.noise import Noise, Part, estimate
@@ -47,11 +44,11 @@ from autoaccum.window import contributions
 from autoaccum.window.gradient import Gradient, Gradients, Signs, count_nodes
 from autoaccum.window.job import Job
 from autoaccum.window.outputs import Outputs
+from autoaccum.window.several import Several
 from autoaccum.window.single_samples import SingleSampleError, may_need_another
 from autoaccum.window.snapshot import Snapshot
 from autoaccum.window.state import State
 from autoaccum.window.terms import Terms
-from autoaccum.window.totals import Totals, counted_beforehand
 
 Forward = Callable[[Any, int, int], torch.Tensor]
 """(micro-batch, its samples, the window's samples) -> loss"""
@@ -73,8 +70,8 @@ def is_slow_to_read(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-_MOST_REPEATS = 3
-"""Times that a window is run again for its terms: for a count of 0 found late, for their kinds, for their totals."""
+_STATED: dict[str, Hypothesis] = {"mean": "items", "sum": "sum and penalties"}
+"""What a loss is taken for of which the user says so, until it is measured."""
 _NOTHING = Reduction(0.0)
 """The reduction of a micro-batch without items."""
 
@@ -95,13 +92,10 @@ class Transaction:
         self._clip_norm = clip_norm
         self._measures_parts = noise_scale
         self.scaler = torch.amp.GradScaler(job.device.type) if job.precision == "fp16" else None
-        self._next_totals: dict[str, float] | None = None
-        self._foretold: dict[str, float] = {}
-        self._repeats = 0  # of this window, for its terms were weighed wrongly
         self.forward: Forward = self.plain_forward
         """How the loss of a micro-batch is computed; an examiner puts itself around it for the first windows."""
         # What windows are made of, once that is measured; None: each is taken for what its own losses show.
-        self.hypothesis: Hypothesis | None = None
+        self.hypothesis: Hypothesis | None = None if job.num_items is not None else _STATED.get(str(job.reduction))
         """How micro-batches add up; set by whoever measures it."""
         self.signs = Signs()
         """What changes where the loss does: compared in each window that is cut."""
@@ -124,12 +118,8 @@ class Transaction:
         self._window: Window  # while one is open
         self._begun: State | None = None  # how the window began, where its micro-batches are to begin likewise
         self._nodes = 0  # of the last forward's graph
-        self._proposed: Mapping[str, TermKind] | None = None  # what terms are by themselves, as graphs have shown
-        self._counts_by_name = isinstance(job.num_items, Mapping | list | tuple)  # or a function has returned several
-        self._watches = False  # whether the values of terms are to be seen, for graphs keep none
-        self._totals = Totals()
-        self.learns_totals = True
-        """Whether it is worth while to find out what terms count, for there are other windows to come."""
+        self.several = Several(job)
+        """What is known of the terms of the loss, where they are weighed one by one."""
         self.outputs = Outputs()
         """What is returned beside the losses of the window."""
         self.is_open = False
@@ -153,36 +143,12 @@ class Transaction:
         if self._job.state == "window":
             self._begun = State(self._job.modules, self._job.functions, self._job.device, self.trained())
         self.is_open = True
-        self._repeats = 0
-        self._next_totals = None
-        self._foretold = self._foretell(window)
+        self.several.begin(window, self.hypothesis)
         self._begin_anew(window.num_samples)
-
-    @property
-    def _kinds(self) -> Mapping[str, TermKind] | None:
-        """Return what the terms are that are weighed by themselves; None where a micro-batch has one weight."""
-        return self._proposed if self.hypothesis is None else kinds_in(self.hypothesis)
-
-    def _foretell(self, window: Window) -> dict[str, float]:
-        """Return what is known of the totals of a window's terms before it is run."""
-        kinds, num_items = self._kinds, self._job.num_items
-        try:
-            if self._counts_by_name and self.hypothesis in (None, "num_items"):
-                return counted_beforehand(window, partial(count_each, num_items))  # type: ignore[arg-type]
-            return self._totals.foretell(window, [name for name in kinds if kinds[name] in OVER_ITEMS]) if kinds else {}
-        except Exception:  # what fails so, as where memory is short, the window itself will tell
-            return {}
-
-    def _new_terms(self, kinds: Mapping[str, TermKind]) -> Terms:
-        return Terms(self._num_samples, kinds, self._known_totals, deferred=self._is_deferred)
 
     def _begin_anew(self, num_samples: int = 0) -> None:
         self._num_samples = num_samples
-        # Totals that a run of this window has shown are those of the next run; if that runs out of memory, they are
-        # looked for anew, so that it is no matter to what is computed.
-        self._known_totals = self._foretold if self._next_totals is None else self._next_totals
-        self._next_totals = None
-        self._terms = None if self._kinds is None else self._new_terms(self._kinds)
+        self.several.begin_attempt(num_samples, self.hypothesis, deferred=self._is_deferred)
         self._computed: Computed | None = None  # by the last forward, where that is more than one loss
         self._forget_outputs()
         self._tally = Tally(num_samples, deferred=self._is_deferred)
@@ -220,8 +186,9 @@ class Transaction:
         num_items = self._job.num_items if self.hypothesis in (None, "num_items") else None
         counted = None if num_items is None else count_items(num_items, batch)
         if isinstance(counted, dict):
-            self._terms, self._counts_by_name = self._terms or self._new_terms({}), True
-        if self._terms is not None:
+            self.several.counts_by_name = True
+            self._open_terms()
+        if self.several.terms is not None:
             self._compute_terms(batch, piece, counted if isinstance(counted, dict) else {})
             return
         reduction = None if counted is None else Reduction(counted)  # type: ignore[arg-type]
@@ -231,8 +198,9 @@ class Transaction:
             self._take_outputs_alone(batch, piece.size)
         else:
             loss = self._forward(batch, piece.size)
-            if self._computed is not None and self._computed.terms and self.hypothesis is None and counted is None:
-                self._terms = self._terms or self._new_terms({})  # several losses, as the user says
+            is_open = self.hypothesis is None or self.hypothesis == _STATED.get(str(self._job.reduction))
+            if self._computed is not None and self._computed.terms and is_open and counted is None:
+                self._open_terms()  # several losses, as the user says
                 self._add_terms(loss, {}, None, piece.size)
                 return
             if self._computed is not None:
@@ -252,24 +220,27 @@ class Transaction:
 
     def _compute_terms(self, batch: Any, piece: Piece, counted: dict[str, Count]) -> None:
         """Add a micro-batch whose terms are weighed one by one; ``counted`` is what the user counts of them."""
-        with Values() if self._watches else nullcontext() as values:
+        with Values() if self.several.watches else nullcontext() as values:
             loss = self._forward(batch, piece.size)
         self._add_terms(loss, counted, values, piece.size)
+
+    def _open_terms(self) -> Terms:
+        return self.several.open(self._num_samples, self.hypothesis, deferred=self._is_deferred)
 
     def _add_terms(
         self, loss: torch.Tensor | None, counted: dict[str, Count], values: Values | None, size: int
     ) -> None:
-        assert self._terms is not None
+        terms = self._open_terms()
         self._sizes.append(size)
         if loss is None:
-            self._terms.leave_out(size)
+            terms.leave_out(size)
             self._losses.append(None)
             self._reductions.append(_NOTHING)
             return
         computed = self._computed or Computed(loss)
         self._take_outputs(size)
         self._losses.append(loss.detach())
-        reduction, backward = self._terms.add(computed, counted, size, values, self._scaled)
+        reduction, backward = terms.add(computed, counted, size, values, self._scaled)
         self.signs.of_graph(size, self._nodes, str(loss.grad_fn and loss.grad_fn.name()), kinds_of(reduction))
         self._backward(backward, size)
         self._reductions.append(reduction)
@@ -369,7 +340,7 @@ class Transaction:
         before = contributions.set_aside(trained)
         accumulate()
         norm = contributions.norm(self._gradients.stepped())
-        if self.drops_gradients and self._terms is None and not math.isfinite(norm.item()):
+        if self.drops_gradients and self.several.terms is None and not math.isfinite(norm.item()):
             self._gradients.drop()
             self._tally.leave_out(len(self._sizes))
             self._losses[-1] = None
@@ -420,8 +391,8 @@ class Transaction:
 
     def finish(self) -> Gradient | Repeat:
         """Complete the gradient: correct it by the true count, unscale and clip it."""
-        if self._terms is not None:
-            return self._finish_terms(self._terms)
+        if self.several.terms is not None:
+            return self._finish_terms(self.several.terms)
         sizes, reductions, tally = tuple(self._sizes), self._reductions, self._tally
         is_doubtful = self._leave_out_what_counts_nothing()
         counts = tally.read()
@@ -438,8 +409,7 @@ class Transaction:
             return Repeat(sizes=sizes)
         found = self._conclusion(is_doubtful)
         if found.kinds:
-            self._proposed, self._watches = found.kinds, True
-            self._next_totals = totals_of(found.kinds, reductions)
+            self.several.propose(found.kinds, reductions)
             return Repeat(sizes=sizes)
         has_constants = len(sizes) > 1 and any(reduction.constants for reduction in reductions)
         if has_constants and any(self._is_sum(reduction) is not found.is_sum for reduction in reductions):
@@ -469,30 +439,21 @@ class Transaction:
 
     def _finish_terms(self, terms: Terms) -> Gradient | Repeat:
         """Complete the gradient of terms that were weighed one by one; run the window again if that was wrong."""
-        sizes, is_wrong = tuple(self._sizes), terms.has_late_zero()
+        sizes, is_late = tuple(self._sizes), terms.has_late_zero()
         in_doubt, counting = terms.settle(), terms.counting()
         if not any(counting) and self._divided_by_zero is not None:
             raise self._divided_by_zero
         if not any(counting):
             return Gradient(sizes=sizes, loss=torch.tensor(float("nan")), grad_norm=None, items=0)
         losses = [loss for loss in self._losses if loss is not None]
-        kinds, is_wide = terms.kinds(), losses[0].dtype == torch.float64
-        if is_wrong:
-            self._is_deferred = False
-        if self.hypothesis is None and kinds != terms.used_kinds():
-            self._proposed, is_wrong = kinds, True
-        if terms.lacks_values and not self._watches:
-            self._watches, is_wrong = True, True
-        totals = terms.true_totals(kinds, is_wide=is_wide)
-        # Counts that are others each time are those of a forward that no replay repeats: it is measured again.
-        if totals is not None and self._repeats == _MOST_REPEATS:
-            self.signs.have_changed = True
-        if (is_wrong or totals is not None) and len(sizes) > 1 and self._repeats < _MOST_REPEATS:
-            self._next_totals = totals
-            self._repeats += 1
+        is_wide = losses[0].dtype == torch.float64
+        is_wrong = self.several.are_wrong(terms, self.hypothesis, sizes, is_wide=is_wide)
+        if is_wrong or (is_late and len(sizes) > 1):
+            self._is_deferred = self._is_deferred and not is_late
             return Repeat(sizes=sizes)
-        if self.learns_totals and len(sizes) > 1 and not terms.are_known(self._foretold):
-            self._totals.learn(self._window, sizes, terms.counts(kinds))
+        if self.several.are_unsettled():
+            self.signs.have_changed = True  # as where a forward draws what no replay repeats: it is measured again
+        self.several.learn(terms, self._window, sizes)
         parts, noise = self._parts(counting, False, 1.0) if self._norms else ((), None)
         return Gradient(
             sizes=sizes,
@@ -506,7 +467,8 @@ class Transaction:
             reductions=tuple(self._reductions),
             doubts=self.signs.in_doubt(in_doubt),
             knows_loss=not terms.lacks_values,
-            conclusion=Conclusion(False, doubt_of_unknown(self._reductions), kinds),
+            conclusion=Conclusion(False, doubt_of_unknown(self._reductions), terms.kinds()),
+            is_unforeseen=self.several.is_unforeseen,
         )
 
     def _unscaled_and_clipped(self) -> torch.Tensor | None:
@@ -598,21 +560,15 @@ class Transaction:
             "_has_sums": self._has_sums,
             "_deferred": self._is_deferred,
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
+            **self.several.state_dict(),
         }
         # What came later is there only once it says something.
-        found |= {"outputs": True} if self.outputs.are_there else {}
-        return found | (self._of_terms() if self._watches or self._proposed or self._kinds else {})
-
-    def _of_terms(self) -> dict[str, Any]:
-        kinds = None if self._proposed is None else dict(self._proposed)
-        return {"terms": {"kinds": kinds, "watches": self._watches, "totals": self._totals.state_dict()}}
+        return found | ({"outputs": True} if self.outputs.are_there else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put back what ``state_dict`` returned."""
         self._has_sums, self._is_deferred = state["_has_sums"], state["_deferred"]
         self.outputs.are_there = state.get("outputs", False)
-        if "terms" in state:
-            self._proposed, self._watches = state["terms"]["kinds"], state["terms"]["watches"]
-            self._totals.load_state_dict(state["terms"]["totals"])
+        self.several.load_state_dict(state)
         if self.scaler is not None and state["scaler"] is not None:
             self.scaler.load_state_dict(state["scaler"])

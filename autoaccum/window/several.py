@@ -1,0 +1,131 @@
+"""Keeps what a run knows of the terms of its loss, where they are weighed one by one, from window to window."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from autoaccum.data.base import Window
+from autoaccum.loss.conclusions import totals_of
+from autoaccum.loss.hypotheses import OVER_ITEMS, Hypothesis, TermKind, kinds_in
+from autoaccum.loss.reductions import Reduction
+from autoaccum.loss.weighting import count_each
+from autoaccum.window.job import Job
+from autoaccum.window.terms import Terms
+from autoaccum.window.totals import Totals, counted_beforehand
+
+_MOST_REPEATS = 3
+"""Times that a window is run again for its terms: for a count of 0 found late, for their kinds, for their totals."""
+
+
+class Several:
+    """The terms of the losses of one run, where each has a weight of its own: what they are, and their totals."""
+
+    def __init__(self, job: Job) -> None:
+        """Begin with one weight for all of a loss."""
+        self._job = job
+        self.terms: Terms | None = None
+        """Those of the window that is run; None while a micro-batch has one weight."""
+        self.proposed: Mapping[str, TermKind] | None = None
+        """What terms are, as graphs have shown."""
+        self.counts_by_name = isinstance(job.num_items, Mapping | list | tuple)
+        """Whether the user counts the items of each of several losses; a function may be seen to."""
+        self.watches = False
+        """Whether the values of terms are to be seen, for graphs keep none."""
+        self.learns = True
+        """Whether it is worth while to find out what terms count, for there are other windows to come."""
+        self.is_unforeseen = False
+        """Whether the totals of terms cannot be foretold, so that windows are run twice."""
+        self._totals = Totals()
+        self._repeats = 0  # of this window, for its terms were weighed wrongly
+        self._foretold: dict[str, float] = {}  # totals of this window
+        self._shown: dict[str, float] | None = None  # totals that its last attempt has shown
+        self._known: Mapping[str, float] = {}  # totals that this attempt goes by
+
+    def kinds(self, hypothesis: Hypothesis | None) -> Mapping[str, TermKind] | None:
+        """Return what the terms are that are weighed by themselves; None where a micro-batch has one weight."""
+        return self.proposed if hypothesis is None else kinds_in(hypothesis)
+
+    def begin(self, window: Window, hypothesis: Hypothesis | None) -> None:
+        """Begin a window: foretell what its terms count."""
+        self._repeats, self._shown, self._foretold = 0, None, {}
+        kinds = self.kinds(hypothesis)
+        if not (kinds or self.counts_by_name):
+            return
+        try:
+            if self.counts_by_name and hypothesis in (None, "num_items") and self._job.num_items is not None:
+                self._foretold = counted_beforehand(window, partial(count_each, self._job.num_items))
+            elif kinds:
+                self._foretold = self._totals.foretell(window, [k for k, kind in kinds.items() if kind in OVER_ITEMS])
+        except Exception:  # what fails so, as where memory is short, the window itself will tell
+            self._foretold = {}
+
+    def begin_attempt(self, num_samples: int, hypothesis: Hypothesis | None, *, deferred: bool) -> None:
+        """Begin to run the window, or to run it again."""
+        # Totals that a run of this window has shown are those of the next run; if that runs out of memory, they are
+        # looked for anew, so that it is no matter to what is computed.
+        self._known, self._shown = self._foretold if self._shown is None else self._shown, None
+        self.terms = None
+        if self.kinds(hypothesis) is not None:
+            self.open(num_samples, hypothesis, deferred=deferred)
+
+    def open(self, num_samples: int, hypothesis: Hypothesis | None, *, deferred: bool) -> Terms:
+        """Return the terms of the window, whose micro-batches are weighed by them from here on."""
+        if self.terms is None:
+            self.terms = Terms(
+                num_samples, self.kinds(hypothesis) or {}, self._known, deferred=deferred, stated=self._job.reduction
+            )
+        return self.terms
+
+    def propose(self, kinds: Mapping[str, TermKind], reductions: Sequence[Reduction]) -> None:
+        """Weigh terms by themselves from here on, as the graphs of a window's micro-batches have shown them."""
+        self.proposed, self.watches = dict(kinds), True
+        self._shown = totals_of(kinds, reductions)
+
+    def are_wrong(self, terms: Terms, hypothesis: Hypothesis | None, sizes: Sequence[int], *, is_wide: bool) -> bool:
+        """Return whether the window has to be run again, for its terms were weighed wrongly.
+
+        Args:
+            terms: those of the window, all of whose micro-batches have been added.
+            hypothesis: the one that is held.
+            sizes: of the micro-batches.
+            is_wide: whether the loss has 64 bits.
+        """
+        if len(sizes) < 2 or self._repeats == _MOST_REPEATS:
+            return False
+        kinds, is_wrong = terms.kinds(), False
+        if hypothesis is None and kinds != terms.used_kinds():
+            self.proposed, is_wrong = kinds, True
+        if terms.lacks_values and not self.watches:
+            self.watches = is_wrong = True
+        self._shown = terms.true_totals(kinds, is_wide=is_wide)
+        is_wrong = is_wrong or self._shown is not None
+        self._repeats += is_wrong
+        return is_wrong
+
+    def are_unsettled(self) -> bool:
+        """Return whether the window was run as often as it may be: its counts are others each time."""
+        return self._repeats == _MOST_REPEATS
+
+    def learn(self, terms: Terms, window: Window, sizes: Sequence[int]) -> None:
+        """Find out what counts as the terms of a window do, unless that was foretold."""
+        if not self.learns or len(sizes) < 2 or terms.are_known(self._foretold):
+            return
+        counts = terms.counts(terms.kinds())
+        if not self.counts_by_name:
+            self._totals.learn(window, sizes, counts)
+        self.is_unforeseen = any(map(self._totals.has_given_up, counts))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was found out, for a checkpoint; nothing while there is nothing."""
+        if not (self.watches or self.proposed or self.counts_by_name):
+            return {}
+        kinds = None if self.proposed is None else dict(self.proposed)
+        return {"terms": {"kinds": kinds, "watches": self.watches, "totals": self._totals.state_dict()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Put back what ``state_dict`` returned."""
+        if "terms" in state:
+            self.proposed, self.watches = state["terms"]["kinds"], state["terms"]["watches"]
+            self._totals.load_state_dict(state["terms"]["totals"])
