@@ -8,7 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from autoaccum._units import shown
 from autoaccum.errors import ArgumentError, ArgumentTypeError, ConflictingArgumentsError
@@ -102,6 +102,30 @@ def function(argument: str, value: object, parameters: tuple[str, ...], returns:
         raise ArgumentTypeError(argument, value, accepted, f"{found} {cure}".strip()) from None
 
 
+class Positional(NamedTuple):
+    """The parameters of a function that can be passed by position."""
+
+    required: int
+    """How many of them have no default."""
+    most: float
+    """How many there are; infinite where it takes any number."""
+    second: str
+    """The name of the second one; empty where there is none."""
+
+
+def positional(value: object) -> Positional | None:
+    """Return which parameters of a function can be passed by position; None where its signature cannot be read."""
+    try:
+        signature = inspect.signature(value.forward if hasattr(value, "named_parameters") else value)  # type: ignore[attr-defined, arg-type]
+    except Exception:  # as in ``function``
+        return None
+    parameters = signature.parameters.values()
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    is_endless = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    required = sum(p.default is p.empty for p in named)
+    return Positional(required, math.inf if is_endless else len(named), named[1].name if len(named) > 1 else "")
+
+
 def no_class(argument: str, value: object, accepted: str) -> None:
     """Refuse a class where an object of it was meant."""
     # It can be called, but what that returns is an object and not what its method would.
@@ -149,9 +173,11 @@ def _is(value: object, text: str) -> bool:
 # argument has which.
 
 
-def of_windows(num_items: object, max_micro_batch: object, headroom: object, clip_norm: object) -> None:
+def of_windows(
+    num_items: object, max_micro_batch: object, headroom: object, clip_norm: object, before_window: object
+) -> None:
     """Check the arguments that say how windows are run."""
-    of_num_items(num_items)
+    of_num_items(num_items, before_window)
     if max_micro_batch is not None:
         positive_int("max_micro_batch", max_micro_batch)
     number_between("headroom", headroom, 0, 1)
@@ -159,12 +185,15 @@ def of_windows(num_items: object, max_micro_batch: object, headroom: object, cli
         positive_number("clip_norm", clip_norm)
 
 
-def of_num_items(num_items: object) -> None:
-    """Check the function that counts items."""
+def of_num_items(num_items: object, before_window: object) -> None:
+    """Check the function that counts items; it may take a second argument where there is something to share."""
     # A number would be right for one micro-batch size at most, and it is not the user who chooses that.
     if num_items is not None:
         no_class("num_items", num_items, "a function")
-        function("num_items", num_items, ("micro_batch",), "how many items")
+        takes = positional(num_items)
+        is_of_two = before_window is not None and takes is not None and takes.required == 2
+        parameters = ("micro_batch", "shared") if is_of_two else ("micro_batch",)
+        function("num_items", num_items, parameters, "how many items")
 
 
 def of_patience(patience: object) -> None:

@@ -75,6 +75,11 @@ def flatten(batch: Any) -> tuple[list[Any], pytree.TreeSpec]:
     return pytree.tree_flatten(batch, is_leaf=_is_leaf)
 
 
+def paths(batch: Any) -> list[str]:
+    """Return where the leaves of a batch are, in the order of ``flatten``."""
+    return list(_leaves_by_path(batch))
+
+
 def _map_rows(function: Callable[[Any], Any], batch: Any) -> Any:
     """Apply a function to all leaves that have rows."""
     leaves, spec = flatten(batch)

@@ -251,5 +251,5 @@ class Objective:
 def _parameters(arguments: Arguments) -> list[torch.nn.Parameter]:
     """Return the parameters that a trial trains."""
     # A loss, or a training step, may be a module with parameters of its own.
-    modules = [arguments.get(name) for name in ("model", "loss_fn", "training_step")]
+    modules = [arguments.get(name) for name in ("model", "loss_fn", "training_step", "before_window")]
     return [p for m in modules if isinstance(m, torch.nn.Module) for p in m.parameters() if p.requires_grad]

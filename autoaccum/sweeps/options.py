@@ -40,6 +40,7 @@ class PassedOn(TypedDict, total=False):
     loss_fn: Callable[[Any, Any], torch.Tensor] | None
     training_step: Callable[[Any, Any], torch.Tensor] | None
     num_items: CountItems | None
+    before_window: Callable[..., Any] | None
     optimizer: OptimizerLike | None
     lr_scheduler: MakeScheduler | None
     lr_scaling: Scaling

@@ -17,6 +17,7 @@ from autoaccum.errors import ArgumentError, ArgumentTypeError, ConflictingArgume
 from autoaccum.events import Event
 from autoaccum.loss.coupling import batch_norms, smallest_micro_batch
 from autoaccum.loss.functions import loss_function
+from autoaccum.loss.shared import before_window_of, counting
 from autoaccum.loss.weighting import CountItems
 from autoaccum.memory.limit import MemoryLimit
 from autoaccum.memory.oom import room_for_model
@@ -55,6 +56,7 @@ class Accumulator:
         loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
         training_step: Callable[[Any, Any], torch.Tensor] | None = None,
         num_items: CountItems | None = None,
+        before_window: Callable[..., Any] | None = None,
         micro_batch: int | Literal["auto"] = "auto",
         max_micro_batch: int | None = None,
         memory_limit: MemoryLimit = None,
@@ -77,6 +79,10 @@ class Accumulator:
             training_step: (model, batch) -> loss, for any batch. With neither, the model returns its loss, as ``.loss``
                 or ``["loss"]``.
             num_items: (micro-batch) -> how many items its loss is a mean over, where that cannot be read off the loss.
+            before_window: (batch) -> what micro-batches get besides, of all samples of a window, on the host:
+                statistics of the window itself. (batch, in_pieces) runs the model on them too, by in_pieces(function)
+                with function(model, micro_batch). A mapping is merged into micro-batches that are mappings; anything
+                else is the third argument of training_step and loss_fn.
             micro_batch: "auto", or the samples of one forward and backward.
             max_micro_batch: the most samples to try at once.
             memory_limit: device memory this process may use, as bytes, "8GiB", a share such as 0.5, or a function () ->
@@ -103,13 +109,13 @@ class Accumulator:
         """
         checked = check(
             OF_ACCUMULATOR, CHECKS, model=model, optimizer=optimizer, loss_fn=loss_fn, training_step=training_step,
-            num_items=num_items, micro_batch=micro_batch, max_micro_batch=max_micro_batch, memory_limit=memory_limit,
-            headroom=headroom, patience=patience, precision=precision, clip_norm=clip_norm, state=state, verify=verify,
-            strict=strict, ranks=ranks, callbacks=callbacks,
+            num_items=num_items, before_window=before_window, micro_batch=micro_batch, max_micro_batch=max_micro_batch,
+            memory_limit=memory_limit, headroom=headroom, patience=patience, precision=precision, clip_norm=clip_norm,
+            state=state, verify=verify, strict=strict, ranks=ranks, callbacks=callbacks,
         )  # fmt: skip
         loss_of = checked[loss_function]
         self._callbacks = checked[_checks.of_callbacks]
-        self._modules = modules_of(model, loss_fn, training_step)
+        self._modules = modules_of(model, loss_fn, training_step, before_window)
         parameters = trainable_parameters(model, self._modules)
         check_optimizer(optimizer, parameters)  # one of another model would train nothing, and say nothing
         self._closes = needs_closure(optimizer)
@@ -148,7 +154,8 @@ class Accumulator:
             modules=tuple(self._modules),
             optimizer=optimizer,
             loss_of=loss_of,
-            num_items=num_items,
+            num_items=num_items if before_window is None else counting(num_items),
+            before_window=checked[before_window_of],
             device=self._device,
             precision=precision,
             state=state,

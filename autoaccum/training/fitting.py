@@ -31,6 +31,7 @@ def fit(
     loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
     training_step: Callable[[Any, Any], torch.Tensor] | None = None,
     num_items: CountItems | None = None,
+    before_window: Callable[..., Any] | None = None,
     optimizer: OptimizerLike | None = None,
     lr: float | None = None,
     lr_scheduler: MakeScheduler | None = None,
@@ -94,6 +95,10 @@ def fit(
         training_step: (model, batch) -> loss, for any batch. With neither, the model returns its loss, as ``.loss`` or
             ``["loss"]``.
         num_items: (micro-batch) -> how many items its loss is a mean over, where that cannot be read off the loss.
+        before_window: (batch) -> what micro-batches get besides, of all samples of a window, on the host: statistics of
+            the window itself. (batch, in_pieces) runs the model on them too, by in_pieces(function) with
+            function(model, micro_batch). A mapping is merged into micro-batches that are mappings; anything else is the
+            third argument of training_step and loss_fn.
         optimizer: an Optimizer or a function (parameters) -> Optimizer; AdamW when left out.
         lr: learning rate of the AdamW that is made when optimizer is left out; 1e-3 when left out too.
         lr_scheduler: function (optimizer, num_steps) -> LRScheduler; stepped once per window, or for every base_batch
@@ -164,13 +169,13 @@ def fit(
     # Each by its name, so that type checkers follow them; a name that is none Python has refused by now, as fit's.
     trainer = Trainer(
         model=model, data=data, effective_batch=effective_batch, loss_fn=loss_fn, training_step=training_step,
-        num_items=num_items, optimizer=optimizer, lr=lr, lr_scheduler=lr_scheduler, lr_scaling=lr_scaling,
-        base_batch=base_batch, epochs=epochs, steps=steps, samples=samples, micro_batch=micro_batch,
-        max_micro_batch=max_micro_batch, memory_limit=memory_limit, headroom=headroom, patience=patience,
-        precision=precision, clip_norm=clip_norm, state=state, verify=verify, strict=strict, compile=compile,
-        device=device, ranks=ranks, seed=seed, shuffle=shuffle, drop_last=drop_last, collate_fn=collate_fn,
-        num_workers=num_workers, validation_data=validation_data, validate_every=validate_every, metrics=metrics,
-        run_dir=run_dir, checkpoint_every=checkpoint_every, keep_checkpoints=keep_checkpoints, resume=resume,
-        noise_scale=noise_scale, cache=cache, callbacks=callbacks, progress=progress,
+        num_items=num_items, before_window=before_window, optimizer=optimizer, lr=lr, lr_scheduler=lr_scheduler,
+        lr_scaling=lr_scaling, base_batch=base_batch, epochs=epochs, steps=steps, samples=samples,
+        micro_batch=micro_batch, max_micro_batch=max_micro_batch, memory_limit=memory_limit, headroom=headroom,
+        patience=patience, precision=precision, clip_norm=clip_norm, state=state, verify=verify, strict=strict,
+        compile=compile, device=device, ranks=ranks, seed=seed, shuffle=shuffle, drop_last=drop_last,
+        collate_fn=collate_fn, num_workers=num_workers, validation_data=validation_data, validate_every=validate_every,
+        metrics=metrics, run_dir=run_dir, checkpoint_every=checkpoint_every, keep_checkpoints=keep_checkpoints,
+        resume=resume, noise_scale=noise_scale, cache=cache, callbacks=callbacks, progress=progress,
     )  # fmt: skip
     return trainer.fit()

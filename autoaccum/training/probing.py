@@ -15,6 +15,7 @@ from autoaccum.data.sources import open_source
 from autoaccum.errors import NothingFitsError
 from autoaccum.loss.coupling import is_compiled, smallest_micro_batch
 from autoaccum.loss.functions import LossOf, loss_function, total
+from autoaccum.loss.shared import before_window_of
 from autoaccum.memory import clock
 from autoaccum.memory.base import Memory
 from autoaccum.memory.devices import find_device, memory_of
@@ -34,6 +35,7 @@ from autoaccum.training.lazy import build_lazy_layers
 from autoaccum.training.options import CHECKS, OF_PROBE, modules_of, schedule_if_any
 from autoaccum.training.traces import no_trace
 from autoaccum.window.advice import Refused, advise
+from autoaccum.window.before import loss_alone
 from autoaccum.window.optimizers import (
     OptimizerLike,
     allocate_state,
@@ -75,6 +77,7 @@ def probe(
     effective_batch: int | str | Schedule | Callable[[Progress], int] | None = None,
     loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
     training_step: Callable[[Any, Any], torch.Tensor] | None = None,
+    before_window: Callable[..., Any] | None = None,
     optimizer: OptimizerLike | None = None,
     max_micro_batch: int | None = None,
     memory_limit: MemoryLimit = None,
@@ -99,6 +102,10 @@ def probe(
         loss_fn: (outputs, targets) -> loss, a mean or a sum, for batches that are (inputs, targets).
         training_step: (model, batch) -> loss, for any batch. With neither, the model returns its loss, as ``.loss`` or
             ``["loss"]``.
+        before_window: (batch) -> what micro-batches get besides, of all samples of a window, on the host: statistics of
+            the window itself. (batch, in_pieces) runs the model on them too, by in_pieces(function) with
+            function(model, micro_batch). A mapping is merged into micro-batches that are mappings; anything else is the
+            third argument of training_step and loss_fn.
         optimizer: an Optimizer or a function (parameters) -> Optimizer; AdamW when left out. Its state must fit too.
         max_micro_batch: the most samples to try at once.
         memory_limit: device memory this process may use, as bytes, "8GiB", a share such as 0.5, or a function () -> one
@@ -125,12 +132,13 @@ def probe(
     """
     checked = check(
         OF_PROBE, CHECKS, model=model, data=data, effective_batch=effective_batch, loss_fn=loss_fn,
-        training_step=training_step, optimizer=optimizer, max_micro_batch=max_micro_batch, memory_limit=memory_limit,
-        headroom=headroom, patience=patience, precision=precision, device=device, ranks=ranks, collate_fn=collate_fn,
+        training_step=training_step, before_window=before_window, optimizer=optimizer, max_micro_batch=max_micro_batch,
+        memory_limit=memory_limit, headroom=headroom, patience=patience, precision=precision, device=device,
+        ranks=ranks, collate_fn=collate_fn,
     )  # fmt: skip
     loss_of, schedule = checked[loss_function], checked[schedule_if_any]
     most = None if schedule is None else schedule.largest
-    modules = modules_of(model, loss_fn, training_step)
+    modules = modules_of(model, loss_fn, training_step, before_window)
     parameters = trainable_parameters(model, modules)
     on = find_device(device)
     memory = memory_of(on)  # by which peaks are read
@@ -140,6 +148,8 @@ def probe(
     # Of a stream without an effective batch nothing says how many samples are of use: a million is enough to know.
     ceiling = min(n for n in (max_micro_batch, most, source.num_samples, 2**20) if n is not None)
     context = autocast(precision, on)
+    # Its examples are windows of their own.
+    loss_of = loss_alone(loss_of, checked[before_window_of], model=model, modules=modules, device=on, autocast=context)
     sparse = sparsely_trained(modules)  # their gradients grow with the samples, so they are no fixed cost
 
     with named("a probe was begun, or was undone"), no_trace(modules, optimizer, on):

@@ -22,6 +22,7 @@ from autoaccum.errors import ArgumentError, ArgumentTypeError
 from autoaccum.events import Event
 from autoaccum.loss.coupling import is_compiled, smallest_micro_batch
 from autoaccum.loss.functions import LossOf, loss_function
+from autoaccum.loss.shared import before_window_of, counting
 from autoaccum.memory.base import Memory
 from autoaccum.memory.devices import find_device, memory_of
 from autoaccum.memory.limit import Limit, MemoryLimit
@@ -40,6 +41,7 @@ from autoaccum.training.options import FitArguments
 from autoaccum.training.validation import Validator
 from autoaccum.verification.examiner import Examiner
 from autoaccum.verification.verdict import measure
+from autoaccum.window.before import loss_alone
 from autoaccum.window.job import Job
 from autoaccum.window.meter import Meter
 from autoaccum.window.optimizers import allocate_state, make_optimizer
@@ -165,7 +167,8 @@ def build(
             module.to(place.device)
         # A first forward builds them, as it will be in training: an optimizer can only be made of what is there.
         context = autocast(arguments.precision, place.device)
-        build_lazy_layers(model, modules, source, checked[loss_function], context, place.device)
+        loss_of = _loss_of_examples(arguments, checked, place.device)
+        build_lazy_layers(model, modules, source, loss_of, context, place.device)
         optimizer = make_optimizer(arguments.optimizer, arguments.lr, parameters)
         learning_rate = LearningRate(
             optimizer,
@@ -180,6 +183,18 @@ def build(
         # Left to the first step, it would be allocated after plans have been measured without it.
         allocate_state(optimizer, modules)
     return optimizer, learning_rate
+
+
+def _loss_of_examples(arguments: FitArguments, checked: Checked, device: torch.device) -> LossOf:
+    """Return the loss of a batch that no window is made of, and which is one by itself."""
+    return loss_alone(
+        checked[loss_function],
+        checked[before_window_of],
+        model=arguments.model,
+        modules=arguments.modules(),
+        device=device,
+        autocast=autocast(arguments.precision, device),
+    )
 
 
 def metric_modules(arguments: FitArguments) -> list[nn.Module]:
@@ -289,7 +304,8 @@ def step_of(
         modules=tuple(arguments.modules()),
         optimizer=optimizer,
         loss_of=checked[loss_function],
-        num_items=arguments.num_items,
+        num_items=arguments.num_items if checked[before_window_of] is None else counting(arguments.num_items),
+        before_window=checked[before_window_of],
         collate_fn=arguments.collate_fn or getattr(arguments.data, "collate_fn", None),
         device=place.device,
         precision=arguments.precision,
@@ -336,7 +352,7 @@ def cache_of(arguments: FitArguments, place: Place, optimizer: torch.optim.Optim
 
 def validator_of(
     arguments: FitArguments,
-    loss_of: LossOf,
+    checked: Checked,
     place: Place,
     step_model: Any,
     step: Step,
@@ -349,6 +365,7 @@ def validator_of(
     """
     if arguments.validation_data is None:
         return None
+    loss_of = checked[loss_function]
     # Opened before the first window, so that what cannot be cut is told before hours of training.
     source = open_validation_data(arguments, place)
     of: Any = "model"  # what the loss is computed by, and so what metrics are called with
@@ -365,7 +382,9 @@ def validator_of(
         source,
         loss_of=loss_of,
         of_outputs=arguments.loss_fn is not None,
-        num_items=arguments.num_items,
+        num_items=step.job.num_items,
+        sharing=step.transaction.sharing,
+        window_samples=checked[schedule_of].at(Progress()),
         autocast=step.job.autocast,
         device=place.device,
         memory=place.memory,

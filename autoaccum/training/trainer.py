@@ -14,7 +14,6 @@ from autoaccum import _checks
 from autoaccum.data.base import Window
 from autoaccum.errors import ArgumentError, StopTraining
 from autoaccum.events import Event, Finished, Record, Resumed, StepReport
-from autoaccum.loss.functions import loss_function
 from autoaccum.loss.weighting import CountItems
 from autoaccum.memory import clock
 from autoaccum.memory.limit import MemoryLimit
@@ -32,7 +31,7 @@ from autoaccum.training.metrics import Metric
 from autoaccum.training.options import Callback, FitArguments
 from autoaccum.training.pace import Pace
 from autoaccum.training.result import FitResult as FitResult
-from autoaccum.training.run_state import RunState
+from autoaccum.training.run_state import RunState, keeper_of
 from autoaccum.training.validation import Validations
 from autoaccum.window.modules import State
 from autoaccum.window.optimizers import OptimizerLike, trainable_parameters
@@ -55,6 +54,7 @@ class Trainer:
         loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
         training_step: Callable[[Any, Any], torch.Tensor] | None = None,
         num_items: CountItems | None = None,
+        before_window: Callable[..., Any] | None = None,
         optimizer: OptimizerLike | None = None,
         lr: float | None = None,
         lr_scheduler: MakeScheduler | None = None,
@@ -96,14 +96,15 @@ class Trainer:
         """Set up a run, up to its first window; ``fit`` says what the arguments are."""
         given = FitArguments(
             model=model, data=data, effective_batch=effective_batch, loss_fn=loss_fn, training_step=training_step,
-            num_items=num_items, optimizer=optimizer, lr=lr, lr_scheduler=lr_scheduler, lr_scaling=lr_scaling,
-            base_batch=base_batch, epochs=epochs, steps=steps, samples=samples, micro_batch=micro_batch,
-            max_micro_batch=max_micro_batch, memory_limit=memory_limit, headroom=headroom, patience=patience,
-            precision=precision, clip_norm=clip_norm, state=state, verify=verify, strict=strict, compile=compile,
-            device=device, ranks=ranks, seed=seed, shuffle=shuffle, drop_last=drop_last, collate_fn=collate_fn,
-            num_workers=num_workers, validation_data=validation_data, validate_every=validate_every, metrics=metrics,
-            run_dir=run_dir, checkpoint_every=checkpoint_every, keep_checkpoints=keep_checkpoints, resume=resume,
-            noise_scale=noise_scale, cache=cache, callbacks=callbacks, progress=progress,
+            num_items=num_items, before_window=before_window, optimizer=optimizer, lr=lr, lr_scheduler=lr_scheduler,
+            lr_scaling=lr_scaling, base_batch=base_batch, epochs=epochs, steps=steps, samples=samples,
+            micro_batch=micro_batch, max_micro_batch=max_micro_batch, memory_limit=memory_limit, headroom=headroom,
+            patience=patience, precision=precision, clip_norm=clip_norm, state=state, verify=verify, strict=strict,
+            compile=compile, device=device, ranks=ranks, seed=seed, shuffle=shuffle, drop_last=drop_last,
+            collate_fn=collate_fn, num_workers=num_workers, validation_data=validation_data,
+            validate_every=validate_every, metrics=metrics, run_dir=run_dir, checkpoint_every=checkpoint_every,
+            keep_checkpoints=keep_checkpoints, resume=resume, noise_scale=noise_scale, cache=cache, callbacks=callbacks,
+            progress=progress,
         )  # fmt: skip
         with named("the run was set up"):
             self._set_up(given)
@@ -140,7 +141,7 @@ class Trainer:
         )
         self._tuner = step.tuner
         self._cache = setup.cache_of(arguments, place, self.optimizer, self._tuner)
-        self._validator = setup.validator_of(arguments, checked[loss_function], place, called, step, self._emit)
+        self._validator = setup.validator_of(arguments, checked, place, called, step, self._emit)
         self._pace = Pace(self.schedule, budget, num_samples=epoch_samples, drop_last=drop_last, plans=plans, step=step)
         self._validations = Validations()
         self._state = RunState(
@@ -154,6 +155,7 @@ class Trainer:
             noise=noise,
             pace=self._pace,
             device=self.device,
+            before_window=keeper_of(arguments.before_window),
         )
 
         # Of this process alone; what a later one goes on from is in the state above.

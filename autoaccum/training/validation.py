@@ -14,13 +14,14 @@ from torch import nn
 
 from autoaccum._kinds import entries, every, one_of
 from autoaccum.data import batches, randomness
-from autoaccum.data.base import Source, Window
+from autoaccum.data.base import Reader, Source, Window
 from autoaccum.errors import DataError, EmptyDatasetError, LossWithoutGradError, NothingFitsError
 from autoaccum.events import Event, Notice, OutOfMemory, Validated
 from autoaccum.loss.conclusions import conclude, stands_for_none
 from autoaccum.loss.functions import LossOf, total
 from autoaccum.loss.graph import graph_alone
 from autoaccum.loss.reductions import Reduction, read, without_graph
+from autoaccum.loss.shared import plain
 from autoaccum.loss.weighting import CountItems, count_items
 from autoaccum.memory import clock
 from autoaccum.memory.base import Memory
@@ -33,6 +34,7 @@ from autoaccum.planning.saved import TRIALS
 from autoaccum.planning.trials import Trials
 from autoaccum.training.metrics import Metrics, SharedTree, Sums
 from autoaccum.window.attributes import Attributes
+from autoaccum.window.before import Sharing
 from autoaccum.window.precision import Autocast
 from autoaccum.window.single_samples import may_need_another
 from autoaccum.window.snapshot import Snapshot
@@ -96,6 +98,8 @@ class Validator:
         loss_of: LossOf,
         of_outputs: bool,
         num_items: CountItems | None,
+        sharing: Sharing | None = None,
+        window_samples: int = 0,
         autocast: Autocast,
         device: torch.device,
         memory: Memory,
@@ -115,6 +119,8 @@ class Validator:
             loss_of: (model, micro-batch) -> loss.
             of_outputs: whether the model is only called for its outputs, of which a ``loss_fn`` makes the loss.
             num_items: (micro-batch) -> what its loss is a mean over; None: it is read off the loss.
+            sharing: what calls a ``before_window``; None where there is none.
+            window_samples: the samples that it is then called on, as many as the first window of the run has.
             autocast: makes the context of each forward.
             device: where to compute.
             memory: of that device.
@@ -131,6 +137,8 @@ class Validator:
         self._source = source
         self._loss_of = loss_of
         self._num_items = num_items
+        self._sharing = sharing
+        self._window_samples = window_samples
         self._autocast = autocast
         self._device = device
         self._memory = memory
@@ -174,7 +182,7 @@ class Validator:
             reader = self._source.read(0, lambda position: (size(ceiling),))
             # As many samples are asked for as are run at once. Nothing has to be undone when they do not fit: those
             # that are left are run in smaller pieces.
-            while (window := reader.window(size(ceiling))) is not None:
+            while (window := self._next_window(reader, size(ceiling))) is not None:
                 for piece in self._trials.window(window.num_samples, ceiling):
                     if isinstance(outcome := self._try(window, piece), Shortage):
                         self._make_do(outcome, piece, patience)
@@ -197,6 +205,13 @@ class Validator:
             )
         )
         return loss
+
+    def _next_window(self, reader: Reader, num_samples: int) -> Window | None:
+        """Return the next samples: as many as are run at once, or a window of the run's where one shares anything."""
+        if self._sharing is None:
+            return reader.window(num_samples)
+        window = reader.window(self._window_samples)
+        return None if window is None else self._sharing.begin(window)
 
     def try_metrics(self, metrics: Metrics) -> None:
         """Call each function on one sample and on two, of which nothing remains: what is wrong is said before training.
@@ -236,6 +251,7 @@ class Validator:
         training = [(module, module.training) for module in self._modules]
         # An eval forward may write to buffers, to count its calls, say. Those of metrics are what these have come to.
         self._snapshot.take()
+        held = None if self._sharing is None else self._sharing.state()
         try:
             for module in self._modules:  # set and not called: train() is often overridden, to freeze layers
                 module.training = False
@@ -243,6 +259,8 @@ class Validator:
         finally:
             for module, mode in training:
                 module.training = mode
+            if held is not None:
+                held.restore()
             self._snapshot.restore()
 
     def _make_do(self, shortage: Shortage, piece: Piece, patience: Patience) -> None:
@@ -302,11 +320,11 @@ class Validator:
         if self._metrics is None:
             return self._loss(batch, size), {}
         # Taken before the loss is computed, which may empty containers and write to tensors.
-        shared = SharedTree(batch)
+        shared = SharedTree(plain(batch))
         try:
             loss = self._loss(batch, size)
             states = randomness.get_state(self._device)
-            sums = self._metrics.measure(shared, micro_batch)
+            sums = self._metrics.measure(shared, lambda: plain(micro_batch()))
             randomness.set_state(states, self._device)  # so that losses that draw are those without metrics
             return loss, sums
         finally:

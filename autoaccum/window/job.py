@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from autoaccum.loss.functions import LossOf
+from autoaccum.loss.shared import BeforeWindow
 from autoaccum.window.precision import Autocast, Precision, autocast
 
 
@@ -31,6 +32,8 @@ class Job:
     # Where a user passes one it is what counts; an examiner says so if the losses contradict it.
     num_items: Callable[[Any], Any] | None = None
     """(micro-batch) -> how many items its loss is a mean over; None where that is read off the loss."""
+    before_window: BeforeWindow | None = None
+    """What is called once a window, and what its micro-batches then come with; None for nothing."""
     collate_fn: Callable[[list[Any]], Any] | None = None
     """What makes batches of samples, where the user has passed it."""
     device: torch.device
@@ -43,7 +46,8 @@ class Job:
     @property
     def functions(self) -> list[object]:
         """Return what of it is the user's code, beside modules."""
-        return [self.loss_of, self.num_items, self.collate_fn]
+        before = None if self.before_window is None else self.before_window.function
+        return [self.loss_of, self.num_items, self.collate_fn, before]
 
     @property
     def autocast(self) -> Autocast:
