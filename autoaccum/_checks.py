@@ -198,7 +198,8 @@ def of_num_items(num_items: object, before_window: object) -> None:
 
 def of_patience(patience: object) -> None:
     """Check the seconds to wait for memory; without end is long, but no mistake."""
-    if patience != math.inf:
+    # Asked of a number alone: what a tensor answers is no flag.
+    if not (isinstance(patience, float) and patience == math.inf):
         number_between("patience", patience, 0)
 
 
