@@ -78,6 +78,8 @@ def moe_balancing(
     coefficient = _configured(model, "coefficient", coefficient, _COEFFICIENTS)
     coefficient = _checks.number_between("coefficient", coefficient, 0)
     balancing = _Balancing(top_k=top_k, coefficient=coefficient, mask=mask or _attention_mask)
+    # Of Hugging Face's models the cross-entropy is known, and so are its tokens: both terms are divided by what the
+    # window counts, and add up. Of a user's own step neither is: its loss and the balancing are means of their own.
     if routers is None:
         _check_router_logits(model)
         kind: Any = _OfHuggingFace(balancing)
@@ -96,6 +98,7 @@ class _Balancing:
 
     def counts(self, logits: Sequence[torch.Tensor], batch: Any) -> dict[str, torch.Tensor]:
         """Return, of a micro-batch, how many tokens went to each expert, (1, experts), and how many there are, (1,)."""
+        # In float64, in which counts of any number of tokens are exact; none of it waits for the device.
         weights, experts = self._weights(logits, batch), logits[0].shape[-1]
         assigned = torch.zeros(experts, dtype=torch.float64, device=logits[0].device)
         rows = assigned.new_zeros(())
@@ -118,7 +121,7 @@ class _Balancing:
             fractions: of the window's tokens, that went to each expert.
             rows: what the sum over tokens is divided by; None: the micro-batch's own.
         """
-        weights, own = self._weights(logits, batch), 0
+        weights, own = self._weights(logits, batch), torch.zeros((), device=logits[0].device)
         dtype = torch.promote_types(logits[0].dtype, torch.float32)
         probabilities = torch.zeros(logits[0].shape[-1], dtype=dtype, device=logits[0].device)
         # In the order of the model's own loss, so that what is rounded is rounded alike.
@@ -129,7 +132,8 @@ class _Balancing:
             probabilities = probabilities + given.sum(dim=0)
             own = own + (len(layer) if weights is None else weights.to(given).sum())
         mean = probabilities / (own if rows is None else rows.to(dtype))
-        return self._coefficient * (torch.sum(fractions.to(mean) * mean[None]) * probabilities.numel())
+        found: torch.Tensor = self._coefficient * (torch.sum(fractions.to(mean) * mean[None]) * probabilities.numel())
+        return found
 
     def _weights(self, logits: Sequence[torch.Tensor], batch: Any) -> torch.Tensor | None:
         """Return what each token counts, (tokens,).
@@ -167,8 +171,10 @@ class _OfHuggingFace:
         }
 
     def _counts(self, model: Any, batch: Any) -> dict[str, torch.Tensor]:
+        # The head over the vocabulary is not asked for: of a small model it takes most of the time.
         few = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(_bare(model).forward).parameters else {}
         outputs = _called(model, batch, **few)
+        # Labels are shifted as the loss shifts them: the first of each text is predicted by nothing.
         labels = _labels_of(batch)
         counted = (labels[..., 1:] != _IGNORED).sum()[None]
         return {**self._balancing.counts(_router_logits_of(outputs), batch), "labels": counted}
@@ -202,6 +208,7 @@ class _Hooked:
     def before_window(self, batch: Any, in_pieces: Callable[..., Any]) -> dict[str, Any]:
         """Count the window's tokens: those of each expert, and all of them."""
         found = in_pieces(self._counts)
+        # (1, experts): as many experts as samples are no rows.
         return {"fractions": found["assigned"].sum(dim=0, keepdim=True) / found["rows"].sum()}
 
     def _counts(self, model: Any, batch: Any) -> dict[str, torch.Tensor]:
@@ -211,6 +218,7 @@ class _Hooked:
 
     def training_step(self, model: Any, batch: Any, shared: Mapping[str, Any]) -> Any:
         """Return the loss of the user's step beside the balancing, each a mean over what it counts."""
+        # Within the one forward that is trained on, so that the logits are those that have routed its tokens.
         with _listening(self._routers) as logits:
             loss = self._loss(model, batch)
         routed = _heard(logits)
@@ -239,6 +247,7 @@ def _listening(routers: Sequence[nn.Module]) -> Iterator[list[torch.Tensor]]:
         logits = output[0] if isinstance(output, tuple | list) else output
         heard.append(logits.reshape(-1, logits.shape[-1]))
 
+    # Removed before the backward: where layers are checkpointed it runs them again.
     handles = [router.register_forward_hook(hear) for router in routers]
     try:
         yield heard
@@ -278,6 +287,7 @@ def _configured(model: nn.Module, argument: str, given: Any, names: Sequence[str
     """
     if given is not None:
         return given
+    # Models keep a copy of what their configuration says, which may have been changed since.
     bare = _bare(model)
     config = getattr(bare, "config", None)
     of_text = getattr(config, "get_text_config", lambda: None)()
@@ -312,7 +322,8 @@ def _called(model: Any, batch: Any, **options: Any) -> Any:
 def _labels_of(batch: Any) -> torch.Tensor:
     if not isinstance(batch, Mapping) or not isinstance(batch.get("labels"), torch.Tensor):
         raise ArgumentError("data", type(batch).__name__, "batches that are mappings with labels")
-    return batch["labels"]
+    labels: torch.Tensor = batch["labels"]
+    return labels
 
 
 def _router_logits_of(outputs: Any) -> list[torch.Tensor]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
-from autoaccum import _checks
 from autoaccum.errors import ArgumentTypeError
 
 Gives = Literal["merged", "third", "either"]
@@ -42,39 +41,14 @@ class BeforeWindow:
     """How micro-batches get it."""
 
 
-def before_window_of(
-    before_window: Callable[..., Any] | None,
-    loss_fn: Callable[..., Any] | None,
-    training_step: Callable[..., Any] | None,
-) -> BeforeWindow | None:
-    """Return what is to be done before each window, as the signatures of these functions have it; None for nothing.
+class Sharer(Protocol):
+    """What calls a ``before_window``: ``window.before`` has it, and what runs windows need not know how."""
 
-    Raises:
-        ArgumentTypeError: it is no function of one or two arguments, or a loss_fn does not take what it returns.
-    """
-    if before_window is None:
-        return None
-    _checks.no_class("before_window", before_window, "a function")
-    names = _checks.positional(before_window)
-    takes_pieces = names is not None and (names.required == 2 or names.second == "in_pieces")
-    parameters = ("batch", "in_pieces") if takes_pieces else ("batch",)
-    cure = "It is called with all samples of a window; a second parameter is given in_pieces, which runs the model."
-    _checks.function("before_window", before_window, parameters, "what micro-batches get", cure)
-    return BeforeWindow(function=before_window, takes_pieces=takes_pieces, gives=_gives_of(loss_fn, training_step))
+    def begin(self, window: Any) -> Any:
+        """Return a window that is prepared before its first micro-batch; all of them share what comes of that."""
 
-
-def _gives_of(loss_fn: Callable[..., Any] | None, training_step: Callable[..., Any] | None) -> Gives:
-    # A loss_fn sees outputs and targets, and nothing of a batch that anything could be merged into.
-    if loss_fn is not None:
-        return "third"
-    if training_step is None:
-        return "merged"
-    names = _checks.positional(training_step)
-    if names is None:
-        return "either"
-    if names.required >= 3:
-        return "third"
-    return "either" if names.most >= 3 else "merged"
+    def alone(self, batch: Any) -> Beside:
+        """Return a batch as the one micro-batch of a window of its own."""
 
 
 def joined(before: BeforeWindow, batch: Any, shared: Any) -> Beside:
@@ -83,6 +57,8 @@ def joined(before: BeforeWindow, batch: Any, shared: Any) -> Beside:
     Raises:
         ArgumentTypeError: there is no way to hand it on.
     """
+    # Where it is asked for by an argument of its own it is not merged as well: entries that a model does not know would
+    # be keywords that it does not take.
     if before.gives == "third":
         return Beside(batch, shared, is_merged=False)
     if shared is None:  # there is nothing to hand on
@@ -103,6 +79,7 @@ def joined(before: BeforeWindow, batch: Any, shared: Any) -> Beside:
 
 def _merged(batch: Mapping[Any, Any], shared: Mapping[Any, Any]) -> Any:
     """Return a batch of the same type with those entries, in place of its own of the same names."""
+    # A copy of the mapping and not of what is in it. In place, a batch that is used twice would be merged twice.
     if not isinstance(batch, MutableMapping):
         return {**batch, **shared}
     found = copy.copy(batch)
@@ -114,19 +91,3 @@ def _merged(batch: Mapping[Any, Any], shared: Mapping[Any, Any]) -> Any:
 def plain(batch: Any) -> Any:
     """Return a micro-batch without what stands beside it."""
     return batch.batch if isinstance(batch, Beside) else batch
-
-
-def counting(num_items: Any) -> Any:
-    """Make a ``num_items`` that takes what micro-batches come in.
-
-    One of one parameter is called with the micro-batch, merged or not, one of two with what is shared besides. Of
-    several by name, each is made one.
-    """
-    if isinstance(num_items, Mapping):
-        return {name: counting(one) for name, one in num_items.items()}
-    if num_items is None:
-        return None
-    names = _checks.positional(num_items)
-    if names is not None and names.required >= 2:
-        return lambda given: num_items(given.batch, given.shared)
-    return lambda given: num_items(plain(given))

@@ -17,7 +17,6 @@ from autoaccum.errors import ArgumentError, ArgumentTypeError, ConflictingArgume
 from autoaccum.events import Event
 from autoaccum.loss.coupling import batch_norms, smallest_micro_batch
 from autoaccum.loss.functions import loss_function
-from autoaccum.loss.shared import before_window_of, counting
 from autoaccum.loss.weighting import CountItems
 from autoaccum.memory.limit import MemoryLimit
 from autoaccum.memory.oom import room_for_model
@@ -25,6 +24,7 @@ from autoaccum.training.alone import Ranks, only_run
 from autoaccum.training.declarations import check
 from autoaccum.training.options import CHECKS, OF_ACCUMULATOR, modules_of
 from autoaccum.training.setup import make_step, place_of
+from autoaccum.window.before import before_window_of, counting
 from autoaccum.window.gradient import Gradient
 from autoaccum.window.job import Job
 from autoaccum.window.optimizers import allocate_state, check_optimizer, needs_closure, trainable_parameters

@@ -21,7 +21,6 @@ from autoaccum.loss.coupling import Crossing, couples_samples, crossings, smalle
 from autoaccum.loss.functions import LossOf, loss_function, total
 from autoaccum.loss.hypotheses import Hypothesis
 from autoaccum.loss.reductions import Reduction, read, without_graph
-from autoaccum.loss.shared import before_window_of, counting
 from autoaccum.loss.weighting import CountItems, count_items
 from autoaccum.memory import clock
 from autoaccum.memory.devices import find_device, memory_of
@@ -43,7 +42,7 @@ from autoaccum.verification.measurement import Measurement, SharedStretch
 from autoaccum.verification.samples import MOST, choose, cuts_of
 from autoaccum.verification.side_effects import SideEffects
 from autoaccum.verification.verdict import measure
-from autoaccum.window.before import loss_alone, sharing_of
+from autoaccum.window.before import before_window_of, counting, loss_alone, sharing_of
 from autoaccum.window.job import Job
 from autoaccum.window.optimizers import trainable_parameters
 from autoaccum.window.state import State

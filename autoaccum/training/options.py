@@ -23,7 +23,6 @@ from torch import nn
 from autoaccum import _checks
 from autoaccum.events import Record
 from autoaccum.loss.functions import loss_function
-from autoaccum.loss.shared import before_window_of
 from autoaccum.loss.weighting import CountItems
 from autoaccum.memory.limit import MemoryLimit
 from autoaccum.planning.budget import Budget
@@ -32,6 +31,7 @@ from autoaccum.training.alone import Ranks, of_ranks
 from autoaccum.training.declarations import Checked, Own, arguments, arguments_of, check, option, values_of
 from autoaccum.training.learning_rate import MakeScheduler, Scaling
 from autoaccum.training.metrics import Metric
+from autoaccum.window.before import before_window_of
 from autoaccum.window.optimizers import OptimizerLike
 from autoaccum.window.precision import Precision
 from autoaccum.window.surroundings import surroundings_of

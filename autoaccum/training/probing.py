@@ -15,7 +15,6 @@ from autoaccum.data.sources import open_source
 from autoaccum.errors import NothingFitsError
 from autoaccum.loss.coupling import is_compiled, smallest_micro_batch
 from autoaccum.loss.functions import LossOf, loss_function, total
-from autoaccum.loss.shared import before_window_of
 from autoaccum.memory import clock
 from autoaccum.memory.base import Memory
 from autoaccum.memory.devices import find_device, memory_of
@@ -35,7 +34,7 @@ from autoaccum.training.lazy import build_lazy_layers
 from autoaccum.training.options import CHECKS, OF_PROBE, modules_of, schedule_if_any
 from autoaccum.training.traces import no_trace
 from autoaccum.window.advice import Refused, advise
-from autoaccum.window.before import loss_alone
+from autoaccum.window.before import before_window_of, loss_alone
 from autoaccum.window.optimizers import (
     OptimizerLike,
     allocate_state,

@@ -108,7 +108,7 @@ class RunState:
 
 def keeper_of(before_window: object) -> Any:
     """Return the object that a function keeps its state in and that can save it; None where there is none."""
-    # A module is saved with the other modules of the run.
+    # A module is saved with the other modules of the run. Of a method, its object is asked.
     keeper = getattr(before_window, "__self__", before_window)
     can_save = callable(getattr(keeper, "state_dict", None)) and callable(getattr(keeper, "load_state_dict", None))
     return keeper if can_save and not isinstance(keeper, nn.Module) else None

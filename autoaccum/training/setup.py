@@ -22,7 +22,6 @@ from autoaccum.errors import ArgumentError, ArgumentTypeError
 from autoaccum.events import Event
 from autoaccum.loss.coupling import is_compiled, smallest_micro_batch
 from autoaccum.loss.functions import LossOf, loss_function
-from autoaccum.loss.shared import before_window_of, counting
 from autoaccum.memory.base import Memory
 from autoaccum.memory.devices import find_device, memory_of
 from autoaccum.memory.limit import Limit, MemoryLimit
@@ -41,7 +40,7 @@ from autoaccum.training.options import FitArguments
 from autoaccum.training.validation import Validator
 from autoaccum.verification.examiner import Examiner
 from autoaccum.verification.verdict import measure
-from autoaccum.window.before import loss_alone
+from autoaccum.window.before import before_window_of, counting, loss_alone, sharing_of
 from autoaccum.window.job import Job
 from autoaccum.window.meter import Meter
 from autoaccum.window.optimizers import allocate_state, make_optimizer
@@ -265,7 +264,7 @@ def make_step(
         # The noise is estimated from the micro-batches of a window. A size that was passed is left as it is.
         fewest=2 if noise_scale and micro_batch is None else 1,
     )
-    transaction = Transaction(job, clip_norm=clip_norm, noise_scale=noise_scale)
+    transaction = Transaction(job, clip_norm=clip_norm, noise_scale=noise_scale, sharing=sharing_of(job))
     return Step(
         job,
         transaction=transaction,
@@ -383,8 +382,6 @@ def validator_of(
         loss_of=loss_of,
         of_outputs=arguments.loss_fn is not None,
         num_items=step.job.num_items,
-        sharing=step.transaction.sharing,
-        window_samples=checked[schedule_of].at(Progress()),
         autocast=step.job.autocast,
         device=place.device,
         memory=place.memory,
@@ -395,6 +392,8 @@ def validator_of(
         emit=emit,
         metrics=Metrics(metrics, step_model, of=of, autocast=step.job.autocast) if metrics else None,
     )
+    if (sharing := sharing_of(step.job)) is not None:
+        validator.share(sharing, checked[schedule_of].at(Progress()))
     if metrics:
         # On the model as it is: a compiled one would be compiled for batches of one sample and of two.
         validator.try_metrics(Metrics(metrics, arguments.model, of=of, autocast=step.job.autocast))

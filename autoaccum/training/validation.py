@@ -98,8 +98,6 @@ class Validator:
         loss_of: LossOf,
         of_outputs: bool,
         num_items: CountItems | None,
-        sharing: Sharing | None = None,
-        window_samples: int = 0,
         autocast: Autocast,
         device: torch.device,
         memory: Memory,
@@ -119,8 +117,6 @@ class Validator:
             loss_of: (model, micro-batch) -> loss.
             of_outputs: whether the model is only called for its outputs, of which a ``loss_fn`` makes the loss.
             num_items: (micro-batch) -> what its loss is a mean over; None: it is read off the loss.
-            sharing: what calls a ``before_window``; None where there is none.
-            window_samples: the samples that it is then called on, as many as the first window of the run has.
             autocast: makes the context of each forward.
             device: where to compute.
             memory: of that device.
@@ -137,8 +133,8 @@ class Validator:
         self._source = source
         self._loss_of = loss_of
         self._num_items = num_items
-        self._sharing = sharing
-        self._window_samples = window_samples
+        self._sharing: Sharing | None = None
+        self._window_samples = 0
         self._autocast = autocast
         self._device = device
         self._memory = memory
@@ -205,6 +201,11 @@ class Validator:
             )
         )
         return loss
+
+    def share(self, sharing: Sharing, num_samples: int) -> None:
+        """Let micro-batches share what a ``before_window`` returns for so many samples at once."""
+        # Not for each micro-batch, whose size is decided by memory: the loss would depend on it.
+        self._sharing, self._window_samples = sharing, num_samples
 
     def _next_window(self, reader: Reader, num_samples: int) -> Window | None:
         """Return the next samples: as many as are run at once, or a window of the run's where one shares anything."""

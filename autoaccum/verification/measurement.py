@@ -27,7 +27,7 @@ from autoaccum.planning.attempts import Piece
 from autoaccum.verification.comparison import OF_STATE, TOLERANCE, Error, error_of, loss_tolerance_of, tolerance_of
 from autoaccum.verification.draws import Constants, Recording, Replaying, UnalignedError, state_of
 from autoaccum.verification.findings import Cut, Outcome, Part
-from autoaccum.window.before import SharedWindow, Sharing
+from autoaccum.window.before import SharedWindow, Sharing, sharing_of
 from autoaccum.window.gradient import Gradient
 from autoaccum.window.job import Job
 from autoaccum.window.state import Gradients, State, same
@@ -173,7 +173,7 @@ class Measurement:
         """Lay the state of the run aside."""
         kind = _ForwardOnly if self._forward_only else Transaction
         # It has a snapshot of its own, taken as things are.
-        self._transaction = kind(self.job)
+        self._transaction = kind(self.job, sharing=sharing_of(self.job))
         self._transaction.drops_nan = True
         self._transaction.drops_gradients = self._drops_gradients
         self.parameters = self._transaction.trained()
@@ -404,7 +404,7 @@ class Measurement:
 
     def _stretch(self, cut: Cut, make: Callable[[Part], Any]) -> Any:
         """Return a cut as a window."""
-        sharing = self._transaction.sharing
+        sharing: Any = self._transaction.sharing
         if sharing is None:
             return _Stretch(cut, make)
         # Micro-batches of a window that has been run have what was computed of all of it.

@@ -8,7 +8,7 @@ else goes along whole. Which these are is measured, for ten class weights are as
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -25,16 +25,68 @@ from autoaccum.data.base import Window
 from autoaccum.errors import ArgumentError
 from autoaccum.loss.coupling import smallest_micro_batch
 from autoaccum.loss.functions import LossOf
-from autoaccum.loss.shared import BeforeWindow, Beside, joined
+from autoaccum.loss.shared import BeforeWindow, Beside, Gives, joined, plain
 from autoaccum.memory.oom import is_out_of_memory
 from autoaccum.planning.cuts import cut
-from autoaccum.window.job import Job
+from autoaccum.window.attributes import Attributes
 from autoaccum.window.precision import Autocast
 from autoaccum.window.single_samples import SingleSampleError, may_need_another
+from autoaccum.window.snapshot import Snapshot
 from autoaccum.window.state import State
-from autoaccum.window.tape import no_trace
 
 _CPU = torch.device("cpu")
+
+
+def before_window_of(
+    before_window: Callable[..., Any] | None,
+    loss_fn: Callable[..., Any] | None,
+    training_step: Callable[..., Any] | None,
+) -> BeforeWindow | None:
+    """Return what is to be done before each window, as the signatures of these functions have it; None for nothing.
+
+    Raises:
+        ArgumentTypeError: it is no function of one or two arguments, or a loss_fn does not take what it returns.
+    """
+    if before_window is None:
+        return None
+    _checks.no_class("before_window", before_window, "a function")
+    names = _checks.positional(before_window)
+    takes_pieces = names is not None and (names.required == 2 or names.second == "in_pieces")
+    parameters = ("batch", "in_pieces") if takes_pieces else ("batch",)
+    cure = "It is called with all samples of a window; a second parameter is given in_pieces, which runs the model."
+    _checks.function("before_window", before_window, parameters, "what micro-batches get", cure)
+    return BeforeWindow(function=before_window, takes_pieces=takes_pieces, gives=_gives_of(loss_fn, training_step))
+
+
+def _gives_of(loss_fn: Callable[..., Any] | None, training_step: Callable[..., Any] | None) -> Gives:
+    # A loss_fn sees outputs and targets, and nothing of a batch that anything could be merged into.
+    if loss_fn is not None:
+        return "third"
+    if training_step is None:
+        return "merged"
+    names = _checks.positional(training_step)
+    if names is None:
+        return "either"
+    if names.required >= 3:
+        return "third"
+    return "either" if names.most >= 3 else "merged"
+
+
+def counting(num_items: Any) -> Any:
+    """Make a ``num_items`` that takes what micro-batches come in.
+
+    One of one parameter is called with the micro-batch, merged or not, one of two with what is shared besides. Of
+    several by name, each is made one.
+    """
+    if isinstance(num_items, Mapping):
+        return {name: counting(one) for name, one in num_items.items()}
+    if num_items is None:
+        return None
+    # Micro-batches come as one value, with all that belongs to them: a function of two is given its parts.
+    names = _checks.positional(num_items)
+    if names is not None and names.required >= 2:
+        return lambda given: num_items(given.batch, given.shared)
+    return lambda given: num_items(plain(given))
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +151,7 @@ class Sharing:
 
     def alone(self, batch: Any) -> Beside:
         """Return a batch as the one micro-batch of a window of its own; the function's state stays as it is."""
+        # The window is this batch: all that is returned belongs to it, so that there is nothing to cut.
         host = batches.to_device(batch, _CPU, copy=True)
         own = partial(batches.to_device, batch, self.device, copy=True)  # to write to, as a micro-batch is
         kept = self.state()
@@ -113,6 +166,9 @@ class Sharing:
     def run(self, window: Window, num_samples: int, size: int) -> Any:
         """Call the function on the first samples of a window, in whose pieces there is room for ``size`` of them."""
 
+        # Pieces have the size of the first micro-batch, and not those of the plan: while sizes are searched for, nothing
+        # else is known before the window; and whoever repeats it by its sizes gets the same pieces, to the bit. Where
+        # samples differ in length the first ones are the longest, so that the others fit.
         def in_pieces(function: Callable[[Any, Any], Any]) -> Any:
             fewest = min(size, smallest_micro_batch(self._modules))
             try:
@@ -124,6 +180,7 @@ class Sharing:
 
         return self._call(_own(window.samples(range(num_samples))), in_pieces)
 
+    # A result with a graph would be gone through by the backward of each micro-batch; the first one would free it.
     @torch.no_grad()
     def _call(self, batch: Any, in_pieces: Callable[[Any], Any]) -> Any:
         before = self.before
@@ -159,8 +216,16 @@ class Sharing:
         if any(is_lazy(p) for module in self._modules for p in module.parameters()):
             yield
             return
-        with no_trace(self._modules, self.device):
+        # Not what the function itself holds: it may collect there what its forwards show.
+        layers = {id(layer): layer for module in self._modules for layer in module.modules()}
+        snapshot, attributes = Snapshot(self._modules, self.device), Attributes(layers.values())
+        snapshot.take()
+        try:
             yield
+        finally:
+            attributes.restore()
+            # Random states too: training draws what it would have drawn without these forwards.
+            snapshot.restore()
 
     def taken_apart(self, shared: Any, window: Window, size: int) -> _Part:
         """Return what was returned for a window, told apart in what has rows and what has none.
@@ -169,6 +234,8 @@ class Sharing:
             ArgumentError: what had one row per sample in another window has not in this one.
         """
         num_samples = window.num_samples
+        # By paths, for the leaves of two dicts need not come in the same order; and for each structure anew, for what
+        # stands at a place of one says nothing of another.
         leaves, spec = batches.flatten(shared)
         paths = tuple(batches.paths(shared))
         known = self._rows.setdefault(paths, {})
@@ -200,6 +267,7 @@ class Sharing:
         num_samples = window.num_samples
         kept = self.state()
         try:
+            # One sample fewer changes as little as can be: a length that follows is that of the samples.
             # A function of groups of samples takes no number that is none of whole groups.
             for fewer in (num_samples - divisor for divisor in range(1, num_samples) if num_samples % divisor == 0):
                 try:
@@ -231,6 +299,7 @@ class SharedWindow:
         """Begin it: what the function holds is remembered, for it is called anew in each attempt."""
         self._sharing = sharing
         self._window = window
+        # Of the function alone: buffers and random states are rolled back with the window that this is.
         self._state = sharing.state()
         self._part: _Part | None = None  # what was returned; None before it was
         self.num_samples = window.num_samples
@@ -272,7 +341,7 @@ def _rows_of(leaf: Any, positions: Sequence[int]) -> Any:
     return batches.concat([batches.take(leaf, position, position + 1) for position in positions])
 
 
-def sharing_of(job: Job) -> Sharing | None:
+def sharing_of(job: Any) -> Sharing | None:
     """Return what calls the ``before_window`` of a job; None where there is none."""
     if job.before_window is None:
         return None
@@ -348,6 +417,7 @@ def _not_joined(found: str, cure: str) -> ArgumentError:
 
 def _column(parts: Sequence[Any]) -> Any:
     """Join what was returned at one place."""
+    # What has no dim 0, such as a sum over the piece, has one row for each piece: a sum over these is the window's.
     first = parts[0]
     if isinstance(first, torch.Tensor):
         return torch.cat(list(parts)) if first.ndim else torch.stack(list(parts))

@@ -27,13 +27,13 @@ from autoaccum.loss.conclusions import conclude, stands_for_none
 from autoaccum.loss.functions import Computed
 from autoaccum.loss.hypotheses import PLAIN_MEAN, PLAIN_SUM, SUMS, Conclusion, Hypothesis
 from autoaccum.loss.reductions import Reduction, is_one, kinds_of, plain_mean, read, without_graph
+from autoaccum.loss.shared import Sharer
 from autoaccum.loss.terms import Count
 from autoaccum.loss.weighting import Tally, by_user, counted_once
 from autoaccum.memory.oom import insist
 from autoaccum.planning.attempts import Piece
 from autoaccum.planning.noise import Noise, Part, estimate
 from autoaccum.window import contributions
-from autoaccum.window.before import SharedWindow, sharing_of
 from autoaccum.window.gradient import Gradient, Gradients, Signs, count_nodes
 from autoaccum.window.job import Job
 from autoaccum.window.single_samples import SingleSampleError, may_need_another
@@ -67,13 +67,21 @@ _NOTHING = Reduction(0.0)
 class Transaction:
     """Adds micro-batches to the gradient of a window; commits by being finished, or rolls back."""
 
-    def __init__(self, job: Job, *, clip_norm: float | None = None, noise_scale: bool = False) -> None:
+    def __init__(
+        self,
+        job: Job,
+        *,
+        clip_norm: float | None = None,
+        noise_scale: bool = False,
+        sharing: Sharer | None = None,
+    ) -> None:
         """Set up, and take the memory that remembering the state will need.
 
         Args:
             job: what is computed.
             clip_norm: the 2-norm to clip each window's gradient to; None: it is not even measured.
             noise_scale: whether windows that are cut tell of the noise in their gradient.
+            sharing: what calls the job's ``before_window``; None where there is none.
         """
         self._job = job
         self._autocast = job.autocast
@@ -103,9 +111,9 @@ class Transaction:
         """Whether every count of 1 is taken for one of none: for whoever measures whether that explains an error."""
         self.drops_gradients = False
         """Whether one whose gradient is not finite counts nothing, where others were measured to be finite."""
-        self.sharing = sharing_of(job)
+        self.sharing = sharing
         """What calls the job's ``before_window``; None where there is none."""
-        self.shared: SharedWindow | None = None
+        self.shared: Any = None
         """The window, while one is open whose micro-batches share something."""
         self._window: Window  # while one is open
         self._begun: State | None = None  # how the window began, where its micro-batches are to begin likewise
@@ -127,7 +135,7 @@ class Transaction:
         self._window = window
         if self.sharing is not None:
             # Those that are measured are so already.
-            self.shared = window if isinstance(window, SharedWindow) else self.sharing.begin(window)
+            self.shared = window if hasattr(window, "prepare") else self.sharing.begin(window)
             self._window = self.shared
         self._gradients.drop()  # of the window before: their memory may be what the copies need
         if self.is_unscaled:  # a window that was never stepped on, for something was raised between the two
