@@ -231,6 +231,7 @@ class _Hooked:
         return (losses, *outputs) if outputs else losses
 
     def _loss(self, model: Any, batch: Any) -> Any:
+        # As ``fit`` calls a model that returns its loss by itself.
         if self._training_step is not None:
             return self._training_step(model, batch)
         outputs = model(**batch) if isinstance(batch, Mapping) else model(*batch)
@@ -301,6 +302,7 @@ def _configured(model: nn.Module, argument: str, given: Any, names: Sequence[str
 
 def _check_router_logits(model: nn.Module) -> None:
     bare = _bare(model)
+    # By what it takes and has, not by its name: there are some thirty of them, and each release adds others.
     takes = inspect.signature(bare.forward).parameters
     if "output_router_logits" not in takes or not hasattr(bare, "loss_function"):
         accepted = "a Hugging Face model that returns router_logits"

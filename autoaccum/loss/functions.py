@@ -91,6 +91,8 @@ def _with_shared(loss_fn: Callable[..., Any] | None, training_step: Callable[...
     """Make the loss of micro-batches that come with what ``before_window`` has returned."""
 
     def loss_of(model: Any, given: Beside) -> torch.Tensor | Computed:
+        # Whether anything stands beside the batch is asked of each: that it is merged shows in the data alone, which
+        # nobody has seen when the loss is made.
         batch = given.batch
         if loss_fn is not None:
             inputs, targets = inputs_and_targets(batch)

@@ -147,7 +147,7 @@ def probe(
     # Of a stream without an effective batch nothing says how many samples are of use: a million is enough to know.
     ceiling = min(n for n in (max_micro_batch, most, source.num_samples, 2**20) if n is not None)
     context = autocast(precision, on)
-    # Its examples are windows of their own.
+    # Its examples are windows of their own: what is shared takes memory as well, and losses may not do without.
     loss_of = loss_alone(loss_of, checked[before_window_of], model=model, modules=modules, device=on, autocast=context)
     sparse = sparsely_trained(modules)  # their gradients grow with the samples, so they are no fixed cost
 

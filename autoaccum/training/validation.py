@@ -252,6 +252,7 @@ class Validator:
         training = [(module, module.training) for module in self._modules]
         # An eval forward may write to buffers, to count its calls, say. Those of metrics are what these have come to.
         self._snapshot.take()
+        # What a before_window keeps moves with training alone.
         held = None if self._sharing is None else self._sharing.state()
         try:
             for module in self._modules:  # set and not called: train() is often overridden, to freeze layers

@@ -90,6 +90,7 @@ class SharedStretch(SharedWindow):
 
     def prepare(self, size: int) -> None:
         """Call the function, unless another window's results are taken."""
+        # A statistic of a few samples would give them other counts than those that the window has weighed them by.
         if self._of is None:
             super().prepare(size)
 
@@ -413,6 +414,8 @@ class Measurement:
 
     def _drawing_alike(self) -> AbstractContextManager[Any]:
         """Make the context of what is done before a window: what is drawn for it has no rows to give to its parts."""
+        # By constants, for its pieces are other parts than those of the cut, and what the function itself draws may
+        # have any shape.
         if self._transaction.sharing is None:
             return nullcontext()
         return Constants(keeps_wide=not self.is_rounded)

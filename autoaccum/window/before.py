@@ -166,14 +166,15 @@ class Sharing:
     def run(self, window: Window, num_samples: int, size: int) -> Any:
         """Call the function on the first samples of a window, in whose pieces there is room for ``size`` of them."""
 
-        # Pieces have the size of the first micro-batch, and not those of the plan: while sizes are searched for, nothing
-        # else is known before the window; and whoever repeats it by its sizes gets the same pieces, to the bit. Where
-        # samples differ in length the first ones are the longest, so that the others fit.
+        # Pieces have the size of the first micro-batch, and not those of the plan. While sizes are searched for nothing
+        # else is known before the window; and whoever repeats it by its sizes gets the same pieces, to the bit.
+        # Where samples differ in length the first ones are the longest, so that the others fit as well.
         def in_pieces(function: Callable[[Any, Any], Any]) -> Any:
             fewest = min(size, smallest_micro_batch(self._modules))
             try:
                 return self._forwards(function, _pieces(window, cut(num_samples, size, fewest)))
             except SingleSampleError:
+                # Of a plan of single samples the window is cut anew; of another one this was what is left over.
                 if size == 1 or num_samples == 1:
                     raise
             return self._forwards(function, _pieces(window, cut(num_samples, size, 2)))
@@ -206,6 +207,7 @@ class Sharing:
                     if is_one_of_several and may_need_another(error):
                         raise SingleSampleError(error) from error
                     raise
+                # On the host, where the window is: results of all of it may be more than the device has room for.
                 results.append(batches.to_device(result, _CPU, copy=False))
                 del result, micro_batch  # before the next one is made
         return _joined(results)
@@ -241,7 +243,8 @@ class Sharing:
         known = self._rows.setdefault(paths, {})
         lengths = {path: len(leaf) for path, leaf in zip(paths, leaves, strict=True) if batches.has_rows(leaf)}
         open_ones = [path for path, length in lengths.items() if length == num_samples and path not in known]
-        # A window of one sample is never cut, so that a later one may tell.
+        # A window of one sample is never cut, so that a later one may tell. What has another length than its window has
+        # no rows, in this one and in those to come.
         if open_ones and num_samples > 1:
             known.update(self._measured(open_ones, window, size))
         for path, length in lengths.items():
@@ -255,7 +258,8 @@ class Sharing:
             if length != num_samples:
                 known.setdefault(path, False)
         rows = tuple(known.get(path, False) for path in paths)
-        # What is not cut is moved once a window, rows with each micro-batch.
+        # What is not cut is moved once a window, rows with each micro-batch: those of a whole window may be as large as
+        # its samples, for which the device need not have room.
         placed = [
             leaf if is_cut else batches.to_device(leaf, self.device, copy=False)
             for is_cut, leaf in zip(rows, leaves, strict=True)

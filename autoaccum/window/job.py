@@ -46,6 +46,7 @@ class Job:
     @property
     def functions(self) -> list[object]:
         """Return what of it is the user's code, beside modules."""
+        # What it keeps moves once a window, and is put back with all else that a measurement has moved.
         before = None if self.before_window is None else self.before_window.function
         return [self.loss_of, self.num_items, self.collate_fn, before]
 

@@ -158,6 +158,7 @@ class Transaction:
         Raises:
             SingleSampleError: one sample of several was run, and may need another.
         """
+        # Before the first micro-batch and not within it: what this takes is no part of what a trial measures.
         if self.shared is not None:
             self.shared.prepare(size)
             # What it has moved, such as an average of its own, has moved for all micro-batches.

@@ -362,6 +362,16 @@ class TestReplay:
         assert before.seen == calm.seen
         assert before.windows == len(before.seen) == 3
 
+    @pytest.mark.parametrize("make", [Average, plain_average])
+    def test_where_state_moves_once_a_window(self, make: Any) -> None:
+        """With ``state="window"`` each micro-batch finds what the first one found, and what was shared with it."""
+        runs = []
+        for state in ("micro-batch", "window"):
+            before = make()
+            result = fitted(before, by_weights, micro_batch=3, verify=False, state=state)
+            runs.append([*state_of(result), *held_by(before)])
+        assert same(*runs)
+
     def test_what_pieces_draw_and_write_does_not_show(self) -> None:
         """A run whose pieces' results are not used ends like one without any."""
 
