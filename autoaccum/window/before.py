@@ -179,7 +179,9 @@ class Sharing:
                     raise
             return self._forwards(function, _pieces(window, cut(num_samples, size, 2)))
 
-        return self._call(_own(window.samples(range(num_samples))), in_pieces)
+        # On the host, as the results of pieces are, also where the data lie on the device.
+        batch = batches.to_device(window.samples(range(num_samples)), _CPU, copy=False)
+        return self._call(_own(batch, is_one=num_samples == 1), in_pieces)
 
     # A result with a graph would be gone through by the backward of each micro-batch; the first one would free it.
     @torch.no_grad()
@@ -380,10 +382,9 @@ def _pieces(window: Window, sizes: Sequence[int]) -> Iterator[tuple[Any, bool]]:
         start += size
 
 
-def _own(batch: Any) -> Any:
-    """Return a batch that may be written to: what nothing was gathered or joined for is copied."""
+def _own(batch: Any, *, is_one: bool) -> Any:
+    """Return a batch that may be written to: what nothing was gathered or joined for, as for one sample, is copied."""
     leaves, spec = batches.flatten(batch)
-    is_one = batches.num_samples(batch) == 1
     owned = []
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor) and (is_one or leaf._is_view()):

@@ -133,6 +133,14 @@ class TestRows:
         assert window.micro_batch(3, 1).shared.tolist() == [4]
         assert torch.equal(torch.get_rng_state(), state)
 
+    @pytest.mark.parametrize("num_samples", [1, 4])
+    def test_what_it_writes_to_its_batch_does_not_show(self, num_samples: int) -> None:
+        data = torch.arange(4.0)
+        window = Rows(num_samples)
+        window.samples = lambda positions: {"x": data[: len(positions)], "one": torch.zeros(7)}  # type: ignore[method-assign]
+        sharing(lambda batch: batch["x"].add_(1)).begin(window).prepare(1)
+        assert data.tolist() == [0, 1, 2, 3]
+
     def test_what_is_written_to_it_does_not_show(self) -> None:
         kept = torch.arange(4.0)
         window = sharing(lambda batch: kept[: len(batch["x"])]).begin(Rows(4))
