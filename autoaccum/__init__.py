@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from autoaccum.errors import AutoaccumWarning as AutoaccumWarning
     from autoaccum.errors import StopTraining as StopTraining
     from autoaccum.events import StepReport as StepReport
+    from autoaccum.integrations.mixture_of_experts import moe_balancing as moe_balancing
     from autoaccum.planning.plans import Plan as Plan
     from autoaccum.planning.plans import plan as plan
     from autoaccum.sweeps.sweep import sweep as sweep
@@ -47,6 +48,7 @@ _HOMES = {
     "Trainer": "training.trainer",
     "check": "training.checking",
     "fit": "training.fitting",
+    "moe_balancing": "integrations.mixture_of_experts",
     "plan": "planning.plans",
     "probe": "training.probing",
     "sweep": "sweeps.sweep",

@@ -8,7 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from autoaccum._units import shown
 from autoaccum.errors import ArgumentError, ArgumentTypeError, ConflictingArgumentsError
@@ -113,6 +113,30 @@ def function(argument: str, value: object, parameters: tuple[str, ...], returns:
         raise ArgumentTypeError(argument, value, accepted, f"{found} {cure}".strip()) from None
 
 
+class Positional(NamedTuple):
+    """The parameters of a function that can be passed by position."""
+
+    required: int
+    """How many of them have no default."""
+    most: float
+    """How many there are; infinite where it takes any number."""
+    second: str
+    """The name of the second one; empty where there is none."""
+
+
+def positional(value: object) -> Positional | None:
+    """Return which parameters of a function can be passed by position; None where its signature cannot be read."""
+    try:
+        signature = inspect.signature(value.forward if hasattr(value, "named_parameters") else value)  # type: ignore[attr-defined, arg-type]
+    except Exception:  # as in ``function``
+        return None
+    parameters = signature.parameters.values()
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    is_endless = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    required = sum(p.default is p.empty for p in named)
+    return Positional(required, math.inf if is_endless else len(named), named[1].name if len(named) > 1 else "")
+
+
 def no_class(argument: str, value: object, accepted: str) -> None:
     """Refuse a class where an object of it was meant."""
     # It can be called, but what that returns is an object and not what its method would.
@@ -167,9 +191,10 @@ def of_windows(
     min_micro_batch: object,
     headroom: object,
     clip_norm: object,
+    before_window: object,
 ) -> None:
     """Check the arguments that say how windows are run."""
-    of_num_items(num_items)
+    of_num_items(num_items, before_window)
     if max_micro_batch is not None:
         positive_int("max_micro_batch", max_micro_batch)
     if min_micro_batch is not None:
@@ -206,8 +231,8 @@ def of_smallest_window(min_micro_batch: int | None, smallest_window: int | None)
         raise ArgumentError("min_micro_batch", min_micro_batch, accepted, cure)
 
 
-def of_num_items(num_items: object) -> None:
-    """Check the function that counts items."""
+def of_num_items(num_items: object, before_window: object) -> None:
+    """Check what counts items; it may take a second argument where there is something to share."""
     # A number would be right for one micro-batch size at most, and it is not the user who chooses that.
     if isinstance(num_items, Mapping | list | tuple):  # of several losses
         named = num_items.items() if isinstance(num_items, Mapping) else enumerate(num_items)
@@ -218,12 +243,15 @@ def of_num_items(num_items: object) -> None:
         functions = {} if num_items is None else {"num_items": num_items}
     for name, count in functions.items():
         no_class(name, count, "a function")
-        function(name, count, ("micro_batch",), "how many items")
+        takes = positional(count)
+        is_of_two = before_window is not None and takes is not None and takes.required == 2
+        function(name, count, ("micro_batch", "shared") if is_of_two else ("micro_batch",), "how many items")
 
 
 def of_patience(patience: object) -> None:
     """Check the seconds to wait for memory; without end is long, but no mistake."""
-    if not (isinstance(patience, float) and patience == math.inf):  # a tensor has a != of its own
+    # Asked of a number alone: what a tensor answers is no flag.
+    if not (isinstance(patience, float) and patience == math.inf):
         number_between("patience", patience, 0)
 
 

@@ -101,6 +101,11 @@ def flatten(batch: Any, is_leaf: IsLeaf = is_leaf) -> tuple[list[Any], pytree.Tr
     return pytree.tree_flatten(batch, is_leaf=is_leaf)
 
 
+def paths(batch: Any) -> list[str]:
+    """Return where the leaves of a batch are, in the order of ``flatten``."""
+    return list(leaves_by_path(batch))
+
+
 def _map_rows(function: Callable[[Any], Any], batch: Any, is_leaf: IsLeaf) -> Any:
     """Apply a function to all leaves that have rows."""
     leaves, spec = flatten(batch, is_leaf)

@@ -18,6 +18,7 @@ from autoaccum.errors import (
     NonScalarLossError,
 )
 from autoaccum.loss.hypotheses import Reducing
+from autoaccum.loss.shared import Beside
 from autoaccum.loss.weighting import CountItems, count_items
 
 
@@ -41,29 +42,40 @@ def total(computed: torch.Tensor | Computed) -> torch.Tensor:
     return computed.loss if isinstance(computed, Computed) else computed
 
 
-def loss_function(loss_fn: Callable[[Any, Any], Any] | None, training_step: Callable[[Any, Any], Any] | None) -> LossOf:
+def loss_function(
+    loss_fn: Callable[..., Any] | None,
+    training_step: Callable[..., Any] | None,
+    before_window: Callable[..., Any] | None = None,
+) -> LossOf:
     """Make the loss of a batch of ``loss_fn(outputs, targets)``, ``training_step(model, batch)`` or the model itself.
 
     A model is called with a mapping's values as keywords, a tuple's or list's as positional arguments, and anything
-    else as its one argument.
+    else as its one argument. With a ``before_window`` batches come with what it has returned: see ``loss.shared``.
 
     Raises:
         ConflictingArgumentsError: both functions are given.
         ArgumentTypeError: one is no function.
     """
     # loss_fn=nn.MSELoss, without the parentheses, can be called, and would fail only in the first micro-batch.
-    for name, given, parameters in (
+    for name, given, two in (
         ("loss_fn", loss_fn, ("outputs", "targets")),
         ("training_step", training_step, ("model", "batch")),
     ):
         if given is not None:
             _checks.no_class(name, given, "a function")
-            _checks.function(name, given, parameters, "loss")
+            takes = None if before_window is None else _checks.positional(given)
+            # A loss_fn gets what is shared in any case, a training_step where it asks for it.
+            has_third = takes is not None and (name == "loss_fn" or takes.required >= 3)
+            parameters = (*two, "shared") if has_third else two
+            cure = "The third argument is what before_window has returned." if has_third else ""
+            _checks.function(name, given, parameters, "loss", cure)
     # With neither of them the model has to return its loss, which shows when it is called for the first time.
     if loss_fn is not None and training_step is not None:
         raise ConflictingArgumentsError(
             "training_step", training_step, "loss_fn", "A training_step computes the whole loss: leave loss_fn out."
         )
+    if before_window is not None:
+        return _with_shared(loss_fn, training_step)
     # Each of the three checks what it gets, so that an error names what the user passed.
     if loss_fn is not None:
 
@@ -95,6 +107,23 @@ def stated(loss_of: LossOf, num_items: CountItems | None, reduction: Reducing) -
         return computed._replace(loss=reduce(add, terms.values()), terms=terms)
 
     return divided, None
+
+
+def _with_shared(loss_fn: Callable[..., Any] | None, training_step: Callable[..., Any] | None) -> LossOf:
+    """Make the loss of micro-batches that come with what ``before_window`` has returned."""
+
+    def loss_of(model: Any, given: Beside) -> torch.Tensor | Computed:
+        # Whether anything stands beside the batch is asked of each: that it is merged shows in the data alone, which
+        # nobody has seen when the loss is made.
+        batch = given.batch
+        if loss_fn is not None:
+            inputs, targets = inputs_and_targets(batch)
+            return _checked(loss_fn(call(model, inputs), targets, *given.arguments), "loss_fn")
+        if training_step is not None:
+            return _checked(training_step(model, batch, *given.arguments), "training_step")
+        return _checked(_model_loss(call_on_batch(model, batch)), "the model")
+
+    return loss_of
 
 
 def inputs_and_targets(batch: Any) -> tuple[Any, Any]:

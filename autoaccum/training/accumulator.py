@@ -28,6 +28,7 @@ from autoaccum.training.declarations import check
 from autoaccum.training.options import CHECKS, OF_ACCUMULATOR, modules_of
 from autoaccum.training.setup import make_step, place_of
 from autoaccum.training.step_samples import StepSamples
+from autoaccum.window.before import before_window_of, counting
 from autoaccum.window.gradient import Gradient
 from autoaccum.window.job import Job
 from autoaccum.window.optimizers import (
@@ -67,6 +68,7 @@ class Accumulator:
         training_step: Callable[[Any, Any], Any] | None = None,
         num_items: CountItems | None = None,
         reduction: Reducing = None,
+        before_window: Callable[..., Any] | None = None,
         micro_batch: int | Literal["auto"] = "auto",
         max_micro_batch: int | None = None,
         min_micro_batch: int | None = None,
@@ -97,6 +99,10 @@ class Accumulator:
             reduction: mean or sum: what the loss of a micro-batch is over its samples or items, where that is to be
                 said and not measured; of several losses a dict of these by their names. A sum beside num_items is
                 divided by what these count in the window.
+            before_window: (batch) -> what micro-batches get besides, of all samples of a window, on the host:
+                statistics of the window itself. (batch, in_pieces) runs the model on them too, by in_pieces(function)
+                with function(model, micro_batch). A mapping is merged into micro-batches that are mappings; anything
+                else is the third argument of training_step and loss_fn.
             micro_batch: "auto", or the samples of one forward and backward.
             max_micro_batch: the most samples to try at once.
             min_micro_batch: the fewest samples of one forward and backward; a window that has fewer is run as one
@@ -130,14 +136,15 @@ class Accumulator:
         """
         checked = check(
             OF_ACCUMULATOR, CHECKS, model=model, optimizer=optimizer, loss_fn=loss_fn, training_step=training_step,
-            num_items=num_items, reduction=reduction, micro_batch=micro_batch, max_micro_batch=max_micro_batch,
-            min_micro_batch=min_micro_batch, memory_limit=memory_limit, headroom=headroom, patience=patience,
-            precision=precision, clip_norm=clip_norm, state=state, verify=verify, strict=strict, ranks=ranks,
-            collate_fn=collate_fn, split=split, batch_dim=batch_dim, callbacks=callbacks,
+            num_items=num_items, reduction=reduction, before_window=before_window, micro_batch=micro_batch,
+            max_micro_batch=max_micro_batch, min_micro_batch=min_micro_batch, memory_limit=memory_limit,
+            headroom=headroom, patience=patience, precision=precision, clip_norm=clip_norm, state=state, verify=verify,
+            strict=strict, ranks=ranks, collate_fn=collate_fn, split=split, batch_dim=batch_dim, callbacks=callbacks,
         )  # fmt: skip
-        loss_of, reduction = stated(checked[loss_function], num_items, reduction)
+        counts = num_items if before_window is None else counting(num_items)
+        loss_of, reduction = stated(checked[loss_function], counts, reduction)
         self._callbacks = checked[_checks.of_callbacks]
-        self._modules = modules_of(model, loss_fn, training_step)
+        self._modules = modules_of(model, loss_fn, training_step, before_window)
         parameters = trainable_parameters(model, self._modules, optimizer)
         check_optimizer(
             optimizer, parameters, functions=(loss_fn, training_step)
@@ -185,8 +192,9 @@ class Accumulator:
             modules=tuple(self._modules),
             optimizer=optimizer,
             loss_of=loss_of,
-            num_items=num_items,
+            num_items=counts,
             reduction=reduction,
+            before_window=checked[before_window_of],
             min_micro_batch=min_micro_batch or 1,
             collate_fn=collate_fn,
             split=self._split,

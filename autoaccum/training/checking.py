@@ -19,7 +19,7 @@ from autoaccum.data.splits import SplitLike, split_of
 from autoaccum.errors import NonFiniteLossError
 from autoaccum.events import Notice
 from autoaccum.loss.coupling import Crossing, couples_samples, crossings, smallest_micro_batch
-from autoaccum.loss.functions import loss_function, stated, total
+from autoaccum.loss.functions import LossOf, loss_function, stated, total
 from autoaccum.loss.hypotheses import Hypothesis, Reducing
 from autoaccum.loss.reductions import Reduction, read, without_graph
 from autoaccum.loss.weighting import CountItems, count_items
@@ -39,10 +39,11 @@ from autoaccum.verification.comparison import tolerance_of
 from autoaccum.verification.decision import in_order
 from autoaccum.verification.draws import UnalignedError
 from autoaccum.verification.findings import Cut, Decision, Outcome, Verdict
-from autoaccum.verification.measurement import Measurement
+from autoaccum.verification.measurement import Measurement, SharedStretch
 from autoaccum.verification.samples import MOST, choose, cuts_of
 from autoaccum.verification.side_effects import SideEffects
 from autoaccum.verification.verdict import measure
+from autoaccum.window.before import before_window_of, counting, loss_alone, sharing_of
 from autoaccum.window.job import Job
 from autoaccum.window.optimizers import trainable_parameters
 from autoaccum.window.state import State
@@ -59,6 +60,7 @@ def check(
     training_step: Callable[[Any, Any], Any] | None = None,
     num_items: CountItems | None = None,
     reduction: Reducing = None,
+    before_window: Callable[..., Any] | None = None,
     device: str | torch.device | None = None,
     ranks: Ranks = "together",
     collate_fn: Callable[[list[Any]], Any] | None = None,
@@ -85,6 +87,10 @@ def check(
         reduction: mean or sum: what the loss of a micro-batch is over its samples or items, where that is to be said
             and not measured; of several losses a dict of these by their names. A sum beside num_items is divided by
             what these count in the window.
+        before_window: (batch) -> what micro-batches get besides, of all samples of a window, on the host: statistics of
+            the window itself. (batch, in_pieces) runs the model on them too, by in_pieces(function) with
+            function(model, micro_batch). A mapping is merged into micro-batches that are mappings; anything else is the
+            third argument of training_step and loss_fn.
         device: where to compute, such as cpu or cuda:1; an accelerator where there is one.
         ranks: together: several processes that were started together are refused; independent: each looks for itself.
         collate_fn: makes a batch of a list of samples, where a Dataset is passed.
@@ -110,12 +116,14 @@ def check(
     """
     checked = check_arguments(
         OF_CHECK, CHECKS, model=model, batch=batch, loss_fn=loss_fn, training_step=training_step, num_items=num_items,
-        reduction=reduction, device=device, ranks=ranks, collate_fn=collate_fn, split=split, batch_dim=batch_dim,
+        reduction=reduction, before_window=before_window, device=device, ranks=ranks, collate_fn=collate_fn,
+        split=split, batch_dim=batch_dim,
     )  # fmt: skip
     started = clock.now()
-    loss_of, reduction = stated(checked[loss_function], num_items, reduction)
+    counts = num_items if before_window is None else counting(num_items)
+    loss_of, reduction = stated(checked[loss_function], counts, reduction)
     bare = getattr(model, "_orig_mod", model)  # what torch.compile wraps: it is measured eagerly
-    modules = modules_of(bare, loss_fn, training_step)
+    modules = modules_of(bare, loss_fn, training_step, before_window)
     parameters = trainable_parameters(bare, modules)
     on = find_device(device)
     # Windows are made of what the model computes; the optimizer is there because a job has one, and never steps.
@@ -124,8 +132,9 @@ def check(
         modules=tuple(modules),
         optimizer=torch.optim.SGD(parameters, lr=0.0),
         loss_of=loss_of,
-        num_items=num_items,
+        num_items=counts,
         reduction=reduction,
+        before_window=checked[before_window_of],
         collate_fn=collate_fn or getattr(batch, "collate_fn", None),
         split=checked[split_of],
         device=on,
@@ -133,7 +142,7 @@ def check(
     # Refused before any backward: they would see to it that something remains.
     if notices.has_backward_hooks(parameters):
         return _unmeasured(notices.backward_hook_notice(), parameters, started)
-    held = surroundings_of([loss_of, num_items])
+    held = surroundings_of([loss_of, num_items, before_window])
     every = [model, *modules, *held.modules]  # what only num_items holds too
     memory = memory_of(on)
     limit = Limit(memory, None)
@@ -151,8 +160,15 @@ def check(
                 module.to(on)
             if not model.training:  # one in training mode may hold layers that were frozen in eval mode on purpose
                 model.train()
-            build_lazy_layers(model, modules, examples, loss_of, job.autocast, on)
+            build_lazy_layers(model, modules, examples, _alone(job), job.autocast, on)
         return _Check(job, window).report(started)
+
+
+def _alone(job: Job) -> LossOf:
+    """Return the loss of samples that are a window by themselves."""
+    return loss_alone(
+        job.loss_of, job.before_window, model=job.model, modules=job.modules, device=job.device, autocast=job.autocast
+    )
 
 
 def _aside(job: Job, modules: Sequence[nn.Module]) -> State:
@@ -210,6 +226,7 @@ class _Check:
         self._window = window
         self._parameters = [p for module in job.modules for p in module.parameters() if p.requires_grad]
         self._smallest = smallest_micro_batch(job.modules)
+        self._sharing = sharing_of(job)
 
     def report(self, started: float) -> CheckReport:
         """Measure, and say what came of it.
@@ -243,9 +260,10 @@ class _Check:
         try:
             with torch.compiler.set_stance("force_eager"):
                 self._look_at_whole(chosen)
-                for part in cuts_of(count, self._smallest)[0]:
+                parts = cuts_of(count, self._smallest)[0]
+                for index, part in enumerate(parts):
                     try:
-                        self._look_at_part([chosen[index] for index in part], shown)
+                        self._look_at_part(self._part(chosen, parts, index), len(part), shown)
                     except Exception as error:
                         # A sample by itself may be more than the loss bears: the measurement says what does then.
                         if is_out_of_memory(error):
@@ -267,15 +285,27 @@ class _Check:
         if self._job.num_items is not None:
             count_items(self._job.num_items, batch)
 
-    def _look_at_part(self, positions: Sequence[int], shown: _Shown) -> None:
+    def _look_at_part(self, batch: Any, num_samples: int, shown: _Shown) -> None:
         """Run some samples forward, and note what the graph of their loss shows."""
-        loss = total(self._job.loss_of(self._job.model, self._batch(positions)))
-        found = without_graph(read(loss, len(positions))), crossings(loss, len(positions))
-        shown.sizes.append(len(positions))
+        loss = total(self._job.loss_of(self._job.model, batch))
+        found = without_graph(read(loss, num_samples)), crossings(loss, num_samples)
+        shown.sizes.append(num_samples)
         shown.reductions.append(found[0])
-        shown.crossings.append((len(positions), found[1]))
+        shown.crossings.append((num_samples, found[1]))
+
+    def _part(self, chosen: Sequence[int], parts: Cut, index: int) -> Any:
+        """Return one of the parts of some samples, with what it shares with the others."""
+        if self._sharing is None:
+            return self._batch([chosen[place] for place in parts[index]])
+        make = lambda part: self._on_device([chosen[place] for place in part])  # noqa: E731
+        window = SharedStretch(self._sharing, parts, make)
+        return window.micro_batch(sum(map(len, parts[:index])), len(parts[index]))
 
     def _batch(self, positions: Sequence[int]) -> Any:
+        batch = self._on_device(positions)
+        return batch if self._sharing is None else self._sharing.alone(batch)
+
+    def _on_device(self, positions: Sequence[int]) -> Any:
         return batches.to_device(self._window.samples(positions), self._job.device, copy=True)
 
     def _in_detail(

@@ -33,6 +33,7 @@ from autoaccum.training.alone import Ranks, of_ranks
 from autoaccum.training.declarations import Checked, Own, arguments, arguments_of, check, option, values_of
 from autoaccum.training.learning_rate import MakeScheduler, Scaling
 from autoaccum.training.metrics import Metric
+from autoaccum.window.before import before_window_of
 from autoaccum.window.optimizers import OptimizerLike
 from autoaccum.window.precision import Precision
 from autoaccum.window.surroundings import surroundings_of
@@ -67,6 +68,7 @@ CHECKS: tuple[Callable[..., Any], ...] = (
     _checks.of_flags,
     _checks.of_state,
     _checks.of_verification,
+    before_window_of,
     loss_function,
     _checks.of_validation,
     _checks.of_run_directory,
@@ -159,6 +161,18 @@ class FitArguments:
         default=None,
         check=_checks.of_reduction,
         decides="training",
+        accumulator=Own(),
+        in_check=Own(),
+    )
+    # Between the samples of a window nothing else can pass: a micro-batch is all that a step sees of it.
+    before_window: Callable[..., Any] | None = option(
+        "(batch) -> what micro-batches get besides, of all samples of a window, on the host: statistics of the window "
+        "itself. (batch, in_pieces) runs the model on them too, by in_pieces(function) with function(model, "
+        "micro_batch). A mapping is merged into micro-batches that are mappings; anything else is the third argument "
+        "of training_step and loss_fn.",
+        default=None,
+        check=before_window_of,
+        probe=Own(),
         accumulator=Own(),
         in_check=Own(),
     )
@@ -474,18 +488,19 @@ class FitArguments:
 
     def modules(self) -> list[nn.Module]:
         """Return the model, and the loss or the training step where it is a module too."""
-        return modules_of(self.model, self.loss_fn, self.training_step)
+        return modules_of(self.model, self.loss_fn, self.training_step, self.before_window)
 
 
-def modules_of(model: object, loss_fn: object, training_step: object) -> list[nn.Module]:
+def modules_of(model: object, loss_fn: object, training_step: object, before_window: object = None) -> list[nn.Module]:
     """Return what a call has that may have parameters to train: its modules, and those that its functions hold.
 
     The model comes first. A projection head that only the closure of training_step holds is as much a part of what is
     trained as the model: it is moved to the device, saved, and put back when a window is run again.
     """
-    named = [module for module in (model, loss_fn, training_step) if isinstance(module, nn.Module)]
+    functions = (loss_fn, training_step, before_window)
+    named = [module for module in (model, *functions) if isinstance(module, nn.Module)]
     known = {layer for module in named for layer in module.modules()}
-    for held in surroundings_of([loss_fn, training_step]).modules:
+    for held in surroundings_of(functions).modules:
         # What holds a known one beside others, as a wrapper that training_step is a method of, is taken apart.
         for layer in held.modules():
             if layer not in known and known.isdisjoint(layer.modules()):

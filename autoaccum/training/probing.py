@@ -37,6 +37,7 @@ from autoaccum.training.lazy import build_lazy_layers
 from autoaccum.training.options import CHECKS, OF_PROBE, modules_of, schedule_if_any
 from autoaccum.training.traces import no_trace
 from autoaccum.window.advice import Refused, advise
+from autoaccum.window.before import before_window_of, loss_alone
 from autoaccum.window.optimizers import (
     OptimizerLike,
     allocate_state,
@@ -80,6 +81,7 @@ def probe(
     effective_batch: int | str | Schedule | Callable[[Progress], int] | None = None,
     loss_fn: Callable[[Any, Any], Any] | None = None,
     training_step: Callable[[Any, Any], Any] | None = None,
+    before_window: Callable[..., Any] | None = None,
     optimizer: OptimizerLike | None = None,
     max_micro_batch: int | None = None,
     min_micro_batch: int | None = None,
@@ -108,6 +110,10 @@ def probe(
             dict of what is to be seen beside it: ``return loss, {"accuracy": ...}``.
         training_step: (model, batch) -> loss, for any batch. With neither, the model returns its loss, as ``.loss`` or
             ``["loss"]``.
+        before_window: (batch) -> what micro-batches get besides, of all samples of a window, on the host: statistics of
+            the window itself. (batch, in_pieces) runs the model on them too, by in_pieces(function) with
+            function(model, micro_batch). A mapping is merged into micro-batches that are mappings; anything else is the
+            third argument of training_step and loss_fn.
         optimizer: an Optimizer or a function (parameters) -> Optimizer; AdamW when left out. Its state must fit too.
         max_micro_batch: the most samples to try at once.
         min_micro_batch: the fewest samples of one forward and backward.
@@ -139,13 +145,13 @@ def probe(
     """
     checked = check(
         OF_PROBE, CHECKS, model=model, data=data, effective_batch=effective_batch, loss_fn=loss_fn,
-        training_step=training_step, optimizer=optimizer, max_micro_batch=max_micro_batch,
+        training_step=training_step, before_window=before_window, optimizer=optimizer, max_micro_batch=max_micro_batch,
         min_micro_batch=min_micro_batch, memory_limit=memory_limit, headroom=headroom, patience=patience,
         precision=precision, device=device, ranks=ranks, collate_fn=collate_fn, split=split, batch_dim=batch_dim,
     )  # fmt: skip
     loss_of, schedule = checked[loss_function], checked[schedule_if_any]
     most = None if schedule is None else schedule.largest
-    modules = modules_of(model, loss_fn, training_step)
+    modules = modules_of(model, loss_fn, training_step, before_window)
     parameters = trainable_parameters(model, modules, optimizer)
     bare = bare_tensors(optimizer, modules)
     on = find_device(device)
@@ -158,6 +164,8 @@ def probe(
     fewest = min_micro_batch or 1
     _checks.of_smallest_window(min_micro_batch, None if schedule is None else schedule.smallest)
     context = autocast(precision, on)
+    # Its examples are windows of their own: what is shared takes memory as well, and losses may not do without.
+    loss_of = loss_alone(loss_of, checked[before_window_of], model=model, modules=modules, device=on, autocast=context)
     sparse = sparsely_trained(modules)  # their gradients grow with the samples, so they are no fixed cost
 
     with named("a probe was begun, or was undone"), no_trace(modules, optimizer, on):

@@ -42,6 +42,7 @@ from autoaccum.training.options import FitArguments
 from autoaccum.training.validation import Validator
 from autoaccum.verification.examiner import Examiner
 from autoaccum.verification.verdict import measure
+from autoaccum.window.before import before_window_of, counting, loss_alone, sharing_of
 from autoaccum.window.job import Job
 from autoaccum.window.meter import Meter
 from autoaccum.window.optimizers import allocate_state, bare_tensors, make_optimizer
@@ -173,7 +174,8 @@ def build(
         # A first forward builds them, as it will be in training: an optimizer can only be made of what is there.
         context = autocast(arguments.precision, place.device)
         fewest = arguments.min_micro_batch or 1
-        build_lazy_layers(model, modules, source, checked[loss_function], context, place.device, fewest)
+        loss_of = _loss_of_examples(arguments, checked, place.device)
+        build_lazy_layers(model, modules, source, loss_of, context, place.device, fewest)
         functions = (arguments.loss_fn, arguments.training_step)
         optimizer = make_optimizer(arguments.optimizer, arguments.lr, parameters, functions)
         learning_rate = LearningRate(
@@ -189,6 +191,18 @@ def build(
         # Left to the first step, it would be allocated after plans have been measured without it.
         allocate_state(optimizer, modules)
     return optimizer, learning_rate
+
+
+def _loss_of_examples(arguments: FitArguments, checked: Checked, device: torch.device) -> LossOf:
+    """Return the loss of a batch that no window is made of, and which is one by itself."""
+    return loss_alone(
+        checked[loss_function],
+        checked[before_window_of],
+        model=arguments.model,
+        modules=arguments.modules(),
+        device=device,
+        autocast=autocast(arguments.precision, device),
+    )
 
 
 def metric_modules(arguments: FitArguments) -> list[nn.Module]:
@@ -260,7 +274,7 @@ def make_step(
         # The noise is estimated from the micro-batches of a window. A size that was passed is left as it is.
         fewest=2 if noise_scale and micro_batch is None else 1,
     )
-    transaction = Transaction(job, clip_norm=clip_norm, noise_scale=noise_scale)
+    transaction = Transaction(job, clip_norm=clip_norm, noise_scale=noise_scale, sharing=sharing_of(job))
     return Step(
         job,
         transaction=transaction,
@@ -294,14 +308,16 @@ def step_of(
     schedule, plans = checked[schedule_of], checked[_checks.recorded_plans]
     micro_batch = arguments.micro_batch
     fixed = micro_batch if isinstance(micro_batch, int) else max((max(plan) for plan in plans), default=None)
-    loss_of, reduction = stated(checked[loss_function], arguments.num_items, arguments.reduction)
+    num_items = arguments.num_items if checked[before_window_of] is None else counting(arguments.num_items)
+    loss_of, reduction = stated(checked[loss_function], num_items, arguments.reduction)
     job = Job(
         model=step_model,
         modules=tuple(arguments.modules()),
         optimizer=optimizer,
         loss_of=loss_of,
-        num_items=arguments.num_items,
+        num_items=num_items,
         reduction=reduction,
+        before_window=checked[before_window_of],
         collate_fn=arguments.collate_fn or getattr(arguments.data, "collate_fn", None),
         min_micro_batch=arguments.min_micro_batch or 1,
         split=checked[split_of],
@@ -355,7 +371,7 @@ def cache_of(arguments: FitArguments, place: Place, optimizer: torch.optim.Optim
 
 def validator_of(
     arguments: FitArguments,
-    loss_of: LossOf,
+    checked: Checked,
     place: Place,
     step_model: Any,
     step: Step,
@@ -368,6 +384,7 @@ def validator_of(
     """
     if arguments.validation_data is None:
         return None
+    loss_of = step.job.loss_of
     # Opened before the first window, so that what cannot be cut is told before hours of training.
     source = open_validation_data(arguments, place, step.job.split)
     of: Any = "model"  # what the loss is computed by, and so what metrics are called with
@@ -384,7 +401,7 @@ def validator_of(
         source,
         loss_of=loss_of,
         of_outputs=arguments.loss_fn is not None,
-        num_items=arguments.num_items,
+        num_items=step.job.num_items,
         autocast=step.job.autocast,
         device=place.device,
         memory=place.memory,
@@ -397,6 +414,8 @@ def validator_of(
     )
     validator.set_fewest(arguments.min_micro_batch or 1)
     validator.has_outputs = lambda: step.transaction.outputs.are_there
+    if (sharing := sharing_of(step.job)) is not None:
+        validator.share(sharing, checked[schedule_of].at(Progress()))
     if metrics:
         # On the model as it is: a compiled one would be compiled for batches of one sample and of two.
         tried = Metrics(metrics, arguments.model, of=of, autocast=step.job.autocast, split=step.job.split)

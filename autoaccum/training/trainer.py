@@ -34,7 +34,7 @@ from autoaccum.training.metrics import Metric
 from autoaccum.training.options import Callback, FitArguments
 from autoaccum.training.pace import Pace
 from autoaccum.training.result import FitResult as FitResult
-from autoaccum.training.run_state import RunState
+from autoaccum.training.run_state import RunState, keeper_of
 from autoaccum.training.validation import Validations
 from autoaccum.window.gradient import Gradient
 from autoaccum.window.modules import State
@@ -60,6 +60,7 @@ class Trainer:
         training_step: Callable[[Any, Any], Any] | None = None,
         num_items: CountItems | None = None,
         reduction: Reducing = None,
+        before_window: Callable[..., Any] | None = None,
         optimizer: OptimizerLike | None = None,
         lr: float | None = None,
         lr_scheduler: MakeScheduler | None = None,
@@ -104,9 +105,9 @@ class Trainer:
         """Set up a run, up to its first window; ``fit`` says what the arguments are."""
         given = FitArguments(
             model=model, data=data, effective_batch=effective_batch, loss_fn=loss_fn, training_step=training_step,
-            num_items=num_items, reduction=reduction, optimizer=optimizer, lr=lr, lr_scheduler=lr_scheduler,
-            lr_scaling=lr_scaling, base_batch=base_batch, epochs=epochs, steps=steps, samples=samples,
-            micro_batch=micro_batch, max_micro_batch=max_micro_batch, min_micro_batch=min_micro_batch,
+            num_items=num_items, reduction=reduction, before_window=before_window, optimizer=optimizer, lr=lr,
+            lr_scheduler=lr_scheduler, lr_scaling=lr_scaling, base_batch=base_batch, epochs=epochs, steps=steps,
+            samples=samples, micro_batch=micro_batch, max_micro_batch=max_micro_batch, min_micro_batch=min_micro_batch,
             memory_limit=memory_limit, headroom=headroom, patience=patience, precision=precision, clip_norm=clip_norm,
             state=state, verify=verify, strict=strict, compile=compile, device=device, ranks=ranks, seed=seed,
             shuffle=shuffle, drop_last=drop_last, collate_fn=collate_fn, split=split, batch_dim=batch_dim,
@@ -150,7 +151,7 @@ class Trainer:
         )
         self._tuner = step.tuner
         self._cache = setup.cache_of(arguments, place, self.optimizer, self._tuner)
-        self._validator = setup.validator_of(arguments, step.job.loss_of, place, called, step, self._emit)
+        self._validator = setup.validator_of(arguments, checked, place, called, step, self._emit)
         self._pace = Pace(self.schedule, budget, num_samples=epoch_samples, drop_last=drop_last, plans=plans, step=step)
         self._validations = Validations()
         self._state = RunState(
@@ -164,6 +165,7 @@ class Trainer:
             noise=noise,
             pace=self._pace,
             device=self.device,
+            before_window=keeper_of(arguments.before_window),
         )
 
         # Of this process alone; what a later one goes on from is in the state above.

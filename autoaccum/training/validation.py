@@ -14,13 +14,14 @@ from torch import nn
 
 from autoaccum._kinds import entries, every, one_of
 from autoaccum.data import batches, randomness
-from autoaccum.data.base import Source, Window
+from autoaccum.data.base import Reader, Source, Window
 from autoaccum.errors import EmptyDatasetError, LossWithoutGradError, NothingFitsError
 from autoaccum.events import Event, Notice, OutOfMemory, Validated
 from autoaccum.loss.conclusions import conclude, stands_for_none
 from autoaccum.loss.functions import Computed, LossOf
 from autoaccum.loss.graph import graph_alone
 from autoaccum.loss.reductions import Reduction, read, without_graph
+from autoaccum.loss.shared import plain
 from autoaccum.loss.values import Values
 from autoaccum.loss.weighting import CountItems, count_items
 from autoaccum.memory import clock
@@ -34,6 +35,7 @@ from autoaccum.planning.saved import TRIALS
 from autoaccum.planning.trials import Trials
 from autoaccum.training.metrics import Metrics, SharedTree, Sums
 from autoaccum.window.attributes import Attributes
+from autoaccum.window.before import Sharing
 from autoaccum.window.outputs import Outputs, read_means
 from autoaccum.window.precision import Autocast
 from autoaccum.window.single_samples import may_need_another
@@ -138,6 +140,8 @@ class Validator:
         self._source = source
         self._loss_of = loss_of
         self._num_items = num_items
+        self._sharing: Sharing | None = None
+        self._window_samples = 0
         self._autocast = autocast
         self._device = device
         self._memory = memory
@@ -199,7 +203,7 @@ class Validator:
             reader = self._source.read(0, lambda position: (size(position),))
             # As many samples are asked for as are run at once. Nothing has to be undone when they do not fit: those
             # that are left are run in smaller pieces.
-            while (window := reader.window(size(num_samples))) is not None:
+            while (window := self._next_window(reader, size(num_samples))) is not None:
                 for piece in self._trials.window(window.num_samples, ceiling):
                     if isinstance(outcome := self._try(window, piece), Shortage):
                         self._make_do(outcome, piece, patience)
@@ -227,6 +231,18 @@ class Validator:
         """Return the means of metrics and of outputs; of one name it is the metric that counts."""
         outputs = read_means(self._beside)
         return outputs if self._metrics is None else outputs | self._metrics.read()
+
+    def share(self, sharing: Sharing, num_samples: int) -> None:
+        """Let micro-batches share what a ``before_window`` returns for so many samples at once."""
+        # Not for each micro-batch, whose size is decided by memory: the loss would depend on it.
+        self._sharing, self._window_samples = sharing, num_samples
+
+    def _next_window(self, reader: Reader, num_samples: int) -> Window | None:
+        """Return the next samples: as many as are run at once, or a window of the run's where one shares anything."""
+        if self._sharing is None:
+            return reader.window(num_samples)
+        window = reader.window(self._window_samples)
+        return None if window is None else self._sharing.begin(window)
 
     def try_metrics(self, metrics: Metrics) -> None:
         """Call each function on one sample and on two, of which nothing remains: what is wrong is said before training.
@@ -266,6 +282,8 @@ class Validator:
         training = [(module, module.training) for module in self._modules]
         # An eval forward may write to buffers, to count its calls, say. Those of metrics are what these have come to.
         self._snapshot.take()
+        # What a before_window keeps moves with training alone.
+        held = None if self._sharing is None else self._sharing.state()
         try:
             for module in self._modules:  # set and not called: train() is often overridden, to freeze layers
                 module.training = False
@@ -273,6 +291,8 @@ class Validator:
         finally:
             for module, mode in training:
                 module.training = mode
+            if held is not None:
+                held.restore()
             self._snapshot.restore()
 
     def _make_do(self, shortage: Shortage, piece: Piece, patience: Patience) -> None:
@@ -335,11 +355,11 @@ class Validator:
         if self._metrics is None:
             return self._loss(batch, size), {}, self._outputs_of(size)
         # Taken before the loss is computed, which may empty containers and write to tensors.
-        shared = SharedTree(batch)
+        shared = SharedTree(plain(batch))
         try:
             loss, outputs = self._loss(batch, size), self._outputs_of(size)
             states = randomness.get_state(self._device)
-            sums = self._metrics.measure(shared, micro_batch)
+            sums = self._metrics.measure(shared, lambda: plain(micro_batch()))
             randomness.set_state(states, self._device)  # so that losses that draw are those without metrics
             return loss, sums, outputs
         finally:

@@ -226,7 +226,7 @@ class Examiner:
             if self._occasions.status == "passed" and self._verify and not is_weighed_otherwise:
                 with aside():
                     found = self._micro_batches.joined(
-                        window,
+                        self._transaction.shared or window,
                         gradient,
                         after,
                         number=number,
@@ -372,6 +372,7 @@ class Examiner:
 
     def _check_parts(self, window: Window, gradient: Gradient, said: list[Event], *, is_passed: bool) -> None:
         """Measure micro-batches of which it is a guess what they count."""
+        window = self._transaction.shared or window
         hypothesis = self._transaction.hypothesis
         found = self._micro_batches.ones(window, gradient, hypothesis) if is_passed else None
         if found is None and gradient.doubts and hypothesis is not None:

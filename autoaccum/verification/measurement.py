@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -22,15 +22,19 @@ from autoaccum.data import batches
 from autoaccum.loss.graph import graph_alone
 from autoaccum.loss.hypotheses import Hypothesis
 from autoaccum.loss.reductions import Reduction, is_one, read, without_graph
+from autoaccum.loss.shared import Beside
 from autoaccum.loss.weighting import count_items
 from autoaccum.planning.attempts import Piece
 from autoaccum.verification.comparison import OF_STATE, TOLERANCE, Error, error_of, loss_tolerance_of, tolerance_of
 from autoaccum.verification.draws import Constants, Recording, Replaying, UnalignedError, state_of
 from autoaccum.verification.findings import Cut, Outcome, Part
+from autoaccum.window.before import SharedWindow, Sharing, sharing_of
 from autoaccum.window.gradient import Gradient
 from autoaccum.window.job import Job
 from autoaccum.window.state import Gradients, State, same
 from autoaccum.window.transaction import Repeat, Transaction
+
+_CPU = torch.device("cpu")
 
 
 class ZeroGradientError(Exception):
@@ -51,15 +55,57 @@ class _Stretch:
     lengths = None
 
     def __init__(self, parts: Sequence[Part], make: Callable[[Part], Any]) -> None:
-        self._parts = dict(zip(_starts(parts), parts, strict=True))
+        self._order = [index for part in parts for index in part]
         self._make = make
-        self.num_samples = sum(map(len, parts))
+        self.num_samples = len(self._order)
 
     def micro_batch(self, start: int, size: int) -> Any:
-        return self._make(self._parts[start])
+        return self._make(tuple(self._order[start : start + size]))
 
     def samples(self, positions: Sequence[int]) -> Any:
-        return self._make(tuple(positions))
+        return batches.to_device(self._make(tuple(self._order[position] for position in positions)), _CPU, copy=False)
+
+
+class SharedStretch(SharedWindow):
+    """The same where a ``before_window`` shares something, for which the samples stay in their own order.
+
+    A cut may take them in another one; what is computed of a window that has an order is still that of the window.
+    """
+
+    def __init__(
+        self,
+        sharing: Sharing,
+        parts: Sequence[Part],
+        make: Callable[[Part], Any],
+        of: tuple[SharedWindow, Sequence[int]] | None = None,
+    ) -> None:
+        """Set up.
+
+        Args:
+            sharing: what calls the function.
+            parts: all samples together.
+            make: (part) -> its batch.
+            of: a window, and where the samples are in it, whose results are to be theirs; None: it is called anew.
+        """
+        order = [index for part in parts for index in part]
+        super().__init__(sharing, _Stretch((tuple(sorted(order)),), make))
+        self._order = order
+        self._make = make
+        self._of = of
+
+    def prepare(self, size: int) -> None:
+        """Call the function, unless another window's results are taken."""
+        # A statistic of a few samples would give them other counts than those that the window has weighed them by.
+        if self._of is None:
+            super().prepare(size)
+
+    def micro_batch(self, start: int, size: int) -> Beside:
+        """Return some samples, in the order of the parts, beside their own rows of what was returned."""
+        part = tuple(self._order[start : start + size])
+        if self._of is not None:
+            window, places = self._of
+            return window.beside(self._make(part), [places[index] for index in part])
+        return self.beside(self._make(part), part)
 
 
 def _starts(parts: Sequence[Part]) -> list[int]:
@@ -133,7 +179,7 @@ class Measurement:
         """Lay the state of the run aside."""
         kind = _ForwardOnly if self._forward_only else Transaction
         # It has a snapshot of its own, taken as things are.
-        self._transaction = kind(self.job)
+        self._transaction = kind(self.job, sharing=sharing_of(self.job))
         self._transaction.outputs.are_unwanted = True
         self._transaction.drops_nan = True
         self._transaction.several.learns = False
@@ -353,8 +399,9 @@ class Measurement:
 
     def _loss_of(self, part: Part, draws: AbstractContextManager[Any]) -> float:
         """Return the loss of some samples, by a forward of which nothing is kept."""
+        batch = self._given(part)
         with saved_tensors_hooks(_forget, _forget), draws:
-            loss = self._transaction.plain_forward(self.make(part), len(part), self.num_samples)
+            loss = self._transaction.plain_forward(batch, len(part), self.num_samples)
         value = float(loss.detach())
         self._put_back()
         return value
@@ -366,13 +413,41 @@ class Measurement:
     def shown_of(self, part: Part) -> Reduction:
         """Return what the graph of a part's loss shows; nothing else of it remains."""
         if part not in self.shown:
+            batch = self._given(part)
             try:
                 with self._replaying(part):
-                    self._looking(part)(self.make(part), len(part), self.num_samples)
+                    self._looking(part)(batch, len(part), self.num_samples)
             except ZeroDivisionError:  # by the number of its items
                 self.shown[part] = Reduction(0.0)
             self._put_back()
         return self.shown[part]
+
+    def _given(self, part: Part) -> Any:
+        """Return a part with what it shares with the other samples, where there is anything to share."""
+        if self._transaction.sharing is None:
+            return self.make(part)
+        others = tuple(index for index in range(self.num_samples) if index not in part)
+        window = self._stretch((part, others), self.make)
+        with self._drawing_alike():
+            window.prepare(len(part))
+        return window.micro_batch(0, len(part))
+
+    def _stretch(self, cut: Cut, make: Callable[[Part], Any]) -> Any:
+        """Return a cut as a window."""
+        sharing: Any = self._transaction.sharing
+        if sharing is None:
+            return _Stretch(cut, make)
+        # Micro-batches of a window that has been run have what was computed of all of it.
+        is_run = isinstance(self._window, SharedWindow)
+        return SharedStretch(sharing, cut, make, (self._window, self._chosen) if is_run else None)
+
+    def _drawing_alike(self) -> AbstractContextManager[Any]:
+        """Make the context of what is done before a window: what is drawn for it has no rows to give to its parts."""
+        # By constants, for its pieces are other parts than those of the cut, and what the function itself draws may
+        # have any shape.
+        if self._transaction.sharing is None:
+            return nullcontext()
+        return Constants(keeps_wide=not self.is_rounded)
 
     def _error(self, gradient: Gradient) -> Error:
         if self._forward_only and not gradient.knows_loss:
@@ -408,8 +483,10 @@ class Measurement:
         transaction = self._transaction
         transaction.hypothesis = hypothesis
         outcome: Gradient | Repeat = Repeat(sizes=())
-        transaction.begin(_Stretch(cut, make))
+        transaction.begin(self._stretch(cut, make))
         for _ in range(_MOST_RUNS):
+            with self._drawing_alike():
+                transaction.prepare(len(cut[0]))
             for start, part in zip(_starts(cut), cut, strict=True):
                 if around is not None:
                     around()

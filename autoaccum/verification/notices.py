@@ -38,8 +38,9 @@ def coupling_notice() -> Notice:
     return Notice(
         cause="The loss lets the samples of a batch meet, as contrastive losses and statistics over a batch do",
         consequence="Each sample meets those of its micro-batch only, instead of all in the window: another loss",
-        cure="Pass micro_batch= the whole window if it fits, lower effective_batch if it does not, or let samples meet "
-        "what does not come from the batch, such as a queue of past ones or running statistics",
+        cure="Compute statistics of the window in before_window=; or pass micro_batch= the whole window if it fits, "
+        "lower effective_batch if it does not, or let samples meet what does not come from the batch, such as a queue "
+        "of past ones or running statistics",
     )
 
 
@@ -132,8 +133,9 @@ _UNKNOWN = Notice(
     cause="The loss is neither a mean over samples or items, nor a sum over them",
     consequence="No weights of micro-batches add them up to the loss of their window, so that the gradient depends on "
     "how windows are cut",
-    cure="Let the loss end in one mean, or one sum, over samples; or pass micro_batch= the whole window if it fits, or "
-    "num_items=(micro-batch) -> how many items its loss is a mean over",
+    cure="Let the loss end in one mean, or one sum, over samples; compute statistics of the window in before_window=; "
+    "or pass micro_batch= the whole window if it fits, or num_items=(micro-batch) -> how many items its loss is a mean "
+    "over",
 )
 
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from autoaccum.loss.functions import LossOf
 from autoaccum.loss.hypotheses import Reducing
+from autoaccum.loss.shared import BeforeWindow
 from autoaccum.loss.weighting import CountItems, by_name
 from autoaccum.window.precision import Autocast, Precision, autocast
 
@@ -35,6 +36,8 @@ class Job:
     """(micro-batch) -> how many items its loss is a mean over; None where that is read off the loss."""
     reduction: Reducing = None
     """What the user says that the loss is, or each of several."""
+    before_window: BeforeWindow | None = None
+    """What is called once a window, and what its micro-batches then come with; None for nothing."""
     collate_fn: Callable[[list[Any]], Any] | None = None
     """What makes batches of samples, where the user has passed it."""
     min_micro_batch: int = 1
@@ -53,7 +56,9 @@ class Job:
         """Return what of it is the user's code, beside modules."""
         counting = self.num_items
         of_each = [counting] if counting is None or callable(counting) else list(by_name(counting).values())
-        return [self.loss_of, *of_each, self.collate_fn]
+        # What it keeps moves once a window, and is put back with all else that a measurement has moved.
+        before = None if self.before_window is None else self.before_window.function
+        return [self.loss_of, *of_each, self.collate_fn, before]
 
     @property
     def autocast(self) -> Autocast:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -41,6 +41,7 @@ class State:
         parameters: Sequence[torch.Tensor],
         written: Iterable[torch.Tensor] = (),
         like: State | None = None,
+        without: Container[nn.Module] = (),
     ) -> None:
         """Remember how things are.
 
@@ -51,6 +52,7 @@ class State:
             parameters: what gets gradients.
             written: parameters that forwards have been seen to write to.
             like: what was remembered before: where values are the same, its copies do.
+            without: layers that functions hold, and of which nothing is to be remembered.
 
         Raises:
             MemoryLimitError: the device has no memory to copy from or to.
@@ -58,7 +60,8 @@ class State:
         self._device = device
         held = surroundings_of(functions)
         everything = [*modules, *held.modules]
-        self.layers = list({id(layer): layer for module in everything for layer in module.modules()}.values())
+        layers = [layer for module in everything for layer in module.modules() if layer not in without]
+        self.layers = list({id(layer): layer for layer in layers}.values())
         """Every module, each once."""
         # Attributes of these may be rebound or written to: counters, caches, queues, lists that are appended to.
         self._held = held

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from autoaccum.data.base import Window
@@ -140,7 +141,7 @@ class Step:
             self._forget(self._refusal)
             raise single_samples.beyond_memory(self._refusal.error)
         if refused is not None:
-            raise advised(refused, self.job, lambda size: window.micro_batch(0, size), self._memory, self.limit.bytes)
+            raise advised(refused, self.job, partial(self.transaction.alone, window), self._memory, self.limit.bytes)
         return gradient, replays
 
     def _forget(self, refusal: Refusal | None) -> None:
@@ -224,9 +225,11 @@ class Step:
 
     def _add_all(self, pieces: Attempt) -> Gradient | Repeat:
         """Accumulate: this is the loop that a training step is."""
-        sizes = []
+        sizes: list[int] = []
         for piece in pieces:
             self._piece = piece  # what is to blame if it runs out of memory
+            if not sizes:
+                self.transaction.prepare(piece.size)
             with self.meter.measuring(piece) as reading:
                 self.transaction.add(piece)
             pieces.fitted(reading)

@@ -34,6 +34,7 @@ from autoaccum.loss.hypotheses import (
     Hypothesis,
 )
 from autoaccum.loss.reductions import Reduction, has_some, is_one, kinds_of, plain_mean, read, without_graph
+from autoaccum.loss.shared import Sharer
 from autoaccum.loss.terms import Count
 from autoaccum.loss.values import Values
 from autoaccum.loss.weighting import Tally, count_items, counted_once
@@ -79,13 +80,21 @@ _NOTHING = Reduction(0.0)
 class Transaction:
     """Adds micro-batches to the gradient of a window; commits by being finished, or rolls back."""
 
-    def __init__(self, job: Job, *, clip_norm: float | None = None, noise_scale: bool = False) -> None:
+    def __init__(
+        self,
+        job: Job,
+        *,
+        clip_norm: float | None = None,
+        noise_scale: bool = False,
+        sharing: Sharer | None = None,
+    ) -> None:
         """Set up, and take the memory that remembering the state will need.
 
         Args:
             job: what is computed.
             clip_norm: the 2-norm to clip each window's gradient to; None: it is not even measured.
             noise_scale: whether windows that are cut tell of the noise in their gradient.
+            sharing: what calls the job's ``before_window``; None where there is none.
         """
         self._job = job
         self._autocast = job.autocast
@@ -115,8 +124,13 @@ class Transaction:
         """Whether every count of 1 is taken for one of none: for whoever measures whether that explains an error."""
         self.drops_gradients = False
         """Whether one whose gradient is not finite counts nothing, where others were measured to be finite."""
+        self.sharing = sharing
+        """What calls the job's ``before_window``; None where there is none."""
+        self.shared: Any = None
+        """The window, while one is open whose micro-batches share something."""
         self._window: Window  # while one is open
         self._begun: State | None = None  # how the window began, where its micro-batches are to begin likewise
+        self._found: State | None = None  # what each of them is to find: the same, but for what before_window moves
         self._nodes = 0  # of the last forward's graph
         self.several = Several(job)
         """What is known of the terms of the loss, where they are weighed one by one."""
@@ -135,16 +149,42 @@ class Transaction:
     def begin(self, window: Window) -> None:
         """Begin a window: remember what it may change."""
         self._window = window
+        if self.sharing is not None:
+            # Those that are measured are so already.
+            self.shared = window if hasattr(window, "prepare") else self.sharing.begin(window)
+            self._window = self.shared
         self._gradients.drop()  # of the window before: their memory may be what the copies need
         if self.is_unscaled:  # a window that was never stepped on, for something was raised between the two
             self._renew_scaler()
         self.snapshot.take()
         self.signs.of_modes(self.snapshot.modes())
         if self._job.state == "window":
-            self._begun = State(self._job.modules, self._job.functions, self._job.device, self.trained())
+            self._begun = self._found = self._state()
         self.is_open = True
         self.several.begin(window, self.hypothesis)
         self._begin_anew(window.num_samples)
+
+    def _state(self) -> State:
+        return State(self._job.modules, self._job.functions, self._job.device, self.trained())
+
+    def prepare(self, size: int) -> None:
+        """Call ``before_window``, where there is one, with room for forwards of ``size`` samples.
+
+        It is done once an attempt, before its first micro-batch, and is undone with all else by ``roll_back``.
+
+        Raises:
+            SingleSampleError: one sample of several was run, and may need another.
+        """
+        # Before the first micro-batch and not within it: what this takes is no part of what a trial measures.
+        if self.shared is not None:
+            self.shared.prepare(size)
+            # What it has moved, such as an average of its own, has moved for all micro-batches.
+            self._found = None if self._begun is None else self._state()
+
+    def alone(self, window: Window, size: int) -> Any:
+        """Return the first samples of a window, as a micro-batch that is all of its window."""
+        batch = window.micro_batch(0, size)
+        return batch if self.sharing is None else self.sharing.alone(batch)
 
     def _begin_anew(self, num_samples: int = 0) -> None:
         self._num_samples = num_samples
@@ -168,8 +208,8 @@ class Transaction:
         Raises:
             SingleSampleError: it has one sample of several, and may need another.
         """
-        if self._begun is not None and self._sizes:
-            self._begun.restore(random=False)  # so that each finds the state that the whole window would
+        if self._found is not None and self._sizes:
+            self._found.restore(random=False)  # so that each finds the state that the whole window would
         batch = self._window.micro_batch(piece.start, piece.size)
         if piece.size > 1 or self._num_samples == 1:
             self._compute(batch, piece)
@@ -519,7 +559,8 @@ class Transaction:
         self.is_open = False
         del self._window
         # Even a loss is memory of the device, which the optimizer's step may need.
-        self._losses, self._reductions, self._norms, self._begun = [], [], {}, None
+        self._losses, self._reductions, self._norms = [], [], {}
+        self._begun = self._found = self.shared = None
         self._forget_outputs()
 
     def repeat(self) -> None:
@@ -539,6 +580,8 @@ class Transaction:
         self.snapshot.restore()
         if self._begun is not None:
             self._begun.restore()
+        if self.shared is not None:
+            self.shared.roll_back()
         self._renew_scaler()
         gc.collect()  # a failed forward may have left reference cycles that hold tensors
 

@@ -1,0 +1,1 @@
+"""Ready-made arguments for models of other libraries."""
