@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from autoaccum.errors import AutoaccumWarning as AutoaccumWarning
     from autoaccum.errors import StopTraining as StopTraining
     from autoaccum.events import StepReport as StepReport
-    from autoaccum.integrations.mixture_of_experts import moe_balancing as moe_balancing
     from autoaccum.planning.plans import Plan as Plan
     from autoaccum.planning.plans import plan as plan
     from autoaccum.sweeps.sweep import sweep as sweep
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from autoaccum.training.check_report import CheckReport as CheckReport
     from autoaccum.training.checking import check as check
     from autoaccum.training.fitting import fit as fit
+    from autoaccum.training.mixture_of_experts import moe_balancing as moe_balancing
     from autoaccum.training.probing import ProbeReport as ProbeReport
     from autoaccum.training.probing import probe as probe
     from autoaccum.training.result import FitResult as FitResult
@@ -48,7 +48,7 @@ _HOMES = {
     "Trainer": "training.trainer",
     "check": "training.checking",
     "fit": "training.fitting",
-    "moe_balancing": "integrations.mixture_of_experts",
+    "moe_balancing": "training.mixture_of_experts",
     "plan": "planning.plans",
     "probe": "training.probing",
     "sweep": "sweeps.sweep",

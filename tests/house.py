@@ -27,7 +27,6 @@ ROOMS: dict[str, str] = {
     "facade": "__init__ schedules splits testing",
     "cli": "cli __main__",
     "sweeps": "sweeps",
-    "integrations": "integrations",
     "training": "training",
     "verification": "verification",
     "reporting": "reporting",

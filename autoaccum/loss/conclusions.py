@@ -13,8 +13,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from autoaccum.loss.hypotheses import Conclusion, Doubt, TermKind
-from autoaccum.loss.reductions import Reduction
-from autoaccum.loss.terms import Count, Kind, Term
+from autoaccum.loss.terms import Count, Kind, Reduction, Term
 
 _COUNT = (
     "Pass num_items=(micro-batch) -> how many items its loss is a mean over, or let the loss end in one mean, or one "

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from operator import add
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -17,29 +17,9 @@ from autoaccum.errors import (
     LossWithoutGradError,
     NonScalarLossError,
 )
-from autoaccum.loss.hypotheses import Reducing
+from autoaccum.loss.counting import count_items
 from autoaccum.loss.shared import Beside
-from autoaccum.loss.weighting import CountItems, count_items
-
-
-class Computed(NamedTuple):
-    """A loss of several that are added, or one with something beside it."""
-
-    loss: torch.Tensor
-    """A scalar: the sum of all."""
-    terms: Mapping[str, torch.Tensor] = {}
-    """Each of several, by its name, or by its place in a sequence; empty where there is one."""
-    outputs: Mapping[str, Any] = {}
-    """What was returned beside them, by name."""
-
-
-LossOf = Callable[[Any, Any], torch.Tensor | Computed]
-"""(model, batch) -> scalar loss, a mean or a sum over the batch; or several, or what stands beside it"""
-
-
-def total(computed: torch.Tensor | Computed) -> torch.Tensor:
-    """Return the loss alone, the sum of several."""
-    return computed.loss if isinstance(computed, Computed) else computed
+from autoaccum.loss.stated import Computed, CountItems, LossOf, Reducing
 
 
 def loss_function(
@@ -95,6 +75,7 @@ def stated(loss_of: LossOf, num_items: CountItems | None, reduction: Reducing) -
     if num_items is None or not is_sum:
         return loss_of, reduction
 
+    # A sum over the window's count is a mean over it, and means are what is weighed.
     def divided(model: Any, batch: Any) -> torch.Tensor | Computed:
         computed, counted = loss_of(model, batch), count_items(num_items, batch)
         if not isinstance(counted, dict):
@@ -221,6 +202,7 @@ def _has_outputs(computed: Any) -> bool:
 
 def _losses(computed: Any, source: str) -> Computed:
     """Return a loss, or the sum of several that are given by their names or one after the other."""
+    # By names, or by places: a term keeps its name from micro-batch to micro-batch.
     terms: dict[str, Any] = {}
     if isinstance(computed, Mapping):
         if "loss" in computed and len(computed) > 1:

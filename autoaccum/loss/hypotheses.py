@@ -34,8 +34,6 @@ WORDS: dict[str, str] = {
 SUMS: tuple[Hypothesis, ...] = ("sum", "sum and penalties")
 """Those by which each micro-batch counts once, whatever it holds."""
 
-Reducing = Literal["mean", "sum"] | Mapping[str, Literal["mean", "sum"]] | None
-"""What a user says that the loss of a micro-batch is, or each of several; None where that is measured."""
 OVER_ITEMS: tuple[TermKind, ...] = ("items", "items or none")
 """Those that are means over what they count."""
 

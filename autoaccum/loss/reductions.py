@@ -18,40 +18,15 @@ them, if it is a constant, as in a sum.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 import torch
 
 from autoaccum.loss.graph import MEAN, only_parameters
-from autoaccum.loss.terms import Count, Factor, Term
-from autoaccum.loss.walk import Edge, Walk
-
-__all__ = ["Count", "Reduction", "Term", "is_one", "kinds_of", "plain_mean", "read", "without_graph"]
-
-
-@dataclass(frozen=True, slots=True)
-class Reduction:
-    """How the loss of one micro-batch was reduced."""
-
-    items: Count
-    """The divisor of its first term: what it counts for in the window."""
-    terms: tuple[Term, ...] = ()
-    """Those that depend on the batch; empty for one mean that leaves nothing to doubt."""
-    constants: tuple[Count, ...] = ()
-    """The factors of terms that depend on parameters alone, such as a weight penalty."""
-    is_shared_out: bool = False
-    """Whether one of those was divided by the number of samples, which no constant of a window is."""
-    edges: tuple[Edge, ...] = ()
-    """Where those enter the loss."""
-    entries: tuple[Edge | None, ...] = ()
-    """Where the terms do, each by its place among them."""
-
-    @property
-    def is_sum(self) -> bool:
-        """Tell whether the loss looks like a sum over samples, from this micro-batch alone."""
-        return bool(self.terms) and all(term.kind == "sum" for term in self.terms)
+from autoaccum.loss.terms import Edge, Factor, Reduction, Term
+from autoaccum.loss.walk import Walk
 
 
 def read(loss: torch.Tensor, num_samples: int) -> Reduction:
@@ -103,8 +78,9 @@ def kinds_of(reduction: Reduction) -> tuple[str, ...]:
 
 def has_some(reduction: Reduction) -> bool:
     """Return whether some terms of a loss have items, and others none: a mean over nothing is no number."""
-    counts = [count if math.isfinite(count := float(term.divisor)) else 0.0 for term in reduction.terms]
-    return any(counts) and not all(counts)
+    counts = [float(term.divisor) for term in reduction.terms]
+    have_some = [bool(count) and math.isfinite(count) for count in counts]
+    return any(have_some) and not all(have_some)
 
 
 @lru_cache(maxsize=1024)

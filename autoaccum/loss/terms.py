@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import mul
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -41,6 +41,40 @@ class Term:
     """Whether something was divided by 1: a count that happens to be 1, or was kept from 0."""
     operation: str = ""
     """The name of the operation that is unknown."""
+
+
+class Edge(NamedTuple):
+    """Where a term enters the loss."""
+
+    node: Any
+    """The addition, or the list."""
+    place: int
+    """Which of its inputs the term is."""
+    above: Count | None
+    """What the sum is multiplied with on its way to the loss; None where that is learnt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """How the loss of one micro-batch was reduced."""
+
+    items: Count
+    """The divisor of its first term: what it counts for in the window."""
+    terms: tuple[Term, ...] = ()
+    """Those that depend on the batch; empty for one mean that leaves nothing to doubt."""
+    constants: tuple[Count, ...] = ()
+    """The factors of terms that depend on parameters alone, such as a weight penalty."""
+    is_shared_out: bool = False
+    """Whether one of those was divided by the number of samples, which no constant of a window is."""
+    edges: tuple[Edge, ...] = ()
+    """Where those enter the loss."""
+    entries: tuple[Edge | None, ...] = ()
+    """Where the terms do, each by its place among them."""
+
+    @property
+    def is_sum(self) -> bool:
+        """Tell whether the loss looks like a sum over samples, from this micro-batch alone."""
+        return bool(self.terms) and all(term.kind == "sum" for term in self.terms)
 
 
 @dataclass(frozen=True, slots=True)

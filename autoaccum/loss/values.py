@@ -28,6 +28,7 @@ class Values(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Call what was to be called, and keep what it returns if that is a scalar with a graph."""
+        # Whatever it was called with, for a loss may be added up in any way; modes nest, so that others see it too.
         result = func(*args, **(kwargs or {}))
         if isinstance(result, torch.Tensor) and not result.ndim and result.grad_fn is not None:
             # A copy, for ``loss += penalty`` writes to what it is added to.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -22,19 +22,7 @@ from autoaccum.loss.graph import (
     sizes_of,
     value_of,
 )
-from autoaccum.loss.terms import Count, Factor, Term, divide, kind_of
-
-
-class Edge(NamedTuple):
-    """Where a term enters the loss."""
-
-    node: Any
-    """The addition, or the list."""
-    place: int
-    """Which of its inputs the term is."""
-    above: Count | None
-    """What the sum is multiplied with on its way to the loss; None where that is learnt."""
-
+from autoaccum.loss.terms import Count, Edge, Factor, Term, divide, kind_of
 
 Found = tuple[Edge | None, Factor, Term]
 """A term, with where it enters the loss (None when it is all of the loss), and all factors that it has there."""

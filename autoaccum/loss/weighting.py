@@ -19,65 +19,11 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-from autoaccum.errors import ArgumentError, ArgumentTypeError
-from autoaccum.loss.reductions import Reduction
-from autoaccum.loss.terms import Count
-from autoaccum.loss.walk import Edge
-from autoaccum.memory.oom import is_out_of_memory
-
-T = TypeVar("T")
-CountItems = Callable[[Any], Any] | Mapping[str, Callable[[Any], Any]] | Sequence[Callable[[Any], Any]]
-"""(micro-batch) -> number of items that the loss averages over: an int, a float or a tensor of one element. Of several
-losses one for each, or a function that returns one for each: by their names, or in their order."""
-
-
-def count_items(num_items: CountItems, batch: Any) -> Count | dict[str, Count]:
-    """Count the items of a micro-batch as the user does; of several losses those of each.
-
-    Raises:
-        ArgumentError: a count is negative, or not a number.
-    """
-    if callable(num_items):
-        counted = num_items(batch)
-    else:
-        counted = {name: count(batch) for name, count in by_name(num_items).items()}
-    if isinstance(counted, Mapping | list | tuple):
-        return {name: _counted(f"num_items(micro-batch)[{name!r}]", items) for name, items in by_name(counted).items()}
-    return _counted("num_items(micro-batch)", counted)
-
-
-def count_each(num_items: CountItems, batch: Any) -> dict[str, float]:
-    """Count the items of each of several losses, and read them; return nothing where the user counts those of one."""
-    counted = count_items(num_items, batch)
-    return {name: float(items) for name, items in counted.items()} if isinstance(counted, dict) else {}
-
-
-def by_name(given: Mapping[Any, T] | Sequence[T]) -> dict[str, T]:
-    """Return what is given for each of several losses by their names, which are their places in a sequence."""
-    return {str(name): one for name, one in (given.items() if isinstance(given, Mapping) else enumerate(given))}
-
-
-def _counted(argument: str, counted: Any) -> Count:
-    if isinstance(counted, torch.Tensor) and counted.numel() == 1 and counted.device.type != "cpu":
-        # Not read here, and so not checked: reading would wait for the device in every micro-batch.
-        return counted.detach().reshape(())
-    try:
-        return _checked_count(argument, float(counted))
-    except (TypeError, ValueError, RuntimeError) as error:
-        if isinstance(error, ArgumentError) or is_out_of_memory(error):  # reading a tensor may be where memory runs out
-            raise
-        accepted = "a count for each micro-batch, such as (labels != -100).sum()"
-        raise ArgumentTypeError(argument, counted, accepted) from None
-
-
-def _checked_count(argument: str, items: float) -> float:
-    if not 0 <= items < float("inf"):
-        raise ArgumentError(argument, items, "a count of at least 0")
-    return items
+from autoaccum.loss.terms import Count, Edge, Reduction
 
 
 class Tally:
@@ -166,6 +112,25 @@ class Tally:
         total = self.total(is_sum)
         shares = torch.tensor([count / total for count in counts], dtype=wide, device=stacked.device)
         return stacked.to(wide) @ shares
+
+
+class Seeds:
+    """What backwards start from: the same as to multiply a loss, without an operation and its backward."""
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        self._seeds: dict[tuple[float, torch.dtype], torch.Tensor] = {}  # by weight, for weights recur
+
+    def of(self, weight: Count, loss: torch.Tensor) -> torch.Tensor:
+        """Return the seed of a loss that has this weight."""
+        if isinstance(weight, torch.Tensor):
+            return weight.to(loss.dtype)
+        key = (weight, loss.dtype)
+        if key not in self._seeds or self._seeds[key]._version:  # a backward of a user's own may have written to it
+            if len(self._seeds) > 1000:  # weights of counted items hardly ever recur
+                self._seeds.clear()
+            self._seeds[key] = torch.full_like(loss, weight, requires_grad=False)
+        return self._seeds[key]
 
 
 @contextmanager

@@ -18,8 +18,7 @@ from optuna.trial import Trial
 from autoaccum import _checks
 from autoaccum.data.splits import SplitLike
 from autoaccum.errors import ArgumentError, ArgumentTypeError
-from autoaccum.loss.hypotheses import Reducing
-from autoaccum.loss.weighting import CountItems
+from autoaccum.loss.stated import CountItems, Reducing
 from autoaccum.memory.limit import MemoryLimit
 from autoaccum.sweeps import spaces, storages
 from autoaccum.training.alone import Ranks

@@ -19,8 +19,7 @@ from autoaccum.errors import ArgumentError, ConflictingArgumentsError, EmptyData
 from autoaccum.events import Event
 from autoaccum.loss.coupling import batch_norms, smallest_micro_batch
 from autoaccum.loss.functions import loss_function, stated
-from autoaccum.loss.hypotheses import Reducing
-from autoaccum.loss.weighting import CountItems
+from autoaccum.loss.stated import CountItems, Reducing
 from autoaccum.memory.limit import MemoryLimit
 from autoaccum.memory.oom import room_for_model
 from autoaccum.training.alone import Ranks, only_run
@@ -146,9 +145,8 @@ class Accumulator:
         self._callbacks = checked[_checks.of_callbacks]
         self._modules = modules_of(model, loss_fn, training_step, before_window)
         parameters = trainable_parameters(model, self._modules, optimizer)
-        check_optimizer(
-            optimizer, parameters, functions=(loss_fn, training_step)
-        )  # one of another model would train nothing, and say nothing
+        # One of another model would train nothing, and say nothing.
+        check_optimizer(optimizer, parameters, functions=(loss_fn, training_step))
         if needs_closure(optimizer) and precision == "fp16":
             cure = "It looks at the loss between its own updates, which no gradient scaler can follow: take 'bf16'."
             raise ConflictingArgumentsError("precision", precision, f"optimizer={type(optimizer).__name__}", cure)
@@ -156,14 +154,7 @@ class Accumulator:
         if any(map(is_lazy, parameters)):
             cure = "Call it once on a batch: model(inputs)."
             raise ArgumentError("model", type(model).__name__, "a model whose lazy layers know their shapes", cure)
-        # Where the caller has put it: to move the model would leave an optimizer's state, or a compiled model, behind.
-        # Where nothing of it is trained, it is the frozen parameters that tell, or what the optimizer holds.
-        placed = parameters or [p for module in self._modules for p in module.parameters()]
-        devices = {p.device for p in placed or bare_tensors(optimizer, self._modules)}
-        if len(devices) > 1:
-            found = " and ".join(sorted(map(str, devices)))
-            raise ArgumentError("model", type(model).__name__, "a model on one device", f"It is on {found}.")
-        place = place_of(devices.pop(), memory_limit)
+        place = place_of(_device_of(optimizer, self._modules, parameters), memory_limit)
         self._device = place.device
         # Left to the first step, it would be allocated after plans have been measured without it.
         with room_for_model(place.memory, place.limit.bytes, parameters):
@@ -296,6 +287,24 @@ class Accumulator:
         self.events.append(event)
         for callback in self._callbacks:
             callback(event)
+
+
+def _device_of(
+    optimizer: torch.optim.Optimizer, modules: Sequence[nn.Module], parameters: Sequence[torch.Tensor]
+) -> torch.device:
+    """Return the device that everything is on.
+
+    Raises:
+        ArgumentError: it is on several.
+    """
+    # Where the caller has put it: to move the model would leave an optimizer's state, or a compiled model, behind.
+    # Where nothing of it is trained, it is the frozen parameters that tell, or what the optimizer holds.
+    placed = parameters or [p for module in modules for p in module.parameters()]
+    devices = {p.device for p in placed or bare_tensors(optimizer, modules)}
+    if len(devices) > 1:
+        found = " and ".join(sorted(map(str, devices)))
+        raise ArgumentError("model", type(modules[0]).__name__, "a model on one device", f"It is on {found}.")
+    return devices.pop()
 
 
 @dataclass(slots=True)

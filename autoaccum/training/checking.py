@@ -18,11 +18,13 @@ from autoaccum.data.base import Window
 from autoaccum.data.splits import SplitLike, split_of
 from autoaccum.errors import NonFiniteLossError
 from autoaccum.events import Notice
+from autoaccum.loss.counting import count_items
 from autoaccum.loss.coupling import Crossing, couples_samples, crossings, smallest_micro_batch
-from autoaccum.loss.functions import LossOf, loss_function, stated, total
-from autoaccum.loss.hypotheses import Hypothesis, Reducing
-from autoaccum.loss.reductions import Reduction, read, without_graph
-from autoaccum.loss.weighting import CountItems, count_items
+from autoaccum.loss.functions import loss_function, stated
+from autoaccum.loss.hypotheses import Hypothesis
+from autoaccum.loss.reductions import read, without_graph
+from autoaccum.loss.stated import CountItems, LossOf, Reducing, total
+from autoaccum.loss.terms import Reduction
 from autoaccum.memory import clock
 from autoaccum.memory.devices import find_device, memory_of
 from autoaccum.memory.limit import Limit

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from autoaccum.data.splits import SplitLike
-from autoaccum.loss.hypotheses import Reducing
-from autoaccum.loss.weighting import CountItems
+from autoaccum.loss.stated import CountItems, Reducing
 from autoaccum.memory.limit import MemoryLimit
 from autoaccum.planning.schedules import Progress, Schedule
 from autoaccum.training.alone import Ranks

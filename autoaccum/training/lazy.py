@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from autoaccum.errors import ArgumentError, AutoaccumError, DataError
 from autoaccum.loss.coupling import smallest_micro_batch
-from autoaccum.loss.functions import LossOf
+from autoaccum.loss.stated import LossOf
 from autoaccum.memory.oom import is_out_of_memory
 from autoaccum.window.attributes import Attributes
 from autoaccum.window.precision import Autocast

@@ -24,8 +24,7 @@ from autoaccum import _checks
 from autoaccum.data.splits import SplitLike, split_of
 from autoaccum.events import Record
 from autoaccum.loss.functions import loss_function
-from autoaccum.loss.hypotheses import Reducing
-from autoaccum.loss.weighting import CountItems
+from autoaccum.loss.stated import CountItems, Reducing
 from autoaccum.memory.limit import MemoryLimit
 from autoaccum.planning.budget import Budget
 from autoaccum.planning.schedules import Progress, Schedule, schedule_of

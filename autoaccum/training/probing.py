@@ -16,7 +16,8 @@ from autoaccum.data.sources import open_source
 from autoaccum.data.splits import SplitLike, split_of
 from autoaccum.errors import NothingFitsError
 from autoaccum.loss.coupling import is_compiled, smallest_micro_batch
-from autoaccum.loss.functions import LossOf, loss_function, total
+from autoaccum.loss.functions import loss_function
+from autoaccum.loss.stated import LossOf, total
 from autoaccum.memory import clock
 from autoaccum.memory.base import Memory
 from autoaccum.memory.devices import find_device, memory_of

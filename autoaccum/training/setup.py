@@ -23,7 +23,8 @@ from autoaccum.data.splits import split_of
 from autoaccum.errors import ArgumentError, ArgumentTypeError
 from autoaccum.events import Event
 from autoaccum.loss.coupling import is_compiled, smallest_micro_batch
-from autoaccum.loss.functions import LossOf, loss_function, stated
+from autoaccum.loss.functions import loss_function, stated
+from autoaccum.loss.stated import LossOf
 from autoaccum.memory.base import Memory
 from autoaccum.memory.devices import find_device, memory_of
 from autoaccum.memory.limit import Limit, MemoryLimit

@@ -16,8 +16,7 @@ from autoaccum.data.base import Window
 from autoaccum.data.splits import SplitLike, split_of
 from autoaccum.errors import ArgumentError, StopTraining
 from autoaccum.events import Event, Finished, Record, Resumed, StepReport
-from autoaccum.loss.hypotheses import Reducing
-from autoaccum.loss.weighting import CountItems
+from autoaccum.loss.stated import CountItems, Reducing
 from autoaccum.memory import clock
 from autoaccum.memory.limit import MemoryLimit
 from autoaccum.memory.oom import insist, named

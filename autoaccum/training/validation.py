@@ -18,12 +18,13 @@ from autoaccum.data.base import Reader, Source, Window
 from autoaccum.errors import EmptyDatasetError, LossWithoutGradError, NothingFitsError
 from autoaccum.events import Event, Notice, OutOfMemory, Validated
 from autoaccum.loss.conclusions import conclude, stands_for_none
-from autoaccum.loss.functions import Computed, LossOf
+from autoaccum.loss.counting import count_items
 from autoaccum.loss.graph import graph_alone
-from autoaccum.loss.reductions import Reduction, read, without_graph
+from autoaccum.loss.reductions import read, without_graph
 from autoaccum.loss.shared import plain
+from autoaccum.loss.stated import Computed, CountItems, LossOf
+from autoaccum.loss.terms import Reduction
 from autoaccum.loss.values import Values
-from autoaccum.loss.weighting import CountItems, count_items
 from autoaccum.memory import clock
 from autoaccum.memory.base import Memory
 from autoaccum.memory.limit import Limit

@@ -7,11 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal, get_args
 
-from autoaccum.loss.conclusions import conclude, finite, kind_of_term
+from autoaccum.loss.conclusions import conclude, kind_of_term
 from autoaccum.loss.hypotheses import SUMS, Conclusion, Hypothesis, TermKind, is_stated, kinds_in, of_terms
-from autoaccum.loss.reductions import Reduction, is_one
+from autoaccum.loss.reductions import is_one
+from autoaccum.loss.terms import Reduction
 from autoaccum.memory.oom import is_out_of_memory, without_frames
 from autoaccum.verification.comparison import MAY_BE_ROUNDING
+from autoaccum.verification.counts import by_counts
 from autoaccum.verification.draws import UnalignedError, UnsettledError
 from autoaccum.verification.findings import Cut, Decision, Outcome
 from autoaccum.verification.measurement import Measurement, NotFiniteError, ZeroGradientError
@@ -182,7 +184,7 @@ def _order(measurement: Measurement, cuts: list[Cut], likely: Hypothesis) -> lis
     sizes, reductions = [size for size, _ in shown], [reduction for _, reduction in shown]
     names = list(kinds_in(likely) or ())  # of losses that have names
     order = in_order(sizes, reductions, counts_items=measurement.job.num_items is not None, names=names)
-    counted = by_counts(measurement, cuts, likely)
+    counted = by_counts(measurement.shown, measurement.num_samples, cuts, likely)
     order = order if counted is None else [counted, *(other for other in order if other != counted)]
     return [other for other in order if is_stated(other, measurement.job.reduction)]
 
@@ -219,6 +221,7 @@ def _of_terms(
     sizes: Sequence[int], reductions: Sequence[Reduction], concluded: Conclusion, names: Sequence[str]
 ) -> list[Hypothesis]:
     """List the hypotheses by which several terms have weights of their own."""
+    # Terms are told by their places, so that each micro-batch has to have them all.
     num_terms = {len(reduction.terms) for reduction in reductions if reduction.terms}
     if len(num_terms) != 1 or not 1 < (count := num_terms.pop()) <= _MOST_TERMS:
         return []
@@ -234,35 +237,6 @@ def _of_terms(
     for name in kinds if count <= _FEW_TERMS else ():
         found += [kinds | {name: kind} for kind in get_args(TermKind)]
     return list(dict.fromkeys(of_terms(kinds) for kinds in found if kinds and set(kinds.values()) != {"sum"}))
-
-
-def by_counts(measurement: Measurement, cuts: Sequence[Cut], likely: Hypothesis) -> Hypothesis | None:
-    """Return what several terms are by what they count in cuts and in the whole; None where that is not to be seen.
-
-    What the parts of a cut count adds up to what the whole counts, unless the count of some was kept from 0.
-    """
-    whole = measurement.shown.get(tuple(range(measurement.num_samples)))
-    shown = [[(len(part), measurement.shown[part]) for part in cut if part in measurement.shown] for cut in cuts]
-    parts = [[(size, found) for size, found in cut if found.terms] for cut in shown]
-    parts = [cut for cut in parts if cut]
-    likely_kinds = kinds_in(likely) or {}
-    if whole is None or not whole.terms or (len(whole.terms) < 2 and not (likely_kinds or whole.constants)):
-        return None
-    if any(len(r.terms) != len(whole.terms) for cut in parts for _, r in cut):
-        return None
-    names = list(likely_kinds) if len(likely_kinds) == len(whole.terms) else list(map(str, range(len(whole.terms))))
-    kinds: dict[str, TermKind] = {}
-    for index, (name, term) in enumerate(zip(names, whole.terms, strict=True)):
-        columns = [[(size, found.terms[index]) for size, found in cut] for cut in parts]
-        everywhere = [entry for column in columns for entry in column] + [(measurement.num_samples, term)]
-        kind = kind_of_term([size for size, _ in everywhere], [part for _, part in everywhere])
-        totals = [sum(abs(finite(part.divisor)) for _, part in column) for column in columns]
-        if kind == "items" and any(total > abs(finite(term.divisor)) * (1 + MAY_BE_ROUNDING) for total in totals):
-            kind = "items or none"
-        # What other samples have shown is not undone by some in which nothing was kept from 0.
-        is_kept = kind == "items" and likely_kinds.get(name) == "items or none"
-        kinds[name] = "items or none" if is_kept else kind
-    return of_terms(kinds) if set(kinds.values()) != {"sum"} else None
 
 
 def in_order(

@@ -20,7 +20,8 @@ from autoaccum.errors import NonFiniteLossError, NotExactError
 from autoaccum.events import Event, Notice, Verified
 from autoaccum.loss.coupling import Crossing, crossings
 from autoaccum.loss.hypotheses import Hypothesis
-from autoaccum.loss.reductions import Reduction, read, without_graph
+from autoaccum.loss.reductions import read, without_graph
+from autoaccum.loss.terms import Reduction
 from autoaccum.memory import clock
 from autoaccum.memory.oom import insist
 from autoaccum.verification import notices, readings

@@ -19,20 +19,21 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autoaccum.data import batches
+from autoaccum.loss.counting import count_items
 from autoaccum.loss.graph import graph_alone
 from autoaccum.loss.hypotheses import Hypothesis
-from autoaccum.loss.reductions import Reduction, is_one, read, without_graph
+from autoaccum.loss.reductions import is_one, read, without_graph
 from autoaccum.loss.shared import Beside
-from autoaccum.loss.weighting import count_items
+from autoaccum.loss.terms import Reduction
 from autoaccum.planning.attempts import Piece
 from autoaccum.verification.comparison import OF_STATE, TOLERANCE, Error, error_of, loss_tolerance_of, tolerance_of
 from autoaccum.verification.draws import Constants, Recording, Replaying, UnalignedError, state_of
 from autoaccum.verification.findings import Cut, Outcome, Part
 from autoaccum.window.before import SharedWindow, Sharing, sharing_of
-from autoaccum.window.gradient import Gradient
+from autoaccum.window.gradient import Gradient, Repeat
 from autoaccum.window.job import Job
 from autoaccum.window.state import Gradients, State, same
-from autoaccum.window.transaction import Repeat, Transaction
+from autoaccum.window.transaction import Transaction
 
 _CPU = torch.device("cpu")
 

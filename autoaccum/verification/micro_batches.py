@@ -12,7 +12,7 @@ from autoaccum.loss.hypotheses import Hypothesis
 from autoaccum.memory.oom import RanOut, attempt
 from autoaccum.verification import notices, readings
 from autoaccum.verification.comparison import MAY_BE_ROUNDING, tolerance_of
-from autoaccum.verification.decision import by_counts
+from autoaccum.verification.counts import by_counts
 from autoaccum.verification.kinds import Kinds
 from autoaccum.verification.measurement import Measurement, NotFiniteError
 from autoaccum.verification.samples import MOST
@@ -63,12 +63,14 @@ class MicroBatches:
             the hypothesis by which they are weighed rightly, None where none is; the terms that this has been measured
             of; what is to be said.
         """
+        # One micro-batch for each term tells: what is true of it there is true of it elsewhere.
         places: dict[str, int] = {}
         for index, name in gradient.doubts:
             places.setdefault(name, index)
         pieces = readings.pieces(gradient)
         chosen = list(dict.fromkeys(pieces[index] for index in places.values()))[:_MOST_PARTS]
         settled = {name for name, index in places.items() if pieces[index] in chosen}
+        # What one of them shows may be another hypothesis, of which the others are asked once more.
         worst, other = 0.0, hypothesis
         for _ in range(2):
             before = other
@@ -204,7 +206,11 @@ def measure_part(
                 return math.inf, hypothesis  # what is not finite is the fault of those that were left out here
             cut = (tuple(range(len(part))), tuple(range(len(part), len(chosen))))
             error, tolerance = measurement.run([cut], hypothesis).error, measurement.tolerance
-            other = by_counts(measurement, [cut], hypothesis) if refines and error > tolerance else None
+            other = (
+                by_counts(measurement.shown, measurement.num_samples, [cut], hypothesis)
+                if refines and error > tolerance
+                else None
+            )
             if other is not None and other != hypothesis and measurement.run([cut], other).error <= tolerance:
                 return 0.0, other
             if tolerance < error < MAY_BE_ROUNDING:  # as in ``decide``

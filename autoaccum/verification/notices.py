@@ -12,7 +12,7 @@ from torch import nn
 from autoaccum.events import Notice
 from autoaccum.loss.conclusions import conclude, proportional
 from autoaccum.loss.coupling import count_batch_norms
-from autoaccum.loss.reductions import Reduction
+from autoaccum.loss.terms import Reduction
 from autoaccum.verification.findings import Cause, Decision
 
 # Each names its cause so that it can be found in the user's code, and a cure that can be tried. One is told from

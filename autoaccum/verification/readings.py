@@ -8,7 +8,8 @@ from itertools import accumulate
 from autoaccum.events import Notice
 from autoaccum.loss.coupling import Crossing, couples_samples
 from autoaccum.loss.hypotheses import SUMS, Hypothesis, kinds_in, of_terms
-from autoaccum.loss.reductions import Reduction, is_one
+from autoaccum.loss.reductions import is_one
+from autoaccum.loss.terms import Reduction
 from autoaccum.verification import notices
 from autoaccum.window.gradient import Gradient, are_alike
 from autoaccum.window.job import Job

@@ -19,7 +19,7 @@ from torch import nn
 
 from autoaccum.data.batches import flatten
 from autoaccum.errors import Advice, NothingFitsError
-from autoaccum.loss.functions import LossOf, total
+from autoaccum.loss.stated import LossOf, total
 from autoaccum.memory.base import Memory
 from autoaccum.window.job import Job
 from autoaccum.window.optimizers import sparsely_trained

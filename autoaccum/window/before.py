@@ -24,8 +24,8 @@ from autoaccum.data import batches
 from autoaccum.data.base import Window
 from autoaccum.errors import ArgumentError
 from autoaccum.loss.coupling import smallest_micro_batch
-from autoaccum.loss.functions import LossOf
 from autoaccum.loss.shared import BeforeWindow, Beside, Gives, joined, plain
+from autoaccum.loss.stated import LossOf
 from autoaccum.memory.oom import is_out_of_memory
 from autoaccum.planning.cuts import cut
 from autoaccum.window.attributes import Attributes

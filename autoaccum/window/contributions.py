@@ -8,10 +8,13 @@ as reentrant checkpoints may: that is added to itself first.)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from functools import reduce
 
 import torch
+
+from autoaccum.planning.noise import Noise, Part, estimate
 
 Before = list[tuple[torch.Tensor, torch.Tensor]]
 """Parameters, and their gradients of the micro-batches before."""
@@ -63,3 +66,35 @@ def _real_numbers(gradient: torch.Tensor) -> torch.Tensor:
     if gradient.is_sparse:
         gradient = gradient.coalesce()._values()
     return torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
+
+
+def parts(
+    sizes: Sequence[int],
+    counts: Sequence[float],
+    norms: Mapping[int, torch.Tensor],
+    whole: torch.Tensor,
+    *,
+    scale: torch.Tensor,
+    is_sum: bool,
+    correction: float,
+) -> tuple[tuple[Part, ...], Noise | None]:
+    """Return what each micro-batch adds to a window's gradient, and the noise in that.
+
+    Args:
+        sizes: samples of each micro-batch.
+        counts: what each counts; 0 where nothing.
+        norms: of what each adds to the gradient, by its index.
+        whole: the norm of the gradient, which is yet to be corrected.
+        scale: that of 16 bits, which is in all norms.
+        is_sum: whether the loss is a sum over samples.
+        correction: what the gradient is multiplied with in the end.
+    """
+    # The one wait for the device.
+    loss_scale, total, *added = torch.stack([scale, whole, *norms.values()]).tolist()
+    unit = correction / loss_scale
+    squares = {index: (norm * unit) * (norm * unit) for index, norm in zip(norms, added, strict=True)}
+    sign = math.copysign(1, sum(counts))  # a loss that is minus a mean has counts below 0
+    found = []
+    for index, (size, count) in enumerate(zip(sizes, counts, strict=True)):
+        found.append((size, size if is_sum else sign * count, squares[index] if count else 0.0))
+    return tuple(found), estimate(tuple(found), (total * unit) * (total * unit))

@@ -13,7 +13,8 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from autoaccum.loss.graph import take_for_parameters
 from autoaccum.loss.hypotheses import Conclusion
-from autoaccum.loss.reductions import Reduction, is_one
+from autoaccum.loss.reductions import is_one
+from autoaccum.loss.terms import Reduction
 from autoaccum.planning.noise import Noise, Part
 
 
@@ -52,6 +53,17 @@ class Gradient:
     """Whether the loss is that of the window, or about that, for values of its terms were not seen."""
     conclusion: Conclusion | None = None
     """What these were taken for, seen together; None where nothing counts."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Repeat:
+    """A window that went well, but whose end showed what should have been known at its beginning.
+
+    A micro-batch had no items, and its backward may have given NaN; or terms beside a sum were taken for beside a mean.
+    It is rolled back and run again in the same sizes.
+    """
+
+    sizes: tuple[int, ...]
 
 
 _SAME = 1e-6

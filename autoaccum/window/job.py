@@ -9,10 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from autoaccum.loss.functions import LossOf
-from autoaccum.loss.hypotheses import Reducing
 from autoaccum.loss.shared import BeforeWindow
-from autoaccum.loss.weighting import CountItems, by_name
+from autoaccum.loss.stated import CountItems, LossOf, Reducing, by_name
 from autoaccum.window.precision import Autocast, Precision, autocast
 
 

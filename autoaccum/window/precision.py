@@ -32,3 +32,11 @@ def autocast(precision: Precision, device: torch.device) -> Autocast:
     dtype = torch.bfloat16 if precision == "bf16" else torch.float16
     # Anew for each forward: autocast keeps copies of weights in 16 bits until its context is left, and weights change.
     return lambda: torch.autocast(device.type, dtype=dtype)
+
+
+def fresh_scaler(scaler: torch.amp.GradScaler, device: torch.device) -> torch.amp.GradScaler:
+    """Return a scaler of the same state, which has not unscaled anything."""
+    # The scale changes only after a step, but "already unscaled" must be forgotten: a new one has not heard of it.
+    fresh = torch.amp.GradScaler(device.type)
+    fresh.load_state_dict(scaler.state_dict())
+    return fresh

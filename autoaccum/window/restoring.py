@@ -87,7 +87,14 @@ _TERMS = entries(
     {
         "kinds": optional(by_name(one_of(*get_args(TermKind)))),
         "watches": a(bool),
-        "totals": entries({"known": by_name(every(_MEASURE)), "failures": by_name(whole())}),
+        "totals": entries(
+            {
+                "known": by_name(every(_MEASURE)),
+                "failures": by_name(whole()),
+                "histograms": every(every(parts(parts(a(str), a(bool)), a(dict)))),
+                "counted": by_name(every(number())),
+            }
+        ),
     }
 )
 _RUNNER = entries(
@@ -132,8 +139,11 @@ def _check_hypothesis(value: Any, entry: str) -> None:
 
 def _check_measure(value: Any, entry: str) -> None:
     """Check what is counted in a batch."""
-    if value != ("samples",):
-        parts(one_of(*OPERATIONS), a(str), a(bool), number(nan=True))(value, entry)
+    if value == ("samples",):
+        return
+    weighs = type(value) is tuple and value[:1] == ("weights",)
+    last = every(parts(number(), number()), tuple) if weighs else number(nan=True)
+    parts(one_of("weights", *OPERATIONS), a(str), a(bool), last)(value, entry)
 
 
 def check_like(value: Any, present: Any, entry: str) -> None:

@@ -2,34 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 from autoaccum.data.base import Window
 from autoaccum.loss.conclusions import totals_of
 from autoaccum.loss.hypotheses import OVER_ITEMS, Hypothesis, TermKind, kinds_in
-from autoaccum.loss.reductions import Reduction
-from autoaccum.loss.weighting import count_each
-from autoaccum.window.job import Job
-from autoaccum.window.terms import Terms
+from autoaccum.loss.terms import Reduction
 from autoaccum.window.totals import Totals, counted_beforehand
 
+Count = Callable[[Any], Mapping[str, float]]
+"""(micro-batch) -> how many items each of several losses is a mean over"""
 _MOST_REPEATS = 3
 """Times that a window is run again for its terms: for a count of 0 found late, for their kinds, for their totals."""
+
+
+class WindowTerms(Protocol):
+    """What is asked of the terms of a window, all of whose micro-batches have been added: see ``window.terms``."""
+
+    lacks_values: bool
+
+    def kinds(self) -> dict[str, TermKind]:
+        """Return what each term is, as all micro-batches show it together."""
+
+    def used_kinds(self) -> dict[str, TermKind]:
+        """Return what each term was taken for."""
+
+    def true_totals(self, kinds: Mapping[str, TermKind], *, is_wide: bool) -> dict[str, float] | None:
+        """Return what each mean over items counts, where that is not what it was weighed with."""
+
+    def are_known(self, foretold: Mapping[str, float]) -> bool:
+        """Return whether what was foretold is what they were weighed with in the end."""
+
+    def counts(self, kinds: Mapping[str, TermKind]) -> dict[str, list[float]]:
+        """Return what each mean over items counts in each micro-batch."""
 
 
 class Several:
     """The terms of the losses of one run, where each has a weight of its own: what they are, and their totals."""
 
-    def __init__(self, job: Job) -> None:
-        """Begin with one weight for all of a loss."""
-        self._job = job
-        self.terms: Terms | None = None
-        """Those of the window that is run; None while a micro-batch has one weight."""
+    def __init__(self, *, counts_by_name: bool) -> None:
+        """Begin with one weight for all of a loss; ``counts_by_name``: the user counts the items of each of several."""
+        self.is_on = counts_by_name
+        """Whether there is anything to begin with a window: of most runs there never is."""
         self.proposed: Mapping[str, TermKind] | None = None
         """What terms are, as graphs have shown."""
-        self.counts_by_name = isinstance(job.num_items, Mapping | list | tuple)
+        self.counts_by_name = counts_by_name
         """Whether the user counts the items of each of several losses; a function may be seen to."""
         self.watches = False
         """Whether the values of terms are to be seen, for graphs keep none."""
@@ -41,49 +59,40 @@ class Several:
         self._repeats = 0  # of this window, for its terms were weighed wrongly
         self._foretold: dict[str, float] = {}  # totals of this window
         self._shown: dict[str, float] | None = None  # totals that its last attempt has shown
-        self._known: Mapping[str, float] = {}  # totals that this attempt goes by
+        self.known: Mapping[str, float] = {}
+        """Totals that the attempt of now goes by."""
 
     def kinds(self, hypothesis: Hypothesis | None) -> Mapping[str, TermKind] | None:
         """Return what the terms are that are weighed by themselves; None where a micro-batch has one weight."""
         return self.proposed if hypothesis is None else kinds_in(hypothesis)
 
-    def begin(self, window: Window, hypothesis: Hypothesis | None) -> None:
-        """Begin a window: foretell what its terms count."""
+    def begin(self, window: Window, hypothesis: Hypothesis | None, count: Count | None) -> None:
+        """Begin a window: foretell what its terms count, by ``count`` where the user counts them."""
         self._repeats, self._shown, self._foretold = 0, None, {}
         kinds = self.kinds(hypothesis)
-        if not (kinds or self.counts_by_name):
-            return
+        # A wrong total costs a run of the window, and no total is as good as a wrong one.
         try:
-            if self.counts_by_name and hypothesis in (None, "num_items") and self._job.num_items is not None:
-                self._foretold = counted_beforehand(window, partial(count_each, self._job.num_items))
+            if self.counts_by_name and hypothesis in (None, "num_items") and count is not None:
+                self._foretold = counted_beforehand(window, count)
             elif kinds:
                 self._foretold = self._totals.foretell(window, [k for k, kind in kinds.items() if kind in OVER_ITEMS])
         except Exception:  # what fails so, as where memory is short, the window itself will tell
             self._foretold = {}
 
-    def begin_attempt(self, num_samples: int, hypothesis: Hypothesis | None, *, deferred: bool) -> None:
+    def begin_attempt(self) -> None:
         """Begin to run the window, or to run it again."""
         # Totals that a run of this window has shown are those of the next run; if that runs out of memory, they are
         # looked for anew, so that it is no matter to what is computed.
-        self._known, self._shown = self._foretold if self._shown is None else self._shown, None
-        self.terms = None
-        if self.kinds(hypothesis) is not None:
-            self.open(num_samples, hypothesis, deferred=deferred)
-
-    def open(self, num_samples: int, hypothesis: Hypothesis | None, *, deferred: bool) -> Terms:
-        """Return the terms of the window, whose micro-batches are weighed by them from here on."""
-        if self.terms is None:
-            self.terms = Terms(
-                num_samples, self.kinds(hypothesis) or {}, self._known, deferred=deferred, stated=self._job.reduction
-            )
-        return self.terms
+        self.known, self._shown = self._foretold if self._shown is None else self._shown, None
 
     def propose(self, kinds: Mapping[str, TermKind], reductions: Sequence[Reduction]) -> None:
         """Weigh terms by themselves from here on, as the graphs of a window's micro-batches have shown them."""
-        self.proposed, self.watches = dict(kinds), True
+        self.proposed, self.watches, self.is_on = dict(kinds), True, True
         self._shown = totals_of(kinds, reductions)
 
-    def are_wrong(self, terms: Terms, hypothesis: Hypothesis | None, sizes: Sequence[int], *, is_wide: bool) -> bool:
+    def are_wrong(
+        self, terms: WindowTerms, hypothesis: Hypothesis | None, sizes: Sequence[int], *, is_wide: bool
+    ) -> bool:
         """Return whether the window has to be run again, for its terms were weighed wrongly.
 
         Args:
@@ -92,11 +101,14 @@ class Several:
             sizes: of the micro-batches.
             is_wide: whether the loss has 64 bits.
         """
+        # Of a window in one piece any weight is right.
         if len(sizes) < 2 or self._repeats == _MOST_REPEATS:
             return False
         kinds, is_wrong = terms.kinds(), False
+        # What is measured is held for the run; until then each window's own graphs decide, all of them together.
         if hypothesis is None and kinds != terms.used_kinds():
             self.proposed, is_wrong = kinds, True
+        # Only the values of terms tell the loss of the window, and which counts were kept from 0.
         if terms.lacks_values and not self.watches:
             self.watches = is_wrong = True
         self._shown = terms.true_totals(kinds, is_wide=is_wide)
@@ -108,11 +120,12 @@ class Several:
         """Return whether the window was run as often as it may be: its counts are others each time."""
         return self._repeats == _MOST_REPEATS
 
-    def learn(self, terms: Terms, window: Window, sizes: Sequence[int]) -> None:
+    def learn(self, terms: WindowTerms, window: Window, sizes: Sequence[int]) -> None:
         """Find out what counts as the terms of a window do, unless that was foretold."""
         if not self.learns or len(sizes) < 2 or terms.are_known(self._foretold):
             return
         counts = terms.counts(terms.kinds())
+        # What the user counts was wrong because it could not be counted beforehand: there is nothing to look for.
         if not self.counts_by_name:
             self._totals.learn(window, sizes, counts)
         self.is_unforeseen = any(map(self._totals.has_given_up, counts))
@@ -127,5 +140,5 @@ class Several:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Put back what ``state_dict`` returned."""
         if "terms" in state:
-            self.proposed, self.watches = state["terms"]["kinds"], state["terms"]["watches"]
+            self.proposed, self.watches, self.is_on = state["terms"]["kinds"], state["terms"]["watches"], True
             self._totals.load_state_dict(state["terms"]["totals"])

@@ -29,13 +29,13 @@ from autoaccum.window.advice import advised
 from autoaccum.window.announcer import Announcer
 from autoaccum.window.closures import Closure
 from autoaccum.window.examination import Examiner
-from autoaccum.window.gradient import Gradient
+from autoaccum.window.gradient import Gradient, Repeat
 from autoaccum.window.job import Job
 from autoaccum.window.meter import Meter
 from autoaccum.window.optimizers import needs_closure, refuse_closure
 from autoaccum.window.single_samples import Refusal, SingleSampleError
 from autoaccum.window.stepping import Stepper, WithoutClosureError
-from autoaccum.window.transaction import Repeat, Transaction
+from autoaccum.window.transaction import Transaction
 
 
 class Failure(NamedTuple):

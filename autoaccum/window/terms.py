@@ -20,13 +20,12 @@ from typing import NamedTuple
 import torch
 
 from autoaccum.loss.conclusions import kind_of_term, stands_for_none
-from autoaccum.loss.functions import Computed
 from autoaccum.loss.graph import only_parameters
 from autoaccum.loss.hypotheses import OVER_ITEMS, TermKind
-from autoaccum.loss.reductions import Reduction, read, without_graph
-from autoaccum.loss.terms import Count, Term
+from autoaccum.loss.reductions import read, without_graph
+from autoaccum.loss.stated import Computed
+from autoaccum.loss.terms import Count, Edge, Reduction, Term
 from autoaccum.loss.values import Values
-from autoaccum.loss.walk import Edge
 from autoaccum.loss.weighting import Tally, weighed
 
 _CONSTANT = "\0"
@@ -115,6 +114,7 @@ class Terms:
         Returns:
             how the sum of all was reduced, without its graph; what runs the backward.
         """
+        # Without names there is one loss, whose terms have their places in its graph for names.
         losses = list((computed.terms or {"": computed.loss}).items())
         self._counted.update(counted)
         self._sizes.append(num_samples)
@@ -124,7 +124,10 @@ class Terms:
         for root, (name, loss) in enumerate(losses):
             entries, reduction = self._read(name, loss, counted.get(name), num_samples)
             reductions.append(reduction)
+            # The weights of terms are multiplied on their way into the loss; that of a loss with one term at its root.
             seeds.append(1.0 if reduction.edges or (entries and entries[0].edge) else None)
+            # A penalty is the same in every micro-batch: each gives its share, so that it counts once a window. These
+            # are weights of samples, like those of a mean over samples, and are kept like a term of their own.
             for index, edge in enumerate(reduction.edges):
                 entries.append(Entry(f"{_CONSTANT}{name}.{index}", edge, num_samples, None))
             for entry in entries:
@@ -153,6 +156,8 @@ class Terms:
         if counted is not None:
             # Its weights are those of its penalties, too, for they sum to one.
             return [Entry(name or "0", None, counted, None)], Reduction(counted)
+        # What a program returns where there is nothing to learn from, such as torch.zeros(()), is no term at all: to
+        # count its samples would be to count some that have no item.
         if loss.grad_fn is None:
             # Nothing is learnt from it: a number that stands where there is nothing to compute a loss of, or a leaf.
             return ([Entry(name or "0", None, num_samples, None)] if loss.requires_grad else []), Reduction(0.0)
@@ -161,6 +166,7 @@ class Terms:
         reduction = read(loss, num_samples)
         if not reduction.terms:
             return [Entry(name or "0", None, reduction.items, None)], reduction
+        # The first one bears the name of its loss, for most losses have one term; others are told by their places.
         found = []
         for index, (term, edge) in enumerate(zip(reduction.terms, reduction.entries, strict=True)):
             own = str(index) if not name else f"{name}.{index}" if index else name
@@ -172,6 +178,8 @@ class Terms:
         """Return what a term adds to the loss; None where that was not seen."""
         if edge is None:
             return loss.detach()
+        # A graph keeps no values. What made the term is the input of the addition through which it enters the loss; from
+        # there on it may be multiplied once more, as in (a + b) / 2.
         value = None if values is None else values.of(edge.node.next_functions[edge.place][0])
         if value is None or edge.above is None:
             self.lacks_values = True
@@ -184,6 +192,7 @@ class Terms:
         if column is None:
             column = self._columns[entry.name] = self._column(entry)
         num_samples = self._sizes[-1]
+        # A sum counts once in each micro-batch; what nothing tells is taken for a mean over samples, and measured.
         items: Count = num_samples
         if column.kind == "sum":
             items = 1.0
@@ -204,6 +213,7 @@ class Terms:
             kind = self._kinds.get(entry.name) or self._said(entry.name) or kind_alone(entry.term)
         total = {"samples": float(self._num_samples), "sum": 1.0}.get(kind) or self._totals.get(entry.name, 0.0)
         if self._sizes == [self._num_samples] and kind in OVER_ITEMS:
+            # Nothing is to be foretold of it.
             total = float(entry.items)  # of a window in one piece: whatever it counts
             total = total if math.isfinite(total) else 0.0
         return _Column(kind, Tally(self._num_samples, deferred=self._deferred, total=total))
@@ -221,6 +231,7 @@ class Terms:
         Where a count was kept from 0, as by ``clamp(min=1)``, the term is 0, and so is its gradient: only the total has
         to be mended. But a mean over samples may be 0 as well, as by a hinge. It waits for the device.
         """
+        # Read one by one: there are as many as micro-batches and terms, on a device that has done its work by now.
         in_doubt: list[tuple[int, str]] = []
         for name, column in self._columns.items():
             if column.kind not in OVER_ITEMS or len(self._sizes) < 2:
@@ -240,6 +251,7 @@ class Terms:
 
     def counts(self, kinds: Mapping[str, TermKind]) -> dict[str, list[float]]:
         """Return what each mean over items counts in each micro-batch; waits for the device."""
+        # By what terms are, not by what they were taken for: that may be about to be mended.
         found = {}
         for name, kind in kinds.items():
             column = self._columns.get(name)
@@ -253,6 +265,7 @@ class Terms:
 
     def counting(self) -> list[float]:
         """Return the samples of each micro-batch in which any term counts something; 0 of the others."""
+        # Terms count in numbers of their own, which add up to nothing: samples stand for all of them.
         found = [0.0] * len(self._sizes)
         for name, column in self._columns.items():
             for place, count in zip(column.places, column.tally.read(), strict=True):
@@ -270,6 +283,7 @@ class Terms:
 
     def kinds(self) -> dict[str, TermKind]:
         """Return what each term is, as all micro-batches of the window show it together."""
+        # Of one micro-batch a sum and a mean may look alike; sizes and counts that differ tell them apart.
         kinds: dict[str, TermKind] = {}
         for name, column in self._columns.items():
             if name.startswith(_CONSTANT):
@@ -290,6 +304,7 @@ class Terms:
             kinds: what the terms are.
             is_wide: whether the loss has 64 bits.
         """
+        # Only where it matters: a weight that is off by rounding is as right as any.
         same = _SAME if is_wide else _SAME_IN_32_BITS
         totals = {name: total for name, counts in self.counts(kinds).items() if (total := math.fsum(counts))}
         for name, total in totals.items():
@@ -300,6 +315,7 @@ class Terms:
 
     def are_known(self, foretold: Mapping[str, float]) -> bool:
         """Return whether what was foretold of the window's totals is what they were weighed with in the end."""
+        # Those that count nothing in this window say nothing of it.
         used = {name: column.tally for name, column in self._columns.items() if column.kind in OVER_ITEMS}
         return all(
             math.isclose(foretold.get(name, 0.0), tally.guess, rel_tol=_SAME_IN_32_BITS)
@@ -331,6 +347,7 @@ class Terms:
         Args:
             losses: those of the micro-batches, for what is known of it where values of terms are not.
         """
+        # Each term over its own items, and penalties once: together they are the loss of the whole window.
         parts: list[torch.Tensor] = []
         for column in self._columns.values():
             counts = column.tally.read()
@@ -339,6 +356,7 @@ class Terms:
                 parts.append(column.tally.loss(values, column.kind == "sum"))
         if not self.lacks_values:
             return reduce(add, parts)  # which may be of several types
+        # About the loss: without micro-batches in which a term has no items, whose loss is not a number.
         finite = [(loss, size) for loss, size in zip(losses, self._sizes, strict=True) if bool(loss.isfinite())]
         total = sum(size for _, size in finite)
         return reduce(add, [loss * (size / total) for loss, size in finite])

@@ -19,6 +19,8 @@ from autoaccum.data.randomness import preserved_randomness
 
 Measure = tuple[Any, ...]
 """What is counted: ("samples",), or (operation, path of the leaf, whether without its first column, a value)."""
+Place = tuple[str, bool]
+"""A leaf: its path, and whether without its first column."""
 Counts = Mapping[str, Sequence[float]]
 """What each term counts, in each micro-batch."""
 
@@ -30,6 +32,8 @@ _MOST_VALUES = 16
 """Values of a leaf of which it is asked whether entries that have them are those that do not count."""
 _PATIENCE = 3
 """Times that what was found may turn out wrong before no more is looked for."""
+_MOST_ROWS = 1000
+"""Micro-batches that are remembered to find out what each value of a leaf counts, as with weights of classes."""
 
 
 class Totals:
@@ -40,9 +44,13 @@ class Totals:
         # By the names of terms: what counts as they do, the likeliest first, each with its factor.
         self._known: dict[str, list[tuple[Measure, float]]] = {}
         self._failures: dict[str, int] = {}
+        # What each value of a leaf counts shows only when there were as many micro-batches as values: what came before.
+        self._histograms: list[dict[Place, dict[float, float]]] = []
+        self._counted: dict[str, list[float]] = {}
 
     def foretell(self, window: Window, names: Sequence[str]) -> dict[str, float]:
         """Return what terms will count in a window, of those of which it is known."""
+        # The likeliest of what has agreed with each micro-batch so far. The others come next, should it turn out wrong.
         chosen = {name: self._known[name][0] for name in names if self._known.get(name) and not self.has_given_up(name)}
         of_leaves = [measure for measure, _ in chosen.values() if measure != _SAMPLES]
         counts = {_SAMPLES: float(window.num_samples)}
@@ -61,6 +69,7 @@ class Totals:
         wrong = [name for name, found in counts.items() if any(found) and not self.has_given_up(name)]
         if not wrong:
             return
+        # Of the micro-batches as they were run, for sums over a whole window are met by chance more often.
         starts = [sum(sizes[:index]) for index in range(len(sizes))]
         batches = [_read(window, range(start, start + size)) for start, size in zip(starts, sizes, strict=True)]
         leaves = [_leaves(batch) for batch in batches]
@@ -68,13 +77,59 @@ class Totals:
         measured = {_SAMPLES: [float(size) for size in sizes]}
         for measure in _measures(leaves[0], values):
             measured[measure] = [_count(measure, of_piece) for of_piece in leaves]
+        self._remember(leaves, values, wrong, counts)
         for name in wrong:
             before = [measure for measure, _ in self._known.get(name, [])]
             # What was right before as well is likelier than what is right by chance in this window.
             found = _matching(counts[name], {m: measured[m] for m in before if m in measured})
-            self._known[name] = found or _matching(counts[name], measured)
-            if (before and not found) or not self._known[name]:
+            found = found or _matching(counts[name], measured)
+            weighed, is_open = ([], False) if found else self._weighed(name)
+            self._known[name] = found or weighed
+            # Of weights that need more windows to be told nothing is known yet; that is no failure.
+            if (before and not found) or not (self._known[name] or is_open):
                 self._failures[name] = self._failures.get(name, 0) + 1
+
+    def _remember(
+        self,
+        pieces: Sequence[Mapping[str, Sequence[torch.Tensor]]],
+        values: Mapping[str, Sequence[float]],
+        names: Sequence[str],
+        counts: Counts,
+    ) -> None:
+        """Keep how often each value stood in the leaves of micro-batches, and what terms counted in them."""
+        # Begun anew with other terms, for the rows of all of them belong together.
+        if len(self._histograms) > _MOST_ROWS or sorted(self._counted) != sorted(names):
+            self._histograms, self._counted = [], {name: [] for name in names}
+        for index, leaves in enumerate(pieces):
+            self._histograms.append({place: _histogram(leaves, place) for place in _places(leaves, values)})
+            for name in names:
+                self._counted[name].append(counts[name][index])
+
+    def _weighed(self, name: str) -> tuple[list[tuple[Measure, float]], bool]:
+        """Find a leaf whose values count each for themselves, as with weights of classes.
+
+        Returns:
+            what was found; whether there may be one, and it takes more micro-batches to tell.
+        """
+        # The smallest weights that explain all that was counted; where there is one answer only, they are the weights.
+        is_open = False
+        wanted = torch.tensor(self._counted[name], dtype=torch.float64)
+        for place in self._histograms[0]:
+            rows = [histogram.get(place, {}) for histogram in self._histograms]
+            kinds = sorted({value for row in rows for value in row})
+            if len(kinds) > _MOST_VALUES * 8:
+                continue
+            table = torch.tensor([[row.get(value, 0.0) for value in kinds] for row in rows], dtype=torch.float64)
+            weights = torch.linalg.pinv(table) @ wanted
+            if not torch.allclose(table @ weights, wanted, rtol=1e-6, atol=1e-6 * float(wanted.abs().max())):
+                continue
+            # Fewer micro-batches than values are met by some weights in any case.
+            if int(torch.linalg.matrix_rank(table)) < len(kinds) or len(rows) <= len(kinds):
+                is_open = True
+                continue
+            pairs = tuple(zip(kinds, weights.tolist(), strict=True))
+            return [(("weights", *place, pairs), 1.0)], False
+        return [], is_open
 
     def has_given_up(self, name: str) -> bool:
         """Return whether nothing that can be counted in a batch counts as a term does."""
@@ -82,11 +137,17 @@ class Totals:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is known, for a checkpoint."""
-        return {"known": dict(self._known), "failures": dict(self._failures)}
+        return {
+            "known": dict(self._known),
+            "failures": dict(self._failures),
+            "histograms": [list(histogram.items()) for histogram in self._histograms],
+            "counted": dict(self._counted),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Put back what ``state_dict`` returned."""
         self._known, self._failures = dict(state["known"]), dict(state["failures"])
+        self._histograms, self._counted = [dict(pairs) for pairs in state["histograms"]], dict(state["counted"])
 
 
 _SAMPLES: Measure = ("samples",)
@@ -94,6 +155,7 @@ _SAMPLES: Measure = ("samples",)
 
 def counted_beforehand(window: Window, count: Callable[[Any], Mapping[str, float]]) -> dict[str, float]:
     """Return what the user's own functions count in a window, where it lies."""
+    # On the host, where the samples lie: they are read once more, piece by piece.
     totals: dict[str, float] = {}
     for start in range(0, window.num_samples, _CHUNK):
         batch = _read(window, range(start, min(start + _CHUNK, window.num_samples)))
@@ -119,6 +181,7 @@ def _totals_of(window: Window, measures: Sequence[Measure]) -> dict[Measure, flo
 
 def _leaves(batch: Any) -> dict[str, list[torch.Tensor]]:
     """Return the numbers in a batch by where they are; those of a list of many also together."""
+    # The boxes of each image lie in a list: each list entry has a path of its own, and one that it shares with all.
     found: dict[str, list[torch.Tensor]] = {}
 
     def walk(node: Any, paths: tuple[str, ...]) -> None:
@@ -150,6 +213,7 @@ def _numbers(leaf: Any) -> torch.Tensor | None:
 
 def _values(pieces: Sequence[Mapping[str, Sequence[torch.Tensor]]]) -> dict[str, list[float]]:
     """Return the values of each leaf of which entries may be left out of a count: -100, and those that it has often."""
+    # Which value is ignored nobody says: it is one that stands there, more often than not the most frequent.
     found: dict[str, list[float]] = {}
     for path in pieces[0]:
         tensors = [tensor for piece in pieces for tensor in piece.get(path, ())]
@@ -163,12 +227,15 @@ def _values(pieces: Sequence[Mapping[str, Sequence[torch.Tensor]]]) -> dict[str,
 
 def _has_few_values(tensors: Sequence[torch.Tensor]) -> bool:
     """Return whether a leaf of floats is a mask, or the like."""
+    # A thousand entries are enough to tell measurements from flags.
     few = torch.cat([tensor.flatten()[:1000] for tensor in tensors])
     return len(few.unique()) <= _MOST_VALUES  # type: ignore[no-untyped-call]
 
 
 def _measures(leaves: Mapping[str, Sequence[torch.Tensor]], values: Mapping[str, list[float]]) -> list[Measure]:
     """List what can be counted, the likeliest first."""
+    # Entries other than some value come first, for that is how targets are ignored; then what flags and masks add up
+    # to; and numbers of entries last, which pads make larger.
     found: list[Measure] = []
     # A model that foretells the next word leaves the first label out.
     for is_shifted in (False, True):
@@ -182,10 +249,38 @@ def _measures(leaves: Mapping[str, Sequence[torch.Tensor]], values: Mapping[str,
     return found
 
 
+def _places(leaves: Mapping[str, Sequence[torch.Tensor]], values: Mapping[str, Sequence[float]]) -> list[Place]:
+    """Return the leaves whose values may count each for themselves: those that have few, or whole numbers."""
+    return [
+        (path, is_shifted)
+        for is_shifted in (False, True)
+        for path, tensors in leaves.items()
+        if path in values and not (is_shifted and any(tensor.ndim < 2 for tensor in tensors))
+    ]
+
+
+def _tensors_of(leaves: Mapping[str, Sequence[torch.Tensor]], place: Place) -> list[torch.Tensor]:
+    path, is_shifted = place
+    return [tensor[:, 1:] if is_shifted and tensor.ndim > 1 else tensor for tensor in leaves.get(path, ())]
+
+
+def _histogram(leaves: Mapping[str, Sequence[torch.Tensor]], place: Place) -> dict[float, float]:
+    """Return how often each value stands in a leaf."""
+    found: dict[float, float] = {}
+    for tensor in _tensors_of(leaves, place):
+        unique, counts = tensor.flatten().cpu().unique(return_counts=True)  # type: ignore[no-untyped-call]
+        for value, count in zip(unique.tolist(), counts.tolist(), strict=True):
+            found[value] = found.get(value, 0.0) + count
+    return found
+
+
 def _count(measure: Measure, leaves: Mapping[str, Sequence[torch.Tensor]]) -> float:
     """Count something in a batch."""
     operation, path, is_shifted, value = measure
-    tensors = [tensor[:, 1:] if is_shifted and tensor.ndim > 1 else tensor for tensor in leaves.get(path, ())]
+    tensors = _tensors_of(leaves, (path, is_shifted))
+    if operation == "weights":
+        histogram = _histogram(leaves, (path, is_shifted))
+        return math.fsum(weight * histogram.get(kind, 0.0) for kind, weight in value)
     return math.fsum(OPERATIONS[operation](tensor, value) for tensor in tensors if len(tensor))
 
 
@@ -201,6 +296,7 @@ OPERATIONS: dict[str, Callable[[torch.Tensor, float], float]] = {
 
 def _matching(counts: Sequence[float], measured: Mapping[Measure, Sequence[float]]) -> list[tuple[Measure, float]]:
     """Return what counts as a term does in every micro-batch, but for a factor: where that is 1 first."""
+    # A factor is all that may lie between them: coefficients of losses, or numbers for each item.
     total = math.fsum(counts)
     found = []
     for measure, numbers in measured.items():

@@ -15,9 +15,8 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,26 +24,22 @@ import torch
 
 from autoaccum.data.base import Window
 from autoaccum.loss.conclusions import conclude, doubt_of_unknown, stands_for_none
-from autoaccum.loss.functions import Computed
-from autoaccum.loss.hypotheses import (
-    PLAIN_MEAN,
-    PLAIN_SUM,
-    SUMS,
-    Conclusion,
-    Hypothesis,
-)
-from autoaccum.loss.reductions import Reduction, has_some, is_one, kinds_of, plain_mean, read, without_graph
+from autoaccum.loss.counting import count_each, count_items
+from autoaccum.loss.hypotheses import PLAIN_MEAN, PLAIN_SUM, SUMS, WORDS, Conclusion, Hypothesis
+from autoaccum.loss.reductions import has_some, is_one, kinds_of, plain_mean, read, without_graph
 from autoaccum.loss.shared import Sharer
-from autoaccum.loss.terms import Count
+from autoaccum.loss.stated import Computed
+from autoaccum.loss.terms import Count, Reduction
 from autoaccum.loss.values import Values
-from autoaccum.loss.weighting import Tally, count_items, counted_once
+from autoaccum.loss.weighting import Seeds, Tally, counted_once
 from autoaccum.memory.oom import insist
 from autoaccum.planning.attempts import Piece
-from autoaccum.planning.noise import Noise, Part, estimate
+from autoaccum.planning.noise import Noise, Part
 from autoaccum.window import contributions
-from autoaccum.window.gradient import Gradient, Gradients, Signs, count_nodes
+from autoaccum.window.gradient import Gradient, Gradients, Repeat, Signs, count_nodes
 from autoaccum.window.job import Job
 from autoaccum.window.outputs import Outputs
+from autoaccum.window.precision import fresh_scaler
 from autoaccum.window.several import Several
 from autoaccum.window.single_samples import SingleSampleError, may_need_another
 from autoaccum.window.snapshot import Snapshot
@@ -55,22 +50,13 @@ Forward = Callable[[Any, int, int], torch.Tensor]
 """(micro-batch, its samples, the window's samples) -> loss"""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Repeat:
-    """A window that went well, but whose end showed what should have been known at its beginning.
-
-    A micro-batch had no items, and its backward may have given NaN; or terms beside a sum were taken for beside a mean.
-    It is rolled back and run again in the same sizes.
-    """
-
-    sizes: tuple[int, ...]
-
-
 def is_slow_to_read(device: torch.device) -> bool:
     """Return whether reading a number waits until everything that was asked of the device is done."""
     return device.type != "cpu"
 
 
+_OF_ONE = (None, *WORDS)
+"""The hypotheses by which a micro-batch has one weight."""
 _STATED: dict[str, Hypothesis] = {"mean": "items", "sum": "sum and penalties"}
 """What a loss is taken for of which the user says so, until it is measured."""
 _NOTHING = Reduction(0.0)
@@ -112,7 +98,7 @@ class Transaction:
         self.snapshot = Snapshot(job.modules, job.device)
         """The buffers and random states of the window's begin; between windows a validation keeps its own in it."""
         self.snapshot.take()  # so that its memory is there before the first window
-        self._seeds: dict[tuple[float, torch.dtype], torch.Tensor] = {}  # what backwards start from, by weight
+        self._seeds = Seeds()
         # Whether a loss with terms of parameters alone is a sum; None until a window has shown it.
         self._has_sums: bool | None = None
         # Whether counts stay on the device until the window's end, where reading one would wait for it. One without
@@ -132,8 +118,9 @@ class Transaction:
         self._begun: State | None = None  # how the window began, where its micro-batches are to begin likewise
         self._found: State | None = None  # what each of them is to find: the same, but for what before_window moves
         self._nodes = 0  # of the last forward's graph
-        self.several = Several(job)
+        self.several = Several(counts_by_name=isinstance(job.num_items, Mapping | list | tuple))
         """What is known of the terms of the loss, where they are weighed one by one."""
+        self._is_foretold = True  # whether it was asked what the terms of this window will count
         self.outputs = Outputs()
         """What is returned beside the losses of the window."""
         self.is_open = False
@@ -161,7 +148,7 @@ class Transaction:
         if self._job.state == "window":
             self._begun = self._found = self._state()
         self.is_open = True
-        self.several.begin(window, self.hypothesis)
+        self._is_foretold = False
         self._begin_anew(window.num_samples)
 
     def _state(self) -> State:
@@ -188,7 +175,9 @@ class Transaction:
 
     def _begin_anew(self, num_samples: int = 0) -> None:
         self._num_samples = num_samples
-        self.several.begin_attempt(num_samples, self.hypothesis, deferred=self._is_deferred)
+        self._terms: Terms | None = None  # where each has a weight of its own
+        if self.several.is_on or self.hypothesis not in _OF_ONE:
+            self._begin_terms()
         self._computed: Computed | None = None  # by the last forward, where that is more than one loss
         self._forget_outputs()
         self._tally = Tally(num_samples, deferred=self._is_deferred)
@@ -228,7 +217,7 @@ class Transaction:
         if isinstance(counted, dict):
             self.several.counts_by_name = True
             self._open_terms()
-        if self.several.terms is not None:
+        if self._terms is not None:
             self._compute_terms(batch, piece, counted if isinstance(counted, dict) else {})
             return
         reduction = None if counted is None else Reduction(counted)  # type: ignore[arg-type]
@@ -264,14 +253,32 @@ class Transaction:
             loss = self._forward(batch, piece.size)
         self._add_terms(loss, counted, values, piece.size)
 
+    def _begin_terms(self) -> None:
+        """Begin an attempt at a window whose terms are weighed one by one, or may be."""
+        if not self._is_foretold:  # once a window, and not for those of most runs
+            num_items = self._job.num_items
+            count = None if num_items is None else partial(count_each, num_items)
+            self.several.begin(self._window, self.hypothesis, count)
+            self._is_foretold = True
+        # What the attempt before has shown is known now; and what is held may have changed in between.
+        self.several.begin_attempt()
+        if self.several.kinds(self.hypothesis) is not None:
+            self._open_terms()
+
     def _open_terms(self) -> Terms:
-        return self.several.open(self._num_samples, self.hypothesis, deferred=self._is_deferred)
+        """Weigh the terms of the window one by one, from its first micro-batch on."""
+        if self._terms is None:
+            self.several.is_on = True
+            kinds, known = self.several.kinds(self.hypothesis) or {}, self.several.known
+            self._terms = Terms(self._num_samples, kinds, known, deferred=self._is_deferred, stated=self._job.reduction)
+        return self._terms
 
     def _add_terms(
         self, loss: torch.Tensor | None, counted: dict[str, Count], values: Values | None, size: int
     ) -> None:
         terms = self._open_terms()
         self._sizes.append(size)
+        # Where Python's numbers divide by a count of 0 there is no loss, of this micro-batch alone.
         if loss is None:
             terms.leave_out(size)
             self._losses.append(None)
@@ -380,7 +387,7 @@ class Transaction:
         before = contributions.set_aside(trained)
         accumulate()
         norm = contributions.norm(self._gradients.stepped())
-        if self.drops_gradients and self.several.terms is None and not math.isfinite(norm.item()):
+        if self.drops_gradients and self._terms is None and not math.isfinite(norm.item()):
             self._gradients.drop()
             self._tally.leave_out(len(self._sizes))
             self._losses[-1] = None
@@ -392,7 +399,7 @@ class Transaction:
 
     def _accumulate(self, loss: torch.Tensor, weight: Count, reduction: Reduction, share: float) -> None:
         loss = self._scaled(loss)
-        seed = self._seed(weight, loss)
+        seed = self._seeds.of(weight, loss)
         if not (reduction.edges and self._is_sum(reduction)):
             torch.autograd.backward(loss, seed)
             return
@@ -401,17 +408,6 @@ class Transaction:
 
     def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
         return loss if self.scaler is None else self.scaler.scale(loss)
-
-    def _seed(self, weight: Count, loss: torch.Tensor) -> torch.Tensor:
-        """Return what backward starts from: the same as multiplying the loss, without an operation and its backward."""
-        if isinstance(weight, torch.Tensor):
-            return weight.to(loss.dtype)
-        key = (weight, loss.dtype)
-        if key not in self._seeds or self._seeds[key]._version:  # a backward of a user's own may have written to it
-            if len(self._seeds) > 1000:  # weights of counted items hardly ever recur
-                self._seeds.clear()
-            self._seeds[key] = torch.full_like(loss, weight, requires_grad=False)
-        return self._seeds[key]
 
     def _is_sum(self, reduction: Reduction) -> bool:
         """Return whether a loss with terms of parameters alone is a sum: by itself, until a window has shown it."""
@@ -431,8 +427,8 @@ class Transaction:
 
     def finish(self) -> Gradient | Repeat:
         """Complete the gradient: correct it by the true count, unscale and clip it."""
-        if self.several.terms is not None:
-            return self._finish_terms(self.several.terms)
+        if self._terms is not None:
+            return self._finish_terms(self._terms)
         sizes, reductions, tally = tuple(self._sizes), self._reductions, self._tally
         is_doubtful = self._leave_out_what_counts_nothing()
         counts = tally.read()
@@ -460,7 +456,7 @@ class Transaction:
             self.signs.of_counts(sizes, counts, reductions)
             suspects = self.signs.suspects(sizes, counts, reductions, self._losses)
         correction = tally.correction(found.is_sum)
-        parts, noise = self._parts(counts, found.is_sum, correction) if self._norms else ((), None)
+        parts, noise = self._parts(counts, found.is_sum, correction)
         if correction != 1:
             self._gradients.scale(correction)
         return Gradient(
@@ -486,6 +482,7 @@ class Transaction:
         if not any(counting):
             return Gradient(sizes=sizes, loss=torch.tensor(float("nan")), grad_norm=None, items=0)
         losses = [loss for loss in self._losses if loss is not None]
+        # All that is wrong with a run of the window is found out at once, so that it is run once more and not thrice.
         is_wide = losses[0].dtype == torch.float64
         is_wrong = self.several.are_wrong(terms, self.hypothesis, sizes, is_wide=is_wide)
         if is_wrong or (is_late and len(sizes) > 1):
@@ -494,7 +491,7 @@ class Transaction:
         if self.several.are_unsettled():
             self.signs.have_changed = True  # as where a forward draws what no replay repeats: it is measured again
         self.several.learn(terms, self._window, sizes)
-        parts, noise = self._parts(counting, False, 1.0) if self._norms else ((), None)
+        parts, noise = self._parts(counting, False, 1.0)
         return Gradient(
             sizes=sizes,
             grad_norm=self._unscaled_and_clipped(),
@@ -540,19 +537,15 @@ class Transaction:
                     self._losses[index] = None
         return is_doubtful
 
-    def _parts(self, counts: list[float], is_sum: bool, correction: float) -> tuple[tuple[Part, ...], Noise | None]:
+    def _parts(self, counts: Sequence[float], is_sum: bool, correction: float) -> tuple[tuple[Part, ...], Noise | None]:
         """Return what each micro-batch adds to the window's gradient, which is yet to be corrected, and its noise."""
+        if not self._norms:
+            return (), None
         whole = contributions.norm(self._gradients.stepped())
         scale = torch.ones_like(whole) if self.scaler is None else self.scaler.scale(torch.ones_like(whole))
-        # The one wait for the device.
-        loss_scale, total, *norms = torch.stack([scale, whole, *self._norms.values()]).tolist()
-        unit = correction / loss_scale
-        squares = {index: (norm * unit) * (norm * unit) for index, norm in zip(self._norms, norms, strict=True)}
-        sign = math.copysign(1, sum(counts))  # a loss that is minus a mean has counts below 0
-        parts = []
-        for index, (size, count) in enumerate(zip(self._sizes, counts, strict=True)):
-            parts.append((size, size if is_sum else sign * count, squares[index] if count else 0.0))
-        return tuple(parts), estimate(tuple(parts), (total * unit) * (total * unit))
+        return contributions.parts(
+            self._sizes, counts, self._norms, whole, scale=scale, is_sum=is_sum, correction=correction
+        )
 
     def commit(self) -> None:
         """Give up the window, whose end this is, and all that was kept to run it again."""
@@ -587,15 +580,8 @@ class Transaction:
 
     def _renew_scaler(self) -> None:
         if self.scaler is not None:
-            self.scaler = insist(partial(self._fresh, self.scaler), "a loss scale was read")
+            self.scaler = insist(partial(fresh_scaler, self.scaler, self._job.device), "a loss scale was read")
         self.is_unscaled = False
-
-    def _fresh(self, scaler: torch.amp.GradScaler) -> torch.amp.GradScaler:
-        """Return a scaler of the same state."""
-        # The scale changes only after a step, but "already unscaled" must be forgotten: a new one has not heard of it.
-        fresh = torch.amp.GradScaler(self._job.device.type)
-        fresh.load_state_dict(scaler.state_dict())
-        return fresh
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was found out about the loss, and the loss scale."""

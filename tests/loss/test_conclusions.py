@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from autoaccum.loss.conclusions import conclude
-from autoaccum.loss.reductions import Reduction, Term
+from autoaccum.loss.reductions import Term
+from autoaccum.loss.terms import Reduction
 
 
 def mean(*items: float, counted: bool = True) -> Reduction:

@@ -12,7 +12,8 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from autoaccum.errors import ConflictingArgumentsError, DataError, LossError, LossWithoutGradError, NonScalarLossError
-from autoaccum.loss.functions import Computed, call, loss_function, total
+from autoaccum.loss.functions import call, loss_function
+from autoaccum.loss.stated import Computed, total
 
 
 class Recorder(nn.Module):

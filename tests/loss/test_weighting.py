@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from autoaccum.errors import ArgumentError
-from autoaccum.loss.weighting import count_items
+from autoaccum.loss.counting import count_items
 from autoaccum.testing import oom_at
 
 BATCH = {"labels": torch.tensor([[1, -100], [2, 3]])}

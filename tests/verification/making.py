@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from autoaccum.loss.weighting import CountItems
+from autoaccum.loss.stated import CountItems
 from autoaccum.training.accumulator import _Batch
 from autoaccum.verification.measurement import Measurement
 from autoaccum.window.job import Job

@@ -11,7 +11,8 @@ from torch.nn import functional as F
 from torch.nn.functional import cross_entropy
 
 from autoaccum.loss.hypotheses import Hypothesis
-from autoaccum.loss.reductions import Reduction, Term, is_one
+from autoaccum.loss.reductions import Term, is_one
+from autoaccum.loss.terms import Reduction
 from autoaccum.verification.decision import decide, decide_without_ones, in_order
 from autoaccum.verification.draws import UnsettledError
 from autoaccum.verification.findings import Decision

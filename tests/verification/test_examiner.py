@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 import autoaccum
 from autoaccum.errors import LossSideEffectError, NonFiniteLossError, NotExactError
 from autoaccum.events import Event, Notice, Verified
-from autoaccum.loss.weighting import CountItems
+from autoaccum.loss.stated import CountItems
 from autoaccum.planning.attempts import Piece
 from autoaccum.verification.examiner import Examination, Examiner
 from autoaccum.verification.verdict import measure

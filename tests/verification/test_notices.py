@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from autoaccum.events import Notice
-from autoaccum.loss.reductions import Reduction, Term
+from autoaccum.loss.reductions import Term
+from autoaccum.loss.terms import Reduction
 from autoaccum.verification.findings import Cause, Decision, Outcome
 from autoaccum.verification.notices import (
     backward_hook_notice,

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from autoaccum.loss.hypotheses import PLAIN_MEAN, PLAIN_SUM
-from autoaccum.loss.reductions import Reduction, Term
+from autoaccum.loss.reductions import Term
+from autoaccum.loss.terms import Reduction
 from autoaccum.verification import readings
 from autoaccum.window.gradient import Gradient
 from tests.verification.making import job_of

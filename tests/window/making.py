@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from autoaccum.events import Event
-from autoaccum.loss.functions import LossOf, loss_function
-from autoaccum.loss.weighting import CountItems
+from autoaccum.loss.functions import loss_function
+from autoaccum.loss.stated import CountItems, LossOf
 from autoaccum.memory.base import Memory
 from autoaccum.memory.devices import memory_of
 from autoaccum.memory.limit import Limit

@@ -7,8 +7,7 @@ import math
 import pytest
 import torch
 
-from autoaccum.loss.reductions import Reduction
-from autoaccum.loss.terms import Term
+from autoaccum.loss.terms import Reduction, Term
 from autoaccum.window.gradient import Signs
 
 

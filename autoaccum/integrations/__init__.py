@@ -1,1 +1,0 @@
-"""Ready-made arguments for models of other libraries."""

@@ -1,0 +1,53 @@
+"""Counts the items of micro-batches as users do, and checks what comes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from autoaccum.errors import ArgumentError, ArgumentTypeError
+from autoaccum.loss.stated import CountItems, by_name
+from autoaccum.loss.terms import Count
+from autoaccum.memory.oom import is_out_of_memory
+
+
+def count_items(num_items: CountItems, batch: Any) -> Count | dict[str, Count]:
+    """Count the items of a micro-batch as the user does; of several losses those of each.
+
+    Raises:
+        ArgumentError: a count is negative, or not a number.
+    """
+    if callable(num_items):
+        counted = num_items(batch)
+    else:
+        counted = {name: count(batch) for name, count in by_name(num_items).items()}
+    if isinstance(counted, Mapping | list | tuple):
+        return {name: _counted(f"num_items(micro-batch)[{name!r}]", items) for name, items in by_name(counted).items()}
+    return _counted("num_items(micro-batch)", counted)
+
+
+def count_each(num_items: CountItems, batch: Any) -> dict[str, float]:
+    """Count the items of each of several losses, and read them; return nothing where the user counts those of one."""
+    counted = count_items(num_items, batch)
+    return {name: float(items) for name, items in counted.items()} if isinstance(counted, dict) else {}
+
+
+def _counted(argument: str, counted: Any) -> Count:
+    if isinstance(counted, torch.Tensor) and counted.numel() == 1 and counted.device.type != "cpu":
+        # Not read here, and so not checked: reading would wait for the device in every micro-batch.
+        return counted.detach().reshape(())
+    try:
+        return _checked_count(argument, float(counted))
+    except (TypeError, ValueError, RuntimeError) as error:
+        if isinstance(error, ArgumentError) or is_out_of_memory(error):  # reading a tensor may be where memory runs out
+            raise
+        accepted = "a count for each micro-batch, such as (labels != -100).sum()"
+        raise ArgumentTypeError(argument, counted, accepted) from None
+
+
+def _checked_count(argument: str, items: float) -> float:
+    if not 0 <= items < float("inf"):
+        raise ArgumentError(argument, items, "a count of at least 0")
+    return items
