@@ -179,6 +179,7 @@ class Given:
 
     def __init__(self, function: Any) -> None:
         self._function = function
+        # A plain function may bear both as attributes, so that whoever has one need not write a class.
         self._count = getattr(function, "count", None)
         self._join = getattr(function, "join", None)
         self._joining = Joining(function)

@@ -37,6 +37,7 @@ def total(computed: torch.Tensor | Computed) -> torch.Tensor:
     return computed.loss if isinstance(computed, Computed) else computed
 
 
+# Losses have names from here on, those of a sequence too, so that all that is kept of them is kept in one way.
 def by_name(given: Mapping[Any, T] | Sequence[T]) -> dict[str, T]:
     """Return what is given for each of several losses by their names, which are their places in a sequence."""
     return {str(name): one for name, one in (given.items() if isinstance(given, Mapping) else enumerate(given))}

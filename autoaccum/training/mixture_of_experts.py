@@ -270,6 +270,7 @@ def _modules_named(model: nn.Module, routers: str | Sequence[str]) -> list[nn.Mo
     Raises:
         ArgumentError: there is none of a name.
     """
+    # Patterns as of files, for layers differ in their numbers alone.
     patterns = [routers] if isinstance(routers, str) else list(routers)
     named = dict(_bare(model).named_modules())
     for pattern in patterns:
@@ -317,6 +318,7 @@ def _bare(model: Any) -> Any:
 
 def _called(model: Any, batch: Any, **options: Any) -> Any:
     """Call a model on a batch without its labels, of which it would make a loss of its own."""
+    # With labels it would compute a loss that balances the experts of this micro-batch.
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     return model(**inputs, output_router_logits=True, **options)
 

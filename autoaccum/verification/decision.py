@@ -231,6 +231,7 @@ def _of_terms(
         called[index]: kind_of_term([size for size, _ in column], [term for _, term in column])
         for index, column in enumerate(columns)
     }
+    # What the graphs of this window say comes first, then what they say of each term alone.
     found = [dict(zip(called, concluded.kinds.values(), strict=False)), kinds]
     # What is divided by a count that stands in no graph is a mean all the same, and a constant may be a count.
     found += [dict.fromkeys(kinds, kind) for kind in get_args(TermKind)]

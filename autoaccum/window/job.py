@@ -63,3 +63,8 @@ class Job:
         """Return what makes the context of each forward."""
         # Made anew each time, for a job is a plain value: whoever runs one forward after the other keeps it.
         return autocast(self.precision, self.device)
+
+
+def is_slow_to_read(device: torch.device) -> bool:
+    """Return whether reading a number waits until everything that was asked of the device is done."""
+    return device.type != "cpu"

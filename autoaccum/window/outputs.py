@@ -80,6 +80,7 @@ class Outputs:
                 self._mean(name).add(_scalar(name, value), num_samples)
 
     def _mean(self, name: str) -> _Mean:
+        # Names may come and go: what only some micro-batches return is a mean over those.
         entry = self._entries.get(name)
         if entry is None:
             entry = self._entries[name] = _Mean()
@@ -135,6 +136,7 @@ class _Rows:
         self.parts: list[torch.Tensor] = []
 
     def joined(self) -> torch.Tensor:
+        # A window in one piece has nothing to join, and the copy would double what it takes.
         if len(self.parts) == 1:
             return self.parts[0]
         device = self.parts[0].device
@@ -186,6 +188,7 @@ class _Mean:
         for count, group in alike.items():
             total = total + torch.stack(group).sum() * count
             num_counted += count * len(group)
+        # A value that counts nothing may be NaN, which no product with 0 takes away.
         if counts:
             weights = torch.stack(counts)
             total = total + torch.where(weights == 0, 0.0, torch.stack(values) * weights).sum()

@@ -132,6 +132,7 @@ class Several:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was found out, for a checkpoint; nothing while there is nothing."""
+        # Nothing is said of most runs, so that their checkpoints are those of older versions.
         if not (self.watches or self.proposed or self.counts_by_name):
             return {}
         kinds = None if self.proposed is None else dict(self.proposed)
@@ -139,6 +140,7 @@ class Several:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Put back what ``state_dict`` returned."""
+        # A run that was begun by an older version had one weight for each micro-batch.
         if "terms" in state:
             self.proposed, self.watches, self.is_on = state["terms"]["kinds"], state["terms"]["watches"], True
             self._totals.load_state_dict(state["terms"]["totals"])

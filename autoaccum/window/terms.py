@@ -142,6 +142,7 @@ class Terms:
             if seed is not None and loss.requires_grad
         ]
 
+        # One backward for all losses, for they share the graph of the model, which is freed by it.
         def backward() -> None:
             if roots:
                 with weighed(weights):
@@ -178,7 +179,7 @@ class Terms:
         """Return what a term adds to the loss; None where that was not seen."""
         if edge is None:
             return loss.detach()
-        # A graph keeps no values. What made the term is the input of the addition through which it enters the loss; from
+        # A graph keeps no values. What made the term is the input of the addition by which it enters the loss; from
         # there on it may be multiplied once more, as in (a + b) / 2.
         value = None if values is None else values.of(edge.node.next_functions[edge.place][0])
         if value is None or edge.above is None:
@@ -239,6 +240,7 @@ class Terms:
             for index, count in enumerate(column.tally.read()):
                 _, term = column.shown[index]
                 # PyTorch's own means over nothing are no numbers, and what the user counts is taken at its word.
+                # Of a micro-batch that counts nothing it is known.
                 if not count or term is None or term.is_items:
                     continue
                 value = column.values[index]
@@ -364,6 +366,7 @@ class Terms:
 
 def kind_alone(term: Term | None) -> TermKind:
     """Return what a term is taken for by what one micro-batch shows."""
+    # PyTorch's own means, and what the user counts, show no term.
     if term is None:
         return "items"
     if term.kind == "unknown":

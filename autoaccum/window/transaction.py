@@ -37,7 +37,7 @@ from autoaccum.planning.attempts import Piece
 from autoaccum.planning.noise import Noise, Part
 from autoaccum.window import contributions
 from autoaccum.window.gradient import Gradient, Gradients, Repeat, Signs, count_nodes
-from autoaccum.window.job import Job
+from autoaccum.window.job import Job, is_slow_to_read
 from autoaccum.window.outputs import Outputs
 from autoaccum.window.precision import fresh_scaler
 from autoaccum.window.several import Several
@@ -48,11 +48,6 @@ from autoaccum.window.terms import Terms
 
 Forward = Callable[[Any, int, int], torch.Tensor]
 """(micro-batch, its samples, the window's samples) -> loss"""
-
-
-def is_slow_to_read(device: torch.device) -> bool:
-    """Return whether reading a number waits until everything that was asked of the device is done."""
-    return device.type != "cpu"
 
 
 _OF_ONE = (None, *WORDS)
