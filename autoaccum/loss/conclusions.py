@@ -90,9 +90,12 @@ def kind_of_term(sizes: Sequence[int], terms: Sequence[Term]) -> TermKind:
         sizes: samples of each micro-batch that has it.
         terms: the term as each of them has it.
     """
-    if any(term.kind == "unknown" for term in terms):
+    # Of one whose weights sum to one in some micro-batch, by chance as of a mask with a single entry, the others tell.
+    known = [(size, term) for size, term in zip(sizes, terms, strict=True) if term.kind != "unknown"]
+    if not known or any(term.kind == "unknown" and not term.numbers for term in terms):
         return "samples"
-    kind, _ = _kind_of(sizes, terms, [finite(term.divisor) for term in terms])
+    told = [term for _, term in known]
+    kind, _ = _kind_of([size for size, _ in known], told, [finite(term.divisor) for term in told])
     return "sum" if kind == "sum" else "items"
 
 

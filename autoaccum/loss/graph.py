@@ -45,7 +45,19 @@ _OF_PENALTIES = (
     RESHAPED | ADDITIONS | {"Abs", "Amax", "Cat", "Clamp", "ClampMin", "Diagonal", "Div", "Exp", "HuberLoss"}
 )
 _OF_PENALTIES |= {"LinalgVectorNorm", "Log", "Maximum", "Max", "Mean", "Mm", "MseLoss", "Mul", "Norm", "Pow", "Relu"}
-_OF_PENALTIES |= {"Select", "Sgn", "Sigmoid", "Slice", "SmoothL1Loss", "Softplus", "Sqrt", "Stack", "Sum", "Tanh"}
+_OF_PENALTIES |= {
+    "Select",
+    "Sgn",
+    "Sigmoid",
+    "Slice",
+    "SmoothL1Loss",
+    "Softplus",
+    "Sqrt",
+    "Stack",
+    "Sum",
+    "Tanh",
+    "Unbind",
+}
 _OF_PENALTIES |= {"Trace", "ViewAsReal"}
 
 # The attributes in which those operations keep an input that has no graph of its own.

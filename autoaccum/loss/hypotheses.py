@@ -72,7 +72,7 @@ def in_words(hypothesis: Hypothesis) -> str:
     """Return a hypothesis as people say it.
 
     >>> in_words(of_terms({"0": "items", "1": "items", "2": "sum"}))
-    'several terms: 2 means, each over items of its own, and a sum over samples'
+    'several terms: 2 means over items of their own and a sum over samples'
     """
     kinds = kinds_in(hypothesis)
     if kinds is None:
@@ -83,7 +83,7 @@ def in_words(hypothesis: Hypothesis) -> str:
 
 
 _SAID: dict[TermKind, tuple[str, str]] = {
-    "items": ("a mean over items of its own", "{} means, each over items of its own,"),
+    "items": ("a mean over items of its own", "{} means over items of their own"),
     "items or none": ("a mean over items that there may be none of", "{} means over items that there may be none of"),
     "samples": ("a mean over samples", "{} means over samples"),
     "sum": ("a sum over samples", "{} sums over samples"),

@@ -68,6 +68,9 @@ class Several:
 
     def begin(self, window: Window, hypothesis: Hypothesis | None, count: Count | None) -> None:
         """Begin a window: foretell what its terms count, by ``count`` where the user counts them."""
+        # An attempt that was not begun by this has shown it already: the first one that has terms at all.
+        if self._shown is not None:
+            return
         self._repeats, self._shown, self._foretold = 0, None, {}
         kinds = self.kinds(hypothesis)
         # A wrong total costs a run of the window, and no total is as good as a wrong one.

@@ -251,10 +251,10 @@ class Transaction:
     def _begin_terms(self) -> None:
         """Begin an attempt at a window whose terms are weighed one by one, or may be."""
         if not self._is_foretold:  # once a window, and not for those of most runs
+            self._is_foretold = True
             num_items = self._job.num_items
             count = None if num_items is None else partial(count_each, num_items)
             self.several.begin(self._window, self.hypothesis, count)
-            self._is_foretold = True
         # What the attempt before has shown is known now; and what is held may have changed in between.
         self.several.begin_attempt()
         if self.several.kinds(self.hypothesis) is not None:

@@ -58,7 +58,8 @@ def test_terms_of_parameters_are_named_by_where_they_enter() -> None:
     found = read(loss, 6)
     assert found.is_sum
     assert found.constants == (0.1,)
-    assert found.edges == ((loss.grad_fn, 1),)
+    assert found.edges == ((loss.grad_fn, 1, 1.0),)
+    assert found.entries == ((loss.grad_fn, 0, 1.0),)
 
 
 def test_a_deep_sum_over_a_list_is_read() -> None:

@@ -24,8 +24,18 @@ def test_a_loss_of_one_term_enters_nowhere() -> None:
 def test_terms_of_a_sum_come_in_its_order_with_where_they_enter() -> None:
     loss = OUTPUTS.mean() - 0.5 * PARAMETER.sum()
     first, second = Walk(6).terms(loss.grad_fn)
-    assert (first[0], second[0]) == ((loss.grad_fn, 0), (loss.grad_fn, 1))
+    assert (first[0], second[0]) == ((loss.grad_fn, 0, 1.0), (loss.grad_fn, 1, -1.0))
     assert (first[2].divisor, second[1].value) == (24.0, 0.5)
+
+
+def test_what_a_sum_is_multiplied_with_on_its_way_is_told_of_each_term() -> None:
+    first, second = Walk(6).terms((-(OUTPUTS.mean() - 3 * OUTPUTS.sum()) / 4).grad_fn)
+    assert first[0] is not None
+    assert second[0] is not None
+    assert (first[0].above, second[0].above) == (-0.25, 0.25)
+    (learnt, _) = Walk(6).terms((nn.Parameter(torch.ones(())) * (OUTPUTS.mean() + OUTPUTS.sum())).grad_fn)
+    assert learnt[0] is not None
+    assert learnt[0].above is None  # which no graph tells
 
 
 def test_a_term_times_zero_is_none() -> None:

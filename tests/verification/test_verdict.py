@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from autoaccum.loss.hypotheses import Hypothesis
+from autoaccum.loss.hypotheses import Hypothesis, kinds_in
 from autoaccum.testing import oom_at
 from autoaccum.verification.findings import Verdict
 from autoaccum.verification.samples import choose
@@ -232,6 +232,19 @@ def silent(model: Any, batch: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("loss", [late, torn])
+def test_a_term_that_the_first_samples_have_no_part_in_is_weighed_by_itself(loss: Any) -> None:
+    found = verdict(loss, batch=BATCH, count=12)
+    assert found.decision is not None
+    assert found.decision.passed
+    assert kinds_in(found.decision.hypothesis) == {"0": "items", "1": "sum"}
+
+
+def rooted(model: Any, batch: Any) -> torch.Tensor:
+    """A mean, and the root of a sum of the others."""
+    return each(model, batch).mean() + each(model, batch)[~of_first(batch)].sum().add(1).sqrt()
+
+
+@pytest.mark.parametrize("loss", [rooted])
 def test_a_term_that_the_first_samples_have_no_part_in_is_found_by_others(loss: Any) -> None:
     found = verdict(loss, batch=BATCH, count=12)
     assert found.decision is not None

@@ -1,0 +1,409 @@
+"""Laws 1, 2, 3 and 8 of docs/laws.md for losses of several terms: each term is weighed by a count of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import autoaccum
+from autoaccum.errors import ArgumentError, AutoaccumWarning, OptimizerOutOfMemoryError
+from autoaccum.events import Notice, OutOfMemory, Verified
+from autoaccum.testing import oom_at
+from tests.faults import Operations, strides
+from tests.models import same, state_of
+
+SAMPLES = 12
+PLANS = ([1] * 12, [2] * 6, [3] * 4, [4] * 3, [6, 6], [7, 5], [5, 5, 2], [8, 3, 1], [11, 1], [12])
+Step = Callable[[Any, Any], Any]
+
+
+class Heads(nn.Module):
+    """A text encoder with a head for words, one for sentences and one for numbers, and learnt weights of losses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(20, 8)
+        self.words, self.sentence, self.numbers = nn.Linear(8, 20), nn.Linear(8, 3), nn.Linear(8, 4)
+        self.scales = nn.Parameter(torch.tensor([0.3, -0.2]))
+
+    def forward(self, words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        hidden = torch.tanh(self.embedding(words))
+        mean = hidden.mean(1)
+        return self.words(hidden), self.sentence(mean), self.numbers(mean)
+
+
+def batch_of(seed: int, *, unlabelled: float = 0.3) -> dict[str, torch.Tensor]:
+    """Return texts of which some words are masked, and some texts have no masked word."""
+    generator = torch.Generator().manual_seed(seed)
+    words = torch.randint(0, 20, (SAMPLES, 6), generator=generator)
+    masked = torch.rand(SAMPLES, 6, generator=generator) < 0.3
+    masked[torch.rand(SAMPLES, generator=generator) < unlabelled] = False
+    masked[0, 0] = True
+    return {
+        "words": words,
+        "targets": torch.where(masked, words, -100),
+        "label": torch.randint(0, 3, (SAMPLES,), generator=generator),
+        "numbers": torch.randn(SAMPLES, 4, generator=generator, dtype=torch.float64),
+        "objects": torch.poisson(torch.full((SAMPLES,), 0.9), generator=generator).long(),
+    }
+
+
+def _words(outputs: Any, batch: Any) -> torch.Tensor:
+    return F.cross_entropy(outputs[0].flatten(0, 1), batch["targets"].flatten())
+
+
+def _label(outputs: Any, batch: Any) -> torch.Tensor:
+    return F.cross_entropy(outputs[1], batch["label"])
+
+
+def masked_words_and_a_label(model: Any, batch: Any) -> Any:
+    outputs = model(batch["words"])
+    return _words(outputs, batch) + 0.5 * _label(outputs, batch)
+
+
+def by_names(model: Any, batch: Any) -> Any:
+    outputs = model(batch["words"])
+    return {"words": _words(outputs, batch), "label": 0.5 * _label(outputs, batch)}
+
+
+def one_after_the_other(model: Any, batch: Any) -> Any:
+    outputs = model(batch["words"])
+    return [_words(outputs, batch), _label(outputs, batch), F.mse_loss(outputs[2], batch["numbers"])]
+
+
+def three_means(model: Any, batch: Any) -> Any:
+    outputs = model(batch["words"])
+    found = outputs[2] - batch["numbers"]
+    matched = batch["objects"] > 0
+    boxes = (found.abs().sum(1) * matched).sum() / matched.sum().clamp(min=1)
+    return _words(outputs, batch) + _label(outputs, batch) + 5 * boxes
+
+
+def classes_with_weights(model: Any, batch: Any) -> Any:
+    outputs = model(batch["words"])
+    weights = torch.tensor([0.2, 1.5, 3.0], dtype=torch.float64)
+    return F.cross_entropy(outputs[1], batch["label"], weight=weights) + _words(outputs, batch)
+
+
+def distilled(model: Any, batch: Any) -> Any:
+    """KL + CE: a teacher's logits for all words, and labels for some."""
+    outputs = model(batch["words"])
+    teacher = torch.sin(torch.arange(20.0, dtype=torch.float64) * (1 + batch["words"][..., None]))
+    divergence = F.kl_div(outputs[0].log_softmax(-1), teacher.softmax(-1), reduction="none").sum(-1).mean()
+    return 0.7 * divergence + 0.3 * _words(outputs, batch)
+
+
+def objects(model: Any, batch: Any) -> Any:
+    """Like DETR: classes over all queries, boxes over as many objects as there are, kept from 0 as a number."""
+    outputs = model(batch["words"])
+    matched = batch["objects"] > 0
+    num_boxes = max(int(matched.sum()), 1)
+    boxes = F.l1_loss(outputs[2][matched], batch["numbers"][matched], reduction="none").sum() / num_boxes
+    return {"classes": _label(outputs, batch), "boxes": 5 * boxes}
+
+
+def a_sum_beside_a_mean(model: Any, batch: Any) -> Any:
+    outputs = model(batch["words"])
+    return _words(outputs, batch) + F.cross_entropy(outputs[1], batch["label"], reduction="sum")
+
+
+def with_penalties(model: Any, batch: Any) -> Any:
+    penalty = 1e-2 * sum((p**2).sum() for p in model.parameters())
+    return masked_words_and_a_label(model, batch) + penalty
+
+
+def penalty_by_its_name(model: Any, batch: Any) -> Any:
+    penalty = 1e-2 * sum((p**2).sum() for p in model.parameters())
+    return by_names(model, batch) | {"penalty": penalty}
+
+
+def learnt_weights(model: Any, batch: Any) -> Any:
+    outputs = model(batch["words"])
+    first, second = torch.exp(-model.scales)
+    return first * _words(outputs, batch) + second * _label(outputs, batch) + model.scales.sum()
+
+
+def subtracted_and_halved(model: Any, batch: Any) -> Any:
+    outputs = model(batch["words"])
+    entropy = -(outputs[1].softmax(1) * outputs[1].log_softmax(1)).sum(1).mean()
+    return (_words(outputs, batch) - 0.1 * entropy) / 2
+
+
+LOOPS: list[Step] = [
+    masked_words_and_a_label, by_names, one_after_the_other, three_means, classes_with_weights, distilled, objects,
+    a_sum_beside_a_mean, with_penalties, penalty_by_its_name, learnt_weights, subtracted_and_halved,
+]  # fmt: skip
+
+
+def total(losses: Any) -> torch.Tensor:
+    if isinstance(losses, Mapping):
+        losses = list(losses.values())
+    return sum(losses[1:], losses[0]) if isinstance(losses, list) else losses
+
+
+def whole(model: nn.Module, step: Step, batch: Any) -> float:
+    """Leave the gradient of the whole batch, and return its loss."""
+    model.zero_grad()
+    loss = total(step(model, batch))
+    loss.backward()
+    return float(loss.detach())
+
+
+def heads() -> Heads:
+    torch.manual_seed(0)
+    return Heads().double()
+
+
+def error(model: nn.Module, other: nn.Module) -> float:
+    pairs = [(p.grad, q.grad) for p, q in zip(model.parameters(), other.parameters(), strict=True)]
+    assert all((mine is None) == (theirs is None) for mine, theirs in pairs)
+    off = [((mine - theirs).norm(), theirs.norm()) for mine, theirs in pairs if mine is not None and theirs is not None]
+    return float(torch.stack([a for a, _ in off]).norm() / torch.stack([b for _, b in off]).norm())
+
+
+def accumulator(model: nn.Module, step: Step, told: list[Any], **options: Any) -> autoaccum.Accumulator:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    return autoaccum.Accumulator(model, optimizer, training_step=step, callbacks=[told.append], **options)
+
+
+def run(running: autoaccum.Accumulator, batch: Any, plan: list[int]) -> tuple[float, int]:
+    """Step by a plan, and return the loss and how often the window was run again."""
+    with torch.enable_grad():
+        gradient, _ = running._step.run(running._window(batch), plan)
+    repeats = running._step.transaction.several._repeats
+    running._step.apply(gradient)
+    return float(gradient.loss), repeats
+
+
+@pytest.mark.parametrize("step", LOOPS, ids=lambda step: step.__name__)
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: "+".join(map(str, plan)))
+def test_the_gradient_and_the_loss_are_those_of_the_whole_batch(step: Step, plan: list[int]) -> None:
+    told: list[Any] = []
+    model, other = heads(), heads()
+    running = accumulator(model, step, told, micro_batch=max(plan))
+    for seed in range(4):
+        batch = batch_of(seed, unlabelled=0.15 * seed)
+        loss, _ = run(running, batch, plan)
+        expected = whole(other, step, batch)
+        assert error(model, other) < 1e-12
+        assert loss == pytest.approx(expected, rel=1e-12)
+    assert [event for event in told if isinstance(event, Notice)] == []
+    assert all(event.passed for event in told if isinstance(event, Verified))
+
+
+@pytest.mark.parametrize("step", LOOPS, ids=lambda step: step.__name__)
+def test_a_window_is_run_again_in_the_first_one_alone(step: Step) -> None:
+    told: list[Any] = []
+    running = accumulator(heads(), step, told, micro_batch=2)
+    repeats = [run(running, batch_of(seed), [2] * 6)[1] for seed in range(6)]
+    # Weights of classes take as many micro-batches as there are classes to be told.
+    assert repeats[0] <= 1
+    assert sum(repeats[1:]) <= (1 if step is classes_with_weights else 0)
+
+
+def test_counts_of_the_user_by_name_are_foretold_from_the_first_window_on() -> None:
+    counts: dict[str, Any] = {
+        "words": lambda batch: (batch["targets"] != -100).sum(),
+        "label": lambda b: len(b["label"]),
+    }
+    together = lambda batch: {name: count(batch) for name, count in counts.items()}  # noqa: E731
+    for num_items, first in ((counts, 0), (together, 1)):
+        told: list[Any] = []
+        model, other = heads(), heads()
+        running = accumulator(model, by_names, told, micro_batch=5, num_items=num_items)
+        repeats = []
+        for seed in range(3):
+            batch = batch_of(seed)
+            _, again = run(running, batch, [5, 5, 2])
+            repeats.append(again)
+            whole(other, by_names, batch)
+            assert error(model, other) < 1e-12
+        assert repeats == [first, 0, 0]
+        assert [event for event in told if isinstance(event, Notice)] == []
+
+
+def test_counts_in_their_order_for_losses_in_theirs() -> None:
+    num_items = [lambda batch: (batch["targets"] != -100).sum(), lambda batch: len(batch["label"]), len_of_numbers]
+    model, other = heads(), heads()
+    told: list[Any] = []
+    running = accumulator(model, one_after_the_other, told, micro_batch=5, num_items=num_items)
+    loss, _ = run(running, batch_of(1), [5, 5, 2])
+    assert loss == pytest.approx(whole(other, one_after_the_other, batch_of(1)), rel=1e-12)
+    assert error(model, other) < 1e-12
+
+
+def len_of_numbers(batch: Any) -> int:
+    return int(batch["numbers"].numel())
+
+
+def test_what_no_batch_tells_is_counted_by_a_run_of_each_window_and_said() -> None:
+    def randomly_masked(model: Any, batch: Any) -> Any:
+        # Drawn from a function of the sample that no leaf shows.
+        chosen = torch.frac(batch["numbers"].sum(1) * 1000.37) > 0.4
+        outputs = model(batch["words"])
+        losses = F.cross_entropy(outputs[1], batch["label"], reduction="none")
+        return (losses * chosen).sum() / chosen.sum().clamp(min=1) + _words(outputs, batch)
+
+    told: list[Any] = []
+    model, other = heads(), heads()
+    running = accumulator(model, randomly_masked, told, micro_batch=4)
+    with pytest.warns(AutoaccumWarning, match="run twice"):
+        for seed in range(8):
+            run(running, batch_of(seed), [4, 4, 4])
+            whole(other, randomly_masked, batch_of(seed))
+            assert error(model, other) < 1e-12
+    causes = [event.cause for event in told if isinstance(event, Notice)]
+    assert causes == ["The loss adds means over numbers of items that nothing in the batch tells beforehand"]
+
+
+class TestReduction:
+    def test_says_what_a_loss_is_without_a_measurement(self) -> None:
+        def step(model: Any, batch: Any) -> torch.Tensor:
+            return F.cross_entropy(model(batch["words"])[1], batch["label"], reduction="sum")
+
+        model, other = heads(), heads()
+        running = accumulator(model, step, [], micro_batch=5, reduction="sum", verify=False)
+        run(running, batch_of(0), [5, 5, 2])
+        whole(other, step, batch_of(0))
+        assert error(model, other) < 1e-12
+
+    def test_a_sum_beside_a_count_is_divided_by_what_the_window_counts(self) -> None:
+        """As DAPO and Transformers' num_items_in_batch do."""
+
+        def step(model: Any, batch: Any) -> torch.Tensor:
+            words = model(batch["words"])[0].flatten(0, 1)
+            return F.cross_entropy(words, batch["targets"].flatten(), reduction="sum")
+
+        def count(batch: Any) -> torch.Tensor:
+            return (batch["targets"] != -100).sum()
+
+        for plan in PLANS:
+            told: list[Any] = []
+            model, other = heads(), heads()
+            running = accumulator(model, step, told, micro_batch=max(plan), reduction="sum", num_items=count)
+            loss, _ = run(running, batch_of(3), plan)
+            expected = whole(other, lambda m, b: step(m, b) / count(b), batch_of(3))
+            assert error(model, other) < 1e-12
+            assert loss == pytest.approx(expected, rel=1e-12)
+            assert [event for event in told if isinstance(event, Notice)] == []
+
+    def test_of_each_of_several(self) -> None:
+        def step(model: Any, batch: Any) -> Any:
+            outputs = model(batch["words"])
+            return {
+                "words": _words(outputs, batch),
+                "label": F.cross_entropy(outputs[1], batch["label"], reduction="sum"),
+            }
+
+        model, other = heads(), heads()
+        reduction: Any = {"words": "mean", "label": "sum"}
+        running = accumulator(model, step, [], micro_batch=5, reduction=reduction, verify=False)
+        run(running, batch_of(0), [5, 5, 2])
+        whole(other, step, batch_of(0))
+        assert error(model, other) < 1e-12
+
+    def test_that_is_wrong_is_told(self) -> None:
+        def step(model: Any, batch: Any) -> torch.Tensor:
+            return F.cross_entropy(model(batch["words"])[1], batch["label"])
+
+        told: list[Any] = []
+        running = accumulator(heads(), step, told, micro_batch=5, reduction="sum")
+        with pytest.warns(AutoaccumWarning, match="windows that are cut get a gradient"):
+            run(running, batch_of(0), [5, 5, 2])
+        assert [event.passed for event in told if isinstance(event, Verified)] == [False]
+
+    @pytest.mark.parametrize(
+        ("reduction", "named"), [("average", "reduction"), ({"a": 1}, "reduction['a']"), ({}, "reduction")]
+    )
+    def test_is_one_of_two(self, reduction: Any, named: str) -> None:
+        with pytest.raises(ArgumentError) as raised:
+            accumulator(heads(), by_names, [], reduction=reduction)
+        assert str(raised.value).startswith(named)
+
+
+# Law 2, with two terms whose counts differ in each micro-batch, dropout and a named loss.
+
+INPUTS = torch.randn(23, 6, generator=torch.Generator().manual_seed(0))
+LABELS = torch.randint(0, 3, (23,), generator=torch.Generator().manual_seed(1))
+DATA = (INPUTS, torch.where(torch.arange(23) % 3 > 0, LABELS, -100), LABELS)
+
+
+def noisy_heads() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 3))
+
+
+def two_losses(model: Any, batch: Any) -> Any:
+    inputs, some, all_of_them = batch
+    logits = model(inputs)
+    return {"some": F.cross_entropy(logits, some), "all": F.cross_entropy(logits, all_of_them)}
+
+
+def added(model: Any, batch: Any) -> Any:
+    return total(two_losses(model, batch))
+
+
+def trainer(step: Step, micro_batch: Any, **options: Any) -> autoaccum.Trainer:
+    given: dict[str, Any] = {"effective_batch": 12, "clip_norm": 0.5, "device": "cpu", "progress": False, "epochs": 2}
+    return autoaccum.Trainer(noisy_heads(), DATA, training_step=step, micro_batch=micro_batch, **(given | options))
+
+
+@pytest.mark.parametrize("step", [added, two_losses])
+@strides(41)
+def test_an_oom_at_every_operation_leaves_no_mark(step: Step, stride: int) -> None:
+    with Operations() as operations:
+        trainer(step, 6).fit()
+    clean: dict[Any, Any] = {}
+    replayed = 0
+    for operation in operations.every(stride, 7):
+        running = trainer(step, 6)
+        with oom_at(operation):
+            try:
+                result = running.fit()
+            except OptimizerOutOfMemoryError:
+                continue
+        replayed += sum(report.replays for report in result.history)
+        assert len([event for event in result.events if isinstance(event, OutOfMemory)]) <= 1
+        plans = tuple(report.micro_batches for report in result.history)
+        if plans not in clean:
+            without = trainer(step, plans).fit()
+            clean[plans] = [report.loss for report in without.history], state_of(without)
+        losses, state = clean[plans]
+        assert [report.loss for report in result.history] == losses, f"operation {operation}"
+        assert same(state_of(result), state), f"operation {operation} left a mark"
+    assert replayed * stride > 300
+
+
+@pytest.mark.parametrize("step", [added, two_losses])
+def test_a_run_that_goes_on_ends_as_if_it_had_never_stopped(step: Step, tmp_path: Path) -> None:
+    straight = trainer(step, 5, steps=6, epochs=None).fit()
+
+    def stop(record: Any) -> None:
+        if getattr(record, "step", 0) == 3 and hasattr(record, "micro_batches"):
+            raise autoaccum.StopTraining
+
+    options: dict[str, Any] = {"epochs": None, "run_dir": tmp_path, "checkpoint_every": 1}
+    trainer(step, 5, steps=6, callbacks=[stop], **options).fit()
+    resumed = trainer(step, 5, steps=6, **options).fit()
+    assert [report.loss for report in resumed.history] == [report.loss for report in straight.history]
+    assert same(state_of(resumed), state_of(straight))
+
+
+@pytest.mark.parametrize("step", [added, two_losses])
+def test_a_validation_loss_is_that_of_all_of_it(step: Step) -> None:
+    model = noisy_heads()
+    result = autoaccum.fit(
+        model, DATA, training_step=step, effective_batch=12, micro_batch=5, device="cpu", progress=False,
+        validation_data=DATA, lr=1e-12,
+    )  # fmt: skip
+    (validated,) = [event for event in result.events if isinstance(event, autoaccum.events.Validated)]
+    model.eval()
+    with torch.no_grad():
+        expected = total(two_losses(model, DATA)).item()
+    assert validated.loss == pytest.approx(expected, rel=1e-5)

@@ -1,0 +1,42 @@
+"""Items are counted as users do: of one loss, or of each of several."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from autoaccum.errors import ArgumentError, ArgumentTypeError
+from autoaccum.loss.counting import count_each, count_items
+
+BATCH = torch.tensor([1, -100, 3])
+
+
+def labelled(batch: torch.Tensor) -> torch.Tensor:
+    return (batch != -100).sum()
+
+
+def test_of_one_loss() -> None:
+    assert count_items(labelled, BATCH) == 2.0
+    assert count_each(labelled, BATCH) == {}
+
+
+@pytest.mark.parametrize(
+    "num_items", [{"a": labelled, "b": len}, lambda batch: {"a": labelled(batch), "b": len(batch)}]
+)
+def test_of_several_by_name(num_items: Any) -> None:
+    assert count_items(num_items, BATCH) == {"a": 2.0, "b": 3.0}
+    assert count_each(num_items, BATCH) == {"a": 2.0, "b": 3.0}
+
+
+@pytest.mark.parametrize("num_items", [[labelled, len], lambda batch: (labelled(batch), len(batch))])
+def test_of_several_by_place(num_items: Any) -> None:
+    assert count_items(num_items, BATCH) == {"0": 2.0, "1": 3.0}
+
+
+def test_a_count_that_is_none_is_named() -> None:
+    with pytest.raises(ArgumentError, match=r"^num_items\(micro-batch\)\['b'\]=-1"):
+        count_items({"a": labelled, "b": lambda batch: -1}, BATCH)
+    with pytest.raises(ArgumentTypeError, match=r"^num_items\(micro-batch\)='many'"):
+        count_items(lambda batch: "many", BATCH)
