@@ -19,6 +19,7 @@ def count_items(num_items: CountItems, batch: Any) -> Count | dict[str, Count]:
     Raises:
         ArgumentError: a count is negative, or not a number.
     """
+    # A function may count one loss or several: what it returns tells.
     if callable(num_items):
         counted = num_items(batch)
     else:

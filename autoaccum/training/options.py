@@ -159,7 +159,6 @@ class FitArguments:
         "count in the window.",
         default=None,
         check=_checks.of_reduction,
-        decides="training",
         accumulator=Own(),
         in_check=Own(),
     )

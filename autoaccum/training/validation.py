@@ -419,6 +419,7 @@ class Validator:
         model = self._outputs if way == _LOSS_GRAPH else self._model
         with torch.enable_grad() if way == _WHOLE_GRAPH else graph_alone(), self._autocast(), Values() as values:
             loss = self._compute(model, batch)
+        # A loss of one term goes on as it is, which is read with less.
         terms = Terms(size, {}, {}, deferred=False)
         terms.add(self._computed or Computed(loss), {}, size, values, lambda loss: loss)
         if not terms.lacks_values and len(parts := terms.apart()) > 1:
@@ -471,6 +472,7 @@ _BY_SAMPLES = Notice(
 
 def _joined(losses: list[tuple[int, list[Part]]]) -> float:
     """Return the loss over everything, of the terms of micro-batches; NaN where nothing counts."""
+    # Each over its own items, as in training; one that some micro-batches lack is joined over the others.
     by_name: dict[str, list[tuple[int, float, Reduction]]] = {}
     for size, parts in losses:
         for name, value, reduction in parts:

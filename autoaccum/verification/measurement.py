@@ -451,6 +451,7 @@ class Measurement:
         return Constants(keeps_wide=not self.is_rounded)
 
     def _error(self, gradient: Gradient) -> Error:
+        # Gradients are compared all the same, whenever they are.
         if self._forward_only and not gradient.knows_loss:
             return Error(0.0, None)  # which says nothing
         if self._forward_only:

@@ -126,6 +126,7 @@ class Step:
             gradient, replays = self._run(window, plan)
             if not gradient.items:
                 self.announcer.say_once(notices.nothing_counts(self.number + 1))
+            # It costs time and no exactness; whoever knows the counts can say them.
             if gradient.is_unforeseen:
                 self.announcer.say_once(notices.run_twice())
             refused = None

@@ -199,6 +199,7 @@ class Terms:
             items = 1.0
         elif column.kind in OVER_ITEMS:
             items = entry.items
+        # None where it has no items: its 0 / 0 must not reach any parameter.
         weight = column.tally.weight(num_samples, items, dtype)
         column.shown.append((num_samples, entry.term))
         column.items.append(entry.items)
@@ -327,6 +328,7 @@ class Terms:
 
     def apart(self) -> list[tuple[str, float, Reduction]]:
         """Return each term of a single micro-batch: its name, its value, and how it was reduced."""
+        # Of validation, which joins them at its end: there is no window whose totals could be wrong.
         found = []
         for name, column in self._columns.items():
             (value,), (items,), ((size, term),) = column.values, column.items, column.shown

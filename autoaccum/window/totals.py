@@ -184,6 +184,7 @@ def _leaves(batch: Any) -> dict[str, list[torch.Tensor]]:
     # The boxes of each image lie in a list: each list entry has a path of its own, and one that it shares with all.
     found: dict[str, list[torch.Tensor]] = {}
 
+    # By keys and places alone: attributes of objects are nobody's to look at.
     def walk(node: Any, paths: tuple[str, ...]) -> None:
         if isinstance(node, Mapping):
             for key, value in node.items():
@@ -278,6 +279,7 @@ def _count(measure: Measure, leaves: Mapping[str, Sequence[torch.Tensor]]) -> fl
     """Count something in a batch."""
     operation, path, is_shifted, value = measure
     tensors = _tensors_of(leaves, (path, is_shifted))
+    # A value that was never seen counts nothing, until a window shows that it does: then its total is wrong.
     if operation == "weights":
         histogram = _histogram(leaves, (path, is_shifted))
         return math.fsum(weight * histogram.get(kind, 0.0) for kind, weight in value)

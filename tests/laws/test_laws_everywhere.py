@@ -202,7 +202,7 @@ def test_a_window_that_is_never_stepped_on_does_not_spoil_the_next(monkeypatch: 
     found = Found()  # which seeds
     apply = found.accumulator._step.apply
 
-    def interrupted(gradient: Any) -> bool:
+    def interrupted(gradient: Any, rerun: Any = None) -> bool:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(found.accumulator._step, "apply", interrupted)

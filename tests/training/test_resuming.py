@@ -580,6 +580,8 @@ NOT_KEPT = {
     "Step._growing_from": "an event is worded by it",
     "Step._piece": "what runs at this moment",
     "Step._is_timed": "of the window that runs",
+    "Transaction._is_foretold": "of the window that runs",
+    "Seeds._seeds": "made anew when they are asked for",
     "Step.examining_seconds": "of the window that runs",
     "Examiner._number": "of the window that runs",
     "Limit.bytes": "the limit of each process",

@@ -360,7 +360,7 @@ class TestNoise:
 
             def rolled_back() -> None:
                 roll_back()
-                transaction._seeds.clear()  # one number for each weight, kept for the windows to come
+                transaction._seeds._seeds.clear()  # one number for each weight, kept for the windows to come
                 left.append(device.used)
 
             transaction.roll_back = rolled_back  # type: ignore[method-assign]
