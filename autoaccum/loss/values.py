@@ -37,6 +37,7 @@ class Values(TorchFunctionMode):
 
     def of(self, node: Any) -> torch.Tensor | None:
         """Return the value of the scalar that a node made; None where it was not seen."""
+        # A constant has no node, and is no term either.
         if node is None:
             return None
         if node.name() == "torch::autograd::AccumulateGrad":  # a parameter is made by nobody

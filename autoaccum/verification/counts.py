@@ -42,6 +42,7 @@ def by_counts(
         # The whole is one more micro-batch, and often the only one that differs from the parts in what it counts.
         kind = kind_of_term([size for size, _ in everywhere], [part for _, part in everywhere])
         totals = [sum(abs(finite(part.divisor)) for _, part in column) for column in columns]
+        # Rounding of sums of weights is no difference.
         if kind == "items" and any(total > abs(finite(term.divisor)) * (1 + MAY_BE_ROUNDING) for total in totals):
             kind = "items or none"
         # What other samples have shown is not undone by some in which nothing was kept from 0.

@@ -131,6 +131,7 @@ class Several:
         # What the user counts was wrong because it could not be counted beforehand: there is nothing to look for.
         if not self.counts_by_name:
             self._totals.learn(window, sizes, counts)
+        # Said by whoever runs the window, once.
         self.is_unforeseen = any(map(self._totals.has_given_up, counts))
 
     def state_dict(self) -> dict[str, Any]:

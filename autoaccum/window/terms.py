@@ -382,6 +382,7 @@ def _seed(loss: torch.Tensor, weight: Count) -> torch.Tensor:
 
 def _merged(reductions: Sequence[Reduction]) -> Reduction:
     """Return the terms of several losses as those of their sum."""
+    # As the graph of their sum would show them, one loss after the other.
     terms = tuple(term for reduction in reductions for term in reduction.terms or (_plain(reduction),))
     constants = tuple(constant for reduction in reductions for constant in reduction.constants)
     return Reduction(reductions[0].items, terms, constants)

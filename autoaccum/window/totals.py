@@ -71,6 +71,7 @@ class Totals:
             return
         # Of the micro-batches as they were run, for sums over a whole window are met by chance more often.
         starts = [sum(sizes[:index]) for index in range(len(sizes))]
+        # All at once, for one window: the leaves of each are walked through many times.
         batches = [_read(window, range(start, start + size)) for start, size in zip(starts, sizes, strict=True)]
         leaves = [_leaves(batch) for batch in batches]
         values = _values(leaves)
@@ -120,6 +121,7 @@ class Totals:
             if len(kinds) > _MOST_VALUES * 8:
                 continue
             table = torch.tensor([[row.get(value, 0.0) for value in kinds] for row in rows], dtype=torch.float64)
+            # Of counts that are sums of weights in 32 bits the last digits are rounding.
             weights = torch.linalg.pinv(table) @ wanted
             if not torch.allclose(table @ weights, wanted, rtol=1e-6, atol=1e-6 * float(wanted.abs().max())):
                 continue
