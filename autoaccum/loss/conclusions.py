@@ -21,6 +21,13 @@ _COUNT = (
 )
 
 
+DIFFERING: Doubt = (
+    "its terms are not the same ones in each micro-batch",
+    "Return them by name, as a dict, and leave out what there is nothing of; or let each be there in every micro-batch",
+)
+"""What speaks against a loss that lacks terms in some micro-batches, which then are not told apart."""
+
+
 def conclude(sizes: Sequence[int], reductions: Sequence[Reduction], is_doubtful: bool = False) -> Conclusion:
     """Conclude what the losses of a window's micro-batches add up to.
 
@@ -37,7 +44,7 @@ def conclude(sizes: Sequence[int], reductions: Sequence[Reduction], is_doubtful:
     if doubt is not None:
         return Conclusion(False, doubt)
     if len({len(reduction.terms) for reduction in reductions}) > 1:
-        return Conclusion(False, ("its terms are not the same ones in each micro-batch", _COUNT))
+        return Conclusion(False, DIFFERING)
     if all(map(_is_one_for_each, sizes, reductions)):
         return Conclusion(False, ("it has as many terms as there are samples", _COUNT))
     # Then what each term is: a column holds one term in all micro-batches.

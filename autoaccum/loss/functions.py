@@ -216,11 +216,14 @@ def _losses(computed: Any, source: str) -> Computed:
         terms = {str(name): term for name, term in computed.items()}
     elif isinstance(computed, list | tuple):
         terms = {str(index): term for index, term in enumerate(computed)}
+    # A number stands where there is nothing to compute a loss of: it is added, and weighs nothing.
+    numbers = [term for term in terms.values() if isinstance(term, int | float)]
+    terms = {name: term for name, term in terms.items() if not isinstance(term, int | float)}
     for name, term in terms.items():
         if not isinstance(term, torch.Tensor) or term.ndim:
             cure = "Several losses are scalars that are added. What is no loss stands beside them: return loss, {...}."
             raise NonScalarLossError(source, f"{_describe(computed)} whose {name!r} is {_describe(term)}", cure)
-    loss = reduce(add, terms.values()) if terms else computed
+    loss = reduce(add, numbers, reduce(add, terms.values())) if terms else computed
     if loss is None:
         raise NonScalarLossError(source, "nothing", "End it with a return of the loss.")
     if not isinstance(loss, torch.Tensor):

@@ -37,6 +37,10 @@ SUMS: tuple[Hypothesis, ...] = ("sum", "sum and penalties")
 OVER_ITEMS: tuple[TermKind, ...] = ("items", "items or none")
 """Those that are means over what they count."""
 
+OF_ONE = (None, *WORDS)
+"""Those by which a micro-batch has one weight."""
+STATED: dict[str, Hypothesis] = {"sum": "sum and penalties"}
+"""What a loss is taken for of which the user says so, until it is measured."""
 _TERMS = "terms "
 
 

@@ -422,8 +422,8 @@ class Validator:
         # A loss of one term goes on as it is, which is read with less.
         terms = Terms(size, {}, {}, deferred=False)
         terms.add(self._computed or Computed(loss), {}, size, values, lambda loss: loss)
-        if not terms.lacks_values and len(parts := terms.apart()) > 1:
-            return parts
+        if terms.are_several():
+            return terms.apart()
         reduction = without_graph(read(loss, size))
         # A mask's count is often kept from 0 by clamp(min=1): a micro-batch where nothing counts is to count nothing.
         if stands_for_none(reduction, loss, size)[0]:

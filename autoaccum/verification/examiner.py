@@ -18,6 +18,7 @@ import torch
 from autoaccum.data.base import Window
 from autoaccum.errors import NonFiniteLossError, NotExactError
 from autoaccum.events import Event, Notice, Verified
+from autoaccum.loss.conclusions import DIFFERING
 from autoaccum.loss.coupling import Crossing, crossings
 from autoaccum.loss.hypotheses import Hypothesis
 from autoaccum.loss.reductions import read, without_graph
@@ -214,6 +215,8 @@ class Examiner:
             if is_passed and self._transaction.hypothesis == "items" and readings.is_guessed(gradient, self._rivals):
                 doubt = notices.doubt_of(gradient.sizes, gradient.reductions)
                 said.extend([] if doubt is None else [doubt])
+            if is_passed and gradient.differs:
+                self._refuse_or_say(notices.doubt_notice(*DIFFERING), None, said)
             if reason == "whole" or (is_passed and (gradient.suspects or gradient.doubts)):
                 with aside():
                     self._check_parts(window, gradient, said, is_passed=is_passed)

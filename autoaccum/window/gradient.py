@@ -47,6 +47,8 @@ class Gradient:
     """Indices of the micro-batches whose count may be one that was kept from 0."""
     doubts: tuple[tuple[int, str], ...] = ()
     """Where it is in doubt whether one of several terms counts anything: (index of the micro-batch, the term)."""
+    differs: bool = False
+    """Whether some of its micro-batches lack terms of the loss, and it cannot be told which."""
     is_unforeseen: bool = False
     """Whether what terms count cannot be told before a window is run, so that it is run twice."""
     knows_loss: bool = True

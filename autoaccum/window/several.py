@@ -49,6 +49,8 @@ class Several:
         """What terms are, as graphs have shown."""
         self.counts_by_name = counts_by_name
         """Whether the user counts the items of each of several losses; a function may be seen to."""
+        self.has_names = False
+        """Whether losses were returned by name."""
         self.watches = False
         """Whether the values of terms are to be seen, for graphs keep none."""
         self.learns = True

@@ -36,6 +36,10 @@ _SAME_IN_32_BITS = 1e-6
 """The same where it has fewer: counts may then be sums of weights in 32 bits."""
 
 
+Signature = tuple[str, bool, bool]
+"""The kind of a term, whether PyTorch counts its items, whether it depends on parameters alone."""
+
+
 class Entry(NamedTuple):
     """A term of the losses of one micro-batch."""
 
@@ -90,6 +94,11 @@ class Terms:
         self._deferred = deferred
         self._columns: dict[str, _Column] = {}
         self._sizes: list[int] = []
+        # What was not seen of losses, by their names: (index of the micro-batch, the rest, of which terms).
+        self._rests: dict[str, list[tuple[int, torch.Tensor, list[str]]]] = {}
+        self._signatures: dict[str, list[Signature]] = {}  # the terms that each loss has had, at most
+        self.differs = False
+        """Whether a loss has other terms in some micro-batches, and it cannot be told which."""
         self._counted: dict[str, Count] = {}  # by the user
         self.lacks_values = False
         """Whether terms were met whose values were not seen, so that the loss of the window is not known."""
@@ -122,6 +131,8 @@ class Terms:
         seeds: list[Count | None] = []
         reductions: list[Reduction] = []
         for root, (name, loss) in enumerate(losses):
+            # What is not seen of it, constants and values that no function of Python's has returned, is the rest.
+            rest, unseen = loss.detach(), list[str]()
             entries, reduction = self._read(name, loss, counted.get(name), num_samples)
             reductions.append(reduction)
             # The weights of terms are multiplied on their way into the loss; that of a loss with one term at its root.
@@ -130,12 +141,19 @@ class Terms:
             # are weights of samples, like those of a mean over samples, and are kept like a term of their own.
             for index, edge in enumerate(reduction.edges):
                 entries.append(Entry(f"{_CONSTANT}{name}.{index}", edge, num_samples, None))
+            self._match(name, entries)
             for entry in entries:
-                weight = self._weigh(entry, self._value(loss, entry.edge, values), loss.dtype)
+                value = self._value(loss, entry.edge, values)
+                if value is None:
+                    unseen.append(entry.name)
+                else:
+                    rest = rest - value
+                weight = self._weigh(entry, value, loss.dtype)
                 if entry.edge is None:
                     seeds[root] = weight
                 else:
                     weights.append((entry.edge, weight))
+            self._rests.setdefault(name, []).append((len(self._sizes) - 1, rest, unseen))
         roots = [
             (scale(loss), seed)
             for (_, loss), seed in zip(losses, seeds, strict=True)
@@ -174,6 +192,17 @@ class Terms:
             items = num_samples if term.kind == "unknown" and not term.numbers else term.divisor
             found.append(Entry(own, edge, items, term))
         return found, reduction
+
+    def _match(self, name: str, entries: Sequence[Entry]) -> None:
+        """Notice a loss that lacks a term: those behind it would be taken for others."""
+        own = [_signature(entry) for entry in entries]
+        most = self._signatures.setdefault(name, own)
+        if len(own) == len(most):
+            return
+        short, long = sorted((own, most), key=len)
+        self._signatures[name] = long
+        # It is the last ones that are missing if these are the first, and are not the last as well.
+        self.differs = self.differs or short != long[: len(short)] or short == long[-len(short) :]
 
     def _value(self, loss: torch.Tensor, edge: Edge | None, values: Values | None) -> torch.Tensor | None:
         """Return what a term adds to the loss; None where that was not seen."""
@@ -326,6 +355,10 @@ class Terms:
             if any(tally.read())
         )
 
+    def are_several(self) -> bool:
+        """Return whether there is more than one term."""
+        return len(self._columns) > 1
+
     def apart(self) -> list[tuple[str, float, Reduction]]:
         """Return each term of a single micro-batch: its name, its value, and how it was reduced."""
         # Of validation, which joins them at its end: there is no window whose totals could be wrong.
@@ -333,37 +366,72 @@ class Terms:
         for name, column in self._columns.items():
             (value,), (items,), ((size, term),) = column.values, column.items, column.shown
             reduction = Reduction(items, () if term is None else (term,))
-            number = float("nan") if value is None else value.item()
+            if value is None:
+                continue
             # A count that is no number is that of a mean over nothing; one of 1 may have been kept from 0.
-            is_none = value is not None and stands_for_none(reduction, value, size)[0]
+            number = value.item()
+            is_none = stands_for_none(reduction, value, size)[0]
             if is_none or not math.isfinite(number) or not math.isfinite(float(items)):
                 reduction, number = Reduction(0.0), 0.0
             found.append((name, number, reduction))
+        for name, ((_, rest, unseen),) in self._rests.items():
+            if math.isfinite(number := rest.item()):
+                items = self._columns[unseen[0]].items[0] if unseen else float(self._sizes[0])
+                found.append((f"{_CONSTANT}rest of {name}", number, Reduction(items)))
         return found
 
     def leave_out(self, num_samples: int) -> None:
         """Take a micro-batch that has no loss."""
         self._sizes.append(num_samples)
 
-    def loss(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the loss of the window.
-
-        Args:
-            losses: those of the micro-batches, for what is known of it where values of terms are not.
-        """
+    def loss(self) -> torch.Tensor:
+        """Return the loss of the window."""
         # Each term over its own items, and penalties once: together they are the loss of the whole window.
         parts: list[torch.Tensor] = []
         for column in self._columns.values():
-            counts = column.tally.read()
-            values = [value for value, count in zip(column.values, counts, strict=True) if count and value is not None]
-            if values:
-                parts.append(column.tally.loss(values, column.kind == "sum"))
-        if not self.lacks_values:
-            return reduce(add, parts)  # which may be of several types
-        # About the loss: without micro-batches in which a term has no items, whose loss is not a number.
-        finite = [(loss, size) for loss, size in zip(losses, self._sizes, strict=True) if bool(loss.isfinite())]
-        total = sum(size for _, size in finite)
-        return reduce(add, [loss * (size / total) for loss, size in finite])
+            found = [
+                (value, share)
+                for value, share in zip(column.values, self._shares(column), strict=True)
+                if share and value is not None
+            ]
+            if len(found) == len([count for count in column.tally.read() if count]):
+                parts.extend([column.tally.loss([value for value, _ in found], column.kind == "sum")] if found else [])
+            else:
+                parts.extend(value * share for value, share in found)
+        return reduce(add, [*parts, *map(self._rest, self._rests)])  # which may be of several types
+
+    def _shares(self, column: _Column) -> list[float]:
+        """Return how much of the window's term each micro-batch is that has it."""
+        counts = column.tally.read()
+        total = column.tally.total(column.kind == "sum") if any(counts) else 1.0
+        return [count / total for count in counts]
+
+    def _rest(self, name: str) -> torch.Tensor:
+        """Return what no term of a loss is seen to be: constants, and terms whose values were not seen."""
+        shares, rests = [], []
+        for place, rest, unseen in self._rests[name]:
+            share = self._sizes[place] / self._num_samples
+            if unseen:
+                column = self._columns[unseen[0]]
+                share = self._shares(column)[column.places.index(place)]
+            rests.append(rest)
+            shares.append(share)
+        wide = torch.promote_types(rests[0].dtype, torch.float32)
+        # Shares add up to one in 64 bits, which not all devices have.
+        exact = wide if rests[0].device.type == "mps" else torch.float64
+        found = torch.stack([rest.to(rests[0].device, exact) for rest in rests])
+        weights = torch.tensor(shares, dtype=exact, device=found.device)
+        # A loss with a term that has no items is no number: the others tell what is constant.
+        seen = weights * found.isfinite()
+        total = (found.nan_to_num(0.0, 0.0, 0.0) * seen).sum() * (weights.sum() / seen.sum().clamp(min=1e-30))
+        return total.to(wide)
+
+
+def _signature(entry: Entry) -> Signature:
+    """Return what tells a term from others, whatever it counts."""
+    if entry.term is None:
+        return "mean", True, entry.name.startswith(_CONSTANT)
+    return entry.term.kind.replace("unknown", "mean"), entry.term.is_items, False
 
 
 def kind_alone(term: Term | None) -> TermKind:

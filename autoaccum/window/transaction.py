@@ -23,9 +23,9 @@ from typing import Any
 import torch
 
 from autoaccum.data.base import Window
-from autoaccum.loss.conclusions import conclude, doubt_of_unknown, stands_for_none
+from autoaccum.loss.conclusions import DIFFERING, conclude, doubt_of_unknown, stands_for_none
 from autoaccum.loss.counting import count_each, count_items
-from autoaccum.loss.hypotheses import PLAIN_MEAN, PLAIN_SUM, SUMS, WORDS, Conclusion, Hypothesis
+from autoaccum.loss.hypotheses import PLAIN_MEAN, PLAIN_SUM, SUMS, Conclusion, Hypothesis
 from autoaccum.loss.reductions import has_some, is_one, kinds_of, plain_mean, read, without_graph
 from autoaccum.loss.shared import Sharer
 from autoaccum.loss.stated import Computed
@@ -50,10 +50,6 @@ Forward = Callable[[Any, int, int], torch.Tensor]
 """(micro-batch, its samples, the window's samples) -> loss"""
 
 
-_OF_ONE = (None, *WORDS)
-"""The hypotheses by which a micro-batch has one weight."""
-_STATED: dict[str, Hypothesis] = {"mean": "items", "sum": "sum and penalties"}
-"""What a loss is taken for of which the user says so, until it is measured."""
 _NOTHING = Reduction(0.0)
 """The reduction of a micro-batch without items."""
 
@@ -85,7 +81,7 @@ class Transaction:
         self.forward: Forward = self.plain_forward
         """How the loss of a micro-batch is computed; an examiner puts itself around it for the first windows."""
         # What windows are made of, once that is measured; None: each is taken for what its own losses show.
-        self.hypothesis: Hypothesis | None = None if job.num_items is not None else _STATED.get(str(job.reduction))
+        self.hypothesis: Hypothesis | None = None if job.num_items is not None else STATED.get(str(job.reduction))
         """How micro-batches add up; set by whoever measures it."""
         self.signs = Signs()
         """What changes where the loss does: compared in each window that is cut."""
@@ -171,7 +167,7 @@ class Transaction:
     def _begin_anew(self, num_samples: int = 0) -> None:
         self._num_samples = num_samples
         self._terms: Terms | None = None  # where each has a weight of its own
-        if self.several.is_on or self.hypothesis not in _OF_ONE:
+        if self.several.is_on or self.hypothesis not in OF_ONE:
             self._begin_terms()
         self._computed: Computed | None = None  # by the last forward, where that is more than one loss
         self._forget_outputs()
@@ -222,9 +218,8 @@ class Transaction:
             self._take_outputs_alone(batch, piece.size)
         else:
             loss = self._forward(batch, piece.size)
-            is_open = self.hypothesis is None or self.hypothesis == _STATED.get(str(self._job.reduction))
-            if self._computed is not None and self._computed.terms and is_open and counted is None:
-                self._open_terms()  # several losses, as the user says
+            if self._computed is not None and self._computed.terms and self._is_open():
+                self.several.has_names = True  # several losses, as the user says
                 self._add_terms(loss, {}, None, piece.size)
                 return
             if self._computed is not None:
@@ -257,8 +252,13 @@ class Transaction:
             self.several.begin(self._window, self.hypothesis, count)
         # What the attempt before has shown is known now; and what is held may have changed in between.
         self.several.begin_attempt()
-        if self.several.kinds(self.hypothesis) is not None:
+        if self.several.kinds(self.hypothesis) is not None or (self.several.has_names and self._is_open()):
             self._open_terms()
+
+    def _is_open(self) -> bool:
+        """Return whether nothing was measured yet of what several losses add up to."""
+        is_stated = self.hypothesis is not None and self.hypothesis == STATED.get(str(self._job.reduction))
+        return self._job.num_items is None and (self.hypothesis is None or is_stated)
 
     def _open_terms(self) -> Terms:
         """Weigh the terms of the window one by one, from its first micro-batch on."""
@@ -485,12 +485,15 @@ class Transaction:
             return Repeat(sizes=sizes)
         if self.several.are_unsettled():
             self.signs.have_changed = True  # as where a forward draws what no replay repeats: it is measured again
+        if terms.differs and len(sizes) > 1:
+            self.signs.have_changed = True
+        unknown = doubt_of_unknown(self._reductions)
         self.several.learn(terms, self._window, sizes)
         parts, noise = self._parts(counting, False, 1.0)
         return Gradient(
             sizes=sizes,
             grad_norm=self._unscaled_and_clipped(),
-            loss=terms.loss(losses).detach(),
+            loss=terms.loss().detach(),
             items=sum(counting),
             parts=parts,
             noise=noise,
@@ -499,7 +502,8 @@ class Transaction:
             reductions=tuple(self._reductions),
             doubts=self.signs.in_doubt(in_doubt),
             knows_loss=not terms.lacks_values,
-            conclusion=Conclusion(False, doubt_of_unknown(self._reductions), terms.kinds()),
+            conclusion=Conclusion(False, DIFFERING if terms.differs else unknown, terms.kinds()),
+            differs=terms.differs,
             is_unforeseen=self.several.is_unforeseen,
         )
 
@@ -515,7 +519,9 @@ class Transaction:
         if self.hypothesis is not None:
             return PLAIN_SUM if self.hypothesis in SUMS else PLAIN_MEAN
         if len(self._sizes) > 1 and any(reduction.terms for reduction in self._reductions):
-            return conclude(self._sizes, self._reductions, is_doubtful)
+            found = conclude(self._sizes, self._reductions, is_doubtful)
+            is_mean = self._job.reduction == "mean" and not found.kinds  # as the user says
+            return PLAIN_MEAN if is_mean else found
         return PLAIN_MEAN
 
     def _leave_out_what_counts_nothing(self) -> bool:

@@ -135,9 +135,27 @@ def subtracted_and_halved(model: Any, batch: Any) -> Any:
     return (_words(outputs, batch) - 0.1 * entropy) / 2
 
 
+def sums_under_names(model: Any, batch: Any) -> Any:
+    outputs = model(batch["words"])
+    penalty = 1e-2 * sum((p**2).sum() for p in model.parameters())
+    return {"x": (1 - _words(outputs, batch) + _label(outputs, batch)) / 2 + penalty, "y": _label(outputs, batch)}
+
+
+def smoothed_labels(model: Any, batch: Any) -> Any:
+    """Which PyTorch adds up by itself, so that no value of it is seen."""
+    outputs = model(batch["words"])
+    return {"label": F.cross_entropy(outputs[1], batch["label"], label_smoothing=0.1), "words": _words(outputs, batch)}
+
+
+def with_constants(model: Any, batch: Any) -> Any:
+    outputs = model(batch["words"])
+    return {"words": 3 - _words(outputs, batch), "label": _label(outputs, batch), "off": 0.0, "two": torch.tensor(2.0)}
+
+
 LOOPS: list[Step] = [
     masked_words_and_a_label, by_names, one_after_the_other, three_means, classes_with_weights, distilled, objects,
     a_sum_beside_a_mean, with_penalties, penalty_by_its_name, learnt_weights, subtracted_and_halved,
+    sums_under_names, smoothed_labels, with_constants,
 ]  # fmt: skip
 
 
@@ -262,6 +280,23 @@ def test_what_no_batch_tells_is_counted_by_a_run_of_each_window_and_said() -> No
         assert error(model, other) < 1e-12
     causes = [event.cause for event in told if isinstance(event, Notice)]
     assert causes == ["The loss adds means over numbers of items that nothing in the batch tells beforehand"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_loss_that_lacks_a_term_before_others_is_said() -> None:
+    def step(model: Any, batch: Any) -> Any:
+        outputs, there = model(batch["words"]), batch["objects"] > 0
+        first = F.l1_loss(outputs[2][there], batch["numbers"][there]) if there.any() else torch.zeros(())
+        return first + _label(outputs, batch)
+
+    for plan in PLANS[:-1]:
+        told: list[Any] = []
+        model, other = heads(), heads()
+        running = accumulator(model, step, told, micro_batch=max(plan))
+        for seed in range(4):
+            run(running, batch_of(seed), plan)
+            whole(other, step, batch_of(seed))
+            assert error(model, other) < 1e-12 or [event for event in told if isinstance(event, Notice)]
 
 
 class TestReduction:

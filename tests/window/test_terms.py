@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -25,19 +23,17 @@ def losses(weight: torch.Tensor, rows: slice, form: str) -> torch.Tensor | Compu
     return Computed(mean + masked, {"a": mean, "b": masked}) if form == "named" else mean + masked
 
 
-def run(form: str, kinds: dict[str, TermKind], totals: dict[str, float]) -> tuple[Terms, torch.Tensor, list[Any]]:
+def run(form: str, kinds: dict[str, TermKind], totals: dict[str, float]) -> tuple[Terms, torch.Tensor]:
     weight = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
     terms, start = Terms(6, kinds, totals, deferred=False), 0
-    found = []
     for size in SIZES:
         with Values() as values:
             loss = losses(weight, slice(start, start + size), form)
         computed = loss if isinstance(loss, Computed) else Computed(loss)
         _, backward = terms.add(computed, {}, size, values, lambda loss: loss)
         backward()
-        found.append(computed.loss.detach())
         start += size
-    return terms, weight, found
+    return terms, weight
 
 
 def expected(weight: float = 0.5) -> tuple[float, float]:
@@ -49,11 +45,11 @@ def expected(weight: float = 0.5) -> tuple[float, float]:
 def test_with_the_true_totals_gradient_and_loss_are_the_windows(form: str) -> None:
     names = ("a", "b") if form == "named" else ("0", "1")
     totals = dict(zip(names, (6.0, 3.0), strict=True))
-    terms, weight, found = run(form, {}, totals)
+    terms, weight = run(form, {}, totals)
     loss, gradient = expected()
     assert weight.grad is not None
     assert float(weight.grad) == pytest.approx(gradient, rel=1e-14)
-    assert float(terms.loss(found)) == pytest.approx(loss, rel=1e-14)
+    assert float(terms.loss()) == pytest.approx(loss, rel=1e-14)
     assert not terms.lacks_values
     assert terms.true_totals(terms.kinds(), is_wide=True) is None
     assert terms.kinds() == dict.fromkeys(names, "items")
@@ -61,23 +57,23 @@ def test_with_the_true_totals_gradient_and_loss_are_the_windows(form: str) -> No
 
 
 def test_wrong_totals_are_told() -> None:
-    terms, _, _ = run("plain", {}, {"0": 6.0, "1": 4.0})
+    terms, _ = run("plain", {}, {"0": 6.0, "1": 4.0})
     assert terms.true_totals(terms.kinds(), is_wide=True) == {"0": 6.0, "1": 3.0}
     assert not terms.are_known({"0": 6.0, "1": 5.0})
     assert terms.are_known({"0": 6.0, "1": 4.0})
 
 
 def test_a_count_that_was_kept_from_0_is_in_doubt_until_it_is_known() -> None:
-    terms, _, _ = run("kept", {}, {"0": 6.0, "1": 4.0})
+    terms, _ = run("kept", {}, {"0": 6.0, "1": 4.0})
     assert terms.settle() == [(1, "1")]
     assert terms.counts(terms.kinds())["1"] == [2.0, 1.0, 1.0]
-    known, weight, found = run("kept", {"0": "items", "1": "items or none"}, {"0": 6.0, "1": 3.0})
+    known, weight = run("kept", {"0": "items", "1": "items or none"}, {"0": 6.0, "1": 3.0})
     assert known.settle() == []
     assert known.counts(known.kinds())["1"] == [2.0, 0.0, 1.0]
     loss, gradient = expected()
     assert weight.grad is not None
     assert float(weight.grad) == pytest.approx(gradient, rel=1e-14)
-    assert float(known.loss(found)) == pytest.approx(loss, rel=1e-14)
+    assert float(known.loss()) == pytest.approx(loss, rel=1e-14)
 
 
 def test_without_values_the_loss_is_said_not_to_be_known() -> None:
@@ -112,7 +108,7 @@ def test_a_sum_counts_once_and_a_penalty_in_shares() -> None:
         start += size
     assert weight.grad is not None
     assert weight.grad[[0, -1]].tolist() == pytest.approx([21 + 0.1, 0.4], rel=1e-12)
-    assert float(terms.loss([])) == pytest.approx(0.5 * 21 + 0.1 * 4.25, rel=1e-12)
+    assert float(terms.loss()) == pytest.approx(0.5 * 21 + 0.1 * 4.25, rel=1e-12)
 
 
 def test_each_term_of_a_micro_batch_by_itself() -> None:
