@@ -25,7 +25,7 @@ import torch
 from autoaccum.data.base import Window
 from autoaccum.loss.conclusions import DIFFERING, conclude, doubt_of_unknown, stands_for_none
 from autoaccum.loss.counting import count_each, count_items
-from autoaccum.loss.hypotheses import PLAIN_MEAN, PLAIN_SUM, SUMS, Conclusion, Hypothesis
+from autoaccum.loss.hypotheses import OF_ONE, PLAIN_MEAN, PLAIN_SUM, STATED, SUMS, Conclusion, Hypothesis
 from autoaccum.loss.reductions import has_some, is_one, kinds_of, plain_mean, read, without_graph
 from autoaccum.loss.shared import Sharer
 from autoaccum.loss.stated import Computed
@@ -170,7 +170,7 @@ class Transaction:
         if self.several.is_on or self.hypothesis not in OF_ONE:
             self._begin_terms()
         self._computed: Computed | None = None  # by the last forward, where that is more than one loss
-        self._forget_outputs()
+        self.outputs.forget()
         self._tally = Tally(num_samples, deferred=self._is_deferred)
         self._sizes: list[int] = []
         self._losses: list[torch.Tensor | None] = []  # of each micro-batch; None where nothing counts
@@ -247,8 +247,7 @@ class Transaction:
         """Begin an attempt at a window whose terms are weighed one by one, or may be."""
         if not self._is_foretold:  # once a window, and not for those of most runs
             self._is_foretold = True
-            num_items = self._job.num_items
-            count = None if num_items is None else partial(count_each, num_items)
+            count = self._job.num_items and partial(count_each, self._job.num_items)
             self.several.begin(self._window, self.hypothesis, count)
         # What the attempt before has shown is known now; and what is held may have changed in between.
         self.several.begin_attempt()
@@ -257,15 +256,14 @@ class Transaction:
 
     def _is_open(self) -> bool:
         """Return whether nothing was measured yet of what several losses add up to."""
-        is_stated = self.hypothesis is not None and self.hypothesis == STATED.get(str(self._job.reduction))
-        return self._job.num_items is None and (self.hypothesis is None or is_stated)
+        return self._job.num_items is None and self.hypothesis in (None, STATED.get(str(self._job.reduction)))
 
     def _open_terms(self) -> Terms:
         """Weigh the terms of the window one by one, from its first micro-batch on."""
         if self._terms is None:
-            self.several.is_on = True
-            kinds, known = self.several.kinds(self.hypothesis) or {}, self.several.known
-            self._terms = Terms(self._num_samples, kinds, known, deferred=self._is_deferred, stated=self._job.reduction)
+            known, self.several.is_on = self.several.known, True
+            kinds, stated = self.several.kinds(self.hypothesis) or {}, self._job.reduction
+            self._terms = Terms(self._num_samples, kinds, known, deferred=self._is_deferred, stated=stated)
         return self._terms
 
     def _add_terms(
@@ -273,7 +271,6 @@ class Transaction:
     ) -> None:
         terms = self._open_terms()
         self._sizes.append(size)
-        # Where Python's numbers divide by a count of 0 there is no loss, of this micro-batch alone.
         if loss is None:
             terms.leave_out(size)
             self._losses.append(None)
@@ -286,11 +283,6 @@ class Transaction:
         self.signs.of_graph(size, self._nodes, str(loss.grad_fn and loss.grad_fn.name()), kinds_of(reduction))
         self._backward(backward, size)
         self._reductions.append(reduction)
-
-    def _forget_outputs(self) -> None:
-        """Keep nothing of what was returned beside losses; where nothing was, nothing is to be done."""
-        if self.outputs.are_there or self.outputs.have_missed:
-            self.outputs.begin()
 
     def _take_outputs(self, num_samples: int) -> None:
         """Keep what was returned beside a loss, and let its graph go, which backward is to free."""
@@ -555,7 +547,7 @@ class Transaction:
         # Even a loss is memory of the device, which the optimizer's step may need.
         self._losses, self._reductions, self._norms = [], [], {}
         self._begun = self._found = self.shared = None
-        self._forget_outputs()
+        self.outputs.forget()
 
     def repeat(self) -> None:
         """Begin the same window again, whose state somebody else has put back."""
