@@ -42,11 +42,6 @@ class Outputs:
         self._joins = joins
         self.begin()
 
-    def forget(self) -> None:
-        """Keep nothing of what was returned beside losses; where nothing was, nothing is to be done."""
-        if self.are_there or self.have_missed:
-            self.begin()
-
     def begin(self) -> None:
         """Forget those of a window: it has ended, or is run again."""
         self._entries: dict[str, _Mean | _Rows] = {}

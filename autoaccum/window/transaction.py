@@ -170,7 +170,8 @@ class Transaction:
         if self.several.is_on or self.hypothesis not in OF_ONE:
             self._begin_terms()
         self._computed: Computed | None = None  # by the last forward, where that is more than one loss
-        self.outputs.forget()
+        if self.outputs.are_there or self.outputs.have_missed:
+            self.outputs.begin()
         self._tally = Tally(num_samples, deferred=self._is_deferred)
         self._sizes: list[int] = []
         self._losses: list[torch.Tensor | None] = []  # of each micro-batch; None where nothing counts
@@ -247,7 +248,7 @@ class Transaction:
         """Begin an attempt at a window whose terms are weighed one by one, or may be."""
         if not self._is_foretold:  # once a window, and not for those of most runs
             self._is_foretold = True
-            count = self._job.num_items and partial(count_each, self._job.num_items)
+            count = None if self._job.num_items is None else partial(count_each, self._job.num_items)
             self.several.begin(self._window, self.hypothesis, count)
         # What the attempt before has shown is known now; and what is held may have changed in between.
         self.several.begin_attempt()
@@ -547,7 +548,8 @@ class Transaction:
         # Even a loss is memory of the device, which the optimizer's step may need.
         self._losses, self._reductions, self._norms = [], [], {}
         self._begun = self._found = self.shared = None
-        self.outputs.forget()
+        if self.outputs.are_there or self.outputs.have_missed:
+            self.outputs.begin()
 
     def repeat(self) -> None:
         """Begin the same window again, whose state somebody else has put back."""
