@@ -189,6 +189,10 @@ def _checked(computed: Any, source: str) -> torch.Tensor | Computed:
     if isinstance(computed, torch.Tensor) and computed.requires_grad and not computed.ndim:
         return computed
     if _has_outputs(computed):
+        # The same for the loss that something stands beside, for there are micro-batches of 100 µs.
+        loss, outputs = computed
+        if isinstance(loss, torch.Tensor) and loss.requires_grad and not loss.ndim:
+            return Computed(loss, {}, outputs)
         found = _losses(computed[0], source)
         return found._replace(outputs=computed[1])
     found = _losses(computed, source)
