@@ -7,7 +7,7 @@ the value is one that it stands for, and else raises the error that names the en
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import MISSING, fields
 from types import NoneType
 from typing import Any, NoReturn, get_args, get_type_hints
@@ -178,12 +178,13 @@ def entries(of: Mapping[str, Check], *, optionally: Mapping[str, Check] | None =
 _OF_TYPES: dict[Any, Check] = {int: whole(), float: number(), bool: a(bool), str: a(str)}
 
 
-def of_record(kind: type, *, in_full: bool = False, **narrower: Check) -> Check:
+def of_record(kind: type, *, in_full: bool = False, later: Container[str] = (), **narrower: Check) -> Check:
     """Return a check for the fields of a dataclass in a dict, as ``asdict`` gives them.
 
     Args:
         kind: the dataclass; its fields are ints of at least 0, finite numbers, bools, texts, or None where they may be.
         in_full: whether fields with a default, which came later than others, have to be there too.
+        later: those of them that need not be there even so.
         narrower: checks of fields by their names, in place of those by their types.
     """
     of: dict[str, Check] = {}
@@ -194,7 +195,7 @@ def of_record(kind: type, *, in_full: bool = False, **narrower: Check) -> Check:
         of[name] = narrower.get(name, optional(by_type) if NoneType in types else by_type)
     required = set()
     for field in fields(kind):
-        if in_full or (field.default is MISSING and field.default_factory is MISSING):
+        if (in_full and field.name not in later) or (field.default is MISSING and field.default_factory is MISSING):
             required.add(field.name)
     return entries(
         {name: check for name, check in of.items() if name in required},

@@ -1,15 +1,27 @@
-"""What all tests share: one thread, so that numbers do not depend on the machine, the GPU mark, and what saves time."""
+"""What all tests share: one thread, so that numbers do not depend on the machine, the device, and what saves time.
+
+``pytest --device standin`` loads an accelerator made of host memory (tests/standin) and runs the tests that can touch
+one: those that are marked ``gpu``, which are skipped where there is none, and those that are marked ``device``, which
+run on the CPU else. Each has to have run something there, or fails.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
+import os
 import signal
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+from tests import standin
 
 torch.set_num_threads(1)
 # A shell has what it starts in the background ignore Ctrl-C, and then Python does not catch it.
@@ -19,10 +31,10 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
 
-if not torch.accelerator.is_available():
-    # torch.manual_seed formats the whole stack for each kind of device that is not there, 3 ms under pytest, and keeps
-    # it, to say later who has seeded the device.
-    for kind in (torch.cuda, torch.xpu, torch.mtia):
+# torch.manual_seed formats the whole stack for each kind of device that is not there, 3 ms under pytest, and keeps it,
+# to say later who has seeded the device.
+for kind in (torch.cuda, torch.xpu, torch.mtia):
+    if not kind.is_available():
         kind.manual_seed_all = lambda seed: None  # type: ignore[attr-defined]
 # pytest puts its handlers on each logger that does not propagate, six times a test; torch has some fifty of them.
 for logger in logging.root.manager.loggerDict.values():
@@ -37,12 +49,99 @@ def _quick_collections() -> None:
     gc.freeze()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+collect_ignore = ["standin/site"]
+"""What torch loads by itself, and only where it was built."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", choices=["cpu", "standin"], default="cpu", help="what runs the tests of devices")
+    parser.addoption("--at-least", type=int, default=0, help="fail when fewer tests ran on the device")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--device") == "cpu":
+        return
+    reason = standin.missing()
+    if reason is not None:
+        pytest.exit(f"SKIPPED: {reason}.", returncode=0)
+    # Processes of one test share the device; test runs side by side, of which each worker is one, do not.
+    os.environ["STANDIN_LEDGER"] = str(os.getpid())
+    standin.load()
+
+
+def pytest_unconfigure() -> None:
+    for path in Path("/dev/shm").glob(f"standin-*-{os.getpid()}"):
+        path.unlink(missing_ok=True)
+
+
+_RAN_THERE = "ran on the stand-in device"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    if item.config.getoption("--device") == "cpu":
+        return (yield)
+    before = standin.touches()
+    yield
+    mark = item.get_closest_marker("device")
+    # What is run by processes that a test starts is counted in those.
+    if standin.touches() == before and not (mark and mark.kwargs.get("elsewhere")):
+        pytest.fail("it ran nothing on the device: it has no place among the tests that touch one")
+    item.user_properties.append((_RAN_THERE, True))
+
+
+def _ran_there(config: pytest.Config) -> int | None:
+    """Return how many tests ran on the device; None in a worker, which sees but some of the reports."""
+    reporter: Any = config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is None or config.getoption("--device") == "cpu":
+        return None
+    reports = [report for kind in ("passed", "failed") for report in reporter.stats.get(kind, ())]
+    return sum(report.when == "call" and _RAN_THERE in dict(report.user_properties) for report in reports)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    ran = _ran_there(session.config)
+    if ran is not None and ran < session.config.getoption("--at-least"):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    ran, wanted = _ran_there(config), config.getoption("--at-least")
+    if ran is not None:
+        too_few = f", and not {wanted} at least" if ran < wanted else ""
+        terminalreporter.write_line(f"{ran} tests ran on the stand-in device{too_few}")
+
+
+def _touching(items: list[pytest.Item]) -> Iterator[pytest.Item]:
+    """Yield those that run on the device: of a parametrized test with ``device(every=3)`` the first and each third."""
+    met: Counter[str] = Counter()
+    for item in items:
+        mark, name = item.get_closest_marker("device"), item.nodeid.partition("[")[0]
+        if item.get_closest_marker("gpu") or (mark and met[name] % mark.kwargs.get("every", 1) == 0):
+            yield item
+        met[name] += 1
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     _measure_nothing(items)
+    if config.getoption("--device") == "standin" and not os.environ.get("ALL_TESTS"):
+        touching = list(_touching(items))
+        config.hook.pytest_deselected(items=[item for item in items if item not in touching])
+        items[:] = touching
     if not torch.accelerator.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs an accelerator"))
+                item.add_marker(pytest.mark.skip(reason="needs an accelerator: see pytest --device standin"))
+
+
+@pytest.fixture
+def made_there() -> Iterator[None]:
+    """Make tensors and layers on the device where nothing else is said."""
+    from tests.devices import DEVICE  # which is known once it is loaded
+
+    with torch.device(DEVICE) if DEVICE != "cpu" else contextlib.nullcontext():
+        yield
 
 
 UNMEASURED = (

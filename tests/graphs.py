@@ -37,7 +37,7 @@ class GraphBatch(Graph):
     @classmethod
     def from_data_list(cls, graphs: Sequence[Graph]) -> GraphBatch:
         nodes = torch.tensor([len(graph.x) for graph in graphs])
-        of = torch.arange(len(graphs)).repeat_interleave(nodes)
+        of = torch.arange(len(graphs)).repeat_interleave(nodes).to(graphs[0].x.device)
         return cls(torch.cat([graph.x for graph in graphs]), torch.stack([graph.y for graph in graphs]), of)
 
     def to_data_list(self) -> list[Graph]:

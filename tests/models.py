@@ -62,9 +62,10 @@ def state_of(result: FitResult) -> list[Any]:
 
 def same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
     """Bit for bit."""
-    return len(first) == len(second) and all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    return len(first) == len(second) and all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(first, second, strict=True))
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """||found - expected|| / ||expected||."""
+    """||found - expected|| / ||expected||, wherever they lie."""
+    found, expected = found.cpu(), expected.cpu()
     return float((found - expected).norm() / expected.norm())

@@ -261,23 +261,19 @@ class Rows:
         return self
 
 
-def to_device(batch: Any, device: torch.device, *, copy: bool) -> Any:
+def to_device(batch: Any, device: torch.device, *, copy: bool, lasting: bool = False) -> Any:
     """Move a batch's tensors to a device, through pinned memory where that lets the copy overlap with computing.
 
     Args:
         batch: any pytree.
         device: where to.
         copy: also copy what is there already, so that in-place edits do not reach the original.
+        lasting: whether nobody writes to what of it is pinned, ever.
     """
-    # From memory that may be swapped out the driver copies by way of a buffer of its own, and the CPU waits for it.
-    overlap = device.type != "cpu"
 
     def move(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
-            # What a DataLoader with workers sends is pinned already, by a thread of its own.
-            if overlap and leaf.device.type == "cpu" and not leaf.is_pinned():
-                leaf = leaf.pin_memory()
-            return leaf.to(device, non_blocking=True, copy=copy)
+            return _moved(leaf, device, copy=copy, lasting=lasting)
         if objects.can_move(leaf):  # a batch of graphs, say
             return objects.moved(leaf, device, copy=copy)
         # As a list of graphs, which is one leaf: each of its entries moves itself.
@@ -287,6 +283,20 @@ def to_device(batch: Any, device: torch.device, *, copy: bool) -> Any:
 
     leaves, spec = flatten(batch)
     return spec.unflatten([move(leaf) for leaf in leaves])
+
+
+def _moved(tensor: torch.Tensor, device: torch.device, *, copy: bool, lasting: bool) -> torch.Tensor:
+    """Move a tensor; return before it has arrived only where that is safe."""
+    # A copy to the host could be read too early. MPS may read a source that was freed meanwhile (pytorch#189690).
+    if tensor.device.type != "cpu" or device.type in ("cpu", "mps"):
+        return tensor.to(device, copy=copy)
+    # From memory that may be swapped out the driver copies by way of a buffer of its own, and the CPU waits for it.
+    # PyTorch keeps pinned memory until it was read, but its owner may write to it as soon as the step is over.
+    if not tensor.is_pinned():
+        tensor = tensor.pin_memory()
+    elif not lasting:
+        tensor = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
+    return tensor.to(device, non_blocking=True, copy=copy)
 
 
 def _can_move(kind: type) -> bool:

@@ -40,7 +40,7 @@ def _parts(tensor: torch.Tensor, most_bytes: int) -> list[torch.Tensor]:
     num_rows = len(tensor)
     row_bytes = num_bytes // num_rows
     count = min(num_rows, max(most_bytes // row_bytes, _FEWEST_ROWS))
-    rows = torch.arange(count) * (num_rows - 1) // max(count - 1, 1)  # they may be millions
+    rows = torch.arange(count, device="cpu") * (num_rows - 1) // max(count - 1, 1)  # they may be millions
     if count * row_bytes <= most_bytes:
         return [tensor.index_select(0, rows.to(tensor.device))]
     # Every so manieth number of each row: an odd step, for the rows of an image often have an even length.

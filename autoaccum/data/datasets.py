@@ -179,7 +179,8 @@ class DatasetSource:
             # Workers collate. What default_collate makes can be cut to other sizes; padding depends on the size, so
             # that of a user's collate_fn is made anew where the plan has changed.
             next_batch = self._read_by_workers(epoch, start, keys, plan_at, reread, self._reader)
-            return Pieces(next_batch, form=BATCHES, cuttable=self._collate is default_collate, **shared)
+            is_cuttable = self._collate is default_collate
+            return Pieces(next_batch, form=BATCHES, cuttable=is_cuttable, lasting=True, **shared)
         return Pieces(next_items, form=items_form(collate), **shared)
 
     def _read_by_workers(

@@ -12,10 +12,7 @@ from autoaccum.data import batches, objects
 from autoaccum.errors import DataError
 from autoaccum.memory.oom import is_out_of_memory
 
-_HOW = (
-    "Give the function a join: split.join = lambda parts: ..., or pass an object with __call__(batch, start, size) and "
-    "join(parts)"
-)
+_HOW = "Give the function a join: split.join = lambda parts: ..., or pass an object that has a join(parts) besides"
 
 
 class _CannotTellError(Exception):
@@ -120,9 +117,8 @@ def _of_tensors(one: Any, two: Any) -> Callable[[Sequence[Any]], Any]:
     # One that is flattened may have as many rows for both, and then the parts themselves show that they differ.
     if not differing:
         return _shared
-    if isinstance(one, np.ndarray):
-        return lambda parts: np.concatenate(list(parts), axis=differing[0])
-    return lambda parts: torch.cat(list(parts), dim=differing[0])
+    join: Any = np.concatenate if isinstance(one, np.ndarray) else torch.cat
+    return lambda parts: join(list(parts), differing[0])
 
 
 def _shared(parts: Sequence[Any]) -> Any:

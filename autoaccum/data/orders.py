@@ -66,8 +66,12 @@ class Order:
         if self._shuffle:
             if self.num_samples > LARGEST_LISTED:
                 return Permutation(self.num_samples, seed)
-            return torch.randperm(self.num_samples, generator=torch.Generator().manual_seed(seed))
-        return InTurn(self.num_samples) if self.num_samples > LARGEST_LISTED else torch.arange(self.num_samples)
+            return torch.randperm(self.num_samples, generator=torch.Generator().manual_seed(seed), device="cpu")
+        return (
+            InTurn(self.num_samples)
+            if self.num_samples > LARGEST_LISTED
+            else torch.arange(self.num_samples, device="cpu")
+        )
 
     def description(self) -> dict[str, Any]:
         """Return what a run that goes on has to know of the order beside its seed."""
@@ -98,7 +102,7 @@ class Unlisted(ABC):
 
     def __getitem__(self, positions: slice) -> torch.Tensor:
         """Return the indices of a stretch of the order as a tensor."""
-        return torch.tensor(self.at(range(*positions.indices(self.num_samples))), dtype=torch.int64)
+        return torch.tensor(self.at(range(*positions.indices(self.num_samples))), dtype=torch.int64, device="cpu")
 
 
 class InTurn(Unlisted):

@@ -92,6 +92,7 @@ class Pieces:
         budget_bytes: int | None = None,
         length_of_batch: Callable[[Any, int], int | None] | None = None,
         start: int = 0,
+        lasting: bool = False,
     ) -> None:
         """Set up.
 
@@ -107,8 +108,10 @@ class Pieces:
             length_of_batch: (batch, its samples) -> how long these are, of a piece that is a batch; None where pieces
                 are alike.
             start: position in the pass of the first sample that comes.
+            lasting: whether nobody else writes to the pieces, as nobody does to what workers have sent.
         """
         self._next_piece = next_piece
+        self._lasting = lasting
         self._form = form
         self._device = device
         self._num_samples = num_samples
@@ -153,7 +156,8 @@ class Pieces:
         is_complete = bool(held) and held[0].start <= start
         # A user's collate_fn may pad by the size of its batch, so that what it made is good for that size alone.
         is_one_piece = len(held) == 1 and (held[0].start, held[0].stop) == (start, stop)
-        if is_complete and (self._cuttable or is_one_piece):
+        is_kept = is_complete and (self._cuttable or is_one_piece)
+        if is_kept:
             parts = [self._part(piece, start, stop) for piece in held]
             batch = self._form.finish(parts[0] if len(parts) == 1 else self._form.join(parts))
         else:
@@ -163,7 +167,7 @@ class Pieces:
         while self._budget_bytes is not None and self._kept_bytes > self._budget_bytes and self._kept[0].stop <= stop:
             self._drop(1)
         # A copy, for the pieces are kept for a replay, and the caller may edit what it gets.
-        return batches.to_device(batch, self._device, copy=True)
+        return batches.to_device(batch, self._device, copy=True, lasting=self._lasting and is_kept)
 
     def samples(self, positions: Sequence[int]) -> Any:
         """Return the samples at those positions of the pass as one batch, on the host."""

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from autoaccum._kinds import a, below, entries, every, number, optional, parts, refuse, shown, whole
-from autoaccum.data.randomness import WORDS, as_argument
+from autoaccum.data.randomness import WORDS, is_of_its_kind
 
 
 def check_random_states(state: Any, device: torch.device, entry: str) -> None:
@@ -21,11 +21,12 @@ def check_random_states(state: Any, device: torch.device, entry: str) -> None:
     """
     of_device = optional(_check_bytes)
     entries({"torch": _check_torch, "python": _check_python, "numpy": _check_numpy, "device": of_device})(state, entry)
-    if state["device"] is None or device.type == "cpu":
-        return
-    present = torch.get_device_module(device).get_rng_state(*as_argument(device))
-    if state["device"].shape != present.shape:
-        refuse(below(entry, "device"), f"has {state['device'].numel()} bytes, not {present.numel()}")
+    # A run may have been moved from another kind of device, whose states have another size and are of no use here.
+    if is_of_its_kind(state["device"], device):
+        try:
+            torch.Generator(device).set_state(state["device"])
+        except RuntimeError as error:
+            refuse(below(entry, "device"), f"is none of this generator ({error})")
 
 
 def _check_bytes(value: Any, entry: str) -> None:

@@ -12,15 +12,22 @@ import numpy as np
 import torch
 
 RandomState = tuple[Any, ...]
-"""States of torch's CPU generator, Python's, NumPy's, and a device's generator (None without a device)."""
+"""States of torch's CPU generator, Python's, NumPy's, and a tuple of those of devices (None without a device)."""
 
 
 def get_state(device: torch.device | None = None) -> RandomState:
-    """Return the states of torch's CPU generator, Python's and NumPy's, and with ``device`` of that device's."""
-    on_device = None
+    """Return the states of torch's CPU generator, Python's and NumPy's, and with ``device`` of all of its kind."""
+    on_devices = None
     if device is not None and device.type != "cpu":
-        on_device = torch.get_device_module(device).get_rng_state(*as_argument(device))
-    return torch.default_generator.get_state(), random.getstate(), _numpy_state(), on_device
+        module = torch.get_device_module(device)
+        on_devices = tuple([module.get_rng_state(*as_argument(one)) for one in _all_of_its_kind(device)])
+    return torch.default_generator.get_state(), random.getstate(), _numpy_state(), on_devices
+
+
+def _all_of_its_kind(device: torch.device) -> list[torch.device]:
+    """Return all devices of the kind of one, that one first: users' functions may draw on any of them."""
+    count = 1 if device.type == "mps" or device.index is None else torch.accelerator.device_count()
+    return [device, *(torch.device(device.type, at) for at in range(count) if at != device.index)][: max(count, 1)]
 
 
 WORDS = 624
@@ -60,19 +67,35 @@ def set_state(state: RandomState, device: torch.device | None = None) -> None:
     if _last_numpy[2] is not state[2]:
         _last_numpy = (None, b"", None)
     if device is not None and state[3] is not None:
-        torch.get_device_module(device).set_rng_state(state[3], *as_argument(device))
+        # A checkpoint has the state of one: zip ends with it.
+        for one, on_device in zip(_all_of_its_kind(device), state[3], strict=False):
+            torch.get_device_module(device).set_rng_state(on_device, *as_argument(one))
 
 
 def state_dict(device: torch.device) -> dict[str, Any]:
     """Return what ``get_state`` does by names, for a checkpoint."""
-    of_torch, python, numpy, on_device = get_state(device)
-    return {"torch": of_torch, "python": python, "numpy": numpy, "device": on_device}
+    of_torch, python, numpy, on_devices = get_state(device)
+    return {"torch": of_torch, "python": python, "numpy": numpy, "device": on_devices and on_devices[0]}
 
 
 def load_state_dict(state: dict[str, Any], device: torch.device) -> None:
     """Put back what ``state_dict`` returned; for another kind of device there is nothing to put back."""
-    on_device = state["device"] if device.type != "cpu" else None
-    set_state((state["torch"], state["python"], state["numpy"], on_device), device)
+    on_device = state["device"] if is_of_its_kind(state["device"], device) else None
+    set_state((state["torch"], state["python"], state["numpy"], None if on_device is None else (on_device,)), device)
+
+
+def is_of_its_kind(on_device: torch.Tensor | None, device: torch.device) -> bool:
+    """Return whether a state has the size of those of a device's generator."""
+    if on_device is None or device.type == "cpu":
+        return False
+    return on_device.shape == torch.get_device_module(device).get_rng_state(*as_argument(device)).shape  # type: ignore[no-any-return]
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """Return what draws on a device where no generator is passed; the CPU's where PyTorch does not hand it out."""
+    generators = () if device.type == "cpu" else getattr(torch.get_device_module(device), "default_generators", ())
+    index = device.index or 0
+    return generators[index] if index < len(generators) else torch.default_generator
 
 
 def as_argument(device: torch.device) -> tuple[torch.device, ...]:

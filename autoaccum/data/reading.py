@@ -90,8 +90,6 @@ def is_leaf_of(held: Sequence[Any]) -> batches.IsLeaf:
     """Return the ``is_leaf`` by which these lists of a batch are leaves: each has one entry for a sample."""
     # By identity, for lists that are equal may stand at several places, and tensors have an == of their own.
     ids = {id(node) for node in held}
-    if not ids:  # as of most batches, whose leaves are asked for in each micro-batch
-        return batches.is_leaf
     return lambda node: id(node) in ids or batches.is_leaf(node)
 
 

@@ -64,17 +64,11 @@ class _Rows:
     def join(self, parts: Sequence[Any]) -> Any:
         if len(parts) == 1:
             return parts[0]
-        # Of all parts together, for each has lists of its own.
-        held = [node for part in parts for node in self.columns_of(part)]
-        return batches.concat(parts, is_leaf_of(held))
+        return batches.concat(parts, self.is_leaf_of(*parts))
 
-    def is_leaf_of(self, batch: Any) -> batches.IsLeaf:
-        """Return what tells where the leaves of a batch are."""
-        return is_leaf_of(self.columns_of(batch))
-
-    def columns_of(self, batch: Any) -> list[Any]:
-        """Return the lists in a batch that hold one entry for each sample, whatever the entries are."""
-        return []
+    def is_leaf_of(self, *parts: Any) -> batches.IsLeaf:
+        """Return what tells where the leaves of batches are."""
+        return batches.is_leaf
 
     def known(self, batch: Any, count: int) -> Any:
         """Return what cuts a batch that is known to hold ``count`` samples: this."""
@@ -84,8 +78,9 @@ class _Rows:
 class _Lists(_Rows):
     """Batches whose lists hold one entry for each sample."""
 
-    def columns_of(self, batch: Any) -> list[Any]:
-        return columns(batch, is_said=True)
+    def is_leaf_of(self, *parts: Any) -> batches.IsLeaf:
+        # Of all of them together, for each has lists of its own.
+        return is_leaf_of([node for part in parts for node in columns(part, is_said=True)])
 
 
 # By its own protocol, or as an object that moves itself to a device: a single graph has nothing else to know it by.

@@ -41,14 +41,20 @@ class TensorSource:
         self._num_rows = batches.num_samples(tensors, is_leaf=is_leaf) if split is None else split.count(tensors)
         self._order = order
         self._device = device
+        # Rows that lie on a device are picked there: to copy indices to it would make each micro-batch wait.
+        places = {leaf.device for leaf in self._leaves if isinstance(leaf, torch.Tensor)}
+        self._place = places.pop() if len(places) == 1 else torch.device("cpu")
         self.num_samples: int | None = order.num_samples
 
     def gather(self, indices: torch.Tensor) -> Any:
         """Copy the rows at those indices to the device."""
         if self._is_plain:
-            # The indices are on the host; a call of ``to`` that does nothing would show in windows of 100 µs.
+            # A call of ``to`` that does nothing would show in windows of 100 µs.
             rows: Any = tuple(
-                [leaf.index_select(0, indices if leaf.is_cpu else indices.to(leaf.device)) for leaf in self._leaves]
+                [
+                    leaf.index_select(0, indices if leaf.device == indices.device else indices.to(leaf.device))
+                    for leaf in self._leaves
+                ]
             )
         else:
             rows = self.rows(indices)
@@ -84,12 +90,13 @@ class TensorSource:
     def read(self, epoch: int, plan_at: PlanAt, passed: Iterable[int] = ()) -> Reader:
         """Begin a pass over the rows; gathering is quick enough to prefetch nothing."""
         start, order = sum(passed), self._order(epoch)
-        found = order if isinstance(order, Unlisted) else torch.as_tensor(order)
+        found = order if isinstance(order, Unlisted) else torch.as_tensor(order, device="cpu").to(self._place)
+        # One that is worked out by position is too long for that: its indices are copied with each micro-batch.
         return reading(found, start, lambda: _TensorReader(self, found, start))
 
     def example(self, num_samples: int) -> Any:
         """Return the first rows, repeated."""
-        return self.gather(torch.arange(num_samples) % self._num_rows)
+        return self.gather(torch.arange(num_samples, device="cpu") % self._num_rows)
 
 
 def _values_or_types(value: Any) -> Any:
@@ -145,4 +152,6 @@ class _TensorWindow:
 
     def samples(self, positions: Sequence[int]) -> Any:
         places = [self.first + position for position in positions]
+        if places == list(range(places[0], places[0] + len(places))):  # as nearly always; and what follows is slow
+            return self.source.rows(self.order[places[0] : places[0] + len(places)])
         return self.source.rows(torch.cat([self.order[place : place + 1] for place in places]))

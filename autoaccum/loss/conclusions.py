@@ -71,6 +71,17 @@ def conclude(sizes: Sequence[int], reductions: Sequence[Reduction], is_doubtful:
     return Conclusion(is_sum, _doubt_of_constants(sizes, reductions, is_sum))
 
 
+def num_contributing(losses: Sequence[torch.Tensor | None], reductions: Sequence[Reduction]) -> int:
+    """Return how many micro-batches add to a gradient: a loss of 0 adds nothing.
+
+    Beside terms of the parameters alone it is these, and the same each time.
+    """
+    found = [loss.tolist() for loss in losses if loss is not None]
+    if any(reduction.constants for reduction in reductions):
+        return sum(found.count(loss) == 1 for loss in found)
+    return sum(map(bool, found))
+
+
 def doubt_of_unknown(reductions: Sequence[Reduction]) -> Doubt | None:
     """Return that the graph of a loss leads to operations that say nothing of it, where that is so."""
     for reduction in reductions:

@@ -85,7 +85,9 @@ def stated(loss_of: LossOf, num_items: CountItems | None, reduction: Reducing) -
         if not isinstance(computed, Computed):
             raise NonScalarLossError("num_items", f"a count for each of {', '.join(counted)}, beside one loss")
         terms = {name: loss / counted[name] if name in counted else loss for name, loss in computed.terms.items()}
-        return computed._replace(loss=reduce(add, terms.values()), terms=terms)
+        # What was added besides, numbers in the place of losses, is not divided.
+        rest = computed.loss.detach() - reduce(add, computed.terms.values()).detach()
+        return computed._replace(loss=reduce(add, terms.values()) + rest, terms=terms)
 
     return divided, None
 
@@ -193,8 +195,7 @@ def _checked(computed: Any, source: str) -> torch.Tensor | Computed:
         loss, outputs = computed
         if isinstance(loss, torch.Tensor) and loss.requires_grad and not loss.ndim:
             return Computed(loss, {}, outputs)
-        found = _losses(computed[0], source)
-        return found._replace(outputs=computed[1])
+        return _losses(loss, source)._replace(outputs=outputs)
     found = _losses(computed, source)
     return found if found.terms else found.loss
 

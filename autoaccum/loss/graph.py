@@ -199,22 +199,11 @@ def is_number(tensor: torch.Tensor) -> bool:
     return torch.result_type(small, tensor) == small.dtype
 
 
-def is_normalised(weights: torch.Tensor) -> bool:
-    """Return whether weights that differ sum, or average, to one.
-
-    They do when the program divided them by their sum over the micro-batch: cutting the window then changes the loss.
-    """
-    if not weights.is_floating_point() or weights.device.type == "meta":
-        return False
-    total, least, most = weights.sum().item(), weights.min().item(), weights.max().item()
-    return least != most and any(math.isclose(total, one, rel_tol=1e-3) for one in (1, weights.numel()))
-
-
 def value_of(count: torch.Tensor) -> float | torch.Tensor:
     """Read a tensor of one element where that waits for nothing, on the CPU; else return it as a 0-dim tensor."""
     if not count.is_cpu:
         exact = torch.float32 if count.device.type == "mps" else torch.float64  # MPS has no float64
-        return count.reshape(()) if count.is_floating_point() else count.reshape(()).to(exact)
+        return count.reshape(()).to(exact)  # as a count has on the host, for 1 / 49 in 32 bits is not one over it
     # tolist() is no operation, as item() is: a dispatch mode, such as one that makes memory run out, would see and
     # fail on that.
     value = count.tolist()

@@ -25,12 +25,26 @@ from typing import Any
 import torch
 
 from autoaccum.loss.graph import MEAN, only_parameters
+from autoaccum.loss.hypotheses import Hypothesis
+from autoaccum.loss.reading import read_now
 from autoaccum.loss.terms import Edge, Factor, Reduction, Term
 from autoaccum.loss.walk import Walk
 
 
-def read(loss: torch.Tensor, num_samples: int) -> Reduction:
-    """Read how the loss of a micro-batch of ``num_samples`` was reduced; to be called before its backward."""
+def read(loss: torch.Tensor, num_samples: int, *, waits: bool = True) -> Reduction:
+    """Read how the loss of a micro-batch was reduced; to be called before its backward.
+
+    Args:
+        loss: the loss.
+        num_samples: samples of the micro-batch.
+        waits: whether what terms are is read off a device at once, if it takes that; else it is left to
+            ``reading.Numbers``.
+    """
+    found = _read(loss, num_samples)
+    return read_now(found) if waits and any(term.unread for term in found.terms) else found
+
+
+def _read(loss: torch.Tensor, num_samples: int) -> Reduction:
     root: Any = loss.grad_fn
     if root is None:
         return Reduction(num_samples, (Term("unknown", operation="no operation at all"),))
@@ -39,7 +53,8 @@ def read(loss: torch.Tensor, num_samples: int) -> Reduction:
         # end, for reading it would wait for the forward.
         weight = root._saved_total_weight
         return plain_mean(weight.tolist()) if weight.is_cpu else Reduction(weight.reshape(()))
-    found = Walk(num_samples).terms(root)
+    walk = Walk(num_samples)
+    found = walk.terms(root)
     if not found:  # 0 * outputs.sum(), as is written where there is nothing to learn from
         return Reduction(0.0)
     terms: list[Term] = []
@@ -63,7 +78,39 @@ def read(loss: torch.Tensor, num_samples: int) -> Reduction:
         is_shared_out=any(abs(number) == num_samples > 2 for _, factor in constants for number in factor.divisors),
         edges=tuple([edge for edge, _ in constants]),
         entries=tuple(entries),
+        divisions=tuple(walk.divisions),
     )
+
+
+def read_by(
+    hypothesis: Hypothesis | None,
+    loss: torch.Tensor,
+    num_samples: int,
+    *,
+    counted: Any = None,
+    waits: bool = True,
+) -> Reduction:
+    """Return how a loss was reduced: as its graph shows, unless that has no say in it any more.
+
+    Args:
+        hypothesis: what was measured; None where nothing was.
+        loss: the loss.
+        num_samples: samples of the micro-batch.
+        counted: what the user counts, where that is what it goes by.
+        waits: whether what terms are is read off a device at once.
+    """
+    if counted is not None:
+        # Of a count that is not read yet it is not known whether it is 0, and the loss divided by that.
+        is_late = isinstance(counted, torch.Tensor)
+        return Reduction(counted, divisions=read(loss, num_samples, waits=False).divisions if is_late else ())
+    if hypothesis == "samples":
+        return plain_mean(float(num_samples))
+    if hypothesis == "sum":
+        return plain_mean(1.0)
+    found = read(loss, num_samples, waits=waits)
+    if hypothesis == "sum and penalties":
+        return Reduction(1.0, constants=found.constants, edges=found.edges)
+    return found
 
 
 def is_one(reduction: Reduction) -> bool:
@@ -94,4 +141,7 @@ def plain_mean(items: float) -> Reduction:
 
 def without_graph(reduction: Reduction) -> Reduction:
     """Return the same reduction, holding no node: a node would keep the graph's tensors in memory."""
-    return replace(reduction, edges=(), entries=()) if reduction.edges or reduction.entries else reduction
+    # A loss of one term, as most are, names none.
+    if not (reduction.edges or any(reduction.entries) or reduction.divisions):
+        return reduction
+    return replace(reduction, edges=(), entries=(), divisions=())

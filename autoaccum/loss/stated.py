@@ -11,8 +11,6 @@ T = TypeVar("T")
 CountItems = Callable[[Any], Any] | Mapping[str, Callable[[Any], Any]] | Sequence[Callable[[Any], Any]]
 """(micro-batch) -> number of items that the loss averages over: an int, a float or a tensor of one element. Of several
 losses one for each, or a function that returns one for each: by their names, or in their order."""
-
-
 Reducing = Literal["mean", "sum"] | Mapping[str, Literal["mean", "sum"]] | None
 """What a user says that the loss of a micro-batch is, or each of several; None where that is measured."""
 

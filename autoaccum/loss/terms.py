@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import mul
@@ -41,6 +41,12 @@ class Term:
     """Whether something was divided by 1: a count that happens to be 1, or was kept from 0."""
     operation: str = ""
     """The name of the operation that is unknown."""
+    unread: Shown | None = None
+    """What it is made of again once the numbers of a device are read; None where they are on the host."""
+
+    def numbers_unread(self) -> list[Count]:
+        """Return all of its numbers that may be on a device."""
+        return [self.divisor, self.factor, *(() if self.unread is None else self.unread.numbers())]
 
 
 class Edge(NamedTuple):
@@ -52,6 +58,19 @@ class Edge(NamedTuple):
     """Which of its inputs the term is."""
     above: Count | None
     """What the sum is multiplied with on its way to the loss; None where that is learnt."""
+
+
+class Division(NamedTuple):
+    """Where what depends on the batch is divided by a number on a device."""
+
+    node: Any
+    """The division, or the product with what is one over it."""
+    place: int
+    """Which of its inputs depends on the batch."""
+    is_product: bool
+    """Whether it is a product."""
+    number: torch.Tensor
+    """What it is divided by, or multiplied with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +89,8 @@ class Reduction:
     """Where those enter the loss."""
     entries: tuple[Edge | None, ...] = ()
     """Where the terms do, each by its place among them."""
+    divisions: tuple[Division, ...] = ()
+    """Where something is divided by what is not read yet, and may be 0."""
 
     @property
     def is_sum(self) -> bool:
@@ -129,6 +150,95 @@ def divide(first: Count, second: Count) -> Count:
     if isinstance(first, torch.Tensor) or isinstance(second, torch.Tensor):
         return first / second
     return first / second if second else math.inf
+
+
+class Shown(NamedTuple):
+    """What a graph shows of a term, all of which but the numbers of a device is known at once."""
+
+    num_samples: int
+    """Of the micro-batch."""
+    averaged: tuple[int, ...]
+    """Extents of the dimensions that were averaged."""
+    summed: tuple[int, ...]
+    """Extents of those that were summed."""
+    shapes: tuple[tuple[int, ...], ...]
+    """Of what was reduced, the first one nearest to the loss."""
+    factor: Factor
+    """The constants that it is multiplied with."""
+    divisor: Count
+    """That of its means."""
+    counts_items: bool
+    """Whether a loss counted its targets."""
+    is_suspect: bool
+    """Whether there are weights of the samples that sum to one."""
+    weights: tuple[tuple[torch.Tensor, int], ...] = ()
+    """Of weights that may do so, which are not read yet, their sum, the least and the most; and how many there are."""
+    ones: tuple[torch.Tensor, ...] = ()
+    """Weights of a single number, which may be 1."""
+
+    def numbers(self) -> list[Count]:
+        """Return all that may be on a device."""
+        return [self.factor.value, self.divisor, *[found for found, _ in self.weights], *self.ones]
+
+    def read(self, on_host: Callable[[Count], Any]) -> Shown:
+        """Return the same with its numbers as ``on_host`` gives them: as a number, or a list of several."""
+        # In the order of the walk, so that it ends as it would have on the host.
+        factor = replace(self.factor, value=on_host(self.factor.value))
+        for weight in self.ones:
+            if on_host(weight) == 1:
+                factor = factor.times("Div", 1.0, True)
+        # The same question as on the host, where it is asked in the walk.
+        is_suspect = self.is_suspect or any(_are_normalised(on_host, *weights) for weights in self.weights)
+        divisor = on_host(self.divisor)
+        return self._replace(factor=factor, divisor=divisor, is_suspect=is_suspect, weights=(), ones=())
+
+    def term(self) -> Term:
+        """Return what it shows as a term."""
+        factor, of_device = self.factor, isinstance(self.factor.value, torch.Tensor)
+        kind, is_sure = kind_of(self.num_samples, self.averaged, self.summed, self.shapes, factor, self.counts_items)
+        is_unread = of_device or isinstance(self.divisor, torch.Tensor) or self.weights or self.ones
+        # They may sum to one by chance: what the sum was divided by is told all the same.
+        return Term(
+            kind="unknown" if self.is_suspect else kind,
+            operation="weights that sum to one" if self.is_suspect else "",
+            is_sure=is_sure,
+            divisor=divide(self.divisor, factor.value),
+            numbers=math.prod(self.shapes[-1]),
+            factor=factor.value,
+            is_counted=self.counts_items or bool(factor.tensors),
+            is_multiplied=factor.tensors == "Mul",
+            is_items=self.counts_items,
+            is_one=_is_one(factor),
+            unread=self if is_unread else None,
+        )
+
+
+def is_normalised(total: float, least: float, most: float, numbers: int) -> bool:
+    """Return whether weights that differ sum, or average, to one.
+
+    They do when the program divided them by their sum over the micro-batch: cutting the window then changes the loss.
+
+    Args:
+        total: their sum.
+        least: the smallest of them.
+        most: the largest.
+        numbers: how many there are.
+    """
+    return least != most and any(math.isclose(total, one, rel_tol=1e-3) for one in (1, numbers))
+
+
+def _are_normalised(on_host: Callable[[Count], Any], found: torch.Tensor, numbers: int) -> bool:
+    total, least, most = on_host(found)
+    return is_normalised(total, least, most, numbers)
+
+
+def _is_one(factor: Factor) -> bool:
+    """Return whether something was divided by 1, or by minus 1, beside the constants that the program wrote down."""
+    if any(abs(number) == 1 for number in (*factor.divisors, *factor.multipliers)):
+        return True
+    if not factor.tensors or isinstance(factor.value, torch.Tensor):
+        return False
+    return math.isclose(abs(factor.value), abs(factor.written), rel_tol=1e-12)
 
 
 def kind_of(

@@ -16,13 +16,12 @@ from autoaccum.loss.graph import (
     constant_beside,
     dimensions_of,
     inputs_of,
-    is_normalised,
     only_parameters,
     operation_of,
     sizes_of,
     value_of,
 )
-from autoaccum.loss.terms import Count, Edge, Factor, Term, divide, kind_of
+from autoaccum.loss.terms import Count, Division, Edge, Factor, Shown, Term, divide, is_normalised
 
 Found = tuple[Edge | None, Factor, Term]
 """A term, with where it enters the loss (None when it is all of the loss), and all factors that it has there."""
@@ -38,6 +37,8 @@ class Walk:
         """Prepare to read the loss of a micro-batch of ``num_samples``."""
         self._num_samples = num_samples
         self._found: list[Found] = []
+        self.divisions: list[Division] = []
+        """Where something is divided by what is not read yet."""
         # Nodes yet to be visited, each with how it enters the loss and the constants on the way to it. A stack and no
         # recursion: a sum over a list of a thousand losses is a thousand additions deep.
         self._stack: list[tuple[Any, Edge | None, Factor]] = []
@@ -95,14 +96,23 @@ class Walk:
         value, is_number = constant
         if isinstance(value, float) and value == 0 and operation == "Mul":
             return  # as in loss + 0.0 * outputs.sum()
+        self._note_division(node, indices[0], operation, value)
         child = node.next_functions[indices[0]][0]
         self._stack.append((child, edge, factor.times(operation, value, is_number)))
+
+    def _note_division(self, node: Any, place: int, operation: str, number: Count) -> None:
+        # A number of the program, or of the host, is known by now: a mean over nothing is told from it at once.
+        if isinstance(number, torch.Tensor):
+            self.divisions.append(Division(node, place, operation == "Mul", number))
 
     def _reduce(self, node: Any, operation: str, edge: Edge | None, factor: Factor) -> None:
         """Note the term that a node reduces a tensor to; the scalars of a list go back to the stack instead."""
         descent = _Descent(self._num_samples, factor)
         inner = node
         while descent.takes_in(inner, operation):
+            if descent.number is not None:
+                place = 0 if inner.next_functions[0][0] is not None else 1
+                self._note_division(inner, place, operation, descent.number)
             inner = inputs_of(inner)[0]
             operation = operation_of(inner)
             if operation in ("Stack", "Cat") and descent.is_of_list(length := len(inner.next_functions)):
@@ -145,8 +155,11 @@ class _Descent:
         "_num_samples",
         "_shapes",
         "_summed",
+        "_unread_ones",
+        "_unread_weights",
         "divisor",
         "factor",
+        "number",
         "weights",
     )
 
@@ -154,15 +167,19 @@ class _Descent:
         self._num_samples = num_samples
         self.factor = factor
         self.divisor: Count = 1.0  # of the means alone; the constants are in the factor
+        self.number: Count | None = None  # the constant that was taken in last, if that is what the last node was
         self.weights: torch.Tensor | None = None  # what the numbers were multiplied with last, each by one of its own
         self._averaged: list[int] = []  # extents of the dimensions that were averaged
         self._summed: list[int] = []  # and of those that were summed
         self._shapes: list[tuple[int, ...]] = []  # of what was reduced, the first one nearest to the loss
         self._counts_items = False  # whether the divisor is that of a loss which counts its targets
         self._is_suspect = False  # whether there are weights of the samples that sum to one
+        self._unread_weights: list[tuple[torch.Tensor, int]] = []  # those of which that is to be read off a device
+        self._unread_ones: list[torch.Tensor] = []  # weights of one number, likewise
 
     def takes_in(self, node: Any, operation: str) -> bool:
         """Take a node in; return whether what lies under it is to be taken in as well."""
+        self.number = None
         if operation in ("Mean", "Nansum", "Sum"):
             self._take_reduction(node, operation)
             return True
@@ -181,6 +198,7 @@ class _Descent:
         if 0 in dimensions:
             # The samples are reduced under the weights, which then are not theirs, but of classes, say.
             self._is_suspect = False
+            self._unread_weights.clear()
         if operation == "Mean":
             self._averaged.extend(extents)
             self.divisor = self.divisor * math.prod(extents)
@@ -219,7 +237,7 @@ class _Descent:
         value, is_number = constant
         if isinstance(value, float) and value == 0:
             return False
-        self.factor = self.factor.times(operation, value, is_number)
+        self.factor, self.number = self.factor.times(operation, value, is_number), value
         return True
 
     def _is_of_a_sample(self, constant: torch.Tensor) -> bool:
@@ -229,8 +247,17 @@ class _Descent:
         """Take in a constant for each number: it changes what is summed, and not what the sum is divided by."""
         self.weights = weights if operation == "Mul" else None
         is_of_samples = len(weights) == self._num_samples > 1 and weights.ndim == len(self._shapes[-1])
-        if operation == "Mul" and is_of_samples:
-            self._is_suspect = self._is_suspect or is_normalised(weights)
+        is_unread = weights.device.type not in ("cpu", "meta")
+        if operation == "Mul" and is_of_samples and weights.is_floating_point() and not weights.is_meta:
+            # By operations rather than over the list of all: there may be millions.
+            found = weights.sum(), weights.min(), weights.max()
+            if is_unread:
+                self._unread_weights.append((torch.stack(found), weights.numel()))
+            else:
+                total, least, most = [number.item() for number in found]
+                self._is_suspect = self._is_suspect or is_normalised(total, least, most, weights.numel())
+        elif of_each and is_unread:
+            self._unread_ones.append(weights)
         elif of_each and weights.item() == 1:  # a weight of one, or one that was divided by itself
             self.factor = self.factor.times("Div", 1.0, True)
 
@@ -242,33 +269,18 @@ class _Descent:
         """Return what was gathered as a term; ``node`` is the one that made the scalar."""
         if not self._shapes:
             return _unknown(node)
-        factor = self.factor
-        value = factor.value
-        kind, is_sure = kind_of(
-            self._num_samples, self._averaged, self._summed, self._shapes, factor, self._counts_items
-        )
-        # They may sum to one by chance: what the sum was divided by is told all the same.
-        return Term(
-            kind="unknown" if self._is_suspect else kind,
-            operation="weights that sum to one" if self._is_suspect else "",
-            is_sure=is_sure,
-            divisor=divide(self.divisor, value),
-            numbers=math.prod(self._shapes[-1]),
-            factor=value,
-            is_counted=self._counts_items or bool(factor.tensors),
-            is_multiplied=factor.tensors == "Mul",
-            is_items=self._counts_items,
-            is_one=_is_one(factor),
-        )
-
-
-def _is_one(factor: Factor) -> bool:
-    """Return whether something was divided by 1, or by minus 1, beside the constants that the program wrote down."""
-    if any(abs(number) == 1 for number in (*factor.divisors, *factor.multipliers)):
-        return True
-    if not factor.tensors or isinstance(factor.value, torch.Tensor):
-        return False
-    return math.isclose(abs(factor.value), abs(factor.written), rel_tol=1e-12)
+        return Shown(
+            num_samples=self._num_samples,
+            averaged=tuple(self._averaged),
+            summed=tuple(self._summed),
+            shapes=tuple(self._shapes),
+            factor=self.factor,
+            divisor=self.divisor,
+            counts_items=self._counts_items,
+            is_suspect=self._is_suspect,
+            weights=tuple(self._unread_weights),
+            ones=tuple(self._unread_ones),
+        ).term()
 
 
 def _unknown(node: Any) -> Term:

@@ -23,7 +23,10 @@ from typing import Any
 
 import torch
 
-from autoaccum.loss.terms import Count, Edge, Reduction
+from autoaccum.loss.conclusions import conclude, stands_for_none
+from autoaccum.loss.hypotheses import PLAIN_MEAN, PLAIN_SUM, SUMS, Conclusion, Hypothesis
+from autoaccum.loss.reading import Numbers
+from autoaccum.loss.terms import Count, Division, Edge, Reduction
 
 
 class Tally:
@@ -37,6 +40,7 @@ class Tally:
         self._num_samples = num_samples
         self._deferred = deferred
         self._counts: list[Count] = []  # n_j of each micro-batch so far; 0 where it had no items
+        self._late: list[int] = []  # indices of those that are read at the end
         self._guess = total  # G: guessed from the first micro-batch that has items, and 0 until then
 
     def weight(self, num_samples: int, items: Count, dtype: torch.dtype = torch.float32) -> Count | None:
@@ -48,8 +52,9 @@ class Tally:
             dtype: of its loss, which the weight is rounded to.
         """
         if isinstance(items, torch.Tensor):
-            # The first count is read in any case, for the guess is made of it.
+            # Where nothing is known the first count is read, for the guess is made of it.
             if self._deferred and self._guess:
+                self._late.append(len(self._counts))
                 self._counts.append(items)
                 return items.to(torch.promote_types(dtype, torch.float32)) / self._guess
             items = items.item()
@@ -63,8 +68,15 @@ class Tally:
             self._guess = per_sample * self._num_samples
             if dtype.itemsize == 2:
                 # The weight is rounded to the loss's type, of 16 bits: a power of two leaves small counts exact.
-                self._guess = math.copysign(2.0 ** round(math.log2(abs(self._guess))), self._guess)
+                self._guess = power_of_two(self._guess)
         return items / self._guess
+
+    def take_all(self, items: torch.Tensor) -> float:
+        """Take what a window in one piece counts, which is read at its end; return its weight, which is 1."""
+        # Whatever it counts, it is all of it; and of nothing nothing goes through: see ``guarded``.
+        self._late.append(len(self._counts))
+        self._counts.append(items)
+        return 1.0
 
     @property
     def guess(self) -> float:
@@ -73,12 +85,25 @@ class Tally:
 
     def read(self) -> list[float]:
         """Return the counts of all micro-batches so far; those that were deferred are read in one go."""
-        waiting = [count for count in self._counts if isinstance(count, torch.Tensor)]
-        if waiting:
-            read = torch.stack(waiting).tolist()
-            values = iter(value if math.isfinite(value) else 0.0 for value in read)  # 0 / 0 counts nothing
-            self._counts = [next(values) if isinstance(count, torch.Tensor) else count for count in self._counts]
+        if any(isinstance(count, torch.Tensor) for count in self._counts):
+            numbers = Numbers()
+            self.want(numbers)
+            numbers.read()
+            self.take_read(numbers)
         return self._counts  # type: ignore[return-value]
+
+    def want(self, numbers: Numbers) -> None:
+        """Ask for the counts that are yet to be read."""
+        numbers.want(self._counts)
+
+    def take_read(self, numbers: Numbers) -> None:
+        """Take the counts that were waiting, as they were read."""
+        counts = map(numbers.count, self._counts)
+        self._counts = [count if math.isfinite(count) else 0.0 for count in counts]  # 0 / 0 counts nothing
+
+    def late_zeros(self) -> list[int]:
+        """Return the micro-batches whose count was read at the end, and turned out to be 0."""
+        return [index for index in self._late if not self._counts[index]]
 
     def leave_out(self, index: int) -> None:
         """Count nothing for that micro-batch: it had no items after all, and a gradient of 0."""
@@ -110,8 +135,103 @@ class Tally:
         if min(counts) == max(counts):
             return stacked.sum(dtype=wide) if is_sum else stacked.mean(dtype=wide)
         total = self.total(is_sum)
-        shares = torch.tensor([count / total for count in counts], dtype=wide, device=stacked.device)
-        return stacked.to(wide) @ shares
+        found = [count / total for count in counts]
+        if not stacked.is_cpu:  # where a tensor of them would be copied, for which the host waits
+            return torch.stack(torch._foreach_mul(list(stacked.to(wide)), found)).sum()
+        return stacked.to(wide) @ torch.tensor(found, dtype=wide, device=stacked.device)
+
+
+def conclude_by(
+    hypothesis: Hypothesis | None,
+    stated: object,
+    sizes: Sequence[int],
+    reductions: Sequence[Reduction],
+    is_doubtful: bool,
+) -> Conclusion:
+    """Return what a window is: as was measured, or as its micro-batches show.
+
+    Args:
+        hypothesis: what was measured; None where nothing was.
+        stated: what the user says that the loss is.
+        sizes: samples of each micro-batch.
+        reductions: how each one's loss was reduced.
+        is_doubtful: whether a count may be of one or of none.
+    """
+    # What was measured holds for the run, whatever the graphs of a window look like.
+    if hypothesis is not None:
+        return PLAIN_SUM if hypothesis in SUMS else PLAIN_MEAN
+    if len(sizes) > 1 and any(reduction.terms for reduction in reductions):
+        found = conclude(sizes, reductions, is_doubtful)
+        return PLAIN_MEAN if stated == "mean" and not found.kinds else found  # as the user says
+    return PLAIN_MEAN
+
+
+def counting_nothing(
+    sizes: Sequence[int],
+    reductions: Sequence[Reduction],
+    losses: Sequence[torch.Tensor | None],
+    ones_are_none: bool,
+) -> tuple[list[int], bool]:
+    """Return the micro-batches whose count of 1 stands for none, and whether that is in doubt for any.
+
+    Args:
+        sizes: samples of each micro-batch.
+        reductions: how each one's loss was reduced.
+        losses: their values; None of what counts nothing already.
+        ones_are_none: whether each count of 1 is taken for one of none.
+    """
+    # Losses without terms are PyTorch's own means, which over nothing are no numbers, or are counted by the user.
+    found, is_doubtful = [], False
+    for index, loss in enumerate(losses):
+        if loss is not None and reductions[index].terms:
+            is_none, may_be_one = stands_for_none(reductions[index], loss, sizes[index])
+            if is_none or (ones_are_none and any(term.is_one for term in reductions[index].terms)):
+                found.append(index)
+            is_doubtful = is_doubtful or may_be_one
+    return found, is_doubtful
+
+
+class Foresight:
+    """What the next window is taken to count while it runs, where counts stay on a device: what the last one did."""
+
+    def __init__(self, *, is_used: bool) -> None:
+        """Begin with nothing known; where it is not used, nothing ever is."""
+        # A guess need not be right, but where it is there is nothing to correct.
+        self._is_used = is_used
+        self._last: tuple[float, int] | None = None  # what the last window counted that has committed, and its samples
+        self._now: tuple[float, int] | None = None  # what this one did
+
+    def begin(self, num_samples: int) -> float:
+        """Begin an attempt at a window; return what it may count, or 0 where nothing is known."""
+        self._now = None
+        if self._last is None:
+            return 0.0
+        total, of_samples = self._last
+        return total if num_samples == of_samples else total / of_samples * num_samples
+
+    def see(self, total: float, num_samples: int, dtype: torch.dtype) -> None:
+        """Take what a window has counted whose losses are of that type."""
+        if self._is_used and abs(total) > 1e-3 * num_samples:
+            # A power of two where weights are rounded to 16 bits, which leaves small counts exact.
+            self._now = (power_of_two(total) if dtype.itemsize == 2 else total), num_samples
+
+    def commit(self) -> None:
+        """Keep it for the next window: only what commits may tell in what comes after it."""
+        # One that is kept from a window that was rolled back would make its replay another one.
+        self._last, self._now = self._now or self._last, None
+
+    def state_dict(self) -> dict[str, tuple[float, int]]:
+        """Return what is known, for a checkpoint: gradients depend on it in their last digits."""
+        return {} if self._last is None else {"counted": self._last}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Put back what ``state_dict`` returned."""
+        self._last = state.get("counted") if self._is_used else None
+
+
+def power_of_two(number: float) -> float:
+    """Return the power of two that is nearest to a number, with its sign."""
+    return math.copysign(2.0 ** round(math.log2(abs(number))), number)
 
 
 class Seeds:
@@ -163,6 +283,35 @@ def weighed(terms: Sequence[tuple[Edge, Count | None]]) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+@contextmanager
+def guarded(divisions: Sequence[Division]) -> Iterator[None]:
+    """Let, within it, nothing through where a loss is divided by 0, which has no items: 0 / 0 is no number.
+
+    What is divided by is not read for it. Where it is not 0 nothing changes.
+    """
+    # By hooks where it happens: there alone the gradient of one term can be told from that of others.
+    handles = [division.node.register_hook(_guarding(division)) for division in divisions]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _guarding(division: Division) -> Callable[[Any, Any], Any]:
+    """Make a hook for a division that replaces its gradient by 0 where nothing is divided by anything."""
+
+    def hook(to_inputs: tuple[torch.Tensor | None, ...], _: object) -> tuple[torch.Tensor | None, ...]:
+        guarded, gradient = list(to_inputs), to_inputs[division.place]
+        if gradient is not None:
+            # A product with 0 would leave NaN as it is, so it is picked.
+            is_some = division.number.isfinite() if division.is_product else division.number != 0
+            guarded[division.place] = torch.where(is_some, gradient, torch.zeros_like(gradient))
+        return tuple(guarded)
+
+    return hook
 
 
 def _weighing(weights: Mapping[int, Count | None]) -> Callable[[Any, Any], Any]:

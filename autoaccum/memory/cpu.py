@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 
+from autoaccum.memory.base import Usage
 from autoaccum.memory.cgroups import ControlGroups
 from autoaccum.memory.procfs import number, read
 from autoaccum.memory.stalls import HostPressure
@@ -30,7 +31,7 @@ class CpuMemory:
         cgroup: where the control groups are mounted.
     """
 
-    enforced = False
+    enforced = can_enforce = False
     # Each figure is a file that the kernel writes out for the reader, and a window of a tiny model takes no longer.
     reading_seconds = 0.02
 
@@ -63,6 +64,14 @@ class CpuMemory:
         own = [_resident(status) + max(0, free) for free in self._free_under_rlimits(status)]
         groups = [limit for group in self._groups.all() if (limit := group.limit()) is not None]
         return min([self._total(), *own, *groups])
+
+    def enforce(self, limit_bytes: int | None) -> None:
+        """Do nothing: resident bytes cannot be limited from within."""
+
+    def usage(self) -> Usage:
+        """Return the resident bytes, which are all that is known."""
+        peak, used = self.peak(), self.used()
+        return Usage(used, peak, used, peak)
 
     def used(self) -> int:
         """Return the resident bytes."""

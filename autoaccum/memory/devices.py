@@ -2,17 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 from autoaccum.errors import UnknownDeviceError
-from autoaccum.memory.accelerator import AcceleratorMemory, MpsMemory
+from autoaccum.memory.accelerator import AcceleratorMemory
 from autoaccum.memory.base import Memory
 from autoaccum.memory.cpu import CpuMemory
+from autoaccum.memory.mps import MpsMemory
 from autoaccum.memory.simulated import SimulatedMemory, active_simulation
+
+
+@contextmanager
+def current_device_kept() -> Iterator[None]:
+    """Make the device current again, at its end, that was so at its beginning, whatever happens within it."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        yield
+        return
+    # To ask a device that was never used would start it, which takes memory; the first one is current then.
+    is_started = getattr(torch.get_device_module(accelerator), "is_initialized", lambda: True)
+    before = torch.accelerator.current_device_index() if is_started() else 0
+    try:
+        yield
+    finally:
+        if is_started():
+            torch.accelerator.set_device_index(before)
+
+
+@contextmanager
+def being_current(device: torch.device) -> Iterator[None]:
+    """Let a device be current within it."""
+    # What allocates without naming a device (a model's own "cuda", a library's handle) has to land on this one.
+    with torch.accelerator.device_index(device.index):
+        yield
 
 
 def find_device(device: str | torch.device | None) -> torch.device:
     """Return the device of that name; without one the accelerator that is current, or the CPU where there is none.
+
+    An accelerator is made current: callers are within ``current_device_kept``.
 
     Raises:
         UnknownDeviceError: this machine, or this build of PyTorch, does not have it.
@@ -35,7 +66,6 @@ def find_device(device: str | torch.device | None) -> torch.device:
         found = torch.device(found.type, torch.accelerator.current_device_index())
     if str(found) not in available:
         raise UnknownDeviceError(device, available)
-    # What allocates without naming a device (a model's own "cuda", a library's handle) has to land on this one.
     torch.accelerator.set_device_index(found.index)
     return found
 

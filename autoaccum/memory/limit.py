@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from autoaccum._checks import function
 from autoaccum._units import parse_bytes
@@ -27,24 +27,47 @@ class Limit:
         Raises:
             ArgumentError: it is no number of bytes, and no share.
         """
-        # What the device gives: a limit below that is kept by nobody but us.
+        # What the device gives: a limit below that is kept by nobody but us, where the device cannot be told of it.
         total_bytes = memory.limit()
-        self.now = moving_limit(memory_limit, memory.limit)
-        """() -> bytes that may be used at this moment."""
         self._memory = memory
+        self._asked_bytes = asked_limit(memory_limit, total_bytes, memory.limit)
         # What was said once and for all stays below what others give back; a function may say anything, some day.
-        self._fixed_bytes = None if memory_limit is None or callable(memory_limit) else self.now()
+        self._is_fixed = memory_limit is not None and not callable(memory_limit)
+        self._is_kept = False  # whether the device has been told
+        self._kept_bytes: int | None = None  # what it has been told
         # Kept, for to ask may cost as much as a window of a tiny model: see ``Memory.reading_seconds``.
-        self.bytes = self.now()
+        self.bytes = total_bytes if memory_limit is None else self.now()
         """The same as it was when memory was last looked at."""
-        self.is_enforced = memory.enforced and self.bytes >= total_bytes
+        self.is_enforced = memory.enforced and (memory.can_enforce or self.bytes >= total_bytes)
         """Whether the device refuses what passes the limit; else nobody keeps it but us."""
+
+    def now(self) -> int:
+        """Return the bytes that may be used at this moment; the device is told when what was asked for has moved."""
+        asked_bytes, available_bytes = self._asked_bytes(), self._memory.limit()
+        if self._is_kept and asked_bytes != self._kept_bytes:
+            self._kept_bytes = asked_bytes
+            self._memory.enforce(asked_bytes)
+        return available_bytes if asked_bytes is None else min(asked_bytes, available_bytes)
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Have the device refuse within it what passes the limit, where it can be told; nobody else is bound by it."""
+        if self._is_kept or not self._memory.can_enforce or (asked_bytes := self._asked_bytes()) is None:
+            yield
+            return
+        self._is_kept, self._kept_bytes, before_bytes = True, asked_bytes, None
+        try:
+            before_bytes = self._memory.enforce(asked_bytes)
+            yield
+        finally:
+            self._is_kept = False
+            self._memory.enforce(before_bytes)
 
     def most(self) -> int:
         """Return the bytes that the limit may come to, should others give back what they hold: never below it."""
         capacity = self._memory.capacity()
-        if self._fixed_bytes is not None:
-            capacity = min(capacity, self._fixed_bytes)
+        if self._is_fixed:
+            capacity = min(capacity, self._asked_bytes() or capacity)
         return max(capacity, self.now())
 
     def read(self) -> int:
@@ -54,21 +77,43 @@ class Limit:
 
 
 def memory_limit_bytes(value: MemoryLimit, available_bytes: int) -> int:
-    """Return a limit in bytes: ``None`` is all that is available, an int or a text bytes, a float that share of it.
-
-    A share may arrive as a text from the command line: ``"0.5"`` is half, ``"1"`` is one byte. A function is called.
+    """Return a limit in bytes, which is at most what is available: see ``asked_limit``.
 
     Raises:
         ArgumentError: it is no number of bytes, and no share.
     """
+    # More than there is, is no mistake: the same text may be passed on machines of different sizes.
+    asked_bytes = asked_limit(value, available_bytes, lambda: available_bytes)()
+    return available_bytes if asked_bytes is None else min(asked_bytes, available_bytes)
+
+
+def asked_limit(value: MemoryLimit, first_bytes: int, available_bytes: Callable[[], int]) -> Callable[[], int | None]:
+    """Return a function () -> the limit that a user asks for, in bytes; None is all that there is.
+
+    An int or a text is bytes, a float a share. A share may arrive as a text from the command line: ``"0.5"`` is half,
+    ``"1"`` is one byte. A function is called each time, and a share that it returns is one of what is available then.
+
+    Args:
+        value: as the user said it.
+        first_bytes: what is available at first, of which a share is one for good: a share of what is available later
+            would move whenever others take memory or give it back.
+        available_bytes: () -> what is available.
+
+    Raises:
+        ArgumentError: it is no number of bytes, and no share; for a function, when it is called.
+    """
     if value is None:
-        return available_bytes
+        return lambda: None
     if callable(value):
-        return _limit_bytes(value(), available_bytes, "", "The function passed as memory_limit returned it.")
-    return _limit_bytes(value, available_bytes, ", or a function that returns one of these", "")
+        function("memory_limit", value, (), "bytes, a text or a share")
+        asked = value
+        cure = "The function passed as memory_limit returned it."
+        return lambda: _limit_bytes(asked(), available_bytes, "", cure)
+    fixed = _limit_bytes(value, lambda: first_bytes, ", or a function that returns one of these", "")
+    return lambda: fixed
 
 
-def _limit_bytes(value: object, available_bytes: int, or_else: str, cure: str) -> int:
+def _limit_bytes(value: object, available_bytes: Callable[[], int], or_else: str, cure: str) -> int:
     """Return the limit that a value stands for, which is no function; the texts go into the errors."""
     accepted = f"bytes as an int, a text such as '8GiB', or a share of the memory such as 0.5{or_else}"
     # True would be one byte: bool is a subclass of int.
@@ -82,26 +127,11 @@ def _limit_bytes(value: object, available_bytes: int, or_else: str, cure: str) -
             raise ArgumentError(
                 "memory_limit", value, accepted, f"A float is a share above 0 and up to 1. {cure}".strip()
             )
-        return int(value * available_bytes)
+        return int(value * available_bytes())
     try:
         limit = parse_bytes(value)
     except ValueError:
         raise ArgumentError("memory_limit", value, accepted, cure) from None
     if limit < 1:
         raise ArgumentError("memory_limit", value, accepted, cure)
-    # More than there is, is no mistake: the same text may be passed on machines of different sizes.
-    return min(limit, available_bytes)
-
-
-def moving_limit(value: Any, available_bytes: Callable[[], int]) -> Callable[[], int]:
-    """Return a function () -> the limit in bytes as it is now; a share is one of what was available at first."""
-    if value is None:
-        return available_bytes
-    if callable(value):
-        function("memory_limit", value, (), "bytes, a text or a share")
-    # What a function returns is asked for each time, and a share that it returns is one of what is available then.
-    if callable(value):
-        return lambda: memory_limit_bytes(value(), available_bytes())
-    # Worked out once: a share of what is available now would move whenever others take memory or give it back.
-    limit = memory_limit_bytes(value, available_bytes())
-    return lambda: min(limit, available_bytes())
+    return limit

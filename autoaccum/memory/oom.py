@@ -62,12 +62,17 @@ _TEXTS = re.compile(
     )
 )
 
+_AMBIGUOUS = re.compile(
+    # aten/src/ATen/native/cudnn/Conv_v8.cpp, where cuDNN had no workspace, but also no kernel for a type or a card
+    # (pytorch#108645).
+    r"\b(GET|FIND) was unable to find an engine to execute this computation"
+)
+"""Texts that are of memory only where an allocator has refused some meanwhile: it counts that, whoever hears of it."""
+
 # Deliberately not among them:
 # * CUBLAS_STATUS_NOT_INITIALIZED: cublasCreate says it on a full device, but as often after a device-side assertion (an
 #   index out of range) has broken the context, where every replay would fail. The first micro-batches of a run are
 #   small and create the handle, so the harmless cause is rare here.
-# * "GET was unable to find an engine to execute this computation": cuDNN's for a workspace that it could not have, but
-#   also for a type or a card without a kernel.
 # * NCCL's "Cuda failure 2 'out of memory'": the communicator is lost with it, so no replay on this rank can succeed.
 
 
@@ -105,6 +110,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def _says_so(error: BaseException) -> bool:
     """Return whether the error itself is one of memory, whatever it was raised from."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        _refusals.have_risen()  # this one is known, and explains no later error
         return True
     if not isinstance(error, RuntimeError):  # torch.AcceleratorError is one too
         return False
@@ -113,7 +119,40 @@ def _says_so(error: BaseException) -> bool:
     if is_raised_by_hand(error):
         text = str(error)
         return _TEXTS.match(text) is not None or _TEXTS.match(_OPENING.sub("", text, count=1)) is not None
-    return _TEXTS.search(str(error)) is not None
+    return _TEXTS.search(str(error)) is not None or _was_refused(error)
+
+
+def _was_refused(error: BaseException) -> bool:
+    """Return whether an error whose text leaves it open came of memory that an allocator had refused."""
+    if _AMBIGUOUS.search(str(error)) is None:
+        return False
+    # Once for each error, which is asked about wherever it passes.
+    if not hasattr(error, "was_refused"):
+        error.was_refused = _refusals.have_risen()  # type: ignore[attr-defined]
+    return error.was_refused  # type: ignore[attr-defined, no-any-return]
+
+
+class _Refusals:
+    """How often allocators have refused memory, by device, when somebody last looked."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, int] = {}
+
+    def have_risen(self) -> bool:
+        """Return whether memory was refused since the last call."""
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        if accelerator is None or accelerator.type == "mps":  # whose allocator does not count
+            return False
+        before = self._known
+        devices = range(torch.accelerator.device_count())
+        try:
+            self._known = {index: torch.accelerator.memory_stats(index).get("num_ooms", 0) for index in devices}
+        except RuntimeError:  # of an allocator of the user's, which counts nothing
+            return False
+        return any(count > before.get(index, 0) for index, count in self._known.items())
+
+
+_refusals = _Refusals()
 
 
 def is_raised_by_hand(error: BaseException) -> bool:

@@ -19,7 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from autoaccum._units import format_bytes
-from autoaccum.memory.base import Retries
+from autoaccum.memory.base import Retries, Usage
 
 
 class MemorySimulation(TorchDispatchMode):
@@ -143,7 +143,7 @@ class OutOfMemoryAt(TorchDispatchMode):
 class SimulatedMemory:
     """The simulated memory as the memory of a device."""
 
-    enforced = True
+    enforced, can_enforce = True, False
     reading_seconds = 0.0  # each figure is an attribute: every window may be measured
 
     def __init__(self, simulation: MemorySimulation) -> None:
@@ -159,6 +159,14 @@ class SimulatedMemory:
     def capacity(self) -> int:
         """Return the highest limit that was seen: whoever lowers it stands for others, who may give memory back."""
         return max(self._most, self._simulation.limit)
+
+    def enforce(self, limit_bytes: int | None) -> None:
+        """Do nothing: the simulation has its own limit, as a device has its size."""
+
+    def usage(self) -> Usage:
+        """Return the simulation's figures."""
+        used, peak = self._simulation.used, self._simulation.peak
+        return Usage(used, peak, used, peak, retries=self._simulation.retries)
 
     def used(self) -> int:
         """Return the bytes of the live storages seen so far."""

@@ -41,7 +41,7 @@ class Reading:
 
     # This one measures nothing. It is what the tests' devices of numbers return, which know what a piece takes.
 
-    __slots__ = ("peak_bytes", "piece", "seconds")
+    __slots__ = ("allocated_bytes", "fell_short", "peak_bytes", "piece", "seconds")
 
     def __init__(self, piece: Piece | None, peak_bytes: int | None = None, seconds: float | None = None) -> None:
         self.piece = piece
@@ -50,6 +50,17 @@ class Reading:
         """Most memory in use at once while it ran; None where it was not measured."""
         self.seconds = seconds
         """Wall time of its forward and backward; None where it was not measured."""
+        self.allocated_bytes: int | None = None
+        """Most that tensors held at once while it ran; None where nobody tells."""
+        self.fell_short = False
+        """Whether memory ran out within it, and whoever asked for it made do without."""
+
+    def take(self, peak_bytes: int, allocated_bytes: int, *, fell_short: bool) -> Reading:
+        """Take over what the memory says at the end of the piece; return this."""
+        self.peak_bytes, self.fell_short = peak_bytes, fell_short
+        # The same number is no news: there nobody tells tensors from the rest.
+        self.allocated_bytes = None if allocated_bytes == peak_bytes else allocated_bytes
+        return self
 
     def __enter__(self) -> Reading:
         return self
@@ -97,7 +108,16 @@ class Decider(Protocol):
     def plan(self, num_samples: int, lengths: Lengths) -> tuple[int, ...]:
         """Return how to cut a window without trials."""
 
-    def observe(self, micro_batch: int, peak_bytes: int, seconds: float | None, length: int) -> None:
+    def observe(
+        self,
+        micro_batch: int,
+        peak_bytes: int,
+        seconds: float | None,
+        length: int,
+        *,
+        allocated_bytes: int | None,
+        fell_short: bool,
+    ) -> None:
         """Take the reading of a trial."""
 
     def out_of_memory(
@@ -164,7 +184,14 @@ class Attempt:
         # That a piece ran well is no news, unless it was a trial: what ``committed`` says at the end is enough.
         piece = reading.piece
         if piece is not None and reading.peak_bytes is not None:
-            self._tuner.observe(piece.size, reading.peak_bytes, reading.seconds, piece.length)
+            self._tuner.observe(
+                piece.size,
+                reading.peak_bytes,
+                reading.seconds,
+                piece.length,
+                allocated_bytes=reading.allocated_bytes,
+                fell_short=reading.fell_short,
+            )
 
     def ran_out(self, micro_batch: int, length: int, peak_bytes: int | None, limit_bytes: int) -> Attempt:
         """Say that such a micro-batch ran out of memory, and return a smaller attempt at the same window.

@@ -14,8 +14,9 @@ import math
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from statistics import median
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +35,22 @@ class Trial:
     """Wall time of the forward and backward; None where it was not timed."""
     length: int = 1
     """The length of its longest sample, to which the others were padded; 1 where samples are alike."""
+    allocated_bytes: int | None = None
+    """Most that tensors held at once, without the steps in which an allocator grows; None where nobody tells."""
+
+    @property
+    def overhead_bytes(self) -> int:
+        """Return the part of the peak that no tensor held; 0 where nobody tells."""
+        if self.peak_bytes is None or self.allocated_bytes is None:
+            return 0
+        return self.peak_bytes - self.allocated_bytes
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain values, for a checkpoint: what came later than others only where it says something."""
+        state = asdict(self)
+        if self.allocated_bytes is None:
+            del state["allocated_bytes"]
+        return state
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,10 +121,13 @@ SPREAD = 1.5
 def fit_memory_model(trials: Sequence[Trial]) -> MemoryModel | None:
     """Fit the memory model to the trials whose peak is known; return None with fewer than two different sizes.
 
+    Where tensors are told from the rest, the line is that of tensors, which grow without steps. What an allocator adds,
+    its cache and its rounding up, is what it added at most to the largest trials.
+
     Where lengths vary, three shapes are fitted: in the length, in its square, in both. The one with the least weighted
     sum of squared errors is returned, the first of them where two are equal.
     """
-    known = [(t.micro_batch, t.length, t.peak_bytes) for t in trials if t.peak_bytes is not None]
+    known = [(t.micro_batch, t.length, t.peak_bytes - t.overhead_bytes) for t in trials if t.peak_bytes is not None]
     line = _fit_line([(size * length, peak) for size, length, peak in known])
     if line is None:
         return None
@@ -127,7 +147,15 @@ def fit_memory_model(trials: Sequence[Trial]) -> MemoryModel | None:
             for size, length, peak in known
         )
 
-    return min(models, key=error)
+    best = min(models, key=error)
+    return replace(best, fixed_bytes=best.fixed_bytes + _overhead(trials))
+
+
+def _overhead(trials: Sequence[Trial]) -> int:
+    """Return the bytes that no tensor holds, as of the largest trials: those of at least half of the largest."""
+    most = max((t.micro_batch * t.length for t in trials if t.peak_bytes is not None), default=0)
+    large = [t for t in trials if t.peak_bytes is not None and 2 * t.micro_batch * t.length >= most]
+    return max((t.overhead_bytes for t in large), default=0)
 
 
 def weigher(trials: Sequence[Trial]) -> Callable[[int], int]:

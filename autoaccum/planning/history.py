@@ -98,8 +98,8 @@ class History:
         """Return plain values, for a checkpoint."""
         return {
             # Both, for which of the trials the weights were told from cannot be seen by looking at them.
-            "trials": [asdict(trial) for trial in self.trials],
-            "weighed": [asdict(trial) for trial in self.weighed],
+            "trials": [trial.state_dict() for trial in self.trials],
+            "weighed": [trial.state_dict() for trial in self.weighed],
             "prior": None if self.prior is None else asdict(self.prior),
         }
 

@@ -68,7 +68,14 @@ class Largest:
 
     # What trials say of it.
 
-    def observe(self, micro_batch: int, peak_bytes: int, seconds: float | None, length: int) -> None:
+    def observe(
+        self,
+        micro_batch: int,
+        peak_bytes: int,
+        seconds: float | None,
+        length: int,
+        allocated_bytes: int | None = None,
+    ) -> None:
         """Take the reading of a trial: see ``Tuner.observe``."""
         # Nothing is smaller than the smallest: it may use the headroom, and moves the target if it does.
         is_smallest = micro_batch <= self._cutter.smallest
@@ -88,6 +95,7 @@ class Largest:
                 predicted_bytes=predicted,
                 seconds=seconds,
                 length=length,
+                allocated_bytes=allocated_bytes,
             )
         )
 
@@ -140,7 +148,7 @@ class Largest:
 
     # As memory comes and goes.
 
-    def look(self, limit_bytes: int, strain: str | None) -> str | None:
+    def look(self, limit_bytes: int, strain: str | None, *, is_enforced: bool = False) -> str | None:
         """Look at the memory before a window: see ``Tuner.look``."""
         before = self._limits.limit_bytes
         self._limits.heed(limit_bytes)
@@ -161,7 +169,10 @@ class Largest:
                 if limit_bytes < before:
                     return f"the limit fell to {format_bytes(limit_bytes)}"
                 return f"it would need {format_bytes(needed)} of {format_bytes(limit_bytes)}"
-            if is_strained:
+            # Two plans of half of the target fit beside each other: then it is not for their size that the allocator
+            # empties its cache, and smaller ones would gain nothing. Where nothing is refused, giving way is safe.
+            is_size = not is_enforced or model is None or model.predict(weight) > self._limits.target_bytes / 2
+            if is_strained and is_size:
                 self.shrink(int(weight / WORTHWHILE))
                 return strain
         if is_settled:

@@ -11,6 +11,8 @@ class Limits:
         self.headroom = headroom
         self.least_bytes = 0
         """The peak of the smallest micro-batch; 0 until it is known."""
+        self.floor_bytes = 0
+        """The most of what no plan makes smaller, such as an optimizer's step; 0 while nothing is known of it."""
         self.heed(limit_bytes)
 
     def heed(self, limit_bytes: int) -> None:
@@ -23,13 +25,19 @@ class Limits:
 
     def target_of(self, limit_bytes: int) -> int:
         """Return the peak that plans would keep to under such a limit."""
-        return target_bytes(limit_bytes, self.headroom, self.least_bytes)
+        return target_bytes(limit_bytes, self.headroom, max(self.least_bytes, self.floor_bytes))
 
     def learn_least(self, peak_bytes: int) -> None:
         """Take over the peak of the smallest micro-batch, which moves the target where little is free above it."""
         # Were the target below what the smallest needs, every trial that is larger would be refused.
         self.least_bytes = peak_bytes
         self.heed(self.limit_bytes)
+
+    def learn_floor(self, peak_bytes: int) -> None:
+        """Take over the peak of what no plan makes smaller: micro-batches that take no more cost nothing."""
+        if peak_bytes > self.floor_bytes:
+            self.floor_bytes = peak_bytes
+            self.heed(self.limit_bytes)
 
     def allows(self, peak_bytes: int, *, is_smallest: bool) -> bool:
         """Return whether a peak is acceptable: the smallest micro-batch may use the headroom, for there is no other."""
@@ -42,7 +50,7 @@ def target_bytes(limit_bytes: int, headroom: float, least_bytes: int) -> int:
     Args:
         limit_bytes: what this process may use.
         headroom: the fraction of it that is kept free.
-        least_bytes: the peak of the smallest micro-batch; 0 while it is not known.
+        least_bytes: the peak of what there is under any plan, the smallest micro-batch say; 0 while it is not known.
 
     >>> target_bytes(1000, 0.05, 400), target_bytes(1000, 0.05, 980)
     (950, 999)

@@ -13,7 +13,10 @@ from autoaccum.planning.costs import MemoryModel, Trial
 def trials_of(kind: type = Trial, *, in_full: bool = False) -> Check:
     """Return the check of trials; ``in_full``: with every field, as checkpoints have them."""
     seconds = optional(number(0))
-    return every(of_record(kind, in_full=in_full, micro_batch=whole(1), length=whole(1), seconds=seconds))
+    of_one = of_record(
+        kind, in_full=in_full, later=("allocated_bytes",), micro_batch=whole(1), length=whole(1), seconds=seconds
+    )
+    return every(of_one)
 
 
 TRIALS = trials_of(in_full=True)
@@ -61,6 +64,7 @@ TUNER = entries(
         "_enough": optional(whole()),
         "_goal": optional(whole(1)),
         "_grown_from": whole(),
-    }
+    },
+    optionally={"_warm": whole(1)},
 )
 """The state of a tuner, under the names of the first version of the format."""

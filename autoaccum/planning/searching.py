@@ -32,6 +32,7 @@ class Searching:
         *,
         is_on: bool = True,
         few_sizes: bool,
+        warms_up: bool = False,
     ) -> None:
         """Set up.
 
@@ -42,7 +43,10 @@ class Searching:
                 times are known.
             is_on: whether to search at all.
             few_sizes: whether each new size costs a compilation, say, so that few are tried, and large ones.
+            warms_up: whether the first run of a size takes time and memory that no later one does: then it is run once
+                before its trial, as a micro-batch like any other.
         """
+        self._warms_up = warms_up
         self._cutter = cutter
         self._fastest_up_to = fastest_up_to
         self._limits = limits
@@ -52,6 +56,8 @@ class Searching:
         """Whether sizes are being tried."""
         self.has_lengths: bool | None = None
         """Whether windows say how long their samples are; None until the first one. A stream may change its mind."""
+        self.warm = 0
+        """The size that was run last without being measured, in this window or one before; 0 for none."""
         self.known = 0
         """The largest weight that fitted in an earlier run; 0 where nothing is known, or it is no longer believed."""
         self.goal: int | None = None
@@ -70,7 +76,7 @@ class Searching:
             lengths: how long they are.
             planned: () -> the weight that plans are made of, as it is by then.
         """
-        position, left = 0, lengths
+        position, left, ran = 0, lengths, {self.warm}
         # What became of a piece comes in while this waits at its yield. It may end the search, or change what is worth
         # a trial next, what a sample weighs, and the weight of plans: nothing is kept from before it but the position.
         while self.is_on and (remaining := num_samples - position):
@@ -82,7 +88,14 @@ class Searching:
             if is_first:
                 first_planned = self._cutter.sizes(num_samples, lengths, planned())[0]
                 size = self.first_size(num_samples, lengths, trial, first_planned)
-            yield Piece(position, size, length_at(lengths, position), not is_first)
+            # Kernels are loaded and chosen in the first run of a size, with workspaces that are not kept. The second
+            # run is the next micro-batch where there is room for it, else one of the next window. Samples that differ
+            # in length make each micro-batch a new size: to wait for a second one would take for ever.
+            is_new = self._warms_up and lengths is None and size not in ran
+            ran.add(size)
+            if is_new and not is_first:
+                self.warm = size
+            yield Piece(position, size, length_at(lengths, position), not (is_first or is_new))
             position += size
             left = None if lengths is None else lengths[position:]
         if position == num_samples:
@@ -188,18 +201,20 @@ class Searching:
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain values, for a checkpoint."""
-        return {
+        state = {
             "searching": self.is_on,
             "_known": self.known,
             "_is_ragged": self.has_lengths,
             "_doubts_plateau": self.doubts_plateau,
             "_goal": self.goal,
         }
+        return state | ({"_warm": self.warm} if self.warm else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put back what ``state_dict`` returned."""
         self.is_on, self.known, self.has_lengths = state["searching"], state["_known"], state["_is_ragged"]
         self.doubts_plateau, self.goal = state["_doubts_plateau"], state["_goal"]
+        self.warm = state.get("_warm", 0)
 
     def _first_weight(self, num_samples: int, each: int) -> int | None:
         """Return the weight to begin a search with; None to begin with that of the smallest size."""

@@ -7,7 +7,6 @@ piece that ran out of memory is asked for again in smaller ones, for nothing tha
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict
 from typing import Any
 
 from autoaccum.planning.attempts import Piece
@@ -83,6 +82,7 @@ class Trials:
         peak_bytes: int | None,
         seconds: float | None = None,
         predicted_bytes: int | None = None,
+        allocated_bytes: int | None = None,
     ) -> bool:
         """Say that a piece ran, and what it took where that was measured; return whether the limit allows as much."""
         self._done += piece.size
@@ -99,6 +99,7 @@ class Trials:
                     peak_bytes=peak_bytes,
                     predicted_bytes=predicted_bytes,
                     seconds=seconds,
+                    allocated_bytes=allocated_bytes,
                 )
             )
         return fits
@@ -110,7 +111,7 @@ class Trials:
 
     def state_dict(self) -> list[dict[str, Any]]:
         """Return plain values, for a checkpoint."""
-        return [asdict(trial) for trial in self.history]
+        return [trial.state_dict() for trial in self.history]
 
     def load_state_dict(self, state: list[dict[str, Any]]) -> None:
         """Put back what ``state_dict`` returned."""

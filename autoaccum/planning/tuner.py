@@ -12,7 +12,6 @@ told. Here they are put together, and spoken to by what trains: see ``attempts``
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from itertools import accumulate
 from typing import Any
 
@@ -50,6 +49,7 @@ class Tuner:
         floor: int = 1,
         few_sizes: bool = False,
         fewest: int = 1,
+        warms_up: bool = False,
     ) -> None:
         """Set up.
 
@@ -64,6 +64,7 @@ class Tuner:
             few_sizes: whether to try few sizes, and large ones: for each new one costs a compilation, or small ones
                 are worth little.
             fewest: micro-batches that each window is cut into at least, where it has enough samples.
+            warms_up: whether a size is run once before it is tried: see ``Searching``.
         """
         # Whether sizes are found out at all. If not they are the user's, which hold however fast others may be, and
         # give way only where memory runs out, or where nobody else keeps the limit.
@@ -74,7 +75,9 @@ class Tuner:
         # These three ask each other: which plan is the fastest depends on which fit, and the search is over where
         # larger ones are known to be no faster. The first is told the weight of the third, which is yet to be made.
         self._fastest = Fastest(self._cutter, lambda: self._largest.weight, few_sizes=few_sizes)
-        self.search = Searching(self._cutter, self.limits, self._fastest.up_to, is_on=search, few_sizes=few_sizes)
+        self.search = Searching(
+            self._cutter, self.limits, self._fastest.up_to, is_on=search, few_sizes=few_sizes, warms_up=warms_up
+        )
         """What is tried next; ``search.is_on`` says whether anything is."""
         self._largest = Largest(
             self._cutter, self.limits, self.search, self._fastest, weight=largest or self.smallest, learns=search
@@ -234,13 +237,28 @@ class Tuner:
 
     # What became of it.
 
-    def observe(self, micro_batch: int, peak_bytes: int, seconds: float | None = None, length: int = 1) -> None:
+    def observe(
+        self,
+        micro_batch: int,
+        peak_bytes: int,
+        seconds: float | None = None,
+        length: int = 1,
+        *,
+        allocated_bytes: int | None = None,
+        fell_short: bool = False,
+    ) -> None:
         """Take the reading of a trial. The smallest may use the headroom; nothing may pass the limit.
+
+        One that ``fell_short`` of memory does not fit, although it ran: it was slower than it has to be.
 
         Raises:
             NothingFitsError: the smallest passed the limit.
         """
-        self._largest.observe(micro_batch, peak_bytes, seconds, length if self._learns else 1)
+        length = length if self._learns else 1
+        if fell_short and micro_batch > self.smallest:
+            self._largest.record(Trial(micro_batch=micro_batch, fits=False, length=length))
+        else:
+            self._largest.observe(micro_batch, peak_bytes, seconds, length, allocated_bytes)
 
     def out_of_memory(
         self,
@@ -305,7 +323,8 @@ class Tuner:
             weights = [weight if size > self.smallest else 0 for size, weight in zip(sizes, weights, strict=True)]
         weight = max(weights)
         self._largest.best = max(self._largest.best, weight)
-        if weight > fits and (fails is None or weight < fails):
+        is_to_be_tried = self.search.is_on and weight == self.search.warm
+        if weight > fits and not is_to_be_tried and (fails is None or weight < fails):
             index = weights.index(weight)
             length = length_at(lengths, sum(sizes[:index])) if self._learns else 1
             # The largest weight may be one that was never tried, as a user's own is, and the window a short one: that
@@ -365,7 +384,7 @@ class Tuner:
 
     # As memory comes and goes.
 
-    def look(self, limit_bytes: int, strain: str | None) -> str | None:
+    def look(self, limit_bytes: int, strain: str | None, *, is_enforced: bool = False) -> str | None:
         """Look at the memory before a window; return why it is cut smaller than the last one, if it is.
 
         Growing again begins here too.
@@ -373,22 +392,23 @@ class Tuner:
         Args:
             limit_bytes: what this process may use now.
             strain: what shows that memory is short, although the limit does not.
+            is_enforced: whether the device refuses what passes the limit, so that strain costs time and no more.
         """
-        return self._largest.look(limit_bytes, strain)
+        return self._largest.look(limit_bytes, strain, is_enforced=is_enforced)
 
     # What outlives the process: each part keeps its own.
 
     def state_dict(self) -> dict[str, Any]:
         """Return how windows are cut, and what that was learnt from, as plain values."""
         found = {
-            "past": [asdict(trial) for trial in self.past],
+            "past": [trial.state_dict() for trial in self.past],
             "least_bytes": self.limits.least_bytes,
             **self._cutter.state_dict(),
             **self.search.state_dict(),
             **self._largest.state_dict(),
             **self._fastest.state_dict(),
         }
-        return {name: found[name] for name in SAVED.split()}
+        return {name: found[name] for name in [*SAVED.split(), "_warm"] if name in found}
 
     def load_state_dict(self, state: dict[str, Any], *, is_same_device: bool) -> None:
         """Put back what ``state_dict`` returned, under the limit as it is now.

@@ -22,6 +22,7 @@ from autoaccum.events import (
     Verified,
     Waiting,
 )
+from autoaccum.loss.hypotheses import WORDS, in_words
 from autoaccum.memory import clock
 
 NEWS = 1.2
@@ -162,7 +163,8 @@ def verified_text(event: Verified) -> str:
     cuts = ", ".join("+".join(map(str, sizes)) for sizes in event.cuts)
     verdict = "cut windows have the gradient of whole ones" if event.passed else "cut windows have another gradient"
     where = "" if event.passed or event.tensor is None else f", the most in {event.tensor}"
-    by = event.hypothesis
+    # The words of several terms are for people; those of one weight are what users find in docs and records.
+    by = event.hypothesis if event.hypothesis in WORDS else in_words(event.hypothesis)
     if event.passed and by == "sum and penalties":
         by += " (terms of the parameters alone count once a window; in the loss that is reported, once a micro-batch)"
     return (

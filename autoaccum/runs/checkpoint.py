@@ -34,7 +34,8 @@ from autoaccum.errors import (
     CheckpointWriteError,
 )
 from autoaccum.memory import clock
-from autoaccum.memory.oom import is_out_of_memory
+from autoaccum.memory.cpu import CpuMemory
+from autoaccum.memory.oom import RanOut, attempt, is_out_of_memory
 from autoaccum.runs import states, tensor_files
 from autoaccum.runs.files import open_regular, read_small, sync_directory
 from autoaccum.runs.lock import DirectoryLock
@@ -226,6 +227,7 @@ class Checkpoints:
         # At most one checkpoint is being written; what goes wrong with it is raised by the next ``wait`` or ``save``.
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._copied_bytes = 0  # the most that a copy in the host's memory has taken
         try:
             directory.mkdir(parents=True, exist_ok=True)
             self._lock = DirectoryLock(directory)
@@ -259,7 +261,8 @@ class Checkpoints:
             facts: JSON for people and tools to read: samples, losses.
             is_best: keep it until there is another best one.
             background: copy all tensors to the host, as many bytes again, and write them while training goes on.
-                Otherwise return when it is written, with one tensor at a time copied.
+                Otherwise, and where the host has no room for that, return when it is written, with one tensor at a
+                time copied.
 
         Returns:
             Where it will be.
@@ -277,7 +280,8 @@ class Checkpoints:
                 "facts", f"no JSON ({error})", "Give numbers, strings, lists and dicts."
             ) from None
         # With a copy the caller may change every tensor at once; without one ``save`` returns when all is written.
-        packed = states.pack(weights, state, copy=background)
+        packed = states.pack(weights, state)
+        copied = self._copied(packed) if background else None
         self._serial += 1
         manifest = {
             "format": FORMAT,
@@ -288,9 +292,9 @@ class Checkpoints:
             "facts": noted,
         }
         path = self.directory / f"step-{step:08d}"
-        if background:
+        if copied is not None:
             # The thread is no daemon: a process that ends finishes it first.
-            self._thread = threading.Thread(target=self._write_behind, args=(path, packed, manifest), name="checkpoint")
+            self._thread = threading.Thread(target=self._write_behind, args=(path, copied, manifest), name="checkpoint")
             self._thread.start()
         else:
             self._write(path, packed, manifest)
@@ -320,6 +324,18 @@ class Checkpoints:
         finally:
             self._lock.release()
 
+    def _copied(self, packed: states.Packed) -> states.Packed | None:
+        """Return a copy in the host's memory; None where there is no room for it."""
+        host = CpuMemory()
+        # Pinned memory stays with the process and is used again: what an earlier copy took is there.
+        if packed.num_bytes - self._copied_bytes > host.limit() - host.used():
+            return None
+        copied = attempt(packed.copied)
+        if isinstance(copied, RanOut):
+            return None
+        self._copied_bytes = max(self._copied_bytes, packed.num_bytes)
+        return copied
+
     def _write_behind(self, path: Path, packed: states.Packed, manifest: dict[str, Any]) -> None:
         try:
             self._write(path, packed, manifest)
@@ -329,6 +345,7 @@ class Checkpoints:
     def _write(self, path: Path, packed: states.Packed, manifest: dict[str, Any]) -> None:
         # Under a name that counts for nothing until all of it is on the disk: files, their names, then its own.
         partial = self._hidden(path, "partial")
+        packed.wait()
         try:
             partial.mkdir()
             tree = torch.frombuffer(bytearray(json.dumps(packed.tree).encode()), dtype=torch.uint8)

@@ -34,7 +34,7 @@ MAX_TRIALS = 32
 """Keep at most so many trials in a file, the newest."""
 # Names of our files, half-written ones too. The directory may be one that the user named and keeps other files in.
 _OURS = re.compile(r"trials-[0-9a-f]{32}(\.json|\.\w+\.tmp)")
-_OUTCOME = ("fits", "peak_bytes", "predicted_bytes", "seconds")
+_OUTCOME = ("fits", "peak_bytes", "predicted_bytes", "seconds", "allocated_bytes")
 """Fields of a trial that say what came of it; the others say what was tried."""
 
 
@@ -92,7 +92,7 @@ class Past:
             "saved": datetime.fromtimestamp(clock.stamp(), UTC).isoformat(timespec="seconds"),
             "model": model,
             "device": device,
-            "trials": [asdict(trial) for trial in _newest(trials)],
+            "trials": [_entry(trial) for trial in _newest(trials)],
         }
         with suppress(OSError):  # a full disk, a directory of another user: then the next run searches again
             self.where.mkdir(parents=True, exist_ok=True)
@@ -147,6 +147,11 @@ class Past:
         files = sorted(self._files(), key=lambda file: file[1].st_mtime_ns, reverse=True)
         for path, _ in files[MAX_FILES:]:
             _remove(path)
+
+
+def _entry(trial: Trial) -> dict[str, Any]:
+    """Return a trial as plain values: what came later than others only where it says something."""
+    return {name: value for name, value in asdict(trial).items() if value is not None or name != "allocated_bytes"}
 
 
 def _newest(trials: Iterable[Trial]) -> list[Trial]:

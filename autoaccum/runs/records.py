@@ -257,7 +257,7 @@ def _with_tensors(outputs: Mapping[str, Any], dtypes: Any) -> dict[str, Any]:
 
             dtype = getattr(torch, str(dtypes.get(name)), None)
             try:
-                value = torch.tensor(value, dtype=dtype)
+                value = torch.tensor(value, dtype=dtype, device="cpu")
             except (RuntimeError, TypeError) as error:  # rows of different lengths, or no dtype of numbers
                 raise ValueError(str(error)) from None
         found[name] = value

@@ -48,25 +48,55 @@ class Packed:
     """Tensors of the model by their names in it, as other readers expect them; of tied ones the first."""
     others: Tensors
     """Tensors of the state by numbers, and weights that other readers could not take."""
+    arrivals: tuple[torch.Event, ...] = ()
+    """Of copies that are under way, one for each device."""
 
     @property
     def num_bytes(self) -> int:
         """Return the bytes of all tensors."""
         return sum(t.numel() * t.element_size() for t in (*self.weights.values(), *self.others.values()))
 
+    def copied(self) -> Packed:
+        """Return the same with every tensor copied to the host: the originals may change at once.
 
-def pack(weights: Mapping[str, Any], state: Any, *, copy: bool) -> Packed:
-    """Take states apart.
+        What is on devices arrives later: ``wait`` for it before anything is read.
+        """
+        weights, others = ({name: _copied(t) for name, t in tensors.items()} for tensors in (self.weights, self.others))
+        sources = (*self.weights.values(), *self.others.values())
+        # One wait for all: on its stream a device copies behind what it computes now, and before what it computes next.
+        streams = [torch.accelerator.current_stream(device) for device in {t.device for t in sources if _is_late(t)}]
+        arrivals = tuple(stream.record_event() for stream in streams)
+        return Packed(tree=self.tree, weights=weights, others=others, arrivals=arrivals)
+
+    def wait(self) -> None:
+        """Wait until the tensors that were copied have arrived."""
+        for arrival in self.arrivals:
+            arrival.synchronize()
+
+
+def _is_late(tensor: torch.Tensor) -> bool:
+    """Return whether copies of a tensor to the host are made while others go on; MPS waits for each."""
+    return tensor.device.type not in ("cpu", "mps")
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy in the host's memory, pinned where the device can write to it by itself."""
+    is_late = _is_late(tensor)
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=is_late)
+    return copy.copy_(tensor, non_blocking=is_late)
+
+
+def pack(weights: Mapping[str, Any], state: Any) -> Packed:
+    """Take states apart; their tensors stay where they are.
 
     Args:
         weights: a model's state_dict.
         state: nested in any way.
-        copy: whether tensors are copied, to the host, so that the originals may change afterwards.
 
     Raises:
         CheckpointStateError: there is something in them that cannot be kept.
     """
-    packer = _Packer(copy=copy)
+    packer = _Packer()
     # A cycle is not looked for: it runs into Python's limit, and so does what nobody nests so deep.
     try:
         tree = {"weights": packer.weights_tree(weights), "state": packer.tree(state, "")}
@@ -114,10 +144,9 @@ def tree_of(tensor: torch.Tensor) -> Tree:
 class _Packer:
     """The state of one ``pack``."""
 
-    def __init__(self, *, copy: bool) -> None:
+    def __init__(self) -> None:
         self.weights: Tensors = {}
         self.others: Tensors = {}
-        self._copy = copy
         # By the id of a tensor the tree that stands for it: one that is met twice is kept once, and comes back as one.
         self._known: dict[int, Tree] = {}
 
@@ -143,7 +172,7 @@ class _Packer:
         # "__metadata__" is the format's own key. Such a weight, or one of an odd type, goes to the other file.
         if value.dtype not in CODES or not name.isprintable() or name == "__metadata__":
             return self.tree(value, path)
-        self.weights[name] = self._taken(value)
+        self.weights[name] = value.detach()
         return {"weight": name}
 
     def tree(self, value: Any, path: str) -> Tree:
@@ -220,13 +249,8 @@ class _Packer:
     def _stored(self, value: torch.Tensor) -> str:
         """Put a tensor among the others and return its name."""
         name = str(len(self.others))
-        self.others[name] = self._taken(value)
+        self.others[name] = value.detach()
         return name
-
-    def _taken(self, value: torch.Tensor) -> torch.Tensor:
-        """Return the tensor itself, or a copy of it in the host's memory."""
-        value = value.detach()
-        return torch.empty(value.shape, dtype=value.dtype).copy_(value) if self._copy else value
 
     def _check(self, value: torch.Tensor, path: str) -> None:
         # A subclass may mean something else by the same elements: a quantised tensor, a shard of one.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -20,6 +20,7 @@ from autoaccum.events import Event
 from autoaccum.loss.coupling import batch_norms, smallest_micro_batch
 from autoaccum.loss.functions import loss_function, stated
 from autoaccum.loss.stated import CountItems, Reducing
+from autoaccum.memory.devices import being_current, current_device_kept
 from autoaccum.memory.limit import MemoryLimit
 from autoaccum.memory.oom import room_for_model
 from autoaccum.training.alone import Ranks, only_run
@@ -37,7 +38,7 @@ from autoaccum.window.optimizers import (
     needs_closure,
     trainable_parameters,
 )
-from autoaccum.window.outputs import on_device
+from autoaccum.window.outputs import on_device, placed
 from autoaccum.window.precision import Precision
 
 
@@ -92,9 +93,10 @@ class Accumulator:
             optimizer: over its parameters. One whose ``step`` needs a closure, such as LBFGS or SAM, is given one.
             loss_fn: (outputs, targets) -> loss, a mean or a sum, for batches that are (inputs, targets); or a loss and
                 a dict of what is to be seen beside it: ``return loss, {"accuracy": ...}``.
-            training_step: (model, batch) -> loss, for any batch. With neither, the model returns its loss, as ``.loss``
-                or ``["loss"]``.
-            num_items: (micro-batch) -> how many items its loss is a mean over, where that cannot be read off the loss.
+            training_step: (model, batch) -> loss, for any batch, or several that are added, in a dict or a list. With
+                neither, the model returns its loss, as ``.loss`` or ``["loss"]``.
+            num_items: (micro-batch) -> how many items its loss is a mean over, where that cannot be read off the loss;
+                of several losses a dict of these by their names, or a list.
             reduction: mean or sum: what the loss of a micro-batch is over its samples or items, where that is to be
                 said and not measured; of several losses a dict of these by their names. A sum beside num_items is
                 divided by what these count in the window.
@@ -154,7 +156,8 @@ class Accumulator:
         if any(map(is_lazy, parameters)):
             cure = "Call it once on a batch: model(inputs)."
             raise ArgumentError("model", type(model).__name__, "a model whose lazy layers know their shapes", cure)
-        place = place_of(_device_of(optimizer, self._modules, parameters), memory_limit)
+        with current_device_kept():
+            place = place_of(_device_of(optimizer, self._modules, parameters), memory_limit)
         self._device = place.device
         # Left to the first step, it would be allocated after plans have been measured without it.
         with room_for_model(place.memory, place.limit.bytes, parameters):
@@ -231,11 +234,14 @@ class Accumulator:
             LossError: the loss cannot be trained on; no step was taken.
         """
         window = self._window(batch)
-        gradient = self._run(window)
-        outputs = self.outputs
-        # An optimizer may ask for gradients itself, several times in a step: each is a window of the same batch. What
-        # is returned are the loss and the outputs before the step, which is what callers compare.
-        self._step.apply(gradient, lambda: self._run(window))
+        # What the caller does between steps is his own matter, and other Accumulators have limits of their own.
+        with self._step.limit.kept():
+            gradient = self._run(window)
+            outputs = self.outputs
+            # An optimizer may ask for gradients itself, several times in a step: each is a window of the same batch.
+            # What is returned are the loss and the outputs before the step, which is what callers compare.
+            with being_current(self._device):
+                self._step.apply(gradient, lambda: self._run(window))
         self.outputs = outputs
         return gradient.loss
 
@@ -247,7 +253,8 @@ class Accumulator:
         if self._is_scaled:
             cure = "Only step() can leave out a step on a gradient that overflowed; or take precision='bf16'."
             raise ConflictingArgumentsError("precision", "fp16", "backward()", cure)
-        gradient = self._run(self._window(batch))
+        with self._step.limit.kept():
+            gradient = self._run(self._window(batch))
         self._step.number += 1  # the caller steps, and windows are numbered by steps in what is announced
         return gradient.loss
 
@@ -274,7 +281,10 @@ class Accumulator:
         if window.num_samples > self._largest_batch:  # no smaller one could tell what is best for it
             self._largest_batch = window.num_samples
             self._step.tuner.searching = self._searches
-        gradient, _ = self._step.run(window)
+        with being_current(self._device):
+            gradient, _ = self._step.run(window)
+        norm = None if gradient.grad_norm is None else placed(gradient.grad_norm, self._device)
+        gradient = replace(gradient, loss=placed(gradient.loss, self._device), grad_norm=norm)
         self.micro_batches, self.grad_norm = gradient.sizes, gradient.grad_norm
         self.outputs = on_device(gradient.outputs, self._device) if gradient.outputs else {}
         # Of samples with lengths, smaller batches say nothing of the largest: only one as large settles the search.

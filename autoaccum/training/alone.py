@@ -11,13 +11,14 @@ import functools
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import nn
 
 from autoaccum.errors import AlreadyRunningError, ArgumentError
+from autoaccum.memory.devices import current_device_kept
 
 F = TypeVar("F", bound=Callable[..., Any])
 Ranks = Literal["together", "independent"]
@@ -79,13 +80,11 @@ def is_sharing(thing: object) -> bool:
 
 def several_processes() -> str:
     """Say what shows that this process is one of several that were started together; empty where nothing does."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        size = torch.distributed.get_world_size()
-        if size > 1:
-            return f"the process group has {size}"
+    is_grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if is_grouped and (size := torch.distributed.get_world_size()) > 1:
+        return f"the process group has {size}"
     for name in _SIZES:
-        value = os.environ.get(name, "")
-        if value.isdecimal() and int(value) > 1:
+        if (value := os.environ.get(name, "")).isdecimal() and int(value) > 1:
             return f"{name} is {value}"
     return ""
 
@@ -94,14 +93,19 @@ _lock = threading.Lock()  # held while the next is looked at and set
 _holder: tuple[str, threading.Thread] | None = None  # of this process: what runs, and where
 
 
-def only_run(name: str) -> Callable[[F], F]:
-    """Make a decorator of functions that have the process to themselves: see ``holding``."""
+def only_run(name: str, *, picks_device: bool = False) -> Callable[[F], F]:
+    """Make a decorator of functions that have the process to themselves: see ``holding``.
+
+    Args:
+        name: of the function.
+        picks_device: whether it makes a device current, and another one is to be so afterwards.
+    """
 
     def decorate(function: F) -> F:
         # Not the context's own way to decorate: its frame is not ours, and would be named as where warnings come from.
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            with holding(name):
+            with holding(name), current_device_kept() if picks_device else nullcontext():
                 return function(*args, **kwargs)
 
         return cast(F, call)

@@ -53,7 +53,7 @@ from autoaccum.window.surroundings import surroundings_of
 
 
 # Its parameters, their texts, and those checked, are written by tests/write_signatures.py.
-@only_run("check")
+@only_run("check", picks_device=True)
 def check(
     model: nn.Module,
     batch: Any,
@@ -83,9 +83,10 @@ def check(
             differ as much as they can: the more kinds of sample it holds, the more is seen.
         loss_fn: (outputs, targets) -> loss, a mean or a sum, for batches that are (inputs, targets); or a loss and a
             dict of what is to be seen beside it: ``return loss, {"accuracy": ...}``.
-        training_step: (model, batch) -> loss, for any batch. With neither, the model returns its loss, as ``.loss`` or
-            ``["loss"]``.
-        num_items: (micro-batch) -> how many items its loss is a mean over, where that cannot be read off the loss.
+        training_step: (model, batch) -> loss, for any batch, or several that are added, in a dict or a list. With
+            neither, the model returns its loss, as ``.loss`` or ``["loss"]``.
+        num_items: (micro-batch) -> how many items its loss is a mean over, where that cannot be read off the loss; of
+            several losses a dict of these by their names, or a list.
         reduction: mean or sum: what the loss of a micro-batch is over its samples or items, where that is to be said
             and not measured; of several losses a dict of these by their names. A sum beside num_items is divided by
             what these count in the window.
@@ -163,6 +164,8 @@ def check(
             if not model.training:  # one in training mode may hold layers that were frozen in eval mode on purpose
                 model.train()
             build_lazy_layers(model, modules, examples, _alone(job), job.autocast, on)
+            # To move some makes others of them.
+            job = replace(job, optimizer=torch.optim.SGD(trainable_parameters(bare, modules), lr=0.0))
         return _Check(job, window).report(started)
 
 

@@ -98,9 +98,10 @@ def fit(
             (Progress) -> samples: see autoaccum.schedules.
         loss_fn: (outputs, targets) -> loss, a mean or a sum, for batches that are (inputs, targets); or a loss and a
             dict of what is to be seen beside it: ``return loss, {"accuracy": ...}``.
-        training_step: (model, batch) -> loss, for any batch. With neither, the model returns its loss, as ``.loss`` or
-            ``["loss"]``.
-        num_items: (micro-batch) -> how many items its loss is a mean over, where that cannot be read off the loss.
+        training_step: (model, batch) -> loss, for any batch, or several that are added, in a dict or a list. With
+            neither, the model returns its loss, as ``.loss`` or ``["loss"]``.
+        num_items: (micro-batch) -> how many items its loss is a mean over, where that cannot be read off the loss; of
+            several losses a dict of these by their names, or a list.
         reduction: mean or sum: what the loss of a micro-batch is over its samples or items, where that is to be said
             and not measured; of several losses a dict of these by their names. A sum beside num_items is divided by
             what these count in the window.
@@ -118,7 +119,8 @@ def fit(
         steps: optimizer steps, over as many epochs as that takes.
         samples: samples to train on; the last window is cut to it.
         micro_batch: "auto", the samples of one forward and backward, or the plans of a recorded run
-            ([report.micro_batches for report in history]) to repeat it bit for bit.
+            ([report.micro_batches for report in history]) to repeat it bit for bit: on an accelerator with
+            torch.use_deterministic_algorithms(True), and on CUDA CUBLAS_WORKSPACE_CONFIG=:4096:8.
         max_micro_batch: the most samples to try at once.
         min_micro_batch: the fewest samples of one forward and backward; a window that has fewer is run as one
             micro-batch.

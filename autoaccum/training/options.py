@@ -136,8 +136,8 @@ class FitArguments:
         in_check=Own(),
     )
     training_step: Callable[[Any, Any], Any] | None = option(
-        "(model, batch) -> loss, for any batch. With neither, the model returns its loss, as ``.loss`` or "
-        '``["loss"]``.',
+        "(model, batch) -> loss, for any batch, or several that are added, in a dict or a list. With neither, the "
+        'model returns its loss, as ``.loss`` or ``["loss"]``.',
         default=None,
         check=loss_function,
         probe=Own(),
@@ -146,7 +146,8 @@ class FitArguments:
     )
     # Whoever gives no count is asked for none: most losses tell it. What does not is announced with this as its cure.
     num_items: CountItems | None = option(
-        "(micro-batch) -> how many items its loss is a mean over, where that cannot be read off the loss.",
+        "(micro-batch) -> how many items its loss is a mean over, where that cannot be read off the loss; of several "
+        "losses a dict of these by their names, or a list.",
         default=None,
         check=_checks.of_windows,
         accumulator=Own(),
@@ -238,7 +239,8 @@ class FitArguments:
     # How windows are run. Laws 1 and 2 say that this decides speed and memory, and nothing of what is trained.
     micro_batch: int | Literal["auto"] | Sequence[Sequence[int]] = option(
         '"auto", the samples of one forward and backward, or the plans of a recorded run ([report.micro_batches for '
-        "report in history]) to repeat it bit for bit.",
+        "report in history]) to repeat it bit for bit: on an accelerator with "
+        "torch.use_deterministic_algorithms(True), and on CUDA CUBLAS_WORKSPACE_CONFIG=:4096:8.",
         default="auto",
         check=_checks.recorded_plans,
         # Batches are what its caller makes of them, so there is no recorded run to repeat.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from autoaccum.memory.devices import find_device, memory_of
 from autoaccum.memory.limit import Limit, MemoryLimit
 from autoaccum.memory.oom import RanOut, attempt, named, room_for_model, without_frames
 from autoaccum.memory.waiting import Patience, Shortage
-from autoaccum.planning.attempts import Piece
+from autoaccum.planning.attempts import Piece, Reading
 from autoaccum.planning.costs import MemoryModel, TimeModel, Trial, fit_time_model
 from autoaccum.planning.cuts import cut
 from autoaccum.planning.limits import Limits
@@ -44,6 +45,7 @@ from autoaccum.window.optimizers import (
     allocate_state,
     bare_tensors,
     make_optimizer,
+    move,
     sparsely_trained,
     trainable_parameters,
 )
@@ -74,7 +76,7 @@ class ProbeReport:
 
 
 # Its parameters, their texts, and those checked, are written by tests/write_signatures.py.
-@only_run("probe")
+@only_run("probe", picks_device=True)
 def probe(
     model: nn.Module,
     data: Any,
@@ -109,8 +111,8 @@ def probe(
             tried, and a plan is made.
         loss_fn: (outputs, targets) -> loss, a mean or a sum, for batches that are (inputs, targets); or a loss and a
             dict of what is to be seen beside it: ``return loss, {"accuracy": ...}``.
-        training_step: (model, batch) -> loss, for any batch. With neither, the model returns its loss, as ``.loss`` or
-            ``["loss"]``.
+        training_step: (model, batch) -> loss, for any batch, or several that are added, in a dict or a list. With
+            neither, the model returns its loss, as ``.loss`` or ``["loss"]``.
         before_window: (batch) -> what micro-batches get besides, of all samples of a window, on the host: statistics of
             the window itself. (batch, in_pieces) runs the model on them too, by in_pieces(function) with
             function(model, micro_batch). A mapping is merged into micro-batches that are mappings; anything else is the
@@ -153,7 +155,7 @@ def probe(
     loss_of, schedule = checked[loss_function], checked[schedule_if_any]
     most = None if schedule is None else schedule.largest
     modules = modules_of(model, loss_fn, training_step, before_window)
-    parameters = trainable_parameters(model, modules, optimizer)
+    trainable_parameters(model, modules, optimizer)  # raises where there are none
     bare = bare_tensors(optimizer, modules)
     on = find_device(device)
     memory = memory_of(on)  # by which peaks are read
@@ -167,14 +169,12 @@ def probe(
     context = autocast(precision, on)
     # Its examples are windows of their own: what is shared takes memory as well, and losses may not do without.
     loss_of = loss_alone(loss_of, checked[before_window_of], model=model, modules=modules, device=on, autocast=context)
-    sparse = sparsely_trained(modules)  # their gradients grow with the samples, so they are no fixed cost
 
-    with named("a probe was begun, or was undone"), no_trace(modules, optimizer, on):
+    with named("a probe was begun, or was undone"), no_trace(modules, optimizer, on), limit.kept():
         with room_for_model(memory, limit.bytes):
-            for module in modules:
-                module.to(on)
-            for tensor in bare:
-                tensor.data = tensor.data.to(on)
+            move(modules, optimizer, on)
+            parameters = trainable_parameters(model, modules, optimizer)  # to move some makes others of them
+            sparse = sparsely_trained(modules)  # their gradients grow with the samples, so they are no fixed cost
             if not model.training:  # one in training mode may hold layers that were frozen in eval mode on purpose
                 model.train()
             build_lazy_layers(model, modules, source, loss_of, context, on, fewest)
@@ -190,13 +190,13 @@ def probe(
         )
         trying = Patience(limit, patience, lambda waiting: None, step=0, phase="probe")
 
-        def run(piece: Piece) -> tuple[int, float] | Shortage | Exception:
+        def run(piece: Piece) -> Reading | Shortage | Exception:
             for weight in sparse:  # as long as all the trials before it, by now
                 weight.grad = None
             is_alone = piece.size == search.smallest == 1 < ceiling
             return _try(piece, model, source, loss_of, context, memory, on, is_alone=is_alone)
 
-        cause, alone = _search(search, ceiling, run, trying, limits, limit)
+        cause, alone = _search(search, ceiling, partial(_measured, run, search, on), trying, limits, limit)
         history, largest = search.history, search.largest
         if largest == 0 and alone is not None:
             raise alone
@@ -228,7 +228,7 @@ def probe(
 def _search(
     search: Trials,
     ceiling: int,
-    run: Callable[[Piece], tuple[int, float] | Shortage | Exception],
+    run: Callable[[Piece], Reading | Shortage | Exception],
     trying: Patience,
     limits: Limits,
     limit: Limit,
@@ -252,10 +252,25 @@ def _search(
             cause = reading.error
             search.ran_out(piece, predicted)
         else:
-            search.fitted(piece, *reading, predicted)
+            search.fitted(piece, reading.peak_bytes, reading.seconds, predicted, reading.allocated_bytes)
             if piece.size <= search.smallest:  # as in training, which moves the target where little is free above it
-                limits.learn_least(reading[0])
+                limits.learn_least(reading.peak_bytes or 0)
     return cause, alone
+
+
+def _measured(
+    run: Callable[[Piece], Reading | Shortage | Exception], search: Trials, device: torch.device, piece: Piece
+) -> Reading | Shortage | Exception:
+    """Run a trial, and return what it took; on a device in its second run, for the first loads and chooses kernels."""
+    first = run(piece)
+    if device.type == "cpu" or not isinstance(first, Reading):
+        return first
+    reading = run(piece)
+    # What was asked for and not there was done without, more slowly: only of the smallest there is no other.
+    if not isinstance(reading, Reading) or not reading.fell_short or piece.size <= search.smallest:
+        return reading
+    error = torch.OutOfMemoryError(f"A workspace did not fit beside {piece.size} samples.")
+    return Shortage(micro_batch=piece.size, peak_bytes=reading.peak_bytes or 0, error=error)
 
 
 def _make_gradients(parameters: Sequence[torch.Tensor], sparse: Sequence[torch.Tensor]) -> None:
@@ -293,17 +308,17 @@ def _try(
     device: torch.device,
     *,
     is_alone: bool,
-) -> tuple[int, float] | Shortage | Exception:
-    """Run one forward and backward; return its peak in bytes and its seconds, or that memory ran out.
+) -> Reading | Shortage | Exception:
+    """Run one forward and backward; return what it took, or that memory ran out.
 
     Return the error of a single sample that cannot be computed, of which two may.
     """
     # What trials before it have left in the allocator would count in its peak.
     memory.release()
     memory.reset_peak()
-    started = clock.now()
+    started, ooms = clock.now(), memory.usage().ooms
 
-    def forward_and_backward() -> tuple[int, float]:
+    def forward_and_backward() -> Reading:
         batch = source.example(piece.size)
         with context():
             loss = total(loss_of(model, batch))
@@ -312,7 +327,9 @@ def _try(
         if device.type != "cpu":  # kernels run behind the host, and errors and peaks come as late
             torch.accelerator.synchronize(device)
         seconds = clock.now() - started
-        return memory.peak(), seconds
+        usage = memory.usage()
+        reading = Reading(piece, seconds=seconds)
+        return reading.take(usage.peak_bytes, usage.allocated_peak_bytes, fell_short=usage.ooms > ooms)
 
     try:
         outcome = attempt(forward_and_backward)

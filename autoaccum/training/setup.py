@@ -46,7 +46,7 @@ from autoaccum.verification.verdict import measure
 from autoaccum.window.before import before_window_of, counting, loss_alone, sharing_of
 from autoaccum.window.job import Job
 from autoaccum.window.meter import Meter
-from autoaccum.window.optimizers import allocate_state, bare_tensors, make_optimizer
+from autoaccum.window.optimizers import allocate_state, make_optimizer, move, trainable_parameters
 from autoaccum.window.precision import autocast
 from autoaccum.window.step import Step
 from autoaccum.window.transaction import Transaction
@@ -151,7 +151,6 @@ def build(
     checked: Checked,
     place: Place,
     source: Source,
-    parameters: list[nn.Parameter],
     num_steps: int | None,
 ) -> tuple[torch.optim.Optimizer, LearningRate]:
     """Move all modules to the device, make the optimizer, its schedule and its state there, and return the first two.
@@ -166,12 +165,12 @@ def build(
     # A model in training mode may hold layers that were frozen in eval mode on purpose.
     if not model.training:
         model.train()
+    parameters = trainable_parameters(model, modules, arguments.optimizer)
     with room_for_model(place.memory, place.limit.bytes, parameters):
-        for module in (*modules, *metric_modules(arguments)):
+        move(modules, arguments.optimizer, place.device)
+        for module in metric_modules(arguments):
             module.to(place.device)
-        # In place, as parameters are: the function that computes with them goes on holding them.
-        for tensor in bare_tensors(arguments.optimizer, modules):
-            tensor.data = tensor.data.to(place.device)
+        parameters = trainable_parameters(model, modules, arguments.optimizer)  # to move some makes others of them
         # A first forward builds them, as it will be in training: an optimizer can only be made of what is there.
         context = autocast(arguments.precision, place.device)
         fewest = arguments.min_micro_batch or 1
@@ -218,6 +217,26 @@ def noise_of(arguments: FitArguments, schedule: Schedule) -> Smoothed | None:
     return Smoothed(smoothing=schedule.smoothing if isinstance(schedule, NoiseScale) else SMOOTHING)
 
 
+def refuse_cuda_graphs(job: Job) -> None:
+    """Refuse code that was compiled to CUDA graphs: the next micro-batch writes over what the one before has left.
+
+    Raises:
+        ArgumentError: some of the model was.
+    """
+    # Gradients are such memory too, to which the next backward would add itself, in silence (pytorch#96693). On other
+    # devices nothing is captured, whatever was asked for.
+    if job.device.type != "cuda":
+        return
+    for part in (job.model, *(layer for module in job.modules for layer in module.modules())):
+        for compiled in (part, getattr(part, "_compiled_call_impl", None)):  # by torch.compile(part), part.compile()
+            config = getattr(compiled, "get_compiler_config", lambda: None)() or {}
+            if config.get("triton.cudagraphs"):
+                cure = (
+                    "Compile it with mode='default' or 'max-autotune-no-cudagraphs': graphs keep nothing between calls."
+                )
+                raise ArgumentError("model", type(part).__name__, "a model without CUDA graphs", cure)
+
+
 def make_step(
     job: Job,
     *,
@@ -252,8 +271,9 @@ def make_step(
         noise_scale: whether windows that are cut tell of the noise in their gradient.
 
     Raises:
-        ArgumentError: BatchNorm, and micro-batches of one sample.
+        ArgumentError: BatchNorm, and micro-batches of one sample; or a model that was compiled to CUDA graphs.
     """
+    refuse_cuda_graphs(job)
     smallest = smallest_micro_batch(job.modules)
     # Refused and not raised in silence: whoever passes 1 may count on what one sample takes.
     for name, value in (("micro_batch", micro_batch), ("max_micro_batch", max_micro_batch)):
@@ -274,6 +294,8 @@ def make_step(
         few_sizes=smallest > 1 or is_compiled(job.model),  # statistics of a few samples are poor
         # The noise is estimated from the micro-batches of a window. A size that was passed is left as it is.
         fewest=2 if noise_scale and micro_batch is None else 1,
+        # Kernels and libraries are loaded when they are first used; on a CPU that is hardly more than nothing.
+        warms_up=job.device.type != "cpu",
     )
     transaction = Transaction(job, clip_norm=clip_norm, noise_scale=noise_scale, sharing=sharing_of(job))
     return Step(

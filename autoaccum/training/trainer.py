@@ -18,6 +18,7 @@ from autoaccum.errors import ArgumentError, StopTraining
 from autoaccum.events import Event, Finished, Record, Resumed, StepReport
 from autoaccum.loss.stated import CountItems, Reducing
 from autoaccum.memory import clock
+from autoaccum.memory.devices import being_current, current_device_kept
 from autoaccum.memory.limit import MemoryLimit
 from autoaccum.memory.oom import insist, named
 from autoaccum.planning.budget import Budget
@@ -114,7 +115,7 @@ class Trainer:
             run_dir=run_dir, checkpoint_every=checkpoint_every, keep_checkpoints=keep_checkpoints, resume=resume,
             noise_scale=noise_scale, cache=cache, callbacks=callbacks, progress=progress,
         )  # fmt: skip
-        with named("the run was set up"):
+        with current_device_kept(), named("the run was set up"):
             self._set_up(given)
 
     def _set_up(self, arguments: FitArguments) -> None:
@@ -128,7 +129,7 @@ class Trainer:
         _checks.of_smallest_window(arguments.min_micro_batch, self.schedule.smallest)
         budget = checked[Budget]
         self.model = arguments.model
-        parameters = trainable_parameters(self.model, arguments.modules(), arguments.optimizer)
+        trainable_parameters(self.model, arguments.modules(), arguments.optimizer)  # raises where there are none
 
         place = setup.place_of(arguments.device, arguments.memory_limit)
         self.device, self.memory, self.limit_bytes = place.device, place.memory, place.limit.bytes
@@ -139,9 +140,7 @@ class Trainer:
         budget.check_plans(plans, epoch_samples, self.schedule, drop_last)
 
         setup.seed_all(arguments)
-        self.optimizer, self._learning_rate = setup.build(
-            arguments, checked, place, self._source, parameters, self.num_steps
-        )
+        self.optimizer, self._learning_rate = setup.build(arguments, checked, place, self._source, self.num_steps)
         # Windows and validations call this; what is saved and described is the model itself.
         called: Any = torch.compile(self.model) if arguments.compile else self.model
         self._noise = noise = setup.noise_of(arguments, self.schedule)
@@ -200,14 +199,15 @@ class Trainer:
     @torch.enable_grad()
     def fit(self) -> FitResult:
         """Train to the end of the budget, or until a callback or a signal ends the run after a window."""
-        with holding("fit"):
+        with holding("fit"), being_current(self.device):
             try:
                 with named("no window was being run"):
                     if self._run_dir is not None:
                         self._directory, self._resumed = saving.open_directory(self, self._run_dir, self._arguments)
                         # The mark says which size was being tried, for larger ones are tried within a window.
                         self._step.meter.before_trial = self._directory.window_mark.enter
-                    return self._fit()
+                    with self._step.limit.kept():
+                        return self._fit()
             except BaseException as error:
                 if self._directory is not None:  # else nothing on the disk would tell it from a run that goes on
                     self._directory.failed(self.step, error)
@@ -359,7 +359,7 @@ class Trainer:
 
     def _read(self, gradient: Gradient) -> tuple[float, float | None, Mapping[str, Any]]:
         """Return the loss of a window, its gradient's norm and its outputs on the host."""
-        if gradient.outputs:
+        if gradient.outputs or not gradient.loss.is_cpu:
             return insist(partial(read, gradient.loss, gradient.grad_norm, gradient.outputs), "the loss was read")
         loss, norm = insist(gradient.loss.item, "the loss was read"), gradient.grad_norm
         return loss, None if norm is None else insist(norm.item, "the norm was read"), {}

@@ -45,7 +45,7 @@ def error_of(gradients: Sequence[torch.Tensor | None], wanted: Sequence[torch.Te
     device = next((row.device for row in rows if row is not None), None)
     if device is None:
         return None
-    zero = torch.zeros(2, dtype=torch.float64)
+    zero = torch.zeros(2, dtype=torch.float64, device="cpu")
     numbers = torch.stack([zero if row is None else row.to("cpu", torch.float64) for row in rows]).tolist()
     present = [found if right is None else right for found, right in zip(gradients, wanted, strict=True)]
     sizes = [0 if gradient is None else gradient.numel() for gradient in present]

@@ -147,10 +147,7 @@ def _decided(measurement: Measurement, cuts: list[Cut], likely: Hypothesis) -> D
             order = [other for other in _order(measurement, cuts, likely) if other != hypothesis]
     best = min(tried, key=lambda outcome: math.inf if math.isnan(outcome.error) else outcome.error)
     if tolerance < best.error < MAY_BE_ROUNDING:
-        # Where gradients cancel, as those of a mean of large numbers do, float32 has fewer digits: how many, the whole
-        # shows, in the opposite order.
-        backwards = tuple(reversed(range(measurement.num_samples)))
-        tolerance = max(tolerance, 10 * measurement.run([(backwards,)], "samples").error)
+        tolerance = max(tolerance, measurement.floor())
     if not best.error <= tolerance:
         best = tried[0]  # a few samples do not tell which of several wrong ones is the least wrong for a window
     return Decision(

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autoaccum.data.randomness import default_generator
+
 _HALVES = (torch.bfloat16, torch.float16)
 _SEED = 0x6175746F61636375
 
@@ -79,15 +81,16 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class Recording(Draws):  # type: ignore[no-untyped-call]
     """A mode that lets operations draw, and keeps what they drew on the host."""
 
-    def __init__(self, *, keeps_wide: bool, held: Sequence[torch.Generator] = ()) -> None:
+    def __init__(self, device: torch.device, *, keeps_wide: bool, held: Sequence[torch.Generator] = ()) -> None:
         """Begin with no draws, from another seed than any program's: what draws from that one has sown it itself.
 
         Args:
+            device: what the program runs on, which has a generator of its own.
             keeps_wide: see ``Draws``.
             held: generators of the program's own; others that it draws from are made anew in each forward.
         """
         super().__init__(keeps_wide=keeps_wide)
-        self._held = [torch.default_generator, *held]
+        self._held = [torch.default_generator, default_generator(device), *held]
         for generator in self._held:
             generator.manual_seed(_SEED)
         self.draws: list[tuple[Any, torch.Tensor | None]] = []
@@ -116,7 +119,7 @@ class Recording(Draws):  # type: ignore[no-untyped-call]
             kept = returned[1]
         elif name_of(func) == "rrelu_with_noise":
             kept = args[1]
-        generator = torch.default_generator if kwargs.get("generator") is None else kwargs["generator"]
+        generator = default_generator(kept.device) if kwargs.get("generator") is None else kwargs["generator"]
         is_sown = any(generator is one for one in self._held) and generator.initial_seed() != _SEED
         self.has_rows = self.has_rows and not is_sown and any(generator is one for one in self._held)
         self.draws.append((func, None if is_sown else kept.detach().to("cpu", copy=True)))
@@ -138,7 +141,7 @@ class Replaying(Draws):  # type: ignore[no-untyped-call]
         super().__init__(keeps_wide=keeps_wide)
         self._draws = iter(recorded.draws)
         self._generators = recorded.generators
-        self._rows = torch.tensor(rows)
+        self._rows = torch.tensor(rows, device="cpu")
         self._num_samples = num_samples
 
     def draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any) -> Any:
@@ -156,7 +159,8 @@ class Replaying(Draws):  # type: ignore[no-untyped-call]
             return returned
         if not isinstance(returned, torch.Tensor):
             kept = self._rows_of(drawn, returned[1])
-            return args[0] * kept / (1 - args[1]), kept
+            # As the operation has it, to the bit; where all is dropped it is no number times nothing.
+            return args[0] * kept * (0.0 if args[1] == 1 else 1 / (1 - args[1])), kept
         if name_of(func) == "rrelu_with_noise":
             args[1].copy_(self._rows_of(drawn, args[1]))
             return returned.copy_(args[0] * args[1])
@@ -179,7 +183,9 @@ class Replaying(Draws):  # type: ignore[no-untyped-call]
             if have * len(self._rows) == size * self._num_samples and have % self._num_samples == 0:
                 # Several rows of each sample lie side by side, as where samples and times are one dimension.
                 each = have // self._num_samples
-                drawn = drawn.index_select(dim, (self._rows[:, None] * each + torch.arange(each)).flatten())
+                drawn = drawn.index_select(
+                    dim, (self._rows[:, None] * each + torch.arange(each, device="cpu")).flatten()
+                )
                 of_samples = True
             elif size < have and (of_samples or self._num_samples in drawn.shape):
                 drawn = drawn.narrow(dim, 0, size)  # the whole was padded to a longer sample
@@ -190,7 +196,11 @@ class Replaying(Draws):  # type: ignore[no-untyped-call]
 
 def _is_order(drawn: torch.Tensor) -> bool:
     """Return whether some draw is an order of the numbers from 0 on."""
-    return drawn.ndim == 1 and len(drawn) > 1 and bool((drawn.sort().values == torch.arange(len(drawn))).all())
+    return (
+        drawn.ndim == 1
+        and len(drawn) > 1
+        and bool((drawn.sort().values == torch.arange(len(drawn), device=drawn.device)).all())
+    )
 
 
 class Constants(Draws):  # type: ignore[no-untyped-call]

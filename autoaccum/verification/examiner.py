@@ -226,8 +226,9 @@ class Examiner:
             is_weighed_otherwise = not readings.is_weighed_alike(self._job, gradient, before, after)
             if gradient.dropped and not self._transaction.drops_nan:
                 is_weighed_otherwise = True
-            # What each micro-batch counts was found by the hypothesis that is held.
-            if self._occasions.status == "passed" and self._verify and not is_weighed_otherwise:
+            # What each micro-batch counts was found by the hypothesis that is held. Nothing is given back for nothing.
+            is_passed = self._occasions.status == "passed" and self._verify and not is_weighed_otherwise
+            if is_passed and (reason is not None or max(gradient.sizes) > self._kinds.largest_joined):
                 with aside():
                     found = self._micro_batches.joined(
                         self._transaction.shared or window,

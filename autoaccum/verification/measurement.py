@@ -29,6 +29,7 @@ from autoaccum.planning.attempts import Piece
 from autoaccum.verification.comparison import OF_STATE, TOLERANCE, Error, error_of, loss_tolerance_of, tolerance_of
 from autoaccum.verification.draws import Constants, Recording, Replaying, UnalignedError, state_of
 from autoaccum.verification.findings import Cut, Outcome, Part
+from autoaccum.verification.floors import floor_of, full_precision
 from autoaccum.window.before import SharedWindow, Sharing, sharing_of
 from autoaccum.window.gradient import Gradient, Repeat
 from autoaccum.window.job import Job
@@ -202,6 +203,7 @@ class Measurement:
             raise
         self._stack = ExitStack()
         self._stack.enter_context(torch.compiler.set_stance("force_eager"))
+        self._stack.enter_context(full_precision())
         return self
 
     def __exit__(self, *raised: object) -> None:
@@ -261,7 +263,9 @@ class Measurement:
             self._record()
 
     def _record(self) -> Recording:
-        self._draws = recording = Recording(keeps_wide=not self.is_rounded, held=self.state.generators())
+        self._draws = recording = Recording(
+            self.job.device, keeps_wide=not self.is_rounded, held=self.state.generators()
+        )
         self._whole()
         return recording
 
@@ -359,14 +363,7 @@ class Measurement:
         Raises:
             UnalignedError: the draws of a part are not found among those of the whole.
         """
-        whole = tuple(range(self.num_samples))
-        self._put_back()
-        # The whole is run under the same draws as its parts: rows of one recording, or constants.
-        if has_constants:
-            self._draws = Constants(keeps_wide=not self.is_rounded)
-        else:
-            self._draws = Recording(keeps_wide=not self.is_rounded, held=self.state.generators())
-        loss = self._loss_of(whole, self._draws)
+        whole, loss = tuple(range(self.num_samples)), self._joined_loss(has_constants)
         apart = [self._loss_of(part, self._replaying(part)) for part in (whole[:first], whole[first:])]
         shares = (1.0, 1.0) if is_sum else tuple(weight / sum(weights) for weight in weights)
         off = abs(sum(share * one for share, one in zip(shares, apart, strict=True)) - loss)
@@ -378,19 +375,32 @@ class Measurement:
         Raises:
             UnalignedError: the draws of a part are not found among those of the whole.
         """
-        whole = tuple(range(self.num_samples))
-        self._put_back()
-        if has_constants:
-            self._draws = Constants(keeps_wide=not self.is_rounded)
-        else:
-            self._draws = Recording(keeps_wide=not self.is_rounded, held=self.state.generators())
-        loss = self._loss_of(whole, self._draws)
+        whole, loss = tuple(range(self.num_samples)), self._joined_loss(has_constants)
         with graph_alone():  # of which the counts of terms are read
             gradient = self._run((whole[:first], whole[first:]), hypothesis, self.make, self._replaying)
         self._put_back()
         if not gradient.knows_loss:
             return 0.0
         return abs(float(gradient.loss) - loss) / max(abs(loss), 1e-12)
+
+    def _joined_loss(self, has_constants: bool) -> float:
+        """Return the loss of all samples under draws that their parts find too: rows of one recording, or constants."""
+        self._put_back()
+        if has_constants:
+            self._draws = Constants(keeps_wide=not self.is_rounded)
+        else:
+            self._draws = Recording(self.job.device, keeps_wide=not self.is_rounded, held=self.state.generators())
+        return self._loss_of(tuple(range(self.num_samples)), self._draws)
+
+    def floor(self) -> float:
+        """Return how far gradients of these samples may be apart that are both right."""
+        # Where they cancel, as those of a mean of large numbers do, float32 has fewer digits: how many, the opposite
+        # order shows. What kernels of other sizes do, the device shows.
+        backwards = tuple(reversed(range(self.num_samples)))
+        floor = 10 * self.run([(backwards,)], "samples").error
+        if self.tolerance < TOLERANCE:
+            return floor
+        return max(floor, floor_of(self.job.device, torch.are_deterministic_algorithms_enabled()))
 
     def rounding(self) -> float:
         """Return how far the loss of all samples is off that of them in the opposite order, as a fraction of it."""

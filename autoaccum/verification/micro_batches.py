@@ -214,8 +214,7 @@ def measure_part(
             if other is not None and other != hypothesis and measurement.run([cut], other).error <= tolerance:
                 return 0.0, other
             if tolerance < error < MAY_BE_ROUNDING:  # as in ``decide``
-                backwards = tuple(reversed(range(len(chosen))))
-                tolerance = max(tolerance, 10 * measurement.run([(backwards,)], "samples").error)
+                tolerance = max(tolerance, measurement.floor())
             return (0.0 if error <= tolerance else error), hypothesis
 
     for chosen in ([*part, *few], few):

@@ -49,7 +49,9 @@ def choose(window: Any, num_samples: int, count: int, without: Sequence[int] = (
     chosen = [int(features.norm(dim=1).argmax())]
     apart = torch.cdist(features, features)
     while len(chosen) < count - count // 3:
-        chosen.append(int(apart[chosen].min(dim=0).values.index_fill(0, torch.tensor(chosen), -1).argmax()))
+        chosen.append(
+            int(apart[chosen].min(dim=0).values.index_fill(0, torch.tensor(chosen, device="cpu"), -1).argmax())
+        )
     for first in list(chosen):
         others = [index for index in range(len(candidates)) if index not in chosen]
         if len(chosen) < count and others:
@@ -86,7 +88,7 @@ def _features(batch: Any, num_samples: int) -> torch.Tensor | None:
             is_label = is_whole or len(torch.unique(numbers)) <= _FEW_VALUES
             (labels if is_label else inputs).extend(_of_rows(numbers.cpu().reshape(num_samples, -1)))
         elif isinstance(leaf, list | tuple) and len(leaf) == num_samples:
-            labels.append(torch.tensor([_length(entry) for entry in leaf], dtype=torch.float64))
+            labels.append(torch.tensor([_length(entry) for entry in leaf], dtype=torch.float64, device="cpu"))
     if not inputs and not labels:
         return None
     features = torch.stack([*inputs, *labels], dim=1).nan_to_num(0, 0, 0)

@@ -113,4 +113,4 @@ def _factors(count: int) -> torch.Tensor:
     # A generator of its own: those of the run are left as they are.
     generator = torch.Generator().manual_seed(0)
     bounds = torch.iinfo(torch.int64)
-    return torch.randint(bounds.min, bounds.max, (count,), dtype=torch.int64, generator=generator) | 1
+    return torch.randint(bounds.min, bounds.max, (count,), dtype=torch.int64, generator=generator, device="cpu") | 1

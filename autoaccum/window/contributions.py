@@ -18,6 +18,8 @@ from autoaccum.planning.noise import Noise, Part, estimate
 
 Before = list[tuple[torch.Tensor, torch.Tensor]]
 """Parameters, and their gradients of the micro-batches before."""
+Parts = tuple[tuple[Part, ...], Noise | None]
+"""What each micro-batch adds to a window's gradient, and the noise in that."""
 
 
 def set_aside(parameters: Sequence[torch.Tensor]) -> Before:
@@ -68,16 +70,22 @@ def _real_numbers(gradient: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
 
 
+def measured(stepped: Sequence[torch.Tensor], scaler: torch.amp.GradScaler | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the norm of the gradient that reaches the optimizer, and the scale of 16 bits that is in it."""
+    whole = norm(stepped)
+    return whole, torch.ones_like(whole) if scaler is None else scaler.scale(torch.ones_like(whole))
+
+
 def parts(
     sizes: Sequence[int],
     counts: Sequence[float],
     norms: Mapping[int, torch.Tensor],
     whole: torch.Tensor,
-    *,
     scale: torch.Tensor,
+    *,
     is_sum: bool,
     correction: float,
-) -> tuple[tuple[Part, ...], Noise | None]:
+) -> Parts:
     """Return what each micro-batch adds to a window's gradient, and the noise in that.
 
     Args:

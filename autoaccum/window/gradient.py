@@ -13,7 +13,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from autoaccum.loss.graph import take_for_parameters
 from autoaccum.loss.hypotheses import Conclusion
-from autoaccum.loss.reductions import is_one
+from autoaccum.loss.reductions import is_one, kinds_of
 from autoaccum.loss.terms import Reduction
 from autoaccum.planning.noise import Noise, Part
 
@@ -25,9 +25,9 @@ class Gradient:
     sizes: tuple[int, ...]
     """The micro-batches it was made of."""
     loss: torch.Tensor
-    """Mean over the window's items; on the device."""
+    """Mean over the window's items; on the device, unless it was read with all else that is known of the window."""
     grad_norm: torch.Tensor | None
-    """2-norm before clipping; on the device."""
+    """2-norm before clipping; likewise."""
     items: float
     """What the loss is a mean over."""
     parts: tuple[Part, ...] = ()
@@ -36,6 +36,8 @@ class Gradient:
     """What they tell of the noise in it, where that is measured and can be told."""
     outputs: Mapping[str, float | torch.Tensor] = field(default_factory=dict)
     """What was returned beside the losses, by name; what lies on the device is there still."""
+    overflow: tuple[bool, float] | None = None
+    """Whether it is not finite for the loss scale, and that scale; None without a scaler, and where that is unread."""
     # These are for an examiner alone: see ``verification``.
     dropped: tuple[int, ...] = ()
     """Where micro-batches begin whose loss was not a number, and which count nothing."""
@@ -83,13 +85,14 @@ class Signs:
     """
 
     __slots__ = (
-        "_graphs", "_modes", "_ties", "compares_ones", "compares_samples", "has_suspects",
+        "_graphs", "_late", "_modes", "_ties", "compares_ones", "compares_samples", "has_suspects",
         "have_changed", "least", "next_look", "settled", "short_below", "watches_least",
     )  # fmt: skip
 
     def __init__(self) -> None:
         """Begin with nothing seen."""
         self._graphs: dict[int, tuple[object, ...]] = {}  # marks of that of a micro-batch, by its samples
+        self._late: list[tuple[int, int, int, str]] = []  # those of which something is yet to be read
         self._modes: list[bool] | None = None  # of each module
         self.compares_samples = False
         """Whether a mean over samples would do as well, as far as was measured."""
@@ -121,6 +124,24 @@ class Signs:
             # The first micro-batch of its size says nothing; a loop over samples has more nodes the more there are.
             self.have_changed = self.have_changed or num_samples in self._graphs
             self._graphs[num_samples] = marks
+
+    def see_graph(self, index: int, num_samples: int, nodes: int, loss: torch.Tensor, reduction: Reduction) -> None:
+        """Take the graph of a loss, of the micro-batch of that index; at the window's end, if something is unread."""
+        root = str(loss.grad_fn and loss.grad_fn.name())
+        if any(term.unread for term in reduction.terms):
+            self._late.append((index, num_samples, nodes, root))
+        else:
+            self.of_graph(num_samples, nodes, root, kinds_of(reduction))
+
+    def see_late(self, reductions: Sequence[Reduction]) -> None:
+        """Take those that were put off, now that it is read how the losses of a window were reduced."""
+        late, self._late = self._late, []
+        for index, num_samples, nodes, root in late:
+            self.of_graph(num_samples, nodes, root, kinds_of(reductions[index]))
+
+    def begin(self) -> None:
+        """Begin an attempt at a window."""
+        self._late.clear()
 
     def forget_graphs(self) -> None:
         """Let graphs be compared from now on alone: by another hypothesis other things of them are read."""
@@ -282,11 +303,8 @@ class Gradients:
             torch._foreach_mul_(gradients, factor)
 
     @torch.no_grad()
-    def clip(self, max_norm: float) -> torch.Tensor:
-        """Clip the gradients that reach the optimizer to a 2-norm, and return the norm that they had.
-
-        This is ``torch.nn.utils.clip_grad_norm_``, which alone knows no norm of sparse gradients.
-        """
+    def norm(self) -> torch.Tensor:
+        """Return the 2-norm of the gradients that reach the optimizer, on the device."""
         parameters = self.stepped()
         for p in parameters:
             # An entry that several samples add to must not count several times: it is the square of their sum.
@@ -294,6 +312,14 @@ class Gradients:
                 p.grad = p.grad.coalesce()
         gradients = [p.grad for p in parameters if p.grad is not None]
         # What a sparse gradient does not hold is 0, and adds nothing to a 2-norm.
-        norm = get_total_norm([g._values() if g.is_sparse else g for g in gradients])
-        clip_grads_with_norm_(parameters, max_norm, norm)
+        return get_total_norm([g._values() if g.is_sparse else g for g in gradients])
+
+    @torch.no_grad()
+    def clip(self, max_norm: float, norm: torch.Tensor | None = None) -> torch.Tensor:
+        """Clip the gradients that reach the optimizer to a 2-norm, and return the ``norm`` that they had.
+
+        This is ``torch.nn.utils.clip_grad_norm_``, which alone knows no norm of sparse gradients.
+        """
+        norm = self.norm() if norm is None else norm
+        clip_grads_with_norm_(self.stepped(), max_norm, norm)
         return norm

@@ -37,6 +37,8 @@ class Meter:
         self._device = device
         self._is_enforced = is_enforced
         self._needs_room = needs_room
+        self.floor_bytes = 0
+        """The most that tensors held in an optimizer's step: no plan makes it smaller. 0 where nobody tells."""
         self.before_trial: Callable[[int, int], None] | None = None
         """Called with the samples of each trial, and their length, before it is run."""
         self._window_bytes = 0  # peak of the last window that was measured
@@ -48,7 +50,7 @@ class Meter:
         # shown that they need no more than half of the target.
         self._is_tight = not is_enforced
         # In use after memory was last given back: what is used beyond that between micro-batches, the allocator holds.
-        self._released_bytes = memory.used()
+        self._released_bytes = 0 if is_enforced else memory.used()
 
     @property
     def peak_bytes(self) -> int:
@@ -96,7 +98,18 @@ class Meter:
     def release(self) -> None:
         """Give back what only the allocator still holds."""
         self._memory.release()
-        self._released_bytes = self._memory.used()
+        if not self._is_enforced:
+            self._released_bytes = self._memory.used()
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Take the peak of an optimizer's step within this, after a window that was measured."""
+        if not (self._is_measuring and self._memory.can_enforce):  # elsewhere tensors are not told from the rest
+            yield
+            return
+        self._memory.reset_peak()  # what came before has been read at the window's end
+        yield
+        self.floor_bytes = max(self.floor_bytes, self._memory.usage().allocated_peak_bytes)
 
     def _make_room(self, piece: Piece) -> None:
         """Give memory back before a piece whose peak it would push past the target.
@@ -115,35 +128,41 @@ class Meter:
         try:
             yield
         finally:
-            self.release()
+            # Most windows that are looked at run nothing aside. Where the device keeps the limit, its cache is in
+            # nobody's way, and to empty it makes the device wait.
+            if not self._is_enforced:
+                self.release()
             self._memory.reset_peak()
 
-    def begin_trial(self) -> float:
-        """Start a trial from released memory; return the time."""
+    def begin_trial(self) -> tuple[float, int]:
+        """Start a trial from released memory; return the time, and how often the allocator has found none so far."""
         # The peak is begun anew for it, so that the window's up to here has to be kept.
-        self._before_trials = max(self._before_trials, self._memory.peak())
+        usage = self._memory.usage()
+        self._before_trials = max(self._before_trials, usage.peak_bytes)
         self.release()
         self._memory.reset_peak()
-        return self.now()
+        return self.now(), usage.ooms
 
 
 class _OfTrial(Reading):
     """The reading of a trial: complete once its context has ended well."""
 
-    __slots__ = ("_memory", "_meter", "_started")
+    __slots__ = ("_memory", "_meter", "_ooms", "_started")
 
     def __init__(self, meter: Meter, memory: Memory, piece: Piece) -> None:
         super().__init__(piece)
         self._meter = meter
         self._memory = memory
         self._started = 0.0
+        self._ooms = 0
 
     def __enter__(self) -> Reading:
-        self._started = self._meter.begin_trial()
+        self._started, self._ooms = self._meter.begin_trial()
         return self
 
     def __exit__(self, *raised: object) -> None:
         # Of a trial that failed no more is to be learnt, and to wait for the device may raise once more.
         if raised[0] is None:
             self.seconds = self._meter.now() - self._started
-            self.peak_bytes = self._memory.peak()
+            usage = self._memory.usage()
+            self.take(usage.peak_bytes, usage.allocated_peak_bytes, fell_short=usage.ooms > self._ooms)

@@ -34,6 +34,15 @@ def above_limit(limit_bytes: int, least_bytes: int) -> Notice:
     )
 
 
+def cache_emptied(strain: str) -> Notice:
+    """Say that an allocator keeps giving its cache back and taking it again."""
+    return Notice(
+        cause=strain[:1].upper() + strain[1:],
+        consequence="Each time the device waits, and memory is taken from it anew",
+        cure="Set PYTORCH_ALLOC_CONF=expandable_segments:True where the device has it, or leave more memory free",
+    )
+
+
 def killed_at_the_smallest(micro_batch: int) -> Notice:
     """Say that the last process was killed in a micro-batch than which none is smaller."""
     return Notice(

@@ -54,6 +54,28 @@ def bare_tensors(optimizer: object, modules: Sequence[nn.Module]) -> list[torch.
     return [p for group in optimizer.param_groups for p in group["params"] if id(p) not in of_modules]
 
 
+def move(modules: Sequence[nn.Module], optimizer: object, device: torch.device) -> None:
+    """Move modules to a device, and what else an optimizer trains if there is one already.
+
+    Raises:
+        ArgumentError: the optimizer holds parameters that are none of the modules' any more.
+    """
+    bare = bare_tensors(optimizer, modules)
+    before = {id(p): p for module in modules for p in module.parameters()}
+    for module in modules:
+        module.to(device)
+    # In place, as most parameters are: the function that computes with them goes on holding them.
+    for tensor in bare:
+        tensor.data = tensor.data.to(device)
+    # Of some, tensors of other types say, Module.to makes new ones: whoever holds the old ones trains nothing.
+    if isinstance(optimizer, torch.optim.Optimizer):
+        now = {id(p) for module in modules for p in module.parameters()}
+        held = [id(p) for group in optimizer.param_groups for p in group["params"]]
+        if any(key in before and key not in now for key in held):
+            cure = f"Moving the model to {device} made new parameters, which this one does not hold."
+            raise ArgumentError("optimizer", type(optimizer).__name__, "a function (params) -> Optimizer", cure)
+
+
 def make_optimizer(
     optimizer: OptimizerLike | None,
     lr: float | None,

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from autoaccum.errors import OutputError
+from autoaccum.loss.reading import Numbers
 
 Joined = Mapping[str, float | torch.Tensor]
 """Outputs of a window, by name: means as numbers, or as 0-dim tensors where they lie on a device; tensors with rows."""
@@ -31,7 +32,7 @@ _ACCEPTED = (
 class Outputs:
     """Outputs of the micro-batches of one window, joined or averaged at its end."""
 
-    __slots__ = ("_entries", "_joins", "are_there", "are_unwanted", "have_missed")
+    __slots__ = ("_entries", "_joins", "_means", "are_there", "are_unwanted", "have_missed")
 
     def __init__(self, *, joins: bool = True) -> None:
         """Begin without any; with ``joins`` False tensors with rows are left out."""
@@ -45,6 +46,7 @@ class Outputs:
     def begin(self) -> None:
         """Forget those of a window: it has ended, or is run again."""
         self._entries: dict[str, _Mean | _Rows] = {}
+        self._means: dict[str, torch.Tensor] = {}  # those that are being read
         self.have_missed = False
         """Whether a micro-batch of this window was not computed, for nobody knew that it would have outputs."""
 
@@ -117,6 +119,18 @@ class Outputs:
     def means(self) -> dict[str, float | torch.Tensor]:
         """Return those that are means; they are kept."""
         return {name: entry.joined() for name, entry in self._entries.items() if isinstance(entry, _Mean)}
+
+    def want(self, numbers: Numbers) -> None:
+        """Ask for the means that are on a device."""
+        self._means = {name: mean for name, mean in self.means().items() if isinstance(mean, torch.Tensor)}
+        numbers.want(self._means.values())
+
+    def take_read(self, numbers: Numbers) -> None:
+        """Take them as they were read."""
+        # Rows stay where they are: they may be large, and are for whoever wants them on the host.
+        for name, mean in self._means.items():
+            self._entries[name] = entry = _Mean()
+            entry.add(numbers.count(mean), 1.0)
 
     def joined(self) -> dict[str, float | torch.Tensor]:
         """Return those of the window, and keep them no longer; of what lies on a device nothing is read."""
@@ -241,12 +255,18 @@ def on_device(outputs: Joined, device: torch.device) -> dict[str, torch.Tensor]:
     return found
 
 
+def placed(number: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a tensor of one number on the device, which it may have been read off."""
+    # Filled and not copied, for a copy from the host would wait for the device.
+    if not number.is_cpu or device.type == "cpu":
+        return number
+    return torch.full((), number.item(), dtype=number.dtype, device=device)
+
+
 def read(
     loss: torch.Tensor, grad_norm: torch.Tensor | None, outputs: Joined
 ) -> tuple[float, float | None, dict[str, float | torch.Tensor]]:
     """Return the loss, the norm and the outputs of a window on the host, having waited for the device once."""
-    if not outputs:
-        return loss.item(), None if grad_norm is None else grad_norm.item(), {}
     found = dict(outputs)
     numbers = {"loss": loss} if grad_norm is None else {"loss": loss, "norm": grad_norm}
     # The copies of tensors are only asked for: that of the numbers comes behind them, and is waited for.

@@ -99,7 +99,8 @@ _TERMS = entries(
 )
 _RUNNER = entries(
     {"_checked": a(bool), "_has_sums": optional(a(bool)), "_examining": a(bool), "_deferred": a(bool)},
-    optionally={"verified": _VERIFIED, "terms": _TERMS, "outputs": a(bool)},  # which came later
+    # Which came later.
+    optionally={"verified": _VERIFIED, "terms": _TERMS, "outputs": a(bool), "counted": parts(number(), whole(1))},
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 from autoaccum.data.base import Window
@@ -73,16 +74,14 @@ class Several:
         # An attempt that was not begun by this has shown it already: the first one that has terms at all.
         if self._shown is not None:
             return
-        self._repeats, self._shown, self._foretold = 0, None, {}
+        self._repeats, self._foretold = 0, {}
         kinds = self.kinds(hypothesis)
-        # A wrong total costs a run of the window, and no total is as good as a wrong one.
-        try:
+        # A wrong total costs a run of the window, as does none: what fails here, the window itself will tell.
+        with suppress(Exception):
             if self.counts_by_name and hypothesis in (None, "num_items") and count is not None:
                 self._foretold = counted_beforehand(window, count)
             elif kinds:
                 self._foretold = self._totals.foretell(window, [k for k, kind in kinds.items() if kind in OVER_ITEMS])
-        except Exception:  # what fails so, as where memory is short, the window itself will tell
-            self._foretold = {}
 
     def begin_attempt(self) -> None:
         """Begin to run the window, or to run it again."""
@@ -133,7 +132,6 @@ class Several:
         # What the user counts was wrong because it could not be counted beforehand: there is nothing to look for.
         if not self.counts_by_name:
             self._totals.learn(window, sizes, counts)
-        # Said by whoever runs the window, once.
         self.is_unforeseen = any(map(self._totals.has_given_up, counts))
 
     def state_dict(self) -> dict[str, Any]:

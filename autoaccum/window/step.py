@@ -177,8 +177,9 @@ class Step:
         # forward, and with them the very tensors that have to go.
         self._is_timed, self.examining_seconds = started is not None, 0.0
         while not isinstance(outcome := self._try(pieces, window), Gradient):
-            self._roll_back()
+            self.transaction.roll_back()
             if isinstance(outcome, Failure):
+                self.meter.release()
                 step = self.number + 1
                 patience = patience or Patience(self.limit, self._patience, self._emit, step=step, phase="training")
                 pieces = self._after(outcome, pieces, patience)
@@ -344,13 +345,16 @@ class Step:
         if gradient.items:
             scaler, refused = self.transaction.scaler, None
             try:
-                skipped = self._stepper.take(scaler, self.number, self.limit.bytes)
+                with self.meter.stepping():
+                    skipped = self._stepper.take(scaler, self.number, self.limit.bytes, gradient.overflow)
             except WithoutClosureError as error:
                 refused, skipped = error, None
             if refused is not None:  # out here, where no error is being handled that would pin what a replay needs
                 self.number -= 1
                 self._find_closure(refused, gradient, again)
             self.transaction.is_unscaled = False
+            if self.meter.floor_bytes > self.tuner.limits.floor_bytes:
+                self.tuner.limits.learn_floor(self.meter.floor_bytes)
         else:
             skipped = "no micro-batch of the window has an item to learn from"
         if skipped is not None:
@@ -397,7 +401,10 @@ class Step:
         if lengths is None:  # a short window is cut in passing: plans are those of full ones
             num_samples = max(num_samples, tuner.full_window[0])
         was_searching, old = tuner.search.is_on, tuner.plan(num_samples, lengths)
-        reason = tuner.look(self.limit.read(), self._memory.strained())
+        limit_bytes, strain = self.limit.read(), self._memory.strained()
+        if strain is not None and self._memory.can_enforce:  # only allocators with a cache have a limit of their own
+            self.announcer.say_once(notices.cache_emptied(strain))
+        reason = tuner.look(limit_bytes, strain, is_enforced=self.limit.is_enforced)
         if reason is not None:
             self._growing_from = None
             self.meter.release()  # for whoever needs it

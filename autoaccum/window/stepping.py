@@ -59,13 +59,20 @@ class Stepper:
         # Whether its first step is yet to show that it does without a closure.
         self._may_need_closure = may_need_closure(optimizer)
 
-    def take(self, scaler: torch.amp.GradScaler | None, step: int, limit_bytes: int) -> str | None:
+    def take(
+        self,
+        scaler: torch.amp.GradScaler | None,
+        step: int,
+        limit_bytes: int,
+        overflow: tuple[bool, float] | None = None,
+    ) -> str | None:
         """Take one step on gradients that are unscaled already; return why it was left out, if it was.
 
         Args:
             scaler: for float16; None without it.
             step: the number of the optimizer step, for the error: the first is 1.
             limit_bytes: what may be used of the device's memory.
+            overflow: whether the scaler has found a gradient that is not finite, and its scale, where that is read.
 
         Raises:
             OptimizerOutOfMemoryError: memory ran out, perhaps half-way through the parameters.
@@ -73,8 +80,13 @@ class Stepper:
         """
         optimizer, writes = self._optimizer, self._writes
         writes.begin()
-        scale = 1.0 if scaler is None else _scale_of(scaler)
-        left = [optimizer.step] if scaler is None else [lambda: scaler.step(optimizer), scaler.update]
+        left: list[Callable[[], Any]] = [optimizer.step]
+        if scaler is not None and overflow is not None:  # the scaler itself would wait for the device to know
+            is_overflow, scale = overflow  # its update stays on the device
+            left = [scaler.update] if is_overflow else [optimizer.step, scaler.update]
+        elif scaler is not None:
+            scale = _scale_of(scaler)
+            left = [lambda: scaler.step(optimizer), scaler.update]
         # Counters alone do not tell what is written through ``.data``.
         mark = Mark(self._parameters()) if self._may_need_closure else None
         tries = 0
@@ -107,7 +119,7 @@ class Stepper:
         if not (self._is_pytorchs or self._is_counted):
             self._is_counted = writes.are_everywhere()
         # It leaves the step out when a gradient is not finite, and tells it only by a scale that falls.
-        if scaler is None or _scale_of(scaler) >= scale:
+        if scaler is None or not (is_overflow if overflow is not None else _scale_of(scaler) < scale):
             return None
         return f"the float16 gradient overflowed at a loss scale of {scale:g}"
 

@@ -22,11 +22,12 @@ import torch
 from autoaccum.loss.conclusions import kind_of_term, stands_for_none
 from autoaccum.loss.graph import only_parameters
 from autoaccum.loss.hypotheses import OVER_ITEMS, TermKind
+from autoaccum.loss.reading import Numbers
 from autoaccum.loss.reductions import read, without_graph
 from autoaccum.loss.stated import Computed
-from autoaccum.loss.terms import Count, Edge, Reduction, Term
+from autoaccum.loss.terms import Count, Division, Edge, Reduction, Term
 from autoaccum.loss.values import Values
-from autoaccum.loss.weighting import Tally, weighed
+from autoaccum.loss.weighting import Tally, guarded, weighed
 
 _CONSTANT = "\0"
 """How the names of terms of the parameters alone begin: each counts once a window, whatever it is cut into."""
@@ -34,8 +35,6 @@ _SAME = 1e-13
 """Relative difference up to which a total is the one that was foretold, where the loss has 64 bits."""
 _SAME_IN_32_BITS = 1e-6
 """The same where it has fewer: counts may then be sums of weights in 32 bits."""
-
-
 Signature = tuple[str, bool, bool]
 """The kind of a term, whether PyTorch counts its items, whether it depends on parameters alone."""
 
@@ -76,6 +75,7 @@ class Terms:
         totals: Mapping[str, float],
         *,
         deferred: bool,
+        is_unforeseen: bool = False,
         stated: str | Mapping[str, str] | None = None,
     ) -> None:
         """Begin a window.
@@ -85,13 +85,14 @@ class Terms:
             kinds: what each term is, by its name; of one that is missing its own graph says so.
             totals: what each mean is known to count in the window.
             deferred: whether counts are read at its end.
+            is_unforeseen: whether totals were never known in time, so that any guess of one is as good as another.
             stated: what the user says of each, or of all: that it is a mean, or a sum.
         """
         self._stated = stated
         self._num_samples = num_samples
         self._kinds = kinds
         self._totals = totals
-        self._deferred = deferred
+        self._deferred, self._is_unforeseen = deferred, is_unforeseen
         self._columns: dict[str, _Column] = {}
         self._sizes: list[int] = []
         # What was not seen of losses, by their names: (index of the micro-batch, the rest, of which terms).
@@ -99,9 +100,8 @@ class Terms:
         self._signatures: dict[str, list[Signature]] = {}  # the terms that each loss has had, at most
         self.differs = False
         """Whether a loss has other terms in some micro-batches, and it cannot be told which."""
-        self._counted: dict[str, Count] = {}  # by the user
         self.lacks_values = False
-        """Whether terms were met whose values were not seen, so that the loss of the window is not known."""
+        """Whether terms were met whose values were not seen, so that the rest of each loss stands for them."""
 
     def add(
         self,
@@ -125,15 +125,16 @@ class Terms:
         """
         # Without names there is one loss, whose terms have their places in its graph for names.
         losses = list((computed.terms or {"": computed.loss}).items())
-        self._counted.update(counted)
         self._sizes.append(num_samples)
         weights: list[tuple[Edge, Count | None]] = []
         seeds: list[Count | None] = []
         reductions: list[Reduction] = []
+        divisions: list[Division] = []  # which nothing is to go through where they are by 0
         for root, (name, loss) in enumerate(losses):
             # What is not seen of it, constants and values that no function of Python's has returned, is the rest.
             rest, unseen = loss.detach(), list[str]()
             entries, reduction = self._read(name, loss, counted.get(name), num_samples)
+            divisions += reduction.divisions
             reductions.append(reduction)
             # The weights of terms are multiplied on their way into the loss; that of a loss with one term at its root.
             seeds.append(1.0 if reduction.edges or (entries and entries[0].edge) else None)
@@ -163,7 +164,7 @@ class Terms:
         # One backward for all losses, for they share the graph of the model, which is freed by it.
         def backward() -> None:
             if roots:
-                with weighed(weights):
+                with weighed(weights), guarded(divisions):
                     torch.autograd.backward([loss for loss, _ in roots], [_seed(loss, seed) for loss, seed in roots])
 
         return without_graph(reductions[0]) if len(losses) == 1 else _merged(reductions), backward
@@ -174,15 +175,16 @@ class Terms:
         """Return the terms of a loss."""
         if counted is not None:
             # Its weights are those of its penalties, too, for they sum to one.
-            return [Entry(name or "0", None, counted, None)], Reduction(counted)
+            on_device = isinstance(counted, torch.Tensor) and loss.grad_fn is not None
+            divisions = read(loss, num_samples, waits=False).divisions if on_device else ()
+            return [Entry(name or "0", None, counted, None)], Reduction(counted, divisions=divisions)
         # What a program returns where there is nothing to learn from, such as torch.zeros(()), is no term at all: to
-        # count its samples would be to count some that have no item.
+        # count its samples would be to count some that have no item. A leaf that is a loss is one.
         if loss.grad_fn is None:
-            # Nothing is learnt from it: a number that stands where there is nothing to compute a loss of, or a leaf.
             return ([Entry(name or "0", None, num_samples, None)] if loss.requires_grad else []), Reduction(0.0)
         if name and only_parameters(loss.grad_fn):  # a penalty that was given by itself
             return [Entry(f"{_CONSTANT}{name}", None, num_samples, None)], Reduction(0.0, constants=(1.0,))
-        reduction = read(loss, num_samples)
+        reduction = read(loss, num_samples, waits=not self._deferred)
         if not reduction.terms:
             return [Entry(name or "0", None, reduction.items, None)], reduction
         # The first one bears the name of its loss, for most losses have one term; others are told by their places.
@@ -229,7 +231,11 @@ class Terms:
         elif column.kind in OVER_ITEMS:
             items = entry.items
         # None where it has no items: its 0 / 0 must not reach any parameter.
-        weight = column.tally.weight(num_samples, items, dtype)
+        # Of a window in one piece there is nothing to guess.
+        if self._deferred and isinstance(items, torch.Tensor) and num_samples == self._num_samples:
+            weight: Count | None = column.tally.take_all(items)
+        else:
+            weight = column.tally.weight(num_samples, items, dtype)
         column.shown.append((num_samples, entry.term))
         column.items.append(entry.items)
         column.places.append(len(self._sizes) - 1)
@@ -243,10 +249,12 @@ class Terms:
         if not entry.name.startswith(_CONSTANT):
             kind = self._kinds.get(entry.name) or self._said(entry.name) or kind_alone(entry.term)
         total = {"samples": float(self._num_samples), "sum": 1.0}.get(kind) or self._totals.get(entry.name, 0.0)
-        if self._sizes == [self._num_samples] and kind in OVER_ITEMS:
+        if self._sizes == [self._num_samples] and kind in OVER_ITEMS and not self._deferred:
             # Nothing is to be foretold of it.
             total = float(entry.items)  # of a window in one piece: whatever it counts
             total = total if math.isfinite(total) else 0.0
+        if not total and self._deferred and self._is_unforeseen:
+            total = float(self._num_samples)  # as good as the first micro-batch's count, and nothing waits for it
         return _Column(kind, Tally(self._num_samples, deferred=self._deferred, total=total))
 
     def _said(self, name: str) -> TermKind | None:
@@ -255,6 +263,27 @@ class Terms:
         return None if said is None else "sum" if said == "sum" else "items"
 
     # What follows is asked once the last micro-batch has been added.
+
+    def want(self, numbers: Numbers) -> None:
+        """Ask for all that the window's end is decided by, of what lies on a device."""
+        for column in self._columns.values():
+            column.tally.want(numbers)
+            numbers.want([*column.values, *column.items])
+            for _, term in column.shown:
+                numbers.want(() if term is None else term.numbers_unread())
+        for rests in self._rests.values():
+            numbers.want(rest for _, rest, _ in rests)
+
+    def take_read(self, numbers: Numbers) -> None:
+        """Take that as it was read."""
+        # Whatever is decided below then asks the host, as it does where everything has been there all along.
+        for column in self._columns.values():
+            column.tally.take_read(numbers)
+            column.values = [None if value is None else numbers.tensor(value) for value in column.values]
+            column.items = list(map(numbers.count, column.items))
+            column.shown = [(size, None if term is None else numbers.term(term)) for size, term in column.shown]
+        for name, rests in self._rests.items():
+            self._rests[name] = [(place, numbers.tensor(rest), unseen) for place, rest, unseen in rests]
 
     def settle(self) -> list[tuple[int, str]]:
         """Leave out counts that stand for none; return where that is in doubt: the micro-batch, and the term's name.

@@ -114,13 +114,15 @@ class Totals:
         """
         # The smallest weights that explain all that was counted; where there is one answer only, they are the weights.
         is_open = False
-        wanted = torch.tensor(self._counted[name], dtype=torch.float64)
+        wanted = torch.tensor(self._counted[name], dtype=torch.float64, device="cpu")
         for place in self._histograms[0]:
             rows = [histogram.get(place, {}) for histogram in self._histograms]
             kinds = sorted({value for row in rows for value in row})
             if len(kinds) > _MOST_VALUES * 8:
                 continue
-            table = torch.tensor([[row.get(value, 0.0) for value in kinds] for row in rows], dtype=torch.float64)
+            table = torch.tensor(
+                [[row.get(value, 0.0) for value in kinds] for row in rows], dtype=torch.float64, device="cpu"
+            )
             # Of counts that are sums of weights in 32 bits the last digits are rounding.
             weights = torch.linalg.pinv(table) @ wanted
             if not torch.allclose(table @ weights, wanted, rtol=1e-6, atol=1e-6 * float(wanted.abs().max())):

@@ -23,19 +23,20 @@ from typing import Any
 import torch
 
 from autoaccum.data.base import Window
-from autoaccum.loss.conclusions import DIFFERING, conclude, doubt_of_unknown, stands_for_none
+from autoaccum.loss.conclusions import DIFFERING, doubt_of_unknown, num_contributing
 from autoaccum.loss.counting import count_each, count_items
-from autoaccum.loss.hypotheses import OF_ONE, PLAIN_MEAN, PLAIN_SUM, STATED, SUMS, Conclusion, Hypothesis
-from autoaccum.loss.reductions import has_some, is_one, kinds_of, plain_mean, read, without_graph
+from autoaccum.loss.hypotheses import OF_ONE, STATED, SUMS, Conclusion, Hypothesis
+from autoaccum.loss.reductions import has_some, read_by, without_graph
 from autoaccum.loss.shared import Sharer
 from autoaccum.loss.stated import Computed
 from autoaccum.loss.terms import Count, Reduction
 from autoaccum.loss.values import Values
-from autoaccum.loss.weighting import Seeds, Tally, counted_once
+from autoaccum.loss.weighting import Foresight, Seeds, Tally, conclude_by, counted_once, counting_nothing, guarded
 from autoaccum.memory.oom import insist
 from autoaccum.planning.attempts import Piece
-from autoaccum.planning.noise import Noise, Part
 from autoaccum.window import contributions
+from autoaccum.window.contributions import Parts
+from autoaccum.window.ending import Ending
 from autoaccum.window.gradient import Gradient, Gradients, Repeat, Signs, count_nodes
 from autoaccum.window.job import Job, is_slow_to_read
 from autoaccum.window.outputs import Outputs
@@ -48,7 +49,6 @@ from autoaccum.window.terms import Terms
 
 Forward = Callable[[Any, int, int], torch.Tensor]
 """(micro-batch, its samples, the window's samples) -> loss"""
-
 
 _NOTHING = Reduction(0.0)
 """The reduction of a micro-batch without items."""
@@ -92,9 +92,11 @@ class Transaction:
         self._seeds = Seeds()
         # Whether a loss with terms of parameters alone is a sum; None until a window has shown it.
         self._has_sums: bool | None = None
-        # Whether counts stay on the device until the window's end, where reading one would wait for it. One without
-        # items would be found too late: from the first such window on each count is read at once.
+        # Whether counts stay on the device until the window's end, where reading one would wait for it; not any more
+        # once one without items turned out to have spoilt the gradient.
         self._is_deferred = self._is_slow_to_read = is_slow_to_read(job.device)
+        self._checks_gradient = False  # whether such a count was met, so that each window's gradient is looked at
+        self._foresight = Foresight(is_used=self._is_slow_to_read)
         self.drops_nan = False
         """Whether a micro-batch whose loss is not a number counts nothing, for someone sees to it that this is so."""
         self.ones_are_none = False
@@ -172,10 +174,11 @@ class Transaction:
         self._computed: Computed | None = None  # by the last forward, where that is more than one loss
         if self.outputs.are_there or self.outputs.have_missed:
             self.outputs.begin()
-        self._tally = Tally(num_samples, deferred=self._is_deferred)
+        self._tally = Tally(num_samples, deferred=self._is_deferred, total=self._foresight.begin(num_samples))
         self._sizes: list[int] = []
         self._losses: list[torch.Tensor | None] = []  # of each micro-batch; None where nothing counts
         self._reductions: list[Reduction] = []
+        self.signs.begin()
         self._dropped: list[int] = []  # where micro-batches begin whose loss was not a number
         self._divided_by_zero: ZeroDivisionError | None = None  # what the last one raised that has no items
         self._norms: dict[int, torch.Tensor] = {}  # of what each micro-batch adds to the gradient, by its index
@@ -212,8 +215,8 @@ class Transaction:
         if self._terms is not None:
             self._compute_terms(batch, piece, counted if isinstance(counted, dict) else {})
             return
-        reduction = None if counted is None else Reduction(counted)  # type: ignore[arg-type]
-        if reduction is not None and not isinstance(reduction.items, torch.Tensor) and not reduction.items:
+        if isinstance(counted, float) and not counted:
+            reduction = Reduction(counted)
             self._tally.weight(piece.size, reduction.items)  # nothing to learn from: no forward either
             self._losses.append(None)
             self._take_outputs_alone(batch, piece.size)
@@ -230,9 +233,8 @@ class Transaction:
                 self._tally.weight(piece.size, 0.0)
                 self._losses.append(None)
             else:
-                reduction = reduction or self._read(loss, piece.size)
-                root = loss.grad_fn
-                self.signs.of_graph(piece.size, self._nodes, str(root and root.name()), kinds_of(reduction))
+                reduction = read_by(self.hypothesis, loss, piece.size, counted=counted, waits=not self._is_deferred)
+                self.signs.see_graph(len(self._sizes), piece.size, self._nodes, loss, reduction)
                 self._add(loss, reduction, piece.size)
         # The nodes that a reduction names would keep the graph alive.
         self._reductions.append(without_graph(reduction))
@@ -264,7 +266,8 @@ class Transaction:
         if self._terms is None:
             known, self.several.is_on = self.several.known, True
             kinds, stated = self.several.kinds(self.hypothesis) or {}, self._job.reduction
-            self._terms = Terms(self._num_samples, kinds, known, deferred=self._is_deferred, stated=stated)
+            late = self._is_deferred, self.several.is_unforeseen
+            self._terms = Terms(self._num_samples, kinds, known, deferred=late[0], is_unforeseen=late[1], stated=stated)
         return self._terms
 
     def _add_terms(
@@ -281,7 +284,7 @@ class Transaction:
         self._take_outputs(size)
         self._losses.append(loss.detach())
         reduction, backward = terms.add(computed, counted, size, values, self._scaled)
-        self.signs.of_graph(size, self._nodes, str(loss.grad_fn and loss.grad_fn.name()), kinds_of(reduction))
+        self.signs.see_graph(len(self._sizes) - 1, size, self._nodes, loss, reduction)
         self._backward(backward, size)
         self._reductions.append(reduction)
 
@@ -321,6 +324,7 @@ class Transaction:
     def _add(self, loss: torch.Tensor, reduction: Reduction, num_samples: int) -> None:
         """Add the gradient of a loss, weighted, and keep its value."""
         if self._counts_nothing(loss, num_samples):
+            self._checks_gradient = True
             # Where some of its terms have items, it is they that are to be weighed by themselves.
             if not has_some(reduction):
                 reduction = _NOTHING
@@ -345,17 +349,6 @@ class Transaction:
         if self._is_slow_to_read and self.forward == self.plain_forward:
             return False
         return math.isnan(float(loss.tolist()))  # type: ignore[arg-type]
-
-    def _read(self, loss: torch.Tensor, num_samples: int) -> Reduction:
-        """Return how a loss was reduced: as its graph shows, unless that has no say in it any more."""
-        if self.hypothesis == "samples":
-            return plain_mean(float(num_samples))
-        if self.hypothesis == "sum":
-            return plain_mean(1.0)
-        found = read(loss, num_samples)
-        if self.hypothesis == "sum and penalties":
-            return Reduction(1.0, constants=found.constants, edges=found.edges)
-        return found
 
     def plain_forward(self, batch: Any, num_samples: int, window_samples: int) -> torch.Tensor:
         """Return the loss of a micro-batch, in the job's precision."""
@@ -388,10 +381,8 @@ class Transaction:
     def _accumulate(self, loss: torch.Tensor, weight: Count, reduction: Reduction, share: float) -> None:
         loss = self._scaled(loss)
         seed = self._seeds.of(weight, loss)
-        if not (reduction.edges and self._is_sum(reduction)):
-            torch.autograd.backward(loss, seed)
-            return
-        with counted_once(reduction, share):
+        once = counted_once(reduction, share) if reduction.edges and self._is_sum(reduction) else nullcontext()
+        with guarded(reduction.divisions) if reduction.divisions else nullcontext(), once:
             torch.autograd.backward(loss, seed)
 
     def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
@@ -404,19 +395,14 @@ class Transaction:
         return reduction.is_sum if self._has_sums is None else self._has_sums
 
     def num_contributing(self) -> int:
-        """Return how many micro-batches have added to the window so far: a loss of 0 adds nothing.
-
-        Beside terms of the parameters alone it is these, and the same each time.
-        """
-        losses = [loss.tolist() for loss in self._losses if loss is not None]
-        if any(reduction.constants for reduction in self._reductions):
-            return sum(losses.count(loss) == 1 for loss in losses)
-        return sum(map(bool, losses))
+        """Return how many micro-batches have added to the window so far."""
+        return num_contributing(self._losses, self._reductions)
 
     def finish(self) -> Gradient | Repeat:
         """Complete the gradient: correct it by the true count, unscale and clip it."""
+        ending = self._read_end()
         if self._terms is not None:
-            return self._finish_terms(self._terms)
+            return self._finish_terms(self._terms, ending)
         sizes, reductions, tally = tuple(self._sizes), self._reductions, self._tally
         is_doubtful = self._leave_out_what_counts_nothing()
         counts = tally.read()
@@ -426,12 +412,13 @@ class Transaction:
         if not any(counts) and self._divided_by_zero is not None:  # in every micro-batch that has a loss
             raise self._divided_by_zero
         if not any(counts):
-            return Gradient(sizes=sizes, loss=torch.tensor(float("nan")), grad_norm=None, items=0)
-        losses = [micro_loss for micro_loss in self._losses if micro_loss is not None]
-        if len(losses) > len(counts) - counts.count(0):  # a count that was deferred turned out to be 0
-            self._is_deferred = False
+            return Gradient(sizes=sizes, loss=torch.tensor(float("nan"), device="cpu"), grad_norm=None, items=0)
+        late = [index for index in tally.late_zeros() if self._losses[index] is not None]
+        if late and not self._is_sound(ending):
             return Repeat(sizes=sizes)
-        found = self._conclusion(is_doubtful)
+        self._losses = [loss if count else None for loss, count in zip(self._losses, counts, strict=True)]
+        losses = [micro_loss for micro_loss in self._losses if micro_loss is not None]
+        found = conclude_by(self.hypothesis, self._job.reduction, self._sizes, self._reductions, is_doubtful)
         if found.kinds:
             self.several.propose(found.kinds, reductions)
             return Repeat(sizes=sizes)
@@ -444,13 +431,15 @@ class Transaction:
             self.signs.of_counts(sizes, counts, reductions)
             suspects = self.signs.suspects(sizes, counts, reductions, self._losses)
         correction = tally.correction(found.is_sum)
-        parts, noise = self._parts(counts, found.is_sum, correction)
+        parts, noise = self._parts(counts, found.is_sum, correction, ending)
         if correction != 1:
             self._gradients.scale(correction)
+        self._foresight.see(tally.total(found.is_sum), self._num_samples, losses[0].dtype)
         return Gradient(
             sizes=sizes,
-            grad_norm=self._unscaled_and_clipped(),
+            grad_norm=self._unscaled_and_clipped(correction, ending),
             loss=tally.loss(losses, found.is_sum),
+            overflow=None if ending is None else ending.overflow(),
             items=sum(counts),
             parts=parts,
             noise=noise,
@@ -461,20 +450,45 @@ class Transaction:
             conclusion=found,
         )
 
-    def _finish_terms(self, terms: Terms) -> Gradient | Repeat:
+    def _read_end(self) -> Ending | None:
+        """Launch all that the end of a window is decided by, and read it at once; None where reading costs nothing."""
+        if not self._is_slow_to_read:
+            return None
+        ending = Ending(self._gradients)
+        if self._norms:
+            ending.want_whole(self.scaler)
+        if self.scaler is not None and any(loss is not None for loss in self._losses):
+            self.is_unscaled = True
+            ending.unscale(self.scaler, self._job.optimizer)
+        if self._clip_norm is not None or self._checks_gradient:
+            ending.want_norm()
+        others = [other for other in (self._tally, self.outputs, self._terms) if other is not None]
+        known = ending.read(self._losses, self._reductions, self._norms, others)
+        if known is not None:
+            self._losses, self._reductions, self._norms = known
+            self.signs.see_late(self._reductions)
+        return ending
+
+    def _is_sound(self, ending: Ending | None) -> bool:
+        """Return whether a micro-batch that turned out to count nothing has left the gradient finite."""
+        self._checks_gradient, is_finite = True, ending is not None and ending.is_finite()
+        self._is_deferred = self._is_deferred and is_finite
+        return is_finite
+
+    def _finish_terms(self, terms: Terms, ending: Ending | None) -> Gradient | Repeat:
         """Complete the gradient of terms that were weighed one by one; run the window again if that was wrong."""
-        sizes, is_late = tuple(self._sizes), terms.has_late_zero()
+        sizes = tuple(self._sizes)
+        is_late = len(sizes) > 1 and terms.has_late_zero() and not self._is_sound(ending)
         in_doubt, counting = terms.settle(), terms.counting()
         if not any(counting) and self._divided_by_zero is not None:
             raise self._divided_by_zero
         if not any(counting):
-            return Gradient(sizes=sizes, loss=torch.tensor(float("nan")), grad_norm=None, items=0)
+            return Gradient(sizes=sizes, loss=torch.tensor(float("nan"), device="cpu"), grad_norm=None, items=0)
         losses = [loss for loss in self._losses if loss is not None]
         # All that is wrong with a run of the window is found out at once, so that it is run once more and not thrice.
         is_wide = losses[0].dtype == torch.float64
         is_wrong = self.several.are_wrong(terms, self.hypothesis, sizes, is_wide=is_wide)
-        if is_wrong or (is_late and len(sizes) > 1):
-            self._is_deferred = self._is_deferred and not is_late
+        if is_wrong or is_late:
             return Repeat(sizes=sizes)
         if self.several.are_unsettled():
             self.signs.have_changed = True  # as where a forward draws what no replay repeats: it is measured again
@@ -482,10 +496,11 @@ class Transaction:
             self.signs.have_changed = True
         unknown = doubt_of_unknown(self._reductions)
         self.several.learn(terms, self._window, sizes)
-        parts, noise = self._parts(counting, False, 1.0)
+        parts, noise = self._parts(counting, False, 1.0, ending)
         return Gradient(
             sizes=sizes,
-            grad_norm=self._unscaled_and_clipped(),
+            grad_norm=self._unscaled_and_clipped(1.0, ending),
+            overflow=None if ending is None else ending.overflow(),
             loss=terms.loss().detach(),
             items=sum(counting),
             parts=parts,
@@ -500,50 +515,35 @@ class Transaction:
             is_unforeseen=self.several.is_unforeseen,
         )
 
-    def _unscaled_and_clipped(self) -> torch.Tensor | None:
+    def _unscaled_and_clipped(self, correction: float, ending: Ending | None) -> torch.Tensor | None:
         """Take the loss scale out of the gradient, and clip it; return the norm that it had."""
+        if ending is not None:
+            return None if self._clip_norm is None else ending.clip(self._clip_norm, correction)
         if self.scaler is not None:
             self.is_unscaled = True
             self.scaler.unscale_(self._job.optimizer)
         return None if self._clip_norm is None else self._gradients.clip(self._clip_norm)
 
-    def _conclusion(self, is_doubtful: bool) -> Conclusion:
-        """Return what the window is: as was measured, or as its micro-batches show."""
-        if self.hypothesis is not None:
-            return PLAIN_SUM if self.hypothesis in SUMS else PLAIN_MEAN
-        if len(self._sizes) > 1 and any(reduction.terms for reduction in self._reductions):
-            found = conclude(self._sizes, self._reductions, is_doubtful)
-            is_mean = self._job.reduction == "mean" and not found.kinds  # as the user says
-            return PLAIN_MEAN if is_mean else found
-        return PLAIN_MEAN
-
     def _leave_out_what_counts_nothing(self) -> bool:
         """Drop micro-batches whose count of 1 stands for none; return whether that is in doubt for any of them."""
         self._tally.read()  # one wait for the device, rather than one for each loss
-        is_doubtful = False
-        for index, micro_loss in enumerate(self._losses):
-            if micro_loss is not None and self._reductions[index].terms:
-                is_none, may_be_one = stands_for_none(self._reductions[index], micro_loss, self._sizes[index])
-                is_none = is_none or (self.ones_are_none and is_one(self._reductions[index]))
-                is_doubtful = is_doubtful or may_be_one
-                if is_none:
-                    self._tally.leave_out(index)
-                    self._losses[index] = None
+        nothing, is_doubtful = counting_nothing(self._sizes, self._reductions, self._losses, self.ones_are_none)
+        for index in nothing:
+            self._tally.leave_out(index)
+            self._losses[index] = None
         return is_doubtful
 
-    def _parts(self, counts: Sequence[float], is_sum: bool, correction: float) -> tuple[tuple[Part, ...], Noise | None]:
+    def _parts(self, counts: Sequence[float], is_sum: bool, correction: float, ending: Ending | None) -> Parts:
         """Return what each micro-batch adds to the window's gradient, which is yet to be corrected, and its noise."""
         if not self._norms:
             return (), None
-        whole = contributions.norm(self._gradients.stepped())
-        scale = torch.ones_like(whole) if self.scaler is None else self.scaler.scale(torch.ones_like(whole))
-        return contributions.parts(
-            self._sizes, counts, self._norms, whole, scale=scale, is_sum=is_sum, correction=correction
-        )
+        measured = (ending and ending.whole()) or contributions.measured(self._gradients.stepped(), self.scaler)
+        return contributions.parts(self._sizes, counts, self._norms, *measured, is_sum=is_sum, correction=correction)
 
     def commit(self) -> None:
         """Give up the window, whose end this is, and all that was kept to run it again."""
         self.is_open = False
+        self._foresight.commit()
         del self._window
         # Even a loss is memory of the device, which the optimizer's step may need.
         self._losses, self._reductions, self._norms = [], [], {}
@@ -587,12 +587,13 @@ class Transaction:
             **self.several.state_dict(),
         }
         # What came later is there only once it says something.
-        return found | ({"outputs": True} if self.outputs.are_there else {})
+        return found | self._foresight.state_dict() | ({"outputs": True} if self.outputs.are_there else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put back what ``state_dict`` returned."""
         self._has_sums, self._is_deferred = state["_has_sums"], state["_deferred"]
         self.outputs.are_there = state.get("outputs", False)
+        self._foresight.load_state_dict(state)
         self.several.load_state_dict(state)
         if self.scaler is not None and state["scaler"] is not None:
             self.scaler.load_state_dict(state["scaler"])

@@ -158,16 +158,47 @@ def test_nothing_is_copied_when_it_need_not_be() -> None:
     assert all(moved[key] is original[key] for key in original)
 
 
-@pytest.mark.gpu
-@every_form
-def test_to_an_accelerator_and_back(form: str) -> None:
+def accelerator() -> torch.device:
     device = torch.accelerator.current_accelerator()
     assert device is not None
+    return device
+
+
+HOLD_NO_TENSOR = ("array", "texts alone")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "form",
+    [pytest.param(form, marks=pytest.mark.device(elsewhere=True) if form in HOLD_NO_TENSOR else ()) for form in FORMS],
+)
+def test_to_an_accelerator_and_back(form: str) -> None:
+    device = accelerator()
     for copy in (False, True):
         moved = batches.to_device(FORMS[form](0, 4), device, copy=copy)
         tensors = [leaf for leaf in batches.flatten(moved)[0] if isinstance(leaf, torch.Tensor)]
         assert all(tensor.device.type == device.type for tensor in tensors)
         assert plain(batches.to_device(moved, CPU, copy=False)) == plain(FORMS[form](0, 4))
+
+
+@pytest.mark.gpu
+def test_what_lies_in_pinned_memory_may_be_written_to_at_once() -> None:
+    """Also while its copy is under way, which nobody waits for."""
+    buffer = matrix(0, 4).pin_memory()
+    moved = [batches.to_device(part, accelerator(), copy=True) for part in (buffer, buffer[1:3], buffer[:, :1])]
+    buffer.zero_()
+    assert [part.tolist() for part in moved] == [
+        [[0, 0], [1, -1], [2, -2], [3, -3]],
+        [[1, -1], [2, -2]],
+        [[0], [1], [2], [3]],
+    ]
+
+
+@pytest.mark.gpu
+def test_what_nobody_writes_to_is_not_copied_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer = matrix(0, 4).pin_memory()
+    monkeypatch.setattr(torch, "empty_like", None)
+    assert batches.to_device(buffer, accelerator(), copy=True, lasting=True).tolist() == buffer.tolist()
 
 
 def test_num_bytes_counts_tensors_and_arrays() -> None:

@@ -91,3 +91,35 @@ class TestStatesOfAStranger:
                     check_random_states({**state, "numpy": wrong}, CPU, "randomness")
         finally:
             np.random.set_bit_generator(before)  # type: ignore[attr-defined]
+
+
+@pytest.mark.gpu
+def test_a_state_of_another_kind_of_device_is_of_no_use_and_no_error() -> None:
+    """Kinds differ in the sizes of their states; a run that is moved between them is exact, and draws anew."""
+    device = torch.accelerator.current_accelerator()
+    assert device is not None
+    device = torch.device(device.type, 0)
+    state = state_dict(device)
+    check_random_states(state, device, "randomness")
+    own = state["device"].clone()
+    state["device"] = torch.zeros(5, dtype=torch.uint8)
+    check_random_states(state, device, "randomness")
+    load_state_dict(state, device)
+    assert torch.equal(torch.get_device_module(device).get_rng_state(device), own)
+    draws = torch.rand(3, device=device).tolist()
+    state["device"] = own
+    load_state_dict(state, device)
+    assert torch.rand(3, device=device).tolist() == draws
+
+
+@pytest.mark.gpu
+def test_a_state_that_the_device_refuses_is_refused_by_its_entry() -> None:
+    device = torch.device(torch.accelerator.current_accelerator().type, 0)  # type: ignore[union-attr]
+    torch.rand(3, device=device)
+    state = state_dict(device)
+    state["device"] = torch.full_like(state["device"], 255)
+    if device.type == "cuda":
+        pytest.skip("any seed and most offsets are a state of CUDA's")
+    with pytest.raises(CheckpointCorruptError) as caught:
+        check_random_states(state, device, "randomness")
+    assert caught.value.entry == "randomness.device"

@@ -14,6 +14,7 @@ import autoaccum
 from autoaccum.errors import OptimizerOutOfMemoryError
 from autoaccum.events import OutOfMemory
 from autoaccum.testing import oom_at
+from tests.devices import DEVICE
 from tests.faults import Operations, strides
 from tests.models import classes, mlp, noisy, relative_error, same, state_of
 
@@ -81,10 +82,10 @@ class TestExactness:
     def test_gradient_is_the_windows(
         self, dtype: torch.dtype, bound: float, effective_batch: int, micro_batch: int, num_samples: int
     ) -> None:
-        check_gradients("cpu", dtype, bound, effective_batch, micro_batch, num_samples)
+        check_gradients(DEVICE, dtype, bound, effective_batch, micro_batch, num_samples)
 
 
-def trainer(micro_batch: Any, device: str | None = "cpu", **options: Any) -> autoaccum.Trainer:
+def trainer(micro_batch: Any, device: str | None = DEVICE, **options: Any) -> autoaccum.Trainer:
     arguments: dict[str, Any] = {
         "effective_batch": 12,
         "loss_fn": cross_entropy,
@@ -99,7 +100,7 @@ def trainer(micro_batch: Any, device: str | None = "cpu", **options: Any) -> aut
 _clean: dict[Any, list[torch.Tensor]] = {}
 
 
-def clean(plans: tuple[tuple[int, ...], ...], device: str | None = "cpu") -> list[torch.Tensor]:
+def clean(plans: tuple[tuple[int, ...], ...], device: str | None = DEVICE) -> list[torch.Tensor]:
     """What a run of recorded plans leaves, without an OOM."""
     if (plans, device) not in _clean:
         result = trainer(plans, device).fit()
@@ -108,13 +109,13 @@ def clean(plans: tuple[tuple[int, ...], ...], device: str | None = "cpu") -> lis
     return _clean[plans, device]
 
 
-def check_replays(device: str | None, stride: int = 1) -> tuple[int, int]:
+def check_replays(device: str | None, stride: int = 1, thin: int = 1) -> tuple[int, int]:
     """An OOM at operations of a run in turn: (replayed, inside the optimizer's step)."""
     counting = trainer(6, device)
     with Operations() as operations:
         counting.fit()
     replayed, in_step = 0, 0
-    for operation in operations.every(stride):
+    for operation in operations.every(stride)[::thin]:
         running = trainer(6, device)
         with oom_at(operation):
             try:
@@ -141,10 +142,11 @@ class TestReplay:
     @strides(23)
     def test_oom_at_every_operation(self, stride: int) -> None:
         """Each run is bit-identical to one that used the smaller plan from that window on and met no OOM."""
-        replayed, in_step = check_replays("cpu", stride)
+        replayed, in_step = check_replays(DEVICE, stride)
         assert replayed * stride > 550
         assert in_step == (16 if stride == 1 else in_step)
 
+    @pytest.mark.device
     @pytest.mark.parametrize("operations", [(30, 32), (30, 60), (30, 200)])
     def test_two_in_one_run(self, operations: tuple[int, int]) -> None:
         running = trainer(12)

@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy
 import autoaccum
 from autoaccum.events import Notice, OutOfMemory, Verified
 from autoaccum.testing import oom_at
+from tests.devices import DEVICE, there
 from tests.faults import Operations, strides
 from tests.models import mlp, relative_error, same, state_of
 
@@ -97,11 +98,12 @@ def residuals(batch: Any, in_pieces: Any) -> Any:
     """Rows in a list, in an array and in a tensor, and what belongs to the window, by a model's own forwards."""
     outputs = in_pieces(lambda model, micro_batch: {"outputs": model(micro_batch["x"])})["outputs"]
     away = outputs - outputs.mean(dim=0)
-    return {"tensor": away, "array": away.numpy(), "list": away.sum(dim=1).tolist(), "whole": outputs.std()}
+    return {"tensor": away, "array": away.cpu().numpy(), "list": away.sum(dim=1).tolist(), "whole": outputs.std()}
 
 
 def by_residuals(model: nn.Module, batch: Any, shared: Any) -> torch.Tensor:
-    weights = shared["tensor"].sum(dim=1) * torch.as_tensor(shared["array"]).sum(dim=1) + torch.tensor(shared["list"])
+    array, numbers = torch.as_tensor(shared["array"], device=DEVICE), torch.tensor(shared["list"], device=DEVICE)
+    weights = shared["tensor"].sum(dim=1) * array.sum(dim=1) + numbers
     return (each(model, batch) * weights).mean() * shared["whole"]
 
 
@@ -127,10 +129,10 @@ EVERY = pytest.mark.parametrize(("before", "step"), RECIPES.values(), ids=RECIPE
 
 def gradients_of_whole_windows(before: Callable[..., Any], step: Callable[..., Any]) -> list[torch.Tensor]:
     """What the big batch's own loop gives."""
-    model = mlp(torch.float64)
+    model = there(mlp(torch.float64))
     optimizer = Recorder(model.parameters())
     for start in (0, 8, 16):
-        batch = {name: rows[start : start + WINDOW] for name, rows in data().items()}
+        batch = there({name: rows[start : start + WINDOW] for name, rows in data().items()})
         with torch.no_grad():
             if before.__code__.co_argcount == 2:
                 shared = before(batch, lambda function: function(model, batch))  # noqa: B023
@@ -150,12 +152,13 @@ def fitted(before: Any, step: Any, **options: Any) -> autoaccum.FitResult:
 def trainer(before: Any, step: Any, **options: Any) -> autoaccum.Trainer:
     arguments: dict[str, Any] = {"optimizer": Recorder, "shuffle": False, "cache": False, "progress": False}
     given = arguments | {"training_step": step, "before_window": before, "effective_batch": WINDOW} | options
-    return autoaccum.Trainer(given.pop("model", None) or mlp(torch.float64), data(), device="cpu", **given)
+    return autoaccum.Trainer(given.pop("model", None) or mlp(torch.float64), data(), device=DEVICE, **given)
 
 
 class TestExactness:
     """Law 1: the gradient is that of the loss over the whole window, with the window's own statistics; nothing is said."""
 
+    @pytest.mark.device(every=7)
     @EVERY
     @pytest.mark.parametrize("plans", [*PLANS, "auto", 3], ids=str)
     def test_in_fit(self, before: Any, step: Any, plans: Any) -> None:
@@ -166,10 +169,11 @@ class TestExactness:
         assert max(map(relative_error, result.optimizer.gradients, expected)) < 1e-12  # type: ignore[attr-defined]
         assert not [event for event in result.events if isinstance(event, Notice)]
 
+    @pytest.mark.device(every=5)
     @EVERY
     @pytest.mark.parametrize("micro_batch", [1, 3, 5])
     def test_in_an_accumulator(self, before: Any, step: Any, micro_batch: int) -> None:
-        model = mlp(torch.float64)
+        model = there(mlp(torch.float64))
         optimizer = Recorder(model.parameters())
         accumulator = autoaccum.Accumulator(
             model, optimizer, training_step=step, before_window=before, micro_batch=micro_batch
@@ -181,9 +185,10 @@ class TestExactness:
         assert max(map(relative_error, optimizer.gradients, expected)) < 1e-12
         assert {type(event) for event in accumulator.events if isinstance(event, Notice | Verified)} == {Verified}
 
+    @pytest.mark.device
     def test_a_loss_fn_and_num_items_get_it_too(self) -> None:
         def weights(batch: Any) -> torch.Tensor:
-            return torch.linspace(1, 2, len(batch[1]), dtype=torch.float64) / len(batch[1])
+            return torch.linspace(1, 2, len(batch[1]), dtype=torch.float64, device=DEVICE) / len(batch[1])
 
         def loss_fn(outputs: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
             return (cross_entropy(outputs, targets, reduction="none") * weights).sum() / weights.sum()
@@ -192,19 +197,20 @@ class TestExactness:
             assert len(batch[1]) == len(weights)
             return weights.sum()
 
-        model = mlp(torch.float64)
+        model = there(mlp(torch.float64))
         optimizer = Recorder(model.parameters())
         accumulator = autoaccum.Accumulator(
             model, optimizer, loss_fn=loss_fn, before_window=weights, num_items=num_items, micro_batch=3
         )
-        batch = data()["x"], data()["y"]
+        batch = there((data()["x"], data()["y"]))
         accumulator.step(batch)
-        whole = mlp(torch.float64)
+        whole = there(mlp(torch.float64))
         loss_fn(whole(batch[0]), batch[1], weights(batch)).backward()
         expected = torch.cat([p.grad.flatten() for p in whole.parameters()])  # type: ignore[union-attr]
         assert relative_error(optimizer.gradients[0], expected) < 1e-12
         assert not [event for event in accumulator.events if isinstance(event, Notice)]
 
+    @pytest.mark.device
     def test_a_model_that_returns_its_loss_gets_it_as_a_keyword(self) -> None:
         class Model(nn.Module):
             def __init__(self) -> None:
@@ -222,15 +228,17 @@ class TestExactness:
 class TestVerified:
     """Law 8: what is done before the window passes; the same done within the step, for each micro-batch, does not."""
 
+    @pytest.mark.device(every=2)
     @EVERY
     def test_it_is_measured_to_be_exact(self, before: Any, step: Any) -> None:
         verified = [event.error for event in fitted(before, step, micro_batch=3).events if isinstance(event, Verified)]
         assert verified
         assert max(verified) < 1e-11
-        report = autoaccum.check(mlp(torch.float64), data(), training_step=step, before_window=before, device="cpu")
+        report = autoaccum.check(mlp(torch.float64), data(), training_step=step, before_window=before, device=DEVICE)
         assert report.passed
         assert report.error == pytest.approx(0, abs=1e-11)
 
+    @pytest.mark.device
     @pytest.mark.parametrize("name", ["PPO's normalised advantages", "class weights by frequency"])
     def test_within_the_step_it_is_announced(self, name: str) -> None:
         before, step = RECIPES[name]
@@ -240,6 +248,7 @@ class TestVerified:
         assert "off the whole window's, measured on 6 samples" in notice.cause
         assert "before_window" in notice.cure
 
+    @pytest.mark.device
     def test_results_of_pieces_that_depend_on_the_pieces_are_announced(self) -> None:
         def per_piece(batch: Any, in_pieces: Any) -> Any:
             return in_pieces(lambda model, micro: (model(micro["x"]) - model(micro["x"]).mean(dim=0)).detach())
@@ -252,6 +261,7 @@ class TestVerified:
         (notice,) = [event for event in result.events if isinstance(event, Notice)]
         assert "off the whole window's, measured on 6 samples" in notice.cause
 
+    @pytest.mark.device
     def test_dropout_in_the_pieces_is_no_error(self) -> None:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 3)).double()

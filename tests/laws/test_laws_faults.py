@@ -26,6 +26,7 @@ from autoaccum.memory.clock import ManualClock
 from autoaccum.memory.simulated import MemorySimulation
 from autoaccum.testing import manual_clock, oom_at, simulated_memory
 from autoaccum.training.trainer import FitResult
+from tests.devices import DEVICE
 from tests.faults import Operations, strides
 from tests.models import classes, mlp, noisy, same, state_of
 
@@ -238,7 +239,7 @@ class TestEveryOperation:
                 lr=0.01,
                 lr_scheduler=decay,
                 clip_norm=0.5,
-                device="cpu",
+                device=DEVICE,
                 progress=False,
                 **options,
             )
@@ -286,7 +287,7 @@ def stepping(model: nn.Module, optimizer: Any, **options: Any) -> autoaccum.Trai
         TWELVE,
         effective_batch=4,
         optimizer=optimizer,
-        device="cpu",
+        device=DEVICE,
         progress=False,
         **{"micro_batch": 2, "loss_fn": cross_entropy, "lr_scheduler": decay, **options},
     )
@@ -518,7 +519,7 @@ def count_samples(
             optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1.0),
             callbacks=[limits],
             shuffle=False,
-            device="cpu",
+            device=DEVICE,
             progress=False,
             **options,
         )
@@ -614,13 +615,14 @@ def remembering(step: Callable[[Any, Any], torch.Tensor], data: Any = TWELVE, **
         Remembers(),
         data,
         training_step=step,
-        device="cpu",
+        device=DEVICE,
         progress=False,
         **{"effective_batch": 8, "micro_batch": 4, "clip_norm": 0.5, **options},
     )
 
 
 class TestWhereItHappens:
+    @pytest.mark.device
     @pytest.mark.parametrize(
         ("micro_batch", "failing", "plans", "replays"),
         [
@@ -715,7 +717,7 @@ class TestValidation:
                 validation_data=held_out,
                 metrics={"accuracy": lambda outputs, targets: outputs.argmax(1) == targets},
                 callbacks=[callback],
-                device="cpu",
+                device=DEVICE,
                 progress=False,
             )
 
@@ -776,6 +778,7 @@ class Stream:
             yield self.yielded + 0.1 * torch.randn(3, 8), torch.randint(0, 3, (3,))
 
 
+@pytest.mark.device
 class TestData:
     """A replay has the samples of the attempt that failed, to the bit, and the next window those that follow."""
 

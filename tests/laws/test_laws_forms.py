@@ -19,6 +19,7 @@ import autoaccum
 from autoaccum import Accumulator, splits
 from autoaccum.events import Verified
 from autoaccum.testing import oom_at, simulated_memory
+from tests.devices import DEVICE, there
 from tests.faults import Operations
 from tests.graphs import DynamicBatch, graphs
 
@@ -89,7 +90,9 @@ def packed_tokens(model: Any, batch: Any) -> torch.Tensor:
 
 def of_graphs(model: Any, batch: Any) -> torch.Tensor:
     batch.x.mul_(0.5)
-    sums = torch.zeros(batch.num_graphs, 4, dtype=F64).index_add(0, batch.batch, model.nodes(batch.x).tanh())
+    sums = torch.zeros(batch.num_graphs, 4, dtype=F64, device=DEVICE).index_add(
+        0, batch.batch, model.nodes(batch.x).tanh()
+    )
     return mse_loss(model.out(sums), batch.y)
 
 
@@ -103,7 +106,7 @@ def vision(model: Any, batch: Any) -> torch.Tensor:
     seen, first = [], 0
     for count in batch["num_images"].tolist():
         own = [image.sum(0) for image in images[first : first + count]]
-        seen.append(torch.stack(own).sum(0) if own else torch.zeros(4, dtype=F64))
+        seen.append(torch.stack(own).sum(0) if own else torch.zeros(4, dtype=F64, device=DEVICE))
         first += count
     return mse_loss(model.out(model.words(batch["input_ids"]).mean(1) + torch.stack(seen)), batch["labels"])
 
@@ -178,7 +181,7 @@ every_form = pytest.mark.parametrize("form", list(FORMS))
 
 def net() -> Net:
     torch.manual_seed(3)
-    return Net().double()
+    return there(Net().double())  # type: ignore[no-any-return]
 
 
 def gradient(model: nn.Module) -> torch.Tensor:
@@ -188,7 +191,7 @@ def gradient(model: nn.Module) -> torch.Tensor:
 def of_whole(form: Form) -> torch.Tensor:
     """The gradient of the whole batch, by hand."""
     model = net()
-    form.step(model, form.whole(deepcopy(form.batch))).backward()
+    form.step(model, there(form.whole(deepcopy(form.batch)))).backward()
     return gradient(model)
 
 
@@ -197,6 +200,7 @@ def is_exact(found: torch.Tensor, form: Form) -> bool:
     return bool((found - wanted).norm() / wanted.norm() < 1e-12)
 
 
+@pytest.mark.device
 @every_form
 def test_the_gradient_of_an_accumulator_is_that_of_the_whole_batch(form: str) -> None:
     it, model = FORMS[form], net()
@@ -213,6 +217,7 @@ def test_the_gradient_of_an_accumulator_is_that_of_the_whole_batch(form: str) ->
     assert len(verified.cuts) == 3
 
 
+@pytest.mark.device(every=5)
 @every_form
 def test_oom_leaves_no_mark(form: str) -> None:
     """Steps that write to what they are given, and draw, are run again on the batch as it was, with the same draws."""
@@ -256,6 +261,7 @@ def test_a_limit_is_kept_with_samples_of_different_sizes() -> None:
     assert 2 < max(accumulator.micro_batches) < 96
 
 
+@pytest.mark.device
 def test_a_time_first_batch_that_is_cut_in_dim_0_is_told_the_argument() -> None:
     """Nothing in the shapes says that its steps are not samples: the measurement does, and names what may cure it."""
     it, model = FORMS["time-first, both"], net()
@@ -263,13 +269,14 @@ def test_a_time_first_batch_that_is_cut_in_dim_0_is_told_the_argument() -> None:
     accumulator = Accumulator(model, optimizer, training_step=it.step, micro_batch=2)
     with pytest.warns(autoaccum.AutoaccumWarning, match="pass batch_dim=1"):
         accumulator.step(it.batch)
-    assert not autoaccum.check(net(), it.batch, training_step=it.step, device="cpu").passed
+    assert not autoaccum.check(net(), it.batch, training_step=it.step, device=DEVICE).passed
 
 
 STREAMS = [name for name, form in FORMS.items() if "collate_fn" not in form.given]
 
 
 class TestBatchesOfAStream:
+    @pytest.mark.device(every=2)
     @pytest.mark.parametrize("form", STREAMS)
     def test_windows_across_batches_have_the_gradient_of_their_samples(self, form: str) -> None:
         """Two batches of 7 are one window of 14: the mean of both gradients."""
@@ -284,22 +291,23 @@ class TestBatchesOfAStream:
             strict=True,
             progress=False,
             cache=False,
-            device="cpu",
+            device=DEVICE,
             **it.given,
         )
         (report,) = result.history
         assert sum(report.micro_batches) == 2 * COUNT
         moved = [p - q for p, q in zip(net().parameters(), model.parameters(), strict=True)]
         wanted = net()
-        it.step(wanted, it.whole(deepcopy(it.batch))).backward()
+        it.step(wanted, there(it.whole(deepcopy(it.batch)))).backward()
         # Of tokens a batch has as many in both, so that the mean over both is that over one.
         for found, p in zip(moved, wanted.parameters(), strict=True):
             assert torch.allclose(found, torch.zeros_like(p) if p.grad is None else p.grad, rtol=1e-9, atol=1e-13)
 
+    @pytest.mark.device(every=3)
     @pytest.mark.parametrize("form", STREAMS)
     def test_a_probe_repeats_it_and_a_check_passes(self, form: str) -> None:
         it = FORMS[form]
-        given: dict[str, Any] = {"training_step": it.step, "device": "cpu", **it.given}
+        given: dict[str, Any] = {"training_step": it.step, "device": DEVICE, **it.given}
         report = autoaccum.probe(net(), [it.batch], effective_batch=3 * COUNT, **given)
         assert report.max_micro_batch == 3 * COUNT
         found = autoaccum.check(net(), it.batch, **given)
@@ -307,6 +315,7 @@ class TestBatchesOfAStream:
         assert found.error is not None
         assert found.error < 1e-12
 
+    @pytest.mark.device
     def test_a_validation_has_the_loss_of_the_whole(self) -> None:
         for name in ("a list of images beside a list of targets", "time-first, both", "a batch of graphs"):
             it, model = FORMS[name], net()
@@ -320,11 +329,11 @@ class TestBatchesOfAStream:
                 max_micro_batch=2,
                 progress=False,
                 cache=False,
-                device="cpu",
+                device=DEVICE,
                 **it.given,
             )
             (validated,) = [event for event in result.events if isinstance(event, autoaccum.events.Validated)]
-            assert validated.loss == pytest.approx(it.step(net(), deepcopy(it.batch)).item(), rel=1e-12)
+            assert validated.loss == pytest.approx(it.step(net(), there(deepcopy(it.batch))).item(), rel=1e-12)
 
 
 class Detection(Dataset[Any]):
@@ -337,13 +346,14 @@ class Detection(Dataset[Any]):
         return IMAGES[index], TARGETS[index]
 
 
+@pytest.mark.device(every=2)
 @pytest.mark.parametrize(
     "collate_fn", [lambda samples: tuple(zip(*samples, strict=True)), lambda samples: list(zip(*samples, strict=True))]
 )
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_data_set_with_the_collate_fn_of_detection(collate_fn: Any, num_workers: int) -> None:
     model = net()
-    given: dict[str, Any] = {"training_step": boxes, "device": "cpu", "collate_fn": collate_fn}
+    given: dict[str, Any] = {"training_step": boxes, "device": DEVICE, "collate_fn": collate_fn}
     result = autoaccum.fit(
         model,
         Detection(),
@@ -360,7 +370,7 @@ def test_a_data_set_with_the_collate_fn_of_detection(collate_fn: Any, num_worker
     )
     assert result.history[0].micro_batches == (3, 2, 2)
     wanted = net()
-    boxes(wanted, deepcopy((IMAGES, TARGETS))).backward()
+    boxes(wanted, there(deepcopy((IMAGES, TARGETS)))).backward()
     for start, p, q in zip(wanted.parameters(), wanted.parameters(), model.parameters(), strict=True):
         assert torch.allclose(start - q, torch.zeros_like(p) if p.grad is None else p.grad, rtol=1e-9, atol=1e-13)
     (validated,) = [event for event in result.events if isinstance(event, autoaccum.events.Validated)]

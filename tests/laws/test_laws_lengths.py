@@ -17,6 +17,7 @@ import autoaccum
 from autoaccum.errors import OptimizerOutOfMemoryError
 from autoaccum.events import Validated
 from autoaccum.testing import oom_at
+from tests.devices import DEVICE, there
 from tests.faults import Operations, strides
 from tests.models import relative_error, same, state_of
 
@@ -116,7 +117,7 @@ def trainer(step: str, data: Any, micro_batch: Any, **options: Any) -> autoaccum
     if not isinstance(data, DataLoader):
         arguments["collate_fn"] = pad
     return autoaccum.Trainer(
-        Tagger(), data, training_step=STEPS[step], micro_batch=micro_batch, device="cpu", progress=False, **arguments
+        Tagger(), data, training_step=STEPS[step], micro_batch=micro_batch, device=DEVICE, progress=False, **arguments
     )
 
 
@@ -126,8 +127,8 @@ def check(step: str, result: autoaccum.FitResult, windows: list[list[int]]) -> N
     assert isinstance(result.optimizer, Recorder)
     data = texts()
     for found, report, indices in zip(result.optimizer.gradients, result.history, windows, strict=True):
-        model = Tagger()
-        loss = STEPS[step](model, pad([data[index] for index in indices]))
+        model = there(Tagger())
+        loss = STEPS[step](model, there(pad([data[index] for index in indices])))
         loss.backward()
         expected = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
         assert relative_error(found, expected) < 1e-12
@@ -145,6 +146,7 @@ def random_plan(draw: random.Random, windows: list[list[int]]) -> list[tuple[int
     return plans
 
 
+@pytest.mark.device(every=2)
 @every_loss
 @pytest.mark.parametrize("streamed", [False, True])
 def test_gradient_is_the_windows_whatever_the_plan(step: str, streamed: bool) -> None:
@@ -156,12 +158,14 @@ def test_gradient_is_the_windows_whatever_the_plan(step: str, streamed: bool) ->
         check(step, result, IN_ORDER)
 
 
+@pytest.mark.device(every=3)
 @every_loss
 def test_with_workers(step: str) -> None:
     loader = DataLoader(Texts(), batch_size=4, collate_fn=pad, num_workers=2)
     check(step, fit(step, loader, 2), IN_ORDER)
 
 
+@pytest.mark.device
 def test_micro_batches_hold_little_padding() -> None:
     tokens = [len(tokens) for tokens, _ in texts()]
     widths.clear()
@@ -207,6 +211,7 @@ def test_an_oom_leaves_no_mark(stride: int) -> None:
     assert outside <= {"aten.randperm.generator.", "aten._local_scalar_dense.default."}
 
 
+@pytest.mark.device(every=2)
 @pytest.mark.parametrize("micro_batch", [1, 4, 9])
 def test_the_validation_loss_is_the_mean_over_all_of_it(micro_batch: int) -> None:
     result = fit("masked_mean", Texts(), micro_batch, validation_data=DataLoader(Texts(), collate_fn=pad))

@@ -12,7 +12,8 @@ from torch.nn.functional import cross_entropy
 
 import autoaccum
 from autoaccum.events import Notice, StepSkipped
-from tests.models import classes, mlp, relative_error
+from tests.devices import DEVICE, there
+from tests.models import classes, mlp, relative_error, same
 
 TINY: dict[str, Any] = {"vocab_size": 40, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 
@@ -78,6 +79,7 @@ def gradient(model: nn.Module) -> torch.Tensor:
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
+@pytest.mark.device(every=5)
 @pytest.mark.parametrize("make", [causal_lm, llama, masked_lm, OwnLM])
 @pytest.mark.parametrize("micro_batch", [1, 4, 13])
 def test_hugging_face_models(make: Any, micro_batch: int) -> None:
@@ -85,7 +87,7 @@ def test_hugging_face_models(make: Any, micro_batch: int) -> None:
     torch.manual_seed(0)
     big, model = make(), make()
     model.load_state_dict(big.state_dict())
-    expected = big(**data)["loss"]
+    expected = there(big)(**there(data))["loss"]
     expected.backward()
     result = autoaccum.fit(
         model,
@@ -94,7 +96,7 @@ def test_hugging_face_models(make: Any, micro_batch: int) -> None:
         micro_batch=micro_batch,
         optimizer=lambda p: torch.optim.SGD(p, lr=0.0),
         shuffle=False,
-        device="cpu",
+        device=DEVICE,
         progress=False,
     )
     assert result.history[0].loss == pytest.approx(expected.item(), rel=1e-6)
@@ -102,6 +104,7 @@ def test_hugging_face_models(make: Any, micro_batch: int) -> None:
     assert not any(isinstance(event, Notice) for event in result.events)
 
 
+@pytest.mark.device
 def test_a_model_that_is_compiled_with_its_loss_asks_for_num_items() -> None:
     """Nothing can be read off a compiled graph; it is said, not guessed."""
 
@@ -119,14 +122,14 @@ def test_a_model_that_is_compiled_with_its_loss_asks_for_num_items() -> None:
     def step(model: Any, batch: Any) -> torch.Tensor:
         return Compiled.apply(model(**batch)["loss"])  # type: ignore[no-untyped-call,no-any-return]
 
-    options: dict[str, Any] = {"effective_batch": 13, "micro_batch": 4, "device": "cpu", "progress": False}
+    options: dict[str, Any] = {"effective_batch": 13, "micro_batch": 4, "device": DEVICE, "progress": False}
     with pytest.warns(autoaccum.AutoaccumWarning, match="Pass num_items="):
         autoaccum.fit(OwnLM(), tokens(13), training_step=step, **options)
     data = tokens(13)
     torch.manual_seed(0)
     big, model = OwnLM(), OwnLM()
     model.load_state_dict(big.state_dict())
-    big(**data)["loss"].backward()
+    there(big)(**there(data))["loss"].backward()
     autoaccum.fit(
         model,
         data,
@@ -139,13 +142,14 @@ def test_a_model_that_is_compiled_with_its_loss_asks_for_num_items() -> None:
     assert relative_error(gradient(model), gradient(big)) < 1e-5
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_mixed_precision_is_as_near_as_its_rounding(precision: Any) -> None:
     data = classes(26)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float16
-    big, model = mlp(), mlp()
-    with torch.autocast("cpu", dtype=dtype):
-        loss = cross_entropy(big(data[0]), data[1])
+    big, model = there(mlp()), mlp()
+    with torch.autocast(torch.device(DEVICE).type, dtype=dtype):
+        loss = cross_entropy(big(there(data[0])), there(data[1]))
     loss.backward()
     autoaccum.fit(
         model,
@@ -156,12 +160,13 @@ def test_mixed_precision_is_as_near_as_its_rounding(precision: Any) -> None:
         precision=precision,
         optimizer=lambda p: torch.optim.SGD(p, lr=0.0),
         shuffle=False,
-        device="cpu",
+        device=DEVICE,
         progress=False,
     )
     assert relative_error(gradient(model), gradient(big)) < (1e-2 if precision == "bf16" else 2e-3)
 
 
+@pytest.mark.device
 def test_an_overflow_in_one_micro_batch_skips_the_whole_window_once() -> None:
     """As it would the big batch: no half of a gradient is stepped on, and the scale is halved once."""
     inputs, targets = classes(12)
@@ -184,12 +189,12 @@ def test_an_overflow_in_one_micro_batch_skips_the_whole_window_once() -> None:
         steps=3,
         shuffle=False,
         callbacks=[remember],
-        device="cpu",
+        device=DEVICE,
         progress=False,
     )
     skipped = [event for event in result.events if isinstance(event, StepSkipped)]
     scales = [float(event.reason.split()[-1]) for event in skipped]
     assert scales == [65536.0 / 2**n for n in range(len(skipped))]
     assert len(skipped) >= 1
-    assert all(torch.equal(a, b) for a, b in zip(states[0][1], before, strict=True))
+    assert same(states[0][1], before)
     assert result.num_steps == 3

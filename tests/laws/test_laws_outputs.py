@@ -13,6 +13,7 @@ import autoaccum
 from autoaccum.errors import OptimizerOutOfMemoryError
 from autoaccum.events import OutOfMemory, StepReport, Validated
 from autoaccum.testing import oom_at
+from tests.devices import DEVICE
 from tests.faults import Operations, strides
 from tests.models import classes, noisy, same, state_of
 
@@ -46,7 +47,7 @@ def trainer(micro_batch: Any) -> autoaccum.Trainer:
         micro_batch=micro_batch,
         clip_norm=0.5,
         validation_data=tuple(tensor[:7] for tensor in DATA),
-        device="cpu",
+        device=DEVICE,
         progress=False,
     )
 
@@ -70,7 +71,7 @@ def served() -> list[list[int]]:
         return cross_entropy(model(batch[1]), batch[2])
 
     whole: dict[str, Any] = {"micro_batch": 12, "effective_batch": 12, "verify": False, "progress": False}
-    autoaccum.fit(noisy(), DATA, training_step=watching, device="cpu", **whole)
+    autoaccum.fit(noisy(), DATA, training_step=watching, device=DEVICE, **whole)
     return [seen[:12], seen[12:]]
 
 
@@ -107,6 +108,7 @@ def test_an_oom_at_every_operation_gives_each_samples_outputs_once(stride: int) 
     assert replayed * stride > 300
 
 
+@pytest.mark.device
 def test_a_run_with_outputs_is_bit_for_bit_the_run_without() -> None:
     with_outputs = trainer(5).fit()
     without = autoaccum.fit(
@@ -117,7 +119,7 @@ def test_a_run_with_outputs_is_bit_for_bit_the_run_without() -> None:
         micro_batch=5,
         clip_norm=0.5,
         validation_data=tuple(tensor[:7] for tensor in DATA),
-        device="cpu",
+        device=DEVICE,
         progress=False,
     )
     assert same(state_of(with_outputs), state_of(without))

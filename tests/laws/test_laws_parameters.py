@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import autoaccum
+from tests.devices import DEVICE, there
 from tests.models import relative_error
 
 BOUND = 1e-12
@@ -64,10 +65,10 @@ def check(
     sizes: tuple[int, ...] = (5, 1, 4),
 ) -> autoaccum.FitResult:
     """Two epochs of three windows each, of which the last is short; parameters and the optimizer's state are equal."""
-    expected = make()
+    expected = there(make())
     expected_optimizer = make_optimizer(expected)
     start = [p.detach().clone() for p in expected.parameters()]
-    by_hand(expected, data, expected_optimizer, clip_norm, epochs=2)
+    by_hand(expected, there(data), expected_optimizer, clip_norm, epochs=2)
     model = make()
     result = autoaccum.fit(
         model,
@@ -80,7 +81,7 @@ def check(
         clip_norm=clip_norm,
         epochs=2,
         shuffle=False,
-        device="cpu",
+        device=DEVICE,
         progress=False,
     )
     assert [report.micro_batches for report in result.history] == [sizes, sizes, (2, 1)] * 2
@@ -98,6 +99,7 @@ def check(
     return result
 
 
+@pytest.mark.device(every=2)
 class TestKinds:
     """Each with AdamW and with SGD, and clipped."""
 
@@ -176,8 +178,8 @@ class TestKinds:
 
         model: Any = check(Partly, features(), grouped, clip_norm=clip_norm).model
         untouched = Partly()
-        assert torch.equal(model.unused.weight, untouched.unused.weight)
-        assert torch.equal(model.frozen.weight, untouched.frozen.weight)
+        assert torch.equal(model.unused.weight.cpu(), untouched.unused.weight)
+        assert torch.equal(model.frozen.weight.cpu(), untouched.frozen.weight)
 
     @CLIPPED
     def test_one_that_only_some_micro_batches_use(self, clip_norm: float | None) -> None:
@@ -191,7 +193,7 @@ class TestKinds:
 
             def forward(self, inputs: torch.Tensor) -> torch.Tensor:
                 chosen = (inputs[:, 0].abs() > 1).long() + (inputs[:, 0] > 1.6)
-                outputs = torch.zeros(len(inputs), 3, dtype=inputs.dtype)
+                outputs = inputs.new_zeros(len(inputs), 3)
                 for index, expert in enumerate(self.experts):
                     if (chosen == index).any():
                         outputs = outputs.index_put((chosen == index,), expert(inputs[chosen == index]))
@@ -262,7 +264,7 @@ class TestSparse:
             micro_batch=3,
             loss_fn=cross_entropy,
             optimizer=SPARSE["SGD with momentum"](model.parameters()),
-            device="cpu",
+            device=DEVICE,
             progress=False,
         )
         state = trainer.optimizer.state
@@ -285,7 +287,7 @@ class TestSparse:
                 optimizer=SPARSE["SGD"],
                 clip_norm=1.0,
                 shuffle=False,
-                device="cpu",
+                device=DEVICE,
                 progress=False,
             )
             norms.append(result.history[0].grad_norm)

@@ -17,6 +17,7 @@ import autoaccum
 from autoaccum.events import Notice, Replanned, Started, StepReport
 from autoaccum.schedules import Progress, Schedule, parse
 from autoaccum.testing import simulated_memory
+from tests.devices import DEVICE
 
 batches = st.integers(1, 40) | st.sampled_from([2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37])
 
@@ -111,7 +112,7 @@ def run(data: Any, **options: Any) -> tuple[autoaccum.FitResult, list[list[int]]
             committed.append(model.seen[-record.effective_batch :])
             model.seen.clear()
 
-    arguments = {"loss_fn": mse_loss, "shuffle": False, "progress": False, "cache": False, "device": "cpu"}
+    arguments = {"loss_fn": mse_loss, "shuffle": False, "progress": False, "cache": False, "device": DEVICE}
     if isinstance(data, DataLoader):
         del arguments["shuffle"]
     return autoaccum.fit(model, data, callbacks=[take], **{**arguments, **options}), committed
@@ -146,6 +147,7 @@ def test_windows_are_those_of_the_schedule(examples: int) -> None:
     settings(max_examples=examples, deadline=None)(check)()
 
 
+@pytest.mark.device(every=2)
 @pytest.mark.parametrize("kind", ["tensors", "dataset", "workers", "own collate", "loader", "stream"])
 def test_samples_stay_in_order_across_changes(kind: str) -> None:
     """None is lost or repeated, also where workers have collated for windows of another size."""
@@ -180,6 +182,7 @@ def test_workers_collate_for_windows_to_come() -> None:
     assert made == []
 
 
+@pytest.mark.device
 def test_windows_are_foreseen_that_follow_the_one_before() -> None:
     """Also when that was short: a schedule is told in advance what it will be told in training."""
     told: list[int | None] = []
@@ -215,6 +218,7 @@ def test_what_would_come_after_the_last_window_is_not_announced() -> None:
     assert not [event for event in result.events if isinstance(event, Notice)]
 
 
+@pytest.mark.device
 @pytest.mark.filterwarnings("ignore:effective_batch=30 is more than the data's 20")
 def test_a_stream_may_have_more_in_one_epoch_than_in_another() -> None:
     """What it had in the last one cuts no window of the next, and is what a rate goes by only while it is all."""

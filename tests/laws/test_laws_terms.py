@@ -15,6 +15,7 @@ import autoaccum
 from autoaccum.errors import ArgumentError, AutoaccumWarning, OptimizerOutOfMemoryError
 from autoaccum.events import Notice, OutOfMemory, Verified
 from autoaccum.testing import oom_at
+from tests.devices import DEVICE, there
 from tests.faults import Operations, strides
 from tests.models import same, state_of
 
@@ -39,19 +40,20 @@ class Heads(nn.Module):
 
 
 def batch_of(seed: int, *, unlabelled: float = 0.3) -> dict[str, torch.Tensor]:
-    """Return texts of which some words are masked, and some texts have no masked word."""
+    """Return texts on the device of which some words are masked, and some texts have no masked word."""
     generator = torch.Generator().manual_seed(seed)
     words = torch.randint(0, 20, (SAMPLES, 6), generator=generator)
     masked = torch.rand(SAMPLES, 6, generator=generator) < 0.3
     masked[torch.rand(SAMPLES, generator=generator) < unlabelled] = False
     masked[0, 0] = True
-    return {
+    batch = {
         "words": words,
         "targets": torch.where(masked, words, -100),
         "label": torch.randint(0, 3, (SAMPLES,), generator=generator),
         "numbers": torch.randn(SAMPLES, 4, generator=generator, dtype=torch.float64),
         "objects": torch.poisson(torch.full((SAMPLES,), 0.9), generator=generator).long(),
     }
+    return there(batch)  # type: ignore[no-any-return]
 
 
 def _words(outputs: Any, batch: Any) -> torch.Tensor:
@@ -87,14 +89,14 @@ def three_means(model: Any, batch: Any) -> Any:
 
 def classes_with_weights(model: Any, batch: Any) -> Any:
     outputs = model(batch["words"])
-    weights = torch.tensor([0.2, 1.5, 3.0], dtype=torch.float64)
+    weights = torch.tensor([0.2, 1.5, 3.0], dtype=torch.float64, device=DEVICE)
     return F.cross_entropy(outputs[1], batch["label"], weight=weights) + _words(outputs, batch)
 
 
 def distilled(model: Any, batch: Any) -> Any:
     """KL + CE: a teacher's logits for all words, and labels for some."""
     outputs = model(batch["words"])
-    teacher = torch.sin(torch.arange(20.0, dtype=torch.float64) * (1 + batch["words"][..., None]))
+    teacher = torch.sin(torch.arange(20.0, dtype=torch.float64, device=DEVICE) * (1 + batch["words"][..., None]))
     divergence = F.kl_div(outputs[0].log_softmax(-1), teacher.softmax(-1), reduction="none").sum(-1).mean()
     return 0.7 * divergence + 0.3 * _words(outputs, batch)
 
@@ -175,7 +177,7 @@ def whole(model: nn.Module, step: Step, batch: Any) -> float:
 
 def heads() -> Heads:
     torch.manual_seed(0)
-    return Heads().double()
+    return there(Heads().double())  # type: ignore[no-any-return]
 
 
 def error(model: nn.Module, other: nn.Module) -> float:
@@ -199,6 +201,7 @@ def run(running: autoaccum.Accumulator, batch: Any, plan: list[int]) -> tuple[fl
     return float(gradient.loss), repeats
 
 
+@pytest.mark.device(every=13)
 @pytest.mark.parametrize("step", LOOPS, ids=lambda step: step.__name__)
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: "+".join(map(str, plan)))
 def test_the_gradient_and_the_loss_are_those_of_the_whole_batch(step: Step, plan: list[int]) -> None:
@@ -226,6 +229,7 @@ def test_a_window_is_run_again_in_the_first_one_alone(step: Step) -> None:
     assert sum(repeats[1:]) <= (1 if step is classes_with_weights else 0)
 
 
+@pytest.mark.device
 def test_counts_of_the_user_by_name_are_foretold_from_the_first_window_on() -> None:
     counts: dict[str, Any] = {
         "words": lambda batch: (batch["targets"] != -100).sum(),
@@ -247,6 +251,7 @@ def test_counts_of_the_user_by_name_are_foretold_from_the_first_window_on() -> N
         assert [event for event in told if isinstance(event, Notice)] == []
 
 
+@pytest.mark.device
 def test_counts_in_their_order_for_losses_in_theirs() -> None:
     num_items = [lambda batch: (batch["targets"] != -100).sum(), lambda batch: len(batch["label"]), len_of_numbers]
     model, other = heads(), heads()
@@ -261,6 +266,7 @@ def len_of_numbers(batch: Any) -> int:
     return int(batch["numbers"].numel())
 
 
+@pytest.mark.device
 @pytest.mark.filterwarnings("ignore:The loss adds means over numbers")
 def test_what_no_batch_tells_is_counted_by_a_run_of_each_window_and_said() -> None:
     def randomly_masked(model: Any, batch: Any) -> Any:
@@ -286,7 +292,7 @@ def test_what_no_batch_tells_is_counted_by_a_run_of_each_window_and_said() -> No
 def test_a_loss_that_lacks_a_term_before_others_is_said() -> None:
     def step(model: Any, batch: Any) -> Any:
         outputs, there = model(batch["words"]), batch["objects"] > 0
-        first = F.l1_loss(outputs[2][there], batch["numbers"][there]) if there.any() else torch.zeros(())
+        first = F.l1_loss(outputs[2][there], batch["numbers"][there]) if there.any() else torch.zeros((), device=DEVICE)
         return first + _label(outputs, batch)
 
     for plan in PLANS[:-1]:
@@ -299,6 +305,7 @@ def test_a_loss_that_lacks_a_term_before_others_is_said() -> None:
             assert error(model, other) < 1e-12 or [event for event in told if isinstance(event, Notice)]
 
 
+@pytest.mark.device
 class TestReduction:
     def test_says_what_a_loss_is_without_a_measurement(self) -> None:
         def step(model: Any, batch: Any) -> torch.Tensor:
@@ -387,7 +394,7 @@ def added(model: Any, batch: Any) -> Any:
 
 
 def trainer(step: Step, micro_batch: Any, **options: Any) -> autoaccum.Trainer:
-    given: dict[str, Any] = {"effective_batch": 12, "clip_norm": 0.5, "device": "cpu", "progress": False, "epochs": 1}
+    given: dict[str, Any] = {"effective_batch": 12, "clip_norm": 0.5, "device": DEVICE, "progress": False, "epochs": 1}
     return autoaccum.Trainer(noisy_heads(), DATA, training_step=step, micro_batch=micro_batch, **(given | options))
 
 
@@ -417,6 +424,7 @@ def test_an_oom_at_every_operation_leaves_no_mark(step: Step, stride: int) -> No
     assert replayed * stride > 150
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("step", [added, two_losses])
 def test_a_run_that_goes_on_ends_as_if_it_had_never_stopped(step: Step, tmp_path: Path) -> None:
     straight = trainer(step, 5, steps=6, epochs=None).fit()
@@ -432,15 +440,16 @@ def test_a_run_that_goes_on_ends_as_if_it_had_never_stopped(step: Step, tmp_path
     assert same(state_of(resumed), state_of(straight))
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("step", [added, two_losses])
 def test_a_validation_loss_is_that_of_all_of_it(step: Step) -> None:
     model = noisy_heads()
     result = autoaccum.fit(
-        model, DATA, training_step=step, effective_batch=12, micro_batch=5, device="cpu", progress=False,
+        model, DATA, training_step=step, effective_batch=12, micro_batch=5, device=DEVICE, progress=False,
         validation_data=DATA, lr=1e-12,
     )  # fmt: skip
     (validated,) = [event for event in result.events if isinstance(event, autoaccum.events.Validated)]
     model.eval()
     with torch.no_grad():
-        expected = total(two_losses(model, DATA)).item()
+        expected = total(two_losses(model, there(DATA))).item()
     assert validated.loss == pytest.approx(expected, rel=1e-5)

@@ -18,6 +18,7 @@ from torch.nn.utils import parametrizations
 import autoaccum
 from autoaccum import errors
 from autoaccum.testing import simulated_memory
+from tests.devices import DEVICE
 from tests.models import classes, same
 
 
@@ -49,7 +50,7 @@ def everything(model: nn.Module, optimizer: object = None) -> Any:
 
 
 def probe(model: nn.Module, **options: Any) -> autoaccum.ProbeReport:
-    arguments: dict[str, Any] = {"loss_fn": cross_entropy, "device": "cpu", "max_micro_batch": 8, **options}
+    arguments: dict[str, Any] = {"loss_fn": cross_entropy, "device": DEVICE, "max_micro_batch": 8, **options}
     return autoaccum.probe(model, classes(32), **arguments)
 
 
@@ -70,7 +71,7 @@ class Counting(nn.Module):
         self.cache["by size"][len(inputs)] = inputs
         outputs: torch.Tensor = self.net(inputs)
         if self.head is None:
-            self.head = nn.Linear(3, 3)
+            self.head = nn.Linear(3, 3).to(inputs.device)
         self.last = outputs
         return outputs + self.head(outputs)
 
@@ -153,6 +154,7 @@ def fails_at_four(model: nn.Module, batch: Any) -> torch.Tensor:
 
 
 class TestModels:
+    @pytest.mark.device(every=3)
     @every_model
     def test_the_model_is_as_it_was(self, name: str) -> None:
         model = make(name)
@@ -160,6 +162,7 @@ class TestModels:
         assert probe(model).max_micro_batch == 8
         assert everything(model) == before
 
+    @pytest.mark.device(every=4)
     @every_model
     def test_it_is_after_an_error_too(self, name: str) -> None:
         model = make(name)
@@ -173,9 +176,10 @@ class TestModels:
         model, data = make(name), classes(32)
         before = everything(model)
         with simulated_memory(400), pytest.raises(errors.MemoryLimitError):
-            autoaccum.probe(model, data, loss_fn=cross_entropy, device="cpu")
+            autoaccum.probe(model, data, loss_fn=cross_entropy, device=DEVICE)
         assert everything(model) == before
 
+    @pytest.mark.device(every=4)
     @every_model
     def test_it_is_in_the_middle_of_training(self, name: str) -> None:
         """With gradients there, and an optimizer whose state is there."""
@@ -229,6 +233,7 @@ class TestModels:
 
 
 class TestOptimizers:
+    @pytest.mark.device
     def test_state_of_tied_weights_stays_theirs(self) -> None:
         model: Any = make("tied")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -255,7 +260,7 @@ class TestOptimizers:
             model = nn.Sequential(nn.LazyLinear(1000), nn.ReLU(), nn.LazyLinear(3))
             data = classes(5000)
             with simulated_memory("3MiB"):
-                report = autoaccum.probe(model, data, loss_fn=cross_entropy, optimizer=make, device="cpu")
+                report = autoaccum.probe(model, data, loss_fn=cross_entropy, optimizer=make, device=DEVICE)
             return report.max_micro_batch
 
         weights = 4 * (9 * 1000 + 1001 * 3)
@@ -310,7 +315,7 @@ class TestSparse:
         before = everything(nn.Module(), optimizer)
         with simulated_memory(int(1.5 * table.weight.nbytes)) as memory:
             report = autoaccum.probe(
-                model, data, loss_fn=cross_entropy, optimizer=optimizer, effective_batch=64, device="cpu"
+                model, data, loss_fn=cross_entropy, optimizer=optimizer, effective_batch=64, device=DEVICE
             )
             assert memory.peak < 1.1 * table.weight.nbytes
         assert report.max_micro_batch == 64

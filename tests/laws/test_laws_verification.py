@@ -20,6 +20,7 @@ from autoaccum.errors import OptimizerOutOfMemoryError
 from autoaccum.events import Notice, Resumed, StepReport, Verified
 from autoaccum.testing import oom_at
 from autoaccum.training.result import FitResult
+from tests.devices import DEVICE
 from tests.faults import Operations, strides
 from tests.models import same, state_of
 
@@ -43,7 +44,7 @@ class Remembering(nn.Module):
 def trainer(micro_batch: Any = 3, model: nn.Module | None = None, **options: Any) -> autoaccum.Trainer:
     torch.manual_seed(5)
     data = torch.randn(12, 3), torch.randint(0, 2, (12,))
-    arguments = {"loss_fn": cross_entropy, "effective_batch": 6, "lr": 0.1, "steps": 1, "device": "cpu"} | options
+    arguments = {"loss_fn": cross_entropy, "effective_batch": 6, "lr": 0.1, "steps": 1, "device": DEVICE} | options
     return autoaccum.Trainer(
         Remembering() if model is None else model, data, micro_batch=micro_batch, progress=False, cache=False,
         **arguments,
@@ -103,12 +104,14 @@ def penalised(model: Any, batch: Any) -> torch.Tensor:
 
 def coupled(model: Any, batch: Any) -> torch.Tensor:
     outputs = model(batch[0])
-    return cross_entropy(outputs @ outputs.T, torch.arange(len(outputs)))
+    return cross_entropy(outputs @ outputs.T, torch.arange(len(outputs), device=DEVICE))
 
 
 def of_noise(model: Any, batch: Any) -> torch.Tensor:
     """Draw other rows in each part, of a generator that nothing watches."""
-    return cross_entropy(model(batch[0] * torch.as_tensor(np.random.rand(len(batch[0]), 1)).float()), batch[1])
+    return cross_entropy(
+        model(batch[0] * torch.as_tensor(np.random.rand(len(batch[0]), 1)).float().to(DEVICE)), batch[1]
+    )
 
 
 def infinite(model: Any, batch: Any) -> torch.Tensor:
@@ -157,6 +160,7 @@ def train(loss: Any, directory: Path, callback: Any) -> tuple[FitResult, autoacc
     return made.fit(), made
 
 
+@pytest.mark.device(every=2)
 @pytest.mark.filterwarnings("ignore::autoaccum.errors.AutoaccumWarning")
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_run_that_goes_on_knows_what_was_measured(name: str, tmp_path: Path) -> None:

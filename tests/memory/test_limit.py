@@ -76,12 +76,17 @@ class TestMemoryLimit:
 class Told:
     """A memory of which there is so much."""
 
-    def __init__(self, limit_bytes: int, *, enforced: bool = True) -> None:
-        self.enforced = enforced
+    def __init__(self, limit_bytes: int, *, enforced: bool = True, can_enforce: bool = False) -> None:
+        self.enforced, self.can_enforce = enforced, can_enforce
         self.limit_bytes = limit_bytes
+        self.told: list[int | None] = []
 
     def limit(self) -> int:
         return self.limit_bytes
+
+    def enforce(self, limit_bytes: int | None) -> int | None:
+        self.told.append(limit_bytes)
+        return self.told[-2] if len(self.told) > 1 else None
 
 
 def test_a_limit_is_what_it_was_when_it_was_last_read() -> None:
@@ -111,3 +116,66 @@ def test_the_most_that_it_may_come_to() -> None:
         assert [limit.most() for limit in (plain, fixed, moving)] == [1000, 600, 1000]
         device.limit = 2000
         assert [limit.most() for limit in (plain, fixed, moving)] == [2000, 600, 2000]
+
+
+def test_a_device_that_can_be_told_of_a_limit_enforces_it() -> None:
+    memory: Any = Told(1000, can_enforce=True)
+    limit = Limit(memory, 600)
+    assert limit.is_enforced
+    limit.now()
+    assert memory.told == [], "not before the run begins"
+    with limit.kept():
+        memory.limit_bytes = 500  # what others take is refused by itself
+        assert (limit.now(), limit.read()) == (500, 500)
+        assert memory.told == [600]
+    assert memory.told == [600, None]
+    limit.now()
+    assert memory.told == [600, None], "nor when it has ended"
+
+
+def test_a_limit_that_moves_is_told_when_it_is_read() -> None:
+    memory: Any = Told(1000, can_enforce=True)
+    allowed = [600]
+    limit = Limit(memory, lambda: allowed[0])
+
+    def run() -> None:
+        with limit.kept():
+            allowed[0] = 300
+            limit.read()
+            limit.read()
+            allowed[0] = 5000
+            assert limit.now() == 1000
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    assert memory.told == [600, 300, 5000, None]
+
+
+def test_all_that_there_is_need_not_be_told() -> None:
+    memory: Any = Told(1000, can_enforce=True)
+    with Limit(memory).kept():
+        pass
+    unable: Any = Told(1000)
+    with Limit(unable, 600).kept():
+        pass
+    assert memory.told == unable.told == []
+
+
+def test_of_nested_limits_the_inner_one_holds_and_the_outer_one_comes_back() -> None:
+    memory: Any = Told(1000, can_enforce=True)
+    outer, inner = Limit(memory, 600), Limit(memory, 200)
+    with outer.kept():
+        with outer.kept():
+            assert memory.told == [600], "it is told already"
+        with inner.kept():
+            assert memory.told == [600, 200]
+        assert memory.told == [600, 200, 600]
+
+
+def test_more_than_there_is_may_be_had_once_others_give_it_back() -> None:
+    memory: Any = Told(400)
+    limit = Limit(memory, 600)
+    assert (limit.bytes, limit.now()) == (400, 400)
+    memory.limit_bytes = 1000
+    assert limit.now() == 600

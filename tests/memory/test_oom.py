@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import gc
 import subprocess
 import sys
@@ -393,3 +394,31 @@ def test_named_gives_an_error_a_type_and_keeps_where_it_was() -> None:
     assert caught.value.__cause__.__traceback__ is not None
     with pytest.raises(NothingFitsError), named("nothing ran"):
         raise NothingFitsError(phase="training", micro_batch=1, peak_bytes=None, limit_bytes=None)
+
+
+NO_ENGINE = "GET was unable to find an engine to execute this computation"
+
+
+def refuse_memory() -> None:
+    """Ask a device for more than it has, as a library does that goes on without it."""
+    with contextlib.suppress(torch.OutOfMemoryError):
+        torch.empty(2**45, dtype=torch.uint8, device=torch.accelerator.current_accelerator())
+
+
+def test_a_text_of_several_meanings_is_none_of_memory_by_itself() -> None:
+    assert not is_out_of_memory(RuntimeError(NO_ENGINE))
+
+
+@pytest.mark.gpu
+def test_a_text_of_several_meanings_is_of_memory_where_some_was_refused() -> None:
+    is_out_of_memory(torch.OutOfMemoryError())  # whatever was refused before
+    assert not is_out_of_memory(RuntimeError(NO_ENGINE))
+    refuse_memory()
+    error = RuntimeError(NO_ENGINE)
+    assert [is_out_of_memory(error), is_out_of_memory(error)] == [True, True]
+    assert not is_out_of_memory(RuntimeError(NO_ENGINE)), "what was refused explains one error"
+    refuse_memory()
+    assert is_out_of_memory(torch.OutOfMemoryError())
+    assert not is_out_of_memory(RuntimeError(NO_ENGINE)), "it was another error's"
+    refuse_memory()
+    assert not is_out_of_memory(RuntimeError("Expected all tensors to be on the same device"))

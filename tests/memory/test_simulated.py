@@ -10,9 +10,10 @@ from torch._subclasses import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
-from autoaccum.memory.accelerator import AcceleratorMemory, MpsMemory
+from autoaccum.memory.accelerator import AcceleratorMemory
 from autoaccum.memory.cpu import CpuMemory
 from autoaccum.memory.devices import memory_of
+from autoaccum.memory.mps import MpsMemory
 from autoaccum.memory.simulated import MemorySimulation, OutOfMemoryAt, SimulatedMemory
 
 CPU = torch.device("cpu")
@@ -260,15 +261,16 @@ class TestSimulatedMemory:
             assert memory.limit() == 32 * KIB
             assert kept.sum() == KIB
 
-    def test_raising_the_retries_is_strain(self) -> None:
+    def test_raising_the_retries_again_and_again_is_strain(self) -> None:
         with MemorySimulation(KIB) as device:
             memory = memory_of(CPU)
-            assert [memory.strained(), memory.strained()] == [None, None]
-            device.retries += 2
-            assert memory.strained() == "the allocator had to retry 2 times"
-            assert memory.strained() is None
+            found = []
+            for look in range(34):  # the first has nothing to compare with
+                device.retries += look % 2
+                found.append(memory.strained())
+            assert [look for look, reason in enumerate(found) if reason is not None] == [16, 32]
             device.retries += 1
-            assert memory.strained() == "the allocator had to retry 1 time"
+            assert memory.usage().retries == 18
 
     def test_memory_of_takes_the_backend_of_the_device(self) -> None:
         assert isinstance(memory_of(CPU), CpuMemory)

@@ -18,7 +18,7 @@ from autoaccum.testing import manual_clock
 class Device:
     """Others hold memory of it until some second of the clock."""
 
-    enforced = True
+    enforced, can_enforce = True, False
 
     def __init__(self, clock: ManualClock, *, total: int = 1000, free: int = 1000, back_at: float = 1e9) -> None:
         self._clock, self._total, self._free, self._back_at = clock, total, free, back_at

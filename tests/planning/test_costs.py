@@ -268,3 +268,25 @@ class TestPrior:
     def test_without_a_trial_it_stands(self) -> None:
         assert memory_model([], self.model) is self.model
         assert memory_model([], None) is None
+
+
+def of_tensors(size: int, tensors: int, peak: int) -> Trial:
+    return Trial(micro_batch=size, fits=True, peak_bytes=peak, allocated_bytes=tensors)
+
+
+def test_the_line_is_that_of_tensors_and_the_allocators_steps_are_added() -> None:
+    """Segments of 20: 2 samples look as if they took as much as 20, and 21 twice that."""
+    trials = [of_tensors(size, 10 + size, 20 * -(-(10 + size) // 20)) for size in (2, 9, 18, 20)]
+    model = fit_memory_model(trials)
+    assert model is not None
+    assert (model.bytes_per_sample, model.fixed_bytes) == (pytest.approx(1), pytest.approx(10 + 12))
+    assert model.predict(20) == 42
+
+
+def test_what_came_later_is_written_only_where_it_says_something() -> None:
+    plain = Trial(micro_batch=1, fits=True, peak_bytes=5)
+    assert "allocated_bytes" not in plain.state_dict()
+    assert Trial(**plain.state_dict()) == plain
+    apart = of_tensors(1, 4, 5)
+    assert apart.state_dict()["allocated_bytes"] == 4
+    assert (plain.overhead_bytes, apart.overhead_bytes) == (0, 1)

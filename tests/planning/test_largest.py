@@ -136,6 +136,18 @@ class TestMemory:
         assert parts.look(1, LIMIT, "strain") == ["strain"]
         assert parts.largest.weight == int(64 / WORTHWHILE)
 
+    @pytest.mark.parametrize(("is_enforced", "expected"), [(True, []), (False, ["strain"])])
+    def test_of_half_of_what_there_is_it_does_not_give_way_to_a_device_that_refuses_more(
+        self, is_enforced: bool, expected: list[str]
+    ) -> None:
+        parts = Parts().settled(1, 2, 64)
+        # So that the model expects less than half of the limit.
+        model = parts.cutter.history.model
+        assert model is not None
+        limit_bytes = 2 * model.predict(64) + 2
+        reasons = [parts.largest.look(limit_bytes, "strain", is_enforced=is_enforced) for _ in range(2)]
+        assert [reason for reason in reasons if reason is not None] == expected
+
     def test_in_a_search_strain_is_a_matter_of_course(self) -> None:
         parts = Parts()
         parts.fit(1, 2, 64)

@@ -49,3 +49,15 @@ def test_the_smallest_may_use_the_headroom_and_nothing_may_pass_the_limit() -> N
     limits = Limits(1000, 0.1)
     assert [limits.allows(peak, is_smallest=False) for peak in (900, 901)] == [True, False]
     assert [limits.allows(peak, is_smallest=True) for peak in (901, 1000, 1001)] == [True, True, False]
+
+
+def test_what_no_plan_lowers_moves_the_target() -> None:
+    limits = Limits(1000, 0.1)
+    limits.learn_floor(800)
+    assert limits.target_bytes == 900
+    limits.learn_floor(950)
+    assert limits.target_bytes == 995
+    limits.learn_floor(400)
+    assert limits.target_bytes == 995, "it was that much before"
+    limits.learn_floor(2000)
+    assert limits.target_bytes == 900, "beyond the limit it tells nothing"

@@ -497,7 +497,7 @@ def test_nothing_undercuts_the_smallest_that_the_user_asked_for(
     windows: list[int], truth: int, floor: int, needs: list[int]
 ) -> None:
     """Neither another mode of the model, nor memory that runs out, nor another process that goes on."""
-    device = Device(1000 + 7 * max(truth, 2 * floor - 1), seconds=lambda size: 1 + 0.05 * size)
+    device = Device(1000 + 7 * max(truth, 2 * max(floor, *needs) - 1), seconds=lambda size: 1 + 0.05 * size)
     training = Training(device, 1, ceiling=2**30, headroom=0, floor=floor)
     for index, num_samples in enumerate(windows):
         training.tuner.set_smallest(need := needs[index % len(needs)])
@@ -781,3 +781,55 @@ def test_the_smallest_trial_past_the_limit_is_an_error() -> None:
     attempt = Tuner(ceiling=64, limit_bytes=1000, headroom=0.1, search=True).window(8)
     with pytest.raises(NothingFitsError):
         attempt.fitted(Reading(Piece(0, 1, is_trial=True), 1001))
+
+
+def warming(num_samples: int) -> Tuner:
+    tuner = Tuner(ceiling=num_samples, limit_bytes=10**6, headroom=0.0, search=True, warms_up=True)
+    tuner.search.has_lengths = False
+    return tuner
+
+
+def one_window(tuner: Tuner, num_samples: int) -> list[tuple[int, bool]]:
+    attempt, pieces = tuner.window(num_samples), []
+    for piece in attempt:
+        pieces.append((piece.size, piece.is_trial))
+        attempt.fitted(Reading(piece if piece.is_trial else None, 100 + piece.size, 1.0))
+    attempt.committed(tuple(size for size, _ in pieces), None)
+    tuner.settle(num_samples)
+    return pieces
+
+
+def test_a_size_is_measured_in_its_second_run() -> None:
+    tuner = warming(32)
+    first = one_window(tuner, 32)
+    assert first[:6] == [(1, False), (1, True), (2, False), (2, True), (4, False), (4, True)]
+    # There is no room for a second one of 11 in it.
+    assert sum(size for size, _ in first) == 32
+    tried: set[int] = set()
+    for size, is_trial in [piece for _ in range(6) for piece in one_window(tuner, 32)]:
+        if is_trial:
+            assert size not in tried
+            tried.add(size)
+    assert 32 in tried
+    assert tuner.largest == 32
+
+
+def test_what_was_run_once_is_measured_by_the_process_that_goes_on() -> None:
+    tuner = warming(12)
+    assert one_window(tuner, 12)[-1] == (3, False) or tuner.search.warm
+    again = warming(12)
+    again.load_state_dict(tuner.state_dict(), is_same_device=True)
+    assert one_window(again, 12) == one_window(tuner, 12)
+    assert tuner.state_dict()["_warm"] == tuner.search.warm
+    assert "_warm" not in Tuner(ceiling=1, limit_bytes=1, headroom=0.0, search=True).state_dict()
+
+
+def test_a_trial_in_which_memory_ran_out_does_not_fit() -> None:
+    tuner = warming(32)
+    tuner.observe(1, 10, 1.0)
+    tuner.observe(4, 40, 1.0)
+    tuner.observe(8, 80, 1.0, fell_short=True)
+    assert (tuner.largest, [trial.fits for trial in tuner.history]) == (4, [True, True, False])
+    alone = warming(32)
+    alone.observe(1, 10, 1.0, fell_short=True)
+    assert alone.history[0].fits, "there is nothing smaller"

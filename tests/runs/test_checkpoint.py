@@ -22,7 +22,8 @@ import torch
 from torch import nn
 
 from autoaccum import errors
-from autoaccum.runs import checkpoint, tensor_files
+from autoaccum.memory.cpu import CpuMemory
+from autoaccum.runs import checkpoint, states, tensor_files
 from autoaccum.runs.checkpoint import MANIFEST, STATE, WEIGHTS, Checkpoint, Checkpoints, best, every, newest
 from tests.processes import in_turn
 from tests.runs.children import child, content
@@ -568,6 +569,31 @@ def test_what_cannot_be_deleted_is_tried_again_and_stops_nothing(
     assert names(directory) == ["step-00000001", "step-00000002", "step-00000003"]
     save(writer, 4)
     assert names(directory) == ["step-00000003", "step-00000004"]
+
+
+@pytest.mark.parametrize("free", [100, 10_000])
+def test_where_the_host_has_no_room_for_a_copy_none_is_made(
+    writer: Checkpoints, directory: Path, monkeypatch: pytest.MonkeyPatch, free: int
+) -> None:
+    """The checkpoint is on the disk when ``save`` returns."""
+    monkeypatch.setattr(CpuMemory, "limit", lambda self: 5000 + free)
+    monkeypatch.setattr(CpuMemory, "used", lambda self: 5000)
+    writer.save(step=1, **content(1))
+    assert (writer._thread is None) == (free == 100)
+    writer.wait()
+    assert is_content(every(directory)[0][0].load(), 1)
+
+
+def test_where_memory_runs_out_for_the_copy_it_is_written_without(
+    writer: Checkpoints, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: states.Packed) -> states.Packed:
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(states.Packed, "copied", refuse)
+    writer.save(step=1, **content(1))
+    assert writer._thread is None
+    assert is_content(every(directory)[0][0].load(), 1)
 
 
 def test_an_error_in_the_background_is_not_lost(writer: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,10 +21,14 @@ from torch.optim.swa_utils import SWALR, AveragedModel
 
 from autoaccum.errors import CheckpointCorruptError, CheckpointStateError
 from autoaccum.runs import states, tensor_files
+from tests import standin
 
 
 def through_files(tmp_path: Path, weights: Any, state: Any, *, copy: bool = True) -> tuple[Any, Any]:
-    packed = states.pack(weights, state, copy=copy)
+    packed = states.pack(weights, state)
+    if copy:
+        packed = packed.copied()
+        packed.wait()
     for name, tensors in (("weights", packed.weights), ("others", packed.others)):
         tensor_files.write(tmp_path / name, tensors)
     tree = json.loads(json.dumps(packed.tree))
@@ -124,13 +128,36 @@ def test_a_tensor_that_is_there_twice_comes_back_as_one(tmp_path: Path) -> None:
 
 def test_copies_do_not_follow_the_originals_and_come_back_in_memory_of_their_own(tmp_path: Path) -> None:
     tensor = torch.ones(4)
-    packed = states.pack({"w": tensor}, {"m": tensor.view(2, 2)}, copy=True)
+    packed = states.pack({"w": tensor}, {"m": tensor.view(2, 2)}).copied()
     tensor.fill_(7.0)
     weights, state = states.unpack(packed)
     assert weights["w"].tolist() == [1, 1, 1, 1]
     assert state["m"].tolist() == [[1, 1], [1, 1]]
     assert weights["w"].data_ptr() != packed.weights["w"].data_ptr()
-    assert states.pack({"w": tensor}, None, copy=False).weights["w"].data_ptr() == tensor.data_ptr()
+    assert states.pack({"w": tensor}, None).weights["w"].data_ptr() == tensor.data_ptr()
+
+
+@pytest.mark.gpu
+def test_copies_of_a_devices_tensors_are_waited_for_once() -> None:
+    """And not where training goes on, which may write to the originals at once."""
+    device = torch.accelerator.current_accelerator()
+    tensors = {name: torch.full((3, 2), float(at), device=device) for at, name in enumerate("abc")}
+    tensors["turned"] = torch.arange(6.0, device=device).view(2, 3).t()
+    on_host = torch.ones(2)
+    torch.accelerator.synchronize()
+    with standin.recorded() as log:
+        packed = states.pack(tensors, {"m": tensors["a"] * 2, "host": on_host}).copied()
+        for tensor in (*tensors.values(), on_host):
+            tensor.zero_()
+    assert [entry for entry in log if entry.kind == "sync"] == []
+    assert all(tensor.is_pinned() for tensor in packed.weights.values())
+    with standin.recorded() as log:
+        packed.wait()
+    assert len([entry for entry in log if entry.kind == "sync"]) == 1
+    weights, state = states.unpack(packed)
+    assert [weights[name].unique().tolist() for name in "abc"] == [[0.0], [1.0], [2.0]]
+    assert weights["turned"].tolist() == [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]
+    assert (state["m"].unique().tolist(), state["host"].tolist()) == ([0.0], [1.0, 1.0])
 
 
 # Weights.
@@ -175,7 +202,7 @@ def test_weights_of_a_model_with_everything(tmp_path: Path) -> None:
 def test_anyone_can_read_the_weights(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
     model[2].weight = nn.Parameter(model[2].weight.detach().bfloat16().t())
-    packed = states.pack(model.state_dict(), None, copy=True)
+    packed = states.pack(model.state_dict(), None)
     tensor_files.write(tmp_path / "m.safetensors", packed.weights)
     read = safetensors.torch.load_file(tmp_path / "m.safetensors")
     assert same(dict(sorted(read.items())), dict(sorted(model.state_dict().items())))
@@ -189,7 +216,7 @@ def test_tied_weights_are_read_by_others_too(tmp_path: Path) -> None:
         return model
 
     model, other = tied(1), tied(2)
-    packed = states.pack(model.state_dict(), None, copy=True)
+    packed = states.pack(model.state_dict(), None)
     assert list(packed.weights) == ["0.weight", "1.bias"]
     tensor_files.write(tmp_path / "m.safetensors", packed.weights)
     assert safetensors.torch.load_model(other, tmp_path / "m.safetensors") == (set(), [])
@@ -380,7 +407,7 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
 def test_what_cannot_be_kept_is_refused_by_its_place(case: str) -> None:
     state, key, kind = REFUSED[case]
     with pytest.raises(CheckpointStateError) as caught:
-        states.pack({}, state, copy=True)
+        states.pack({}, state)
     assert caught.value.key == key
     assert str(caught.value).startswith(f"{key} is ")
     assert kind in str(caught.value)
@@ -389,10 +416,10 @@ def test_what_cannot_be_kept_is_refused_by_its_place(case: str) -> None:
 
 def test_weights_that_cannot_be_kept() -> None:
     with pytest.raises(CheckpointStateError) as caught:
-        states.pack({"0.weight": torch.eye(2).to_sparse()}, None, copy=True)
+        states.pack({"0.weight": torch.eye(2).to_sparse()}, None)
     assert caught.value.key == "weights['0.weight']"
     with pytest.raises(CheckpointStateError) as caught:
-        states.pack({"_extra_state": {"f": len}}, None, copy=True)
+        states.pack({"_extra_state": {"f": len}}, None)
     assert caught.value.key == "weights['_extra_state'].f"
 
 

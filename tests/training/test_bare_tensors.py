@@ -16,6 +16,7 @@ import autoaccum
 from autoaccum import Accumulator, errors
 from autoaccum.events import Event, Notice, OutOfMemory, Verified
 from autoaccum.testing import oom_at
+from tests.devices import DEVICE, there
 from tests.faults import Operations, strides
 from tests.models import relative_error
 
@@ -32,11 +33,11 @@ def data(num_samples: int = COUNT) -> tuple[torch.Tensor, torch.Tensor]:
 
 def critic() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1)).double()
+    return there(nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1)).double())  # type: ignore[no-any-return]
 
 
 def temperature() -> torch.Tensor:
-    return torch.full((1,), 0.3, dtype=torch.float64, requires_grad=True)
+    return torch.full((1,), 0.3, dtype=torch.float64, requires_grad=True, device=DEVICE)
 
 
 Step = Callable[[Any, Any], torch.Tensor]
@@ -87,11 +88,12 @@ STEPS = {step.__name__: step for step in (mean_step, sum_step, penalised_sum_ste
 def by_hand(make: Callable[[torch.Tensor], Step], *, is_frozen: bool = False) -> tuple[list[torch.Tensor], float]:
     model, log_alpha = critic(), temperature()
     model.requires_grad_(not is_frozen)
-    loss = make(log_alpha)(model, data())
+    loss = make(log_alpha)(model, there(data()))
     loss.backward()
     return [p.grad for p in (*model.parameters(), log_alpha) if p.grad is not None], loss.item()
 
 
+@pytest.mark.device(every=4)
 @pytest.mark.parametrize("micro_batch", [1, 3, 7, COUNT, "auto"])
 @pytest.mark.parametrize("name", STEPS)
 def test_gradients_are_exact(name: str, micro_batch: Any) -> None:
@@ -109,6 +111,7 @@ def test_gradients_are_exact(name: str, micro_batch: Any) -> None:
     assert len(accumulator.micro_batches) == 1 or verified[0].error < 1e-12
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("name", STEPS)
 def test_a_loss_is_read_rightly_where_nothing_is_measured(name: str) -> None:
     expected, _ = by_hand(STEPS[name])
@@ -121,6 +124,7 @@ def test_a_loss_is_read_rightly_where_nothing_is_measured(name: str) -> None:
     assert relative_error(log_alpha.grad, expected[-1]) < 1e-12
 
 
+@pytest.mark.device
 class TestAloneBesideAFrozenModel:
     def test_in_an_accumulator(self) -> None:
         expected, _ = by_hand(mean_step, is_frozen=True)
@@ -138,13 +142,13 @@ class TestAloneBesideAFrozenModel:
         optimizer = torch.optim.SGD([log_alpha], lr=1.0)
         before = log_alpha.detach().clone()
         step = mean_step(log_alpha)
-        report = autoaccum.probe(model, data(), training_step=step, optimizer=optimizer, device="cpu")
+        report = autoaccum.probe(model, data(), training_step=step, optimizer=optimizer, device=DEVICE)
         assert report.max_micro_batch == COUNT
         assert log_alpha.grad is None
         assert torch.equal(log_alpha, before)
         autoaccum.fit(
             model, data(), training_step=step, optimizer=optimizer, effective_batch=COUNT, micro_batch=5,
-            device="cpu", progress=False,
+            device=DEVICE, progress=False,
         )  # fmt: skip
         assert relative_error(before - log_alpha.detach(), expected[-1]) < 1e-12
 
@@ -164,12 +168,12 @@ class TestAloneBesideAFrozenModel:
             with pytest.raises(errors.ForeignOptimizerError):
                 autoaccum.fit(
                     model, data(), training_step=mean_step(log_alpha), optimizer=optimizer, effective_batch=4,
-                    device="cpu", progress=False,
+                    device=DEVICE, progress=False,
                 )  # fmt: skip
         with pytest.raises(errors.NoTrainableParametersError):
             Accumulator(model, torch.optim.SGD([log_alpha.detach()], lr=1.0), loss_fn=mse_loss)
         with pytest.raises(errors.NoTrainableParametersError):
-            autoaccum.fit(model, data(), loss_fn=mse_loss, effective_batch=4, device="cpu", progress=False)
+            autoaccum.fit(model, data(), loss_fn=mse_loss, effective_batch=4, device=DEVICE, progress=False)
 
 
 def stepped(micro_batch: int, around: Any = None) -> tuple[list[torch.Tensor], list[Event], list[tuple[int, ...]]]:
@@ -207,6 +211,7 @@ def test_an_error_of_memory_leaves_no_part_of_its_gradient(stride: int) -> None:
     assert hits > 10
 
 
+@pytest.mark.device
 class TestRunsThatGoOn:
     def fit(self, run_dir: Path | None, **options: Any) -> tuple[torch.Tensor, autoaccum.FitResult]:
         model, log_alpha = critic(), temperature()
@@ -215,7 +220,7 @@ class TestRunsThatGoOn:
         )
         result = autoaccum.fit(
             model, data(), training_step=mean_step(log_alpha), optimizer=optimizer, effective_batch=8, micro_batch=3,
-            device="cpu", progress=False, run_dir=run_dir, epochs=4, **options,
+            device=DEVICE, progress=False, run_dir=run_dir, epochs=4, **options,
         )  # fmt: skip
         return log_alpha, result
 
@@ -246,7 +251,7 @@ class TestRunsThatGoOn:
             held = [] if shape is None else [torch.zeros(shape, dtype=torch.float64, requires_grad=True)]
             optimizer = torch.optim.SGD([*model.parameters(), *held], lr=0.1)
             trainers.append(
-                Trainer(model, data(), effective_batch=4, loss_fn=mse_loss, optimizer=optimizer, device="cpu")
+                Trainer(model, data(), effective_batch=4, loss_fn=mse_loss, optimizer=optimizer, device=DEVICE)
             )
         one, two, none = trainers
         weights, state = one.state_dict()

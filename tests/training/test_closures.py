@@ -16,6 +16,7 @@ import autoaccum
 from autoaccum import Accumulator, errors
 from autoaccum.events import Event, OutOfMemory, StepSkipped
 from autoaccum.testing import oom_at
+from tests.devices import DEVICE, there
 from tests.faults import Operations, strides
 from tests.models import classes, mlp, relative_error, same
 
@@ -132,7 +133,7 @@ DO_WITHOUT: dict[str, Make] = {
     "its own": lambda params: Optional(params, lr=0.1),
     "PyTorch's": lambda params: torch.optim.Adam(params, lr=0.1),
 }
-DATA = [classes(20, torch.float64, seed=seed) for seed in range(4)]
+DATA = [there(classes(20, torch.float64, seed=seed)) for seed in range(4)]
 
 
 def by_hand(model: nn.Module, optimizer: Any, *, before: bool, closure: bool = True) -> list[float]:
@@ -170,22 +171,24 @@ KINDS = [
 ]
 
 
+@pytest.mark.device(every=2)
 @pytest.mark.parametrize(("make", "before", "closure"), [kind[1:] for kind in KINDS], ids=[kind[0] for kind in KINDS])
 def test_whole_batches_are_those_of_a_loop_to_the_bit(make: Make, before: bool, closure: bool) -> None:
-    hand = net()
+    hand = there(net())
     torch.manual_seed(5)
     expected = by_hand(hand, make(hand.parameters()), before=before, closure=closure)
-    wanted, own = left_by(hand), net()
+    wanted, own = left_by(hand), there(net())
     torch.manual_seed(5)
     found, _ = by_us(own, make(own.parameters()), 20)
     assert found == expected
     assert same(left_by(own), wanted)
 
 
+@pytest.mark.device(every=5)
 @pytest.mark.parametrize("micro_batch", [1, 6, "auto"])
 @pytest.mark.parametrize(("make", "before", "closure"), [kind[1:] for kind in KINDS], ids=[kind[0] for kind in KINDS])
 def test_cut_batches_come_to_the_same(make: Make, before: bool, closure: bool, micro_batch: Any) -> None:
-    hand, own = mlp(torch.float64), mlp(torch.float64)
+    hand, own = there(mlp(torch.float64)), there(mlp(torch.float64))
     expected = by_hand(hand, make(hand.parameters()), before=before, closure=closure)
     found, _ = by_us(own, make(own.parameters()), micro_batch)
     assert found == pytest.approx(expected, rel=1e-9)
@@ -227,7 +230,7 @@ class TestErrors:
                 by_us(model, optimizer, 6)
         with pytest.raises(KeyError, match="mine"):
             autoaccum.fit(
-                model, DATA[0], effective_batch=20, loss_fn=cross_entropy, optimizer=optimizer, device="cpu",
+                model, DATA[0], effective_batch=20, loss_fn=cross_entropy, optimizer=optimizer, device=DEVICE,
                 progress=False,
             )  # fmt: skip
 
@@ -247,7 +250,7 @@ class TestErrors:
         with pytest.raises(errors.ArgumentTypeError, match=r"needs no closure.*autoaccum\.Accumulator"):
             autoaccum.fit(
                 model, DATA[0], effective_batch=20, loss_fn=cross_entropy, optimizer=make(model.parameters()),
-                device="cpu", progress=False,
+                device=DEVICE, progress=False,
             )  # fmt: skip
         assert same(list(before.values()), list(model.state_dict().values()))
 

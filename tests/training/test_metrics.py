@@ -26,6 +26,7 @@ from autoaccum.reporting import load_run, read_records
 from autoaccum.testing import simulated_memory
 from autoaccum.training.metrics import SharedTree
 from autoaccum.training.trainer import FitResult
+from tests.devices import DEVICE, there
 from tests.models import classes, mlp, noisy, same, state_of, wide
 
 IGNORED = -100
@@ -38,7 +39,7 @@ def fit(**options: Any) -> FitResult:
         "effective_batch": 8,
         "micro_batch": 4,
         "validation_data": classes(11, seed=5),
-        "device": "cpu",
+        "device": DEVICE,
         "progress": False,
         "cache": False,
     }
@@ -120,12 +121,13 @@ def test_values_that_depend_on_the_micro_batches_are_refused_before_training(fun
 
 
 class TestValue:
+    @pytest.mark.device(every=2)
     @pytest.mark.parametrize("micro_batch", [1, 2, 3, 4, 8])
     def test_is_that_over_all_samples_whatever_the_micro_batches_are(self, micro_batch: int) -> None:
         data = classes(11, seed=5)
         result = fit(micro_batch=micro_batch, metrics={"accuracy": correct, "again": correct})
         with torch.no_grad():
-            expected = correct(result.model(data[0]), data[1]).double().mean().item()
+            expected = correct(result.model(there(data[0])), there(data[1])).double().mean().item()
         (event,) = validated(result)
         assert event.metrics == {"accuracy": expected, "again": expected}
         assert list(event.metrics) == ["accuracy", "again"]
@@ -155,6 +157,7 @@ class TestValue:
         of_means = np.mean([values.double().mean().item() for values in seen[4:]])
         assert abs(of_means - expected) > 0.005
 
+    @pytest.mark.device
     @pytest.mark.parametrize("num_items", [None, lambda batch: (batch[1] != IGNORED).sum()])
     def test_is_that_over_all_tokens_that_count(self, num_items: Any) -> None:
         """Also of micro-batches without one, whose loss is not computed where num_items says so."""
@@ -171,12 +174,13 @@ class TestValue:
             metrics={"accuracy": counting, "ignored": lambda outputs, targets: targets == IGNORED},
         )
         with torch.no_grad():
-            expected = correct_tokens(result.model(data[0]), data[1]).double().mean().item()
+            expected = correct_tokens(result.model(there(data[0])), there(data[1])).double().mean().item()
         (event,) = validated(result)
         ignored = (data[1] == IGNORED).double().mean().item()
         assert event.metrics == {"accuracy": expected, "ignored": ignored}
         assert {0, 1} <= set(sizes[1:]), "they differ"
 
+    @pytest.mark.device
     def test_of_no_value_at_all_is_nan(self) -> None:
         inputs, targets = classes(6)
         event = last(
@@ -271,7 +275,7 @@ class TestValue:
         distance = Distance()
         assert last(metrics={"distance": distance}).metrics == {"distance": 1.0}
         assert distance.drop.training
-        assert distance.devices == [torch.device("cpu")]
+        assert distance.devices == [torch.device(DEVICE)]
 
 
 class TestForward:
@@ -403,12 +407,13 @@ class TestMemory:
 
         trainer = autoaccum.Trainer(
             model, classes(8), effective_batch=8, micro_batch=4, loss_fn=loss, validation_data=classes(9),
-            metrics={"accuracy": correct}, callbacks=[hear], device="cpu", progress=False, cache=False,
+            metrics={"accuracy": correct}, callbacks=[hear], device=DEVICE, progress=False, cache=False,
         )  # fmt: skip
         trainer.fit()
         assert held == [False, False]
 
 
+@pytest.mark.device
 class TestNoTrace:
     @pytest.mark.parametrize("by_step", [False, True])
     def test_training_is_the_same_bit_for_bit(self, by_step: bool) -> None:
@@ -492,7 +497,7 @@ class TestErrors:
 
         with pytest.raises(ZeroDivisionError):
             autoaccum.Trainer(
-                mlp(), classes(8), effective_batch=8, loss_fn=cross_entropy, validation_data=Stream(), device="cpu",
+                mlp(), classes(8), effective_batch=8, loss_fn=cross_entropy, validation_data=Stream(), device=DEVICE,
                 metrics={"x": lambda outputs, targets: 1 / 0}, progress=False,
             )  # fmt: skip
         assert last(validation_data=Stream(), metrics={"x": correct}).num_samples == 9
@@ -592,7 +597,7 @@ class TestRecords:
             "    return {'model': nn.Linear(4, 1), 'data': data, 'loss_fn': nn.functional.mse_loss,\n"
             "            'validation_data': data, 'metrics': {'near': near}}\n"
         )
-        arguments = [str(tmp_path / "recipe.py"), "--effective-batch", "8", "--device", "cpu"]
+        arguments = [str(tmp_path / "recipe.py"), "--effective-batch", "8", "--device", DEVICE]
         assert main(["fit", *arguments, "--no-progress", "--json"]) == 0
         events = json.loads(capsys.readouterr().out)["events"]
         assert [event["metrics"] for event in events if event["type"] == "Validated"] == [{"near": 1.0}]

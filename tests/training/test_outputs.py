@@ -19,6 +19,7 @@ import autoaccum
 from autoaccum.errors import OutputError
 from autoaccum.events import Record, StepReport, Validated
 from autoaccum.schedules import Progress
+from tests.devices import DEVICE, there
 from tests.models import classes, mlp
 
 INPUTS, TARGETS = classes(30, torch.float64)
@@ -43,27 +44,36 @@ def step(model: Any, batch: Any) -> tuple[torch.Tensor, dict[str, Any]]:
 
 
 def fit(training_step: Any = step, data: Any = DATA, **options: Any) -> autoaccum.FitResult:
-    arguments: dict[str, Any] = {"effective_batch": 30, "progress": False, "shuffle": False, "device": "cpu", **options}
+    arguments: dict[str, Any] = {
+        "effective_batch": 30,
+        "progress": False,
+        "shuffle": False,
+        "device": DEVICE,
+        **options,
+    }
     return autoaccum.fit(mlp(torch.float64), data, training_step=training_step, **arguments)
 
 
 class TestExactness:
+    @pytest.mark.device(every=2)
     @pytest.mark.parametrize("sizes", [(30,), (15, 15), (1, 28, 1), (7, 8, 7, 8), (3,) * 10, (1,) * 30])
     def test_outputs_are_the_windows_whatever_the_plan(self, sizes: tuple[int, ...]) -> None:
-        _, expected = step(mlp(torch.float64), DATA)
+        _, expected = step(there(mlp(torch.float64)), there(DATA))
         (report,) = fit(micro_batch=[sizes], verify=False).history
         assert report.micro_batches == sizes
         assert report.outputs["right"] == pytest.approx(expected["right"].item(), rel=1e-12)
         assert report.outputs["of two"] == pytest.approx(expected["of two"][0].item(), rel=1e-12)
         assert report.outputs["right"] != report.outputs["of two"]
-        assert torch.allclose(report.outputs["losses"], expected["losses"], rtol=1e-12)
+        assert torch.allclose(report.outputs["losses"], expected["losses"].cpu(), rtol=1e-12)
         assert report.outputs["losses"].dtype == torch.float64
         assert not report.outputs["losses"].requires_grad
 
+    @pytest.mark.device
     def test_a_value_that_the_loss_is_is_the_loss(self) -> None:
         for report in fit(lambda model, batch: (loss := step(model, batch)[0], {"it": loss}), micro_batch=7).history:
             assert report.outputs["it"] == pytest.approx(report.loss, rel=1e-12)
 
+    @pytest.mark.device(every=2)
     @pytest.mark.parametrize("micro_batch", [1, 4, 30])
     def test_micro_batches_that_num_items_counts_nothing_in_have_outputs(self, micro_batch: int) -> None:
         """They are not run for their gradient, and nobody knows that there are outputs before some are seen."""
@@ -91,6 +101,7 @@ class TestExactness:
         for p, other in zip(result.model.parameters(), without.model.parameters(), strict=True):
             assert torch.equal(p, other)
 
+    @pytest.mark.device
     def test_a_micro_batch_whose_loss_is_not_a_number_has_outputs(self) -> None:
         inputs = INPUTS.clone()
         kept = torch.arange(30) >= 10
@@ -106,6 +117,7 @@ class TestExactness:
         assert report.outputs["index"].tolist() == list(range(30))
         assert report.outputs["one"] == 1
 
+    @pytest.mark.device
     def test_samples_are_in_the_order_in_which_they_are_served(self) -> None:
         """Those of different lengths are served longest first; the same outputs come whatever the plan."""
         samples = [(torch.full((length,), 1.0), torch.tensor(0)) for length in (2, 5, 3, 9, 4, 1, 7, 6)]
@@ -135,7 +147,7 @@ class TestExactness:
         for micro_batch in (1, 3, 8):
             result = autoaccum.fit(
                 Mean(), Samples(), training_step=lengths, effective_batch=8, micro_batch=micro_batch, collate_fn=collate,
-                progress=False, device="cpu",
+                progress=False, device=DEVICE,
             )  # fmt: skip
             assert result.history[0].outputs["length"].tolist() == [9, 7, 6, 5, 4, 3, 2, 1]
 
@@ -176,7 +188,7 @@ class TestWays:
         data = classes(30)
         result = autoaccum.fit(
             mlp(), data, training_step=step, effective_batch=30, micro_batch=7, precision=precision, progress=False,
-            device="cpu", shuffle=False,
+            device=DEVICE, shuffle=False,
         )  # fmt: skip
         assert result.history[0].outputs["losses"].mean().item() == pytest.approx(result.history[0].loss, rel=1e-2)
         assert len(result.history[0].outputs["losses"]) == 30
@@ -208,7 +220,7 @@ class TestMemory:
 
         assert autoaccum.check(mlp(torch.float64), DATA, training_step=odd).passed
         report = autoaccum.probe(
-            mlp(torch.float64), DATA, training_step=odd, effective_batch=8, max_micro_batch=8, device="cpu"
+            mlp(torch.float64), DATA, training_step=odd, effective_batch=8, max_micro_batch=8, device=DEVICE
         )
         assert report.max_micro_batch == 8
 

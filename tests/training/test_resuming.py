@@ -27,6 +27,7 @@ from autoaccum.memory.clock import ManualClock
 from autoaccum.testing import manual_clock, simulated_memory
 from autoaccum.training.pace import Sizes
 from autoaccum.training.trainer import FitResult, Trainer
+from tests.devices import DEVICE
 from tests.models import classes, mlp, noisy, relative_error, wide
 
 pytestmark = pytest.mark.filterwarnings("ignore::autoaccum.errors.AutoaccumWarning")
@@ -42,7 +43,7 @@ def fit(**options: Any) -> FitResult:
         "loss_fn": cross_entropy,
         "effective_batch": 8,
         "micro_batch": 3,
-        "device": "cpu",
+        "device": DEVICE,
         "progress": False,
         "cache": False,
     }
@@ -263,6 +264,7 @@ def test_torchscript(tmp_path: Path) -> None:
     assert_same(stopped_after_each_window(make, tmp_path), everything(fit(**make())))
 
 
+@pytest.mark.device(every=5)
 @pytest.mark.parametrize("name", TRAINED)
 def test_whatever_is_trained(name: str, tmp_path: Path) -> None:
     whole = everything(fit(**TRAINED[name]()))
@@ -357,6 +359,7 @@ READ: dict[str, Make] = {
 }
 
 
+@pytest.mark.device(every=6)
 @pytest.mark.parametrize("name", READ)
 def test_whatever_it_is_trained_on(name: str, tmp_path: Path) -> None:
     def make() -> dict[str, Any]:
@@ -417,6 +420,7 @@ def test_what_came_after_the_checkpoint_is_done_again(every: int | str, tmp_path
         assert_same(fit(**make(), run_dir=place, checkpoint_every=every), whole)
 
 
+@pytest.mark.device
 def test_several_stops_in_one_history(tmp_path: Path) -> None:
     result = stopped_after_each_window(TRAINED["milestones"], tmp_path)
     resumed = [event for event in result.events if isinstance(event, Resumed)]
@@ -513,7 +517,7 @@ def trainer(directory: Path, **options: Any) -> Trainer:
         effective_batch=60,
         epochs=3,
         lr=0.01,
-        device="cpu",
+        device=DEVICE,
         progress=False,
         cache=False,
         run_dir=directory,
@@ -581,7 +585,7 @@ NOT_KEPT = {
     "Step._piece": "what runs at this moment",
     "Step._is_timed": "of the window that runs",
     "Transaction._is_foretold": "of the window that runs",
-    "Seeds._seeds": "made anew when they are asked for",
+    "Seeds._seeds": "a cache of constants",
     "Step.examining_seconds": "of the window that runs",
     "Examiner._number": "of the window that runs",
     "Limit.bytes": "the limit of each process",
@@ -598,7 +602,6 @@ NOT_KEPT = {
     "Fastest.checks": "goes with it",
     "Fastest._rises": "goes with it",
     # What only makes a run fast, or is read anew.
-    "Transaction._seeds": "a cache of constants",
     "Transaction.scaler": "has a state_dict of its own, which is kept",
     "Transaction._nodes": "of the window that runs",
     "Examiner._announce": "a function of each process",
@@ -681,7 +684,7 @@ def test_a_resumed_run_holds_what_the_first_one_held(tmp_path: Path) -> None:
             steps=steps,
             lr=0.01,
             precision="fp16",
-            device="cpu",
+            device=DEVICE,
             progress=False,
             noise_scale=True,
             validation_data=classes(20),

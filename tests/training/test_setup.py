@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import inspect
+import types
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
+import autoaccum
 from autoaccum.errors import ArgumentError, ArgumentTypeError
 from autoaccum.planning.schedules import SMOOTHING, Constant, NoiseScale
 from autoaccum.testing import simulated_memory
 from autoaccum.training import setup
 from autoaccum.training.options import FitArguments
+from tests.models import classes, mlp
 
 DATA = (torch.zeros(6, 2), torch.zeros(6, 1))
 
@@ -82,10 +88,113 @@ def test_metrics_that_are_modules_are_moved_too() -> None:
 def test_there_is_nothing_to_validate_or_to_recall_where_it_was_not_asked_for() -> None:
     arguments, place, nothing = given(cache=False), setup.place_of("cpu", None), lambda record: None
     checked = arguments.check()
-    parameters = list(arguments.model.parameters())
-    optimizer, _ = setup.build(arguments, checked, place, setup.open_data(arguments, place), parameters, 1)
+    optimizer, _ = setup.build(arguments, checked, place, setup.open_data(arguments, place), 1)
     step = setup.step_of(arguments, checked, place, arguments.model, optimizer, 6, nothing, noise_scale=False)
-    assert optimizer.state[parameters[0]], "it is allocated"
+    assert optimizer.state[next(arguments.model.parameters())], "it is allocated"
     assert step.tuner.searching
     assert setup.cache_of(arguments, place, optimizer, step.tuner) is None
     assert setup.validator_of(arguments, lambda model, batch: batch, place, arguments.model, step, nothing) is None
+
+
+@pytest.fixture
+def new_parameters() -> Iterator[None]:
+    """Module.to makes new Parameters, as it does of those whose tensors it cannot change in place."""
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    yield
+    torch.__future__.set_overwrite_module_params_on_conversion(False)
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+@pytest.mark.usefixtures("new_parameters")
+class TestParametersThatAreMadeAnewByMovingThem:
+    @pytest.mark.parametrize("optimizer", [None, sgd])
+    def test_they_are_trained(self, optimizer: Any) -> None:
+        trained = autoaccum.fit(
+            mlp(),
+            classes(24),
+            effective_batch=12,
+            loss_fn=cross_entropy,
+            optimizer=optimizer,
+            device="cpu",
+            progress=False,
+        )
+        held = {id(p) for group in trained.optimizer.param_groups for p in group["params"]}
+        assert held == {id(p) for p in trained.model.parameters()}
+        assert all(not torch.equal(p, q) for p, q in zip(trained.model.parameters(), mlp().parameters(), strict=True))
+
+    def test_an_optimizer_that_holds_the_old_ones_is_refused(self) -> None:
+        for call in (autoaccum.fit, autoaccum.probe):
+            model = mlp()
+            with pytest.raises(ArgumentError, match="Moving the model to cpu made new parameters") as caught:
+                call(
+                    model,
+                    classes(24),
+                    effective_batch=12,
+                    loss_fn=cross_entropy,
+                    optimizer=sgd(model.parameters()),
+                    device="cpu",
+                )
+            assert caught.value.argument == "optimizer"
+
+    def test_a_probe_and_a_check_leave_those_that_were_there(self) -> None:
+        model = mlp(torch.float64)
+        before = list(model.parameters())
+        data = classes(24, torch.float64)
+        report = autoaccum.probe(model, data, loss_fn=cross_entropy, device="cpu", max_micro_batch=8)
+        assert report.max_micro_batch == 8
+        checked = autoaccum.check(model, data, loss_fn=cross_entropy, device="cpu")
+        assert checked.passed
+        assert checked.error is not None
+        assert checked.error < 1e-12
+        assert all(p is q for p, q in zip(model.parameters(), before, strict=True))
+        assert all(p.grad is None for p in before)
+
+
+def in_parts(**how: Any) -> nn.Module:
+    model = mlp()
+    model[0].compile(**how)
+    return model
+
+
+GRAPHS: dict[str, Any] = {
+    "a mode": lambda: torch.compile(mlp(), mode="reduce-overhead"),
+    "an option": lambda: torch.compile(mlp(), options={"triton.cudagraphs": True}),
+    "autotuned": lambda: torch.compile(mlp(), mode="max-autotune"),
+    "in parts": lambda: in_parts(mode="reduce-overhead"),
+}
+NO_GRAPHS: dict[str, Any] = {
+    "eager": mlp,
+    "compiled": lambda: torch.compile(mlp()),
+    "autotuned without": lambda: torch.compile(mlp(), mode="max-autotune-no-cudagraphs"),
+    "in parts": in_parts,
+}
+
+
+def job_on(kind: str, model: Any) -> Any:
+    return types.SimpleNamespace(model=model, modules=[getattr(model, "_orig_mod", model)], device=torch.device(kind))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+class TestCudaGraphs:
+    @pytest.mark.parametrize("how", list(GRAPHS))
+    def test_are_refused_where_they_would_be_captured(self, how: str) -> None:
+        with pytest.raises(ArgumentError, match="expected a model without CUDA graphs. Compile it with mode='default'"):
+            setup.refuse_cuda_graphs(job_on("cuda", GRAPHS[how]()))
+        setup.refuse_cuda_graphs(job_on("cpu", GRAPHS[how]()))
+
+    @pytest.mark.parametrize("how", list(NO_GRAPHS))
+    def test_what_is_compiled_without_them_is_not(self, how: str) -> None:
+        setup.refuse_cuda_graphs(job_on("cuda", NO_GRAPHS[how]()))
+
+    def test_every_step_is_made_without_them(self) -> None:
+        job = job_on("cuda", GRAPHS["a mode"]())
+        options = dict.fromkeys(inspect.signature(setup.make_step).parameters)
+        with pytest.raises(ArgumentError, match="without CUDA graphs"):
+            setup.make_step(**{**options, "job": job})
+
+    def test_also_where_compile_is_told_to_capture_for_all(self) -> None:
+        with torch._inductor.config.patch({"triton.cudagraphs": True}), pytest.raises(ArgumentError):
+            setup.refuse_cuda_graphs(job_on("cuda", torch.compile(mlp())))

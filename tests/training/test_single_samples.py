@@ -12,6 +12,8 @@ from torch.nn import functional
 
 import autoaccum
 from autoaccum.events import Notice, Replanned
+from tests.devices import DEVICE
+from tests.models import same
 
 Model = Callable[[], nn.Module]
 
@@ -60,12 +62,13 @@ def data(count: int = 24) -> tuple[torch.Tensor, torch.Tensor]:
 def train(model: nn.Module, **options: Any) -> tuple[list[Any], autoaccum.FitResult]:
     events: list[Any] = []
     result = autoaccum.fit(
-        model, data(), effective_batch=8, loss_fn=functional.cross_entropy, steps=3, shuffle=False, device="cpu",
+        model, data(), effective_batch=8, loss_fn=functional.cross_entropy, steps=3, shuffle=False, device=DEVICE,
         callbacks=[events.append], progress=False, **options,
     )  # fmt: skip
     return events, result
 
 
+@pytest.mark.device(every=2)
 @pytest.mark.parametrize("options", [{}, {"micro_batch": 1}, {"max_micro_batch": 1}, {"max_micro_batch": 7}])
 def test_two_are_taken(options: dict[str, Any]) -> None:
     torch.manual_seed(0)
@@ -82,11 +85,13 @@ def test_two_are_taken(options: dict[str, Any]) -> None:
     assert not [event for event in events if isinstance(event, Notice)]
 
 
+@pytest.mark.device
 def test_what_is_left_of_a_window_is_not_one_sample() -> None:
     _, result = train(Squeezed(), micro_batch=7)
     assert [report.micro_batches for report in result.history] == [(4, 4)] * 3
 
 
+@pytest.mark.device
 @pytest.mark.filterwarnings("ignore::autoaccum.AutoaccumWarning")
 def test_functional_batch_norm_is_announced_instead_of_failing() -> None:
     events, result = train(Normalised(), micro_batch=1)
@@ -94,6 +99,7 @@ def test_functional_batch_norm_is_announced_instead_of_failing() -> None:
     assert any(isinstance(event, Notice) for event in events)
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("micro_batch", [1, "auto"])
 def test_an_error_of_any_size_comes_through_and_says_nothing_of_single_samples(micro_batch: Any) -> None:
     events: list[Any] = []
@@ -102,10 +108,10 @@ def test_an_error_of_any_size_comes_through_and_says_nothing_of_single_samples(m
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
         autoaccum.fit(
             model, data(), effective_batch=8, micro_batch=micro_batch, loss_fn=functional.cross_entropy, steps=1,
-            device="cpu", callbacks=[events.append], progress=False,
+            device=DEVICE, callbacks=[events.append], progress=False,
         )  # fmt: skip
     assert not [event for event in events if isinstance(event, Replanned)]
-    assert all(map(torch.equal, before, model.parameters()))
+    assert same(before, list(model.parameters()))
 
 
 def test_what_a_user_raises_comes_through_at_once() -> None:
@@ -125,9 +131,10 @@ def test_an_accumulator_that_failed_for_another_reason_goes_on_in_single_samples
     assert accumulator.micro_batches == (1,) * 8
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("options", [{}, {"max_micro_batch": 7}])
 def test_a_probe_takes_two(options: dict[str, Any]) -> None:
-    report = autoaccum.probe(Squeezed(), data(), loss_fn=functional.cross_entropy, device="cpu", **options)
+    report = autoaccum.probe(Squeezed(), data(), loss_fn=functional.cross_entropy, device=DEVICE, **options)
     assert report.max_micro_batch == options.get("max_micro_batch", 24)
     assert min(trial.micro_batch for trial in report.trials) == 2
 
@@ -135,4 +142,4 @@ def test_a_probe_takes_two(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(("model", "options"), [(Broken, {}), (Squeezed, {"max_micro_batch": 1}), (Picky, {})])
 def test_a_probe_lets_other_errors_through(model: Model, options: dict[str, Any]) -> None:
     with pytest.raises((RuntimeError, ValueError)):
-        autoaccum.probe(model(), data(), loss_fn=functional.cross_entropy, device="cpu", **options)
+        autoaccum.probe(model(), data(), loss_fn=functional.cross_entropy, device=DEVICE, **options)

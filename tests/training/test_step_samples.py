@@ -15,8 +15,9 @@ from torch.utils.data import default_collate
 from autoaccum import Accumulator
 from autoaccum.errors import ArgumentTypeError, EmptyDatasetError
 from autoaccum.training.step_samples import StepSamples
+from tests.devices import DEVICE, there
 
-CPU = torch.device("cpu")
+HERE = torch.device(DEVICE)
 
 
 def numbered(lengths: tuple[int, ...]) -> list[torch.Tensor]:
@@ -27,8 +28,9 @@ def pad(samples: list[torch.Tensor]) -> torch.Tensor:
     return pad_sequence(samples, batch_first=True)
 
 
+@pytest.mark.device
 def test_samples_are_served_longest_first_and_padded_by_themselves() -> None:
-    window = StepSamples(pad, 0, CPU).window(numbered((2, 5, 3, 1)), 0)
+    window = StepSamples(pad, 0, HERE).window(numbered((2, 5, 3, 1)), 0)
     assert window.num_samples == 4
     assert window.lengths == (5, 3, 2, 1)
     assert [window.micro_batch(start, 2).shape for start in (0, 2)] == [(2, 5), (2, 2)]
@@ -36,17 +38,19 @@ def test_samples_are_served_longest_first_and_padded_by_themselves() -> None:
     assert window.samples([3, 0])[:, 0].tolist() == [4, 2]
 
 
+@pytest.mark.device
 def test_of_one_shape_they_stay_in_their_order() -> None:
-    window = StepSamples(default_collate, 0, CPU).window([(torch.tensor(i), i) for i in range(40)], 0)
+    window = StepSamples(default_collate, 0, HERE).window([(torch.tensor(i), i) for i in range(40)], 0)
     assert window.micro_batch(30, 3)[1].tolist() == [30, 31, 32]
     assert window.micro_batch(0, 40)[0].tolist() == list(range(40))
 
 
+@pytest.mark.device
 def test_what_a_collate_fn_draws_is_drawn_again_and_disturbs_nobody() -> None:
     def masked(samples: list[torch.Tensor]) -> torch.Tensor:
         return pad(samples) * (torch.rand(len(samples), 1) + random.random())
 
-    samples, of_steps = numbered((2, 2, 2)), StepSamples(masked, 7, CPU)
+    samples, of_steps = numbered((2, 2, 2)), StepSamples(masked, 7, HERE)
     states = torch.get_rng_state(), random.getstate()
     window = of_steps.window(samples, 0)
     first = window.micro_batch(1, 2)
@@ -55,27 +59,29 @@ def test_what_a_collate_fn_draws_is_drawn_again_and_disturbs_nobody() -> None:
     torch.rand(3)
     assert torch.equal(window.micro_batch(1, 2), first)
     assert not torch.equal(of_steps.window(samples, 1).micro_batch(1, 2), first), "other draws in the next step"
-    assert not torch.equal(StepSamples(masked, 8, CPU).window(samples, 0).micro_batch(1, 2), first)
+    assert not torch.equal(StepSamples(masked, 8, HERE).window(samples, 0).micro_batch(1, 2), first)
 
 
+@pytest.mark.device
 def test_parts_that_it_takes_out_of_samples_are_there_again() -> None:
     def popping(samples: list[dict[str, Any]]) -> torch.Tensor:
         return torch.stack([sample.pop("x") for sample in samples])
 
     samples = [{"x": torch.tensor([index])} for index in range(3)]
-    window = StepSamples(popping, 0, CPU).window(samples, 0)
+    window = StepSamples(popping, 0, HERE).window(samples, 0)
     for _ in range(2):
         assert window.micro_batch(0, 3).tolist() == [[0], [1], [2]]
     assert len(samples[0]) == 1
 
 
+@pytest.mark.device
 def test_a_step_is_replayed_with_the_same_draws() -> None:
     def masked(samples: list[torch.Tensor]) -> torch.Tensor:
         return torch.stack(samples) * torch.rand(len(samples), 1)
 
     def gradient(size: int, fails: bool) -> tuple[torch.Tensor, tuple[int, ...]]:
         torch.manual_seed(0)
-        model, calls = nn.Linear(3, 1), []
+        model, calls = there(nn.Linear(3, 1)), []
 
         def step(model: Any, batch: torch.Tensor) -> torch.Tensor:
             calls.append(len(batch))
@@ -101,6 +107,6 @@ def test_a_step_is_replayed_with_the_same_draws() -> None:
 @pytest.mark.parametrize("batch", [torch.ones(3, 2), {"x": 3}, (sample for sample in ())])
 def test_what_is_no_list_of_samples_is_refused(batch: Any) -> None:
     with pytest.raises(ArgumentTypeError, match="expected a list of samples. With collate_fn, a step is given samples"):
-        StepSamples(pad, 0, CPU).window(batch, 0)
+        StepSamples(pad, 0, HERE).window(batch, 0)
     with pytest.raises(EmptyDatasetError, match="it is an empty list"):
-        StepSamples(pad, 0, CPU).window([], 0)
+        StepSamples(pad, 0, HERE).window([], 0)

@@ -15,6 +15,7 @@ from torch import nn
 from autoaccum import errors
 from autoaccum.events import Notice, OutOfMemory, Verified
 from autoaccum.testing import oom_at
+from tests.devices import there
 from tests.faults import Operations, strides
 from tests.models import relative_error
 
@@ -33,13 +34,13 @@ def gan() -> Any:
 
 def networks(gan: Any) -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(0)
-    return gan.make_generator().double(), gan.make_discriminator().double()
+    return there(gan.make_generator().double()), there(gan.make_discriminator().double())
 
 
 def draws(gan: Any, steps: int = 3, batch: int = 22) -> list[tuple[torch.Tensor, ...]]:
     torch.manual_seed(1)
     noise = [torch.randn(batch, gan.NOISE, dtype=torch.float64) for _ in range(2 * steps)]
-    return [(gan.real_points(batch).double(), noise[2 * step], noise[2 * step + 1]) for step in range(steps)]
+    return [there((gan.real_points(batch).double(), noise[2 * step], noise[2 * step + 1])) for step in range(steps)]
 
 
 def by_hand(gan: Any, clip_norm: float | None = None) -> list[torch.Tensor]:
@@ -82,6 +83,7 @@ def by_us(
     return found, (first, second), sizes
 
 
+@pytest.mark.device(every=4)
 @pytest.mark.parametrize("clip_norm", [None, 1e-2])
 @pytest.mark.parametrize("micro_batches", [(22, 22), (5, 22), (22, 3), (1, 1), ("auto", "auto")])
 def test_both_are_exact(gan: Any, micro_batches: tuple[Any, Any], clip_norm: float | None) -> None:

@@ -27,10 +27,11 @@ from autoaccum.testing import simulated_memory
 from autoaccum.training.validation import Validator
 from autoaccum.window.precision import autocast
 from autoaccum.window.snapshot import Snapshot
+from tests.devices import DEVICE, there
 from tests.models import classes, mlp, noisy, same, state_of, wide
 from tests.window.making import Within
 
-CPU = torch.device("cpu")
+HERE = torch.device(DEVICE)
 IGNORED = -100
 
 
@@ -42,18 +43,19 @@ def validator(model: nn.Module, data: Any, **options: Any) -> tuple[Validator, l
         "of_outputs": "loss_of" not in options,
         "num_items": None,
         "autocast": nullcontext,
-        "device": CPU,
-        "memory": memory_of(CPU),
+        "device": HERE,
+        "memory": memory_of(HERE),
         "patience": 0.0,
-        "snapshot": Snapshot([model], CPU),
+        "snapshot": Snapshot([model], HERE),
         "emit": events.append,
     }
     limits = Limits(options.pop("limit_bytes", 2**60), headroom=0.0)
     limits.target_bytes = options.pop("target_bytes", 2**60)
-    source = open_source(data, seed=0, shuffle=False, device=CPU)
+    source = open_source(data, seed=0, shuffle=False, device=HERE)
     given = {**arguments, **options}
     # A limit below the device's own, so that nobody but us keeps it.
     given.setdefault("limit", Limit(Within(given["memory"], 2**60 + 1), limits.limit_bytes))
+    model.to(HERE)
     return Validator(model, [model], source, limits=limits, **given), events
 
 
@@ -99,47 +101,53 @@ class Watching(nn.Module):
 
 
 class TestLoss:
+    @pytest.mark.device(every=2)
     @pytest.mark.parametrize("micro_batch", [1, 3, 4, 11, 50])
     def test_is_the_mean_over_all_samples(self, micro_batch: int) -> None:
-        model, data = mlp(torch.float64), classes(11, torch.float64)
+        model, data = there((mlp(torch.float64), classes(11, torch.float64)))
         report = validated(model, data, micro_batch)
         assert report.loss == pytest.approx(cross_entropy(model(data[0]), data[1]).item(), rel=1e-12)
         assert (report.step, report.epoch, report.num_samples) == (7, 3, 11)
         assert report.micro_batch == min(micro_batch, 4)  # it has grown 1, 2, 4 when the samples end
 
+    @pytest.mark.device(every=2)
     @pytest.mark.parametrize("micro_batch", [1, 3, 4, 5, 22])
     def test_is_the_mean_over_all_items_where_they_are_counted(self, micro_batch: int) -> None:
-        model, data = mlp(torch.float64), with_ignored(22)
+        model, data = there((mlp(torch.float64), with_ignored(22)))
         report = validated(model, data, micro_batch, num_items=count)
         expected = cross_entropy(model(data[0]), data[1]).item()
         assert report.loss == pytest.approx(expected, rel=1e-12)
         assert report.num_samples == 22
 
+    @pytest.mark.device
     @pytest.mark.parametrize("of_outputs", [True, False])
     def test_items_are_read_off_the_loss(self, of_outputs: bool) -> None:
-        model, data = mlp(torch.float64), with_ignored(22)
+        model, data = there((mlp(torch.float64), with_ignored(22)))
         expected = cross_entropy(model(data[0]), data[1]).item()
         assert validated(model, data, 4, of_outputs=of_outputs).loss == pytest.approx(expected, rel=1e-12)
         by_samples = validated(model, data, 4, num_items=lambda batch: len(batch[0]) * (count(batch) > 0)).loss
         assert by_samples != pytest.approx(expected, rel=1e-3)
 
+    @pytest.mark.device
     @pytest.mark.parametrize("of_outputs", [True, False])
     def test_of_a_sum_is_the_sum(self, of_outputs: bool) -> None:
-        model, data = mlp(torch.float64), classes(11, torch.float64)
+        model, data = there((mlp(torch.float64), classes(11, torch.float64)))
         summed = loss_function(nn.CrossEntropyLoss(reduction="sum"), None)
         expected = cross_entropy(model(data[0]), data[1], reduction="sum").item()
         found = validated(model, data, 4, loss_of=summed, of_outputs=of_outputs).loss
         assert found == pytest.approx(expected, rel=1e-12)
 
+    @pytest.mark.device
     def test_a_metric_without_a_gradient_is_averaged_over_samples(self) -> None:
-        model, (inputs, targets) = mlp(torch.float64), classes(11, torch.float64)
+        model, (inputs, targets) = there((mlp(torch.float64), classes(11, torch.float64)))
         accuracy = loss_function(None, lambda model, batch: (model(batch[0]).argmax(1) == batch[1]).double().mean())
         expected = (model(inputs).argmax(1) == targets).double().mean().item()
         found = validated(model, (inputs, targets), 4, loss_of=accuracy, of_outputs=False).loss
         assert found == pytest.approx(expected, rel=1e-12)
 
+    @pytest.mark.device
     def test_a_loss_that_writes_to_its_outputs_is_read_all_the_same(self) -> None:
-        model, data = mlp(torch.float64), with_ignored(22)
+        model, data = there((mlp(torch.float64), with_ignored(22)))
 
         def in_place(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
             return cross_entropy(outputs.clamp_(-0.1, 0.1), targets)
@@ -148,8 +156,9 @@ class TestLoss:
         found = validated(model, data, 4, loss_of=loss_function(in_place, None), of_outputs=True).loss
         assert found == pytest.approx(expected, rel=1e-12)
 
+    @pytest.mark.device
     def test_a_loss_that_asks_for_gradients_itself_is_read_all_the_same(self) -> None:
-        model, (inputs, targets) = mlp(torch.float64), classes(11, torch.float64)
+        model, (inputs, targets) = there((mlp(torch.float64), classes(11, torch.float64)))
 
         def forces(model: Any, batch: Any) -> torch.Tensor:
             x = batch[0].requires_grad_()
@@ -161,7 +170,7 @@ class TestLoss:
         assert found == pytest.approx(expected, rel=1e-12)
 
     def test_what_cannot_be_run_with_a_graph_is_averaged_over_samples_and_said(self) -> None:
-        model, (inputs, targets) = mlp(torch.float64), classes(11, torch.float64)
+        model, (inputs, targets) = there((mlp(torch.float64), classes(11, torch.float64)))
 
         def by_numpy(model: Any, batch: Any) -> torch.Tensor:
             return torch.from_numpy(
@@ -190,12 +199,13 @@ class TestLoss:
                     loss_of=loss_function(None, step),
                     of_outputs=False,
                     num_items=num_items,
-                    memory=memory_of(CPU),
+                    memory=memory_of(HERE),
                 )
                 run.run(1, 0, 64)
             peaks.append(memory.peak)
         assert peaks[0] == pytest.approx(peaks[1], rel=0.01)
 
+    @pytest.mark.device
     def test_of_no_item_at_all_is_nan(self) -> None:
         inputs, targets = classes(6)
         report = validated(Watching(), (inputs, targets.fill_(IGNORED)), num_items=count)
@@ -210,10 +220,11 @@ class TestLoss:
             seen.add(outputs.dtype)
             return cross_entropy(outputs.float(), batch[1])
 
-        validated(mlp(), classes(5), loss_of=loss_of, autocast=autocast("bf16", CPU))
+        validated(mlp(), classes(5), loss_of=loss_of, autocast=autocast("bf16", HERE))
         assert seen == {torch.bfloat16}
 
 
+@pytest.mark.device
 class TestData:
     def test_in_its_own_order_each_sample_once(self) -> None:
         model, data = Watching(), classes(11)
@@ -228,7 +239,7 @@ class TestData:
         assert report.num_samples == 17
         assert model.sizes == [1, 2, 4, 5, 5]
         assert model.seen == inputs[:, 0].tolist()
-        assert report.loss == pytest.approx(cross_entropy(model.net(inputs), targets).item(), rel=1e-6)
+        assert report.loss == pytest.approx(cross_entropy(model.net(there(inputs)), there(targets)).item(), rel=1e-6)
 
     def test_a_stream_of_samples_through_fit(self) -> None:
         inputs, targets = classes(17, seed=3)
@@ -245,16 +256,19 @@ class TestData:
             loss_fn=cross_entropy,
             epochs=2,
             validation_data=Stream(),
-            device="cpu",
+            device=DEVICE,
             progress=False,
         )
         reports = [event for event in result.events if isinstance(event, Validated)]
         assert [(report.epoch, report.num_samples) for report in reports] == [(0, 17), (1, 17)]
         with torch.no_grad():
-            assert reports[1].loss == pytest.approx(cross_entropy(model(inputs), targets).item(), rel=1e-6)
+            assert reports[1].loss == pytest.approx(
+                cross_entropy(model(there(inputs)), there(targets)).item(), rel=1e-6
+            )
 
 
 class TestMemory:
+    @pytest.mark.device
     @pytest.mark.parametrize("streamed", [False, True])
     def test_shrinks_within_the_pass_and_sees_each_sample_once(self, streamed: bool) -> None:
         model, data = Watching(lambda size: size <= 3), classes(17)
@@ -266,7 +280,9 @@ class TestMemory:
         ]
         assert isinstance(events[-1], Validated)
         assert events[-1].micro_batch == 3
-        assert events[-1].loss == pytest.approx(cross_entropy(model.net(data[0]), data[1]).item(), rel=1e-6)
+        assert events[-1].loss == pytest.approx(
+            cross_entropy(model.net(there(data[0])), there(data[1])).item(), rel=1e-6
+        )
 
     def test_keeps_its_own_size_for_later_passes(self) -> None:
         model = Watching(lambda size: size <= 3)
@@ -295,7 +311,7 @@ class TestMemory:
             return cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
 
         with simulated_memory("1GiB") as device:
-            options = {"memory": memory_of(CPU), "limit_bytes": 2**20, "target_bytes": 950_000}
+            options = {"memory": memory_of(HERE), "limit_bytes": 2**20, "target_bytes": 950_000}
             run, events = validator(model, data, loss_of=loss_of, **options)
             run.run(1, 0, 64)
             assert device.peak <= 2**20
@@ -314,7 +330,7 @@ class TestMemory:
 
         model = Grows()
         with simulated_memory("1GiB"):
-            options = {"memory": memory_of(CPU), "limit_bytes": 8 * 2**20, "target_bytes": 7 * 2**20}
+            options = {"memory": memory_of(HERE), "limit_bytes": 8 * 2**20, "target_bytes": 7 * 2**20}
             run, events = validator(model, classes(60), **options)
             run.run(1, 0, 4)
         assert model.sizes[:4] == [1, 2, 4, 4]
@@ -338,7 +354,7 @@ class TestMemory:
             micro_batch=4,
             loss_fn=loss,
             validation_data=classes(1),
-            device="cpu",
+            device=DEVICE,
             progress=False,
         )
         assert modes == [True, False]
@@ -371,12 +387,14 @@ class TestNoTrace:
         assert [module.training for module in model.modules()] == modes
         assert modes.count(False) == 2
 
+    @pytest.mark.device
     def test_batch_norm_learns_nothing_from_it(self) -> None:
         model = noisy()
         before = [buffer.clone() for buffer in model.buffers()]
         validated(model, classes(9))
         assert same(list(model.buffers()), before)
 
+    @pytest.mark.device
     @pytest.mark.parametrize("fails", [False, True])
     def test_random_states_are_put_back(self, fails: bool) -> None:
         def draws() -> list[float]:
@@ -396,6 +414,7 @@ class TestNoTrace:
             run.run(1, 0, 4)
         assert draws() == expected
 
+    @pytest.mark.device
     def test_training_goes_on_as_if_nothing_had_been(self) -> None:
         """Also when the validation draws random numbers and runs out of memory."""
 
@@ -419,7 +438,7 @@ class TestNoTrace:
                 epochs=3,
                 loss_fn=cross_entropy,
                 validation_data=validation_data,
-                device="cpu",
+                device=DEVICE,
                 progress=False,
             )
             for validation_data in (None, classes(11))

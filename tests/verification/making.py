@@ -1,4 +1,4 @@
-"""Jobs, windows and measurements for tests: a small model on a CPU, in float64 where nothing else is said."""
+"""Jobs, windows and measurements for tests: a small model on a HERE, in float64 where nothing else is said."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from autoaccum.loss.stated import CountItems
 from autoaccum.training.accumulator import _Batch
 from autoaccum.verification.measurement import Measurement
 from autoaccum.window.job import Job
+from tests.devices import DEVICE, there
 from tests.models import classes, mlp
 
 
@@ -20,7 +21,7 @@ class Log(list[Any]):
     """A list that is of no kind whose contents are put back: a test may write down what happens."""
 
 
-CPU = torch.device("cpu")
+HERE = torch.device(DEVICE)
 DOUBLE = torch.float64
 
 
@@ -41,26 +42,26 @@ def squared_mean(model: Any, batch: Any) -> torch.Tensor:
 def pairs(model: Any, batch: Any) -> torch.Tensor:
     """Let samples meet."""
     outputs = model(batch[0])
-    return cross_entropy(outputs @ outputs.exp().T, torch.arange(len(outputs)))
+    return cross_entropy(outputs @ outputs.exp().T, torch.arange(len(outputs), device=outputs.device))
 
 
 def job_of(
     loss_of: Any = plain, model: nn.Module | None = None, num_items: CountItems | None = None, **options: Any
 ) -> Job:
-    model = mlp(DOUBLE) if model is None else model
+    model = there(mlp(DOUBLE) if model is None else model)
     return Job(
         model=model,
         modules=(model,),
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         loss_of=loss_of,
         num_items=num_items,
-        device=CPU,
+        device=HERE,
         **options,
     )
 
 
 def window_of(num_samples: int = 12, batch: Any = None) -> _Batch:
-    return _Batch(classes(num_samples, DOUBLE) if batch is None else batch, num_samples, CPU)
+    return _Batch(classes(num_samples, DOUBLE) if batch is None else batch, num_samples, HERE)
 
 
 def measurement_of(

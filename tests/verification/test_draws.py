@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,15 +11,22 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import autoaccum
+from autoaccum.errors import AutoaccumWarning
+from autoaccum.events import Verified
 from autoaccum.verification.draws import Constants, Recording, Replaying, UnalignedError, UnsettledError, name_of
+from tests.devices import DEVICE
+
+pytestmark = pytest.mark.usefixtures("made_there")
 
 X = torch.arange(24.0).reshape(6, 4) + 1
+X = X.to(DEVICE)
 PARTS = ((4, 0), (5, 1, 3), (2,))
 
 
 def recorded(function: Callable[[torch.Tensor], Any], batch: torch.Tensor = X) -> tuple[Recording, Any]:
     torch.manual_seed(0)
-    with Recording(keeps_wide=True) as recording:
+    with Recording(torch.device(DEVICE), keeps_wide=True) as recording:
         whole = function(batch)
     return recording, whole
 
@@ -51,6 +59,7 @@ ROWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("name", ROWS)
 def test_each_part_gets_its_own_rows_of_the_whole(name: str) -> None:
     recording, whole = recorded(ROWS[name])
@@ -60,6 +69,7 @@ def test_each_part_gets_its_own_rows_of_the_whole(name: str) -> None:
         assert torch.equal(replayed(recording, ROWS[name], part), whole[rows])
 
 
+@pytest.mark.device
 def test_gradients_are_those_of_its_rows_too() -> None:
     def gradient(x: torch.Tensor) -> torch.Tensor:
         x = x.clone().requires_grad_()
@@ -72,6 +82,7 @@ def test_gradients_are_those_of_its_rows_too() -> None:
         assert torch.equal(replayed(recording, gradient, part), whole[list(part)])
 
 
+@pytest.mark.device
 def test_a_part_draws_as_much_as_it_would_by_itself() -> None:
     """What comes after it, by a generator of the run, is what would have come."""
     recording, _ = recorded(ROWS["dropout"])
@@ -82,11 +93,22 @@ def test_a_part_draws_as_much_as_it_would_by_itself() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.device
 def test_a_part_that_is_padded_less_gets_the_beginning() -> None:
     recording, whole = recorded(lambda x: torch.rand_like(x))
     with Replaying(recording, (3, 1), 6, keeps_wide=True):
         drawn = torch.rand_like(X[:2, :3])
     assert torch.equal(drawn, whole[[3, 1], :3])
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("p", [0.3, 1.0])
+def test_of_a_dropout_in_one_operation_a_part_has_the_bits_of_the_whole(p: float) -> None:
+    """As devices compute it; where all is dropped nothing is divided by zero."""
+    recording, whole = recorded(lambda x: torch.native_dropout(x / 3, p, True)[0])
+    for part in PARTS:
+        found = replayed(recording, lambda x: torch.native_dropout(x / 3, p, True)[0], part)
+        assert torch.equal(found, whole[list(part)])
 
 
 UNALIGNED: dict[str, Callable[[torch.Tensor], Any]] = {
@@ -98,6 +120,7 @@ UNALIGNED: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("name", UNALIGNED)
 def test_what_has_no_rows_is_said(name: str) -> None:
     recording, _ = recorded(UNALIGNED[name])
@@ -105,15 +128,16 @@ def test_what_has_no_rows_is_said(name: str) -> None:
         replayed(recording, UNALIGNED[name], (1, 2))
 
 
+@pytest.mark.device
 def test_a_generator_that_is_made_anew_gives_what_it_is_asked_for() -> None:
     """And one that is passed on from batch to batch gives rows."""
 
     def anew(x: torch.Tensor) -> torch.Tensor:
-        return torch.rand(len(x), generator=torch.Generator().manual_seed(3))
+        return torch.rand(len(x), generator=torch.Generator(DEVICE).manual_seed(3))
 
     recording, whole = recorded(anew)
     assert torch.equal(replayed(recording, anew, (4, 0)), whole[:2])
-    kept = torch.Generator().manual_seed(3)
+    kept = torch.Generator(DEVICE).manual_seed(3)
 
     def passed_on(x: torch.Tensor) -> torch.Tensor:
         return torch.rand(len(x), generator=kept)
@@ -144,18 +168,21 @@ CONSTANTS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], torch.Tensor]
 }
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("name", CONSTANTS)
 def test_a_constant_stands_for_what_is_drawn(name: str) -> None:
     function, expected = CONSTANTS[name]
     with Constants(keeps_wide=True):
-        torch.testing.assert_close(function(X), expected)
+        torch.testing.assert_close(function(X), expected.to(DEVICE))
 
 
+@pytest.mark.device
 def test_for_some_draws_there_is_none() -> None:
     with pytest.raises(UnsettledError, match="geometric"), Constants(keeps_wide=True):
         torch.empty(3).geometric_(0.5)
 
 
+@pytest.mark.device
 def test_attention_that_hides_its_draws_is_noted() -> None:
     q = torch.randn(2, 1, 4, 8)
     names = []
@@ -165,14 +192,54 @@ def test_attention_that_hides_its_draws_is_noted() -> None:
             names.append(name_of(func))
             return super().draw(func, *rest)
 
-    with Noting(keeps_wide=True) as recording:
+    with Noting(torch.device(DEVICE), keeps_wide=True) as recording:
         F.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
     assert recording.has_fused is any(name.startswith("_") for name in names)
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("keeps_wide", [True, False])
 def test_an_autocast_of_the_users_own_rounds_nothing_beside_wide_parameters(keeps_wide: bool) -> None:
     layer = nn.Linear(4, 4)
-    with Constants(keeps_wide=keeps_wide), torch.autocast("cpu", torch.bfloat16):
+    with Constants(keeps_wide=keeps_wide), torch.autocast(torch.device(DEVICE).type, torch.bfloat16):
         dtype = layer(X).dtype
     assert dtype == (torch.float32 if keeps_wide else torch.bfloat16)
+
+
+class Noisy(nn.Module):
+    """Draws on its device by several operations, two of a generator of its own."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.layer, self.drop, self.generator = nn.Linear(8, 3), nn.Dropout(0.3), torch.Generator(device)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        own = torch.randn(inputs.shape, generator=self.generator, device=inputs.device)
+        drawn = self.drop(inputs + 0.1 * torch.randn_like(inputs) + 0.1 * own)
+        logits: torch.Tensor = self.layer(drawn)
+        return logits + 0.1 * torch.rand(len(inputs), 3, device=inputs.device)
+
+
+class Sowing(Noisy):
+    """Sows the generator of its device alone in each forward, so that each part gets the first rows of one noise."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        module: Any = torch.get_device_module(inputs.device) if inputs.device.type != "cpu" else torch
+        module.manual_seed(3)
+        return super().forward(inputs)
+
+
+@pytest.mark.device
+@pytest.mark.parametrize(("kind", "passed"), [(Noisy, True), (Sowing, False)])
+def test_what_is_drawn_on_a_device_is_given_to_parts_by_rows(kind: type[Noisy], passed: bool) -> None:
+    torch.manual_seed(0)
+    data = torch.randn(24, 8), torch.randint(0, 3, (24,))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", AutoaccumWarning)
+        result = autoaccum.fit(
+            kind(DEVICE), data, effective_batch=12, micro_batch=5, loss_fn=F.cross_entropy, device=DEVICE,
+            progress=False, cache=False,
+        )  # fmt: skip
+    events = [event for event in result.events if isinstance(event, Verified)]
+    assert [event.passed for event in events] == [passed]
+    assert (events[0].error < 2e-5) is passed

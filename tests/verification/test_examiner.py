@@ -22,8 +22,11 @@ from autoaccum.verification.verdict import measure
 from autoaccum.window import restoring
 from autoaccum.window.gradient import Gradient
 from autoaccum.window.transaction import Transaction
+from tests.devices import DEVICE
 from tests.models import classes, mlp, noisy, same
-from tests.verification.making import CPU, DOUBLE, Log, job_of, pairs, plain, squared_mean, summed, window_of
+from tests.verification.making import DOUBLE, Log, job_of, pairs, plain, squared_mean, summed, window_of
+
+pytestmark = pytest.mark.device
 
 
 class Examined:
@@ -400,7 +403,7 @@ class TestRuns:
     def fit(model: nn.Module, loss: Any, **options: Any) -> autoaccum.FitResult:
         return autoaccum.fit(
             model, classes(12, DOUBLE), effective_batch=6, micro_batch=2, steps=2, lr=0.1, training_step=loss,
-            device="cpu", progress=False, cache=False, **options,
+            device=DEVICE, progress=False, cache=False, **options,
         )  # fmt: skip
 
     def test_a_strict_run_takes_no_step_on_what_is_not_exact(self) -> None:
@@ -421,7 +424,6 @@ class TestRuns:
     def test_without_verify_nothing_is_measured(self, loss: Any) -> None:
         assert not any(isinstance(event, Verified) for event in self.fit(mlp(DOUBLE), loss, verify=False).events)
         assert any(isinstance(event, Verified) for event in self.fit(mlp(DOUBLE), loss).events)
-        assert CPU.type == "cpu"
 
 
 def hardest(model: Any, batch: Any) -> torch.Tensor:

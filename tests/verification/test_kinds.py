@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from autoaccum.verification.kinds import Kinds
+from tests.devices import DEVICE, there
 
-LABELS = torch.tensor([1, 2, 1, 2])
-INPUTS = torch.tensor([[1.0, 2.0], [3.0, 4.0], [1.0, 1.0], [2.0, 2.0]])
+LABELS = torch.tensor([1, 2, 1, 2], device=DEVICE)
+INPUTS = torch.tensor([[1.0, 2.0], [3.0, 4.0], [1.0, 1.0], [2.0, 2.0]], device=DEVICE)
 
 
 def seen(*batches: Any) -> Kinds:
@@ -33,17 +34,18 @@ def new(kinds: Kinds, *batches: Any) -> set[str]:
     return kinds.new()
 
 
+@pytest.mark.device
 @pytest.mark.parametrize(
     ("batch", "found"),
     [
         ((INPUTS, LABELS), set()),
         ((INPUTS, LABELS[[0, 1]]), set()),  # of fewer samples
         ((INPUTS + 1, LABELS + 5), set()),  # other classes of the same kind
-        ((INPUTS, torch.tensor([1, 2, -1, 2])), {"1: negatives", "1: nothing but negatives"}),
-        ((INPUTS, torch.tensor([1, 2, 255, 2])), {"1: numbers beyond 1e1", "1: numbers beyond 1e2"}),
-        ((INPUTS, torch.tensor([1, 2, math.nan, 2])), {"1: no numbers"}),
-        ((INPUTS * torch.tensor([0.0, 1.0]), LABELS), {"0: zeros"}),
-        ((INPUTS * torch.tensor([[1], [1], [0], [1]]), LABELS), {"0: zeros", "0: nothing but zeros"}),
+        ((INPUTS, there(torch.tensor([1, 2, -1, 2]))), {"1: negatives", "1: nothing but negatives"}),
+        ((INPUTS, there(torch.tensor([1, 2, 255, 2]))), {"1: numbers beyond 1e1", "1: numbers beyond 1e2"}),
+        ((INPUTS, there(torch.tensor([1, 2, math.nan, 2]))), {"1: no numbers"}),
+        ((INPUTS * there(torch.tensor([0.0, 1.0])), LABELS), {"0: zeros"}),
+        ((INPUTS * there(torch.tensor([[1], [1], [0], [1]])), LABELS), {"0: zeros", "0: nothing but zeros"}),
         ((INPUTS.repeat(1, 2), LABELS), {"0: (4,)"}),
         (((INPUTS, LABELS), LABELS), {"2: several values", "2: ()"}),
     ],
@@ -58,12 +60,14 @@ def test_several_classes_are_new_where_there_was_one() -> None:
     assert new(one, (INPUTS, torch.ones(4)), (INPUTS, 2 * torch.ones(4))) == {"1: several values"}
 
 
+@pytest.mark.device
 def test_a_window_is_all_of_its_micro_batches_and_nothing_of_an_attempt_before() -> None:
     kinds = seen((INPUTS, LABELS))
     assert new(kinds, (INPUTS, LABELS), (INPUTS, -LABELS)) != set()
     assert new(kinds, (INPUTS, LABELS)) == set()
 
 
+@pytest.mark.device
 def test_what_was_accepted_is_known_from_then_on() -> None:
     kinds = seen((INPUTS, LABELS))
     assert new(kinds, (INPUTS, -LABELS)) != set()
@@ -72,7 +76,7 @@ def test_what_was_accepted_is_known_from_then_on() -> None:
 
 
 def test_arrays_are_looked_at_as_tensors_are_and_other_things_left_alone() -> None:
-    assert new(seen(INPUTS.numpy()), -INPUTS.numpy()) == {"0: negatives", "0: nothing but negatives"}
+    assert new(seen(INPUTS.cpu().numpy()), -INPUTS.cpu().numpy()) == {"0: negatives", "0: nothing but negatives"}
     others = {"text": ["a"], "scalar": torch.tensor(3.0), "none": None, "objects": np.array(["a", None])}
     others |= {"sparse": INPUTS.to_sparse(), "empty": torch.zeros(0)}
     assert new(Kinds(), others) == set()
@@ -89,6 +93,7 @@ def test_and_nothing_of_them_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     seen(torch.ones(2, 33, 32))
 
 
+@pytest.mark.device
 def test_what_is_known_is_kept() -> None:
     kinds = Kinds()
     kinds.load_state_dict(seen((INPUTS, -LABELS)).state_dict())

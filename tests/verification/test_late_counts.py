@@ -11,6 +11,7 @@ from torch import nn
 
 import autoaccum
 from autoaccum.events import Notice, StepReport, Verified
+from tests.devices import DEVICE
 
 FEATURES, SAMPLES, WINDOWS = 4, 8, 7
 Loss = Callable[[Any, Any], torch.Tensor]
@@ -71,7 +72,7 @@ def gradients(
 
     autoaccum.fit(
         model, (inputs, targets, mask), effective_batch=SAMPLES, micro_batch=micro_batch, training_step=loss,
-        optimizer=lambda parameters: Kept(parameters, lr=0.1), shuffle=False, device="cpu", callbacks=[hear],
+        optimizer=lambda parameters: Kept(parameters, lr=0.1), shuffle=False, device=DEVICE, callbacks=[hear],
         progress=False, steps=len(mask) // SAMPLES, **options,
     )  # fmt: skip
     return found, said
@@ -85,6 +86,7 @@ def mask_of(window: int, first: int = 1) -> torch.Tensor:
 
 
 @pytest.mark.filterwarnings("ignore::autoaccum.AutoaccumWarning")
+@pytest.mark.device(every=7)
 @pytest.mark.parametrize("micro_batch", [4, 2])
 @pytest.mark.parametrize("window", [1, 3, 4, 6])
 @pytest.mark.parametrize("loss", [by_tensors, by_numbers, with_penalty, by_weights, of_two_heads])
@@ -111,7 +113,7 @@ def test_the_lowest_count_is_kept_in_a_checkpoint(tmp_path: Any) -> None:
         trainer = autoaccum.Trainer(
             nn.Linear(FEATURES, FEATURES).double(), (torch.zeros(len(mask), FEATURES).double() + 1, torch.randn(
                 len(mask), FEATURES).double(), mask), effective_batch=SAMPLES, micro_batch=4,
-            training_step=by_tensors, device="cpu", run_dir=tmp_path, callbacks=[end], shuffle=False, steps=4,
+            training_step=by_tensors, device=DEVICE, run_dir=tmp_path, callbacks=[end], shuffle=False, steps=4,
             progress=False,
         )  # fmt: skip
         trainer.fit()

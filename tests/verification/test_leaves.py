@@ -11,6 +11,7 @@ from torch.nn import functional
 
 import autoaccum
 from autoaccum.verification.leaves import numbers_of
+from tests.devices import DEVICE
 
 ROWS = [[1.0, -2.0], [0.0, 3.0]]
 
@@ -134,7 +135,7 @@ def test_a_run_is_exact_beside_it(others: Any, micro_batch: Any) -> None:
         torch.manual_seed(0)
         model = torch.nn.Linear(4, 1).double()
         autoaccum.fit(
-            model, Samples(others), effective_batch=8, micro_batch=size, training_step=step, steps=3, device="cpu",
+            model, Samples(others), effective_batch=8, micro_batch=size, training_step=step, steps=3, device=DEVICE,
             collate_fn=collate, progress=False,
         )  # fmt: skip
         trained.append(model.weight.detach())

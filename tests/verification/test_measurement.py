@@ -34,6 +34,7 @@ def penalised(model: Any, batch: Any) -> torch.Tensor:
     return summed(model, batch) + sum(p.square().sum() for p in model.parameters())
 
 
+@pytest.mark.device
 @pytest.mark.parametrize(
     ("loss", "right"),
     [
@@ -53,6 +54,7 @@ def test_a_hypothesis_is_right_or_off_by_more_than_a_little(loss: Any, right: se
             assert error < 1e-12 if hypothesis in right else error > 1e-2, hypothesis
 
 
+@pytest.mark.device
 def test_the_error_is_that_of_the_gradients() -> None:
     """Of a mean that is taken for a sum: by hand, from three parts of two samples each."""
     with measurement_of(plain) as measurement:
@@ -63,6 +65,7 @@ def test_the_error_is_that_of_the_gradients() -> None:
     assert outcome.tensor in outcome.tensors
 
 
+@pytest.mark.device
 def test_it_stops_where_enough_is_known() -> None:
     with measurement_of(plain) as measurement:
         measurement.run_whole()
@@ -71,6 +74,7 @@ def test_it_stops_where_enough_is_known() -> None:
         assert len(measurement.run(CUTS, "samples", stop_above=0.5).errors) == 3
 
 
+@pytest.mark.device
 def test_losses_alone_show_it_too() -> None:
     with measurement_of(plain, forward_only=True) as measurement:
         measurement.run_whole()
@@ -82,6 +86,7 @@ def test_losses_alone_show_it_too() -> None:
         assert measurement.run(CUTS, "samples").error > 1e-2
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("dtype", [torch.float32, DOUBLE])
 def test_noise_is_no_error(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
@@ -91,6 +96,8 @@ def test_noise_is_no_error(dtype: torch.dtype) -> None:
         assert measurement.run(CUTS, "samples").error < measurement.tolerance / 10
 
 
+@pytest.mark.device
+@pytest.mark.filterwarnings("ignore:.*you have used fork_rng without explicitly")
 @pytest.mark.parametrize("seed", [0, 5])
 @pytest.mark.parametrize("is_forked", [False, True])
 def test_noise_that_a_forward_sows_itself_is_what_each_part_gets(seed: int, is_forked: bool) -> None:
@@ -99,7 +106,7 @@ def test_noise_that_a_forward_sows_itself_is_what_each_part_gets(seed: int, is_f
     def sown(rows: bool, model: Any, batch: Any) -> torch.Tensor:
         with torch.random.fork_rng() if is_forked else nullcontext():
             torch.manual_seed(seed)
-            noise = torch.randn(batch[0].shape if rows else (8,), dtype=DOUBLE)
+            noise = torch.randn(batch[0].shape if rows else (8,), dtype=DOUBLE, device=batch[0].device)
         return cross_entropy(model(batch[0] + noise), batch[1])
 
     for rows in (False, True):
@@ -108,6 +115,7 @@ def test_noise_that_a_forward_sows_itself_is_what_each_part_gets(seed: int, is_f
             assert (measurement.run(CUTS, "samples").error < measurement.tolerance) is not rows
 
 
+@pytest.mark.device
 def test_attention_is_measured_under_its_dropout() -> None:
     class Attention(nn.Module):
         def __init__(self) -> None:
@@ -125,6 +133,7 @@ def test_attention_is_measured_under_its_dropout() -> None:
         assert measurement.run(CUTS, "samples").error < 2e-6
 
 
+@pytest.mark.device
 def test_in_sixteen_bits_nothing_is_measured() -> None:
     """Autocast is off: right and wrong could not be told apart with it."""
     seen = Log()
@@ -140,6 +149,7 @@ def test_in_sixteen_bits_nothing_is_measured() -> None:
     assert not measurement.is_rounded
 
 
+@pytest.mark.device
 @pytest.mark.parametrize(
     ("loss", "error"),
     [
@@ -193,6 +203,7 @@ def state_of(model: Everywhere) -> Any:
     return [t.tolist() for t in tensors], gradients, model.calls, str(model.table), hasattr(model, "late"), generators
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("fails", [False, True])
 def test_nothing_of_it_remains(fails: bool) -> None:
     model = Everywhere()
@@ -218,6 +229,7 @@ def test_nothing_of_it_remains(fails: bool) -> None:
     assert [p.grad is None for p in model.parameters()] == [gradient is None for gradient in kept]
 
 
+@pytest.mark.device
 def test_it_begins_as_the_window_began_and_ends_as_that_ended() -> None:
     """What the window itself has moved would hide what the next one finds."""
     model = Everywhere()
@@ -238,6 +250,7 @@ def test_it_begins_as_the_window_began_and_ends_as_that_ended() -> None:
     assert seen == [0, 0, 1, 2]
 
 
+@pytest.mark.device
 def test_what_is_left_out_for_it_is_no_number_is_told() -> None:
     def loss(model: Any, batch: Any) -> torch.Tensor:
         taken = batch[1] > 0
@@ -250,6 +263,7 @@ def test_what_is_left_out_for_it_is_no_number_is_told() -> None:
         assert measurement.dropped == {0}
 
 
+@pytest.mark.device
 def test_users_counts_and_those_of_the_graph_are_noted_by_part() -> None:
     with measurement_of(plain, num_items=lambda batch: 10 * len(batch[1])) as measurement:
         measurement.run_whole()
@@ -260,6 +274,7 @@ def test_users_counts_and_those_of_the_graph_are_noted_by_part() -> None:
         assert measurement.shown_of((2, 5)).items == 2
 
 
+@pytest.mark.device
 def test_tensors_are_named_as_the_user_knows_them() -> None:
     with measurement_of(plain) as measurement:
         assert measurement.names == ["0.weight", "0.bias", "2.weight", "2.bias"]
@@ -280,6 +295,7 @@ def test_a_scripted_model_keeps_the_gradient_of_a_window_that_was_not_to_be_meas
         assert not any(map(torch.equal, before, model.parameters())), "a step was taken without a gradient"
 
 
+@pytest.mark.device
 def test_what_fails_when_it_is_entered_leaves_the_gradient() -> None:
     def fail() -> None:
         raise RuntimeError("the state cannot be put back")

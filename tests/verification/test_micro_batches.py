@@ -14,6 +14,8 @@ from autoaccum.verification.micro_batches import measure_joined, measure_part
 from tests.models import classes
 from tests.verification.making import DOUBLE, job_of, plain, window_of
 
+pytestmark = pytest.mark.device
+
 
 def of_some(model: Any, batch: Any) -> torch.Tensor:
     """A mean over the samples of two classes of three, which is no number where there are none."""
@@ -78,7 +80,7 @@ def test_noise_without_rows_is_measured_by_constants() -> None:
 
 def test_counts_that_were_drawn_say_nothing_of_another_draw() -> None:
     def masked(model: Any, batch: Any) -> torch.Tensor:
-        mask = torch.rand(len(batch[0]), dtype=DOUBLE) < 0.5
+        mask = torch.rand(len(batch[0]), dtype=DOUBLE, device=batch[0].device) < 0.5
         return (cross_entropy(model(batch[0]), batch[1], reduction="none") * mask).sum() / mask.sum()
 
     assert measure_joined(job_of(masked), window_of(12), "items", (range(6), range(6, 12)), (2.0, 4.0)) == 0

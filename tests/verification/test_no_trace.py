@@ -18,6 +18,7 @@ from torch.nn.utils import parametrizations
 import autoaccum
 from autoaccum.events import Planned, Replanned, Verified
 from autoaccum.training.result import FitResult
+from tests.devices import DEVICE
 from tests.models import classes, mlp, noisy
 
 pytestmark = [
@@ -41,7 +42,7 @@ def run(arguments: dict[str, Any], *, verify: bool) -> FitResult:
     np.random.seed(7)
     random.seed(7)
     defaults: dict[str, Any] = {
-        "data": classes(17), "effective_batch": 6, "micro_batch": PLANS, "steps": 4, "device": "cpu",
+        "data": classes(17), "effective_batch": 6, "micro_batch": PLANS, "steps": 4, "device": DEVICE,
         "progress": False, "cache": False, "loss_fn": cross_entropy,
     }  # fmt: skip
     if "training_step" in arguments:
@@ -211,7 +212,7 @@ def a_method() -> Case:
 
 def foreign(model: Any, batch: Any) -> torch.Tensor:
     """Scale each sample by what is drawn from generators that no mode watches."""
-    noise = torch.as_tensor(np.random.rand(len(batch[0]), 1)).float() + random.random()
+    noise = torch.as_tensor(np.random.rand(len(batch[0]), 1)).float().to(DEVICE) + random.random()
     return cross_entropy(model(dropout(batch[0], 0.2) * (1 + noise)), batch[1])
 
 
@@ -227,7 +228,7 @@ def optimized(kind: Callable[..., torch.optim.Optimizer], model: nn.Module | Non
 
 def contrastive(model: Any, batch: Any) -> torch.Tensor:
     outputs = normalize(model(batch[0]))
-    return cross_entropy(outputs @ outputs.T / 0.1, torch.arange(len(outputs)))
+    return cross_entropy(outputs @ outputs.T / 0.1, torch.arange(len(outputs), device=outputs.device))
 
 
 ADAMW = torch.optim.AdamW
@@ -281,6 +282,7 @@ IN_A_LOOP = {"LBFGS", "LBFGS, dropout"}
 """Those whose optimizer asks for gradients itself, several times in a step."""
 
 
+@pytest.mark.device(every=5)
 @pytest.mark.parametrize("name", CASES)
 def test_a_run_that_is_measured_ends_as_one_that_is_not(name: str) -> None:
     found = []

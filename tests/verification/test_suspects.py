@@ -16,7 +16,7 @@ from autoaccum.verification.decision import decide
 from autoaccum.verification.measurement import Measurement
 from autoaccum.verification.suspects import name_cause
 from tests.models import mlp
-from tests.verification.making import CPU, DOUBLE, job_of, measurement_of, pairs, plain, squared_mean
+from tests.verification.making import DOUBLE, HERE, job_of, measurement_of, pairs, plain, squared_mean
 
 
 def causes(measurement: Measurement, smallest: int = 1) -> list[str]:
@@ -118,4 +118,4 @@ def test_a_batch_that_cannot_be_cut_clears_nobody() -> None:
         return cross_entropy(model(batch[0]), batch[1])
 
     assert causes(measurement_of(loss, normalised()), 2) == []
-    assert CPU.type == "cpu"
+    assert HERE.type == "cpu"

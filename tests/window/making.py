@@ -1,4 +1,4 @@
-"""Steps for tests: a small model on a CPU, with whatever a test wants otherwise."""
+"""Steps for tests: a small model on the device of the tests, with whatever a test wants otherwise."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from autoaccum.training.setup import make_step
 from autoaccum.window.job import Job
 from autoaccum.window.precision import Precision
 from autoaccum.window.step import Step
+from tests.devices import DEVICE, there
 
-CPU = torch.device("cpu")
+HERE = torch.device(DEVICE)
 ENDLESS = 2**60
 
 
@@ -58,14 +59,14 @@ def step_of(
     strict: bool = False,
 ) -> Step:
     """Return a step of a model whose outputs are classified; its device has boundless memory, and nothing is measured."""
-    memory = memory_of(CPU) if memory is None else memory
+    memory, model = memory_of(HERE) if memory is None else memory, there(model)
     job = Job(
         model=model,
         modules=(model,),
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1) if optimizer is None else optimizer,
         loss_of=loss_function(cross_entropy, None) if loss_of is None else loss_of,
         num_items=num_items,
-        device=CPU,
+        device=HERE,
         precision=precision,
     )
     return make_step(

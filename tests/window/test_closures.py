@@ -14,6 +14,8 @@ from autoaccum.window.gradient import Gradient
 
 TYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.int64, torch.bool]
 
+pytestmark = [pytest.mark.device, pytest.mark.usefixtures("made_there")]
+
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_a_mark_is_of_the_values_and_not_of_the_tensors(dtype: torch.dtype) -> None:

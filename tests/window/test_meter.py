@@ -7,6 +7,7 @@ import contextlib
 import pytest
 import torch
 
+from autoaccum.memory.base import Usage
 from autoaccum.planning.attempts import NOT_MEASURED, Piece
 from autoaccum.testing import manual_clock
 from autoaccum.window.meter import Meter
@@ -18,12 +19,16 @@ PIECE = Piece(0, 8)
 class Told:
     """A memory whose peak since the last reset, and use, are set by the test."""
 
-    enforced = False
+    enforced = can_enforce = False
     reading_seconds = 0.0
 
     def __init__(self) -> None:
         self.now = self.most = 100
-        self.releases = 0
+        self.releases = self.ooms = 0
+        self.of_tensors: int | None = None  # the most that they held; None: all of it
+
+    def usage(self) -> Usage:
+        return Usage(self.now, self.most, self.now, self.of_tensors or self.most, ooms=self.ooms)
 
     def limit(self) -> int:
         return 1000
@@ -124,6 +129,35 @@ def test_a_trial_is_measured_from_released_memory() -> None:
     assert (reading.piece, reading.peak_bytes, reading.seconds) == (trial, 350, 2.5)
     assert told == [(2, 3)]
     assert meter.end_window(is_searching=True, target_bytes=900) == 400, "also what was reached before the trial"
+
+
+def test_a_trial_says_what_tensors_held_and_whether_memory_ran_out_within_it() -> None:
+    memory, meter = made()
+    memory.ooms = 3
+    for ooms, tensors, expected in ((3, None, (350, None, False)), (4, 290, (350, 290, True))):
+        with meter.measuring(Piece(0, 2, is_trial=True)) as reading:
+            memory.most, memory.ooms, memory.of_tensors = 350, ooms, tensors
+        assert (reading.peak_bytes, reading.allocated_bytes, reading.fell_short) == expected
+
+
+@pytest.mark.parametrize(("can_enforce", "floor"), [(True, 800), (False, 0)])
+def test_an_optimizers_step_is_a_floor_where_tensors_are_told_apart(can_enforce: bool, floor: int) -> None:
+    memory, meter = made(is_enforced=True)
+    memory.can_enforce = can_enforce
+    window(memory, meter, 500)
+    with meter.stepping():
+        memory.most, memory.of_tensors = 900, 800
+    assert meter.floor_bytes == floor
+    memory.of_tensors = None
+    assert window(memory, meter, 300) == 300
+    assert meter.peak_bytes == 900
+
+
+def test_where_the_device_keeps_the_limit_its_cache_is_kept() -> None:
+    memory, meter = made(is_enforced=True)
+    with meter.aside():
+        memory.most = 900
+    assert (memory.releases, memory.most) == (0, 100)
 
 
 def test_a_trial_that_failed_has_no_reading() -> None:

@@ -15,6 +15,9 @@ import torch
 
 from autoaccum.errors import LossError, OutputError
 from autoaccum.window.outputs import Outputs, _Mean, on_device, read, read_means
+from tests.devices import DEVICE
+
+pytestmark = pytest.mark.usefixtures("made_there")
 
 
 def joined(*micro_batches: tuple[Mapping[Any, Any], int]) -> dict[str, Any]:
@@ -28,16 +31,18 @@ def joined(*micro_batches: tuple[Mapping[Any, Any], int]) -> dict[str, Any]:
 class TestMeans:
     @pytest.mark.parametrize("sizes", [(7,), (1, 6), (3, 3, 1), (1,) * 7])
     def test_are_those_of_the_whole_window(self, sizes: tuple[int, ...]) -> None:
-        values = torch.randn(7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        values = torch.randn(7, dtype=torch.float64, generator=torch.Generator(DEVICE).manual_seed(0))
         parts = values.split(sizes)
         found = joined(*(({"mean": part.mean()}, len(part)) for part in parts))
         assert found["mean"] == pytest.approx(values.mean().item(), rel=1e-14)
 
+    @pytest.mark.device
     def test_by_counts_of_their_own(self) -> None:
         counts = (torch.tensor(3), 5, np.int64(2))
         found = joined(*(({"mean": (value, count)}, 1) for value, count in zip((1.0, 2, True), counts, strict=True)))
         assert found["mean"] == (3 * 1.0 + 5 * 2 + 2 * 1) / 10
 
+    @pytest.mark.device
     def test_of_nothing(self) -> None:
         nothing = {"mean": (float("nan"), 0)}
         assert joined((nothing, 2), ({"mean": (torch.tensor(4.0), 3)}, 2), (nothing, 1)) == {"mean": 4.0}
@@ -51,12 +56,14 @@ class TestMeans:
         (found,) = joined(({"a": value}, 3)).values()
         assert (found, type(found)) == (2.0, float)
 
+    @pytest.mark.device
     def test_of_truth_values(self) -> None:
         assert joined(({"a": True}, 1), ({"a": torch.tensor(False)}, 1), ({"a": np.bool_(True)}, 2)) == {"a": 0.75}
 
     def test_of_a_name_that_only_some_have(self) -> None:
         assert joined(({"a": 1.0}, 3), ({"b": 2.0}, 5), ({"a": 5.0}, 1)) == {"a": 2.0, "b": 2.0}
 
+    @pytest.mark.device
     def test_wait_on_a_device(self) -> None:
         """Where a value lies on a device nothing is read before the end, and the same comes of it."""
         wide = lambda value: torch.tensor(value, dtype=torch.float64)  # noqa: E731
@@ -81,6 +88,7 @@ class TestMeans:
         assert math.isnan(float(nothing.joined()))
 
 
+@pytest.mark.device
 class TestRows:
     def test_are_joined_in_order_and_keep_their_dtype(self) -> None:
         rows = torch.arange(10, dtype=torch.int16).reshape(5, 2)
@@ -108,7 +116,7 @@ class TestRows:
         for _ in range(3):
             counter += 1
             outputs.take({"count": counter}, 1)
-        assert on_device(outputs.joined(), torch.device("cpu"))["count"].tolist() == [1, 2, 3]
+        assert on_device(outputs.joined(), torch.device(DEVICE))["count"].tolist() == [1, 2, 3]
 
     def test_of_no_items(self) -> None:
         found = joined(({"rows": torch.ones(0)}, 2), ({"rows": torch.ones(3)}, 1))
@@ -147,6 +155,7 @@ class TestRefuses:
         assert isinstance(raised.value, LossError)
 
 
+@pytest.mark.device
 def test_are_forgotten_when_a_window_begins() -> None:
     outputs = Outputs()
     assert not outputs.are_there
@@ -169,6 +178,7 @@ def test_nothing_is_kept_of_what_is_unwanted_or_empty() -> None:
     assert outputs.joined() == {}
 
 
+@pytest.mark.device
 def test_means_that_were_collected_apart_are_added_without_an_operation() -> None:
     whole = Outputs(joins=False)
     for value, size in ((1.0, 3), (5.0, 1)):
@@ -188,8 +198,9 @@ def test_are_read_with_the_loss() -> None:
     assert read(loss, norm, {}) == (loss.item(), 0.2, {})
 
 
+@pytest.mark.device
 def test_on_a_device_all_are_tensors() -> None:
-    found = on_device({"a": 0.1, "b": torch.ones(2)}, torch.device("cpu"))
+    found = on_device({"a": 0.1, "b": torch.ones(2)}, torch.device(DEVICE))
     assert found["a"].item() == 0.1
     assert found["a"].shape == ()
     assert found["b"].tolist() == [1, 1]

@@ -10,38 +10,42 @@ from torch import nn
 
 from autoaccum.errors import ArgumentError
 from autoaccum.window.precision import autocast
+from tests.devices import DEVICE
 
-CPU = torch.device("cpu")
+HERE = torch.device(DEVICE)
+pytestmark = pytest.mark.usefixtures("made_there")
 
 
+@pytest.mark.device
 @pytest.mark.parametrize(
     ("precision", "expected"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)]
 )
 def test_matrix_products_are_computed_in_it_and_parameters_keep_theirs(precision: Any, expected: torch.dtype) -> None:
     model = nn.Linear(4, 3)
-    with autocast(precision, CPU)():
+    with autocast(precision, HERE)():
         outputs = model(torch.ones(2, 4))
-        assert torch.is_autocast_enabled("cpu") is (precision != "fp32")
+        assert torch.is_autocast_enabled(torch.device(DEVICE).type) is (precision != "fp32")
     assert outputs.dtype is expected
-    assert not torch.is_autocast_enabled("cpu")
+    assert not torch.is_autocast_enabled(torch.device(DEVICE).type)
     outputs.float().sum().backward()
     assert model.weight.dtype is torch.float32
     assert model.weight.grad is not None
     assert model.weight.grad.tolist() == [[2.0] * 4] * 3
 
 
+@pytest.mark.device
 def test_fp32_means_as_the_model_is() -> None:
     model = nn.Linear(4, 3, dtype=torch.float64)
-    with autocast("fp32", CPU)():
+    with autocast("fp32", HERE)():
         assert model(torch.ones(2, 4, dtype=torch.float64)).dtype is torch.float64
 
 
 def test_each_forward_has_a_context_of_its_own() -> None:
-    make = autocast("bf16", CPU)
+    make = autocast("bf16", HERE)
     for _ in range(2):
         with make(), make():
-            assert torch.is_autocast_enabled("cpu")
-        assert not torch.is_autocast_enabled("cpu")
+            assert torch.is_autocast_enabled(torch.device(DEVICE).type)
+        assert not torch.is_autocast_enabled(torch.device(DEVICE).type)
 
 
 @pytest.mark.gpu
@@ -50,11 +54,11 @@ def test_on_an_accelerator_it_leaves_the_cpu_alone() -> None:
     assert device is not None
     with autocast("bf16", device)():
         assert (nn.Linear(4, 3, device=device)(torch.ones(2, 4, device=device))).dtype is torch.bfloat16
-        assert nn.Linear(4, 3)(torch.ones(2, 4)).dtype is torch.float32
+        assert nn.Linear(4, 3, device="cpu")(torch.ones(2, 4, device="cpu")).dtype is torch.float32
 
 
 @pytest.mark.parametrize("precision", ["fp8", "FP32", "float32", None, torch.bfloat16])
 def test_no_other(precision: Any) -> None:
     with pytest.raises(ArgumentError) as caught:
-        autocast(precision, CPU)
+        autocast(precision, HERE)
     assert str(caught.value) == f"precision={precision!r}: expected one of 'fp32', 'bf16', 'fp16'."

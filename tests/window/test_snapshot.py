@@ -12,8 +12,10 @@ import torch
 from torch import nn
 
 from autoaccum.window.snapshot import Snapshot
+from tests.devices import DEVICE
 
-CPU = torch.device("cpu")
+HERE = torch.device(DEVICE)
+pytestmark = pytest.mark.usefixtures("made_there")
 
 
 class Buffers(nn.Module):
@@ -36,7 +38,7 @@ def state(model: nn.Module) -> list[tuple[str, str, Any]]:
 
 
 def taken(*models: nn.Module) -> Snapshot:
-    snapshot = Snapshot(models, CPU)
+    snapshot = Snapshot(models, HERE)
     snapshot.take()
     return snapshot
 
@@ -97,6 +99,7 @@ CHANGES: list[Callable[[Any], None]] = [
 every_change = pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 
 
+@pytest.mark.device
 @every_change
 def test_puts_back(change: Callable[[Any], None]) -> None:
     model = Buffers()
@@ -109,6 +112,7 @@ def test_puts_back(change: Callable[[Any], None]) -> None:
     assert all(buffer is tensors[name] for name, buffer in model.named_buffers()), "the tensors themselves came back"
 
 
+@pytest.mark.device
 @every_change
 def test_puts_back_twice(change: Callable[[Any], None]) -> None:
     model = Buffers()
@@ -120,6 +124,7 @@ def test_puts_back_twice(change: Callable[[Any], None]) -> None:
         assert state(model) == before
 
 
+@pytest.mark.device
 @every_change
 def test_a_later_take_remembers_the_later_state(change: Callable[[Any], None]) -> None:
     model = Buffers()
@@ -134,6 +139,7 @@ def test_a_later_take_remembers_the_later_state(change: Callable[[Any], None]) -
     assert state(model) == changed
 
 
+@pytest.mark.device
 def test_state_dict_is_whole_after_a_restore() -> None:
     """hidden is not persistent, before and after."""
     model = Buffers()
@@ -146,6 +152,7 @@ def test_state_dict_is_whole_after_a_restore() -> None:
     assert "hidden" not in keys
 
 
+@pytest.mark.device
 def test_a_shared_buffer_stays_shared() -> None:
     first, second = nn.BatchNorm1d(2), nn.BatchNorm1d(2)
     second.running_mean = first.running_mean
@@ -158,6 +165,7 @@ def test_a_shared_buffer_stays_shared() -> None:
     assert first.running_mean.tolist() == [0.0, 0.0]
 
 
+@pytest.mark.device
 def test_several_modules() -> None:
     model, loss = nn.BatchNorm1d(2), Buffers()
     snapshot = taken(model, loss)
@@ -168,6 +176,7 @@ def test_several_modules() -> None:
     assert (state(model), state(loss)) == before
 
 
+@pytest.mark.device
 def test_dtypes_and_requires_grad() -> None:
     model = nn.Module()
     for name, dtype in (("a", torch.float64), ("b", torch.bfloat16), ("c", torch.int64), ("d", torch.complex64)):
@@ -183,6 +192,7 @@ def test_dtypes_and_requires_grad() -> None:
     assert model.get_buffer("e").requires_grad
 
 
+@pytest.mark.device
 def test_takes_share_their_memory() -> None:
     """Once it was taken, taking it again allocates nothing, whatever was written in place meanwhile."""
     model = Buffers()
@@ -202,6 +212,7 @@ def test_takes_share_their_memory() -> None:
     assert model.mean.tolist() == [343.0, 686.0], "that of the last take"
 
 
+@pytest.mark.device
 def test_what_is_gone_is_forgotten() -> None:
     model = Buffers()
     snapshot = taken(model)
@@ -212,6 +223,7 @@ def test_what_is_gone_is_forgotten() -> None:
     assert len(snapshot._copies) == count - 2
 
 
+@pytest.mark.device
 def test_random_states_come_back() -> None:
     for model in (nn.Linear(2, 2), Buffers()):  # without buffers, and with them
         snapshot = taken(model)
@@ -221,6 +233,7 @@ def test_random_states_come_back() -> None:
             assert [torch.rand(2).tolist(), random.random(), np.random.rand()] == drawn
 
 
+@pytest.mark.device
 def test_a_later_take_remembers_the_later_random_states() -> None:
     snapshot = taken(Buffers())
     torch.rand(1), random.random(), np.random.rand()
@@ -230,6 +243,7 @@ def test_a_later_take_remembers_the_later_random_states() -> None:
     assert [torch.rand(2).tolist(), random.random(), np.random.rand()] == drawn
 
 
+@pytest.mark.device
 class TestUnusual:
     def test_the_first_buffer_of_a_module_is_taken_away_again(self) -> None:
         model = nn.Linear(2, 2)
@@ -254,9 +268,10 @@ class TestUnusual:
         assert model.scale.tolist() == [1.0] * 5
 
 
+@pytest.mark.device
 def test_random_states_alone_are_put_back() -> None:
     layer = nn.BatchNorm1d(2)
-    snapshot = Snapshot([layer], torch.device("cpu"))
+    snapshot = Snapshot([layer], torch.device(DEVICE))
     snapshot.take()
     drawn = torch.rand(1), random.random(), np.random.rand()
     layer(torch.randn(4, 2))
@@ -268,7 +283,7 @@ def test_random_states_alone_are_put_back() -> None:
 
 def test_the_modes_of_all_modules_are_told() -> None:
     model = nn.Sequential(nn.Dropout(), nn.Dropout().eval())
-    snapshot = Snapshot([model, model[0]], torch.device("cpu"))
+    snapshot = Snapshot([model, model[0]], torch.device(DEVICE))
     assert snapshot.modes() == [True, True, False]
     model.eval()
     assert snapshot.modes() == [False] * 3

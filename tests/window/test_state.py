@@ -15,8 +15,10 @@ from torch import nn
 
 from autoaccum.testing import oom_at
 from autoaccum.window.state import Gradients, State, same
+from tests.devices import DEVICE
 
-CPU = torch.device("cpu")
+HERE = torch.device(DEVICE)
+pytestmark = pytest.mark.usefixtures("made_there")
 
 VALUE = 3
 
@@ -34,9 +36,10 @@ class Held:
 
 
 def state_of(model: nn.Module, loss: Any = lambda model, batch: None, written: Any = ()) -> State:
-    return State([model], [loss], CPU, [p for p in model.parameters() if p.requires_grad], written)
+    return State([model], [loss], HERE, [p for p in model.parameters() if p.requires_grad], written)
 
 
+@pytest.mark.device
 def test_tensors_come_back_in_place_wherever_they_are_held() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2).requires_grad_(False))
     model.queue, model.table = torch.ones(2), {"a": [torch.ones(3)]}  # type: ignore[assignment]
@@ -55,6 +58,7 @@ def test_tensors_come_back_in_place_wherever_they_are_held() -> None:
         assert all(torch.equal(t, value) for t, value in zip(tensors, before, strict=True))
 
 
+@pytest.mark.device
 def test_attributes_variables_and_globals_come_back() -> None:
     global VALUE
     model, held, count, found = nn.Linear(1, 1), Held(), 1, [1]
@@ -78,8 +82,9 @@ def test_attributes_variables_and_globals_come_back() -> None:
     assert not state.attributes_changed()
 
 
+@pytest.mark.device
 def test_generators_come_back_those_of_users_too() -> None:
-    own = torch.Generator().manual_seed(3)
+    own = torch.Generator(DEVICE).manual_seed(3)
 
     def draw() -> Any:
         return torch.rand(1).item(), random.random(), np.random.rand(), torch.rand(1, generator=own).item()
@@ -92,6 +97,7 @@ def test_generators_come_back_those_of_users_too() -> None:
     assert draw()[:3] != expected[:3]
 
 
+@pytest.mark.device
 @pytest.mark.parametrize(
     ("draw", "is_foreign"),
     [(random.random, True), (np.random.rand, True), (lambda: torch.rand(1), False), (lambda: None, False)],
@@ -102,6 +108,7 @@ def test_draws_of_foreign_generators_are_noticed(draw: Callable[[], Any], is_for
     assert state.foreign_draws() is is_foreign
 
 
+@pytest.mark.device
 def test_of_a_large_model_what_was_written_to_is_kept_and_the_rest_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autoaccum.window.state._SMALL_BYTES", 8)
     model = nn.Linear(4, 4)
@@ -115,6 +122,7 @@ def test_of_a_large_model_what_was_written_to_is_kept_and_the_rest_is_not(monkey
         assert len(state.moved()) == moved
 
 
+@pytest.mark.device
 def test_a_buffer_of_another_shape_comes_back() -> None:
     model = nn.Linear(1, 1)
     model.register_buffer("sizes", torch.zeros(2))
@@ -124,6 +132,7 @@ def test_a_buffer_of_another_shape_comes_back() -> None:
     assert model.sizes.tolist() == [0.0, 0.0]
 
 
+@pytest.mark.device
 def test_it_is_tried_again_where_memory_runs_out() -> None:
     model = nn.BatchNorm1d(2)
     state = state_of(model)
@@ -134,6 +143,7 @@ def test_it_is_tried_again_where_memory_runs_out() -> None:
         assert not model.running_mean.any()  # type: ignore[operator, union-attr]
 
 
+@pytest.mark.device
 def test_gradients_are_taken_away_and_come_back() -> None:
     with_one, without = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     with_one.grad = torch.tensor([1.0, 2.0])
@@ -156,6 +166,7 @@ def test_sparse_gradients_come_back_too() -> None:
     assert p.grad.to_dense().tolist() == [0.0, 2.0, 0.0]
 
 
+@pytest.mark.device
 def test_a_value_is_the_same_to_the_bit_nan_for_nan() -> None:
     nan = float("nan")
     assert same(torch.tensor([1.0, nan]), torch.tensor([1.0, nan]))
@@ -165,6 +176,7 @@ def test_a_value_is_the_same_to_the_bit_nan_for_nan() -> None:
     assert not same(torch.tensor([1, 2]), torch.tensor([1, 3]))
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("make", [np.random.default_rng, np.random.RandomState, random.Random])
 def test_generators_of_other_libraries_come_back(make: Any) -> None:
     own = make(3)
@@ -176,6 +188,7 @@ def test_generators_of_other_libraries_come_back(make: Any) -> None:
     assert own.random() == drawn
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("kind", [types.SimpleNamespace, argparse.Namespace])
 def test_attributes_of_functions_and_namespaces_come_back(kind: Any) -> None:
     held = kind(calls=1)
@@ -191,6 +204,7 @@ def test_attributes_of_functions_and_namespaces_come_back(kind: Any) -> None:
     assert (held.calls, loss.calls) == (1, 1)  # type: ignore[attr-defined]
 
 
+@pytest.mark.device
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 def test_buffers_of_scripted_modules_and_tensors_in_tuples_come_back() -> None:
     model = nn.Sequential(torch.jit.script(nn.BatchNorm1d(2)))
@@ -203,12 +217,13 @@ def test_buffers_of_scripted_modules_and_tensors_in_tuples_come_back() -> None:
     assert model.pair[0].tolist() == [0, 0]  # type: ignore[index,union-attr]
 
 
+@pytest.mark.device
 def test_what_another_one_remembers_is_not_copied_again() -> None:
     model = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(3))
     first = state_of(model)
     model[0].running_mean.add_(1)  # type: ignore[operator,union-attr]
     parameters = [p for p in model.parameters() if p.requires_grad]
-    second = State([model], [], CPU, parameters, like=first)
+    second = State([model], [], HERE, parameters, like=first)
     copied = [id(one) for one in second._values if all(one is not other for other in first._values)]
     assert len(copied) == 1
     model[0].running_mean.add_(1)  # type: ignore[operator,union-attr]

@@ -14,6 +14,7 @@ from autoaccum.memory.devices import memory_of
 from autoaccum.testing import oom_at, simulated_memory
 from autoaccum.window.optimizers import allocate_state
 from autoaccum.window.stepping import Stepper
+from tests.devices import DEVICE
 from tests.faults import Operations
 
 
@@ -52,7 +53,8 @@ class Pointers(Optimizer):
             raise torch.OutOfMemoryError("CUDA out of memory.")
 
 
-CPU = memory_of(torch.device("cpu"))
+HERE = memory_of(torch.device(DEVICE))
+pytestmark = pytest.mark.usefixtures("made_there")
 
 
 class TestStepper:
@@ -61,18 +63,20 @@ class TestStepper:
         parameter.grad = torch.full((2,), gradient)
         return parameter, torch.optim.SGD([parameter], lr=0.5)
 
+    @pytest.mark.device
     def test_steps(self) -> None:
         parameter, optimizer = self.trained(1.0)
-        assert Stepper(optimizer, CPU).take(None, 1, 2**20) is None
+        assert Stepper(optimizer, HERE).take(None, 1, 2**20) is None
         assert parameter.tolist() == [0.5, 0.5]
 
+    @pytest.mark.device
     @pytest.mark.parametrize(("factor", "reason"), [(1.0, None), (float("inf"), "overflowed at a loss scale of 1024")])
     def test_a_scaler_steps_unless_the_gradient_overflowed(self, factor: float, reason: str | None) -> None:
         parameter, optimizer = self.trained(0.0)
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        scaler = torch.amp.GradScaler(torch.device(DEVICE).type, init_scale=1024.0)
         scaler.scale((parameter * factor).sum()).backward()
         scaler.unscale_(optimizer)
-        found = Stepper(optimizer, CPU).take(scaler, 1, 2**20)
+        found = Stepper(optimizer, HERE).take(scaler, 1, 2**20)
         if reason is None:
             assert (found, parameter.tolist(), scaler.get_scale()) == (None, [0.5, 0.5], 1024.0)
         else:
@@ -122,7 +126,7 @@ class TestStepper:
             options = {} if name == "SparseAdam" else {"foreach": foreach}
             optimizer: Optimizer = getattr(torch.optim, name)(parameters, lr=0.1, **options)
             allocate_state(optimizer)
-            return Stepper(optimizer, CPU, (events if events is not None else []).append), optimizer, parameters
+            return Stepper(optimizer, HERE, (events if events is not None else []).append), optimizer, parameters
 
         stepping, optimizer, expected = stepper()
         with Operations() as operations:
@@ -143,11 +147,12 @@ class TestStepper:
             assert str(optimizer.state_dict()) == state
         assert 1 <= again < len(operations.names), (again, len(operations.names))
 
+    @pytest.mark.device
     def test_state_that_a_failed_step_began_is_taken_out(self) -> None:
         """Of an optimizer that is somebody else's, once its writes are known to be counted."""
         parameters = [nn.Parameter(torch.ones(2)) for _ in range(3)]
         optimizer = Momentum(parameters)
-        stepping = Stepper(optimizer, CPU)
+        stepping = Stepper(optimizer, HERE)
         parameters[0].grad = torch.ones(2)
         stepping.take(None, 1, 2**20)
         parameters[1].grad = torch.ones(2)
@@ -160,7 +165,7 @@ class TestStepper:
         parameter = nn.Parameter(torch.ones(2))
         parameter.grad = torch.ones(2)
         optimizer = Pointers([parameter])
-        stepping = Stepper(optimizer, CPU)
+        stepping = Stepper(optimizer, HERE)
         stepping.take(None, 1, 2**20)
         optimizer.fails = True
         with pytest.raises(OptimizerOutOfMemoryError, match="may be half-stepped"):
@@ -168,7 +173,7 @@ class TestStepper:
 
     def scaler_that_fails_once(self, parameter: nn.Parameter, optimizer: Optimizer) -> torch.amp.GradScaler:
         """It runs out of memory in its first update, after the step."""
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        scaler = torch.amp.GradScaler(torch.device(DEVICE).type, init_scale=1024.0)
         scaler.scale(parameter.sum()).backward()
         scaler.unscale_(optimizer)
         update, failures = scaler.update, [torch.OutOfMemoryError("CUDA out of memory.")]
@@ -181,19 +186,22 @@ class TestStepper:
         scaler.update = fails_once  # type: ignore[method-assign, assignment]
         return scaler
 
+    @pytest.mark.device
     def test_a_scale_that_cannot_be_updated_is_not_stepped_on_twice(self) -> None:
         parameter, optimizer = self.trained(0.0)
         scaler = self.scaler_that_fails_once(parameter, optimizer)
-        assert Stepper(optimizer, CPU).take(scaler, 1, 2**20) is None
+        assert Stepper(optimizer, HERE).take(scaler, 1, 2**20) is None
         assert parameter.tolist() == [0.5, 0.5]
 
+    @pytest.mark.device
     def test_what_a_step_that_went_well_made_stays_when_the_scale_cannot_be_updated(self) -> None:
         parameter = nn.Parameter(torch.ones(2))
         optimizer = Momentum([parameter])
         scaler = self.scaler_that_fails_once(parameter, optimizer)
-        assert Stepper(optimizer, CPU).take(scaler, 1, 2**20) is None
+        assert Stepper(optimizer, HERE).take(scaler, 1, 2**20) is None
         assert optimizer.state[parameter]["momentum"].tolist() == [1.0, 1.0]
 
+    @pytest.mark.device
     @pytest.mark.parametrize("in_place", [True, False])
     def test_a_step_that_wrote_to_gradients_is_not_tried_again(self, in_place: bool) -> None:
         """Else a hook would clip them twice, and a step add the weight decay twice."""
@@ -206,10 +214,11 @@ class TestStepper:
 
         optimizer.register_step_pre_hook(halve)
         with pytest.raises(OptimizerOutOfMemoryError, match="may be half-stepped"):
-            Stepper(optimizer, CPU).take(None, 1, 2**20)
+            Stepper(optimizer, HERE).take(None, 1, 2**20)
         assert parameter.grad is not None
         assert parameter.grad.tolist() == [0.5, 0.5]
 
+    @pytest.mark.device
     def test_state_that_was_there_and_is_no_dict_stays(self) -> None:
         parameter, optimizer = self.trained(1.0)
         optimizer.state[parameter] = kept = torch.ones(2)  # type: ignore[assignment]
@@ -219,9 +228,10 @@ class TestStepper:
 
         optimizer.step = fail  # type: ignore[assignment, method-assign]
         with pytest.raises(OptimizerOutOfMemoryError):
-            Stepper(optimizer, CPU).take(None, 1, 2**20)
+            Stepper(optimizer, HERE).take(None, 1, 2**20)
         assert optimizer.state[parameter] is kept
 
+    @pytest.mark.device
     def test_other_errors_come_through(self) -> None:
         _, optimizer = self.trained(1.0)
 
@@ -230,4 +240,4 @@ class TestStepper:
 
         optimizer.step = fail  # type: ignore[assignment, method-assign]
         with pytest.raises(KeyError):
-            Stepper(optimizer, CPU).take(None, 1, 2**20)
+            Stepper(optimizer, HERE).take(None, 1, 2**20)

@@ -9,10 +9,13 @@ from autoaccum.loss.hypotheses import TermKind
 from autoaccum.loss.stated import Computed
 from autoaccum.loss.values import Values
 from autoaccum.window.terms import Terms
+from tests.devices import DEVICE
+
+pytestmark = pytest.mark.device
 
 # Micro-batches of 2, 1 and 3 samples, of which the second has no item of its second loss.
-X = torch.arange(1.0, 7.0, dtype=torch.float64)
-MASK = torch.tensor([1.0, 1.0, 0.0, 1.0, 0.0, 0.0], dtype=torch.float64)
+X = torch.arange(1.0, 7.0, dtype=torch.float64, device=DEVICE)
+MASK = torch.tensor([1.0, 1.0, 0.0, 1.0, 0.0, 0.0], dtype=torch.float64, device=DEVICE)
 SIZES = [2, 1, 3]
 
 
@@ -24,7 +27,7 @@ def losses(weight: torch.Tensor, rows: slice, form: str) -> torch.Tensor | Compu
 
 
 def run(form: str, kinds: dict[str, TermKind], totals: dict[str, float]) -> tuple[Terms, torch.Tensor]:
-    weight = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
+    weight = torch.tensor(0.5, dtype=torch.float64, requires_grad=True, device=DEVICE)
     terms, start = Terms(6, kinds, totals, deferred=False), 0
     for size in SIZES:
         with Values() as values:
@@ -77,7 +80,7 @@ def test_a_count_that_was_kept_from_0_is_in_doubt_until_it_is_known() -> None:
 
 
 def test_without_values_the_loss_is_said_not_to_be_known() -> None:
-    weight = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
+    weight = torch.tensor(0.5, dtype=torch.float64, requires_grad=True, device=DEVICE)
     terms = Terms(6, {}, {}, deferred=False)
     loss = losses(weight, slice(0, 2), "plain")
     assert isinstance(loss, torch.Tensor)
@@ -86,7 +89,7 @@ def test_without_values_the_loss_is_said_not_to_be_known() -> None:
 
 
 def test_what_the_user_counts_weighs_the_whole_of_a_loss() -> None:
-    weight = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
+    weight = torch.tensor(0.5, dtype=torch.float64, requires_grad=True, device=DEVICE)
     terms = Terms(2, {}, {"a": 4.0}, deferred=False)
     for value, count in ((3.0, 1.0), (5.0, 3.0)):
         loss = weight * value
@@ -98,7 +101,7 @@ def test_what_the_user_counts_weighs_the_whole_of_a_loss() -> None:
 
 
 def test_a_sum_counts_once_and_a_penalty_in_shares() -> None:
-    weight = torch.nn.Parameter(torch.tensor([0.5, *[0.0] * 6, 2.0], dtype=torch.float64))
+    weight = torch.nn.Parameter(torch.tensor([0.5, *[0.0] * 6, 2.0], dtype=torch.float64, device=DEVICE))
     terms, start = Terms(6, {}, {}, deferred=False), 0
     for size in SIZES:
         with Values() as values:
@@ -112,7 +115,7 @@ def test_a_sum_counts_once_and_a_penalty_in_shares() -> None:
 
 
 def test_each_term_of_a_micro_batch_by_itself() -> None:
-    weight = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
+    weight = torch.tensor(0.5, dtype=torch.float64, requires_grad=True, device=DEVICE)
     with Values() as values:
         loss = losses(weight, slice(2, 3), "plain")  # which has no item of the second
     assert isinstance(loss, torch.Tensor)

@@ -11,6 +11,7 @@ import torch
 
 from autoaccum.data import batches
 from autoaccum.window.totals import Totals, counted_beforehand
+from tests.devices import DEVICE, there
 
 
 class Samples:
@@ -35,10 +36,12 @@ def window(seed: int, count: int = 12) -> Samples:
     labels[torch.rand(count, 6, generator=generator) < 0.5] = 255
     classes = torch.randint(0, 4, (count,), generator=generator)
     mask = (torch.rand(count, 3, generator=generator) < 0.5).float()
-    return Samples({"labels": labels, "classes": classes, "mask": mask, "lengths": [int(c) + 1 for c in classes]})
+    return Samples(
+        there({"labels": labels, "classes": classes, "mask": mask, "lengths": [int(c) + 1 for c in classes]})
+    )
 
 
-WEIGHTS = torch.tensor([0.5, 2.0, 0.0, 1.25])
+WEIGHTS = torch.tensor([0.5, 2.0, 0.0, 1.25], device=DEVICE)
 
 COUNTS: dict[str, Callable[[Any], float]] = {
     "samples": lambda batch: 6.0 * len(batch["classes"]),
@@ -53,6 +56,7 @@ COUNTS: dict[str, Callable[[Any], float]] = {
 }
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("name", COUNTS)
 def test_what_counts_as_a_term_does_is_found_and_foretold(name: str) -> None:
     count, totals, sizes = COUNTS[name], Totals(), [3, 3, 2, 2, 1, 1]
@@ -72,6 +76,7 @@ def test_what_counts_as_a_term_does_is_found_and_foretold(name: str) -> None:
     assert again.foretell(other, [name]) == totals.foretell(other, [name])
 
 
+@pytest.mark.device
 def test_what_nothing_in_a_batch_counts_is_given_up() -> None:
     totals, generator = Totals(), torch.Generator().manual_seed(0)
     for seed in range(30):
@@ -107,6 +112,7 @@ def test_boxes_in_lists_are_counted_together() -> None:
     assert totals.foretell(Listed(), ["boxes"]) == {"boxes": 6.0}
 
 
+@pytest.mark.device
 def test_the_users_own_counts_are_added_up_piece_by_piece() -> None:
     seen: list[int] = []
 

@@ -1,0 +1,109 @@
+"""Finds how far right gradients of 32 bits may be apart on a device, by its own kernels and not by its name.
+
+A device may multiply 32 bits as fewer (TF32, bfloat16), which a measurement does without where it can: it looks for a
+wrong weight, not for rounding. What remains is that kernels differ with the size of a batch, as convolutions do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any, TypeVar
+
+import torch
+
+from autoaccum.verification.comparison import MAY_BE_ROUNDING, TOLERANCE, error_of
+
+T = TypeVar("T")
+_TIMES = 40
+"""A model has many layers, and its gradient cancels: it may be off by this many times what one kernel is."""
+
+
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """Have 32 bits multiplied as 32 bits within it, whatever PyTorch's settings allow."""
+    backends: Any = torch.backends
+    cudnn, mkldnn = backends.cudnn, backends.mkldnn
+    places = (backends.cuda.matmul, cudnn.conv, cudnn.rnn, mkldnn.matmul, mkldnn.conv, mkldnn.rnn)
+    # What inherits from a wider setting shows that one's value; only what is reduced is touched.
+    settings = [(place, place.fp32_precision) for place in places]
+    if all(value in ("ieee", "none") for _, value in settings):
+        yield
+        return
+    # PyTorch has these settings twice, and some of its code refuses to read either while they contradict each other: so
+    # both are set, and both put back, the older ones first.
+    products, convolutions = _read(torch.get_float32_matmul_precision), _read(lambda: cudnn.allow_tf32)
+    torch.set_float32_matmul_precision("highest")
+    cudnn.allow_tf32 = False
+    for place, value in settings:
+        if value not in ("ieee", "none"):
+            place.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        # Those of a program that has contradicted itself are as they were at first, as far as it could tell.
+        torch.set_float32_matmul_precision("highest" if products is None else products)
+        cudnn.allow_tf32 = True if convolutions is None else convolutions
+        for place, value in settings:
+            if place.fp32_precision != value:
+                place.fp32_precision = value
+
+
+def _read(setting: Callable[[], T]) -> T | None:
+    """Return one of the older settings; None where a program has contradicted it, so that it cannot be read."""
+    try:
+        return setting()
+    except RuntimeError:
+        return None
+
+
+@lru_cache
+def floor_of(device: torch.device, deterministic: bool) -> float:
+    """Return the relative error up to which gradients of 32 bits are the same on a device: 2e-5, or more.
+
+    Args:
+        device: asked once a process, by one product of matrices and one convolution of six samples.
+        deterministic: whether PyTorch's kernels are to be; other ones are.
+    """
+    # One of each kind of kernel: cuBLAS and cuDNN choose theirs by shapes, each by rules of its own.
+    apart = max(_apart(torch.nn.functional.linear, (6, 96), (64, 96), device), _apart(_conv, *_IMAGES, device))
+    return min(max(TOLERANCE, _TIMES * apart), MAY_BE_ROUNDING)
+
+
+_IMAGES = (6, 8, 12, 12), (16, 8, 3, 3)
+
+
+def _conv(images: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.conv2d(images, weight, padding=1)
+
+
+def _apart(
+    layer: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    inputs: tuple[int, ...],
+    weight: tuple[int, ...],
+    device: torch.device,
+) -> float:
+    """Return how far the gradient of a layer's weight over a batch is off that of its parts, each weighted."""
+    batch, parameter = _numbers(inputs, device), _numbers(weight, device).requires_grad_()
+
+    def gradient(sizes: tuple[int, ...]) -> torch.Tensor:
+        total = torch.zeros_like(parameter)
+        with torch.enable_grad():
+            for stop, size in zip(accumulate(sizes), sizes, strict=True):
+                part, share = batch[stop - size : stop], size / len(batch)
+                (found,) = torch.autograd.grad(layer(part, parameter).square().mean() * share, parameter)
+                total += found
+        return total
+
+    whole = gradient((len(batch),))
+    errors = [error_of([gradient(sizes)], [whole]) for sizes in ((1, 5), (2, 2, 2), (3, 3))]
+    return max(math.inf if error is None else error.relative for error in errors)
+
+
+def _numbers(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    # Not drawn: no generator is to be moved by this.
+    numbers = torch.arange(math.prod(shape), dtype=torch.float64, device="cpu") * 1.7
+    return numbers.cos().reshape(shape).to(device, torch.float32)

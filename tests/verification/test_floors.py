@@ -1,0 +1,119 @@
+"""What right gradients may be apart by is measured on the device, and 32 bits are multiplied as such meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import autoaccum
+from autoaccum.events import Verified
+from autoaccum.verification import floors
+from autoaccum.verification.floors import floor_of, full_precision
+from tests.devices import DEVICE
+
+Settings = tuple[str, str, str, str, bool]
+
+
+def settings() -> Settings:
+    backends: Any = torch.backends
+    return (
+        torch.get_float32_matmul_precision(),
+        backends.cuda.matmul.fp32_precision,
+        backends.mkldnn.matmul.fp32_precision,
+        backends.cudnn.conv.fp32_precision,
+        backends.cudnn.allow_tf32,
+    )
+
+
+@pytest.fixture(autouse=True)
+def _settings() -> Iterator[None]:
+    precision, allowed = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    floor_of.cache_clear()
+    yield
+    floor_of.cache_clear()
+    torch.set_float32_matmul_precision(precision)
+    torch.backends.cudnn.allow_tf32 = allowed
+
+
+class TestFullPrecision:
+    @pytest.mark.parametrize("precision", ["highest", "high", "medium"])
+    def test_the_settings_are_those_of_32_bits_within_it_and_the_programs_after_it(self, precision: str) -> None:
+        torch.set_float32_matmul_precision(precision)
+        before = settings()
+        with full_precision():
+            assert {"tf32", "bf16"}.isdisjoint(settings())
+            assert settings()[0] == "highest"
+            assert not torch.backends.cudnn.allow_tf32
+            assert not torch.backends.cuda.matmul.allow_tf32  # which PyTorch refuses to read where both contradict
+        assert settings() == before
+
+    def test_settings_of_the_newer_kind_alone(self) -> None:
+        backends: Any = torch.backends
+        place = backends.cuda.matmul
+        before = place.fp32_precision
+        place.fp32_precision = "tf32"
+        try:
+            with full_precision():
+                assert place.fp32_precision == "ieee"
+                assert torch.get_float32_matmul_precision() == "highest"
+            assert place.fp32_precision == "tf32"
+            with pytest.raises(RuntimeError, match="mix of the legacy"):  # as before
+                torch.get_float32_matmul_precision()
+        finally:
+            place.fp32_precision = before
+
+    def test_an_error_puts_them_back_too(self) -> None:
+        torch.set_float32_matmul_precision("medium")
+        before = settings()
+        with pytest.raises(ZeroDivisionError), full_precision():
+            _ = 1 / 0
+        assert settings() == before
+
+
+@pytest.mark.device
+class TestFloor:
+    def test_it_is_the_least_where_kernels_are_those_of_32_bits(self) -> None:
+        before = torch.default_generator.get_state()
+        with full_precision():
+            assert floor_of(torch.device(DEVICE), False) == 2e-5
+        assert torch.equal(torch.default_generator.get_state(), before)
+
+    def test_it_grows_with_what_the_kernels_of_other_sizes_differ_by(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        right = floors._conv
+
+        def by_size(images: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            return right(images, weight) * (1 + 1e-6 * len(images))  # another algorithm for another size
+
+        monkeypatch.setattr(floors, "_conv", by_size)
+        assert 1e-4 < floor_of(torch.device(DEVICE), False) < 1e-3
+        monkeypatch.setattr(floors, "_conv", lambda *given: by_size(*given) * (1 + 1e-2 * len(given[0])))
+        floor_of.cache_clear()
+        assert floor_of(torch.device(DEVICE), False) == 1e-3
+
+
+@pytest.mark.device
+def test_a_run_that_multiplies_fewer_bits_is_measured_with_all_of_them(tmp_path: Path) -> None:
+    torch.set_float32_matmul_precision("medium")
+    seen = tmp_path / "seen"  # a list would be put back with the rest that a measurement leaves no trace in
+
+    def step(model: nn.Module, batch: Any) -> torch.Tensor:
+        with seen.open("a") as file:
+            print(torch.get_float32_matmul_precision(), file=file)
+        return cross_entropy(model(batch[0]), batch[1])
+
+    torch.manual_seed(0)
+    layers = (nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(128, 64), nn.Linear(64, 3))
+    data = torch.randn(32, 3, 8, 8), torch.randint(0, 3, (32,))
+    options: dict[str, Any] = {"effective_batch": 16, "micro_batch": 5, "training_step": step, "device": DEVICE}
+    result = autoaccum.fit(nn.Sequential(*layers), data, **options, progress=False)
+    events = [event for event in result.events if isinstance(event, Verified)]
+    assert [event.passed for event in events] == [True]
+    assert events[0].error < 2e-5
+    assert set(seen.read_text().split()) == {"medium", "highest"}
+    assert torch.get_float32_matmul_precision() == "medium"
