@@ -29,10 +29,10 @@ def count_items(num_items: CountItems, batch: Any) -> Count | dict[str, Count]:
     return _counted("num_items(micro-batch)", counted)
 
 
-def count_each(num_items: CountItems, batch: Any) -> dict[str, float]:
-    """Count the items of each of several losses, and read them; return nothing where the user counts those of one."""
+def count_each(num_items: CountItems, batch: Any) -> dict[str, Count]:
+    """Count the items of each of several losses; return nothing where the user counts those of one."""
     counted = count_items(num_items, batch)
-    return {name: float(items) for name, items in counted.items()} if isinstance(counted, dict) else {}
+    return counted if isinstance(counted, dict) else {}
 
 
 def _counted(argument: str, counted: Any) -> Count:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -93,3 +93,11 @@ def read_now(reduction: Reduction) -> Reduction:
     numbers.want_of([reduction])
     numbers.read()
     return numbers.reduction(reduction)
+
+
+def read_all(values: Sequence[Count]) -> Iterator[float]:
+    """Return counts one after the other; those on a device are read together."""
+    numbers = Numbers()
+    numbers.want(values)
+    numbers.read()
+    return map(numbers.count, values)

@@ -9,10 +9,10 @@ from typing import Any, Protocol
 from autoaccum.data.base import Window
 from autoaccum.loss.conclusions import totals_of
 from autoaccum.loss.hypotheses import OVER_ITEMS, Hypothesis, TermKind, kinds_in
-from autoaccum.loss.terms import Reduction
+from autoaccum.loss.terms import Count, Reduction
 from autoaccum.window.totals import Totals, counted_beforehand
 
-Count = Callable[[Any], Mapping[str, float]]
+CountEach = Callable[[Any], Mapping[str, Count]]
 """(micro-batch) -> how many items each of several losses is a mean over"""
 _MOST_REPEATS = 3
 """Times that a window is run again for its terms: for a count of 0 found late, for their kinds, for their totals."""
@@ -69,7 +69,7 @@ class Several:
         """Return what the terms are that are weighed by themselves; None where a micro-batch has one weight."""
         return self.proposed if hypothesis is None else kinds_in(hypothesis)
 
-    def begin(self, window: Window, hypothesis: Hypothesis | None, count: Count | None) -> None:
+    def begin(self, window: Window, hypothesis: Hypothesis | None, count: CountEach | None) -> None:
         """Begin a window: foretell what its terms count, by ``count`` where the user counts them."""
         # An attempt that was not begun by this has shown it already: the first one that has terms at all.
         if self._shown is not None:

@@ -7,6 +7,7 @@ is counted beforehand in the windows that follow. Where it turns out wrong it is
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,11 +17,15 @@ import torch
 
 from autoaccum.data.base import Window
 from autoaccum.data.randomness import preserved_randomness
+from autoaccum.loss.reading import read_all
+from autoaccum.loss.terms import Count
 
 Measure = tuple[Any, ...]
 """What is counted: ("samples",), or (operation, path of the leaf, whether without its first column, a value)."""
 Place = tuple[str, bool]
 """A leaf: its path, and whether without its first column."""
+Leaves = Mapping[str, Sequence[torch.Tensor]]
+"""The numbers in a batch, by where they are."""
 Counts = Mapping[str, Sequence[float]]
 """What each term counts, in each micro-batch."""
 
@@ -76,8 +81,7 @@ class Totals:
         leaves = [_leaves(batch) for batch in batches]
         values = _values(leaves)
         measured = {_SAMPLES: [float(size) for size in sizes]}
-        for measure in _measures(leaves[0], values):
-            measured[measure] = [_count(measure, of_piece) for of_piece in leaves]
+        measured |= _count(_measures(leaves[0], values), leaves)
         self._remember(leaves, values, wrong, counts)
         for name in wrong:
             before = [measure for measure, _ in self._known.get(name, [])]
@@ -92,7 +96,7 @@ class Totals:
 
     def _remember(
         self,
-        pieces: Sequence[Mapping[str, Sequence[torch.Tensor]]],
+        pieces: Sequence[Leaves],
         values: Mapping[str, Sequence[float]],
         names: Sequence[str],
         counts: Counts,
@@ -157,15 +161,15 @@ class Totals:
 _SAMPLES: Measure = ("samples",)
 
 
-def counted_beforehand(window: Window, count: Callable[[Any], Mapping[str, float]]) -> dict[str, float]:
+def counted_beforehand(window: Window, count: Callable[[Any], Mapping[str, Count]]) -> dict[str, float]:
     """Return what the user's own functions count in a window, where it lies."""
-    # On the host, where the samples lie: they are read once more, piece by piece.
-    totals: dict[str, float] = {}
+    # They are read once more, piece by piece; where they lie on a device, it is waited for once all is counted.
+    found: dict[str, list[Count]] = {}
     for start in range(0, window.num_samples, _CHUNK):
         batch = _read(window, range(start, min(start + _CHUNK, window.num_samples)))
         for name, items in count(batch).items():
-            totals[name] = totals.get(name, 0.0) + items
-    return totals
+            found.setdefault(name, []).append(items)
+    return _summed(found)
 
 
 def _read(window: Window, positions: range) -> Any:
@@ -175,12 +179,21 @@ def _read(window: Window, positions: range) -> Any:
 
 def _totals_of(window: Window, measures: Sequence[Measure]) -> dict[Measure, float]:
     """Count in a window, piece by piece."""
-    found: dict[Measure, list[float]] = {measure: [] for measure in measures}
+    found: dict[Measure, list[Count]] = {measure: [] for measure in measures}
     for start in range(0, window.num_samples, _CHUNK):
         leaves = _leaves(_read(window, range(start, min(start + _CHUNK, window.num_samples))))
         for measure, counts in found.items():
-            counts.append(_count(measure, leaves))
-    return {measure: math.fsum(counts) for measure, counts in found.items()}
+            counts += _counts_of(measure, leaves)
+    return _summed(found)
+
+
+def _summed(counts: Mapping[Any, Sequence[Count]]) -> dict[Any, float]:
+    """Read all counts at once, and add up those of each name."""
+    numbers = read_all([count for of_one in counts.values() for count in of_one])
+    found = {}
+    for name, of_one in counts.items():
+        found[name] = math.fsum(itertools.islice(numbers, len(of_one)))
+    return found
 
 
 def _leaves(batch: Any) -> dict[str, list[torch.Tensor]]:
@@ -216,7 +229,7 @@ def _numbers(leaf: Any) -> torch.Tensor | None:
     return leaf if is_plain and leaf.ndim and not leaf.is_complex() and not leaf.is_meta else None
 
 
-def _values(pieces: Sequence[Mapping[str, Sequence[torch.Tensor]]]) -> dict[str, list[float]]:
+def _values(pieces: Sequence[Leaves]) -> dict[str, list[float]]:
     """Return the values of each leaf of which entries may be left out of a count: -100, and those that it has often."""
     # Which value is ignored nobody says: it is one that stands there, more often than not the most frequent.
     found: dict[str, list[float]] = {}
@@ -237,7 +250,7 @@ def _has_few_values(tensors: Sequence[torch.Tensor]) -> bool:
     return len(few.unique()) <= _MOST_VALUES  # type: ignore[no-untyped-call]
 
 
-def _measures(leaves: Mapping[str, Sequence[torch.Tensor]], values: Mapping[str, list[float]]) -> list[Measure]:
+def _measures(leaves: Leaves, values: Mapping[str, list[float]]) -> list[Measure]:
     """List what can be counted, the likeliest first."""
     # Entries other than some value come first, for that is how targets are ignored; then what flags and masks add up
     # to; and numbers of entries last, which pads make larger.
@@ -254,7 +267,7 @@ def _measures(leaves: Mapping[str, Sequence[torch.Tensor]], values: Mapping[str,
     return found
 
 
-def _places(leaves: Mapping[str, Sequence[torch.Tensor]], values: Mapping[str, Sequence[float]]) -> list[Place]:
+def _places(leaves: Leaves, values: Mapping[str, Sequence[float]]) -> list[Place]:
     """Return the leaves whose values may count each for themselves: those that have few, or whole numbers."""
     return [
         (path, is_shifted)
@@ -264,12 +277,12 @@ def _places(leaves: Mapping[str, Sequence[torch.Tensor]], values: Mapping[str, S
     ]
 
 
-def _tensors_of(leaves: Mapping[str, Sequence[torch.Tensor]], place: Place) -> list[torch.Tensor]:
+def _tensors_of(leaves: Leaves, place: Place) -> list[torch.Tensor]:
     path, is_shifted = place
     return [tensor[:, 1:] if is_shifted and tensor.ndim > 1 else tensor for tensor in leaves.get(path, ())]
 
 
-def _histogram(leaves: Mapping[str, Sequence[torch.Tensor]], place: Place) -> dict[float, float]:
+def _histogram(leaves: Leaves, place: Place) -> dict[float, float]:
     """Return how often each value stands in a leaf."""
     found: dict[float, float] = {}
     for tensor in _tensors_of(leaves, place):
@@ -279,25 +292,32 @@ def _histogram(leaves: Mapping[str, Sequence[torch.Tensor]], place: Place) -> di
     return found
 
 
-def _count(measure: Measure, leaves: Mapping[str, Sequence[torch.Tensor]]) -> float:
-    """Count something in a batch."""
+def _count(measures: Sequence[Measure], pieces: Sequence[Leaves]) -> dict[Measure, list[float]]:
+    """Count each measure in each piece."""
+    found = {(measure, at): _counts_of(measure, piece) for measure in measures for at, piece in enumerate(pieces)}
+    counts = _summed(found)
+    return {measure: [counts[measure, at] for at in range(len(pieces))] for measure in measures}
+
+
+def _counts_of(measure: Measure, leaves: Leaves) -> list[Count]:
+    """Count something in a batch, in each tensor of the leaf by itself; on a device, where that lies there."""
     operation, path, is_shifted, value = measure
     tensors = _tensors_of(leaves, (path, is_shifted))
     # A value that was never seen counts nothing, until a window shows that it does: then its total is wrong.
     if operation == "weights":
         histogram = _histogram(leaves, (path, is_shifted))
-        return math.fsum(weight * histogram.get(kind, 0.0) for kind, weight in value)
-    return math.fsum(OPERATIONS[operation](tensor, value) for tensor in tensors if len(tensor))
+        return [weight * histogram.get(kind, 0.0) for kind, weight in value]
+    return [OPERATIONS[operation](tensor, value) for tensor in tensors if len(tensor)]
 
 
-OPERATIONS: dict[str, Callable[[torch.Tensor, float], float]] = {
-    "other than": lambda tensor, value: float((tensor != value).sum()),
-    "rows other than": lambda tensor, value: float((tensor != value).reshape(len(tensor), -1).any(1).sum()),
-    "above": lambda tensor, value: float((tensor > value).sum()),
-    "sum": lambda tensor, value: float(tensor.sum(dtype=torch.float64)),
+OPERATIONS: dict[str, Callable[[torch.Tensor, float], Count]] = {
+    "other than": lambda tensor, value: (tensor != value).sum(),
+    "rows other than": lambda tensor, value: (tensor != value).reshape(len(tensor), -1).any(1).sum(),
+    "above": lambda tensor, value: (tensor > value).sum(),
+    "sum": lambda tensor, value: tensor.sum(dtype=torch.float64),
     "numbers": lambda tensor, value: float(tensor.numel()),
 }
-"""What can be counted in a leaf, each with a value."""
+"""What can be counted in a leaf, each with a value; not read yet, where that would wait for a device."""
 
 
 def _matching(counts: Sequence[float], measured: Mapping[Measure, Sequence[float]]) -> list[tuple[Measure, float]]:

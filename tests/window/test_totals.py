@@ -11,6 +11,7 @@ import torch
 
 from autoaccum.data import batches
 from autoaccum.window.totals import Totals, counted_beforehand
+from tests import standin
 from tests.devices import DEVICE, there
 
 
@@ -122,3 +123,20 @@ def test_the_users_own_counts_are_added_up_piece_by_piece() -> None:
 
     assert counted_beforehand(window(0, count=100), count) == {"a": 100.0, "b": 2.0}
     assert seen == [64, 36]
+
+
+@pytest.mark.gpu
+def test_a_device_is_waited_for_once_whatever_is_counted_there() -> None:
+    if DEVICE == "cpu":
+        pytest.skip("only the stand-in has a log")
+    names, sizes, totals = ["not ignored", "shifted", "mask"], [3, 3, 2, 2, 1, 1], Totals()
+    for seed in range(2):
+        learnt = window(seed)
+        starts = np.cumsum([0, *sizes])
+        pieces = [learnt.micro_batch(start, size) for start, size in zip(starts, sizes, strict=False)]
+        totals.learn(learnt, sizes, {name: [COUNTS[name](piece) for piece in pieces] for name in names})
+    large = window(2, count=200)
+    with standin.recorded() as log:
+        found = totals.foretell(large, names)
+    assert [entry.kind for entry in log].count("sync") == 1
+    assert found == pytest.approx({name: COUNTS[name](large.batch) for name in names})
