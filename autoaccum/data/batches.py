@@ -292,9 +292,10 @@ def _moved(tensor: torch.Tensor, device: torch.device, *, copy: bool, lasting: b
         return tensor.to(device, copy=copy)
     # From memory that may be swapped out the driver copies by way of a buffer of its own, and the CPU waits for it.
     # PyTorch keeps pinned memory until it was read, but its owner may write to it as soon as the step is over.
-    if not tensor.is_pinned():
+    if tensor.layout is not torch.strided:
         tensor = tensor.pin_memory()
-    elif not lasting:
+    elif not (lasting and tensor.is_pinned()):
+        # Dense, which ``pin_memory`` is not: it would fail on rows that share their memory, as expand() makes them.
         tensor = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
     return tensor.to(device, non_blocking=True, copy=copy)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,13 @@ from autoaccum.data.base import PlanAt, Reader, Window
 from autoaccum.data.contents import digest_of
 from autoaccum.data.dims import AtDim
 from autoaccum.data.orders import Order, Unlisted, reading
+from autoaccum.memory.oom import RanOut, attempt
+
+_HOST = torch.device("cpu")
+Indices = Mapping[torch.device, torch.Tensor]
+"""Indices of rows on the host, and the same on the devices that rows lie on."""
+Orders = Mapping[torch.device, torch.Tensor | Unlisted]
+"""An order of all rows, likewise."""
 
 
 class TensorSource:
@@ -42,26 +50,20 @@ class TensorSource:
         self._order = order
         self._device = device
         # Rows that lie on a device are picked there: to copy indices to it would make each micro-batch wait.
-        places = {leaf.device for leaf in self._leaves if isinstance(leaf, torch.Tensor)}
-        self._place = places.pop() if len(places) == 1 else torch.device("cpu")
+        self._places = {leaf.device for leaf in self._leaves if isinstance(leaf, torch.Tensor)} | {_HOST}
+        self._is_there = device.type == "cpu" and self._places == {_HOST}  # so that nothing has to be moved
         self.num_samples: int | None = order.num_samples
 
-    def gather(self, indices: torch.Tensor) -> Any:
+    def gather(self, indices: Indices) -> Any:
         """Copy the rows at those indices to the device."""
-        if self._is_plain:
-            # A call of ``to`` that does nothing would show in windows of 100 µs.
-            rows: Any = tuple(
-                [
-                    leaf.index_select(0, indices if leaf.device == indices.device else indices.to(leaf.device))
-                    for leaf in self._leaves
-                ]
-            )
+        if self._is_plain:  # unflatten() and a function for each leaf would show in windows of 100 µs
+            rows: Any = tuple([leaf.index_select(0, _on(leaf.device, indices)) for leaf in self._leaves])
         else:
             rows = self.rows(indices)
         # What index_select() made is a copy already: the caller may edit it without reaching the data.
-        return rows if self._device.type == "cpu" else batches.to_device(rows, self._device, copy=False)
+        return rows if self._is_there else batches.to_device(rows, self._device, copy=False)
 
-    def rows(self, indices: torch.Tensor) -> Any:
+    def rows(self, indices: Indices) -> Any:
         """Copy the rows at those indices, where they lie."""
         pairs = zip(self._leaves, self._dims, strict=True)
         return self._spec.unflatten([_rows(leaf, indices, dim) for leaf, dim in pairs])
@@ -73,7 +75,7 @@ class TensorSource:
         rows = torch.linspace(0, self._num_rows - 1, min(self._num_rows, 64)).long().clamp(max=self._num_rows - 1)
         digest = hashlib.sha256()
         for leaf, dim in zip(self._leaves, self._dims, strict=True):
-            chosen = _rows(leaf, rows, dim)
+            chosen = _rows(leaf, {_HOST: rows}, dim)
             if isinstance(chosen, torch.Tensor):
                 # As bytes, for NumPy has no bfloat16.
                 digest.update(chosen.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
@@ -90,13 +92,20 @@ class TensorSource:
     def read(self, epoch: int, plan_at: PlanAt, passed: Iterable[int] = ()) -> Reader:
         """Begin a pass over the rows; gathering is quick enough to prefetch nothing."""
         start, order = sum(passed), self._order(epoch)
-        found = order if isinstance(order, Unlisted) else torch.as_tensor(order, device="cpu").to(self._place)
-        # One that is worked out by position is too long for that: its indices are copied with each micro-batch.
-        return reading(found, start, lambda: _TensorReader(self, found, start))
+        found = order if isinstance(order, Unlisted) else torch.as_tensor(order, device="cpu")
+        orders: dict[torch.device, torch.Tensor | Unlisted] = {_HOST: found}
+        # One that is worked out by position is too long for that, and one that a device has no room for stays where it
+        # is: indices are then copied with each micro-batch.
+        if isinstance(found, torch.Tensor):
+            for place in self._places - {_HOST}:
+                placed = attempt(partial(found.to, place))
+                if not isinstance(placed, RanOut):
+                    orders[place] = placed
+        return reading(found, start, lambda: _TensorReader(self, orders, start))
 
     def example(self, num_samples: int) -> Any:
         """Return the first rows, repeated."""
-        return self.gather(torch.arange(num_samples, device="cpu") % self._num_rows)
+        return self.gather({_HOST: torch.arange(num_samples, device="cpu") % self._num_rows})
 
 
 def _values_or_types(value: Any) -> Any:
@@ -108,15 +117,20 @@ def _values_or_types(value: Any) -> Any:
     return type(value).__name__
 
 
-def _rows(leaf: Any, indices: torch.Tensor, dim: int | None = 0) -> Any:
+def _on(place: torch.device, indices: Indices) -> torch.Tensor:
+    """Return indices where rows lie; copied there where they are not."""
+    return indices[place] if place in indices else indices[_HOST].to(place)
+
+
+def _rows(leaf: Any, indices: Indices, dim: int | None = 0) -> Any:
     """Gather rows of a leaf, which lie in ``dim``, of a list too; return all of what has no rows."""
     if dim is None:
         return leaf
     if isinstance(leaf, torch.Tensor):
-        return leaf.index_select(dim, indices.to(leaf.device))
+        return leaf.index_select(dim, _on(leaf.device, indices))
     if objects.has_samples(leaf):
-        return objects.join([objects.cut(leaf, index, index + 1) for index in indices.tolist()])
-    return type(leaf)([leaf[index] for index in indices.tolist()])
+        return objects.join([objects.cut(leaf, index, index + 1) for index in indices[_HOST].tolist()])
+    return type(leaf)([leaf[index] for index in indices[_HOST].tolist()])
 
 
 @dataclass(slots=True)
@@ -124,16 +138,16 @@ class _TensorReader:
     """One pass over the rows in an order; a window takes the next of its indices."""
 
     source: TensorSource
-    order: torch.Tensor | Unlisted
+    orders: Orders
     position: int = 0  # in the order, of the next window
 
     def window(self, num_samples: int, whole: bool = False) -> Window | None:
         start = self.position
-        available = min(num_samples, len(self.order) - start)
+        available = min(num_samples, len(self.orders[_HOST]) - start)
         if available < (num_samples if whole else 1):
             return None
         self.position += available
-        return _TensorWindow(self.source, self.order, start, available)
+        return _TensorWindow(self.source, self.orders, start, available)
 
 
 @dataclass(slots=True)
@@ -141,17 +155,20 @@ class _TensorWindow:
     """A stretch of the order; rows are gathered anew whenever a micro-batch is asked for."""
 
     source: TensorSource
-    order: torch.Tensor | Unlisted
+    orders: Orders
     first: int  # its position in the order
     num_samples: int
     lengths: None = None  # all rows of a tensor are alike
 
     def micro_batch(self, start: int, size: int) -> Any:
-        first = self.first + start
-        return self.source.gather(self.order[first : first + size])
+        return self.source.gather(self._indices(self.first + start, size))
 
     def samples(self, positions: Sequence[int]) -> Any:
         places = [self.first + position for position in positions]
         if places == list(range(places[0], places[0] + len(places))):  # as nearly always; and what follows is slow
-            return self.source.rows(self.order[places[0] : places[0] + len(places)])
-        return self.source.rows(torch.cat([self.order[place : place + 1] for place in places]))
+            return self.source.rows(self._indices(places[0], len(places)))
+        order = self.orders[_HOST]
+        return self.source.rows({_HOST: torch.cat([order[place : place + 1] for place in places])})
+
+    def _indices(self, first: int, size: int) -> Indices:
+        return {place: order[first : first + size] for place, order in self.orders.items()}

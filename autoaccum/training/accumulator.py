@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -22,7 +23,7 @@ from autoaccum.loss.functions import loss_function, stated
 from autoaccum.loss.stated import CountItems, Reducing
 from autoaccum.memory.devices import being_current, current_device_kept
 from autoaccum.memory.limit import MemoryLimit
-from autoaccum.memory.oom import room_for_model
+from autoaccum.memory.oom import insist, room_for_model
 from autoaccum.training.alone import Ranks, only_run
 from autoaccum.training.declarations import check
 from autoaccum.training.options import CHECKS, OF_ACCUMULATOR, modules_of
@@ -283,10 +284,12 @@ class Accumulator:
             self._step.tuner.searching = self._searches
         with being_current(self._device):
             gradient, _ = self._step.run(window)
-        norm = None if gradient.grad_norm is None else placed(gradient.grad_norm, self._device)
-        gradient = replace(gradient, loss=placed(gradient.loss, self._device), grad_norm=norm)
+        # The window has committed: what little memory this takes is asked for until it is there.
+        norm, what = gradient.grad_norm, "placing a window's loss and outputs on the device"
+        norm = None if norm is None else insist(partial(placed, norm, self._device), what)
+        gradient = replace(gradient, loss=insist(partial(placed, gradient.loss, self._device), what), grad_norm=norm)
         self.micro_batches, self.grad_norm = gradient.sizes, gradient.grad_norm
-        self.outputs = on_device(gradient.outputs, self._device) if gradient.outputs else {}
+        self.outputs = insist(partial(on_device, gradient.outputs, self._device), what) if gradient.outputs else {}
         # Of samples with lengths, smaller batches say nothing of the largest: only one as large settles the search.
         if window.lengths is None or window.num_samples == self._largest_batch:
             self._step.settle(self._largest_batch, window.lengths)

@@ -195,6 +195,13 @@ def test_what_lies_in_pinned_memory_may_be_written_to_at_once() -> None:
 
 
 @pytest.mark.gpu
+def test_rows_that_share_their_memory_are_moved() -> None:
+    """As those of ``position_ids.expand(samples, -1)``, which no pinned memory can hold as they are."""
+    shared = torch.arange(3).expand(4, 3)
+    assert batches.to_device(shared, accelerator(), copy=True).tolist() == [[0, 1, 2]] * 4
+
+
+@pytest.mark.gpu
 def test_what_nobody_writes_to_is_not_copied_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     buffer = matrix(0, 4).pin_memory()
     monkeypatch.setattr(torch, "empty_like", None)

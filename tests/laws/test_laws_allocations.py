@@ -14,9 +14,10 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import autoaccum
-from autoaccum.errors import OptimizerOutOfMemoryError
+from autoaccum.errors import MemoryLimitError, OptimizerOutOfMemoryError
 from autoaccum.events import OutOfMemory, Validated
 from tests import standin
+from tests.devices import DEVICE, there
 from tests.faults import strides
 from tests.models import classes, noisy, same, state_of
 
@@ -44,20 +45,21 @@ RUNS: dict[str, dict[str, Any]] = {
     "Adam, two terms": {"training_step": two_terms, "optimizer": torch.optim.Adam},
     "bf16, two terms, clipped": {"training_step": two_terms, "precision": "bf16", "clip_norm": 0.5},
     "fp16": {"loss_fn": cross_entropy, "precision": "fp16", "optimizer": momentum},
+    "data on the device": {"loss_fn": cross_entropy, "optimizer": momentum, "data": there(classes(23))},
 }
 
 
 def trainer(kind: str, micro_batch: Any) -> autoaccum.Trainer:
+    options = {"data": classes(23), **RUNS[kind]}
     return autoaccum.Trainer(
         noisy(),
-        classes(23),
         effective_batch=12,
         micro_batch=micro_batch,
         epochs=1,
         validation_data=classes(9, seed=2),
         progress=False,
         verify=False,
-        **RUNS[kind],
+        **options,
     )
 
 
@@ -118,3 +120,51 @@ def test_oom_at_every_allocation(kind: str, stride: int) -> None:
     assert "training" in phases
     assert replayed * stride > count // 3
     assert stride > 1 or phases >= {"training", "validation"}
+
+
+def accumulated(plans: tuple[tuple[int, ...], ...] = ()) -> tuple[list[Any], list[tuple[int, ...]]]:
+    """Return what two windows of an ``Accumulator`` leave, and how they were cut; as ``plans`` say, if there are any."""
+    model, batch = noisy().to(DEVICE), there(classes(12))
+    optimizer = momentum(model.parameters())
+    options: dict[str, Any] = {"training_step": with_outputs, "clip_norm": 0.5, "verify": False}
+    losses, sizes = [], []
+    one = autoaccum.Accumulator(model, optimizer, micro_batch=6, **options)
+    for step in range(2):
+        if plans:
+            one = autoaccum.Accumulator(model, optimizer, micro_batch=max(plans[step]), **options)
+        loss = one.step(batch)
+        losses += [loss, one.grad_norm, *one.outputs.values()]
+        sizes.append(one.micro_batches)
+    state = [*model.state_dict().values(), *(s["momentum_buffer"] for s in optimizer.state.values())]
+    return [*state, *losses, torch.get_device_module().get_rng_state(), torch.get_rng_state()], sizes
+
+
+def with_outputs(model: Any, batch: Any) -> Any:
+    logits = model(batch[0])
+    return cross_entropy(logits, batch[1]), {"right": (logits.argmax(1) == batch[1]).float().mean()}
+
+
+def test_oom_at_every_allocation_of_an_accumulator() -> None:
+    """What it returns is placed on the device after the window has committed: that is no end of the run either."""
+    accumulated()
+    before = standin.allocations()
+    accumulated()
+    count, replayed = standin.allocations() - before, 0
+    known: dict[Any, list[Any]] = {}
+    # What is made before the first window, the model and the batch among it, is not ours.
+    model_and_batch = len(list(noisy().state_dict())) + 2
+    for number in range(model_and_batch + 1, count + 1):
+        torch.manual_seed(0)
+        try:
+            with standin.fails_at(number):
+                left, sizes = accumulated()
+        except (OptimizerOutOfMemoryError, MemoryLimitError):
+            continue  # by the optimizer, which is said
+        plans = tuple(sizes)
+        if plans not in known:
+            torch.manual_seed(0)
+            known[plans], again = accumulated(plans)
+            assert tuple(again) == plans
+        assert same(left, known[plans]), f"allocation {number} left a mark"
+        replayed += plans != ((6, 6), (6, 6))
+    assert replayed > count // 3

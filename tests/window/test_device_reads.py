@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -275,10 +276,24 @@ def test_between_validations_and_checkpoints(tmp_path: Path, watch: Watch) -> No
     assert set(fit(watch, LOSSES["masked mean"], data(), **options)) == {ONE_READ}
 
 
-def test_of_data_that_lie_on_the_device(watch: Watch) -> None:
+PLACES: dict[str, Callable[[Any], Any]] = {
+    "all of it": lambda leaf: leaf.to(device()),
+    "inputs alone": lambda leaf: leaf.to(device()) if leaf.is_floating_point() else leaf,
+    "labels alone": lambda leaf: leaf if leaf.is_floating_point() else leaf.to(device()),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_of_data_that_lie_on_the_device(place: str, watch: Watch) -> None:
     """Have their order there once an epoch, and not an index copied for each leaf of each micro-batch."""
-    on_device = tuple(leaf.to(device()) for leaf in data())
-    found = fit(watch, tokens, on_device)
+    found = fit(watch, tokens, tuple(map(PLACES[place], data())))
+    assert set(found) == {ONE_READ}
+
+
+def test_of_data_on_the_device_beside_texts_and_arrays(watch: Watch) -> None:
+    inputs, labels = (leaf.to(device()) for leaf in data())
+    beside = {"names": [f"sample {row}" for row in range(SAMPLES)], "numbers": np.arange(SAMPLES)}
+    found = fit(watch, lambda m, b: tokens(m, (b["x"], b["y"])), {"x": inputs, "y": labels, **beside})
     assert set(found) == {ONE_READ}
 
 
