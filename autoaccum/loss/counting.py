@@ -38,7 +38,8 @@ def count_each(num_items: CountItems, batch: Any) -> dict[str, Count]:
 def _counted(argument: str, counted: Any) -> Count:
     if isinstance(counted, torch.Tensor) and counted.numel() == 1 and counted.device.type != "cpu":
         # Not read here, and so not checked: reading would wait for the device in every micro-batch.
-        return counted.detach().reshape(())
+        # It may be a tensor that is written to again, so it is copied.
+        return counted.detach().reshape(()).clone()
     try:
         return _checked_count(argument, float(counted))
     except (TypeError, ValueError, RuntimeError) as error:

@@ -19,11 +19,16 @@ class Numbers:
         """Begin with none."""
         self._wanted: dict[int, torch.Tensor] = {}  # by identity, which holding them keeps unique
         self._found: dict[int, torch.Tensor] = {}
+        self._launched: set[torch.device] = set()
 
     @property
     def are_wanted(self) -> bool:
-        """Tell whether any were asked for."""
-        return bool(self._wanted)
+        """Tell whether any were asked for, or something that is to be waited for."""
+        return bool(self._wanted or self._launched)
+
+    def wait_for(self, device: torch.device) -> None:
+        """Ask to wait for what was launched on a device, such as copies to the host, once numbers are read."""
+        self._launched.add(device)
 
     def want(self, values: Iterable[object]) -> None:
         """Ask for those of some values that are tensors on a device."""
@@ -56,6 +61,8 @@ class Numbers:
                 part = copied[start : start + tensor.numel()]
                 self._found[id(tensor)] = part.to(tensor.dtype).reshape(tensor.shape)
                 start += tensor.numel()
+        for device in self._launched - by_device.keys():
+            torch.accelerator.synchronize(device)
 
     def tensor(self, value: torch.Tensor) -> torch.Tensor:
         """Return a tensor on the host."""

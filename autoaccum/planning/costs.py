@@ -11,10 +11,11 @@ that is written out costs b * length**2 beside it.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from operator import itemgetter
 from statistics import median
 from typing import Any
 
@@ -38,13 +39,6 @@ class Trial:
     allocated_bytes: int | None = None
     """Most that tensors held at once, without the steps in which an allocator grows; None where nobody tells."""
 
-    @property
-    def overhead_bytes(self) -> int:
-        """Return the part of the peak that no tensor held; 0 where nobody tells."""
-        if self.peak_bytes is None or self.allocated_bytes is None:
-            return 0
-        return self.peak_bytes - self.allocated_bytes
-
     def state_dict(self) -> dict[str, Any]:
         """Return plain values, for a checkpoint: what came later than others only where it says something."""
         state = asdict(self)
@@ -55,7 +49,10 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryModel:
-    """The line peak_bytes(b) = fixed_bytes + b * (bytes_per_sample * length + bytes_per_square * length**2)."""
+    """The line peak_bytes(b) = fixed_bytes + b * (bytes_per_sample * length + bytes_per_square * length**2).
+
+    Where tensors are told from what their allocator holds, ``peaks`` say how far that is from the line.
+    """
 
     fixed_bytes: float
     """Bytes in use without any sample: parameters, gradients and optimizer state."""
@@ -63,23 +60,64 @@ class MemoryModel:
     """Bytes that a sample adds for each unit of its length."""
     bytes_per_square: float = 0.0
     """Bytes that it adds beside them for each unit of its length squared; 0 where samples are alike."""
+    peaks: tuple[tuple[float, float], ...] = ()
+    """(bytes on the line, peak bytes that were measured there), both rising; () where the line is all there is."""
 
     def of_sample(self, length: int = 1) -> float:
         """Return the bytes that one sample more adds."""
         return self.bytes_per_sample * length + self.bytes_per_square * length**2
 
+    def on_line(self, micro_batch: int, length: int = 1) -> float:
+        """Return the bytes of the line at that many samples."""
+        return self.fixed_bytes + self.of_sample(length) * micro_batch
+
     def predict(self, micro_batch: int, length: int = 1) -> int:
         """Return the peak bytes at that many samples."""
         # Rounded up: a prediction that is a byte too small would let a plan pass the limit.
-        return math.ceil(self.fixed_bytes + self.of_sample(length) * micro_batch)
+        return math.ceil(self._peak_at(self.on_line(micro_batch, length)))
 
     def largest_within(self, limit_bytes: int, length: int = 1) -> float:
         """Return the most samples whose predicted peak is within the limit; infinite when samples cost nothing."""
         each = self.of_sample(length)
         if each <= 0:
-            return math.inf if self.fixed_bytes <= limit_bytes else 0
+            return math.inf if self._peak_at(self.fixed_bytes) <= limit_bytes else 0
         # Rounding in the fit must not cost a sample where the limit is hit exactly.
-        return math.floor((limit_bytes - self.fixed_bytes) / each + 1e-6)
+        return math.floor((self._within(limit_bytes) - self.fixed_bytes) / each + 1e-6)
+
+    def moved(self, by: float) -> MemoryModel:
+        """Return the same model with so many bytes more in use at every size."""
+        peaks = tuple((on_line + by, peak + by) for on_line, peak in self.peaks)
+        return replace(self, fixed_bytes=self.fixed_bytes + by, peaks=peaks)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain values: what came later than others only where it says something."""
+        state = asdict(self)
+        if not self.peaks:
+            del state["peaks"]
+        return state
+
+    def _peak_at(self, on_line: float) -> float:
+        """Return the peak where the line is at so many bytes: between two that were measured, in proportion."""
+        index = bisect_left(self.peaks, on_line, key=itemgetter(0))
+        if 0 < index < len(self.peaks):
+            (below, low), (above, high) = self.peaks[index - 1 : index + 1]
+            return low + (high - low) * (on_line - below) / (above - below)
+        if not self.peaks:
+            return on_line
+        # Beyond all of them an allocator is taken to add as much as at the last.
+        nearest, peak = self.peaks[min(index, len(self.peaks) - 1)]
+        return peak + on_line - nearest
+
+    def _within(self, limit_bytes: int) -> float:
+        """Return the most bytes on the line whose peak is within the limit."""
+        index = bisect_right(self.peaks, limit_bytes, key=itemgetter(1))
+        if 0 < index < len(self.peaks):
+            (below, low), (above, high) = self.peaks[index - 1 : index + 1]
+            return below + (above - below) * (limit_bytes - low) / (high - low)
+        if not self.peaks:
+            return limit_bytes
+        nearest, peak = self.peaks[max(index - 1, 0)]
+        return nearest + limit_bytes - peak
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,13 +159,18 @@ SPREAD = 1.5
 def fit_memory_model(trials: Sequence[Trial]) -> MemoryModel | None:
     """Fit the memory model to the trials whose peak is known; return None with fewer than two different sizes.
 
-    Where tensors are told from the rest, the line is that of tensors, which grow without steps. What an allocator adds,
-    its cache and its rounding up, is what it added at most to the largest trials.
+    Where tensors are told from the rest, the line is that of tensors, which grow without steps, moved by what the
+    allocator added to the largest trial. What it holds beside tensors is no line: its cache and its rounding up go in
+    steps, and are as large for one sample as for many, or several times as large for twice as many. So between sizes
+    that were tried the peak is taken to rise from what was measured at one to what was measured at the next.
 
     Where lengths vary, three shapes are fitted: in the length, in its square, in both. The one with the least weighted
     sum of squared errors is returned, the first of them where two are equal.
     """
-    known = [(t.micro_batch, t.length, t.peak_bytes - t.overhead_bytes) for t in trials if t.peak_bytes is not None]
+    measured = [(t.micro_batch, t.length, t.peak_bytes) for t in trials if t.peak_bytes is not None]
+    tensors = [(t.micro_batch, t.length, t.allocated_bytes) for t in trials if t.allocated_bytes is not None]
+    # Of some trials no more than their peak may be known: one size alone makes no line.
+    known = tensors if len({size * length for size, length, _ in tensors}) > 1 else measured
     line = _fit_line([(size * length, peak) for size, length, peak in known])
     if line is None:
         return None
@@ -142,20 +185,25 @@ def fit_memory_model(trials: Sequence[Trial]) -> MemoryModel | None:
 
     def error(model: MemoryModel) -> float:
         # With one weight for all shapes, for the three sums to be comparable: that of the fit in the length.
-        return sum(
-            size * length * (model.fixed_bytes + size * model.of_sample(length) - peak) ** 2
-            for size, length, peak in known
-        )
+        return sum(size * length * (model.on_line(size, length) - peak) ** 2 for size, length, peak in known)
 
     best = min(models, key=error)
-    return replace(best, fixed_bytes=best.fixed_bytes + _overhead(trials))
+    return _with_peaks(best, measured) if known is tensors else best
 
 
-def _overhead(trials: Sequence[Trial]) -> int:
-    """Return the bytes that no tensor holds, as of the largest trials: those of at least half of the largest."""
-    most = max((t.micro_batch * t.length for t in trials if t.peak_bytes is not None), default=0)
-    large = [t for t in trials if t.peak_bytes is not None and 2 * t.micro_batch * t.length >= most]
-    return max((t.overhead_bytes for t in large), default=0)
+def _with_peaks(line: MemoryModel, measured: Sequence[tuple[int, int, int]]) -> MemoryModel:
+    """Return the model of peaks whose line is that of tensors; ``measured``: (samples, length, peak) of each trial."""
+    # The line goes through the largest: it is what is shown, and stands for larger ones.
+    *_, (largest, length, peak) = sorted(measured, key=lambda each: line.on_line(*each[:2]))
+    line = replace(line, fixed_bytes=line.fixed_bytes + peak - line.on_line(largest, length))
+    at = {line.on_line(size, length): peak for size, length, peak in measured}  # of one size the newest tells
+    peaks: list[tuple[float, float]] = []
+    # What a larger one ran in is enough for a smaller one too, whatever else the allocator held when that was tried.
+    least = math.inf
+    for on_line in sorted(at, reverse=True):
+        least = min(least, at[on_line])
+        peaks.append((on_line, least))
+    return replace(line, peaks=tuple(reversed(peaks)))
 
 
 def weigher(trials: Sequence[Trial]) -> Callable[[int], int]:
@@ -268,9 +316,9 @@ def memory_model(history: Sequence[Trial], prior: MemoryModel | None = None) -> 
         return model
     for trial in reversed(history):
         if trial.peak_bytes is not None:
-            fixed_bytes = trial.peak_bytes - prior.bytes_per_sample * trial.micro_batch
+            moved = prior.moved(trial.peak_bytes - prior.predict(trial.micro_batch))
             # Samples that would take more than there was in use have become cheaper: a code that has changed.
-            return replace(prior, fixed_bytes=fixed_bytes) if fixed_bytes >= 0 else None
+            return moved if moved.fixed_bytes >= 0 else None
     return prior
 
 

@@ -8,7 +8,7 @@ micro-batches of equal weight need about equal memory: so one search, for the la
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 from autoaccum.planning.costs import SPREAD, MemoryModel, Trial, bounds, memory_model, weigher
@@ -32,11 +32,17 @@ class History:
         """(length) -> what a sample of that length weighs."""
         self.bounds: tuple[int, int | None] = (0, None)
         """(largest weight that fits, smallest that does not): see ``costs.bounds``."""
+        self._fitted: tuple[list[Trial] | None, MemoryModel | None, MemoryModel | None] = (None, None, None)
 
     @property
     def model(self) -> MemoryModel | None:
         """Return the model of peak bytes by weight, or None while too little is known."""
-        return memory_model(self.in_weights, self.prior)
+        # Asked for before every window, while trials are few and far between.
+        trials, prior, model = self._fitted
+        if trials is not self.in_weights or prior is not self.prior:
+            model = memory_model(self.in_weights, self.prior)
+            self._fitted = (self.in_weights, self.prior, model)
+        return model
 
     def each(self, lengths: Lengths) -> int:
         """Return what each of so many samples weighs that are padded to the first of them."""
@@ -100,7 +106,7 @@ class History:
             # Both, for which of the trials the weights were told from cannot be seen by looking at them.
             "trials": [trial.state_dict() for trial in self.trials],
             "weighed": [trial.state_dict() for trial in self.weighed],
-            "prior": None if self.prior is None else asdict(self.prior),
+            "prior": None if self.prior is None else self.prior.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -235,6 +235,20 @@ class Largest:
         self._passed_limit = False  # of smaller windows it takes two again
         return True
 
+    def ran_within(self, sizes: Sequence[int], lengths: Lengths, peak_bytes: int) -> None:
+        """Take the peak of a window that an allocator kept to the limit: it corrects a model that expects much more.
+
+        It says nothing where it is higher: what an allocator was not short of it keeps.
+        """
+        history, weights = self._cutter.history, self._cutter.weights(sizes, lengths)
+        model, weight = history.model, max(weights)
+        if model is None or model.predict(weight) <= WORTHWHILE * peak_bytes:
+            return
+        index = weights.index(weight)
+        length = length_at(self._cutter.lengths_that_count(lengths), sum(sizes[:index]))
+        ran = Trial(micro_batch=sizes[index], fits=True, peak_bytes=peak_bytes, length=length)
+        history.add(self._judged(ran), reweigh=False)
+
     def nothing_fits(self, micro_batch: int, peak_bytes: int | None) -> NothingFitsError:
         """Return the error for a micro-batch that does not fit while none is smaller."""
         return NothingFitsError(

@@ -34,6 +34,13 @@ def _times(value: Any, entry: str) -> None:
         refuse(entry, "is no curve over rising sizes")
 
 
+def _peaks(value: Any, entry: str) -> None:
+    """Check the peaks of a memory model: (bytes on its line, bytes that were measured there), both rising."""
+    every(parts(number(), number()), tuple)(value, entry)
+    if any(first >= second or low > high for (first, low), (second, high) in pairwise(value)):
+        refuse(entry, "is no curve that rises")
+
+
 def _window(value: Any, entry: str) -> None:
     """Check (samples of a full window, their lengths, longest first)."""
     parts(whole(), optional(every(whole(1), tuple)))(value, entry)
@@ -45,7 +52,11 @@ def _window(value: Any, entry: str) -> None:
 TUNER = entries(
     {
         "loads": entries(
-            {"trials": TRIALS, "weighed": TRIALS, "prior": optional(of_record(MemoryModel, in_full=True))}
+            {
+                "trials": TRIALS,
+                "weighed": TRIALS,
+                "prior": optional(of_record(MemoryModel, in_full=True, later=("peaks",), peaks=_peaks)),
+            }
         ),
         "past": TRIALS,
         "times": optional(_times),

@@ -313,6 +313,11 @@ class Tuner:
         """Take the peak of a window where nobody but us keeps the limit; return a smaller plan if one is called for."""
         return self.plan(sum(sizes), lengths) if self._largest.passes(sizes, lengths, peak_bytes) else None
 
+    def ran_within(self, sizes: Sequence[int], lengths: Lengths, peak_bytes: int) -> None:
+        """Take the peak of a window where the device keeps the limit: see ``Largest.ran_within``."""
+        if self._learns:
+            self._largest.ran_within(sizes, lengths, peak_bytes)
+
     def committed(self, sizes: Sequence[int], lengths: Lengths = None) -> None:
         """Take a window that went well; it is news only if no trial has said so of its largest micro-batch."""
         fits, fails = self._cutter.history.bounds

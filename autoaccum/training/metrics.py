@@ -11,6 +11,7 @@ import torch
 from autoaccum.data import batches
 from autoaccum.errors import ArgumentError, AutoaccumError
 from autoaccum.loss.functions import call, call_on_batch, inputs_and_targets
+from autoaccum.loss.reading import Numbers
 from autoaccum.window.precision import Autocast
 
 Metric = Callable[[Any, Any], torch.Tensor]
@@ -145,6 +146,14 @@ class Metrics:
         """Let the micro-batch count whose ``measure`` returned these sums."""
         # Apart from measuring: nothing is computed here, so nothing can fail half-way and leave some metrics counted.
         self._sums = sums
+
+    def want(self, numbers: Numbers) -> None:
+        """Ask for what was added up on a device."""
+        numbers.want(total for total, _ in self._sums.values())
+
+    def take_read(self, numbers: Numbers) -> None:
+        """Take it as it was read."""
+        self._sums = {name: (numbers.tensor(total), count) for name, (total, count) in self._sums.items()}
 
     def read(self) -> dict[str, float]:
         """Return the means over all that was added up; NaN where that is nothing."""

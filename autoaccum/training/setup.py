@@ -365,6 +365,7 @@ def step_of(
         noise_scale=noise_scale,
         emit=emit,
     )
+    step.transaction.outputs.rows_to_host = True  # where reports have them
     # Said here, where the smallest micro-batch is known; the schedule's own checks know no model.
     if isinstance(schedule, NoiseScale) and schedule.min < 2 * step.tuner.smallest:
         cure = "A noise scale is estimated from two micro-batches, and BatchNorm has no statistics of one sample."

@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,13 +17,12 @@ from autoaccum.data import batches, randomness
 from autoaccum.data.base import Reader, Source, Window
 from autoaccum.errors import EmptyDatasetError, LossWithoutGradError, NothingFitsError
 from autoaccum.events import Event, Notice, OutOfMemory, Validated
-from autoaccum.loss.conclusions import conclude, stands_for_none
 from autoaccum.loss.counting import count_items
 from autoaccum.loss.graph import graph_alone
 from autoaccum.loss.reductions import read, without_graph
 from autoaccum.loss.shared import plain
 from autoaccum.loss.stated import Computed, CountItems, LossOf
-from autoaccum.loss.terms import Reduction
+from autoaccum.loss.terms import Count, Reduction
 from autoaccum.loss.values import Values
 from autoaccum.memory import clock
 from autoaccum.memory.base import Memory
@@ -35,9 +34,11 @@ from autoaccum.planning.limits import Limits
 from autoaccum.planning.saved import TRIALS
 from autoaccum.planning.trials import Trials
 from autoaccum.training.metrics import Metrics, SharedTree, Sums
+from autoaccum.training.validation_losses import CountedLosses, Loss, Losses, OneLoss, SeveralTerms
+from autoaccum.training.validation_losses import read as read_all
 from autoaccum.window.attributes import Attributes
 from autoaccum.window.before import Sharing
-from autoaccum.window.outputs import Outputs, read_means
+from autoaccum.window.outputs import Outputs
 from autoaccum.window.precision import Autocast
 from autoaccum.window.single_samples import may_need_another
 from autoaccum.window.snapshot import Snapshot
@@ -88,10 +89,6 @@ _WHOLE_GRAPH = "all of the graph"
 
 SAVED = entries({"history": TRIALS, "ways": every(one_of(_LOSS_GRAPH, _GRAPH_ALONE, _WHOLE_GRAPH))})
 """What the state of a validator may be."""
-
-
-Part = tuple[str, float, Reduction]
-"""A term of a micro-batch's loss: its name, its value, and how it was reduced."""
 
 
 class Validator:
@@ -183,8 +180,7 @@ class Validator:
 
     def _run(self, step: int, epoch: int, training_micro_batch: int) -> float:
         started = clock.now()
-        # One for each micro-batch, joined at the end: how they go together shows only when all are there.
-        losses: list[tuple[int, list[Part]]] = []
+        losses = Losses()
         num_samples = largest = 0
         patience = Patience(self._limit, self._patience, self._emit, step=step, phase="validation")
         self._beside.begin()
@@ -209,18 +205,19 @@ class Validator:
                     if isinstance(outcome := self._try(window, piece), Shortage):
                         self._make_do(outcome, piece, patience)
                         continue
-                    losses.append((piece.size, outcome))
+                    losses.add(piece.size, outcome)
                     largest = max(largest, piece.size)
                 num_samples += window.num_samples
         if num_samples == 0:
             raise EmptyDatasetError("validation_data", _NOTHING)
-        loss = _joined(losses)
+        metrics = insist(lambda: self._read_all(losses), "the losses and the metrics of a validation were read")
+        loss = losses.joined()
         self._emit(
             Validated(
                 step=step,
                 epoch=epoch,
                 loss=loss,
-                metrics=insist(self._read_metrics, "the metrics were read"),
+                metrics=metrics,
                 num_samples=num_samples,
                 micro_batch=largest,
                 seconds=clock.now() - started,
@@ -228,10 +225,11 @@ class Validator:
         )
         return loss
 
-    def _read_metrics(self) -> dict[str, float]:
-        """Return the means of metrics and of outputs; of one name it is the metric that counts."""
-        outputs = read_means(self._beside)
-        return outputs if self._metrics is None else outputs | self._metrics.read()
+    def _read_all(self, losses: Losses) -> dict[str, float]:
+        """Read all that is left on the device, by one copy; return the means of metrics and of outputs."""
+        read_all([losses, self._beside, *([] if self._metrics is None else [self._metrics])])
+        outputs = {name: float(mean) for name, mean in self._beside.means().items()}
+        return outputs if self._metrics is None else outputs | self._metrics.read()  # of one name the metric counts
 
     def share(self, sharing: Sharing, num_samples: int) -> None:
         """Let micro-batches share what a ``before_window`` returns for so many samples at once."""
@@ -314,7 +312,7 @@ class Validator:
             self._trials.ran_out(piece)
             raise self._nothing_fits(piece.size, None) from shortage.error
 
-    def _try(self, window: Window, piece: Piece) -> list[Part] | Shortage:
+    def _try(self, window: Window, piece: Piece) -> Loss | Shortage:
         """Return the loss of a piece, or that memory did not do for it. What it took is learnt from."""
         # What the allocator holds without need is given back first: it would count in a trial's peak, and where nobody
         # else keeps the limit it would take the room of other pieces.
@@ -350,7 +348,7 @@ class Validator:
         self._memory.release()
         self._released_bytes = self._memory.used()
 
-    def _outcome(self, micro_batch: Callable[[], Any], size: int) -> tuple[list[Part], Sums, Outputs]:
+    def _outcome(self, micro_batch: Callable[[], Any], size: int) -> tuple[Loss, Sums, Outputs]:
         """Return the loss and what it is a mean over; what the metrics add up to with it; and its outputs."""
         batch = micro_batch()
         if self._metrics is None:
@@ -381,54 +379,61 @@ class Validator:
             self._computed, computed = computed, computed.loss
         return computed
 
-    def _loss(self, batch: Any, size: int) -> list[Part]:
-        """Return the terms of a micro-batch's loss, and what each is a mean over: as the user counts, or as is read."""
+    def _loss(self, batch: Any, size: int) -> Loss:
+        """Return the loss of a micro-batch, and what it is a mean over: as the user counts, or as is read."""
         counted = None if self._num_items is None else count_items(self._num_items, batch)
-        if isinstance(counted, dict):
-            with torch.no_grad(), self._autocast():
-                loss = self._compute(self._model, batch)
-            terms = (self._computed.terms if self._computed is not None else None) or {"": loss}
-            return [(name, term.item(), Reduction(float(counted.get(name, size)))) for name, term in terms.items()]
         if counted is not None:
-            counted = float(counted)
-            if not counted:  # its loss is 0 / 0, which would make everything NaN
-                # Its samples have outputs all the same, where any have.
-                if self._beside.are_there or self.has_outputs():
-                    with suppress(ZeroDivisionError), torch.no_grad(), self._autocast():
-                        self._compute(self._model, batch)
-                return [("", 0.0, Reduction(0.0))]
-        else:
-            while self._ways:
-                try:
-                    return self._read(batch, size, self._ways[0])
-                except Exception as error:
-                    if is_out_of_memory(error):
-                        raise
-                    # Code that writes to its outputs, or asks for gradients itself, cannot be run like this; and if
-                    # the error was another, it comes up again.
-                    del self._ways[0]
-                    # A loss without a gradient, an accuracy say, has no graph to be read: nothing has gone wrong.
-                    if not self._ways and not isinstance(error, LossWithoutGradError):
-                        self._emit(_BY_SAMPLES)
-        with torch.no_grad(), self._autocast():
-            loss = self._compute(self._model, batch)
-        return [("", loss.item(), Reduction(size if counted is None else counted))]
+            return self._counted(batch, size, counted)
+        while self._ways:
+            try:
+                return self._read(batch, size, self._ways[0])
+            except Exception as error:
+                if is_out_of_memory(error):
+                    raise
+                # Code that writes to its outputs, or asks for gradients itself, cannot be run like this; and if
+                # the error was another, it comes up again.
+                del self._ways[0]
+                # A loss without a gradient, an accuracy say, has no graph to be read: nothing has gone wrong.
+                if not self._ways and not isinstance(error, LossWithoutGradError):
+                    self._emit(_BY_SAMPLES)
+        return OneLoss(self._without_graph(batch), Reduction(size), size)
 
-    def _read(self, batch: Any, size: int, way: str) -> list[Part]:
-        """Return the terms of a loss of which a graph is kept, and what each is a mean over, as the graph tells."""
+    def _counted(self, batch: Any, size: int, counted: Count | dict[str, Count]) -> Loss:
+        """Return the loss of a micro-batch whose items the user counts."""
+        if isinstance(counted, dict):
+            loss = self._without_graph(batch)
+            terms = (self._computed.terms if self._computed is not None else None) or {"": loss}
+            values = {name: term.detach().clone() for name, term in terms.items()}
+            return CountedLosses(values, {name: counted.get(name, size) for name in terms})
+        try:
+            # A count that is on a device is read at the end, with the loss: of 0 that is 0 / 0, and left out there.
+            if isinstance(counted, torch.Tensor) or counted:
+                return OneLoss(self._without_graph(batch), Reduction(counted), size)
+            # Its samples have outputs all the same, where any have.
+            if self._beside.are_there or self.has_outputs():
+                self._without_graph(batch)
+        except ZeroDivisionError:  # of code that counts on the host
+            if counted:
+                raise
+        return OneLoss(0.0, Reduction(0.0), size)
+
+    def _without_graph(self, batch: Any) -> torch.Tensor:
+        """Return the loss of a micro-batch, of which a graph would tell nothing."""
+        with torch.no_grad(), self._autocast():
+            return self._compute(self._model, batch).clone()
+
+    def _read(self, batch: Any, size: int, way: str) -> Loss:
+        """Return a loss of which a graph is kept, and what each of its terms is a mean over, as the graph tells."""
         model = self._outputs if way == _LOSS_GRAPH else self._model
         with torch.enable_grad() if way == _WHOLE_GRAPH else graph_alone(), self._autocast(), Values() as values:
             loss = self._compute(model, batch)
         # A loss of one term goes on as it is, which is read with less.
-        terms = Terms(size, {}, {}, deferred=False)
+        is_late = self._device.type != "cpu"
+        terms = Terms(size, {}, {}, deferred=is_late)
         terms.add(self._computed or Computed(loss), {}, size, values, lambda loss: loss)
         if terms.are_several():
-            return terms.apart()
-        reduction = without_graph(read(loss, size))
-        # A mask's count is often kept from 0 by clamp(min=1): a micro-batch where nothing counts is to count nothing.
-        if stands_for_none(reduction, loss, size)[0]:
-            reduction = replace(reduction, items=0.0)
-        return [("", loss.item() if reduction.items else 0.0, reduction)]
+            return SeveralTerms(terms)
+        return OneLoss(loss.detach().clone(), without_graph(read(loss, size, waits=not is_late)), size)
 
     def _outputs(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's outputs without its graph: the loss makes one of its own, which is all that is read."""
@@ -468,30 +473,6 @@ _BY_SAMPLES = Notice(
     consequence="It is averaged over samples, and so may depend on the micro-batch of validation",
     cure="Pass num_items=(micro-batch) -> how many items its loss is a mean over",
 )
-
-
-def _joined(losses: list[tuple[int, list[Part]]]) -> float:
-    """Return the loss over everything, of the terms of micro-batches; NaN where nothing counts."""
-    # Each over its own items, as in training; one that some micro-batches lack is joined over the others.
-    by_name: dict[str, list[tuple[int, float, Reduction]]] = {}
-    for size, parts in losses:
-        for name, value, reduction in parts:
-            by_name.setdefault(name, []).append((size, value, reduction))
-    found = [total for of_term in by_name.values() if (total := _joined_term(of_term)) is not None]
-    return sum(found) if found else float("nan")
-
-
-def _joined_term(values: list[tuple[int, float, Reduction]]) -> float | None:
-    """Return a term of the loss over everything; None where nothing counts."""
-    there = [(size, value, reduction) for size, value, reduction in values if float(reduction.items)]
-    if not there:
-        return None
-    counts = [float(reduction.items) for _, _, reduction in there]
-    found = conclude([size for size, _, _ in there], [reduction for _, _, reduction in there])
-    weighted = sum(value * count for (_, value, _), count in zip(there, counts, strict=True))
-    # A sum has the same divisor in every micro-batch, whatever is in it; divided by one of them it is the sum of all.
-    # Of a single micro-batch there is nothing to compare, and both are the same.
-    return weighted / (counts[0] if found.is_sum and len(there) > 1 else sum(counts))
 
 
 def _with_grad(leaf: Any) -> Any:

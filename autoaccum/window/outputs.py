@@ -32,7 +32,7 @@ _ACCEPTED = (
 class Outputs:
     """Outputs of the micro-batches of one window, joined or averaged at its end."""
 
-    __slots__ = ("_entries", "_joins", "_means", "are_there", "are_unwanted", "have_missed")
+    __slots__ = ("_copies", "_entries", "_joins", "_means", "are_there", "are_unwanted", "have_missed", "rows_to_host")
 
     def __init__(self, *, joins: bool = True) -> None:
         """Begin without any; with ``joins`` False tensors with rows are left out."""
@@ -40,6 +40,8 @@ class Outputs:
         """Whether any micro-batch so far, of this window or one before it, came with outputs."""
         self.are_unwanted = False
         """Whether nothing is kept: for whoever runs windows to measure something else."""
+        self.rows_to_host = False
+        """Whether rows are wanted on the host at a window's end; else they stay where they are, and may be many."""
         self._joins = joins
         self.begin()
 
@@ -47,6 +49,7 @@ class Outputs:
         """Forget those of a window: it has ended, or is run again."""
         self._entries: dict[str, _Mean | _Rows] = {}
         self._means: dict[str, torch.Tensor] = {}  # those that are being read
+        self._copies: dict[str, torch.Tensor] = {}  # of rows, which may be yet to arrive
         self.have_missed = False
         """Whether a micro-batch of this window was not computed, for nobody knew that it would have outputs."""
 
@@ -121,16 +124,26 @@ class Outputs:
         return {name: entry.joined() for name, entry in self._entries.items() if isinstance(entry, _Mean)}
 
     def want(self, numbers: Numbers) -> None:
-        """Ask for the means that are on a device."""
+        """Ask for the means that are on a device, and for the rows where those are wanted on the host."""
         self._means = {name: mean for name, mean in self.means().items() if isinstance(mean, torch.Tensor)}
         numbers.want(self._means.values())
+        self._copies = {}
+        for name, entry in self._entries.items():
+            if self.rows_to_host and isinstance(entry, _Rows):
+                entry.parts = [entry.joined()]
+                if (copy := _copy_of(entry.parts[0])) is not None:
+                    self._copies[name] = copy
+                    numbers.wait_for(entry.parts[0].device)
 
     def take_read(self, numbers: Numbers) -> None:
         """Take them as they were read."""
-        # Rows stay where they are: they may be large, and are for whoever wants them on the host.
         for name, mean in self._means.items():
             self._entries[name] = entry = _Mean()
             entry.add(numbers.count(mean), 1.0)
+        for name, copy in self._copies.items():
+            self._entries[name] = rows = _Rows()
+            rows.parts = [copy.clone()]  # it lies in pinned memory, which is scarce
+        self._copies = {}
 
     def joined(self) -> dict[str, float | torch.Tensor]:
         """Return those of the window, and keep them no longer; of what lies on a device nothing is read."""
@@ -269,28 +282,31 @@ def read(
     """Return the loss, the norm and the outputs of a window on the host, having waited for the device once."""
     found = dict(outputs)
     numbers = {"loss": loss} if grad_norm is None else {"loss": loss, "norm": grad_norm}
-    # The copies of tensors are only asked for: that of the numbers comes behind them, and is waited for.
-    is_ordered = loss.device.type == "cuda"
     late = []
     for name, value in outputs.items():
         if isinstance(value, torch.Tensor) and not value.ndim:
             numbers[f"output {name}"] = value
-        elif isinstance(value, torch.Tensor) and value.device.type != "cpu":
-            is_late = is_ordered and value.device == loss.device
-            found[name] = value.to("cpu", non_blocking=is_late)
-            late += [name] if is_late else []
+        elif isinstance(value, torch.Tensor) and not value.is_cpu:
+            copy = _copy_of(value)
+            found[name] = value.to("cpu") if copy is None else copy
+            late += [] if copy is None else [name]
     values = dict(_read(numbers))
+    # Whoever has read a number of a device has waited for all that was launched there before.
+    waited = {number.device for number in numbers.values()}
+    for device in {outputs[name].device for name in late} - waited:  # type: ignore[union-attr]
+        torch.accelerator.synchronize(device)
     for name in late:  # they lie in pinned memory, which is scarce
         found[name] = found[name].clone()  # type: ignore[union-attr]
     found |= {name: values[f"output {name}"] for name in outputs if f"output {name}" in values}
     return values["loss"], values.get("norm"), found
 
 
-def read_means(outputs: Outputs) -> dict[str, float]:
-    """Return the means that were collected, on the host."""
-    means = outputs.means()
-    values = dict(_read({name: mean for name, mean in means.items() if isinstance(mean, torch.Tensor)}))
-    return {name: values[name] if isinstance(mean, torch.Tensor) else mean for name, mean in means.items()}
+def _copy_of(rows: torch.Tensor) -> torch.Tensor | None:
+    """Return a copy on the host that is only asked for, and arrives before what is asked for after it.
+
+    None where there is nothing to copy, or no such copy: on Apple's GPU one may read what is freed (pytorch#189690).
+    """
+    return None if rows.is_cpu or rows.device.type == "mps" else rows.to("cpu", non_blocking=True)
 
 
 def _read(numbers: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, float]]:

@@ -195,9 +195,11 @@ class Step:
         # The tuner hears of the window before anything is said of it, and so before a callback can raise.
         pieces.committed(outcome.sizes, None if started is None else meter.now() - started - self.examining_seconds)
         peak_bytes = meter.end_window(is_searching=tuner.search.is_on, target_bytes=tuner.limits.target_bytes)
-        # Where the device refuses what passes the limit, there is nothing to keep; and in a search trials keep it.
-        if peak_bytes is not None and not self.limit.is_enforced and not tuner.search.is_on:
-            self._keep_limit(outcome.sizes, lengths, peak_bytes)
+        if peak_bytes is not None and not tuner.search.is_on:  # in a search trials keep the limit
+            if self.limit.is_enforced:  # the device refuses what passes it
+                tuner.ran_within(outcome.sizes, lengths, peak_bytes)
+            else:
+                self._keep_limit(outcome.sizes, lengths, peak_bytes)
         return outcome, pieces.replays
 
     def _try(self, pieces: Attempt, window: Window) -> Gradient | Repeat | Failure:

@@ -6,10 +6,12 @@ import contextlib
 import gc
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from torch.utils.data import Dataset
 
 import autoaccum
 from autoaccum.events import Planned, Replanned
+from autoaccum.memory import clock
 from autoaccum.memory.devices import find_device, memory_of
 from tests import standin
 from tests.laws.test_laws_lengths import pad
@@ -281,6 +284,31 @@ def test_a_limit_that_moves_moves_the_allocators(clean: torch.device) -> None:
     assert seen == [80] * 10 + [40] * 4
     counts = micro_batches(result)
     assert counts[-1] > counts[8]
+
+
+@pytest.mark.parametrize("mib", [36, 40])
+def test_under_a_limit_that_fell_plans_hold_what_is_known_to_fit(mib: int, clean: torch.device) -> None:
+    """An allocator holds twice as much beside tensors for 2,048 samples as for 1,024, which stay of use."""
+    allowed, tried = [used(clean) + 80 * MIB], []
+
+    def look(record: Any) -> None:
+        if isinstance(record, autoaccum.StepReport):
+            time.sleep(0.03)
+            if record.step == 10:
+                allowed[0] += (mib - 80) * MIB
+                tried.extend(trial for trial in trainer._tuner.history if trial.peak_bytes is not None)
+
+    # Which plan is the fastest is a matter of the machine: with this clock, one of fewer micro-batches.
+    ticking = standin.VirtualClock(1e-3, 1e-13)
+    with ticking, clock.using(ticking), mock.patch.object(time, "sleep", ticking.sleep):
+        trainer = autoaccum.Trainer(
+            **plain(), steps=14, memory_limit=lambda: allowed[0], progress=False, callbacks=[look], cache=False
+        )
+        result = trainer.fit()
+    held = max(trial.micro_batch for trial in tried if trial.peak_bytes <= allowed[0] * 0.95)
+    assert 512 < held < 4096
+    assert result.history[8].micro_batches == (4096,)
+    assert held <= max(result.history[-1].micro_batches) < 4096
 
 
 def test_accumulators_have_each_their_own_limit(clean: torch.device) -> None:

@@ -192,6 +192,19 @@ class TestMemory:
         parts.look(2 * PATIENCE, LIMIT)
         assert parts.search.goal == 100
 
+    def test_what_a_window_ran_within_corrects_a_model_that_expects_much_more(self) -> None:
+        parts = Parts().settled()
+        for size, beside in [(1, 20), (2, 20), (64, 300)]:  # bytes that an allocator holds beside tensors
+            parts.largest.observe(size, 100 + 10 * size + beside, None, 1, 100 + 10 * size)
+        parts.largest.end_search()
+        parts.largest.ran_within((64, 64), None, 900)  # 1,040 were expected: not worth a correction
+        parts.largest.ran_within((64, 64), None, 1050)  # nor is more, which an allocator may hold for nothing
+        assert len(parts.cutter.history.trials) == 3
+        parts.largest.ran_within((30, 64), None, 800)
+        assert parts.cutter.history.trials[-1] == Trial(micro_batch=64, fits=True, peak_bytes=800)
+        assert parts.largest.look(810, None) is None, "it is known to fit"
+        assert parts.largest.weight == 64
+
     def test_one_miss_ends_growth_and_the_next_waits_twice_as_long(self) -> None:
         parts = Parts(limit_bytes=500).settled(1, 2, 40)
         parts.look(PATIENCE, LIMIT)

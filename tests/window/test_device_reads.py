@@ -15,7 +15,8 @@ from torch.nn import functional as F
 
 import autoaccum
 from autoaccum.errors import AutoaccumWarning
-from autoaccum.events import StepReport
+from autoaccum.events import StepReport, Validated
+from autoaccum.training.validation import Validator
 from autoaccum.verification.occasions import Occasions
 from autoaccum.window.transaction import Transaction
 from tests import standin
@@ -138,6 +139,12 @@ def beside(model: Any, batch: Any) -> tuple[torch.Tensor, dict[str, Any]]:
     return tokens(model, batch), {"right": right.float().mean(), "of those": (right.sum() / count, count)}
 
 
+def with_rows(model: Any, batch: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+    outputs = model(batch[0])
+    rows = {"labels": outputs.argmax(-1), "scores": outputs.detach(), "largest": outputs.detach().amax((1, 2))}
+    return F.cross_entropy(outputs[:, 0], batch[1][:, 0].clamp(0)), {**rows, "mean": outputs.detach().mean()}
+
+
 LOSSES: dict[str, Loss] = {
     "mean squared error": lambda m, b: F.mse_loss(m(b[0]), unit(b[1])),
     "cross entropy": lambda m, b: F.cross_entropy(m(b[0])[:, 0], b[1][:, 0].clamp(0)),
@@ -158,6 +165,7 @@ LOSSES: dict[str, Loss] = {
     "two by name": of_two,
     "two means over other items": lambda m, b: F.mse_loss(m(b[0]), unit(b[1])) + masked(m, b),
     "outputs beside it": beside,
+    "rows beside it": with_rows,
 }
 
 
@@ -274,6 +282,63 @@ def test_where_a_micro_batch_counts_nothing(name: str, watch: Watch) -> None:
 def test_between_validations_and_checkpoints(tmp_path: Path, watch: Watch) -> None:
     options = {"validation_data": data(), "run_dir": tmp_path / "run", "checkpoint_every": 1}
     assert set(fit(watch, LOSSES["masked mean"], data(), **options)) == {ONE_READ}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_validation_is_read_once(name: str, watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many micro-batches it has, and whatever is reported beside its loss."""
+    run, waits = Validator.run, list[int]()
+
+    def watched(self: Validator, *args: Any) -> float:
+        with standin.recorded() as log:
+            loss = run(self, *args)
+        waits.append(sum(map(_waits, log)))
+        return loss
+
+    options: dict[str, Any] = {"effective_batch": 11, "micro_batch": 2, "epochs": 3, "verify": False}
+    options |= {"training_step": LOSSES[name], "optimizer": lambda p: torch.optim.SGD(p, lr=0.0)}
+    options |= {"validation_data": data(empty=3), "progress": False, "cache": False}
+    options["metrics"] = {"right": lambda model, batch: (model(batch[0]).argmax(-1) == batch[1]).float().mean(1)}
+    found = {}
+    for place in ("cpu", device()):
+        monkeypatch.setattr(Validator, "run", run if place == "cpu" else watched)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", AutoaccumWarning)
+            result = autoaccum.fit(Net(), data(), device=place, **options)
+        found[str(place)] = [event for event in result.events if isinstance(event, Validated)][-1]
+    on_host, there = found.values()
+    assert waits == [1] * 3
+    assert there.micro_batch == 2
+    assert there.loss == pytest.approx(on_host.loss, rel=1e-5)
+    assert there.metrics == pytest.approx(on_host.metrics, rel=1e-5)
+
+
+@pytest.mark.parametrize("form", ["one", "by name"])
+def test_counts_on_the_device_are_read_with_a_validation(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Micro-batches that count nothing are left out, though it is not known of them in time."""
+    samples, waits, run = data(empty=4), list[int](), Validator.run
+
+    def watched(self: Validator, *args: Any) -> float:
+        with standin.recorded() as log:
+            loss = run(self, *args)
+        waits.append(sum(map(_waits, log)))
+        return loss
+
+    def loss(model: Any, batch: Any) -> Any:
+        return tokens(model, batch) if form == "one" else {"tokens": tokens(model, batch)}
+
+    def count(batch: Any) -> Any:
+        return (batch[1] != -100).sum()
+
+    monkeypatch.setattr(Validator, "run", watched)
+    result = autoaccum.fit(
+        Net(), data(), device=device(), training_step=loss, effective_batch=11, micro_batch=2, epochs=2, progress=False,
+        num_items=count if form == "one" else {"tokens": count}, validation_data=samples, cache=False,
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.0),
+    )  # fmt: skip
+    whole = tokens(Net(), samples).item()
+    assert [event.loss for event in result.events if isinstance(event, Validated)] == pytest.approx([whole] * 2)
+    assert waits == [1, 1]
 
 
 PLACES: dict[str, Callable[[Any], Any]] = {

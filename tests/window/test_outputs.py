@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from autoaccum.errors import LossError, OutputError
-from autoaccum.window.outputs import Outputs, _Mean, on_device, read, read_means
+from autoaccum.window.outputs import Outputs, _Mean, on_device, read
 from tests.devices import DEVICE
 
 pytestmark = pytest.mark.usefixtures("made_there")
@@ -186,8 +186,8 @@ def test_means_that_were_collected_apart_are_added_without_an_operation() -> Non
         part.take({"a": value, "rows": torch.ones(size)}, size)
         whole.absorb(part)
     assert whole.are_there
-    assert read_means(whole) == {"a": 2.0}
-    assert read_means(whole) == {"a": 2.0}, "they are kept"
+    assert whole.means() == {"a": 2.0}
+    assert whole.means() == {"a": 2.0}, "they are kept"
 
 
 def test_are_read_with_the_loss() -> None:

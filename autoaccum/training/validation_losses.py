@@ -1,0 +1,164 @@
+"""The losses of a validation's micro-batches, and the loss over everything that they come to.
+
+What lies on a device stays there until the end, or until so much has come together, and is read by one copy: else each
+micro-batch would wait for its own forward.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+
+from autoaccum.loss.conclusions import conclude, stands_for_none
+from autoaccum.loss.reading import Numbers
+from autoaccum.loss.terms import Count, Reduction
+from autoaccum.memory.oom import insist
+from autoaccum.window.ending import Late
+from autoaccum.window.terms import Terms
+
+AT_ONCE = 1024
+"""Micro-batches whose losses are read together: a device has few bytes for each, but not without end."""
+
+Part = tuple[str, float, Reduction]
+"""A term of a micro-batch's loss: its name, its value, and how it was reduced."""
+
+
+class Loss(Late, Protocol):
+    """The loss of a micro-batch."""
+
+    def parts(self) -> list[Part]:
+        """Return its terms, once they are read."""
+
+
+@dataclass(slots=True)
+class OneLoss:
+    """A loss of one term."""
+
+    value: torch.Tensor | float
+    """In memory of its own, for it is read when others have been computed."""
+    reduction: Reduction
+    """Without its graph."""
+    num_samples: int
+    """Of the micro-batch."""
+
+    def want(self, numbers: Numbers) -> None:
+        """Ask for its value, and for what it is a mean over."""
+        numbers.want([self.value])
+        numbers.want_of([self.reduction])
+
+    def take_read(self, numbers: Numbers) -> None:
+        """Take them as they were read."""
+        self.reduction = numbers.reduction(self.reduction)
+        self.value = numbers.tensor(self.value) if isinstance(self.value, torch.Tensor) else self.value
+
+    def parts(self) -> list[Part]:
+        """Return its term."""
+        # A mask's count is often kept from 0 by clamp(min=1): a micro-batch where nothing counts is to count nothing.
+        if isinstance(self.value, torch.Tensor) and stands_for_none(self.reduction, self.value, self.num_samples)[0]:
+            self.reduction = replace(self.reduction, items=0.0)
+        return [("", float(self.value) if self.reduction.items else 0.0, self.reduction)]
+
+
+@dataclass(slots=True)
+class CountedLosses:
+    """Losses whose items the user counts, by their names."""
+
+    values: Mapping[str, torch.Tensor]
+    counts: Mapping[str, Count]
+
+    def want(self, numbers: Numbers) -> None:
+        """Ask for their values and counts."""
+        numbers.want([*self.values.values(), *self.counts.values()])
+
+    def take_read(self, numbers: Numbers) -> None:
+        """Take them as they were read."""
+        self.values = {name: numbers.tensor(value) for name, value in self.values.items()}
+        self.counts = {name: numbers.count(count) for name, count in self.counts.items()}
+
+    def parts(self) -> list[Part]:
+        """Return each of them."""
+        return [(name, value.item(), Reduction(self.counts[name])) for name, value in self.values.items()]
+
+
+@dataclass(slots=True)
+class SeveralTerms:
+    """Losses of several terms, which are a window of their own."""
+
+    terms: Terms
+
+    def want(self, numbers: Numbers) -> None:
+        """Ask for all that is to be known of them."""
+        self.terms.want(numbers)
+
+    def take_read(self, numbers: Numbers) -> None:
+        """Take that as it was read."""
+        self.terms.take_read(numbers)
+
+    def parts(self) -> list[Part]:
+        """Return each term."""
+        return self.terms.apart()
+
+
+class Losses:
+    """The losses of all micro-batches so far."""
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        self._unread: list[tuple[int, Loss]] = []
+        # Each micro-batch's by itself, joined at the end: how they go together shows only when all are there.
+        self._found: list[tuple[int, list[Part]]] = []
+
+    def add(self, num_samples: int, loss: Loss) -> None:
+        """Add that of a micro-batch."""
+        self._unread.append((num_samples, loss))
+        if len(self._unread) >= AT_ONCE:
+            insist(lambda: read([self]), "the losses of a validation were read")
+
+    def want(self, numbers: Numbers) -> None:
+        """Ask for those that are yet to be read."""
+        for _, loss in self._unread:
+            loss.want(numbers)
+
+    def take_read(self, numbers: Numbers) -> None:
+        """Take them as they were read."""
+        for num_samples, loss in self._unread:
+            loss.take_read(numbers)
+            self._found.append((num_samples, loss.parts()))
+        self._unread.clear()
+
+    def joined(self) -> float:
+        """Return the loss over everything, of what was read; NaN where nothing counts."""
+        # Each term over its own items, as in training; one that some micro-batches lack is joined over the others.
+        by_name: dict[str, list[tuple[int, float, Reduction]]] = {}
+        for size, parts in self._found:
+            for name, value, reduction in parts:
+                by_name.setdefault(name, []).append((size, value, reduction))
+        found = [total for of_term in by_name.values() if (total := _joined_term(of_term)) is not None]
+        return sum(found) if found else math.nan
+
+
+def read(late: Sequence[Late]) -> None:
+    """Read all that is left on a device, together."""
+    numbers = Numbers()
+    for each in late:
+        each.want(numbers)
+    numbers.read()
+    for each in late:
+        each.take_read(numbers)
+
+
+def _joined_term(values: list[tuple[int, float, Reduction]]) -> float | None:
+    """Return a term of the loss over everything; None where nothing counts."""
+    there = [(size, value, reduction) for size, value, reduction in values if float(reduction.items)]
+    if not there:
+        return None
+    counts = [float(reduction.items) for _, _, reduction in there]
+    found = conclude([size for size, _, _ in there], [reduction for _, _, reduction in there])
+    weighted = sum(value * count for (_, value, _), count in zip(there, counts, strict=True))
+    # A sum has the same divisor in every micro-batch, whatever is in it; divided by one of them it is the sum of all.
+    # Of a single micro-batch there is nothing to compare, and both are the same.
+    return weighted / (counts[0] if found.is_sum and len(there) > 1 else sum(counts))
