@@ -377,14 +377,18 @@ class NothingFitsError(MemoryLimitError):
 
 
 class LimitBelowModelError(MemoryLimitError):
-    """The limit is below what the process needs before the first sample: model, gradients, optimizer state."""
+    """The limit is below what the process needs before the first sample: model, gradients, optimizer state.
 
-    def __init__(self, *, needed_bytes: int, limit_bytes: int) -> None:
+    With ``is_least`` memory ran out before all of it was there, and it needs more than ``needed_bytes`` say.
+    """
+
+    def __init__(self, *, needed_bytes: int, limit_bytes: int, is_least: bool = False) -> None:
         self.needed_bytes = needed_bytes
+        needed = f"{format_bytes(needed_bytes)} {'or more ' if is_least else ''}"
         super().__init__(
-            f"memory_limit: {format_bytes(limit_bytes)} may be used, but {format_bytes(needed_bytes)} are needed "
-            f"before the first sample (the process and the model, its gradients, the optimizer's state). Allow more "
-            f"than {format_bytes(needed_bytes)}, or train a smaller model.",
+            f"memory_limit: {format_bytes(limit_bytes)} may be used, but {needed}are needed before the first sample "
+            f"(the process and the model, its gradients, the optimizer's state). Allow more than "
+            f"{format_bytes(needed_bytes)}, or train a smaller model.",
             micro_batch=None,  # no sample was tried
             peak_bytes=needed_bytes,
             limit_bytes=limit_bytes,

@@ -316,6 +316,7 @@ def room_for_model(memory: Memory, limit_bytes: int, parameters: Sequence[torch.
     Raises:
         LimitBelowModelError: memory ran out within it, or what is in use with the gradients passes the limit.
     """
+    _refusals.have_risen()  # what was refused before a run explains none of its errors
     cause: Exception | None = None
     try:
         yield
@@ -325,9 +326,12 @@ def room_for_model(memory: Memory, limit_bytes: int, parameters: Sequence[torch.
         cause = error
     memory.release()
     # Where memory ran out, what was made half-way is still there, in frames of the error's: it is needed as well.
-    needed = memory.used() + sum(p.nbytes for p in parameters)
+    in_use = memory.used()
+    needed = in_use + sum(p.nbytes for p in parameters)
     if cause is not None:
+        # That was not all; but what was asked for last would have been beside it.
+        needed = max(needed, in_use + (asked_bytes(cause) or 0), limit_bytes + 1)
         without_frames(cause)
-    if cause is not None or needed > limit_bytes:
-        # How much was missing when it ran out is not known; it was more than the limit.
-        raise LimitBelowModelError(needed_bytes=max(needed, limit_bytes + 1), limit_bytes=limit_bytes) from cause
+    if needed > limit_bytes:
+        is_least = cause is not None
+        raise LimitBelowModelError(needed_bytes=needed, limit_bytes=limit_bytes, is_least=is_least) from cause

@@ -161,7 +161,7 @@ class Accumulator:
             place = place_of(_device_of(optimizer, self._modules, parameters), memory_limit)
         self._device = place.device
         # Left to the first step, it would be allocated after plans have been measured without it.
-        with room_for_model(place.memory, place.limit.bytes, parameters):
+        with place.limit.kept(), room_for_model(place.memory, place.limit.bytes, parameters):
             allocate_state(optimizer, self._modules)
         self.events: list[Event] = []
         """Everything that happened, in order."""

@@ -28,6 +28,7 @@ from autoaccum.reporting import ProgressBar
 from autoaccum.runs.directory import RunDirectory
 from autoaccum.training import notices, saving, setup
 from autoaccum.training.alone import Ranks, holding
+from autoaccum.training.declarations import Checked
 from autoaccum.training.interrupts import interrupt_calls
 from autoaccum.training.learning_rate import MakeScheduler, Scaling
 from autoaccum.training.metrics import Metric
@@ -133,6 +134,35 @@ class Trainer:
 
         place = setup.place_of(arguments.device, arguments.memory_limit)
         self.device, self.memory, self.limit_bytes = place.device, place.memory, place.limit.bytes
+        with place.limit.kept():
+            self._make(arguments, checked, place, budget)
+        self._validations = Validations()
+        self._state = RunState(
+            model=self.model,
+            others=[module for module in arguments.modules() if module is not self.model],
+            optimizer=self.optimizer,
+            learning_rate=self._learning_rate,
+            step=self._step,
+            validator=self._validator,
+            validations=self._validations,
+            noise=self._noise,
+            pace=self._pace,
+            device=self.device,
+            before_window=keeper_of(arguments.before_window),
+        )
+
+        # Of this process alone; what a later one goes on from is in the state above.
+        self._directory: RunDirectory | None = None  # open while the run trains
+        self._resumed: Resumed | None = None
+        self._history: list[Any] = []  # these two are empty where there is a run_dir, which has them in a file
+        self._events: list[Any] = []
+        self._bar = ProgressBar() if arguments.progress else None
+        self._callbacks: list[Callback] = [*([self._bar] if self._bar else []), *checked[_checks.of_callbacks]]
+        self._stop_reason: str | None = None  # set once the run is to end after its window
+        self._mark = 0.0  # when the window began, so that reports leave out validations and checkpoints
+
+    def _make(self, arguments: FitArguments, checked: Checked, place: setup.Place, budget: Budget) -> None:
+        """Make the parts that take memory of the device, or look at the data."""
         self._source = setup.open_data(arguments, place, checked[split_of])
         epoch_samples = self._source.num_samples
         self.num_steps, self.num_samples = budget.totals(epoch_samples, self.schedule, arguments.drop_last)
@@ -151,30 +181,6 @@ class Trainer:
         self._cache = setup.cache_of(arguments, place, self.optimizer, self._tuner)
         self._validator = setup.validator_of(arguments, checked, place, called, step, self._emit)
         self._pace = Pace(self.schedule, budget, num_samples=epoch_samples, drop_last=drop_last, plans=plans, step=step)
-        self._validations = Validations()
-        self._state = RunState(
-            model=self.model,
-            others=[module for module in arguments.modules() if module is not self.model],
-            optimizer=self.optimizer,
-            learning_rate=self._learning_rate,
-            step=step,
-            validator=self._validator,
-            validations=self._validations,
-            noise=noise,
-            pace=self._pace,
-            device=self.device,
-            before_window=keeper_of(arguments.before_window),
-        )
-
-        # Of this process alone; what a later one goes on from is in the state above.
-        self._directory: RunDirectory | None = None  # open while the run trains
-        self._resumed: Resumed | None = None
-        self._history: list[Any] = []  # these two are empty where there is a run_dir, which has them in a file
-        self._events: list[Any] = []
-        self._bar = ProgressBar() if arguments.progress else None
-        self._callbacks: list[Callback] = [*([self._bar] if self._bar else []), *checked[_checks.of_callbacks]]
-        self._stop_reason: str | None = None  # set once the run is to end after its window
-        self._mark = 0.0  # when the window began, so that reports leave out validations and checkpoints
 
     @property
     def history(self) -> Sequence[StepReport]:

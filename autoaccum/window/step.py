@@ -473,6 +473,8 @@ class Step:
 
     def _replanned(self, old: tuple[int, ...], new: tuple[int, ...], reason: str, *, step: int | None = None) -> None:
         """Tell that plans have changed, as of the coming window unless another step is said."""
+        if old == new:  # what was tried beyond the plan has failed, and the plan holds
+            return
         self._emit(Replanned(step=self.number + 1 if step is None else step, old=old, new=new, reason=reason))
 
     def announce_if_not_finite(self, loss: float) -> None:

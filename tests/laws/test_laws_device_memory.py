@@ -20,6 +20,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset
 
 import autoaccum
+from autoaccum.errors import LimitBelowModelError
 from autoaccum.events import Planned, Replanned
 from autoaccum.memory import clock
 from autoaccum.memory.devices import find_device, memory_of
@@ -264,6 +265,32 @@ def test_the_limit_is_the_allocators_while_the_run_goes_on(
         autoaccum.fit(**plain(), memory_limit=limit, steps=4, progress=False, callbacks=[look], cache=False)
     assert seen == [limit] * (4 if error is None else 3)
     assert module.get_per_process_memory_fraction(clean) == 1.0
+
+
+@pytest.mark.parametrize("call", ["fit", "Accumulator", "probe"])
+def test_nor_does_what_is_there_before_the_first_sample_pass_the_limit(call: str, clean: torch.device) -> None:
+    """The first weight alone takes 32 MiB of 24, and nothing is on the device when that is said."""
+    if not hasattr(torch, "standin"):
+        pytest.skip("only the stand-in keeps a log")
+    model, start = nn.Sequential(nn.Linear(1024, 8192), nn.Linear(8192, 5)), used(clean)
+    given: dict[str, Any] = {"loss_fn": cross_entropy, "memory_limit": start + 24 * MIB}
+    data = torch.randn(64, 1024), torch.randint(0, 5, (64,))
+    with standin.recorded() as log, pytest.raises(LimitBelowModelError, match="or more are needed") as raised:
+        if call == "fit":
+            autoaccum.fit(model, data, effective_batch=32, progress=False, cache=False, **given)
+        elif call == "probe":
+            autoaccum.probe(model, data, **given)
+        else:
+            # The model is there by then; what the optimizer keeps for it is not.
+            wide = nn.Linear(1024, 4096).to(clean)
+            given["memory_limit"] += 20 * MIB
+            autoaccum.Accumulator(wide, torch.optim.AdamW(wide.parameters()), **given)
+    held = most = 0
+    for entry in log:
+        held += {"segment": entry.bytes, "segment free": -entry.bytes}.get(entry.kind, 0)
+        most = max(most, held)
+    assert most <= given["memory_limit"] - start
+    assert raised.value.needed_bytes >= start + 32 * MIB
 
 
 def test_a_limit_that_moves_moves_the_allocators(clean: torch.device) -> None:

@@ -422,3 +422,24 @@ def test_a_text_of_several_meanings_is_of_memory_where_some_was_refused() -> Non
     assert not is_out_of_memory(RuntimeError(NO_ENGINE)), "it was another error's"
     refuse_memory()
     assert not is_out_of_memory(RuntimeError("Expected all tensors to be on the same device"))
+
+
+@pytest.mark.gpu
+def test_what_was_refused_before_a_run_explains_none_of_its_errors() -> None:
+    refuse_memory()
+    device = torch.accelerator.current_accelerator()
+    assert device is not None
+    with room_for_model(memory_of(device), 2**45):
+        pass
+    assert not is_out_of_memory(RuntimeError(NO_ENGINE))
+
+
+def test_memory_that_ran_out_before_all_was_there_says_that_more_is_needed() -> None:
+    device = torch.device("cpu")
+    used = memory_of(device).used()
+    with (
+        pytest.raises(LimitBelowModelError, match=r"or more are needed .* Allow more than") as caught,
+        room_for_model(memory_of(device), used * 2),
+    ):
+        raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {used * 3} bytes.")
+    assert caught.value.needed_bytes == pytest.approx(4 * used, rel=0.2)

@@ -134,6 +134,15 @@ def test_a_plan_that_gives_way_before_a_short_window_is_told_of_full_ones() -> N
     assert (told.old, told.new, told.reason) == ((8,), (4, 4), "the limit fell to 550 B")
 
 
+def test_a_plan_that_holds_although_more_was_tried_is_not_told_as_another() -> None:
+    events: list[Event] = []
+    made = step(events)
+    made._replanned((4, 4), (4, 4), "out of memory")
+    assert events == []
+    made._replanned((4, 4), (3, 3, 2), "out of memory")
+    assert len(events) == 1
+
+
 def test_a_limit_below_the_smallest_micro_batch_is_said_once() -> None:
     events: list[Event] = []
     limit = {"now": 2**60}
