@@ -9,6 +9,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -275,16 +276,16 @@ def test_nor_does_what_is_there_before_the_first_sample_pass_the_limit(call: str
     model, start = nn.Sequential(nn.Linear(1024, 8192), nn.Linear(8192, 5)), used(clean)
     given: dict[str, Any] = {"loss_fn": cross_entropy, "memory_limit": start + 24 * MIB}
     data = torch.randn(64, 1024), torch.randint(0, 5, (64,))
+    if call == "fit":
+        begin = partial(autoaccum.fit, model, data, effective_batch=32, progress=False, cache=False)
+    elif call == "probe":
+        begin = partial(autoaccum.probe, model, data)
+    else:  # the model is there by then; what the optimizer keeps for it is not
+        wide = nn.Linear(1024, 4096).to(clean)
+        given["memory_limit"] += 20 * MIB
+        begin = partial(autoaccum.Accumulator, wide, torch.optim.AdamW(wide.parameters()))
     with standin.recorded() as log, pytest.raises(LimitBelowModelError, match="or more are needed") as raised:
-        if call == "fit":
-            autoaccum.fit(model, data, effective_batch=32, progress=False, cache=False, **given)
-        elif call == "probe":
-            autoaccum.probe(model, data, **given)
-        else:
-            # The model is there by then; what the optimizer keeps for it is not.
-            wide = nn.Linear(1024, 4096).to(clean)
-            given["memory_limit"] += 20 * MIB
-            autoaccum.Accumulator(wide, torch.optim.AdamW(wide.parameters()), **given)
+        begin(**given)
     held = most = 0
     for entry in log:
         held += {"segment": entry.bytes, "segment free": -entry.bytes}.get(entry.kind, 0)
