@@ -41,7 +41,7 @@ def read(loss: torch.Tensor, num_samples: int, *, waits: bool = True) -> Reducti
             ``reading.Numbers``.
     """
     found = _read(loss, num_samples)
-    return read_now(found) if waits and any(term.unread for term in found.terms) else found
+    return read_now(found) if waits and found.terms and any(term.unread for term in found.terms) else found
 
 
 def _read(loss: torch.Tensor, num_samples: int) -> Reduction:
@@ -142,6 +142,6 @@ def plain_mean(items: float) -> Reduction:
 def without_graph(reduction: Reduction) -> Reduction:
     """Return the same reduction, holding no node: a node would keep the graph's tensors in memory."""
     # A loss of one term, as most are, names none.
-    if not (reduction.edges or any(reduction.entries) or reduction.divisions):
+    if not (reduction.edges or (reduction.entries and any(reduction.entries)) or reduction.divisions):
         return reduction
     return replace(reduction, edges=(), entries=(), divisions=())

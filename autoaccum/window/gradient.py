@@ -128,7 +128,7 @@ class Signs:
     def see_graph(self, index: int, num_samples: int, nodes: int, loss: torch.Tensor, reduction: Reduction) -> None:
         """Take the graph of a loss, of the micro-batch of that index; at the window's end, if something is unread."""
         root = str(loss.grad_fn and loss.grad_fn.name())
-        if any(term.unread for term in reduction.terms):
+        if reduction.terms and any(term.unread for term in reduction.terms):
             self._late.append((index, num_samples, nodes, root))
         else:
             self.of_graph(num_samples, nodes, root, kinds_of(reduction))

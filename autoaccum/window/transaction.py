@@ -381,8 +381,11 @@ class Transaction:
     def _accumulate(self, loss: torch.Tensor, weight: Count, reduction: Reduction, share: float) -> None:
         loss = self._scaled(loss)
         seed = self._seeds.of(weight, loss)
+        if not (reduction.edges or reduction.divisions):  # of most losses
+            torch.autograd.backward(loss, seed)
+            return
         once = counted_once(reduction, share) if reduction.edges and self._is_sum(reduction) else nullcontext()
-        with guarded(reduction.divisions) if reduction.divisions else nullcontext(), once:
+        with guarded(reduction.divisions), once:
             torch.autograd.backward(loss, seed)
 
     def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
