@@ -125,9 +125,7 @@ def _probe(recipe: Recipe, /, *, json: Json = False, **given: Any) -> None:
         shared = {name: value for name, value in arguments.items() if name in OF_PROBE}
         report = probe(**{**shared, **given})
     if json:
-        model, plan = report.memory_model, report.plan
-        found = {"memory_model": model and model.state_dict(), "plan": plan and plan_document(plan)}
-        print_json({**dataclasses.asdict(report), **found})
+        print_json({**dataclasses.asdict(report), "plan": None if report.plan is None else plan_document(report.plan)})
     else:
         print("\n".join(probe_lines(report)))
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -284,6 +284,22 @@ def weighed(terms: Sequence[tuple[Edge, Count | None]]) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def weighted_backward(loss: torch.Tensor, seed: torch.Tensor, reduction: Reduction, share: float | None) -> None:
+    """Run the backward of a loss whose gradient begins with ``seed``, with what its reduction asks for.
+
+    Args:
+        loss: of a micro-batch.
+        seed: its weight.
+        reduction: how it was reduced.
+        share: of the window's samples, where terms of parameters alone stand beside a sum; else None.
+    """
+    if share is None and not reduction.divisions:  # nearly always
+        torch.autograd.backward(loss, seed)
+        return
+    with guarded(reduction.divisions), nullcontext() if share is None else counted_once(reduction, share):
+        torch.autograd.backward(loss, seed)
 
 
 @contextmanager

@@ -328,10 +328,10 @@ def room_for_model(memory: Memory, limit_bytes: int, parameters: Sequence[torch.
     # Where memory ran out, what was made half-way is still there, in frames of the error's: it is needed as well.
     in_use = memory.used()
     needed = in_use + sum(p.nbytes for p in parameters)
+    is_least = cause is not None and needed <= limit_bytes
     if cause is not None:
-        # That was not all; but what was asked for last would have been beside it.
-        needed = max(needed, in_use + (asked_bytes(cause) or 0), limit_bytes + 1)
+        if is_least:  # what was asked for last would have been beside it
+            needed = max(in_use + (asked_bytes(cause) or 0), limit_bytes + 1)
         without_frames(cause)
     if needed > limit_bytes:
-        is_least = cause is not None
         raise LimitBelowModelError(needed_bytes=needed, limit_bytes=limit_bytes, is_least=is_least) from cause

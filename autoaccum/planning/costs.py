@@ -49,10 +49,7 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryModel:
-    """The line peak_bytes(b) = fixed_bytes + b * (bytes_per_sample * length + bytes_per_square * length**2).
-
-    Where tensors are told from what their allocator holds, ``peaks`` say how far that is from the line.
-    """
+    """The line peak_bytes(b) = fixed_bytes + b * (bytes_per_sample * length + bytes_per_square * length**2)."""
 
     fixed_bytes: float
     """Bytes in use without any sample: parameters, gradients and optimizer state."""
@@ -60,8 +57,6 @@ class MemoryModel:
     """Bytes that a sample adds for each unit of its length."""
     bytes_per_square: float = 0.0
     """Bytes that it adds beside them for each unit of its length squared; 0 where samples are alike."""
-    peaks: tuple[tuple[float, float], ...] = ()
-    """(bytes on the line, peak bytes that were measured there), both rising; () where the line is all there is."""
 
     def of_sample(self, length: int = 1) -> float:
         """Return the bytes that one sample more adds."""
@@ -84,38 +79,53 @@ class MemoryModel:
         # Rounding in the fit must not cost a sample where the limit is hit exactly.
         return math.floor((self._within(limit_bytes) - self.fixed_bytes) / each + 1e-6)
 
-    def moved(self, by: float) -> MemoryModel:
-        """Return the same model with so many bytes more in use at every size."""
-        peaks = tuple((on_line + by, peak + by) for on_line, peak in self.peaks)
-        return replace(self, fixed_bytes=self.fixed_bytes + by, peaks=peaks)
+    def moved_to(self, fixed_bytes: float) -> MemoryModel:
+        """Return the same model with another number of bytes in use without any sample, and as many more everywhere."""
+        return replace(self, fixed_bytes=fixed_bytes)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return plain values: what came later than others only where it says something."""
-        state = asdict(self)
-        if not self.peaks:
-            del state["peaks"]
-        return state
+    def through(self, micro_batch: int, peak_bytes: int) -> MemoryModel:
+        """Return the same model, moved to where a peak lies."""
+        return self.moved_to(peak_bytes - self.bytes_per_sample * micro_batch)
 
     def _peak_at(self, on_line: float) -> float:
-        """Return the peak where the line is at so many bytes: between two that were measured, in proportion."""
+        """Return the peak where the line is at so many bytes."""
+        return on_line
+
+    def _within(self, limit_bytes: int) -> float:
+        """Return the most bytes on the line whose peak is within the limit."""
+        return limit_bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SteppedModel(MemoryModel):
+    """A line of what tensors hold, and how far from it that is which an allocator holds for them."""
+
+    peaks: tuple[tuple[float, float], ...] = ()
+    """(bytes on the line, peak bytes that were measured there), one at least, both rising."""
+
+    def moved_to(self, fixed_bytes: float) -> MemoryModel:
+        by = fixed_bytes - self.fixed_bytes
+        return replace(self, fixed_bytes=fixed_bytes, peaks=tuple((line + by, peak + by) for line, peak in self.peaks))
+
+    def through(self, micro_batch: int, peak_bytes: int) -> MemoryModel:
+        return self.moved_to(self.fixed_bytes + peak_bytes - self._peak_at(self.on_line(micro_batch)))
+
+    # Of two peaks that were measured what lies between them is in proportion; beyond all of them an allocator is taken
+    # to add as much as at the last.
+
+    def _peak_at(self, on_line: float) -> float:
         index = bisect_left(self.peaks, on_line, key=itemgetter(0))
         if 0 < index < len(self.peaks):
             (below, low), (above, high) = self.peaks[index - 1 : index + 1]
             return low + (high - low) * (on_line - below) / (above - below)
-        if not self.peaks:
-            return on_line
-        # Beyond all of them an allocator is taken to add as much as at the last.
         nearest, peak = self.peaks[min(index, len(self.peaks) - 1)]
         return peak + on_line - nearest
 
     def _within(self, limit_bytes: int) -> float:
-        """Return the most bytes on the line whose peak is within the limit."""
         index = bisect_right(self.peaks, limit_bytes, key=itemgetter(1))
         if 0 < index < len(self.peaks):
             (below, low), (above, high) = self.peaks[index - 1 : index + 1]
             return below + (above - below) * (limit_bytes - low) / (high - low)
-        if not self.peaks:
-            return limit_bytes
         nearest, peak = self.peaks[max(index - 1, 0)]
         return nearest + limit_bytes - peak
 
@@ -203,7 +213,7 @@ def _with_peaks(line: MemoryModel, measured: Sequence[tuple[int, int, int]]) -> 
     for on_line in sorted(at, reverse=True):
         least = min(least, at[on_line])
         peaks.append((on_line, least))
-    return replace(line, peaks=tuple(reversed(peaks)))
+    return SteppedModel(**asdict(line), peaks=tuple(reversed(peaks)))
 
 
 def weigher(trials: Sequence[Trial]) -> Callable[[int], int]:
@@ -316,7 +326,7 @@ def memory_model(history: Sequence[Trial], prior: MemoryModel | None = None) -> 
         return model
     for trial in reversed(history):
         if trial.peak_bytes is not None:
-            moved = prior.moved(trial.peak_bytes - prior.predict(trial.micro_batch))
+            moved = prior.through(trial.micro_batch, trial.peak_bytes)
             # Samples that would take more than there was in use have become cheaper: a code that has changed.
             return moved if moved.fixed_bytes >= 0 else None
     return prior

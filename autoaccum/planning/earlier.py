@@ -34,7 +34,7 @@ def recalled(past: Sequence[Trial], held_bytes: int) -> Recalled | None:
 
     >>> trials = [Trial(micro_batch=size, fits=True, peak_bytes=100 + 10 * size) for size in (1, 4)]
     >>> recalled(trials, held_bytes=500).memory
-    MemoryModel(fixed_bytes=500.0, bytes_per_sample=10.0, bytes_per_square=0.0, peaks=())
+    MemoryModel(fixed_bytes=500, bytes_per_sample=10.0, bytes_per_square=0.0)
     """
     # By its own trials, so that the weights are in the units of the model that is fitted to them.
     weighed = in_weights(past, weigher(past))
@@ -43,7 +43,7 @@ def recalled(past: Sequence[Trial], held_bytes: int) -> Recalled | None:
         return None
     return Recalled(
         # What a sample adds is a matter of the code; what is there without any may have grown since.
-        memory=model.moved(max(0, held_bytes - model.fixed_bytes)),
+        memory=model.moved_to(max(model.fixed_bytes, held_bytes)),
         known=max(trial.micro_batch for trial in weighed if trial.peak_bytes is not None),
         times=fit_time_model(weighed),
     )

@@ -8,10 +8,10 @@ micro-batches of equal weight need about equal memory: so one search, for the la
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
-from autoaccum.planning.costs import SPREAD, MemoryModel, Trial, bounds, memory_model, weigher
+from autoaccum.planning.costs import SPREAD, MemoryModel, SteppedModel, Trial, bounds, memory_model, weigher
 from autoaccum.planning.cuts import Lengths
 
 
@@ -106,13 +106,14 @@ class History:
             # Both, for which of the trials the weights were told from cannot be seen by looking at them.
             "trials": [trial.state_dict() for trial in self.trials],
             "weighed": [trial.state_dict() for trial in self.weighed],
-            "prior": None if self.prior is None else self.prior.state_dict(),
+            "prior": None if self.prior is None else asdict(self.prior),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put back what ``state_dict`` returned."""
         self.trials = [Trial(**trial) for trial in state["trials"]]
-        self.prior = None if state["prior"] is None else MemoryModel(**state["prior"])
+        prior = state["prior"]
+        self.prior = prior and (SteppedModel if "peaks" in prior else MemoryModel)(**prior)
         # Before the trials are weighed.
         self._weigh_by([Trial(**trial) for trial in state["weighed"]])
         self._update()

@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 from autoaccum._kinds import Check, a, entries, every, number, of_record, optional, parts, refuse, whole
-from autoaccum.planning.costs import MemoryModel, Trial
+from autoaccum.planning.costs import SteppedModel, Trial
 
 
 # None is so large that its square overflows a float, or the models of memory and time with it.
@@ -37,7 +37,7 @@ def _times(value: Any, entry: str) -> None:
 def _peaks(value: Any, entry: str) -> None:
     """Check the peaks of a memory model: (bytes on its line, bytes that were measured there), both rising."""
     every(parts(number(), number()), tuple)(value, entry)
-    if any(first >= second or low > high for (first, low), (second, high) in pairwise(value)):
+    if not value or any(first >= second or low > high for (first, low), (second, high) in pairwise(value)):
         refuse(entry, "is no curve that rises")
 
 
@@ -55,7 +55,7 @@ TUNER = entries(
             {
                 "trials": TRIALS,
                 "weighed": TRIALS,
-                "prior": optional(of_record(MemoryModel, in_full=True, later=("peaks",), peaks=_peaks)),
+                "prior": optional(of_record(SteppedModel, in_full=True, later=("peaks",), peaks=_peaks)),
             }
         ),
         "past": TRIALS,

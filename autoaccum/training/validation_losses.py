@@ -125,10 +125,12 @@ class Losses:
 
     def take_read(self, numbers: Numbers) -> None:
         """Take them as they were read."""
-        for num_samples, loss in self._unread:
+        for _, loss in self._unread:
             loss.take_read(numbers)
-            self._found.append((num_samples, loss.parts()))
-        self._unread.clear()
+        # All of them or none: where memory runs out on the way it is done again.
+        found = [(num_samples, loss.parts()) for num_samples, loss in self._unread]
+        self._found += found
+        self._unread = []
 
     def joined(self) -> float:
         """Return the loss over everything, of what was read; NaN where nothing counts."""

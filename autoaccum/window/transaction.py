@@ -31,7 +31,7 @@ from autoaccum.loss.shared import Sharer
 from autoaccum.loss.stated import Computed
 from autoaccum.loss.terms import Count, Reduction
 from autoaccum.loss.values import Values
-from autoaccum.loss.weighting import Foresight, Seeds, Tally, conclude_by, counted_once, counting_nothing, guarded
+from autoaccum.loss.weighting import Foresight, Seeds, Tally, conclude_by, counting_nothing, weighted_backward
 from autoaccum.memory.oom import insist
 from autoaccum.planning.attempts import Piece
 from autoaccum.window import contributions
@@ -380,13 +380,8 @@ class Transaction:
 
     def _accumulate(self, loss: torch.Tensor, weight: Count, reduction: Reduction, share: float) -> None:
         loss = self._scaled(loss)
-        seed = self._seeds.of(weight, loss)
-        if not (reduction.edges or reduction.divisions):  # of most losses
-            torch.autograd.backward(loss, seed)
-            return
-        once = counted_once(reduction, share) if reduction.edges and self._is_sum(reduction) else nullcontext()
-        with guarded(reduction.divisions), once:
-            torch.autograd.backward(loss, seed)
+        shared = share if reduction.edges and self._is_sum(reduction) else None
+        weighted_backward(loss, self._seeds.of(weight, loss), reduction, shared)
 
     def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
         return loss if self.scaler is None else self.scaler.scale(loss)

@@ -334,7 +334,7 @@ class TestPeaksBesideTheLine:
         assert model.predict(4096) == 70
 
     def test_one_that_moved_is_as_much_more_everywhere(self) -> None:
-        moved = self.model.moved(5)
+        moved = self.model.moved_to(self.model.fixed_bytes + 5)
         assert [moved.predict(size) for size in (256, 1536, 3072)] == [31, 43, 63]
 
     def test_an_earlier_run_s_is_moved_to_the_newest_trial(self) -> None:
@@ -349,4 +349,3 @@ def test_what_came_later_is_written_only_where_it_says_something() -> None:
     assert Trial(**plain.state_dict()) == plain
     apart = of_tensors(1, 4, 5)
     assert apart.state_dict()["allocated_bytes"] == 4
-    assert "peaks" not in MemoryModel(fixed_bytes=1, bytes_per_sample=1).state_dict()

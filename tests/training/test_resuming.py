@@ -586,6 +586,7 @@ NOT_KEPT = {
     "Step._is_timed": "of the window that runs",
     "Transaction._is_foretold": "of the window that runs",
     "Seeds._seeds": "a cache of constants",
+    "History._fitted": "made again of the trials",
     "Step.examining_seconds": "of the window that runs",
     "Examiner._number": "of the window that runs",
     "Limit.bytes": "the limit of each process",

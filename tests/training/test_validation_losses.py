@@ -1,0 +1,72 @@
+"""The losses of a validation: kept unread, read together, and joined as those of one batch."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from autoaccum.loss.reading import Numbers
+from autoaccum.loss.terms import Reduction
+from autoaccum.training import validation_losses
+from autoaccum.training.validation_losses import CountedLosses, Losses, OneLoss, read
+
+
+def one(value: float, items: Any, size: int = 2) -> OneLoss:
+    return OneLoss(torch.tensor(value), Reduction(items), size)
+
+
+def joined(*losses: tuple[int, Any]) -> float:
+    found = Losses()
+    for size, loss in losses:
+        found.add(size, loss)
+    read([found])
+    return found.joined()
+
+
+def test_each_weighs_as_many_items_as_it_has() -> None:
+    assert joined((2, one(1.0, 3.0)), (2, one(5.0, 1.0))) == 2.0
+
+
+@pytest.mark.device
+def test_one_that_counts_nothing_may_be_no_number() -> None:
+    assert joined((2, one(1.0, 3.0)), (2, one(math.nan, torch.tensor(0.0)))) == 1.0
+    assert math.isnan(joined((2, one(math.nan, 0.0))))
+
+
+def test_by_their_names_each_over_its_own_items() -> None:
+    first = CountedLosses({"a": torch.tensor(1.0), "b": torch.tensor(2.0)}, {"a": 1.0, "b": 3.0})
+    second = CountedLosses({"a": torch.tensor(3.0)}, {"a": torch.tensor(3)})
+    assert joined((2, first), (1, second)) == pytest.approx((1 + 9) / 4 + 2)
+
+
+def test_many_are_read_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(validation_losses, "AT_ONCE", 3)
+    losses, kept = Losses(), []
+    for index in range(7):
+        losses.add(1, one(float(index), 1.0, 1))
+        kept.append(len(losses._unread))
+    assert kept == [1, 2, 0, 1, 2, 0, 1]
+    read([losses])
+    assert losses.joined() == 3.0
+
+
+def test_a_reading_that_failed_half_way_is_done_again() -> None:
+    class Failing(OneLoss):
+        is_full = True
+
+        def parts(self) -> list[validation_losses.Part]:
+            if self.is_full:
+                self.is_full = False
+                raise torch.OutOfMemoryError
+            return super().parts()
+
+    losses = Losses()
+    losses.add(1, one(1.0, 1.0, 1))
+    losses.add(1, Failing(torch.tensor(3.0), Reduction(1.0), 1))
+    with pytest.raises(torch.OutOfMemoryError):
+        losses.take_read(Numbers())
+    read([losses])
+    assert losses.joined() == 2.0
