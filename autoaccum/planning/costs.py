@@ -104,10 +104,12 @@ class SteppedModel(MemoryModel):
     """(bytes on the line, peak bytes that were measured there), one at least, both rising."""
 
     def moved_to(self, fixed_bytes: float) -> MemoryModel:
+        """Return the same model with another number of bytes in use without any sample, and as many more everywhere."""
         by = fixed_bytes - self.fixed_bytes
         return replace(self, fixed_bytes=fixed_bytes, peaks=tuple((line + by, peak + by) for line, peak in self.peaks))
 
     def through(self, micro_batch: int, peak_bytes: int) -> MemoryModel:
+        """Return the same model, moved to where a peak lies."""
         return self.moved_to(self.fixed_bytes + peak_bytes - self._peak_at(self.on_line(micro_batch)))
 
     # Of two peaks that were measured what lies between them is in proportion; beyond all of them an allocator is taken
