@@ -180,7 +180,11 @@ def fit_memory_model(trials: Sequence[Trial]) -> MemoryModel | None:
     sum of squared errors is returned, the first of them where two are equal.
     """
     measured = [(t.micro_batch, t.length, t.peak_bytes) for t in trials if t.peak_bytes is not None]
-    tensors = [(t.micro_batch, t.length, t.allocated_bytes) for t in trials if t.allocated_bytes is not None]
+    tensors = [
+        (t.micro_batch, t.length, t.allocated_bytes)
+        for t in trials
+        if t.peak_bytes is not None and t.allocated_bytes is not None
+    ]
     # Of some trials no more than their peak may be known: one size alone makes no line.
     known = tensors if len({size * length for size, length, _ in tensors}) > 1 else measured
     line = _fit_line([(size * length, peak) for size, length, peak in known])

@@ -430,8 +430,10 @@ class Validator:
         # A loss of one term goes on as it is, which is read with less.
         is_late = self._device.type != "cpu"
         terms = Terms(size, {}, {}, deferred=is_late)
-        terms.add(self._computed or Computed(loss), {}, size, values, lambda loss: loss)
-        if terms.are_several():
+        computed = self._computed or Computed(loss)
+        terms.add(computed, {}, size, values, lambda loss: loss)
+        # Of several losses one may be all that is left where the others have nothing: it goes by its name all the same.
+        if terms.are_several() or (computed.terms and terms.are_there()):
             return SeveralTerms(terms)
         return OneLoss(loss.detach().clone(), without_graph(read(loss, size, waits=not is_late)), size)
 

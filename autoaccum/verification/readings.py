@@ -95,7 +95,11 @@ def doubts(job: Job, gradient: Gradient, met: Met, shown: Sequence[Reduction]) -
     if job.num_items is not None:
         # What the user says is compared with what the losses show, of every micro-batch or not at all.
         if len(shown) == len(gradient.sizes):
-            notice = notices.contradiction_notice(claims(gradient), gradient.sizes, shown)
+            # A count of 0 is no contradiction to one that was kept from 0.
+            claimed = claims(gradient)
+            rows = [row for row in zip(claimed, gradient.sizes, shown, strict=True) if row[0] or not is_one(row[2])]
+            counts, sizes, reductions = zip(*rows, strict=True) if rows else ((), (), ())
+            notice = notices.contradiction_notice(counts, sizes, reductions) if rows else None
             said.extend([] if notice is None else [notice])
         return said
     if found.doubt is not None:

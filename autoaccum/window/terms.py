@@ -154,6 +154,8 @@ class Terms:
                     seeds[root] = weight
                 else:
                     weights.append((entry.edge, weight))
+            if len(unseen) == len(entries):  # nothing was taken off it, which would have made another one
+                rest = rest.clone()
             self._rests.setdefault(name, []).append((len(self._sizes) - 1, rest, unseen))
         roots = [
             (scale(loss), seed)
@@ -209,7 +211,7 @@ class Terms:
     def _value(self, loss: torch.Tensor, edge: Edge | None, values: Values | None) -> torch.Tensor | None:
         """Return what a term adds to the loss; None where that was not seen."""
         if edge is None:
-            return loss.detach()
+            return loss.detach().clone()  # it may lie in memory that the next one is written to
         # A graph keeps no values. What made the term is the input of the addition by which it enters the loss; from
         # there on it may be multiplied once more, as in (a + b) / 2.
         value = None if values is None else values.of(edge.node.next_functions[edge.place][0])
@@ -383,6 +385,10 @@ class Terms:
             for name, tally in used.items()
             if any(tally.read())
         )
+
+    def are_there(self) -> bool:
+        """Return whether there is any term."""
+        return bool(self._columns)
 
     def are_several(self) -> bool:
         """Return whether there is more than one term."""

@@ -333,6 +333,12 @@ class TestPeaksBesideTheLine:
         assert model.bytes_per_sample == self.model.bytes_per_sample
         assert model.predict(4096) == 70
 
+    def test_of_others_less_than_that(self) -> None:
+        """A peak that is missing, of a state that somebody has written, is none that tensors are a part of."""
+        told = [Trial(micro_batch=size, fits=True, allocated_bytes=size) for size in (1, 2)]
+        assert fit_memory_model(told) is None
+        assert fit_memory_model([*self.trials, *told]) == self.model
+
     def test_one_that_moved_is_as_much_more_everywhere(self) -> None:
         moved = self.model.moved_to(self.model.fixed_bytes + 5)
         assert [moved.predict(size) for size in (256, 1536, 3072)] == [31, 43, 63]

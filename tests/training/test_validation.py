@@ -445,3 +445,62 @@ class TestNoTrace:
         ]
         assert same(state_of(results[0]), state_of(results[1]))
         assert sum(isinstance(event, Validated) for event in results[1].events) == 3
+
+
+class Writing(nn.Module):
+    """Returns its outputs in memory that each forward writes to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+        self.register_buffer("first", torch.zeros(()))
+        self.register_buffer("second", torch.zeros(()))
+
+    def forward(self, inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+        outputs = self.net(inputs)
+        found = {"a": (self.first, outputs.pow(2).mean()), "b": (self.second, outputs.abs().mean())}
+        return {name: place.detach().copy_(value) for name, (place, value) in found.items()}
+
+
+def of_all(result: autoaccum.FitResult) -> list[float]:
+    return [event.loss for event in result.events if isinstance(event, Validated)]
+
+
+@pytest.mark.device
+def test_losses_by_name_may_lie_in_memory_that_is_written_again() -> None:
+    model, (inputs, targets) = Writing(), classes(12)
+    result = autoaccum.fit(
+        model, (inputs, targets), training_step=lambda m, b: m(b[0]), effective_batch=12, micro_batch=2, epochs=2,
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.0), validation_data=(inputs, targets), cache=False, device=HERE,
+        progress=False,
+    )  # fmt: skip
+    with torch.no_grad():
+        whole = sum(model(inputs.to(HERE)).values()).item()
+    assert of_all(result) == pytest.approx([whole] * 2)
+    assert [report.loss for report in result.history] == pytest.approx([whole] * 2)
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("by_user", [False, True])
+def test_a_loss_by_name_that_is_left_alone_is_still_that_one(by_user: bool) -> None:
+    """Where nothing of the others counts they are left out, as a notice advises."""
+    inputs, targets = classes(12)
+    targets = torch.where(torch.arange(12) % 6 < 2, IGNORED, targets)
+
+    def losses(model: Any, batch: Any) -> dict[str, torch.Tensor]:
+        outputs = model(batch[0])
+        found = {"b": outputs.pow(2).mean()}
+        return {"a": cross_entropy(outputs, batch[1]), **found} if bool((batch[1] != IGNORED).any()) else found
+
+    def counts(batch: Any) -> dict[str, Any]:
+        return {"a": (batch[1] != IGNORED).sum(), "b": len(batch[1])}
+
+    model = mlp().to(HERE)
+    result = autoaccum.fit(
+        model, (inputs, targets), training_step=losses, effective_batch=12, micro_batch=2, epochs=2, progress=False,
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.0), validation_data=(inputs, targets), cache=False, verify=False,
+        num_items=counts if by_user else None, device=HERE, shuffle=False,
+    )  # fmt: skip
+    with torch.no_grad():
+        whole = sum(losses(model, (inputs.to(HERE), targets.to(HERE))).values()).item()
+    assert of_all(result) == pytest.approx([whole] * 2)
