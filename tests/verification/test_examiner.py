@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -447,3 +448,23 @@ def test_nothing_is_said_where_larger_batches_are_like_smaller_ones() -> None:
     before = made.examiner._kinds.largest_joined
     assert made.kinds(4, 4) == []
     assert (before, made.examiner._kinds.largest_joined) == (3, 3), "there is no room for eight"
+
+
+@pytest.mark.device
+def test_a_count_of_0_does_not_contradict_one_that_is_kept_from_0() -> None:
+    """On an accelerator, too, where such a micro-batch has a loss: what it counts is not known in time."""
+    generator = torch.Generator().manual_seed(1)
+    inputs, labels = torch.randn(16, 3, generator=generator), torch.randint(0, 4, (16,), generator=generator)
+    labels[:2] = -100
+
+    def masked(model: Any, batch: Any) -> torch.Tensor:
+        counts = batch[1] != -100
+        each = cross_entropy(model(batch[0]), batch[1], reduction="none")
+        return (each * counts).sum() / counts.sum().clamp(min=1)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        autoaccum.fit(
+            nn.Linear(3, 4), (inputs, labels), training_step=masked, num_items=lambda batch: (batch[1] != -100).sum(),
+            effective_batch=8, micro_batch=2, shuffle=False, progress=False, cache=False, device=DEVICE, verify=False,
+        )  # fmt: skip
