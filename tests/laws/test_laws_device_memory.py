@@ -284,7 +284,7 @@ def test_nor_does_what_is_there_before_the_first_sample_pass_the_limit(call: str
         wide = nn.Linear(1024, 4096).to(clean)
         given["memory_limit"] += 20 * MIB
         begin = partial(autoaccum.Accumulator, wide, torch.optim.AdamW(wide.parameters()))
-    with standin.recorded() as log, pytest.raises(LimitBelowModelError, match="or more are needed") as raised:
+    with standin.recorded() as log, pytest.raises(LimitBelowModelError) as raised:
         begin(**given)
     held = most = 0
     for entry in log:

@@ -12,10 +12,11 @@ from autoaccum.loss.reading import Numbers
 from autoaccum.loss.terms import Reduction
 from autoaccum.training import validation_losses
 from autoaccum.training.validation_losses import CountedLosses, Losses, OneLoss, read
+from tests.devices import DEVICE
 
 
 def one(value: float, items: Any, size: int = 2) -> OneLoss:
-    return OneLoss(torch.tensor(value), Reduction(items), size)
+    return OneLoss(torch.tensor(value, device=DEVICE), Reduction(items), size)
 
 
 def joined(*losses: tuple[int, Any]) -> float:
@@ -32,7 +33,7 @@ def test_each_weighs_as_many_items_as_it_has() -> None:
 
 @pytest.mark.device
 def test_one_that_counts_nothing_may_be_no_number() -> None:
-    assert joined((2, one(1.0, 3.0)), (2, one(math.nan, torch.tensor(0.0)))) == 1.0
+    assert joined((2, one(1.0, 3.0)), (2, one(math.nan, torch.tensor(0.0, device=DEVICE)))) == 1.0
     assert math.isnan(joined((2, one(math.nan, 0.0))))
 
 
