@@ -34,6 +34,7 @@
     │   ├── CheckpointLockedError             ... another run writes to the same directory: .pid
     │   └── ResumeError                       ... of another run than the one that is to go on: .differences
     ├── AlreadyRunningError (RuntimeError)    a second run in a process that has one: .running
+    ├── RankError (RuntimeError)              another rank has failed, or is gone: .rank
     ├── StorageError                          a sweep's storage does not answer any more: .storage
     ├── MissingExtraError (ImportError)       a package that an optional part needs: .package .extra
     └── RecipeError                           a recipe file that cannot be used
@@ -533,6 +534,18 @@ class AlreadyRunningError(AutoaccumError, RuntimeError):
             f"{refused} cannot begin while {running} goes on in this process, {where}. Both would draw from the same "
             f"random states, put them back and read the same memory, so that neither would train what it trains alone. "
             f"{cure}"
+        )
+
+
+class RankError(AutoaccumError, RuntimeError):
+    """Another rank of the same run has ended by an error, or is gone; ``rank`` is its number, where that is known."""
+
+    def __init__(self, rank: int | None, reason: str) -> None:
+        self.rank = rank
+        who = "another rank is gone" if rank is None else f"rank {rank} has failed"
+        super().__init__(
+            f"{who}: {reason}. All ranks end with it, for a gradient is that of all of them. Its own output says more; "
+            f"with run_dir the same call goes on from the last checkpoint."
         )
 
 

@@ -492,7 +492,8 @@ def _outcome(call: Call, given: dict[str, Any], files: set[str]) -> dict[str, st
         outcome = "the model was changed"
     elif threading.active_count() > threads:
         outcome = "a thread was left"
-    elif outcome == "refused" and not trained and (left := set(os.listdir()) - files):
+    # What Python keeps of a recipe that was imported is its own.
+    elif outcome == "refused" and not trained and (left := set(os.listdir()) - files - {"__pycache__"}):
         outcome, said = "files were left", f"{left} {said}"
     return {"outcome": outcome, "said": said[:300]}
 

@@ -91,6 +91,7 @@ class _Batches:
 
 def _fit(recipe: Recipe, /, *, json: Json = False, **given: Any) -> int:
     """Train what the recipe returns."""
+    from autoaccum.ranks.group import speaks
     from autoaccum.training.fitting import fit
     from autoaccum.training.options import OF_FIT
 
@@ -106,7 +107,7 @@ def _fit(recipe: Recipe, /, *, json: Json = False, **given: Any) -> int:
                 "effective_batch", None, "samples", "Pass --effective-batch, or return it from the recipe."
             )
         result = fit(**arguments)
-    if json:
+    if json and speaks():
         print_json(fit_document(result))
     # A run that was ended by a signal has come to its last checkpoint, if it has any: 4 says that it can go on.
     finished = [event.reason for event in result.events if isinstance(event, Finished)]  # of each process of the run

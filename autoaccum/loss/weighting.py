@@ -43,6 +43,18 @@ class Tally:
         self._late: list[int] = []  # indices of those that are read at the end
         self._guess = total  # G: guessed from the first micro-batch that has items, and 0 until then
 
+    @classmethod
+    def of(cls, counts: Sequence[float], late: Sequence[int], *, num_samples: int, guess: float) -> Tally:
+        """Return that of a window of which all is known: its counts, which of them came late, and the guess."""
+        tally = cls(num_samples, deferred=False, total=guess)
+        tally._counts, tally._late = list(counts), list(late)
+        return tally
+
+    @property
+    def late(self) -> list[int]:
+        """Return the micro-batches whose count is read at the end."""
+        return self._late
+
     def weight(self, num_samples: int, items: Count, dtype: torch.dtype = torch.float32) -> Count | None:
         """Return the weight of the next micro-batch, n_j / G; None when it has no items.
 

@@ -212,7 +212,8 @@ def _with_peaks(line: MemoryModel, measured: Sequence[tuple[int, int, int]]) -> 
     # The line goes through the largest: it is what is shown, and stands for larger ones.
     *_, (largest, length, peak) = sorted(measured, key=lambda each: line.on_line(*each[:2]))
     line = replace(line, fixed_bytes=line.fixed_bytes + peak - line.on_line(largest, length))
-    at = {line.on_line(size, length): peak for size, length, peak in measured}  # of one size the newest tells
+    # Trials come oldest first: of one size the newest tells.
+    at = {line.on_line(size, length): peak for size, length, peak in measured}
     peaks: list[tuple[float, float]] = []
     # What a larger one ran in is enough for a smaller one too, whatever else the allocator held when that was tried.
     least = math.inf

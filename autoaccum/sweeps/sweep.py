@@ -35,6 +35,7 @@ from autoaccum.sweeps.options import Arguments, PassedOn, Recipe, SweepArguments
 from autoaccum.sweeps.storages import answering, open_storage
 from autoaccum.sweeps.trial import Interrupted, run_trial, trained_by
 from autoaccum.training import recipes
+from autoaccum.training.alone import refuse_ranks
 
 
 # Its parameters, their texts, and those passed on, are written by tests/write_signatures.py.
@@ -120,6 +121,7 @@ def sweep(
 def _sweep(given: SweepArguments) -> optuna.Study:
     """Run trials until the study has as many as were asked for, as one of the processes that do."""
     checked = given.check()
+    refuse_ranks(given.fit_arguments.get("ranks", "together"), "sweep")
     recipe, storage, num_trials = given.recipe, given.storage, given.num_trials
     metrics, directions = checked[spaces.metrics]
     # A sampler, or what makes one of a seed: that is called for each trial, so that every process draws otherwise.

@@ -24,7 +24,7 @@ from autoaccum.loss.stated import CountItems, Reducing
 from autoaccum.memory.devices import being_current, current_device_kept
 from autoaccum.memory.limit import MemoryLimit
 from autoaccum.memory.oom import insist, room_for_model
-from autoaccum.training.alone import Ranks, only_run
+from autoaccum.training.alone import Ranks, only_run, refuse_ranks
 from autoaccum.training.declarations import check
 from autoaccum.training.options import CHECKS, OF_ACCUMULATOR, modules_of
 from autoaccum.training.setup import make_step, place_of
@@ -143,6 +143,7 @@ class Accumulator:
             headroom=headroom, patience=patience, precision=precision, clip_norm=clip_norm, state=state, verify=verify,
             strict=strict, ranks=ranks, collate_fn=collate_fn, split=split, batch_dim=batch_dim, callbacks=callbacks,
         )  # fmt: skip
+        refuse_ranks(ranks, "Accumulator")
         counts = num_items if before_window is None else counting(num_items)
         loss_of, reduction = stated(checked[loss_function], counts, reduction)
         self._callbacks = checked[_checks.of_callbacks]

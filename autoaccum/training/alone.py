@@ -19,6 +19,7 @@ from torch import nn
 
 from autoaccum.errors import AlreadyRunningError, ArgumentError
 from autoaccum.memory.devices import current_device_kept
+from autoaccum.ranks.group import is_launched
 
 F = TypeVar("F", bound=Callable[..., Any])
 Ranks = Literal["together", "independent"]
@@ -64,11 +65,22 @@ def of_ranks(ranks: object, model: object, loss_fn: object, training_step: objec
                     raise ArgumentError("model", f"{name}: {type(parameter).__name__}", accepted, shared.rstrip())
     if is_sharing(optimizer):
         raise ArgumentError("optimizer", type(optimizer).__name__, "one of this process alone", shared.rstrip())
-    if ranks == "together" and (found := several_processes()):
+    if ranks == "together" and not is_launched() and (found := several_processes()):
         cure = (
-            "Ranks are not trained together yet: each would train by itself on all of the data, and end with weights "
-            "of its own. Start one process; or pass ranks='independent' where each is to train by itself."
+            "These processes cannot find each other: each would train by itself on all of the data, and end with "
+            "weights of its own. Start them by torchrun; or pass ranks='independent' where each is to train by itself."
         )
+        raise ArgumentError("ranks", ranks, f"one process, and {found}", cure)
+
+
+def refuse_ranks(ranks: object, name: str) -> None:
+    """Refuse to be one of several processes in what each does by itself.
+
+    Raises:
+        ArgumentError: there are several, and nothing says that they are independent.
+    """
+    if ranks == "together" and (found := several_processes()):
+        cure = f"Ranks do not call {name} together yet. Pass ranks='independent' where each is to do so by itself."
         raise ArgumentError("ranks", ranks, f"one process, and {found}", cure)
 
 

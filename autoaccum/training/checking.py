@@ -29,7 +29,7 @@ from autoaccum.memory import clock
 from autoaccum.memory.devices import find_device, memory_of
 from autoaccum.memory.limit import Limit
 from autoaccum.memory.oom import RanOut, attempt, is_out_of_memory, named, room_for_model
-from autoaccum.training.alone import Ranks, only_run
+from autoaccum.training.alone import Ranks, only_run, refuse_ranks
 from autoaccum.training.check_report import CheckedCut, CheckReport
 from autoaccum.training.check_samples import open_samples, refuse_few
 from autoaccum.training.declarations import check as check_arguments
@@ -122,6 +122,7 @@ def check(
         reduction=reduction, before_window=before_window, device=device, ranks=ranks, collate_fn=collate_fn,
         split=split, batch_dim=batch_dim,
     )  # fmt: skip
+    refuse_ranks(ranks, "check")
     started = clock.now()
     counts = num_items if before_window is None else counting(num_items)
     loss_of, reduction = stated(checked[loss_function], counts, reduction)

@@ -138,8 +138,8 @@ def fit(
             not be measured, instead of saying so.
         compile: run the model through torch.compile.
         device: where to train, such as cpu or cuda:1; an accelerator where there is one.
-        ranks: together: one process trains, and several that were started together are refused until they can;
-            independent: each process that a launcher has started trains by itself.
+        ranks: together: the processes that torchrun has started share each window, and train one model; independent:
+            each process that a launcher has started trains by itself.
         seed: of the order of samples, of what datasets draw, and of dropout.
         shuffle: read the data in a new order each epoch; a DataLoader says so itself.
         drop_last: leave out the short window at the end of an epoch.

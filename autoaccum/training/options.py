@@ -343,15 +343,18 @@ class FitArguments:
     )
     # Several processes that know nothing of each other look like one run that goes well, so they have to be asked for.
     ranks: Ranks = option(
-        "together: one process trains, and several that were started together are refused until they can; independent: "
-        "each process that a launcher has started trains by itself.",
+        "together: the processes that torchrun has started share each window, and train one model; independent: each "
+        "process that a launcher has started trains by itself.",
         default="together",
         check=of_ranks,
         probe=Own(
             text="together: several processes that were started together are refused; independent: each looks for "
             "itself."
         ),
-        accumulator=Own(),
+        accumulator=Own(
+            text="together: one process trains, and several that were started together are refused until they can; "
+            "independent: each process that a launcher has started trains by itself."
+        ),
         in_check=Own(
             text="together: several processes that were started together are refused; independent: each looks for "
             "itself."

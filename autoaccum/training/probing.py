@@ -33,7 +33,7 @@ from autoaccum.planning.plans import Plan, plan
 from autoaccum.planning.schedules import Progress, Schedule
 from autoaccum.planning.search import FEW_SIZES_FIRST
 from autoaccum.planning.trials import Trials
-from autoaccum.training.alone import Ranks, only_run
+from autoaccum.training.alone import Ranks, only_run, refuse_ranks
 from autoaccum.training.declarations import check
 from autoaccum.training.lazy import build_lazy_layers
 from autoaccum.training.options import CHECKS, OF_PROBE, modules_of, schedule_if_any
@@ -152,6 +152,7 @@ def probe(
         min_micro_batch=min_micro_batch, memory_limit=memory_limit, headroom=headroom, patience=patience,
         precision=precision, device=device, ranks=ranks, collate_fn=collate_fn, split=split, batch_dim=batch_dim,
     )  # fmt: skip
+    refuse_ranks(ranks, "probe")
     loss_of, schedule = checked[loss_function], checked[schedule_if_any]
     most = None if schedule is None else schedule.largest
     modules = modules_of(model, loss_fn, training_step, before_window)

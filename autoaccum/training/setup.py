@@ -33,6 +33,7 @@ from autoaccum.planning.budget import Budget
 from autoaccum.planning.noise import Smoothed
 from autoaccum.planning.schedules import SMOOTHING, NoiseScale, Progress, Schedule, schedule_of
 from autoaccum.planning.tuner import Tuner
+from autoaccum.ranks.group import Group
 from autoaccum.runs.past_of_run import PastOfRun
 from autoaccum.training.alone import refuse_beside_a_run
 from autoaccum.training.declarations import Checked
@@ -45,6 +46,7 @@ from autoaccum.verification.examiner import Examiner
 from autoaccum.verification.verdict import measure
 from autoaccum.window.before import before_window_of, counting, loss_alone, sharing_of
 from autoaccum.window.job import Job
+from autoaccum.window.joining import SharedTransaction
 from autoaccum.window.meter import Meter
 from autoaccum.window.optimizers import allocate_state, make_optimizer, move, trainable_parameters
 from autoaccum.window.precision import autocast
@@ -252,6 +254,7 @@ def make_step(
     strict: bool,
     emit: Callable[[Event], None],
     noise_scale: bool = False,
+    group: Group | None = None,
 ) -> Step:
     """Return what takes the steps of a run.
 
@@ -269,6 +272,7 @@ def make_step(
         strict: whether it ends the run that they differ.
         emit: takes the events.
         noise_scale: whether windows that are cut tell of the noise in their gradient.
+        group: the ranks that share each window; None where there is one.
 
     Raises:
         ArgumentError: BatchNorm, and micro-batches of one sample; or a model that was compiled to CUDA graphs.
@@ -297,7 +301,8 @@ def make_step(
         # Kernels and libraries are loaded when they are first used; on a CPU that is hardly more than nothing.
         warms_up=job.device.type != "cpu",
     )
-    transaction = Transaction(job, clip_norm=clip_norm, noise_scale=noise_scale, sharing=sharing_of(job))
+    options: dict[str, Any] = {"clip_norm": clip_norm, "noise_scale": noise_scale, "sharing": sharing_of(job)}
+    transaction = Transaction(job, **options) if group is None else SharedTransaction(job, group, **options)
     return Step(
         job,
         transaction=transaction,
@@ -321,6 +326,7 @@ def step_of(
     emit: Callable[[Event], None],
     *,
     noise_scale: bool,
+    group: Group | None = None,
 ) -> Step:
     """Return what takes the steps of a run, on the model as it is called: compiled, or as it is.
 
@@ -364,6 +370,7 @@ def step_of(
         strict=arguments.strict,
         noise_scale=noise_scale,
         emit=emit,
+        group=group,
     )
     step.transaction.outputs.rows_to_host = True  # where reports have them
     # Said here, where the smallest micro-batch is known; the schedule's own checks know no model.

@@ -24,11 +24,14 @@ from autoaccum.memory.oom import insist, named
 from autoaccum.planning.budget import Budget
 from autoaccum.planning.plans import Plan
 from autoaccum.planning.schedules import Progress, Schedule, schedule_of
+from autoaccum.ranks.group import is_launched, join, own_device
+from autoaccum.ranks.shares import Share, own_share
 from autoaccum.reporting import ProgressBar
 from autoaccum.runs.directory import RunDirectory
-from autoaccum.training import notices, saving, setup
+from autoaccum.training import notices, saving, setup, together
 from autoaccum.training.alone import Ranks, holding
 from autoaccum.training.declarations import Checked
+from autoaccum.training.followed import Followed
 from autoaccum.training.interrupts import interrupt_calls
 from autoaccum.training.learning_rate import MakeScheduler, Scaling
 from autoaccum.training.metrics import Metric
@@ -36,7 +39,7 @@ from autoaccum.training.options import Callback, FitArguments
 from autoaccum.training.pace import Pace
 from autoaccum.training.result import FitResult as FitResult
 from autoaccum.training.run_state import RunState, keeper_of
-from autoaccum.training.validation import Validations
+from autoaccum.training.validation import Validations, Validator
 from autoaccum.window.gradient import Gradient
 from autoaccum.window.modules import State
 from autoaccum.window.optimizers import OptimizerLike, trainable_parameters
@@ -132,10 +135,21 @@ class Trainer:
         self.model = arguments.model
         trainable_parameters(self.model, arguments.modules(), arguments.optimizer)  # raises where there are none
 
-        place = setup.place_of(arguments.device, arguments.memory_limit)
+        is_shared = arguments.ranks == "together" and is_launched()
+        own = own_device() if is_shared and arguments.device is None else None
+        place = setup.place_of(own or arguments.device, arguments.memory_limit)
         self.device, self.memory, self.limit_bytes = place.device, place.memory, place.limit.bytes
-        with place.limit.kept():
-            self._make(arguments, checked, place, budget)
+        self._group = join(place.device) if is_shared else None
+        # From here on others wait for this rank: what ends it is told to them.
+        try:
+            if self._group is not None:
+                together.refuse(arguments, checked)
+            with place.limit.kept():
+                self._make(arguments, checked, place, budget)
+        except BaseException as error:
+            if self._group is not None:
+                self._group.fail(error)
+            raise
         self._validations = Validations()
         self._state = RunState(
             model=self.model,
@@ -154,11 +168,16 @@ class Trainer:
         # Of this process alone; what a later one goes on from is in the state above.
         self._directory: RunDirectory | None = None  # open while the run trains
         self._resumed: Resumed | None = None
+        self._goes_on = False  # whether it has: on all ranks, of which the first alone has read it
         self._history: list[Any] = []  # these two are empty where there is a run_dir, which has them in a file
         self._events: list[Any] = []
-        self._bar = ProgressBar() if arguments.progress else None
+        self._is_first = self._group is None or self._group.is_first  # who writes and shows for all ranks
+        self._bar = ProgressBar() if arguments.progress and self._is_first else None
         self._callbacks: list[Callback] = [*([self._bar] if self._bar else []), *checked[_checks.of_callbacks]]
         self._stop_reason: str | None = None  # set once the run is to end after its window
+        self._followed = Followed(arguments.modules())
+        self._wish: str | None = None  # what it will be once all ranks have heard of it
+        self._told: list[Record] | None = None  # what is to be told on other ranks too, while there is anything
         self._mark = 0.0  # when the window began, so that reports leave out validations and checkpoints
 
     def _make(self, arguments: FitArguments, checked: Checked, place: setup.Place, budget: Budget) -> None:
@@ -175,10 +194,19 @@ class Trainer:
         called: Any = torch.compile(self.model) if arguments.compile else self.model
         self._noise = noise = setup.noise_of(arguments, self.schedule)
         self._step = step = setup.step_of(
-            arguments, checked, place, called, self.optimizer, epoch_samples, self._emit, noise_scale=noise is not None
+            arguments,
+            checked,
+            place,
+            called,
+            self.optimizer,
+            epoch_samples,
+            self._emit,
+            noise_scale=noise is not None,
+            group=self._group,
         )
         self._tuner = step.tuner
-        self._cache = setup.cache_of(arguments, place, self.optimizer, self._tuner)
+        is_first = self._group is None or self._group.is_first
+        self._cache = setup.cache_of(arguments, place, self.optimizer, self._tuner) if is_first else None
         self._validator = setup.validator_of(arguments, checked, place, called, step, self._emit)
         self._pace = Pace(self.schedule, budget, num_samples=epoch_samples, drop_last=drop_last, plans=plans, step=step)
 
@@ -208,13 +236,20 @@ class Trainer:
         with holding("fit"), being_current(self.device):
             try:
                 with named("no window was being run"):
-                    if self._run_dir is not None:
+                    if self._run_dir is not None and self._is_first:
                         self._directory, self._resumed = saving.open_directory(self, self._run_dir, self._arguments)
+                        self._goes_on = self._resumed is not None
                         # The mark says which size was being tried, for larger ones are tried within a window.
                         self._step.meter.before_trial = self._directory.window_mark.enter
                     with self._step.limit.kept():
+                        if self._group is not None:
+                            begun = self._state, self._arguments, self._source, self.num_steps
+                            together.begin(self._group, *begun)
+                            self._goes_on = self._group.from_first(lambda: self._goes_on)
                         return self._fit()
             except BaseException as error:
+                if self._group is not None:
+                    self._group.fail(error)
                 if self._directory is not None:  # else nothing on the disk would tell it from a run that goes on
                     self._directory.failed(self.step, error)
                 raise
@@ -235,12 +270,19 @@ class Trainer:
         return FitResult(
             history=self.history,
             events=self.events,
-            plan=Plan(ranks=(self._tuner.plan(*self._tuner.full_window),)),
+            plan=Plan(ranks=self._on_all_ranks(self._tuner.plan(*self._tuner.full_window))),
             num_steps=self.step,
             num_samples=self.samples_seen,
             model=self.model,
             optimizer=self.optimizer,
         )
+
+    def _on_all_ranks(self, value: Any) -> tuple[Any, ...]:
+        return (value,) if self._group is None else tuple(self._group.exchange(value))
+
+    def _own_samples(self, num_samples: int) -> int:
+        """Return how many samples of a window this rank computes."""
+        return num_samples if self._group is None else own_share(num_samples, self._group)
 
     def _run(self) -> None:
         """Run one epoch's windows after the other, until the budget, a callback or a signal ends the run."""
@@ -264,7 +306,7 @@ class Trainer:
         """Announce the start; return False if the run is already finished."""
         self._mark = clock.now()
         # A resumed run may have had its budget but not its last validation, which is then made up for.
-        is_spent = self._resumed is not None and self._pace.is_spent
+        is_spent = self._goes_on and self._pace.is_spent
         is_finished = is_spent and (self._validator is None or self._validations.step == self.step)
         # A finished run's records stay as they are, so that the same call may be made any number of times.
         if self._directory is not None and not (is_finished and self._directory.is_finished()):
@@ -277,6 +319,7 @@ class Trainer:
             self._step.announcer.say(notice)
         if is_spent:
             self._end("budget")
+        self._agree()  # on that, or on what a callback wished when it heard of the start
         if is_finished:
             self._step.announcer.say(notices.already_finished(self._run_dir, self.step))
             return False
@@ -285,7 +328,7 @@ class Trainer:
             self._step.killed(*died, self._pace.asked())
         # A search ends with a plan that is announced then.
         if not self._tuner.searching:
-            self._step.announce_plan(self._pace.asked())
+            self._step.announce_plan(self._own_samples(self._pace.asked()))
         return True
 
     def _end_epoch(self) -> None:
@@ -293,6 +336,7 @@ class Trainer:
         self._pace.end_epoch()
         if self._pace.is_spent:
             self._end("budget")
+            self._agree()
         # With validate_every an epoch's end is no occasion, but the run's end always is one.
         if self._arguments.validate_every is None or self._stop_reason is not None:
             self._validate(self._pace.epoch - 1)
@@ -300,6 +344,11 @@ class Trainer:
 
     def _train(self, window: Window, asked: int) -> None:
         """Run one window: its gradient, the optimizer's step, the report."""
+        if self._group is not None:
+            # A window's random numbers are those of its rank, however many were drawn in windows before.
+            together.seed(self._group, self._arguments.seed, self.step)
+            window = Share(window, self._group.rank, self._group.size)
+        num_asked, num_there = self._own_samples(asked), getattr(window, "window_samples", window.num_samples)
         # Not sooner, for past runs are known by the shapes of their data, and these by the first window.
         if self.step == 0 and self._cache is not None:
             self._cache.recall(window, self._tuner, self.memory.used())
@@ -307,9 +356,9 @@ class Trainer:
         if plan is not None and sum(plan) != window.num_samples:
             accepted = f"sizes that sum to {window.num_samples} in window {self.step + 1}"
             raise ArgumentError("micro_batch", plan, accepted)
-        is_full = window.lengths is None or window.num_samples == asked  # samples that are alike need not be there
-        if is_full and asked != self._tuner.full_window[0]:
-            self._step.resize(asked, window.lengths)
+        is_full = window.lengths is None or num_there == asked  # samples that are alike need not be there
+        if is_full and num_asked != self._tuner.full_window[0]:
+            self._step.resize(num_asked, window.lengths)
         # Written where it outlives a process that the kernel kills: what was tried, and that it was not survived.
         if self._directory is not None:
             largest = max(plan) if plan else self._tuner.plan(window.num_samples, window.lengths)[0]
@@ -321,8 +370,8 @@ class Trainer:
         with self._learning_rate.scaled(asked):
             stepped = self._step.apply(gradient)
         self._learning_rate.advance(self.samples_seen, stepped)
-        if is_full:
-            self._step.settle(asked, window.lengths)
+        if is_full and num_asked:
+            self._step.settle(num_asked, window.lengths)
         noise = gradient.noise  # None unless it is asked for, and of a window in one piece
         if noise is not None and self._noise is not None:
             self._noise.observe(noise)
@@ -353,13 +402,14 @@ class Trainer:
             self._directory.window_mark.leave()
         if stepped:
             self._step.announce_if_not_finite(report.loss)
-        if self._noise is not None and window.num_samples == asked and len(gradient.sizes) == 1:
+        if self._noise is not None and num_there == asked and len(gradient.sizes) == 1:
             self._step.announcer.say_once(notices.no_noise(self.step, self._tuner.smallest))
         if noise is not None and (lengths := window.lengths) is not None and lengths[0] != lengths[-1]:
             self._step.announcer.say_once(notices.NOISE_OF_SORTED)
         self._emit(report)
         if self._pace.is_spent:
             self._end("budget")
+        self._agree()
         self._validate_if_due()
         self._save()
 
@@ -381,8 +431,28 @@ class Trainer:
         if self._validator is None or was_broken_off or self._validations.step == self.step:
             return
         self._validations.step = self.step  # so that an epoch's end at the same step finds it done
-        self._validations.add(self._validator.run(self.step, epoch, self._tuner.micro_batch))
+        self._validations.add(self._validated(self._validator, epoch))
+        self._agree()
         self._mark = clock.now()  # its seconds are reported by the validation itself
+
+    def _validated(self, validator: Validator, epoch: int) -> float:
+        """Return the loss on held-out data, which the first rank alone computes while others wait."""
+        if self._group is None:
+            return validator.run(self.step, epoch, self._tuner.micro_batch)
+        told: list[Record] = []
+
+        def validate() -> tuple[float, list[Record]]:
+            self._told = told
+            try:
+                return validator.run(self.step, epoch, self._tuner.micro_batch), told
+            finally:
+                self._told = None
+
+        # The loss is one of the run's, and decides on checkpoints; and its events are told by every rank.
+        loss, events = self._group.from_first(validate)
+        for event in () if self._group.is_first else events:
+            self._emit(event)
+        return loss
 
     # What outlives the process.
 
@@ -413,6 +483,8 @@ class Trainer:
 
     def _emit(self, record: Record) -> None:
         """Keep a record, then tell every callback of it, those after one that ends the run too."""
+        if self._told is not None:
+            self._told.append(record)
         if self._directory is not None:
             self._directory.record(record)
         else:
@@ -425,4 +497,11 @@ class Trainer:
 
     def _end(self, reason: str) -> None:
         """End the run after the window; the first reason stands."""
-        self._stop_reason = self._stop_reason or reason
+        self._wish = self._wish or reason
+        if self._group is None:
+            self._stop_reason = self._wish
+
+    def _agree(self) -> None:
+        """Hear what other ranks wish, so that all of them end after the same window."""
+        if self._group is not None and self._stop_reason is None:
+            self._stop_reason = together.agreed(self._group, self._wish, self._followed)

@@ -114,6 +114,7 @@ class Losses:
 
     def add(self, num_samples: int, loss: Loss) -> None:
         """Add that of a micro-batch."""
+        # Nothing is read here, where the next forward is to be launched.
         self._unread.append((num_samples, loss))
         if len(self._unread) >= AT_ONCE:
             insist(lambda: read([self]), "the losses of a validation were read")

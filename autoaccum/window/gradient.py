@@ -38,6 +38,8 @@ class Gradient:
     """What was returned beside the losses, by name; what lies on the device is there still."""
     overflow: tuple[bool, float] | None = None
     """Whether it is not finite for the loss scale, and that scale; None without a scaler, and where that is unread."""
+    own: tuple[int, ...] = ()
+    """Those of the micro-batches that this rank has run: all of them, where there is one."""
     # These are for an examiner alone: see ``verification``.
     dropped: tuple[int, ...] = ()
     """Where micro-batches begin whose loss was not a number, and which count nothing."""
@@ -57,6 +59,12 @@ class Gradient:
     """Whether the loss is that of the window, or about that, for values of its terms were not seen."""
     conclusion: Conclusion | None = None
     """What these were taken for, seen together; None where nothing counts."""
+
+
+def nothing_counts(sizes: tuple[int, ...], own: tuple[int, ...]) -> Gradient:
+    """Return what comes of a window that has no item to learn from."""
+    loss = torch.tensor(float("nan"), device="cpu")
+    return Gradient(sizes=sizes, own=own, loss=loss, grad_norm=None, items=0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,6 +13,9 @@ from autoaccum.loss.shared import BeforeWindow
 from autoaccum.loss.stated import CountItems, LossOf, Reducing, by_name
 from autoaccum.window.precision import Autocast, Precision, autocast
 
+Forward = Callable[[Any, int, int], torch.Tensor]
+"""(micro-batch, its samples, the window's samples) -> loss"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Job:

@@ -10,7 +10,7 @@ A scalar is a mean over samples, a pair (value, count) one over what it counts, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -118,6 +118,23 @@ class Outputs:
             if isinstance(entry, _Mean):
                 self._mean(name).absorb(entry)
         self.are_there = self.are_there or others.are_there
+
+    def told(self) -> dict[str, _Mean | _Rows]:
+        """Return those of this rank, for others to ``hear``."""
+        return dict(self._entries)
+
+    def hear(self, told: Sequence[dict[str, _Mean | _Rows]]) -> None:
+        """Put those of all ranks in the place of this one's, in the order of the ranks."""
+        # In the order of the ranks, which is that of the window's samples.
+        self._entries = {}
+        for entries in told:
+            for name, entry in entries.items():
+                if isinstance(entry, _Mean):
+                    self._mean(name).absorb(entry)
+                else:
+                    for part in entry.parts:
+                        self._take_rows(name, part)
+        self.are_there = self.are_there or bool(self._entries)
 
     def means(self) -> dict[str, float | torch.Tensor]:
         """Return those that are means; they are kept."""

@@ -24,11 +24,12 @@ from autoaccum.planning.attempts import Attempt, Piece
 from autoaccum.planning.costs import prediction_error
 from autoaccum.planning.cuts import Lengths, cut
 from autoaccum.planning.tuner import Tuner
-from autoaccum.window import notices, single_samples
+from autoaccum.ranks.group import Group
+from autoaccum.window import joining, notices, single_samples
 from autoaccum.window.advice import advised
 from autoaccum.window.announcer import Announcer
 from autoaccum.window.closures import Closure
-from autoaccum.window.examination import Examiner
+from autoaccum.window.examination import Examination, Examiner
 from autoaccum.window.gradient import Gradient, Repeat
 from autoaccum.window.job import Job
 from autoaccum.window.meter import Meter
@@ -97,6 +98,7 @@ class Step:
         self._plan: tuple[int, ...] = ()
         self._growing_from: tuple[int, ...] | None = None  # the plan when growth began; None while nothing grows
         self._refusal: Refusal | None = None  # of this window
+        self._piece = Piece(0, 0, 1, False)  # what runs at this moment
         self._is_given = not tuner.searching  # the size of micro-batches, by the user
         self._closes = needs_closure(job.optimizer)  # whether its steps are given a closure
 
@@ -168,7 +170,9 @@ class Step:
         tuner, meter, lengths = self.tuner, self.meter, window.lengths
         meter.begin_window(is_searching=tuner.search.is_on)
         self.transaction.begin(window)
-        pieces = tuner.window(window.num_samples, lengths, plan)
+        # Of a window with fewer samples than ranks some have none.
+        is_empty = not window.num_samples
+        pieces = Attempt(tuner, 0, None, ()) if is_empty else tuner.window(window.num_samples, lengths, plan)
         # A reading of the clock waits for the device: only windows whose time is wanted pay for that.
         started = meter.now() if pieces.is_timed else None
         self._refusal = None
@@ -176,6 +180,9 @@ class Step:
         # The recovery is out here, where no exception is being handled: that would pin the frames of the failed
         # forward, and with them the very tensors that have to go.
         self._is_timed, self.examining_seconds = started is not None, 0.0
+        # What a rank waits for others is no part of how fast its plans are.
+        group = self.transaction.group
+        waited = 0.0 if group is None else group.waited_seconds
         while not isinstance(outcome := self._try(pieces, window), Gradient):
             self.transaction.roll_back()
             if isinstance(outcome, Failure):
@@ -183,9 +190,11 @@ class Step:
                 step = self.number + 1
                 patience = patience or Patience(self.limit, self._patience, self._emit, step=step, phase="training")
                 pieces = self._after(outcome, pieces, patience)
-            elif outcome.sizes:
+            elif outcome.sizes or not window.num_samples:
                 pieces = pieces.repeated(outcome.sizes)
             else:  # cut anew, for single samples do not do
+                if window.num_samples < 2 and self._refusal is not None:  # nor is there another on this rank
+                    raise joining.share_of_one(self.transaction.num_samples) from self._refusal.error
                 tuner.set_smallest(max(2, tuner.smallest))
                 pieces = tuner.window(window.num_samples, lengths)
         if self._refusal is not None:  # told now that two samples do
@@ -193,19 +202,22 @@ class Step:
             self._replanned(self._refusal.sizes, tuner.plan(window.num_samples, lengths), why)
             self._refusal = None
         # The tuner hears of the window before anything is said of it, and so before a callback can raise.
-        pieces.committed(outcome.sizes, None if started is None else meter.now() - started - self.examining_seconds)
+        if outcome.own:
+            aside = self.examining_seconds + (group.waited_seconds - waited if group is not None else 0.0)
+            pieces.committed(outcome.own, None if started is None else meter.now() - started - aside)
         peak_bytes = meter.end_window(is_searching=tuner.search.is_on, target_bytes=tuner.limits.target_bytes)
-        if peak_bytes is not None and not tuner.search.is_on:  # in a search trials keep the limit
+        if peak_bytes is not None and outcome.own and not tuner.search.is_on:  # in a search trials keep the limit
             if self.limit.is_enforced:  # the device refuses what passes it
-                tuner.ran_within(outcome.sizes, lengths, peak_bytes)
+                tuner.ran_within(outcome.own, lengths, peak_bytes)
             else:
-                self._keep_limit(outcome.sizes, lengths, peak_bytes)
+                self._keep_limit(outcome.own, lengths, peak_bytes)
         return outcome, pieces.replays
 
     def _try(self, pieces: Attempt, window: Window) -> Gradient | Repeat | Failure:
         """Run a window once."""
         number, signs = self.number + 1, self.transaction.signs
-        if number >= signs.next_look:
+        group = self.transaction.group
+        if number >= signs.next_look and (group is None or group.is_first):  # who looks for all of them
             self._examiner.begin_attempt(number, self.announcer.say_once)
         try:
             outcome = attempt(lambda: self._add_all(pieces))
@@ -220,7 +232,10 @@ class Step:
             cause = without_frames(error).refused
             self._refusal = Refusal(pieces.sizes or (1,) * window.num_samples, self.tuner.largest, cause)
             return Repeat(sizes=())
-        if isinstance(outcome, Gradient) and len(outcome.sizes) > 1 and signs.want_a_look(number, window.num_samples):
+        if group is not None and self.transaction.is_joined:
+            outcome = self._voted(group, outcome)
+        num_samples = getattr(window, "window_samples", window.num_samples)
+        if isinstance(outcome, Gradient) and len(outcome.sizes) > 1 and signs.want_a_look(number, num_samples):
             return self._examined(window, outcome)
         if not isinstance(outcome, RanOut):
             return outcome
@@ -239,7 +254,7 @@ class Step:
             pieces.fitted(reading)
             sizes.append(piece.size)
         # If it is the end of the window that does, the largest of them is what has to become smaller.
-        self._piece = piece._replace(size=max(sizes))
+        self._piece = self._piece._replace(size=max(sizes, default=0))
         outcome = self.transaction.finish()
         # Within the attempt, for to join them takes memory: where there is none, the window is run again.
         if self.transaction.outputs.are_there and isinstance(outcome, Gradient):
@@ -250,6 +265,12 @@ class Step:
             self._examiner.check_first(outcome)
         return outcome
 
+    def _voted(self, group: Group, outcome: Gradient | Repeat | RanOut) -> Gradient | Repeat | RanOut:
+        """Return what comes of a window for all ranks: where memory ran out on one, the others run it again too."""
+        # Between the two exchanges memory may run out on any rank, and all of them hold the same gradient or none.
+        is_done = all(group.exchange(not isinstance(outcome, RanOut)))
+        return outcome if is_done or isinstance(outcome, RanOut) else Repeat(sizes=self.transaction.own_sizes)
+
     def _examined(self, window: Window, gradient: Gradient) -> Gradient | Repeat:
         """Compare the gradient of a window that was cut with that of the whole, as far as a few samples tell.
 
@@ -258,8 +279,15 @@ class Step:
         now = self.meter.now if self._is_timed else clock.now
         started = now()
         room = self._room(max(gradient.sizes))
-        found = self._examiner.examine(window, gradient, self.number + 1, room, self.meter.aside)
-        self.examining_seconds += now() - started  # no part of what the window takes
+        group, whole = self.transaction.group, getattr(window, "whole", window)
+        waited = 0.0
+        if group is None:
+            found = self._examiner.examine(window, gradient, self.number + 1, room, self.meter.aside)
+        else:
+            waited = group.waited_seconds
+            found = self._examined_by_the_first(group, whole, gradient, room)
+            waited = group.waited_seconds - waited  # which is left out with all that is waited for
+        self.examining_seconds += now() - started - waited  # no part of what the window takes
         for event in found.events:
             if isinstance(event, Notice):
                 self.announcer.say_once(event)
@@ -267,9 +295,23 @@ class Step:
                 self._emit(event)
         if found.smallest > self.tuner.smallest:
             self.tuner.set_smallest(found.smallest)
-            if min(gradient.sizes) < found.smallest <= window.num_samples:
+            if min(gradient.sizes) < found.smallest <= whole.num_samples:
                 return Repeat(sizes=())
-        return Repeat(sizes=gradient.sizes) if found.again else gradient
+        return Repeat(sizes=gradient.own) if found.again else gradient
+
+    def _examined_by_the_first(self, group: Group, window: Window, gradient: Gradient, room: int) -> Examination:
+        """Have the first rank examine a window for all, which go by what it has found."""
+
+        def examined() -> tuple[Any, dict[str, Any]]:
+            found = self._examiner.examine(window, gradient, self.number + 1, room, self.meter.aside)
+            return found, self._examiner.state_dict()
+
+        # What is measured runs forwards of its own, in which no rank speaks to another.
+        found, state = group.from_first(examined)
+        if not group.is_first:
+            self._examiner.load_state_dict(state)
+            self.transaction.signs.have_changed = self.transaction.signs.has_suspects = False
+        return found  # type: ignore[no-any-return]
 
     def _room(self, largest: int) -> int:
         """Return how many samples there is room for at once, of which so many have just been run.

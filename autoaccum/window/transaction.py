@@ -29,16 +29,17 @@ from autoaccum.loss.hypotheses import OF_ONE, STATED, SUMS, Conclusion, Hypothes
 from autoaccum.loss.reductions import has_some, read_by, without_graph
 from autoaccum.loss.shared import Sharer
 from autoaccum.loss.stated import Computed
-from autoaccum.loss.terms import Count, Reduction
+from autoaccum.loss.terms import NOTHING, Count, Reduction
 from autoaccum.loss.values import Values
 from autoaccum.loss.weighting import Foresight, Seeds, Tally, conclude_by, counting_nothing, weighted_backward
 from autoaccum.memory.oom import insist
 from autoaccum.planning.attempts import Piece
+from autoaccum.ranks.group import Group
 from autoaccum.window import contributions
 from autoaccum.window.contributions import Parts
 from autoaccum.window.ending import Ending
-from autoaccum.window.gradient import Gradient, Gradients, Repeat, Signs, count_nodes
-from autoaccum.window.job import Job, is_slow_to_read
+from autoaccum.window.gradient import Gradient, Gradients, Repeat, Signs, count_nodes, nothing_counts
+from autoaccum.window.job import Forward, Job, is_slow_to_read
 from autoaccum.window.outputs import Outputs
 from autoaccum.window.precision import fresh_scaler
 from autoaccum.window.several import Several
@@ -47,15 +48,14 @@ from autoaccum.window.snapshot import Snapshot
 from autoaccum.window.state import State
 from autoaccum.window.terms import Terms
 
-Forward = Callable[[Any, int, int], torch.Tensor]
-"""(micro-batch, its samples, the window's samples) -> loss"""
-
-_NOTHING = Reduction(0.0)
-"""The reduction of a micro-batch without items."""
-
 
 class Transaction:
     """Adds micro-batches to the gradient of a window; commits by being finished, or rolls back."""
+
+    group: Group | None = None
+    """The ranks that share each window; None where there is one: see ``joining``."""
+    num_samples = property(lambda self: self._num_samples)
+    is_joined = False  # whether other ranks know what this one has computed: then what fails concerns all of them
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class Transaction:
             self._begun = self._found = self._state()
         self.is_open = True
         self._is_foretold = False
-        self._begin_anew(window.num_samples)
+        self._begin_anew(getattr(window, "window_samples", window.num_samples))  # of all ranks
 
     def _state(self) -> State:
         return State(self._job.modules, self._job.functions, self._job.device, self.trained())
@@ -167,7 +167,7 @@ class Transaction:
         return batch if self.sharing is None else self.sharing.alone(batch)
 
     def _begin_anew(self, num_samples: int = 0) -> None:
-        self._num_samples = num_samples
+        self._num_samples, self.is_joined = num_samples, False
         self._terms: Terms | None = None  # where each has a weight of its own
         if self.several.is_on or self.hypothesis not in OF_ONE:
             self._begin_terms()
@@ -229,7 +229,7 @@ class Transaction:
             if self._computed is not None:
                 self._take_outputs(piece.size)
             if loss is None:
-                reduction = _NOTHING
+                reduction = NOTHING
                 self._tally.weight(piece.size, 0.0)
                 self._losses.append(None)
             else:
@@ -278,7 +278,7 @@ class Transaction:
         if loss is None:
             terms.leave_out(size)
             self._losses.append(None)
-            self._reductions.append(_NOTHING)
+            self._reductions.append(NOTHING)
             return
         computed = self._computed or Computed(loss)
         self._take_outputs(size)
@@ -327,7 +327,7 @@ class Transaction:
             self._checks_gradient = True
             # Where some of its terms have items, it is they that are to be weighed by themselves.
             if not has_some(reduction):
-                reduction = _NOTHING
+                reduction = NOTHING
                 self._dropped.append(sum(self._sizes))
                 self.signs.have_changed = True  # that it counts nothing is a guess, which is to be measured
             self._tally.weight(num_samples, 0.0)
@@ -398,6 +398,7 @@ class Transaction:
 
     def finish(self) -> Gradient | Repeat:
         """Complete the gradient: correct it by the true count, unscale and clip it."""
+        self.own_sizes = own = tuple(self._sizes)  # of this rank
         ending = self._read_end()
         if self._terms is not None:
             return self._finish_terms(self._terms, ending)
@@ -406,24 +407,24 @@ class Transaction:
         counts = tally.read()
         if not any(counts) and self._dropped:  # all of them are not numbers: that is no count of theirs
             self.drops_nan = self.drops_gradients = False
-            return Repeat(sizes=sizes)
+            return Repeat(sizes=own)
         if not any(counts) and self._divided_by_zero is not None:  # in every micro-batch that has a loss
             raise self._divided_by_zero
         if not any(counts):
-            return Gradient(sizes=sizes, loss=torch.tensor(float("nan"), device="cpu"), grad_norm=None, items=0)
+            return nothing_counts(sizes, own)
         late = [index for index in tally.late_zeros() if self._losses[index] is not None]
         if late and not self._is_sound(ending):
-            return Repeat(sizes=sizes)
+            return Repeat(sizes=own)
         self._losses = [loss if count else None for loss, count in zip(self._losses, counts, strict=True)]
         losses = [micro_loss for micro_loss in self._losses if micro_loss is not None]
         found = conclude_by(self.hypothesis, self._job.reduction, self._sizes, self._reductions, is_doubtful)
         if found.kinds:
             self.several.propose(found.kinds, reductions)
-            return Repeat(sizes=sizes)
+            return Repeat(sizes=own)
         has_constants = len(sizes) > 1 and any(reduction.constants for reduction in reductions)
         if has_constants and any(self._is_sum(reduction) is not found.is_sum for reduction in reductions):
             self._has_sums = found.is_sum
-            return Repeat(sizes=sizes)
+            return Repeat(sizes=own)
         suspects: tuple[int, ...] = ()
         if len(sizes) > 1:
             self.signs.of_counts(sizes, counts, reductions)
@@ -435,6 +436,7 @@ class Transaction:
         self._foresight.see(tally.total(found.is_sum), self._num_samples, losses[0].dtype)
         return Gradient(
             sizes=sizes,
+            own=own,
             grad_norm=self._unscaled_and_clipped(correction, ending),
             loss=tally.loss(losses, found.is_sum),
             overflow=None if ending is None else ending.overflow(),
@@ -453,13 +455,14 @@ class Transaction:
         if not self._is_slow_to_read:
             return None
         ending = Ending(self._gradients)
-        if self._norms:
-            ending.want_whole(self.scaler)
-        if self.scaler is not None and any(loss is not None for loss in self._losses):
-            self.is_unscaled = True
-            ending.unscale(self.scaler, self._job.optimizer)
-        if self._clip_norm is not None or self._checks_gradient:
-            ending.want_norm()
+        if self.group is None:  # else it is that of a part, and is looked at when it is whole
+            if self._norms:
+                ending.want_whole(self.scaler)
+            if self.scaler is not None and any(loss is not None for loss in self._losses):
+                self.is_unscaled = True
+                ending.unscale(self.scaler, self._job.optimizer)
+            if self._clip_norm is not None or self._checks_gradient:
+                ending.want_norm()
         others = [other for other in (self._tally, self.outputs, self._terms) if other is not None]
         known = ending.read(self._losses, self._reductions, self._norms, others)
         if known is not None:
@@ -481,7 +484,7 @@ class Transaction:
         if not any(counting) and self._divided_by_zero is not None:
             raise self._divided_by_zero
         if not any(counting):
-            return Gradient(sizes=sizes, loss=torch.tensor(float("nan"), device="cpu"), grad_norm=None, items=0)
+            return nothing_counts(sizes, sizes)
         losses = [loss for loss in self._losses if loss is not None]
         # All that is wrong with a run of the window is found out at once, so that it is run once more and not thrice.
         is_wide = losses[0].dtype == torch.float64
@@ -497,6 +500,7 @@ class Transaction:
         parts, noise = self._parts(counting, False, 1.0, ending)
         return Gradient(
             sizes=sizes,
+            own=sizes,
             grad_norm=self._unscaled_and_clipped(1.0, ending),
             overflow=None if ending is None else ending.overflow(),
             loss=terms.loss().detach(),
@@ -555,9 +559,7 @@ class Transaction:
         self._gradients.drop()
 
     def roll_back(self) -> None:
-        """Undo the window as if it had never run: gradients, buffers, random states, scaler. It may then run again.
-
-        It may be done twice, as where the first time was broken off.
+        """Undo the window as if it had never run: gradients, buffers, random states, scaler. It may be done twice.
 
         Raises:
             MemoryLimitError: memory ran out in this, too.

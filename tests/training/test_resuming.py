@@ -587,6 +587,8 @@ NOT_KEPT = {
     "Transaction._is_foretold": "of the window that runs",
     "Seeds._seeds": "a cache of constants",
     "History._fitted": "made again of the trials",
+    "Trainer._wish": "why the first process ended",
+    "Transaction.own_sizes": "of the window that runs",
     "Step.examining_seconds": "of the window that runs",
     "Examiner._number": "of the window that runs",
     "Limit.bytes": "the limit of each process",

@@ -1,0 +1,58 @@
+"""What ranks tell of their micro-batches, joined as if it were one's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from autoaccum.errors import ArgumentError
+from autoaccum.loss.terms import Reduction
+from autoaccum.loss.weighting import Tally
+from autoaccum.window.joining import Told, join, told
+
+
+def of_rank(guess: float, sizes: tuple[int, ...], **given: Any) -> Told:
+    nothing: dict[str, Any] = {"late": (), "dropped": (), "norms": {}, "outputs": {}, "has_changed": False}
+    of_sizes = {
+        "reductions": [Reduction(float(size)) for size in sizes],
+        "losses": [torch.tensor(float(size)) for size in sizes],
+        "counts": [float(size) for size in sizes],
+        "have_gradients": [bool(sizes), False],
+    }
+    return Told(num_samples=8, sizes=sizes, guess=guess, **{**nothing, **of_sizes, **given})
+
+
+def test_micro_batches_come_one_ranks_after_the_others() -> None:
+    first = of_rank(8.0, (2, 1), dropped=(2,), late=(1,), norms={1: torch.tensor(3.0)})
+    second = of_rank(4.0, (5,), dropped=(0,), late=(0,), norms={0: torch.tensor(3.0)}, has_changed=True)
+    joined = join([first, second], 8)
+    assert joined.sizes == [2, 1, 5]
+    assert joined.tally.read() == [2.0, 1.0, 5.0]
+    assert joined.dropped == [2, 3]
+    assert joined.tally.late == [1, 2]
+    assert joined.have_gradients == [True, False]
+    assert joined.has_changed
+
+
+def test_the_first_guess_stands_for_all() -> None:
+    """What others have weighed by another is told in its units: gradients by ``add_up``, norms here."""
+    nothing, one, other = of_rank(0.0, ()), of_rank(8.0, (3,)), of_rank(4.0, (5,), norms={0: torch.tensor(3.0)})
+    joined = join([nothing, one, other], 8)
+    assert joined.tally.guess == 8.0
+    assert joined.norms == {1: torch.tensor(1.5)}
+    assert joined.tally.correction(is_sum=False) == 1.0
+
+
+def test_windows_that_are_not_the_same_are_refused() -> None:
+    with pytest.raises(ArgumentError, match=r"asked for \[8, 9\] samples"):
+        join([of_rank(8.0, (8,)), replace(of_rank(8.0, (8,)), num_samples=9)], 8)
+
+
+def test_sparse_gradients_are_refused() -> None:
+    p = torch.ones(3, requires_grad=True)
+    p.grad = torch.ones(3).to_sparse()
+    with pytest.raises(ArgumentError, match="dense gradients"):
+        told([p], Tally(3, deferred=False))
