@@ -171,11 +171,12 @@ class Group:
         started = clock.now()
         try:
             collective()
-        except (
-            RuntimeError
-        ) as error:  # of gloo and NCCL alike: a connection that was closed, or half an hour of nothing
+        except RuntimeError as error:  # of gloo and NCCL alike
             self._is_over = True
             raise RankError(None, str(error).splitlines()[0]) from error
+        except BaseException:  # Ctrl-C: this rank has left what others are in, and can take part in nothing else
+            self._is_over = True
+            raise
         finally:
             self.waited_seconds += clock.now() - started
 

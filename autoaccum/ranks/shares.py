@@ -15,6 +15,11 @@ def own_share(num_samples: int, group: Group) -> int:
     return near_equal(num_samples, group.size)[group.rank]
 
 
+def of_all_ranks(window: Window) -> Window:
+    """Return the window that a share is of; one that is not shared is all of it."""
+    return window.whole if isinstance(window, Share) else window
+
+
 class Share:
     """A stretch of a window, which is a window itself for the rank that computes it; it may be empty."""
 
@@ -27,11 +32,6 @@ class Share:
         self.num_samples = shares[rank]
         """The samples of this one."""
         self._start = sum(shares[:rank])
-
-    @property
-    def window_samples(self) -> int:
-        """Return the samples of all ranks."""
-        return self.whole.num_samples
 
     @property
     def lengths(self) -> Sequence[int] | None:

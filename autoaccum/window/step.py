@@ -25,6 +25,7 @@ from autoaccum.planning.costs import prediction_error
 from autoaccum.planning.cuts import Lengths, cut
 from autoaccum.planning.tuner import Tuner
 from autoaccum.ranks.group import Group
+from autoaccum.ranks.shares import of_all_ranks
 from autoaccum.window import joining, notices, single_samples
 from autoaccum.window.advice import advised
 from autoaccum.window.announcer import Announcer
@@ -194,7 +195,7 @@ class Step:
                 pieces = pieces.repeated(outcome.sizes)
             else:  # cut anew, for single samples do not do
                 if window.num_samples < 2 and self._refusal is not None:  # nor is there another on this rank
-                    raise joining.share_of_one(self.transaction.num_samples) from self._refusal.error
+                    raise joining.share_of_one(of_all_ranks(window).num_samples) from self._refusal.error
                 tuner.set_smallest(max(2, tuner.smallest))
                 pieces = tuner.window(window.num_samples, lengths)
         if self._refusal is not None:  # told now that two samples do
@@ -234,8 +235,8 @@ class Step:
             return Repeat(sizes=())
         if group is not None and self.transaction.is_joined:
             outcome = self._voted(group, outcome)
-        num_samples = getattr(window, "window_samples", window.num_samples)
-        if isinstance(outcome, Gradient) and len(outcome.sizes) > 1 and signs.want_a_look(number, num_samples):
+        of_all = of_all_ranks(window).num_samples
+        if isinstance(outcome, Gradient) and len(outcome.sizes) > 1 and signs.want_a_look(number, of_all):
             return self._examined(window, outcome)
         if not isinstance(outcome, RanOut):
             return outcome
@@ -279,7 +280,7 @@ class Step:
         now = self.meter.now if self._is_timed else clock.now
         started = now()
         room = self._room(max(gradient.sizes))
-        group, whole = self.transaction.group, getattr(window, "whole", window)
+        group, whole = self.transaction.group, of_all_ranks(window)
         waited = 0.0
         if group is None:
             found = self._examiner.examine(window, gradient, self.number + 1, room, self.meter.aside)

@@ -35,6 +35,7 @@ from autoaccum.loss.weighting import Foresight, Seeds, Tally, conclude_by, count
 from autoaccum.memory.oom import insist
 from autoaccum.planning.attempts import Piece
 from autoaccum.ranks.group import Group
+from autoaccum.ranks.shares import of_all_ranks
 from autoaccum.window import contributions
 from autoaccum.window.contributions import Parts
 from autoaccum.window.ending import Ending
@@ -54,7 +55,6 @@ class Transaction:
 
     group: Group | None = None
     """The ranks that share each window; None where there is one: see ``joining``."""
-    num_samples = property(lambda self: self._num_samples)
     is_joined = False  # whether other ranks know what this one has computed: then what fails concerns all of them
 
     def __init__(
@@ -142,7 +142,7 @@ class Transaction:
             self._begun = self._found = self._state()
         self.is_open = True
         self._is_foretold = False
-        self._begin_anew(getattr(window, "window_samples", window.num_samples))  # of all ranks
+        self._begin_anew(of_all_ranks(window).num_samples)
 
     def _state(self) -> State:
         return State(self._job.modules, self._job.functions, self._job.device, self.trained())

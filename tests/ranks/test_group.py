@@ -136,6 +136,19 @@ class TestAlone:
         assert own_device() is None
 
 
+def test_a_rank_that_has_left_what_others_are_in_speaks_no_more() -> None:
+    """As by Ctrl-C: what it told would be taken for what they are in."""
+    left = Group.__new__(Group)
+    left.waited_seconds, left._is_over = 0.0, False
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        left._heard(interrupted)
+    left.fail(KeyboardInterrupt())  # which would need what this group has not got
+
+
 def test_a_group_is_that_of_a_process_group_that_is_there() -> None:
     assert launch(of_the_users, 2) == [(0, 2, True), (1, 2, True)]
 

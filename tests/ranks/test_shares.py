@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from autoaccum.ranks.shares import Share
+from autoaccum.ranks.shares import Share, of_all_ranks
 
 
 class Counted:
@@ -29,7 +29,7 @@ def test_shares_are_near_equal_and_together_the_window(num_samples: int, size: i
     sizes = [share.num_samples for share in shares]
     assert max(sizes) - min(sizes) <= 1
     assert [row for share in shares for row in share.micro_batch(0, share.num_samples)] == list(range(num_samples))
-    assert {share.window_samples for share in shares} == {num_samples}
+    assert {of_all_ranks(share).num_samples for share in shares} == {num_samples}
 
 
 def test_positions_are_those_of_the_share() -> None:
