@@ -25,7 +25,7 @@ from autoaccum.planning.budget import Budget
 from autoaccum.planning.plans import Plan
 from autoaccum.planning.schedules import Progress, Schedule, schedule_of
 from autoaccum.ranks.group import is_launched, join, own_device
-from autoaccum.ranks.shares import Share, of_all_ranks, own_share
+from autoaccum.ranks.shares import Share, own_share
 from autoaccum.reporting import ProgressBar
 from autoaccum.runs.directory import RunDirectory
 from autoaccum.training import notices, saving, setup, together
@@ -344,11 +344,12 @@ class Trainer:
 
     def _train(self, window: Window, asked: int) -> None:
         """Run one window: its gradient, the optimizer's step, the report."""
+        num_there = window.num_samples
         if self._group is not None:
             # A window's random numbers are those of its rank, however many were drawn in windows before.
             together.seed(self._group, self._arguments.seed, self.step)
             window = Share(window, self._group.rank, self._group.size)
-        num_asked, num_there = self._own_samples(asked), of_all_ranks(window).num_samples
+        num_asked = self._own_samples(asked)
         # Not sooner, for past runs are known by the shapes of their data, and these by the first window.
         if self.step == 0 and self._cache is not None:
             self._cache.recall(window, self._tuner, self.memory.used())

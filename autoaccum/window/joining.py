@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 
+from autoaccum.data.base import Window
 from autoaccum.errors import ArgumentError
 from autoaccum.loss.terms import Reduction
 from autoaccum.loss.weighting import Tally
 from autoaccum.ranks.group import Group, undisturbed
+from autoaccum.ranks.shares import of_all_ranks
 from autoaccum.window.job import Job
 from autoaccum.window.terms import Terms
 from autoaccum.window.transaction import Transaction
@@ -119,6 +121,11 @@ class SharedTransaction(Transaction):
         """Set up for a group; ``options`` are those of ``Transaction``."""
         super().__init__(job, **options)
         self.group = self._group = group
+
+    def begin(self, window: Window) -> None:
+        """Begin a window, of which a share was passed."""
+        super().begin(window)
+        self._begin_anew(of_all_ranks(window).num_samples)
 
     def _read_end(self) -> None:
         """Join what all ranks have run of the window, gradients too: from here on each of them has the same."""

@@ -235,7 +235,7 @@ class Step:
             return Repeat(sizes=())
         if group is not None and self.transaction.is_joined:
             outcome = self._voted(group, outcome)
-        of_all = of_all_ranks(window).num_samples
+        of_all = window.num_samples if group is None else of_all_ranks(window).num_samples
         if isinstance(outcome, Gradient) and len(outcome.sizes) > 1 and signs.want_a_look(number, of_all):
             return self._examined(window, outcome)
         if not isinstance(outcome, RanOut):

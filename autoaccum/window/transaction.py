@@ -35,7 +35,6 @@ from autoaccum.loss.weighting import Foresight, Seeds, Tally, conclude_by, count
 from autoaccum.memory.oom import insist
 from autoaccum.planning.attempts import Piece
 from autoaccum.ranks.group import Group
-from autoaccum.ranks.shares import of_all_ranks
 from autoaccum.window import contributions
 from autoaccum.window.contributions import Parts
 from autoaccum.window.ending import Ending
@@ -142,7 +141,7 @@ class Transaction:
             self._begun = self._found = self._state()
         self.is_open = True
         self._is_foretold = False
-        self._begin_anew(of_all_ranks(window).num_samples)
+        self._begin_anew(window.num_samples)
 
     def _state(self) -> State:
         return State(self._job.modules, self._job.functions, self._job.device, self.trained())
