@@ -65,6 +65,11 @@ def of_reduction(reduction: object) -> None:
         one_of("reduction", reduction, ("mean", "sum"))
 
 
+def of_balance(balance: object) -> None:
+    """Raise unless windows are shared out in a way that there is."""
+    one_of("balance", balance, ("equal", "speed"))
+
+
 def of_state(state: object) -> None:
     """Check how often state moves."""
     one_of("state", state, ("micro-batch", "window"))

@@ -538,7 +538,7 @@ class AlreadyRunningError(AutoaccumError, RuntimeError):
 
 
 class RankError(AutoaccumError, RuntimeError):
-    """Another rank of the same run has ended by an error, or is gone; ``rank`` is its number, where that is known."""
+    """A rank of the same run, mostly another one, has failed or is gone; ``rank`` is its number, where it is known."""
 
     def __init__(self, rank: int | None, reason: str) -> None:
         self.rank = rank

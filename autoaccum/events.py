@@ -213,6 +213,24 @@ class Verified:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Shared:
+    """What each of several ranks has done: at the end of each epoch, and when windows are shared out anew."""
+
+    # By rank, from rank 0 on. Seconds are those since the last such event.
+
+    step: int
+    micro_batches: tuple[tuple[int, ...], ...]
+    """How each cut its part of the last full window, or of the largest where there was none."""
+    peak_bytes: tuple[int, ...]
+    """The most that each had in use at once, as of its last reading."""
+    limit_bytes: tuple[int, ...]
+    busy_seconds: tuple[float, ...]
+    """Wall time of each in forwards and backwards, replays included."""
+    waited_seconds: tuple[float, ...]
+    """Wall time of each in collectives, most of it waiting for the others."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Saved:
     """A checkpoint was taken: it is on the disk before the next one is taken, and when the run has ended."""
 
@@ -263,6 +281,7 @@ Event = (
     | StepSkipped
     | Notice
     | Verified
+    | Shared
     | Saved
     | Resumed
     | Finished

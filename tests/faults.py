@@ -10,6 +10,12 @@ import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
+def sizes(*often: int) -> pytest.MarkDecorator:
+    """Parametrize a test with ``size``, a number of ranks: these, and others up to 4 behind ``slow``."""
+    others = [pytest.param(size, marks=pytest.mark.slow) for size in (2, 3, 4) if size not in often]
+    return pytest.mark.parametrize("size", [*often, *others])
+
+
 def strides(stride: int) -> pytest.MarkDecorator:
     """Parametrize a test with ``stride``: as given, and 1, which takes minutes, behind ``slow``."""
     return pytest.mark.parametrize("stride", [stride, pytest.param(1, id="every operation", marks=pytest.mark.slow)])

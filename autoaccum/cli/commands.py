@@ -141,6 +141,7 @@ def _sweep(
 ) -> int:
     """Run trials, as many as the study lacks, and print what they have come to."""
     from autoaccum._checks import positive_int
+    from autoaccum.ranks.group import speaks
     from autoaccum.sweeps.studies import best_trials, totals
     from autoaccum.sweeps.sweep import sweep
 
@@ -152,7 +153,7 @@ def _sweep(
             print("interrupted: the same command goes on", file=sys.stderr)
             return 4
     found = totals(study)  # of all processes that have worked on it
-    if json:
+    if speaks() and json:  # the first rank for all
         trials_of = [
             {
                 "number": trial.number,
@@ -165,7 +166,7 @@ def _sweep(
         ]
         best = [trial.number for trial in best_trials(study)]
         print_json({"study": study.study_name, **found, "best": best, "trials": trials_of})
-    else:
+    elif speaks():
         print("\n".join(study_lines(best_trials(study), found)))
     # Trials that do not fit are pruned, so the study has ended well; but nothing was learnt from it.
     if found["finished"] and found["not_fitting"] == found["finished"]:

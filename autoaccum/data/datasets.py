@@ -181,7 +181,12 @@ class DatasetSource:
             next_batch = self._read_by_workers(epoch, start, keys, plan_at, reread, self._reader)
             is_cuttable = self._collate is default_collate
             return Pieces(next_batch, form=BATCHES, cuttable=is_cuttable, lasting=True, **shared)
-        return Pieces(next_items, form=items_form(collate), **shared)
+
+        def skip_to(there: int) -> None:
+            nonlocal position
+            position = there
+
+        return Pieces(next_items, form=items_form(collate), skip_to=skip_to, **shared)
 
     def _read_by_workers(
         self,

@@ -93,6 +93,7 @@ class Pieces:
         length_of_batch: Callable[[Any, int], int | None] | None = None,
         start: int = 0,
         lasting: bool = False,
+        skip_to: Callable[[int], None] | None = None,
     ) -> None:
         """Set up.
 
@@ -109,9 +110,11 @@ class Pieces:
                 are alike.
             start: position in the pass of the first sample that comes.
             lasting: whether nobody else writes to the pieces, as nobody does to what workers have sent.
+            skip_to: (position) -> lets the next piece begin there; None where all have to be read.
         """
         self._next_piece = next_piece
         self._lasting = lasting
+        self._skip_to = skip_to
         self._form = form
         self._device = device
         self._num_samples = num_samples
@@ -147,6 +150,7 @@ class Pieces:
 
     def batch(self, start: int, stop: int) -> Any:
         """Return the samples of positions ``start`` to ``stop``, on the device."""
+        self._pass_over(start)
         if not self._read_until(stop, stop - start):
             raise DataError(f"data: it promised {self._num_samples} samples and ended after {self._arrived}.")
         first = bisect_right(self._kept, start, key=attrgetter("stop"))
@@ -171,9 +175,14 @@ class Pieces:
 
     def samples(self, positions: Sequence[int]) -> Any:
         """Return the samples at those positions of the pass as one batch, on the host."""
-        self._read_until(max(positions) + 1, 1)
+        first, last = min(positions), max(positions)
+        # Some few of a window that other ranks have read are not worth all that lies between them.
+        are_few = self._skip_to is not None and last >= self._arrived and len(positions) <= last - first
+        if not are_few:
+            self._pass_over(first)
+            self._read_until(last + 1, 1)
         # Dropped ones, and those that workers have padded for another batch, are read anew.
-        if not (self._cuttable and self._kept and min(positions) >= self._kept[0].start):
+        if are_few or not (self._cuttable and self._kept and min(positions) >= self._kept[0].start):
             assert self._reread is not None
             return self._reread(positions)
         parts = []
@@ -181,6 +190,13 @@ class Pieces:
             piece = self._kept[bisect_right(self._kept, position, key=attrgetter("stop"))]
             parts.append(self._part(piece, position, position + 1))
         return self._form.finish(self._form.join(parts))
+
+    def _pass_over(self, position: int) -> None:
+        """Leave out what lies before a position and has not been read: it is of other ranks."""
+        if self._skip_to is not None and position > self._arrived:
+            self._drop(len(self._kept))  # which has no gaps; what is asked for again is reread
+            self._skip_to(position)
+            self._arrived = position
 
     def _part(self, piece: _Piece, start: int, stop: int) -> Any:
         """Return what lies between two positions of a piece."""

@@ -50,6 +50,15 @@ class Tally:
         tally._counts, tally._late = list(counts), list(late)
         return tally
 
+    def absorb(self, other: Tally) -> None:
+        """Add the micro-batches of another rank, all of whose counts have been read."""
+        before = len(self._counts)
+        self._counts += other._counts
+        self._late += [before + index for index in other._late]
+        # Weighed by different guesses they do not add up: there is none that would be right for all of them.
+        if other._guess and self._guess != other._guess:
+            self._guess = math.nan if self._guess else other._guess
+
     @property
     def late(self) -> list[int]:
         """Return the micro-batches whose count is read at the end."""

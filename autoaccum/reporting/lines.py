@@ -15,6 +15,7 @@ from autoaccum.events import (
     Replanned,
     Resumed,
     Saved,
+    Shared,
     Started,
     StepReport,
     StepSkipped,
@@ -150,12 +151,25 @@ def line(event: Event) -> str | None:
         )
     if isinstance(event, Verified):
         return verified_text(event)
+    if isinstance(event, Shared):
+        return shared_text(event)
     if isinstance(event, Saved):
         return f"step {event.step}: saved {event.path} in {event.seconds:.2f} s"
     if isinstance(event, Resumed):
         return f"step {event.step}: resumed from {event.checkpoint}, {counted(event.num_samples, 'sample')} in"
     # What is left is said by the bar, by the next re-plan or in the summary.
     return str(event) if isinstance(event, Notice) else None
+
+
+def shared_text(event: Shared) -> str:
+    """Return how a window was shared out among ranks, and how long they have waited for each other, as a text."""
+    parts = [sum(sizes) for sizes in event.micro_batches]
+    both = zip(event.busy_seconds, event.waited_seconds, strict=True)
+    waited = [wait / max(busy + wait, 1e-9) for busy, wait in both]
+    # Of thousands of ranks only the extremes are worth a line; records have all of them.
+    shown = " + ".join(map(str, parts)) if len(parts) <= SHOWN else f"{min(parts)} to {max(parts)} samples each"
+    share = f"{min(waited):.0%} to {max(waited):.0%}"
+    return f"step {event.step}: {len(parts)} ranks: {shown}; they waited {share} of the time"
 
 
 def verified_text(event: Verified) -> str:

@@ -127,6 +127,7 @@ def _one(run: Run, facts: Facts, figures: str) -> str:
         _plans(run),
         _notices(run),
         _measurements(run),
+        _ranks(run),
         _folded("Configuration", run.config),
         _folded("Environment", run.environment),
     ]
@@ -151,7 +152,7 @@ def _several(runs: Sequence[Run], facts: Sequence[Facts], labels: Sequence[str],
     ]
     for run, one, label in zip(runs, facts, labels, strict=True):
         answers = "".join(f"<p><b>{escaped(a.question)}</b> {escaped(a.text)}</p>" for a in one.answers)
-        plans = _plans(run) + _notices(run) + _measurements(run)
+        plans = _plans(run) + _notices(run) + _measurements(run) + _ranks(run)
         parts.append(
             f"<details><summary>{escaped(label)}</summary><p>{escaped(_what(one))}</p>{answers}{plans}</details>"
         )
@@ -232,6 +233,25 @@ def _measurements(run: Run) -> str:
         rows.append([number_cell(int(step)), *cells])
     heads = ("step", "the loss, by", "the gradient is off", "most in", "measured on")
     return f"<h2>Cut windows and whole ones</h2>\n{html_table(heads, rows, numbers={0})}" if rows else ""
+
+
+def _ranks(run: Run) -> str:
+    """Return the table of what each of several ranks had of a window, and how long it has waited for the others."""
+    shared = run.events["Shared"]
+    if not len(shared["step"]):
+        return ""
+    rows = []
+    for rank, sizes in enumerate(shared["micro_batches"][-1]):
+        # Plans and memory as they are in the end; seconds of the whole run, which may have gone on with other ranks.
+        busy, waited = (
+            sum(seconds[rank] for seconds in shared[field] if rank < len(seconds))
+            for field in ("busy_seconds", "waited_seconds")
+        )
+        memory = (format_bytes(shared[field][-1][rank]) for field in ("peak_bytes", "limit_bytes"))
+        cells = [number_cell(rank), number_cell(sum(sizes)), escaped(cut_text(sizes) if sizes else "-")]
+        rows.append([*cells, *map(escaped, memory), *map(escaped, map(format_seconds, (busy, waited)))])
+    heads = ("rank", "samples of a window", "micro-batches", "peak", "limit", "computed", "waited")
+    return f"<h2>Ranks</h2>\n{html_table(heads, rows, numbers={0, 1})}"
 
 
 _VERIFIED = ("step", "hypothesis", "error", "tolerance", "tensor", "samples", "cuts")

@@ -211,7 +211,7 @@ def value_of(value: Any, kind: Any) -> Any:
             return {name: read(entry) for name, entry in value.items()}
         except RecursionError:
             raise ValueError("lists in lists without end are not a value of a tensor") from None
-    if get_origin(kind) is tuple and get_origin(get_args(kind)[0]) is tuple:
+    if get_origin(kind) is tuple and get_args(kind)[0] is not int:
         if not isinstance(value, list):
             raise ValueError(f"{value!r} is not a value of {kind}")
         return tuple(value_of(entry, get_args(kind)[0]) for entry in value)

@@ -20,6 +20,7 @@ from autoaccum.data.splits import SplitLike
 from autoaccum.errors import ArgumentError, ArgumentTypeError
 from autoaccum.loss.stated import CountItems, Reducing
 from autoaccum.memory.limit import MemoryLimit
+from autoaccum.ranks.balance import Balance
 from autoaccum.sweeps import spaces, storages
 from autoaccum.training.alone import Ranks
 from autoaccum.training.declarations import Checked, arguments, arguments_of, check, option, values_of
@@ -63,6 +64,7 @@ class PassedOn(TypedDict, total=False):
     compile: bool
     device: str | torch.device | None
     ranks: Ranks
+    balance: Balance
     shuffle: bool
     drop_last: bool
     collate_fn: Callable[[list[Any]], Any] | None

@@ -15,6 +15,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -30,12 +31,13 @@ from autoaccum._checks import positive_int
 from autoaccum.errors import ArgumentError, AutoaccumError, AutoaccumWarning
 from autoaccum.sweeps import spaces
 from autoaccum.sweeps.claims import FINISHED, Claims, directory_of
+from autoaccum.sweeps.crew import Crew, crew_of
 from autoaccum.sweeps.objective import Objective
 from autoaccum.sweeps.options import Arguments, PassedOn, Recipe, SweepArguments, of_sampler
 from autoaccum.sweeps.storages import answering, open_storage
-from autoaccum.sweeps.trial import Interrupted, run_trial, trained_by
+from autoaccum.sweeps.trial import Interrupted, ending_of, follow_trial, run_trial, trained_by
 from autoaccum.training import recipes
-from autoaccum.training.alone import refuse_ranks
+from autoaccum.training.declarations import Checked
 
 
 # Its parameters, their texts, and those passed on, are written by tests/write_signatures.py.
@@ -64,6 +66,9 @@ def sweep(
     The same call again, in another process too, goes on with the study until it has ``num_trials`` finished trials. A
     process that is killed leaves its trial to the next, which goes on from its checkpoint. Ctrl-C ends it so, after the
     window.
+
+    Under torchrun each trial is a ``fit`` of all ranks. The first one alone asks the study, and has its storage and
+    directory; the others return a copy of it.
 
     What the recipe's function has a parameter for is passed to it, everything else to ``fit``. So a recipe that makes
     its own optimizer is ``def recipe(lr)``, and one with a width to search for ``def recipe(width)``.
@@ -121,7 +126,12 @@ def sweep(
 def _sweep(given: SweepArguments) -> optuna.Study:
     """Run trials until the study has as many as were asked for, as one of the processes that do."""
     checked = given.check()
-    refuse_ranks(given.fit_arguments.get("ranks", "together"), "sweep")
+    crew = crew_of(given.fit_arguments.get("ranks", "together"), given.jobs)
+    with nullcontext() if crew is None else crew.telling():
+        return _swept(given, checked, crew)
+
+
+def _swept(given: SweepArguments, checked: Checked, crew: Crew | None) -> optuna.Study:
     recipe, storage, num_trials = given.recipe, given.storage, given.num_trials
     metrics, directions = checked[spaces.metrics]
     # A sampler, or what makes one of a seed: that is called for each trial, so that every process draws otherwise.
@@ -145,6 +155,9 @@ def _sweep(given: SweepArguments) -> optuna.Study:
         if given.sampler == "grid":
             spaces.check_grid(objective.distributions)
         gc.collect()  # what was made of a first draw refers to itself
+        if crew is not None and not crew.is_first:
+            with _quiet():
+                return crew.follow(partial(follow_trial, objective), ending_of)
         path = directory_of(name) if given.directory is None else Path(given.directory)
         claims = Claims(path, num_trials, given.seed)
 
@@ -173,8 +186,10 @@ def _sweep(given: SweepArguments) -> optuna.Study:
                     with claims.next(study, None if isinstance(sampling, BaseSampler) else sampling) as trial:
                         if trial is None:  # the study has what it is to end with
                             break
-                        run_trial(objective, study, trial, claims.folder(trial), _is_wanted)
+                        run_trial(objective, study, trial, claims.folder(trial), _is_wanted, crew)
                     _show(bar, study)
+            if crew is not None:
+                crew.end(study)
         if others := claims.elsewhere(study):
             numbers = ", ".join(str(trial.number) for trial in others)
             warnings.warn(
@@ -182,7 +197,7 @@ def _sweep(given: SweepArguments) -> optuna.Study:
                 f"trials until they end. Run the same command there, or give up one by study.tell({others[0].number}, "
                 f"state=optuna.trial.TrialState.FAIL) and run it here.",
                 AutoaccumWarning,
-                stacklevel=3,  # where sweep was called
+                stacklevel=4,  # where sweep was called
             )
         return study
 

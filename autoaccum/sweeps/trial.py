@@ -34,17 +34,24 @@ from autoaccum.errors import (
 from autoaccum.events import Finished, OutOfMemory, Record, Resumed, StepReport, Validated
 from autoaccum.memory.oom import is_out_of_memory
 from autoaccum.sweeps.claims import SEED
-from autoaccum.sweeps.draw import cause_of, set_seed
+from autoaccum.sweeps.crew import Crew, EndedElsewhere, Order
+from autoaccum.sweeps.draw import cause_of, chosen_by, set_seed
 from autoaccum.sweeps.objective import Objective
 from autoaccum.sweeps.options import Arguments
 from autoaccum.sweeps.spaces import MINIMISED
+from autoaccum.training.result import FitResult
 from autoaccum.training.trainer import Trainer
 
 
 def run_trial(
-    objective: Objective, study: optuna.Study, trial: Trial, folder: Path, is_wanted: Callable[[], bool]
+    objective: Objective,
+    study: optuna.Study,
+    trial: Trial,
+    folder: Path,
+    is_wanted: Callable[[], bool],
+    crew: Crew | None = None,
 ) -> None:
-    """Run a trial to its end, for as long as it ``is_wanted``.
+    """Run a trial to its end, for as long as it ``is_wanted``, with the ranks of a ``crew`` where there is one.
 
     Raises:
         Interrupted: a signal came first; the trial has its checkpoint and is still a running one.
@@ -52,34 +59,49 @@ def run_trial(
     # Only the text is kept: the error's frames hold the trial's model, until the except clause is left.
     text = ""
     try:
-        _run(objective, study, trial, folder, is_wanted, resume="auto")
+        _run(objective, study, trial, folder, is_wanted, crew, resume="auto")
     except CheckpointCorruptError as error:
         text = f"Trial {trial.number} cannot be gone on with, and begins anew: {error}"
     gc.collect()  # a run refers to itself, and the next needs its memory
     if text:
         warnings.warn(text, AutoaccumWarning, stacklevel=2)
-        _run(objective, study, trial, folder, is_wanted, resume=False)
+        _run(objective, study, trial, folder, is_wanted, crew, resume=False)
         gc.collect()
 
 
 def _run(
-    objective: Objective, study: optuna.Study, trial: Trial, folder: Path, is_wanted: Callable[[], bool], *, resume: Any
+    objective: Objective,
+    study: optuna.Study,
+    trial: Trial,
+    folder: Path,
+    is_wanted: Callable[[], bool],
+    crew: Crew | None,
+    *,
+    resume: Any,
 ) -> None:
-    seed = trial.user_attrs[SEED]
-    set_seed(seed)  # for the recipe: fit does it again, once the model is there
+    order = Order(trial.number, trial.params, trial.user_attrs[SEED], folder, resume)
     # What becomes of it unless it turns out to be complete; an error that is none of the trial's never gets to _tell.
-    trainer, values, state = None, None, TrialState.PRUNED
+    trainer: Trainer | None = None
+    values, state = None, TrialState.PRUNED
     noted: Arguments = {}
-    try:
-        # One checkpoint is enough to go on from, and a sweep has many trials; a recipe may say otherwise.
-        arguments = {"keep_checkpoints": 1, **objective.arguments(trial)}
-        arguments |= {"seed": seed, "run_dir": folder, "resume": resume, "progress": False}
+
+    def train() -> tuple[Trainer, FitResult, _Reporter]:
+        nonlocal trainer
+        arguments = _arguments(objective, trial, order)
         reporter = _Reporter(trial, objective.metrics, arguments["validate_every"], arguments["samples"], is_wanted)
         arguments["callbacks"] = [*arguments.get("callbacks", ()), reporter]
-        objective.check_new(arguments)
-        trainer = Trainer(**arguments)
-        objective.check_data(_data(trainer))
-        result = trainer.fit()
+        trainer = made = _trainer(objective, arguments)  # known out there where its fit ends by an error, too
+        return made, made.fit(), reporter
+
+    try:
+        if crew is None:
+            done, result, reporter = train()
+        else:
+            # Chosen before other ranks hear of it, for they have no study to ask.
+            set_seed(order.seed)
+            chosen_by(trial, objective.lr, objective.effective_batch, objective.search_space)
+            crew.announce(order._replace(params=trial.params))
+            done, result, reporter = crew.train(train, ending_of)
         last = result.events[-1]
         if reporter.is_orphan or (isinstance(last, Finished) and last.reason == "interrupted"):
             raise Interrupted
@@ -89,7 +111,7 @@ def _run(
         elif isinstance(last, Finished) and last.reason == "stopped" and not reporter.is_pruned:
             noted = {"stopped": True}  # with fewer samples than those it would be compared with
         elif validations and not reporter.is_pruned:
-            facts = _facts(trainer)
+            facts = _facts(done)
             found = {"seconds": facts["seconds"], "samples": facts["num_samples"]}
             found |= {name: _reported(validations[-1], name) for name in objective.metrics if name not in found}
             state, values = TrialState.COMPLETE, [found[name] for name in objective.metrics]
@@ -115,8 +137,43 @@ def _run(
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
 
 
+def _arguments(objective: Objective, trial: Trial, order: Order) -> Arguments:
+    """Return the arguments of ``fit`` for a trial."""
+    set_seed(order.seed)  # for the recipe: fit does it again, once the model is there
+    # One checkpoint is enough to go on from, and a sweep has many trials; a recipe may say otherwise.
+    arguments = {"keep_checkpoints": 1, **objective.arguments(trial)}
+    return arguments | {"seed": order.seed, "run_dir": order.folder, "resume": order.resume, "progress": False}
+
+
+def _trainer(objective: Objective, arguments: Arguments) -> Trainer:
+    """Return what trains by these arguments, once it is seen that the trial can be compared with others."""
+    objective.check_new(arguments)
+    trainer = Trainer(**arguments)
+    objective.check_data(_data(trainer))
+    return trainer
+
+
+def follow_trial(objective: Objective, order: Order) -> None:
+    """Train a trial that the first rank has announced, of which only that one reports."""
+    # What it suggests is what was chosen there, for a search_space too.
+    fixed: Any = optuna.trial.FixedTrial(order.params, order.number)
+    _trainer(objective, _arguments(objective, fixed, order)).fit()
+
+
+def ending_of(error: BaseException) -> Arguments | None:
+    """Return what other ranks note of a trial that such an error ends on one of them; None if the sweep ends, too."""
+    if isinstance(error, NonFiniteLossError):
+        return {"diverged": True}
+    # Of the first rank, which begins the trial anew, or has nothing to tell of it.
+    if isinstance(error, CheckpointCorruptError | UpdateFinishedTrialError):
+        return {}
+    return _end_of(cause_of(error))
+
+
 def _end_of(error: BaseException) -> Arguments | None:
     """Return what is noted of a trial that such an error ends and does not fail; None if it fails."""
+    if isinstance(error, EndedElsewhere):
+        return error.noted
     if isinstance(error, MemoryLimitError) or is_out_of_memory(error):
         numbers = ("micro_batch", "peak_bytes", "limit_bytes")
         return {"not_fitting": {name: getattr(error, name, None) for name in numbers}}
@@ -219,7 +276,8 @@ def trained_by(arguments: Arguments) -> Arguments:
 
     They are a few short texts: those of large models would not fit into a storage.
     """
-    trainer = Trainer(**{**arguments, "run_dir": os.curdir, "progress": False})
+    # By itself, for nothing is trained: other ranks make the same, and none waits for it.
+    trainer = Trainer(**{**arguments, "run_dir": os.curdir, "progress": False, "ranks": "independent"})
     trained = trainer.configuration()["trained"]
     return {
         **{name: _digest(facts) if name in _LONG else facts for name, facts in trained.items()},

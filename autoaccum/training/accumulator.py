@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -15,6 +16,7 @@ from autoaccum import _checks
 from autoaccum.data import batches
 from autoaccum.data.base import Window
 from autoaccum.data.lengths import BatchLengths
+from autoaccum.data.randomness import mix
 from autoaccum.data.splits import SplitLike, split_of, tensors
 from autoaccum.errors import ArgumentError, ConflictingArgumentsError, EmptyDatasetError
 from autoaccum.events import Event
@@ -24,8 +26,10 @@ from autoaccum.loss.stated import CountItems, Reducing
 from autoaccum.memory.devices import being_current, current_device_kept
 from autoaccum.memory.limit import MemoryLimit
 from autoaccum.memory.oom import insist, room_for_model
-from autoaccum.training.alone import Ranks, only_run, refuse_ranks
+from autoaccum.training import together
+from autoaccum.training.alone import Ranks, only_run
 from autoaccum.training.declarations import check
+from autoaccum.training.meeting import meeting_of
 from autoaccum.training.options import CHECKS, OF_ACCUMULATOR, modules_of
 from autoaccum.training.setup import make_step, place_of
 from autoaccum.training.step_samples import StepSamples
@@ -57,6 +61,9 @@ class Accumulator:
     whatever it was cut into, and when memory runs out the batch is run again in smaller pieces, from the buffers and
     random states that it began with. The data, schedules, validation and checkpoints stay yours, as does the mode of
     the model. Batches may be of any size, and on the host.
+
+    Under torchrun every rank makes one, and passes its own part of each batch: of whatever size, and of no rows where
+    it has none. What is computed is that of all parts joined, the same on all ranks, which have to call it together.
     """
 
     # Its parameters, their texts, and those checked, are written by tests/write_signatures.py.
@@ -123,8 +130,8 @@ class Accumulator:
                 the gradient of whole ones.
             strict: raise NotExactError before a step on a gradient that was measured not to be the whole window's, or
                 could not be measured, instead of saying so.
-            ranks: together: one process trains, and several that were started together are refused until they can;
-                independent: each process that a launcher has started trains by itself.
+            ranks: together: each process that torchrun has started passes its part of a batch, and all step on the
+                gradient of the joined one; independent: each process that a launcher has started trains by itself.
             collate_fn: makes a micro-batch of a list of samples; ``step`` is then given a list of samples.
             split: (batch, start, size) -> micro-batch, which cuts batches of any form, or one of autoaccum.splits:
                 samples, graphs, packed, flattened(...), tensors. Read off the batches when left out.
@@ -143,7 +150,6 @@ class Accumulator:
             headroom=headroom, patience=patience, precision=precision, clip_norm=clip_norm, state=state, verify=verify,
             strict=strict, ranks=ranks, collate_fn=collate_fn, split=split, batch_dim=batch_dim, callbacks=callbacks,
         )  # fmt: skip
-        refuse_ranks(ranks, "Accumulator")
         counts = num_items if before_window is None else counting(num_items)
         loss_of, reduction = stated(checked[loss_function], counts, reduction)
         self._callbacks = checked[_checks.of_callbacks]
@@ -151,23 +157,23 @@ class Accumulator:
         parameters = trainable_parameters(model, self._modules, optimizer)
         # One of another model would train nothing, and say nothing.
         check_optimizer(optimizer, parameters, functions=(loss_fn, training_step))
-        if needs_closure(optimizer) and precision == "fp16":
-            cure = "It looks at the loss between its own updates, which no gradient scaler can follow: take 'bf16'."
-            raise ConflictingArgumentsError("precision", precision, f"optimizer={type(optimizer).__name__}", cure)
-        # Its layers are built by a first forward, which is not ours to make in a loop of the caller's.
-        if any(map(is_lazy, parameters)):
-            cure = "Call it once on a batch: model(inputs)."
-            raise ArgumentError("model", type(model).__name__, "a model whose lazy layers know their shapes", cure)
+        _refuse(model, optimizer, parameters, precision)
         with current_device_kept():
             place = place_of(_device_of(optimizer, self._modules, parameters), memory_limit)
         self._device = place.device
-        # Left to the first step, it would be allocated after plans have been measured without it.
-        with place.limit.kept(), room_for_model(place.memory, place.limit.bytes, parameters):
-            allocate_state(optimizer, self._modules)
+        self._meeting = meeting_of(ranks, self._modules, optimizer, place.device)
+        # From here on others wait for this rank: what ends it is told to them.
+        with self._telling():
+            if self._meeting is not None:
+                together.refuse_options(before_window=before_window, min_micro_batch=min_micro_batch)
+                self._meeting.group.summing.prepare(parameters)
+            # Left to the first step, it would be allocated after plans have been measured without it.
+            with place.limit.kept(), room_for_model(place.memory, place.limit.bytes, parameters):
+                allocate_state(optimizer, self._modules)
         self.events: list[Event] = []
         """Everything that happened, in order."""
         self.micro_batches: tuple[int, ...] = ()
-        """How the last batch was cut."""
+        """How the last batch was cut, on all ranks: those of the first come first."""
         self.grad_norm: torch.Tensor | None = None
         """2-norm of the last batch's gradient before clipping; None without ``clip_norm``."""
         self.outputs: dict[str, torch.Tensor] = {}
@@ -180,7 +186,7 @@ class Accumulator:
         self._split = checked[split_of]
         self._length_of = BatchLengths()  # tells lengths once batches differ in them
         # What a collate_fn draws for a batch is a function of this and of the step, so that a replay draws the same.
-        self._samples = None if collate_fn is None else StepSamples(collate_fn, torch.initial_seed(), self._device)
+        self._samples = None if collate_fn is None else StepSamples(collate_fn, self._seed(), self._device)
         self._batch_norms = batch_norms(self._modules)  # whose modes decide how small a micro-batch may be
         self._modes = [layer.training for layer in self._batch_norms]
         job = Job(
@@ -198,20 +204,24 @@ class Accumulator:
             precision=precision,
             state=state,
         )
-        self._step = make_step(
-            job,
-            micro_batch=micro_batch if isinstance(micro_batch, int) else None,
-            max_micro_batch=max_micro_batch,
-            full_window=None,
-            memory=place.memory,
-            limit=place.limit,
-            headroom=headroom,
-            patience=patience,
-            clip_norm=clip_norm,
-            verify=verify,
-            strict=strict,
-            emit=self._emit,
-        )
+        # What decides what is computed has to be the same on all ranks; how windows are cut is each one's own.
+        self._given = {"clip_norm": clip_norm, "precision": precision, "state": state, "reduction": reduction}
+        with self._telling():
+            self._step = make_step(
+                job,
+                micro_batch=micro_batch if isinstance(micro_batch, int) else None,
+                max_micro_batch=max_micro_batch,
+                full_window=None,
+                memory=place.memory,
+                limit=place.limit,
+                headroom=headroom,
+                patience=patience,
+                clip_norm=clip_norm,
+                verify=verify,
+                strict=strict,
+                emit=self._emit,
+                group=None if self._meeting is None else self._meeting.group,
+            )
 
     def step(self, batch: Any) -> torch.Tensor:
         """Take one step of the optimizer on the gradient of a batch, which is dropped when the next one begins.
@@ -234,10 +244,11 @@ class Accumulator:
             OptimizerOutOfMemoryError: memory ran out in the optimizer's step, which is not repeated.
             DataError: the batch cannot be cut.
             LossError: the loss cannot be trained on; no step was taken.
+            RankError: another rank has failed, or is gone; no step is taken after that.
         """
-        window = self._window(batch)
         # What the caller does between steps is his own matter, and other Accumulators have limits of their own.
-        with self._step.limit.kept():
+        with self._telling(), self._step.limit.kept():
+            window = self._part(batch, "step")
             gradient = self._run(window)
             outputs = self.outputs
             # An optimizer may ask for gradients itself, several times in a step: each is a window of the same batch.
@@ -255,18 +266,41 @@ class Accumulator:
         if self._is_scaled:
             cure = "Only step() can leave out a step on a gradient that overflowed; or take precision='bf16'."
             raise ConflictingArgumentsError("precision", "fp16", "backward()", cure)
-        with self._step.limit.kept():
-            gradient = self._run(self._window(batch))
+        with self._telling(), self._step.limit.kept():
+            gradient = self._run(self._part(batch, "backward"))
         self._step.number += 1  # the caller steps, and windows are numbered by steps in what is announced
         return gradient.loss
 
+    def _telling(self) -> AbstractContextManager[None]:
+        """Return a context whose errors are told to other ranks, where there are any."""
+        return nullcontext() if self._meeting is None else self._meeting.telling()
+
+    def _seed(self) -> int:
+        """Return the seed of what a collate_fn draws."""
+        # Programs seed all ranks alike, for their weights; samples of several ranks are not to be masked alike.
+        own = torch.initial_seed()
+        return own if self._meeting is None else mix(own, self._meeting.group.rank)
+
+    def _part(self, batch: Any, call: str) -> Window:
+        """Return a batch as a window; as a part of it, where other ranks have others."""
+        window = self._window(batch)
+        if self._meeting is None:
+            return window
+        return self._meeting.part(window, self._given, f"{call} {self._step.number + 1}")
+
     def _window(self, batch: Any) -> Window:
         """Return a batch as a window, with the length of its samples where they have one."""
+        # A rank may be given nothing, as where its data has ended before that of others.
+        may_be_empty = self._meeting is not None
+        if self._samples is not None and may_be_empty and isinstance(batch, list) and not batch:
+            return _Batch(batch, 0, self._device)
         if self._samples is not None:
             return self._samples.window(batch, self._step.number)
         num_samples = self._split.count(batch, "batch")
-        if num_samples == 0:
+        if not num_samples and not may_be_empty:
             raise EmptyDatasetError("batch", "its tensors have no rows.")
+        if not num_samples:
+            return _Batch(batch, 0, self._device)
         length = self._length_of(batch, num_samples, self._split)  # padded already, so all samples have the same
         lengths = None if length is None else (length,) * num_samples
         return _Batch(batch, num_samples, self._device, lengths, self._split)
@@ -292,8 +326,11 @@ class Accumulator:
         self.micro_batches, self.grad_norm = gradient.sizes, gradient.grad_norm
         self.outputs = insist(partial(on_device, gradient.outputs, self._device), what) if gradient.outputs else {}
         # Of samples with lengths, smaller batches say nothing of the largest: only one as large settles the search.
-        if window.lengths is None or window.num_samples == self._largest_batch:
+        if self._largest_batch and (window.lengths is None or window.num_samples == self._largest_batch):
             self._step.settle(self._largest_batch, window.lengths)
+        # After each window and not each step, for a closure runs several, each from where the last one ended.
+        if self._meeting is not None:
+            self._meeting.make_same()
         return gradient
 
     def _emit(self, event: Event) -> None:
@@ -301,6 +338,24 @@ class Accumulator:
         self.events.append(event)
         for callback in self._callbacks:
             callback(event)
+
+
+def _refuse(
+    model: nn.Module, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor], precision: str
+) -> None:
+    """Refuse what no loop of the caller's can be stepped with.
+
+    Raises:
+        ConflictingArgumentsError: an optimizer that asks for a closure, and a gradient scaler.
+        ArgumentError: the model is not there yet.
+    """
+    if needs_closure(optimizer) and precision == "fp16":
+        cure = "It looks at the loss between its own updates, which no gradient scaler can follow: take 'bf16'."
+        raise ConflictingArgumentsError("precision", precision, f"optimizer={type(optimizer).__name__}", cure)
+    # Its layers are built by a first forward, which is not ours to make in a loop of the caller's.
+    if any(map(is_lazy, parameters)):
+        cure = "Call it once on a batch: model(inputs)."
+        raise ArgumentError("model", type(model).__name__, "a model whose lazy layers know their shapes", cure)
 
 
 def _device_of(

@@ -19,7 +19,8 @@ from torch import nn
 
 from autoaccum.errors import AlreadyRunningError, ArgumentError
 from autoaccum.memory.devices import current_device_kept
-from autoaccum.ranks.group import is_launched
+from autoaccum.ranks.launcher import is_launched
+from autoaccum.ranks.units import is_unit, units_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 Ranks = Literal["together", "independent"]
@@ -54,17 +55,37 @@ def of_ranks(ranks: object, model: object, loss_fn: object, training_step: objec
         raise ArgumentError("ranks", ranks, "'together' or 'independent'")
     shared = "It speaks to other ranks whenever a gradient is made, and so would be wrong, or wait for ever, when a "
     shared += "window is cut. "
+    # Ranks that train together make up for what one of them leaves of FSDP2's collectives: see ``ranks.sharded``.
+    is_sharded = ranks == "together" and is_launched() and isinstance(model, nn.Module) and bool(units_of(model))
     for module in (model, loss_fn, training_step):
         for part in module.modules() if isinstance(module, nn.Module) else ():
+            if module is model and is_sharded and (is_unit(part) or not is_sharing(part)):
+                continue
             if is_sharing(part):
                 cure = f"{shared}Pass the module within it (model.module of DistributedDataParallel)."
                 raise ArgumentError("model", type(part).__name__, "a model of this process alone", cure)
+            # By itself it is a BatchNorm; among several it waits in each forward for as many forwards of the others.
+            if isinstance(part, nn.SyncBatchNorm) and is_launched():
+                cure = (
+                    f"{shared}Leave out convert_sync_batchnorm: each micro-batch has statistics of its own here, and "
+                )
+                cure += "GroupNorm or LayerNorm have none of several samples."
+                raise ArgumentError("model", "SyncBatchNorm", "nn.BatchNorm, where there are several ranks", cure)
             for name, parameter in part.named_parameters(recurse=False):
                 if is_sharing(parameter):
                     accepted = "parameters of this process alone"
                     raise ArgumentError("model", f"{name}: {type(parameter).__name__}", accepted, shared.rstrip())
     if is_sharing(optimizer):
         raise ArgumentError("optimizer", type(optimizer).__name__, "one of this process alone", shared.rstrip())
+    refuse_strangers(ranks)
+
+
+def refuse_strangers(ranks: object) -> None:
+    """Refuse to train together as one of several processes that cannot find each other.
+
+    Raises:
+        ArgumentError: nothing says that they are independent.
+    """
     if ranks == "together" and not is_launched() and (found := several_processes()):
         cure = (
             "These processes cannot find each other: each would train by itself on all of the data, and end with "
@@ -80,7 +101,10 @@ def refuse_ranks(ranks: object, name: str) -> None:
         ArgumentError: there are several, and nothing says that they are independent.
     """
     if ranks == "together" and (found := several_processes()):
-        cure = f"Ranks do not call {name} together yet. Pass ranks='independent' where each is to do so by itself."
+        cure = (
+            f"{name} is for one process, and what it finds holds for ranks too: run it without torchrun. Or pass "
+            "ranks='independent' where each is to do so by itself, on a device of its own."
+        )
         raise ArgumentError("ranks", ranks, f"one process, and {found}", cure)
 
 

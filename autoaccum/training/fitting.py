@@ -13,6 +13,7 @@ from autoaccum.data.splits import SplitLike
 from autoaccum.loss.stated import CountItems, Reducing
 from autoaccum.memory.limit import MemoryLimit
 from autoaccum.planning.schedules import Progress, Schedule
+from autoaccum.ranks.balance import Balance
 from autoaccum.training.alone import Ranks
 from autoaccum.training.learning_rate import MakeScheduler, Scaling
 from autoaccum.training.metrics import Metric
@@ -56,6 +57,7 @@ def fit(
     compile: bool = False,
     device: str | torch.device | None = None,
     ranks: Ranks = "together",
+    balance: Balance = "equal",
     seed: int = 0,
     shuffle: bool = True,
     drop_last: bool = False,
@@ -140,6 +142,8 @@ def fit(
         device: where to train, such as cpu or cuda:1; an accelerator where there is one.
         ranks: together: the processes that torchrun has started share each window, and train one model; independent:
             each process that a launcher has started trains by itself.
+        balance: equal: ranks compute near-equal parts of each window; speed: parts by how fast each was measured to be,
+            where ranks differ.
         seed: of the order of samples, of what datasets draw, and of dropout.
         shuffle: read the data in a new order each epoch; a DataLoader says so itself.
         drop_last: leave out the short window at the end of an epoch.
@@ -190,8 +194,8 @@ def fit(
         lr_scheduler=lr_scheduler, lr_scaling=lr_scaling, base_batch=base_batch, epochs=epochs, steps=steps,
         samples=samples, micro_batch=micro_batch, max_micro_batch=max_micro_batch, min_micro_batch=min_micro_batch,
         memory_limit=memory_limit, headroom=headroom, patience=patience, precision=precision, clip_norm=clip_norm,
-        state=state, verify=verify, strict=strict, compile=compile, device=device, ranks=ranks, seed=seed,
-        shuffle=shuffle, drop_last=drop_last, collate_fn=collate_fn, split=split, batch_dim=batch_dim,
+        state=state, verify=verify, strict=strict, compile=compile, device=device, ranks=ranks, balance=balance,
+        seed=seed, shuffle=shuffle, drop_last=drop_last, collate_fn=collate_fn, split=split, batch_dim=batch_dim,
         num_workers=num_workers, validation_data=validation_data, validate_every=validate_every, metrics=metrics,
         run_dir=run_dir, checkpoint_every=checkpoint_every, keep_checkpoints=keep_checkpoints, resume=resume,
         noise_scale=noise_scale, cache=cache, callbacks=callbacks, progress=progress,

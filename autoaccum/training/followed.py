@@ -9,6 +9,7 @@ from torch import nn
 
 from autoaccum.errors import ArgumentError
 from autoaccum.ranks.group import Group
+from autoaccum.ranks.units import is_distributed
 
 Mark = tuple[tuple[int, ...], str] | None
 """The shape of a tensor, and what tells its value from another one; None of one that stands still."""
@@ -25,7 +26,9 @@ class Followed:
     def tensors(self) -> list[torch.Tensor]:
         """Return them as they are now, each once, in an order that all ranks have."""
         buffers = {id(b): b for module in self._modules for b in module.buffers()}
-        frozen = {id(p): p for module in self._modules for p in module.parameters() if not p.requires_grad}
+        parameters = [p for module in self._modules for p in module.parameters()]
+        # Of what is sharded each rank has a part of its own, and nothing is to be the same.
+        frozen = {id(p): p for p in parameters if not p.requires_grad and not is_distributed(p)}
         return [*buffers.values(), *frozen.values()]
 
     @torch.no_grad()

@@ -28,6 +28,7 @@ from autoaccum.loss.stated import CountItems, Reducing
 from autoaccum.memory.limit import MemoryLimit
 from autoaccum.planning.budget import Budget
 from autoaccum.planning.schedules import Progress, Schedule, schedule_of
+from autoaccum.ranks.balance import Balance
 from autoaccum.training.alone import Ranks, of_ranks
 from autoaccum.training.declarations import Checked, Own, arguments, arguments_of, check, option, values_of
 from autoaccum.training.learning_rate import MakeScheduler, Scaling
@@ -75,6 +76,7 @@ CHECKS: tuple[Callable[..., Any], ...] = (
     Budget,
     _checks.recorded_plans,
     of_ranks,
+    _checks.of_balance,
     _checks.of_callbacks,
 )
 """The order in which checks are made, so that of several mistakes the same one is always named."""
@@ -352,13 +354,19 @@ class FitArguments:
             "itself."
         ),
         accumulator=Own(
-            text="together: one process trains, and several that were started together are refused until they can; "
-            "independent: each process that a launcher has started trains by itself."
+            text="together: each process that torchrun has started passes its part of a batch, and all step on "
+            "the gradient of the joined one; independent: each process that a launcher has started trains by itself."
         ),
         in_check=Own(
             text="together: several processes that were started together are refused; independent: each looks for "
             "itself."
         ),
+    )
+    balance: Balance = option(
+        "equal: ranks compute near-equal parts of each window; speed: parts by how fast each was measured to be, "
+        "where ranks differ.",
+        default="equal",
+        check=_checks.of_balance,
     )
     seed: int = option(
         "of the order of samples, of what datasets draw, and of dropout.",

@@ -34,6 +34,7 @@ from autoaccum.planning.noise import Smoothed
 from autoaccum.planning.schedules import SMOOTHING, NoiseScale, Progress, Schedule, schedule_of
 from autoaccum.planning.tuner import Tuner
 from autoaccum.ranks.group import Group
+from autoaccum.ranks.units import own_part, units_of
 from autoaccum.runs.past_of_run import PastOfRun
 from autoaccum.training.alone import refuse_beside_a_run
 from autoaccum.training.declarations import Checked
@@ -50,6 +51,7 @@ from autoaccum.window.joining import SharedTransaction
 from autoaccum.window.meter import Meter
 from autoaccum.window.optimizers import allocate_state, make_optimizer, move, trainable_parameters
 from autoaccum.window.precision import autocast
+from autoaccum.window.sharding import ShardedTransaction
 from autoaccum.window.step import Step
 from autoaccum.window.transaction import Transaction
 
@@ -168,7 +170,7 @@ def build(
     if not model.training:
         model.train()
     parameters = trainable_parameters(model, modules, arguments.optimizer)
-    with room_for_model(place.memory, place.limit.bytes, parameters):
+    with room_for_model(place.memory, place.limit.bytes, [own_part(p) for p in parameters]):
         move(modules, arguments.optimizer, place.device)
         for module in metric_modules(arguments):
             module.to(place.device)
@@ -302,7 +304,13 @@ def make_step(
         warms_up=job.device.type != "cpu",
     )
     options: dict[str, Any] = {"clip_norm": clip_norm, "noise_scale": noise_scale, "sharing": sharing_of(job)}
-    transaction = Transaction(job, **options) if group is None else SharedTransaction(job, group, **options)
+    transaction: Transaction
+    if group is None:
+        transaction = Transaction(job, **options)
+    elif units_of(job.modules[0]):
+        transaction = ShardedTransaction(job, group, **options)
+    else:
+        transaction = SharedTransaction(job, group, **options)
     return Step(
         job,
         transaction=transaction,

@@ -5,42 +5,88 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import torch
+from torch.utils.data import DataLoader
 
-from autoaccum import _checks
-from autoaccum.data import randomness
-from autoaccum.data.base import Source
+from autoaccum.data import batches, randomness
+from autoaccum.data.base import Source, Window
+from autoaccum.data.contents import digest_of
 from autoaccum.errors import ArgumentError
 from autoaccum.ranks.group import Group
-from autoaccum.training.declarations import Checked
+from autoaccum.ranks.units import units_of
 from autoaccum.training.followed import Followed
 from autoaccum.training.options import FitArguments
 from autoaccum.window.modules import State
+from autoaccum.window.sharding import ShardedTransaction
 from autoaccum.window.step import Step
 
 
-def refuse(arguments: FitArguments, checked: Checked) -> None:
-    """Refuse what several ranks cannot do together.
+def refuse(arguments: FitArguments) -> None:
+    """Refuse data that ranks would share out twice.
+
+    Raises:
+        ArgumentError: they are given.
+    """
+    for name, data in (("data", arguments.data), ("validation_data", arguments.validation_data)):
+        if isinstance(data, DataLoader) and (sampler := _sharing(data)) is not None:
+            cure = (
+                "Windows are cut of all samples, and shared out then: pass the DataLoader with shuffle= in its place."
+            )
+            raise ArgumentError(name, type(sampler).__name__, "a sampler that draws the same on all ranks", cure)
+    if units_of(arguments.model):
+        _refuse_sharded(arguments)
+
+
+def refuse_options(*, before_window: object, min_micro_batch: int | None) -> None:
+    """Refuse what ranks cannot do together where each has a part of a batch alone.
 
     Raises:
         ArgumentError: it was asked for.
     """
+    # Both are of all samples of the batch, which no rank has.
+    for name, value in {"before_window": before_window, "min_micro_batch": min_micro_batch}.items():
+        if value not in (None, 1):
+            cure = "No rank has all samples of the batch: leave it out, or use fit, whose ranks read all of the data."
+            raise ArgumentError(name, value, "nothing of the kind with several ranks", cure)
+
+
+def _refuse_sharded(arguments: FitArguments) -> None:
+    """Refuse what ranks cannot do with a model that is sharded over them."""
     refused = {
+        # Forwards of one rank alone, which would wait for the others.
+        "validation_data": arguments.validation_data is not None,
+        # Of parameters no rank has more than a part.
+        "run_dir": arguments.run_dir is not None,
+        "noise_scale": arguments.noise_scale,
+        # A scaler of one rank knows nothing of an overflow on another.
+        "precision": arguments.precision == "fp16",
+        "compile": arguments.compile,
+        "state": arguments.state == "window",
+        # All ranks run as many micro-batches, whose sizes follow from that.
         "before_window": arguments.before_window is not None,
         "min_micro_batch": (arguments.min_micro_batch or 1) > 1,
-        "micro_batch": bool(checked[_checks.recorded_plans]),
+        "micro_batch": not isinstance(arguments.micro_batch, int | str),
+        "balance": arguments.balance != "equal",
     }
     for name, is_asked_for in refused.items():
         if is_asked_for:
-            cure = "Ranks do not do this together yet: leave it out, or train on one process."
-            raise ArgumentError(name, getattr(arguments, name), "nothing of the kind with several ranks", cure)
+            cure = "A sharded model is not trained so yet: leave it out, or do not call fully_shard."
+            raise ArgumentError(name, getattr(arguments, name), "nothing of the kind with a sharded model", cure)
+
+
+def _sharing(loader: DataLoader[Any]) -> Any:
+    """Return the sampler of a DataLoader that draws other samples on each rank; None where there is none."""
+    # By what those of PyTorch and of others have, and not by their class: they would leave each rank a part of which
+    # it computes a share, so that most samples are never seen.
+    samplers = [loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None), loader.sampler]
+    for sampler in samplers:
+        size = getattr(sampler, "num_replicas", 1)
+        if isinstance(size, int) and size > 1:
+            return sampler
+    return None
 
 
 class Kept(Protocol):
-    """The state of a run: see ``run_state``."""
-
-    @property
-    def step(self) -> Step:
-        """Return what takes its steps."""
+    """The state of a run, or of what is trained in a loop of the user's own."""
 
     def state_dict(self) -> tuple[State, State]:
         """Return (the model's state_dict, everything else)."""
@@ -49,7 +95,15 @@ class Kept(Protocol):
         """Put back what ``state_dict`` returned."""
 
 
-def begin(group: Group, run: Kept, arguments: FitArguments, source: Source, num_steps: int | None) -> None:
+class KeptOfRun(Kept, Protocol):
+    """The state of a run: see ``run_state``."""
+
+    @property
+    def step(self) -> Step:
+        """Return what takes its steps."""
+
+
+def begin(group: Group, run: KeptOfRun, arguments: FitArguments, source: Source, num_steps: int | None) -> None:
     """Make all ranks begin as the first one does: in weights, buffers, the optimizer's state, and where it goes on.
 
     Args:
@@ -62,30 +116,68 @@ def begin(group: Group, run: Kept, arguments: FitArguments, source: Source, num_
     Raises:
         ArgumentError: a rank trains something else.
     """
-    if source.num_samples is None:
-        cure = "Each rank would read all of it by itself. Pass a dataset with a length."
-        raise ArgumentError("data", type(arguments.data).__name__, "data whose samples can be counted", cure)
-    parameters = run.step.transaction.trained()
-    group.prepare([p for p in parameters if p.requires_grad])
+    transaction = run.step.transaction
+    parameters = transaction.trained()
+    sharded = transaction.sharded if isinstance(transaction, ShardedTransaction) else None
+    if sharded is None:
+        group.summing.prepare([p for p in parameters if p.requires_grad])
     given = {
         "model": [tuple(p.shape) for p in parameters],
         "data": f"{source.num_samples} samples",
         # A function is another object on each rank; what it asks for is compared in each window.
         "effective_batch": _shown(arguments.effective_batch),
+        "min_micro_batch": arguments.min_micro_batch,
         "seed": arguments.seed,
         "steps": num_steps,
     }
+    compare(group, given)
+    if sharded is None:
+        take_from_first(group, run)
+    else:  # each rank has parts of its own
+        sharded.refuse_other_copies()
+        group.spread(list(arguments.model.buffers()))
+
+
+def compare(group: Group, given: dict[str, Any]) -> None:
+    """Compare what ranks were given, by the names of the arguments.
+
+    Raises:
+        ArgumentError: a rank was given something else than rank 0.
+    """
     # What differs would show in no error: each rank would compute the gradient of another run, and add it up.
     told = group.exchange(given)
     for rank, found in enumerate(told):
         for name, value in found.items():
             if value != told[0][name]:
                 raise ArgumentError(name, value, f"what rank 0 was given, {told[0][name]} (this is of rank {rank})")
+
+
+def take_from_first(group: Group, run: Kept) -> None:
+    """Put all ranks where the first one is."""
     # By what a checkpoint holds, so that a run that goes on is told in the same way as one that begins. What the first
     # rank has found out about memory comes with it, and is judged by the limit of each.
     weights, state = group.from_first(run.state_dict)
     if not group.is_first:
         run.load_state_dict(weights, state)
+
+
+def same_window(group: Group, window: Window | None) -> None:
+    """Compare a window of data that cannot be counted, which each rank has read by itself, with that of the others.
+
+    Raises:
+        ArgumentError: they have read different samples, or other numbers of them.
+    """
+    # By one sample of each: a stream that every rank reads a part of differs in all of them.
+    content = None
+    if window is not None:
+        with randomness.preserved_randomness():  # a collate_fn may draw
+            content = digest_of(batches.flatten(window.samples([0]))[0])
+    told = group.exchange((0 if window is None else window.num_samples, content))
+    for rank, (num_samples, found) in enumerate(told):
+        if (num_samples, found) != told[0]:
+            given = f"a window of {num_samples} samples on rank {rank} and of {told[0][0]} on rank 0, which differ"
+            cure = "Each rank reads all of it and computes its share: do not split it by rank, or shuffle it by chance."
+            raise ArgumentError("data", given, "the same samples in the same order on all ranks", cure)
 
 
 def _shown(value: Any) -> str:

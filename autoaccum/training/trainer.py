@@ -16,6 +16,7 @@ from autoaccum.data.base import Window
 from autoaccum.data.splits import SplitLike, split_of
 from autoaccum.errors import ArgumentError, StopTraining
 from autoaccum.events import Event, Finished, Record, Resumed, StepReport
+from autoaccum.loss.coupling import smallest_micro_batch
 from autoaccum.loss.stated import CountItems, Reducing
 from autoaccum.memory import clock
 from autoaccum.memory.devices import being_current, current_device_kept
@@ -24,8 +25,10 @@ from autoaccum.memory.oom import insist, named
 from autoaccum.planning.budget import Budget
 from autoaccum.planning.plans import Plan
 from autoaccum.planning.schedules import Progress, Schedule, schedule_of
-from autoaccum.ranks.group import is_launched, join, own_device
-from autoaccum.ranks.shares import Share, own_share
+from autoaccum.ranks.balance import Balance
+from autoaccum.ranks.group import join
+from autoaccum.ranks.launcher import is_launched, own_device
+from autoaccum.ranks.shares import Share
 from autoaccum.reporting import ProgressBar
 from autoaccum.runs.directory import RunDirectory
 from autoaccum.training import notices, saving, setup, together
@@ -39,6 +42,7 @@ from autoaccum.training.options import Callback, FitArguments
 from autoaccum.training.pace import Pace
 from autoaccum.training.result import FitResult as FitResult
 from autoaccum.training.run_state import RunState, keeper_of
+from autoaccum.training.sharing import Sharing
 from autoaccum.training.validation import Validations, Validator
 from autoaccum.window.gradient import Gradient
 from autoaccum.window.modules import State
@@ -87,6 +91,7 @@ class Trainer:
         compile: bool = False,
         device: str | torch.device | None = None,
         ranks: Ranks = "together",
+        balance: Balance = "equal",
         seed: int = 0,
         shuffle: bool = True,
         drop_last: bool = False,
@@ -113,8 +118,8 @@ class Trainer:
             lr_scheduler=lr_scheduler, lr_scaling=lr_scaling, base_batch=base_batch, epochs=epochs, steps=steps,
             samples=samples, micro_batch=micro_batch, max_micro_batch=max_micro_batch, min_micro_batch=min_micro_batch,
             memory_limit=memory_limit, headroom=headroom, patience=patience, precision=precision, clip_norm=clip_norm,
-            state=state, verify=verify, strict=strict, compile=compile, device=device, ranks=ranks, seed=seed,
-            shuffle=shuffle, drop_last=drop_last, collate_fn=collate_fn, split=split, batch_dim=batch_dim,
+            state=state, verify=verify, strict=strict, compile=compile, device=device, ranks=ranks, balance=balance,
+            seed=seed, shuffle=shuffle, drop_last=drop_last, collate_fn=collate_fn, split=split, batch_dim=batch_dim,
             num_workers=num_workers, validation_data=validation_data, validate_every=validate_every, metrics=metrics,
             run_dir=run_dir, checkpoint_every=checkpoint_every, keep_checkpoints=keep_checkpoints, resume=resume,
             noise_scale=noise_scale, cache=cache, callbacks=callbacks, progress=progress,
@@ -140,10 +145,11 @@ class Trainer:
         place = setup.place_of(own or arguments.device, arguments.memory_limit)
         self.device, self.memory, self.limit_bytes = place.device, place.memory, place.limit.bytes
         self._group = join(place.device) if is_shared else None
+        self._is_first = self._group is None or self._group.is_first  # who writes and shows for all ranks
         # From here on others wait for this rank: what ends it is told to them.
         try:
             if self._group is not None:
-                together.refuse(arguments, checked)
+                together.refuse(arguments)
             with place.limit.kept():
                 self._make(arguments, checked, place, budget)
         except BaseException as error:
@@ -171,7 +177,6 @@ class Trainer:
         self._goes_on = False  # whether it has: on all ranks, of which the first alone has read it
         self._history: list[Any] = []  # these two are empty where there is a run_dir, which has them in a file
         self._events: list[Any] = []
-        self._is_first = self._group is None or self._group.is_first  # who writes and shows for all ranks
         self._bar = ProgressBar() if arguments.progress and self._is_first else None
         self._callbacks: list[Callback] = [*([self._bar] if self._bar else []), *checked[_checks.of_callbacks]]
         self._stop_reason: str | None = None  # set once the run is to end after its window
@@ -205,8 +210,10 @@ class Trainer:
             group=self._group,
         )
         self._tuner = step.tuner
-        is_first = self._group is None or self._group.is_first
-        self._cache = setup.cache_of(arguments, place, self.optimizer, self._tuner) if is_first else None
+        # Of fewer samples a rank can compute no loss.
+        smallest = max(arguments.min_micro_batch or 1, smallest_micro_batch(arguments.modules()))
+        self._sharing = None if self._group is None else Sharing(self._group, arguments.balance, smallest)
+        self._cache = setup.cache_of(arguments, place, self.optimizer, self._tuner) if self._is_first else None
         self._validator = setup.validator_of(arguments, checked, place, called, step, self._emit)
         self._pace = Pace(self.schedule, budget, num_samples=epoch_samples, drop_last=drop_last, plans=plans, step=step)
 
@@ -282,7 +289,7 @@ class Trainer:
 
     def _own_samples(self, num_samples: int) -> int:
         """Return how many samples of a window this rank computes."""
-        return num_samples if self._group is None else own_share(num_samples, self._group)
+        return num_samples if self._sharing is None else self._sharing.own_samples(num_samples)
 
     def _run(self) -> None:
         """Run one epoch's windows after the other, until the budget, a callback or a signal ends the run."""
@@ -293,10 +300,14 @@ class Trainer:
                 # After a resume the epoch begins behind the windows that an earlier process has had of it.
                 reader = self._source.read(self._pace.epoch, self._pace.sizes_ahead(), self._pace.windows)
                 while self._stop_reason is None:
-                    if (found := self._pace.next_window(reader)) is None:
+                    found = self._pace.next_window(reader)
+                    if self._group is not None and self._source.num_samples is None:
+                        together.same_window(self._group, None if found is None else found[0])
+                    if found is None:
                         self._end_epoch()
                         break
                     self._train(*found)
+            self._emit_shares()
             self._validate(self._pace.epoch)  # unless that was done at the epoch's end
             self._save(is_last=True)
         if self._stop_reason == "budget" and self.num_steps not in (None, self.step):
@@ -328,12 +339,13 @@ class Trainer:
             self._step.killed(*died, self._pace.asked())
         # A search ends with a plan that is announced then.
         if not self._tuner.searching:
-            self._step.announce_plan(self._own_samples(self._pace.asked()))
+            self._step.announce_plan(max(1, self._own_samples(self._pace.asked())))
         return True
 
     def _end_epoch(self) -> None:
         """Go on to the next pass over the data, after a validation and a checkpoint where these are due."""
         self._pace.end_epoch()
+        self._emit_shares()
         if self._pace.is_spent:
             self._end("budget")
             self._agree()
@@ -345,26 +357,33 @@ class Trainer:
     def _train(self, window: Window, asked: int) -> None:
         """Run one window: its gradient, the optimizer's step, the report."""
         num_there = window.num_samples
-        if self._group is not None:
+        num_asked, why = self._own_samples(asked), ""
+        if self._group is not None and self._sharing is not None:
             # A window's random numbers are those of its rank, however many were drawn in windows before.
             together.seed(self._group, self._arguments.seed, self.step)
-            window = Share(window, self._group.rank, self._group.size)
-        num_asked = self._own_samples(asked)
+            window = self._sharing.share(window)
+            if self._sharing.have_changed(asked):
+                why = f"of {asked} samples this rank computes {num_asked} now"
+                self._emit_shares()
         # Not sooner, for past runs are known by the shapes of their data, and these by the first window.
         if self.step == 0 and self._cache is not None:
             self._cache.recall(window, self._tuner, self.memory.used())
         plan = self._pace.recorded_plan()
-        if plan is not None and sum(plan) != window.num_samples:
-            accepted = f"sizes that sum to {window.num_samples} in window {self.step + 1}"
+        if plan is not None and sum(plan) != num_there:
+            accepted = f"sizes that sum to {num_there} in window {self.step + 1}"
             raise ArgumentError("micro_batch", plan, accepted)
+        if plan is not None and isinstance(window, Share):
+            plan = window.own_part(plan) or None
         is_full = window.lengths is None or num_there == asked  # samples that are alike need not be there
-        if is_full and num_asked != self._tuner.full_window[0]:
-            self._step.resize(num_asked, window.lengths)
+        if is_full and num_asked and num_asked != self._tuner.full_window[0]:
+            self._step.resize(num_asked, window.lengths, reason=why)
         # Written where it outlives a process that the kernel kills: what was tried, and that it was not survived.
         if self._directory is not None:
             largest = max(plan) if plan else self._tuner.plan(window.num_samples, window.lengths)[0]
             self._directory.window_mark.enter(largest, window.lengths[0] if window.lengths else 1)
         gradient, replays = self._step.run(window, plan)
+        if self._sharing is not None:
+            self._sharing.saw(self._step.stints)
         self._mark += self._step.examining_seconds  # which are no part of the window
         self._pace.passed(num_samples := sum(gradient.sizes))
         lr = self._learning_rate.now(asked)  # that of this step, before the scheduler goes on
@@ -495,6 +514,12 @@ class Trainer:
                 callback(record)
             except StopTraining:
                 self._end("stopped")
+
+    def _emit_shares(self) -> None:
+        """Tell what each rank has done, where there are several and it was not told before."""
+        told = None if self._sharing is None else self._sharing.told(self.step)
+        if told is not None:
+            self._emit(told)
 
     def _end(self, reason: str) -> None:
         """End the run after the window; the first reason stands."""

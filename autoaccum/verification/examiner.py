@@ -182,8 +182,9 @@ class Examiner:
         """Examine a window that was cut.
 
         Args:
-            window: its samples, as they can still be read.
-            gradient: that of the window, in ``.grad``, which stays.
+            window: its samples, as they can still be read; where ranks hold parts of it, those that lie here, which are
+                its first.
+            gradient: that of the whole window, in ``.grad``, which stays.
             number: of the window.
             most: samples that memory has room for in one micro-batch.
             aside: makes the context of what is measured, which is no part of the window.
@@ -228,11 +229,13 @@ class Examiner:
                 is_weighed_otherwise = True
             # What each micro-batch counts was found by the hypothesis that is held. Nothing is given back for nothing.
             is_passed = self._occasions.status == "passed" and self._verify and not is_weighed_otherwise
-            if is_passed and (reason is not None or max(gradient.sizes) > self._kinds.largest_joined):
+            here = gradient.of_first_samples(window.num_samples)
+            is_larger = max(here.sizes, default=0) > self._kinds.largest_joined
+            if is_passed and here.sizes and (reason is not None or is_larger):
                 with aside():
                     found = self._micro_batches.joined(
                         self._transaction.shared or window,
-                        gradient,
+                        here,
                         after,
                         number=number,
                         most=most,
@@ -377,18 +380,19 @@ class Examiner:
 
     def _check_parts(self, window: Window, gradient: Gradient, said: list[Event], *, is_passed: bool) -> None:
         """Measure micro-batches of which it is a guess what they count."""
+        here = gradient.of_first_samples(window.num_samples)
         window = self._transaction.shared or window
         hypothesis = self._transaction.hypothesis
-        found = self._micro_batches.ones(window, gradient, hypothesis) if is_passed else None
-        if found is None and gradient.doubts and hypothesis is not None:
-            other, names, found = self._micro_batches.doubts(window, gradient, hypothesis)
+        found = self._micro_batches.ones(window, here, hypothesis) if is_passed else None
+        if found is None and here.doubts and hypothesis is not None:
+            other, names, found = self._micro_batches.doubts(window, here, hypothesis)
             self._transaction.hypothesis = other or hypothesis
             self._transaction.signs.settled.update(names)
         if found is not None:
             self._fail(*found, said)
         if not gradient.dropped:
             return
-        error = self._micro_batches.dropped(window, gradient, hypothesis or readings.likely(self._job, gradient))
+        error = self._micro_batches.dropped(window, here, hypothesis or readings.likely(self._job, gradient))
         if error == math.inf:  # the loss of the whole is not a number either
             self._transaction.drops_nan = self._transaction.drops_gradients = False
         elif error:

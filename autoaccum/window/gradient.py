@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -59,6 +59,21 @@ class Gradient:
     """Whether the loss is that of the window, or about that, for values of its terms were not seen."""
     conclusion: Conclusion | None = None
     """What these were taken for, seen together; None where nothing counts."""
+
+    def of_first_samples(self, num_samples: int) -> Gradient:
+        """Return what is known of the micro-batches that lie in the first ``num_samples``; all else as it is."""
+        if num_samples >= sum(self.sizes):
+            return self
+        count = next(index for index in range(len(self.sizes)) if sum(self.sizes[: index + 1]) > num_samples)
+        return replace(
+            self,
+            sizes=self.sizes[:count],
+            counts=self.counts[:count],
+            reductions=self.reductions[:count],
+            suspects=tuple(index for index in self.suspects if index < count),
+            doubts=tuple(doubt for doubt in self.doubts if doubt[0] < count),
+            dropped=tuple(start for start in self.dropped if start < num_samples),
+        )
 
 
 def nothing_counts(sizes: tuple[int, ...], own: tuple[int, ...]) -> Gradient:
@@ -150,6 +165,14 @@ class Signs:
     def begin(self) -> None:
         """Begin an attempt at a window."""
         self._late.clear()
+
+    def mark(self) -> tuple[Any, ...]:
+        """Return what the end of a window may change, for ``restore``."""
+        return self.least, self._ties, self.has_suspects, self.have_changed
+
+    def restore(self, mark: tuple[Any, ...]) -> None:
+        """Undo what the end of a window has changed."""
+        self.least, self._ties, self.has_suspects, self.have_changed = mark
 
     def forget_graphs(self) -> None:
         """Let graphs be compared from now on alone: by another hypothesis other things of them are read."""

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 
 from autoaccum.data.base import Window
+from autoaccum.data.randomness import seed_host
 from autoaccum.errors import ArgumentError
 from autoaccum.loss.terms import Reduction
-from autoaccum.loss.weighting import Tally
-from autoaccum.ranks.group import Group, undisturbed
-from autoaccum.ranks.shares import of_all_ranks
+from autoaccum.loss.weighting import Foresight, Tally
+from autoaccum.memory.oom import RanOut
+from autoaccum.planning.attempts import Piece
+from autoaccum.ranks import rows
+from autoaccum.ranks.balance import Stint
+from autoaccum.ranks.channel import undisturbed
+from autoaccum.ranks.group import Group
+from autoaccum.ranks.shares import argument_of, num_of_all_ranks
+from autoaccum.window.gradient import Repeat
 from autoaccum.window.job import Job
 from autoaccum.window.terms import Terms
 from autoaccum.window.transaction import Transaction
+
+Outcome = TypeVar("Outcome")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,11 +46,19 @@ class Told:
     """Where those begin whose loss was not a number."""
     norms: dict[int, torch.Tensor]
     """Of what each of them adds to the gradient."""
-    have_gradients: Sequence[bool]
-    """Of the parameters, in their order."""
+    gradients: Sequence[rows.Told]
+    """What there is of the parameters', in their order."""
     has_changed: bool
     """Whether it has seen what no window before has shown."""
     outputs: dict[str, Any]
+    terms: Terms | None
+    """Those that were weighed one by one; None where there were none."""
+    met: tuple[bool, bool, bool]
+    """What it has met of them."""
+    arrived: Sequence[int]
+    """Parameters in the order in which their gradients came, by their places; empty where it was not looked at."""
+    came_twice: bool
+    """Whether a parameter's gradient came more than once in a backward."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,30 +71,25 @@ class Joined:
     tally: Tally
     dropped: list[int]
     norms: dict[int, torch.Tensor]
-    have_gradients: list[bool]
-    """Whether any rank has one, of each parameter."""
+    gradients: list[rows.Kind]
+    """What any rank has of each parameter's."""
     has_changed: bool
 
 
 def told(trained: Sequence[torch.Tensor], tally: Tally, **found: Any) -> Told:
-    """Return what this rank tells of its micro-batches.
-
-    Raises:
-        ArgumentError: a gradient is sparse.
-    """
-    if any(p.grad is not None and p.grad.is_sparse for p in trained):
-        cure = "Pass sparse=False to the embedding, or train on one process."
-        raise ArgumentError("ranks", "together", "dense gradients", cure)
+    """Return what this rank tells of its micro-batches."""
     # What an accelerator has counted was read with all else at the share's end.
     counts = tuple(tally.read())
-    gradients = [p.grad is not None for p in trained]
-    return Told(counts=counts, late=tuple(tally.late), guess=tally.guess, have_gradients=gradients, **found)
+    return Told(counts=counts, late=tuple(tally.late), guess=tally.guess, gradients=rows.told(trained), **found)
 
 
-def share_of_one(num_samples: int) -> ArgumentError:
+def share_of_one(window: Window) -> ArgumentError:
     """Return the error for a share of one sample, of which the model cannot compute a loss."""
-    cure = "Each rank needs two samples of every window: take fewer ranks, more samples, or drop_last=True."
-    return ArgumentError("effective_batch", num_samples, "windows of two samples for each rank", cure)
+    cure = "Pass min_micro_batch=2: then fewer ranks share a window that is too small for all of them."
+    if argument_of(window) == "batch":
+        cure = "Pass two samples on each rank, or none."
+    accepted = "windows of two samples for each rank"
+    return ArgumentError(argument_of(window), num_of_all_ranks(window), accepted, cure)
 
 
 def join(told: Sequence[Told], num_samples: int) -> Joined:
@@ -98,9 +110,11 @@ def join(told: Sequence[Told], num_samples: int) -> Joined:
     # Ranks count their micro-batches and samples from 0; of the window they come one rank's after the other's.
     index = position = 0
     for each in told:
+        # Of several terms there is no one guess: their totals are those of the window, and so are their weights.
+        ratio = each.guess / guess if guess else 1.0
         late += [index + place for place in each.late]
         dropped += [position + place for place in each.dropped]
-        norms |= {index + place: norm * (each.guess / guess) for place, norm in each.norms.items()}
+        norms |= {index + place: norm * ratio for place, norm in each.norms.items()}
         index, position = index + len(each.sizes), position + sum(each.sizes)
     return Joined(
         sizes=[size for each in told for size in each.sizes],
@@ -109,7 +123,7 @@ def join(told: Sequence[Told], num_samples: int) -> Joined:
         tally=Tally.of([count for each in told for count in each.counts], late, num_samples=num_samples, guess=guess),
         dropped=dropped,
         norms=norms,
-        have_gradients=[any(found) for found in zip(*(each.have_gradients for each in told), strict=True)],
+        gradients=rows.joined([each.gradients for each in told]),
         has_changed=any(each.has_changed for each in told),
     )
 
@@ -121,18 +135,98 @@ class SharedTransaction(Transaction):
         """Set up for a group; ``options`` are those of ``Transaction``."""
         super().__init__(job, **options)
         self.group = self._group = group
+        self.stints: list[Stint] = []
+        """What each rank did of the last window."""
+        # One rank may run out of memory in a window and others not; its totals are to be the same on all of them.
+        self.several.keeps_shown = True
+        # All ranks weigh by what the last window has counted: what is weighed alike can be added up at once.
+        self._foresight = Foresight(is_used=True)
+
+    # Whether sums begin in the last backward is decided once a window, and alike on all ranks.
+    _order: Sequence[int] = ()  # the parameters that are added up so: see ``Told.arrived``
+    _comes_once = True  # whether each gradient came once in a backward, as far as was seen
+    _overlaps = False  # whether sums begin in the last backward of this window
+    _is_last = False  # whether the micro-batch that is being added is this rank's last one
+    _has_given_up = False  # whether this rank has left an attempt whose sums had begun
+
+    @property
+    def waited_seconds(self) -> float:
+        """Return how long this rank was in collectives so far."""
+        return self._group.waited_seconds
+
+    @property
+    def comes_once(self) -> bool:
+        """Return whether each gradient came once in a backward, so that sums can begin in the midst of one."""
+        return self._comes_once
 
     def begin(self, window: Window) -> None:
         """Begin a window, of which a share was passed."""
         super().begin(window)
-        self._begin_anew(of_all_ranks(window).num_samples)
+        if self.shared is not None:
+            self._seed = self._group.exchange(torch.initial_seed())[0]
+        self._begin_anew(num_of_all_ranks(window))
+        is_alike = bool(self._tally.guess) or self.several.is_on
+        is_measured = self._measures_parts or self.drops_gradients  # of each micro-batch by itself
+        self._overlaps = bool(self._order) and self._comes_once and is_alike and not is_measured
+        # Nothing is foretold in the midst of a window, which other ranks may not reach, or not so often.
+        self._is_foretold = True
+
+    def prepare(self, size: int) -> None:
+        """Call ``before_window``, where there is one, for the whole window: each rank does, and draws the same."""
+        if self.shared is None:
+            return
+        seed_host(self._seed)
+        torch.manual_seed(self._seed)
+        super().prepare(size)
+        # Those that follow are the rank's own.
+        self.snapshot.restore_random()
+
+    def _foretell(self) -> None:
+        """Foretell what the terms of the window will count: each rank of its share, which add up to it."""
+        super()._foretell()
+        self.several.hear_foretold(self._group.exchange(self.several.foretold()))
+
+    def _begin_anew(self, num_samples: int = 0) -> None:
+        super()._begin_anew(num_samples)
+        self._has_given_up = False
+        if self.group is not None:  # else this is being made
+            self.group.summing.forget()
+
+    def add(self, piece: Piece) -> None:
+        """Add a micro-batch to the gradient: see ``Transaction.add``."""
+        self._is_last = piece.start + piece.size == self._window.num_samples
+        super().add(piece)
+
+    def _backward(self, accumulate: Callable[[], None], size: int) -> None:
+        if not self._is_last:
+            super()._backward(accumulate, size)
+            return
+        trained = self._gradients.trained()
+        ordered = self._ordered(trained) if self._overlaps else []
+        # The first rank sees once in which order gradients come; that each comes once, all ranks see always.
+        looks = self._group.is_first and not self._order and self._comes_once
+        if not (ordered or looks):
+            super()._backward(accumulate, size)
+            return
+        with self._group.summing.listening(ordered, trained if looks else ()):
+            super()._backward(accumulate, size)
+
+    def _ordered(self, trained: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the parameters whose sums begin in the last backward."""
+        return [trained[place] for place in self._order if place < len(trained)]
 
     def _read_end(self) -> None:
         """Join what all ranks have run of the window, gradients too: from here on each of them has the same."""
+        if self.shared is not None and not self._sizes:
+            self.prepare(2)  # what the function holds moves on a rank without samples too
         super()._read_end()
-        trained = self._gradients.trained()
+        trained, summing = self._gradients.trained(), self._group.summing
         # An optimizer may have been given parameters of another type since; there is time for that as yet.
-        self._group.prepare([p for p in trained if p.requires_grad])
+        self._make_room([p for p in trained if p.requires_grad])
+        places = {id(p): place for place, p in enumerate(trained)}
+        arrived = [places[id(p)] for p in summing.arrived if p.grad is not None and not p.grad.is_sparse]
+        if self._overlaps:
+            summing.begin_all(self._ordered(trained))
         own = told(
             trained,
             self._tally,
@@ -144,23 +238,115 @@ class SharedTransaction(Transaction):
             norms=self._norms,
             has_changed=self.signs.have_changed,
             outputs=self.outputs.told(),
+            terms=self._terms,
+            met=self.several.met(),
+            arrived=() if self._order else arrived,
+            came_twice=summing.came_twice,
         )
-        heard = self._group.exchange(own)
+        if summing.made:  # gradients that have come from others already
+            is_made = [any(p is made for made in summing.made) for p in trained]
+            own = replace(
+                own, gradients=[False if made else it for it, made in zip(own.gradients, is_made, strict=True)]
+            )
+        heard = self._tell(own)
         self.is_joined = True
+        if any(each is None for each in heard):  # given up there: what has begun is ended, and thrown away
+            summing.drain()
+            self.is_abandoned, self._mark = True, self._known()
+            return
         with undisturbed():  # nothing may fail before gradients are added up, for which others wait
             joined = join(heard, self._num_samples)
+            self._join_terms(heard)
         self._sizes, self._reductions, self._losses = joined.sizes, joined.reductions, joined.losses
         self._tally, self._dropped, self._norms = joined.tally, joined.dropped, joined.norms
         self.signs.have_changed = joined.has_changed
-        summed = [p for p, is_there in zip(trained, joined.have_gradients, strict=True) if is_there]
-        self._group.add_up(summed, own.guess / joined.tally.guess if joined.tally.guess else 1.0)
+        self._mark = self._known()
+        self._add_up(trained, joined.gradients, own.guess / joined.tally.guess if joined.tally.guess else 1.0)
         self.outputs.hear([each.outputs for each in heard])
+        if any(each.came_twice for each in heard):  # what came later is missing in the sums
+            self.is_abandoned, self._comes_once, self._overlaps = self._overlaps, False, False
+        self._order = self._order or heard[0].arrived
 
-    def _open_terms(self) -> Terms:
-        """Refuse to weigh terms one by one.
+    def _make_room(self, parameters: Sequence[torch.Tensor]) -> None:
+        self._group.summing.prepare(parameters)
 
-        Raises:
-            ArgumentError: always.
+    def _tell(self, own: Told) -> list[Told]:
+        """Return what each rank tells of its micro-batches."""
+        return self._group.exchange(own)
+
+    def _add_up(self, trained: Sequence[torch.Tensor], kinds: Sequence[rows.Kind], factor: float) -> None:
+        """Replace each gradient by the sum over all ranks, those first whose sums have begun."""
+        failure: Exception | None = None
+        if self._overlaps:
+            try:
+                self._group.summing.end_all()
+            except Exception as error:  # the others go on
+                failure = error
+            begun = {id(p) for p in self._ordered(trained)}
+            for p, kind in zip(trained, kinds, strict=True):
+                if kind is False and any(p is made for made in self._group.summing.made):
+                    p.grad = None  # no rank has any
+            kinds = [False if id(p) in begun else kind for p, kind in zip(trained, kinds, strict=True)]
+        rows.add_up(self._group.summing, trained, kinds, factor)
+        if failure is not None:
+            raise failure
+
+    def give_up(self) -> None:
+        """End an attempt that has failed on this rank, where others have begun to add up its gradients."""
+        if self.is_joined or not self._group.summing.is_begun:
+            return
+        self.own_sizes = tuple(self._sizes)
+        self._group.summing.drain()
+        self._group.exchange(None)
+        self.is_joined = self._has_given_up = True
+        self._mark = self._known()
+
+    def _join_terms(self, heard: Sequence[Told]) -> None:
+        """Put the terms of all ranks in the place of this one's, where any rank has weighed them one by one."""
+        self.several.hear_met([each.met for each in heard])
+        there = [each.terms for each in heard if each.terms is not None]
+        if there:
+            # Those of a rank that has weighed its losses as a whole are missing, for which the window is run again.
+            self._terms = None
+            terms = self._open_terms()
+            for found in there:
+                terms.absorb(found)
+
+    def _known(self) -> tuple[Any, ...]:
+        """Return what the end of a window changes of what is known of the loss."""
+        own = (self._has_sums, self._is_deferred, self._checks_gradient, self.drops_nan, self.drops_gradients)
+        return self.several.mark(), self.signs.mark(), own
+
+    def voted(self, outcome: Outcome, stint: Stint) -> Outcome | Repeat:
+        """Return what comes of a window for all ranks: where memory ran out on one, the others run it again too.
+
+        Args:
+            outcome: on this rank.
+            stint: what it did, which others are told.
         """
-        cure = "Its terms count different items, which one process weighs one by one. Train on one process."
-        raise ArgumentError("ranks", "together", "a loss of one term", cure)
+        # Between the two exchanges memory may run out on any rank, and all of them hold the same gradient or none.
+        is_failed = isinstance(outcome, RanOut) or self._has_given_up
+        told = self._group.exchange((not is_failed, tuple(stint)))
+        self.stints = [Stint._make(did) for _, did in told]
+        if all(is_done for is_done, _ in told):
+            return outcome
+        self._undo_end()
+        return outcome if is_failed else Repeat(sizes=self.own_sizes)
+
+    def _undo_end(self) -> None:
+        """Forget what the end of a window has shown: memory has run out on some rank, which has not seen all of it."""
+        # Ranks that know different things would decide differently, and some wait for what others never do.
+        several, signs, own = self._mark
+        self.several.restore(several)
+        self.signs.restore(signs)
+        self._has_sums, self._is_deferred, self._checks_gradient, self.drops_nan, self.drops_gradients = own
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was found out about the loss, and in which order gradients come."""
+        return super().state_dict() | {"arrivals": list(self._order), "comes_once": self._comes_once}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Put back what ``state_dict`` returned."""
+        super().load_state_dict(state)
+        # Buckets are of this order, and sums of three ranks depend on it in their last digits.
+        self._order, self._comes_once = state.get("arrivals", ()), state.get("comes_once", True)

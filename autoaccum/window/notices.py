@@ -24,6 +24,24 @@ def run_twice() -> Notice:
     )
 
 
+def comes_twice() -> Notice:
+    """Say that gradients are added up after the backward, for it cannot be told within it when one is whole."""
+    return Notice(
+        cause="The gradient of a parameter comes in several parts in one backward, as with reentrant checkpointing",
+        consequence="Ranks add up gradients after the last backward, and not while it runs: the sum is the same",
+        cure="Pass use_reentrant=False to torch.utils.checkpoint.checkpoint",
+    )
+
+
+def not_measured() -> Notice:
+    """Say that nobody compares cut windows of a sharded model with whole ones."""
+    return Notice(
+        cause="The model is sharded over ranks, of which none can run it alone",
+        consequence="What the loss averages over is read off its graph, and is not measured",
+        cure="Run autoaccum.check on one process, with a model of the same loss that is small enough for it",
+    )
+
+
 def above_limit(limit_bytes: int, least_bytes: int) -> Notice:
     """Say that the limit has fallen below what the smallest micro-batch needs, which goes on all the same."""
     return Notice(

@@ -100,7 +100,14 @@ _TERMS = entries(
 _RUNNER = entries(
     {"_checked": a(bool), "_has_sums": optional(a(bool)), "_examining": a(bool), "_deferred": a(bool)},
     # Which came later.
-    optionally={"verified": _VERIFIED, "terms": _TERMS, "outputs": a(bool), "counted": parts(number(), whole(1))},
+    optionally={
+        "verified": _VERIFIED,
+        "terms": _TERMS,
+        "outputs": a(bool),
+        "counted": parts(number(), whole(1)),
+        "arrivals": every(whole()),
+        "comes_once": a(bool),
+    },
 )
 
 

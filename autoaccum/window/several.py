@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
 from autoaccum.data.base import Window
 from autoaccum.loss.conclusions import totals_of
-from autoaccum.loss.hypotheses import OVER_ITEMS, Hypothesis, TermKind, kinds_in
+from autoaccum.loss.hypotheses import OVER_ITEMS, STATED, Hypothesis, TermKind, kinds_in
+from autoaccum.loss.stated import CountItems, Reducing
 from autoaccum.loss.terms import Count, Reduction
 from autoaccum.window.totals import Totals, counted_beforehand
 
@@ -42,9 +44,18 @@ class WindowTerms(Protocol):
 class Several:
     """The terms of the losses of one run, where each has a weight of its own: what they are, and their totals."""
 
-    def __init__(self, *, counts_by_name: bool) -> None:
-        """Begin with one weight for all of a loss; ``counts_by_name``: the user counts the items of each of several."""
-        self.is_on = counts_by_name
+    def __init__(
+        self, num_items: CountItems | None = None, reduction: Reducing = None, count: CountEach | None = None
+    ) -> None:
+        """Begin with one weight for all of a loss, unless the user counts the items of each of several.
+
+        Args:
+            num_items: how the user counts.
+            reduction: what the user says that the loss is.
+            count: counts those of each of several, of a micro-batch.
+        """
+        self._num_items, self._reduction, self._count = num_items, reduction, count
+        self.is_on = counts_by_name = isinstance(num_items, Mapping | list | tuple)
         """Whether there is anything to begin with a window: of most runs there never is."""
         self.proposed: Mapping[str, TermKind] | None = None
         """What terms are, as graphs have shown."""
@@ -58,9 +69,14 @@ class Several:
         """Whether it is worth while to find out what terms count, for there are other windows to come."""
         self.is_unforeseen = False
         """Whether the totals of terms cannot be foretold, so that windows are run twice."""
+        self.opens = False
+        """Whether this window's are to be weighed by themselves from its first micro-batch on, for later ones were."""
+        self.keeps_shown = False
+        """Whether totals that a window has shown hold for all of its runs, those after one without memory too."""
         self._totals = Totals()
         self._repeats = 0  # of this window, for its terms were weighed wrongly
         self._foretold: dict[str, float] = {}  # totals of this window
+        self._has_failed = False  # whether something went wrong when they were to be foretold
         self._shown: dict[str, float] | None = None  # totals that its last attempt has shown
         self.known: Mapping[str, float] = {}
         """Totals that the attempt of now goes by."""
@@ -69,25 +85,48 @@ class Several:
         """Return what the terms are that are weighed by themselves; None where a micro-batch has one weight."""
         return self.proposed if hypothesis is None else kinds_in(hypothesis)
 
-    def begin(self, window: Window, hypothesis: Hypothesis | None, count: CountEach | None) -> None:
-        """Begin a window: foretell what its terms count, by ``count`` where the user counts them."""
+    def are_open(self, hypothesis: Hypothesis | None) -> bool:
+        """Return whether nothing was measured yet of what several losses add up to."""
+        return self._num_items is None and hypothesis in (None, STATED.get(str(self._reduction)))
+
+    def begin(self, window: Window, hypothesis: Hypothesis | None) -> None:
+        """Begin a window: foretell what its terms count, as the user counts them where that is said."""
         # An attempt that was not begun by this has shown it already: the first one that has terms at all.
         if self._shown is not None:
             return
-        self._repeats, self._foretold = 0, {}
+        self._repeats, self._foretold, self._has_failed = 0, {}, True
         kinds = self.kinds(hypothesis)
         # A wrong total costs a run of the window, as does none: what fails here, the window itself will tell.
         with suppress(Exception):
-            if self.counts_by_name and hypothesis in (None, "num_items") and count is not None:
-                self._foretold = counted_beforehand(window, count)
+            if self.counts_by_name and hypothesis in (None, "num_items") and self._count is not None:
+                self._foretold = counted_beforehand(window, self._count)
             elif kinds:
                 self._foretold = self._totals.foretell(window, [k for k, kind in kinds.items() if kind in OVER_ITEMS])
+            self._has_failed = False
+        self.known = self._foretold
+
+    def foretold(self) -> dict[str, float] | None:
+        """Return what was foretold of this rank's share of a window; None where that went wrong."""
+        return None if self._has_failed else self._foretold
+
+    def hear_foretold(self, told: Sequence[dict[str, float] | None]) -> None:
+        """Take what was foretold of the shares of all ranks, which add up to the window."""
+        # Where one share is missing the totals are not known, and the window itself will show them.
+        names = dict.fromkeys(name for found in told for name in found or {})
+        if None in told:
+            names = {}
+        self._foretold = {name: math.fsum((found or {}).get(name, 0.0) for found in told) for name in names}
+        self.known = self._foretold
 
     def begin_attempt(self) -> None:
         """Begin to run the window, or to run it again."""
         # Totals that a run of this window has shown are those of the next run; if that runs out of memory, they are
         # looked for anew, so that it is no matter to what is computed.
-        self.known, self._shown = self._foretold if self._shown is None else self._shown, None
+        if self._shown is not None:
+            self.known = self._shown
+        elif not self.keeps_shown:
+            self.known = self._foretold
+        self._shown = None
 
     def propose(self, kinds: Mapping[str, TermKind], reductions: Sequence[Reduction]) -> None:
         """Weigh terms by themselves from here on, as the graphs of a window's micro-batches have shown them."""
@@ -124,15 +163,37 @@ class Several:
         """Return whether the window was run as often as it may be: its counts are others each time."""
         return self._repeats == _MOST_REPEATS
 
-    def learn(self, terms: WindowTerms, window: Window, sizes: Sequence[int]) -> None:
-        """Find out what counts as the terms of a window do, unless that was foretold."""
+    def learn(self, terms: WindowTerms, window: Window | None, sizes: Sequence[int]) -> None:
+        """Find out what counts as the terms of a window do, unless that was foretold, or it cannot be read here."""
         if not self.learns or len(sizes) < 2 or terms.are_known(self._foretold):
             return
         counts = terms.counts(terms.kinds())
         # What the user counts was wrong because it could not be counted beforehand: there is nothing to look for.
-        if not self.counts_by_name:
-            self._totals.learn(window, sizes, counts)
-        self.is_unforeseen = any(map(self._totals.has_given_up, counts))
+        if not self.counts_by_name and window is not None:
+            # Beside what is known, which ``restore`` may go back to.
+            totals = self._totals.copy()
+            totals.learn(window, sizes, counts)
+            self._totals = totals
+        self.is_unforeseen = window is None or any(map(self._totals.has_given_up, counts))
+
+    # Ranks know the same of the terms, or they would decide otherwise: what one has met is told to all of them.
+
+    def met(self) -> tuple[bool, bool, bool]:
+        """Return what this rank's micro-batches have shown, before their end is decided."""
+        return self.is_on, self.counts_by_name, self.has_names
+
+    def hear_met(self, told: Sequence[tuple[bool, bool, bool]]) -> None:
+        """Take what those of all ranks have shown."""
+        self.is_on, self.counts_by_name, self.has_names = map(any, zip(*told, strict=True))
+
+    def mark(self) -> dict[str, Any]:
+        """Return all that is known, for ``restore``."""
+        # What is found out is put in the place of what was known, which stays as it is.
+        return dict(vars(self))
+
+    def restore(self, mark: Mapping[str, Any]) -> None:
+        """Know what was known then, and no more."""
+        vars(self).update(mark)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was found out, for a checkpoint; nothing while there is nothing."""

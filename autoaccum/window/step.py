@@ -24,15 +24,19 @@ from autoaccum.planning.attempts import Attempt, Piece
 from autoaccum.planning.costs import prediction_error
 from autoaccum.planning.cuts import Lengths, cut
 from autoaccum.planning.tuner import Tuner
+from autoaccum.ranks.balance import Stint
+from autoaccum.ranks.channel import undisturbed
 from autoaccum.ranks.group import Group
-from autoaccum.ranks.shares import of_all_ranks
-from autoaccum.window import joining, notices, single_samples
+from autoaccum.ranks.sharded import Elsewhere
+from autoaccum.ranks.shares import measured_by_first, num_of_all_ranks
+from autoaccum.window import notices, single_samples
 from autoaccum.window.advice import advised
 from autoaccum.window.announcer import Announcer
 from autoaccum.window.closures import Closure
 from autoaccum.window.examination import Examination, Examiner
 from autoaccum.window.gradient import Gradient, Repeat
 from autoaccum.window.job import Job
+from autoaccum.window.joining import Outcome, SharedTransaction, share_of_one
 from autoaccum.window.meter import Meter
 from autoaccum.window.optimizers import needs_closure, refuse_closure
 from autoaccum.window.single_samples import Refusal, SingleSampleError
@@ -82,6 +86,8 @@ class Step:
         # two: what one has to hear of another is said here.
         self.job = job
         self.transaction = transaction
+        # Where all ranks run each micro-batch together, and what one of them alone runs of the model would hang.
+        self._sharded = transaction.together
         self.tuner = tuner
         self.meter = meter
         self.limit = limit
@@ -102,6 +108,10 @@ class Step:
         self._piece = Piece(0, 0, 1, False)  # what runs at this moment
         self._is_given = not tuner.searching  # the size of micro-batches, by the user
         self._closes = needs_closure(job.optimizer)  # whether its steps are given a closure
+        self.stints: Sequence[Stint] = ()
+        """What each rank did of the last window, where there are several."""
+        self._began = self._waited = 0.0  # when this window began, and how long was waited for others until then
+        self._waited_told = 0.0  # how long until others were told of it
 
     def run(self, window: Window, plan: Sequence[int] | None = None) -> tuple[Gradient, int]:
         """Make the gradient of the next window, in smaller and smaller pieces until it fits.
@@ -144,6 +154,8 @@ class Step:
         if refused is not None and self._refusal is not None:
             self._forget(self._refusal)
             raise single_samples.beyond_memory(self._refusal.error)
+        if refused is not None and self._sharded is not None:
+            raise refused  # what would help is measured by forwards, which one rank cannot run alone
         if refused is not None:
             raise advised(refused, self.job, partial(self.transaction.alone, window), self._memory, self.limit.bytes)
         return gradient, replays
@@ -183,10 +195,13 @@ class Step:
         self._is_timed, self.examining_seconds = started is not None, 0.0
         # What a rank waits for others is no part of how fast its plans are.
         group = self.transaction.group
-        waited = 0.0 if group is None else group.waited_seconds
+        if group is not None:
+            self._began, self._waited = clock.now(), group.waited_seconds
         while not isinstance(outcome := self._try(pieces, window), Gradient):
             self.transaction.roll_back()
-            if isinstance(outcome, Failure):
+            if isinstance(outcome, Elsewhere):
+                pieces = pieces.again()
+            elif isinstance(outcome, Failure):
                 self.meter.release()
                 step = self.number + 1
                 patience = patience or Patience(self.limit, self._patience, self._emit, step=step, phase="training")
@@ -195,7 +210,7 @@ class Step:
                 pieces = pieces.repeated(outcome.sizes)
             else:  # cut anew, for single samples do not do
                 if window.num_samples < 2 and self._refusal is not None:  # nor is there another on this rank
-                    raise joining.share_of_one(of_all_ranks(window).num_samples) from self._refusal.error
+                    raise share_of_one(window) from self._refusal.error
                 tuner.set_smallest(max(2, tuner.smallest))
                 pieces = tuner.window(window.num_samples, lengths)
         if self._refusal is not None:  # told now that two samples do
@@ -204,7 +219,7 @@ class Step:
             self._refusal = None
         # The tuner hears of the window before anything is said of it, and so before a callback can raise.
         if outcome.own:
-            aside = self.examining_seconds + (group.waited_seconds - waited if group is not None else 0.0)
+            aside = self.examining_seconds + (group.waited_seconds - self._waited if group is not None else 0.0)
             pieces.committed(outcome.own, None if started is None else meter.now() - started - aside)
         peak_bytes = meter.end_window(is_searching=tuner.search.is_on, target_bytes=tuner.limits.target_bytes)
         if peak_bytes is not None and outcome.own and not tuner.search.is_on:  # in a search trials keep the limit
@@ -214,30 +229,41 @@ class Step:
                 self._keep_limit(outcome.own, lengths, peak_bytes)
         return outcome, pieces.replays
 
-    def _try(self, pieces: Attempt, window: Window) -> Gradient | Repeat | Failure:
+    def _try(self, pieces: Attempt, window: Window) -> Gradient | Repeat | Failure | Elsewhere:
         """Run a window once."""
         number, signs = self.number + 1, self.transaction.signs
         group = self.transaction.group
-        if number >= signs.next_look and (group is None or group.is_first):  # who looks for all of them
+        is_looked_at = self._sharded is None and number >= signs.next_look
+        if is_looked_at and (group is None or group.is_first):  # who looks for all of them
             self._examiner.begin_attempt(number, self.announcer.say_once)
+        sharded = self._sharded
+        outcome: Gradient | Repeat | RanOut | Failure
         try:
-            outcome = attempt(lambda: self._add_all(pieces))
+            # Where ranks wait for each other in each micro-batch, a failure of this one is made up for first.
+            add_all = partial(self._add_all, pieces)
+            outcome = attempt(add_all if sharded is None else partial(sharded.run, add_all))
+        except Elsewhere as error:  # where they are not run apart, all run the window again
+            return without_frames(error)
         except NothingFitsError as error:  # said by a number, a trial's peak: nothing has failed
             refused = without_frames(error)
             shortage = Shortage(
                 micro_batch=self._piece.size, peak_bytes=refused.peak_bytes or 0, error=refused, ran=True
             )
-            return Failure(self._piece, shortage)
+            outcome = Failure(self._piece, shortage)
         except SingleSampleError as error:
             # It is told when two samples have done: till then it may as well be an error of any size.
             cause = without_frames(error).refused
             self._refusal = Refusal(pieces.sizes or (1,) * window.num_samples, self.tuner.largest, cause)
-            return Repeat(sizes=())
-        if group is not None and self.transaction.is_joined:
-            outcome = self._voted(group, outcome)
-        of_all = window.num_samples if group is None else of_all_ranks(window).num_samples
-        if isinstance(outcome, Gradient) and len(outcome.sizes) > 1 and signs.want_a_look(number, of_all):
-            return self._examined(window, outcome)
+            outcome = Repeat(sizes=())
+        if isinstance(self.transaction, SharedTransaction):
+            outcome = self._voted(self.transaction, outcome, pieces)
+        # Whether there is a look is decided alike on all ranks, so by the samples of whoever looks.
+        measured = (window if group is None else measured_by_first(window)).num_samples
+        if isinstance(outcome, Gradient) and len(outcome.sizes) > 1:
+            if self._sharded is not None:
+                self.announcer.say_once(notices.not_measured())
+            elif signs.want_a_look(number, measured):
+                return self._examined(window, outcome)
         if not isinstance(outcome, RanOut):
             return outcome
         shortage = Shortage(micro_batch=self._piece.size, peak_bytes=self.meter.peak(), error=outcome.error)
@@ -246,7 +272,7 @@ class Step:
     def _add_all(self, pieces: Attempt) -> Gradient | Repeat:
         """Accumulate: this is the loop that a training step is."""
         sizes: list[int] = []
-        for piece in pieces:
+        for piece in pieces if self._sharded is None else self._sharded.cut(pieces):
             self._piece = piece  # what is to blame if it runs out of memory
             if not sizes:
                 self.transaction.prepare(piece.size)
@@ -262,15 +288,36 @@ class Step:
             if self.transaction.outputs.have_missed:
                 return Repeat(sizes=outcome.sizes)
             outcome = replace(outcome, outputs=self.transaction.outputs.joined())
-        if isinstance(outcome, Gradient) and self.number + 1 >= self.transaction.signs.next_look:
+        is_looked_at = self._sharded is None and self.number + 1 >= self.transaction.signs.next_look
+        if isinstance(outcome, Gradient) and is_looked_at:
             self._examiner.check_first(outcome)
         return outcome
 
-    def _voted(self, group: Group, outcome: Gradient | Repeat | RanOut) -> Gradient | Repeat | RanOut:
-        """Return what comes of a window for all ranks: where memory ran out on one, the others run it again too."""
-        # Between the two exchanges memory may run out on any rank, and all of them hold the same gradient or none.
-        is_done = all(group.exchange(not isinstance(outcome, RanOut)))
-        return outcome if is_done or isinstance(outcome, RanOut) else Repeat(sizes=self.transaction.own_sizes)
+    def _voted(self, transaction: SharedTransaction, outcome: Outcome, pieces: Attempt) -> Outcome | Repeat:
+        """Return what comes of an attempt for all ranks, where more than this one are concerned."""
+        if isinstance(outcome, RanOut | Failure) or (isinstance(outcome, Repeat) and not transaction.is_joined):
+            transaction.give_up()
+        if not transaction.is_joined:
+            return outcome
+        voted = transaction.voted(outcome, self._stint(transaction, transaction.waited_seconds, pieces))
+        self.stints = transaction.stints
+        if not transaction.comes_once:
+            self.announcer.say_once(notices.comes_twice())
+        return voted
+
+    def _stint(self, transaction: SharedTransaction, waited: float, pieces: Attempt) -> Stint:
+        """Return what this rank did of the window until now."""
+        with undisturbed():  # others wait for it
+            found = Stint(
+                sizes=transaction.own_sizes,
+                seconds=clock.now() - self._began - (waited - self._waited) - self.examining_seconds,
+                waited_seconds=waited - self._waited_told,
+                peak_bytes=self.meter.peak_bytes,
+                limit_bytes=self.limit.bytes,
+                is_settled=not (self.tuner.search.is_on or self.tuner.is_timing or pieces.replays),
+            )
+            self._waited_told = waited
+        return found
 
     def _examined(self, window: Window, gradient: Gradient) -> Gradient | Repeat:
         """Compare the gradient of a window that was cut with that of the whole, as far as a few samples tell.
@@ -280,13 +327,13 @@ class Step:
         now = self.meter.now if self._is_timed else clock.now
         started = now()
         room = self._room(max(gradient.sizes))
-        group, whole = self.transaction.group, of_all_ranks(window)
+        group = self.transaction.group
         waited = 0.0
         if group is None:
             found = self._examiner.examine(window, gradient, self.number + 1, room, self.meter.aside)
         else:
             waited = group.waited_seconds
-            found = self._examined_by_the_first(group, whole, gradient, room)
+            found = self._examined_by_the_first(group, measured_by_first(window), gradient, room)
             waited = group.waited_seconds - waited  # which is left out with all that is waited for
         self.examining_seconds += now() - started - waited  # no part of what the window takes
         for event in found.events:
@@ -296,7 +343,7 @@ class Step:
                 self._emit(event)
         if found.smallest > self.tuner.smallest:
             self.tuner.set_smallest(found.smallest)
-            if min(gradient.sizes) < found.smallest <= whole.num_samples:
+            if min(gradient.sizes) < found.smallest <= num_of_all_ranks(window):
                 return Repeat(sizes=())
         return Repeat(sizes=gradient.own) if found.again else gradient
 
@@ -349,7 +396,7 @@ class Step:
         if not shortage.ran:
             self._emit(OutOfMemory(step=self.number + 1, phase="training", micro_batch=piece.size))
         # That of a window which is cut as small as it can be: where no micro-batch may have one sample, 5 are cut 3, 2.
-        smallest = cut(pieces.num_samples, 1, self.tuner.smallest)[0]
+        smallest = cut(max(1, pieces.num_samples), 1, self.tuner.smallest)[0]
         if piece.size <= smallest and patience.may_pass(shortage, self.tuner.limits.least_bytes):
             self.tuner.limits.heed(self.limit.read())
             return pieces.again()
@@ -472,15 +519,15 @@ class Step:
         if not (tuner.search.is_on or tuner.is_timing):
             self._growing_from = None
 
-    def resize(self, num_samples: int, lengths: Lengths = None) -> None:
-        """Make ready for full windows of so many samples."""
+    def resize(self, num_samples: int, lengths: Lengths = None, *, reason: str = "") -> None:
+        """Make ready for full windows of so many samples; ``reason`` is told where it is not the effective batch."""
         tuner = self.tuner
         old = tuner.plan(*tuner.full_window) if self._plan and tuner.full_window[0] else None
         tuner.resize(num_samples, lengths)
         self._growing_from = None  # what grew was a plan of other windows
         if old is not None:  # else there is no plan yet to give up
             self._plan = tuner.plan(num_samples, lengths)
-            self._replanned(old, self._plan, f"the effective batch is {num_samples} now")
+            self._replanned(old, self._plan, reason or f"the effective batch is {num_samples} now")
 
     def killed(self, micro_batch: int, length: int, num_samples: int) -> None:
         """Heed that the kernel killed the last process for its memory, in such a micro-batch.

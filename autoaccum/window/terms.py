@@ -63,6 +63,17 @@ class _Column:
     shown: list[tuple[int, Term | None]] = field(default_factory=list)  # samples, and what its graph shows
     places: list[int] = field(default_factory=list)  # of the micro-batches that have it
     items: list[Count] = field(default_factory=list)  # what its graph counts in them
+    is_agreed: bool = True  # whether all ranks have taken it for the same
+
+    def absorb(self, other: _Column, first: int) -> None:
+        """Add what another rank has of it, whose micro-batches begin with that number."""
+        self.is_agreed = self.is_agreed and self.kind == other.kind
+        self.tally.absorb(other.tally)
+        self.given += [len(self.values) + index for index in other.given]
+        self.places += [first + place for place in other.places]
+        self.values += other.values
+        self.shown += other.shown
+        self.items += other.items
 
 
 class Terms:
@@ -199,7 +210,9 @@ class Terms:
 
     def _match(self, name: str, entries: Sequence[Entry]) -> None:
         """Notice a loss that lacks a term: those behind it would be taken for others."""
-        own = [_signature(entry) for entry in entries]
+        self._match_signatures(name, [_signature(entry) for entry in entries])
+
+    def _match_signatures(self, name: str, own: list[Signature]) -> None:
         most = self._signatures.setdefault(name, own)
         if len(own) == len(most):
             return
@@ -265,6 +278,26 @@ class Terms:
         return None if said is None else "sum" if said == "sum" else "items"
 
     # What follows is asked once the last micro-batch has been added.
+
+    def absorb(self, other: Terms) -> None:
+        """Add the micro-batches of another rank, which come after those that are there; all of it was read."""
+        first = len(self._sizes)
+        self._sizes += other._sizes
+        for name, column in other._columns.items():
+            if name not in self._columns:
+                self._columns[name] = _Column(column.kind, Tally(self._num_samples, deferred=False))
+            self._columns[name].absorb(column, first)
+        for name, rests in other._rests.items():
+            moved = [(first + place, rest, unseen) for place, rest, unseen in rests]
+            self._rests.setdefault(name, []).extend(moved)
+        for name, signatures in other._signatures.items():
+            self._match_signatures(name, signatures)
+        self.differs = self.differs or other.differs
+        self.lacks_values = self.lacks_values or other.lacks_values
+
+    def are_of_all(self, sizes: Sequence[int]) -> bool:
+        """Return whether these are the micro-batches that were added, none of which was weighed otherwise."""
+        return self._sizes == list(sizes)
 
     def want(self, numbers: Numbers) -> None:
         """Ask for all that the window's end is decided by, of what lies on a device."""
@@ -358,7 +391,12 @@ class Terms:
 
     def used_kinds(self) -> dict[str, TermKind]:
         """Return what each term was taken for."""
-        return {name: column.kind for name, column in self._columns.items() if not name.startswith(_CONSTANT)}
+        # What ranks have taken for different things was taken for none.
+        return {
+            name: column.kind
+            for name, column in self._columns.items()
+            if column.is_agreed and not name.startswith(_CONSTANT)
+        }
 
     def true_totals(self, kinds: Mapping[str, TermKind], *, is_wide: bool) -> dict[str, float] | None:
         """Return what each mean over items counts in the window, where that is not what it was weighed with.

@@ -53,6 +53,12 @@ class Totals:
         self._histograms: list[dict[Place, dict[float, float]]] = []
         self._counted: dict[str, list[float]] = {}
 
+    def copy(self) -> Totals:
+        """Return another one that knows the same, and learns by itself."""
+        other = Totals()
+        other.load_state_dict(self.state_dict())
+        return other
+
     def foretell(self, window: Window, names: Sequence[str]) -> dict[str, float]:
         """Return what terms will count in a window, of those of which it is known."""
         # The likeliest of what has agreed with each micro-batch so far. The others come next, should it turn out wrong.

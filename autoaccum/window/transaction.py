@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -34,7 +34,7 @@ from autoaccum.loss.values import Values
 from autoaccum.loss.weighting import Foresight, Seeds, Tally, conclude_by, counting_nothing, weighted_backward
 from autoaccum.memory.oom import insist
 from autoaccum.planning.attempts import Piece
-from autoaccum.ranks.group import Group
+from autoaccum.ranks.shares import measured_by_first, same_part, whole_of
 from autoaccum.window import contributions
 from autoaccum.window.contributions import Parts
 from autoaccum.window.ending import Ending
@@ -52,8 +52,10 @@ from autoaccum.window.terms import Terms
 class Transaction:
     """Adds micro-batches to the gradient of a window; commits by being finished, or rolls back."""
 
-    group: Group | None = None
+    group: Any = None
     """The ranks that share each window; None where there is one: see ``joining``."""
+    is_abandoned = False  # whether other ranks have made the window's end void, so that it is run again
+    together: Any = None  # itself, where all ranks run each micro-batch of it at the same time: see ``sharding``
     is_joined = False  # whether other ranks know what this one has computed: then what fails concerns all of them
 
     def __init__(
@@ -110,7 +112,8 @@ class Transaction:
         self._begun: State | None = None  # how the window began, where its micro-batches are to begin likewise
         self._found: State | None = None  # what each of them is to find: the same, but for what before_window moves
         self._nodes = 0  # of the last forward's graph
-        self.several = Several(counts_by_name=isinstance(job.num_items, Mapping | list | tuple))
+        count = None if job.num_items is None else partial(count_each, job.num_items)
+        self.several = Several(job.num_items, job.reduction, count)
         """What is known of the terms of the loss, where they are weighed one by one."""
         self._is_foretold = True  # whether it was asked what the terms of this window will count
         self.outputs = Outputs()
@@ -130,8 +133,8 @@ class Transaction:
         self._window = window
         if self.sharing is not None:
             # Those that are measured are so already.
-            self.shared = window if hasattr(window, "prepare") else self.sharing.begin(window)
-            self._window = self.shared
+            self.shared = window if hasattr(window, "prepare") else self.sharing.begin(measured_by_first(window))
+            self._window = same_part(window, self.shared)
         self._gradients.drop()  # of the window before: their memory may be what the copies need
         if self.is_unscaled:  # a window that was never stepped on, for something was raised between the two
             self._renew_scaler()
@@ -140,7 +143,7 @@ class Transaction:
         if self._job.state == "window":
             self._begun = self._found = self._state()
         self.is_open = True
-        self._is_foretold = False
+        self._is_foretold = self.several.opens = False
         self._begin_anew(window.num_samples)
 
     def _state(self) -> State:
@@ -166,7 +169,7 @@ class Transaction:
         return batch if self.sharing is None else self.sharing.alone(batch)
 
     def _begin_anew(self, num_samples: int = 0) -> None:
-        self._num_samples, self.is_joined = num_samples, False
+        self._num_samples, self.is_joined, self.is_abandoned = num_samples, False, False
         self._terms: Terms | None = None  # where each has a weight of its own
         if self.several.is_on or self.hypothesis not in OF_ONE:
             self._begin_terms()
@@ -221,12 +224,11 @@ class Transaction:
             self._take_outputs_alone(batch, piece.size)
         else:
             loss = self._forward(batch, piece.size)
-            if self._computed is not None and self._computed.terms and self._is_open():
+            if self._computed is not None and self._computed.terms and self.several.are_open(self.hypothesis):
                 self.several.has_names = True  # several losses, as the user says
                 self._add_terms(loss, {}, None, piece.size)
                 return
-            if self._computed is not None:
-                self._take_outputs(piece.size)
+            self._take_outputs(piece.size)
             if loss is None:
                 reduction = NOTHING
                 self._tally.weight(piece.size, 0.0)
@@ -248,17 +250,17 @@ class Transaction:
     def _begin_terms(self) -> None:
         """Begin an attempt at a window whose terms are weighed one by one, or may be."""
         if not self._is_foretold:  # once a window, and not for those of most runs
-            self._is_foretold = True
-            count = None if self._job.num_items is None else partial(count_each, self._job.num_items)
-            self.several.begin(self._window, self.hypothesis, count)
+            self._foretell()
         # What the attempt before has shown is known now; and what is held may have changed in between.
         self.several.begin_attempt()
-        if self.several.kinds(self.hypothesis) is not None or (self.several.has_names and self._is_open()):
+        has_names = self.several.has_names and self.several.are_open(self.hypothesis)
+        if self.several.opens or has_names or self.several.kinds(self.hypothesis) is not None:
             self._open_terms()
 
-    def _is_open(self) -> bool:
-        """Return whether nothing was measured yet of what several losses add up to."""
-        return self._job.num_items is None and self.hypothesis in (None, STATED.get(str(self._job.reduction)))
+    def _foretell(self) -> None:
+        """Foretell what the terms of the window will count, as far as anything is known of that."""
+        self._is_foretold = True
+        self.several.begin(self._window, self.hypothesis)
 
     def _open_terms(self) -> Terms:
         """Weigh the terms of the window one by one, from its first micro-batch on."""
@@ -374,7 +376,7 @@ class Transaction:
             self._dropped.append(sum(self._sizes))
             self.signs.have_changed = True  # as where a loss is not a number
         elif self._measures_parts:
-            self._norms[len(self._sizes)] = norm
+            self._norms[len(self._losses) - 1] = norm
         contributions.add_back(before)
 
     def _accumulate(self, loss: torch.Tensor, weight: Count, reduction: Reduction, share: float) -> None:
@@ -399,6 +401,8 @@ class Transaction:
         """Complete the gradient: correct it by the true count, unscale and clip it."""
         self.own_sizes = own = tuple(self._sizes)  # of this rank
         ending = self._read_end()
+        if self.is_abandoned:
+            return Repeat(sizes=own)
         if self._terms is not None:
             return self._finish_terms(self._terms, ending)
         sizes, reductions, tally = tuple(self._sizes), self._reductions, self._tally
@@ -478,28 +482,29 @@ class Transaction:
     def _finish_terms(self, terms: Terms, ending: Ending | None) -> Gradient | Repeat:
         """Complete the gradient of terms that were weighed one by one; run the window again if that was wrong."""
         sizes = tuple(self._sizes)
+        if not terms.are_of_all(sizes):  # those before have another weight, that of a loss of one term
+            self.several.opens = True
+            return Repeat(sizes=self.own_sizes)
         is_late = len(sizes) > 1 and terms.has_late_zero() and not self._is_sound(ending)
         in_doubt, counting = terms.settle(), terms.counting()
         if not any(counting) and self._divided_by_zero is not None:
             raise self._divided_by_zero
         if not any(counting):
-            return nothing_counts(sizes, sizes)
-        losses = [loss for loss in self._losses if loss is not None]
+            return nothing_counts(sizes, self.own_sizes)
         # All that is wrong with a run of the window is found out at once, so that it is run once more and not thrice.
-        is_wide = losses[0].dtype == torch.float64
+        is_wide = any(loss is not None and loss.dtype == torch.float64 for loss in self._losses)
         is_wrong = self.several.are_wrong(terms, self.hypothesis, sizes, is_wide=is_wide)
         if is_wrong or is_late:
-            return Repeat(sizes=sizes)
-        if self.several.are_unsettled():
-            self.signs.have_changed = True  # as where a forward draws what no replay repeats: it is measured again
-        if terms.differs and len(sizes) > 1:
+            return Repeat(sizes=self.own_sizes)
+        # It is measured again, as where a forward draws what no replay repeats.
+        if self.several.are_unsettled() or (terms.differs and len(sizes) > 1):
             self.signs.have_changed = True
-        unknown = doubt_of_unknown(self._reductions)
-        self.several.learn(terms, self._window, sizes)
+        doubt = DIFFERING if terms.differs else doubt_of_unknown(self._reductions)
+        self.several.learn(terms, whole_of(self._window), sizes)
         parts, noise = self._parts(counting, False, 1.0, ending)
         return Gradient(
             sizes=sizes,
-            own=sizes,
+            own=self.own_sizes,
             grad_norm=self._unscaled_and_clipped(1.0, ending),
             overflow=None if ending is None else ending.overflow(),
             loss=terms.loss().detach(),
@@ -511,7 +516,7 @@ class Transaction:
             reductions=tuple(self._reductions),
             doubts=self.signs.in_doubt(in_doubt),
             knows_loss=not terms.lacks_values,
-            conclusion=Conclusion(False, DIFFERING if terms.differs else unknown, terms.kinds()),
+            conclusion=Conclusion(False, doubt, terms.kinds()),
             differs=terms.differs,
             is_unforeseen=self.several.is_unforeseen,
         )
@@ -579,12 +584,8 @@ class Transaction:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was found out about the loss, and the loss scale."""
-        found = {
-            "_has_sums": self._has_sums,
-            "_deferred": self._is_deferred,
-            "scaler": None if self.scaler is None else self.scaler.state_dict(),
-            **self.several.state_dict(),
-        }
+        found = {"_has_sums": self._has_sums, "_deferred": self._is_deferred, **self.several.state_dict()}
+        found |= {"scaler": None if self.scaler is None else self.scaler.state_dict()}
         # What came later is there only once it says something.
         return found | self._foresight.state_dict() | ({"outputs": True} if self.outputs.are_there else {})
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,10 +16,10 @@ from torch.utils.data import Dataset, IterableDataset
 
 import autoaccum
 from autoaccum.errors import AutoaccumError
-from autoaccum.events import OutOfMemory, StepReport, Validated
+from autoaccum.events import OutOfMemory, Replanned, Shared, StepReport, Validated
 from autoaccum.testing import oom_at, simulated_memory
 from autoaccum.window.step import Step
-from tests.faults import strides
+from tests.faults import sizes, strides
 from tests.processes import in_turn
 from tests.ranks.launching import Ended, launch
 
@@ -94,6 +93,26 @@ RUNS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+class Stream(IterableDataset[Any]):
+    """Samples that nobody can count."""
+
+    def __iter__(self) -> Any:
+        return iter(zip(*data(), strict=True))
+
+
+class StreamOfTexts(IterableDataset[Any]):
+    """The same of samples of many lengths."""
+
+    def __iter__(self) -> Any:
+        return (Texts()[index] for index in range(40))
+
+
+RUNS |= {
+    "a stream": {"data": Stream(), "loss_fn": cross_entropy},
+    "a stream of many lengths": {**RUNS["samples of many lengths"], "data": StreamOfTexts()},
+}
+
+
 class Trained(NamedTuple):
     """What a run leaves, that can be sent."""
 
@@ -132,7 +151,7 @@ def alone() -> dict[str, Trained]:
     return launch(all_runs, 1)[0]  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@sizes(3)
 def test_ranks_train_what_one_does(size: int, alone: dict[str, Trained]) -> None:
     found = launch(all_runs, size)
     for name, one in alone.items():
@@ -191,15 +210,18 @@ def test_a_finished_run_may_be_called_again(tmp_path: Path) -> None:
     assert second == (30, 0), "of an earlier process the first rank alone has the records"
 
 
+def normed(model: Any, batch: Any) -> torch.Tensor:
+    return cross_entropy(nn.functional.batch_norm(model(batch[0]), None, None, training=True), batch[1])
+
+
 def of_one_each() -> tuple[str, str]:
-    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 5)).double()
-    return refused({"model": model, "effective_batch": 3, "micro_batch": "auto", "loss_fn": cross_entropy})
+    return refused({"effective_batch": 3, "micro_batch": "auto", "training_step": normed, "verify": False})
 
 
 def test_a_share_of_one_sample_that_cannot_be_computed_ends_all() -> None:
     first, second = launch(of_one_each, 2)
     assert second[0] == "effective_batch"
-    assert "two samples for each rank" in second[1]
+    assert "min_micro_batch=2" in second[1]
     assert first[0] == "RankError"
 
 
@@ -232,6 +254,31 @@ def test_ranks_of_unequal_memory_have_plans_of_their_own() -> None:
     assert plan[0] > 2 * plan[-1], "the second rank has less than a quarter of the memory"
 
 
+def of_unequal_speed() -> tuple[Trained, list[Any]]:
+    seen: list[Any] = []
+
+    def slow(model: Any, batch: Any) -> torch.Tensor:
+        time.sleep(0.004 * len(batch[0]) * (1 + 3 * rank()))
+        return cross_entropy(model(batch[0]), batch[1])
+
+    found = fit(training_step=slow, balance="speed", verify=False, callbacks=[seen.append])
+    return found, [record for record in seen if isinstance(record, Shared | Replanned)]
+
+
+def test_a_slow_rank_computes_less_of_the_same_gradient() -> None:
+    (one, told), *_ = launch(of_unequal_speed, 1)
+    assert not told
+    (first, told), (second, _) = launch(of_unequal_speed, 2)
+    assert torch.equal(first.weights, second.weights)
+    torch.testing.assert_close(first.weights, one.weights, rtol=1e-10, atol=1e-12)
+    shared = [record for record in told if isinstance(record, Shared)]
+    assert next(record.reason for record in told if isinstance(record, Replanned)).startswith(f"of {WINDOW} samples")
+    before, *_, after = (tuple(map(sum, record.micro_batches)) for record in shared)
+    assert before == (12, 11)
+    assert after[0] > 2 * after[1], "it takes four times as long"
+    assert shared[0].waited_seconds[0] > shared[0].waited_seconds[1]
+
+
 class Faulty(NamedTuple):
     """A fault in the second window of one rank."""
 
@@ -252,17 +299,18 @@ def with_fault(fault: Faulty, **options: Any) -> Trained:
 
     Step.run = faulty  # type: ignore[method-assign]
     try:
-        return fit(
-            data=data(24), effective_batch=12, micro_batch=3, epochs=2, loss_fn=cross_entropy, clip_norm=0.5, **options
-        )
+        given: dict[str, Any] = {"data": data(24), "effective_batch": 12, "micro_batch": 3, "epochs": 2}
+        given |= {"clip_norm": 0.5} | (options or {"loss_fn": cross_entropy})
+        # Made anew for each run.
+        return fit(**{**given, "model": given.get("model", net)()})
     finally:
         Step.run = run  # type: ignore[method-assign]
 
 
-def at_every_operation(of_rank: int, stride: int) -> tuple[int, list[float]]:
-    clean, off, operation = with_fault(Faulty(0, None)), [], 1
+def at_every_operation(of_rank: int, stride: int, **options: Any) -> tuple[int, list[float]]:
+    clean, off, operation = with_fault(Faulty(0, None), **options), [], 1
     while True:
-        found = with_fault(Faulty(of_rank, operation))
+        found = with_fault(Faulty(of_rank, operation), **options)
         off.append(float((found.weights - clean.weights).norm() / clean.weights.norm()))
         # Which operation is the last is known to the rank that has them.
         if not any(_told(found.replays)):
@@ -310,7 +358,7 @@ def failing(what: str) -> Any:
     [
         ("an error", ("ValueError", "no such token"), "ValueError: no such token"),
         ("memory", ("NothingFitsError", ""), "NothingFitsError"),
-        ("killed", None, ""),
+        ("killed", None, "its process has ended"),
     ],
 )
 def test_what_ends_one_rank_ends_all_of_them_with_its_reason(what: str, own: Any, of_others: str) -> None:
@@ -323,7 +371,7 @@ def test_what_ends_one_rank_ends_all_of_them_with_its_reason(what: str, own: Any
     for name, text, of_rank, seconds in (first, third):
         assert name == "RankError"
         assert of_others in text
-        assert of_rank == (None if own is None else 1)
+        assert of_rank == 1
         assert seconds < 60
 
 
@@ -374,10 +422,6 @@ def refused(options: dict[str, Any]) -> tuple[str, str]:
     return "", ""
 
 
-def two_means(model: Any, batch: Any) -> torch.Tensor:
-    return cross_entropy(model(batch[0]), batch[1]) + model(batch[0]).square().mean()
-
-
 def other_data() -> tuple[str, str]:
     return refused({"data": data(SAMPLES + rank()), "loss_fn": cross_entropy})
 
@@ -386,13 +430,6 @@ def test_ranks_that_would_train_something_else_are_refused() -> None:
     for argument, text in launch(other_data, 2):
         assert argument == "data"
         assert "101 samples" in text
-
-
-class Stream(IterableDataset[Any]):
-    """Samples that nobody can count."""
-
-    def __iter__(self) -> Any:
-        return iter(zip(*data(), strict=True))
 
 
 def without_data() -> tuple[str, str, float]:
@@ -409,18 +446,25 @@ def test_what_ends_one_rank_before_the_first_window_ends_all() -> None:
     assert first[2] < 60
 
 
-CANNOT: dict[str, Callable[[], dict[str, Any]]] = {
-    "before_window": lambda: {"before_window": len, "loss_fn": cross_entropy},
-    "ranks": lambda: {"training_step": two_means, "max_micro_batch": 3},
-    "data": lambda: {"data": Stream(), "loss_fn": cross_entropy},
-}
+class SplitByRank(IterableDataset[Any]):
+    """Other samples on each rank, as a stream for DistributedDataParallel has them."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def __iter__(self) -> Any:
+        inputs, labels = data()
+        if self.what == "samples":
+            return iter(list(zip(inputs, labels, strict=True))[rank() :: 2])
+        return iter(zip(inputs[: 92 - rank()], labels[: 92 - rank()], strict=True))
 
 
-def one_that_cannot(argument: str) -> tuple[str, str]:
-    return refused(CANNOT[argument]())
+def of_another_stream(what: str) -> tuple[str, str]:
+    return refused({"data": SplitByRank(what), "loss_fn": cross_entropy, "shuffle": False})
 
 
-@pytest.mark.parametrize("argument", CANNOT)
-def test_what_ranks_cannot_do_together_is_refused_on_all_of_them(argument: str) -> None:
-    for found, _ in launch(one_that_cannot, 2, argument):
-        assert found == argument
+@pytest.mark.parametrize("what", ["samples", "their number"])
+def test_a_stream_that_differs_between_ranks_is_refused_on_all_of_them(what: str) -> None:
+    for argument, text in launch(of_another_stream, 2, what):
+        assert argument == "data"
+        assert "do not split it by rank" in text

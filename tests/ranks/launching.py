@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import pickle
 import socket
-import subprocess
 import sys
 import tempfile
 import warnings
 from collections.abc import Callable
 from importlib import import_module
+from multiprocessing.context import ForkServerContext
+from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from typing import Any
 
@@ -18,48 +20,68 @@ from autoaccum.errors import AutoaccumWarning
 
 TIMEOUT = 240.0
 """Seconds after which processes that still run are taken to hang."""
+_context: ForkServerContext | None = None
 
 
 class Ended(Exception):
     """A process has ended by an error of its own, or by a signal."""
 
 
-def launch(function: Callable[..., Any], size: int, *args: Any) -> list[Any]:
+def _server() -> ForkServerContext:
+    """Return what begins processes that have imported all they need, which takes each of them seconds."""
+    global _context
+    if _context is None:
+        _context = multiprocessing.get_context("forkserver")
+        _context.set_forkserver_preload(["torch.distributed.fsdp", "torch.utils.data", "autoaccum", "optuna"])
+        # Read when PyTorch is imported. Two ranks of as many threads as there are cores would wait for each other.
+        before = os.environ.get("OMP_NUM_THREADS")
+        os.environ["OMP_NUM_THREADS"] = "1"
+        ensure_running()
+        os.environ.pop("OMP_NUM_THREADS")
+        if before is not None:
+            os.environ["OMP_NUM_THREADS"] = before
+    return _context
+
+
+def launch(function: Callable[..., Any], size: int, *args: Any, lost: int | None = None) -> list[Any]:
     """Call a function of a module, ``function(*args)``, on each of ``size`` ranks; return what each has returned.
 
-    What ends by an exception returns that. One that was killed returns ``Ended``.
+    What ends by an exception returns that. One that was killed returns ``Ended``, as does the one that is ``lost``,
+    which is not waited for.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+    call = (function.__module__, function.__qualname__, args)
     with tempfile.TemporaryDirectory() as place:
-        call = Path(place) / "call"
-        call.write_bytes(pickle.dumps((function.__module__, function.__qualname__, args)))
         ranks = []
         for rank in range(size):
             where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1"}
-            environment = {
-                **os.environ,
-                **{name: str(value) for name, value in where.items()},
-                "MASTER_PORT": str(port),
-            }
-            environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-            command = [sys.executable, "-m", "tests.ranks.launching", str(call), f"{place}/{rank}"]
-            ranks.append(subprocess.Popen(command, env=environment))
+            environment = {name: str(value) for name, value in {**where, "MASTER_PORT": port}.items()}
+            process = _server().Process(target=_run, args=(environment, sys.path, call, f"{place}/{rank}"))
+            process.start()
+            ranks.append(process)
         try:
-            codes = [process.wait(TIMEOUT) for process in ranks]
+            for rank, process in enumerate(ranks):
+                if rank != lost:
+                    process.join(TIMEOUT)
+                    if process.exitcode is None:
+                        raise TimeoutError(f"rank {rank} of {size} has not ended after {TIMEOUT:.0f} s")
         finally:
             for process in ranks:
                 process.kill()
+                process.join()
         found = []
-        for rank, code in enumerate(codes):
+        for rank, process in enumerate(ranks):
             answer = Path(f"{place}/{rank}")
-            found.append(pickle.loads(answer.read_bytes()) if answer.exists() else Ended(code))
+            found.append(pickle.loads(answer.read_bytes()) if answer.exists() else Ended(process.exitcode))
         return found
 
 
-def _run(call: str, answer: str) -> None:
-    module, name, args = pickle.loads(Path(call).read_bytes())
+def _run(environment: dict[str, str], path: list[str], call: tuple[str, str, Any], answer: str) -> None:
+    os.environ |= environment
+    sys.path[:] = path
+    module, name, args = call
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", AutoaccumWarning)
@@ -67,7 +89,3 @@ def _run(call: str, answer: str) -> None:
     except Exception as error:
         found = error
     Path(answer).write_bytes(pickle.dumps(found))
-
-
-if __name__ == "__main__":
-    _run(*sys.argv[1:])

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from autoaccum.ranks.shares import Share, of_all_ranks
+from autoaccum.ranks.shares import Part, Share, argument_of, measured_by_first, num_of_all_ranks, same_part, whole_of
 
 
 class Counted:
@@ -22,19 +22,47 @@ class Counted:
         return list(positions)
 
 
-@pytest.mark.parametrize("num_samples", [1, 2, 7, 23])
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_shares_are_near_equal_and_together_the_window(num_samples: int, size: int) -> None:
-    shares = [Share(Counted(num_samples), rank, size) for rank in range(size)]
-    sizes = [share.num_samples for share in shares]
-    assert max(sizes) - min(sizes) <= 1
-    assert [row for share in shares for row in share.micro_batch(0, share.num_samples)] == list(range(num_samples))
-    assert {of_all_ranks(share).num_samples for share in shares} == {num_samples}
+@pytest.mark.parametrize("sizes", [(1, 0), (4, 3), (0, 2, 5), (6, 6, 6, 5)])
+def test_shares_are_together_the_window(sizes: tuple[int, ...]) -> None:
+    shares = [Share(Counted(sum(sizes)), sizes, rank) for rank in range(len(sizes))]
+    assert tuple(share.num_samples for share in shares) == sizes
+    assert [row for share in shares for row in share.micro_batch(0, share.num_samples)] == list(range(sum(sizes)))
+    assert {num_of_all_ranks(share) for share in shares} == {sum(sizes)}
 
 
 def test_positions_are_those_of_the_share() -> None:
-    share = Share(Counted(7, (9, 8, 7, 6, 5, 4, 3)), 1, 2)
+    share = Share(Counted(7, (9, 8, 7, 6, 5, 4, 3)), (4, 3), 1)
     assert share.micro_batch(1, 2) == [5, 6]
     assert share.samples([0, 2]) == [4, 6]
     assert share.lengths == (5, 4, 3)
-    assert share.whole.samples([0]) == [0]
+    assert measured_by_first(share).samples([0]) == [0]
+
+
+def test_a_part_is_what_its_rank_was_given() -> None:
+    parts = [Part(Counted(size, (9,) * size), rank, (2, 0, 5)) for rank, size in enumerate((2, 0, 5))]
+    assert [part.num_samples for part in parts] == [2, 0, 5]
+    assert {num_of_all_ranks(part) for part in parts} == {7}
+    assert parts[2].micro_batch(1, 3) == [1, 2, 3]
+    assert parts[2].samples([4]) == [4]
+    assert parts[2].lengths == (9,) * 5
+    assert {argument_of(part) for part in parts} == {"batch"}
+    # The first rank measures on its own samples, and the others know how many these are.
+    assert {measured_by_first(part).num_samples for part in parts} == {2}
+    assert measured_by_first(parts[0]) is parts[0]
+    with pytest.raises(LookupError):
+        measured_by_first(parts[1]).micro_batch(0, 1)
+    assert whole_of(parts[0]) is None
+
+
+def test_a_plan_for_the_window_is_cut_where_shares_end() -> None:
+    window = Counted(9)
+    assert [Share(window, (5, 4, 0), rank).own_part([3, 3, 3]) for rank in range(3)] == [(3, 2), (1, 3), ()]
+    assert [Share(window, (5, 4), rank).own_part([5, 2, 2]) for rank in range(2)] == [(5,), (2, 2)]
+
+
+def test_the_same_part_of_another_window() -> None:
+    window, other = Counted(7), Counted(7)
+    assert same_part(window, other) is other
+    share = same_part(Share(window, (4, 3), 1), other)
+    assert share.samples([0]) == [4]
+    assert measured_by_first(share) is other

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from autoaccum.events import Planned, Record, Started, StepReport, Verified
+from autoaccum.events import Planned, Record, Shared, Started, StepReport, Verified
 from autoaccum.runs.records import HISTORY, line_of
 
 GIB = 2**30
@@ -44,6 +44,13 @@ def verified(error: float, *, step: int = 1, tensor: str | None = None) -> Verif
     return Verified(
         step=step, hypothesis="items", error=error, tolerance=2e-5, tensor=tensor, samples=6,
         cuts=((1, 2, 3), (3, 2, 1), (2, 2, 2)), seconds=0.25,
+    )  # fmt: skip
+
+
+def shared(times: int = 1) -> Shared:
+    return Shared(
+        step=3, micro_batches=((3, 2), (3,)) * times, peak_bytes=(200, 100) * times, limit_bytes=(GIB, 2 * GIB) * times,
+        busy_seconds=(4.0, 1.0) * times, waited_seconds=(1.0, 1.0) * times,
     )  # fmt: skip
 
 

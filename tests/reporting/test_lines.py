@@ -21,7 +21,7 @@ from autoaccum.events import (
 )
 from autoaccum.reporting.lines import Narrator, counted, is_scheduled, line, state_text
 from autoaccum.testing import manual_clock
-from tests.reporting.synthetic import planned, report, started, verified
+from tests.reporting.synthetic import planned, report, shared, started, verified
 
 LINES: dict[Any, str | None] = {
     started(): None,
@@ -53,6 +53,8 @@ LINES: dict[Any, str | None] = {
         "step 3: cut windows have another gradient: 2.7e-01 off, the most in net.bias (2e-05 allowed), measured on 6 "
         "samples cut 1+2+3, 3+2+1, 2+2+2, by items"
     ),
+    shared(): "step 3: 2 ranks: 5 + 3; they waited 20% to 50% of the time",
+    shared(4): "step 3: 8 ranks: 3 to 5 samples each; they waited 20% to 50% of the time",
     Saved(step=3, path="a/b", seconds=0.25): "step 3: saved a/b in 0.25 s",
     Resumed(step=3, num_samples=24, checkpoint="a/b"): "step 3: resumed from a/b, 24 samples in",
     Finished(step=3, reason="budget"): None,

@@ -27,7 +27,7 @@ from autoaccum.reporting import RecordWriter, environment, write_json
 from autoaccum.reporting.page import ROWS, write_report
 from autoaccum.testing import simulated_memory
 from tests.models import classes, wide
-from tests.reporting.synthetic import planned, report, started, verified, write
+from tests.reporting.synthetic import planned, report, shared, started, verified, write
 
 NASTY = "</script><script>alert('&')</script>"
 VOID = {"meta", "link", "br", "img", "input", "hr"}
@@ -212,6 +212,15 @@ def test_what_was_measured_is_shown(tmp_path: Path) -> None:
         ["step", "the loss, by", "the gradient is off", "most in", "measured on"],
         ["1", "items", "1.4e-07 (2e-05 allowed)", "net.bias", "6 samples cut 1+2+3, 3+2+1, 2+2+2"],
         ["3", "items", "2.7e-01 (2e-05 allowed)", "<b>", "6 samples cut 1+2+3, 3+2+1, 2+2+2"],
+    ]
+
+
+def test_what_each_rank_did_is_shown(tmp_path: Path) -> None:
+    rows = page_of(write(tmp_path, shared(), report(1), shared())).rows
+    assert rows == [
+        ["rank", "samples of a window", "micro-batches", "peak", "limit", "computed", "waited"],
+        ["0", "5", "2-3 x 2", "200 B", "1.00 GiB", "8.0 s", "2.0 s"],
+        ["1", "3", "3 x 1", "100 B", "2.00 GiB", "2.0 s", "2.0 s"],
     ]
 
 

@@ -17,7 +17,7 @@ from autoaccum.memory.clock import ManualClock, using
 from autoaccum.reporting import RecordWriter, environment, load_run, read_records, write_json
 from autoaccum.runs.records import FIELDS, value_of
 from tests.models import classes, mlp
-from tests.reporting.synthetic import planned, report, started, verified
+from tests.reporting.synthetic import planned, report, shared, started, verified
 
 EVERY: tuple[Record, ...] = (
     started(None),
@@ -40,6 +40,7 @@ EVERY: tuple[Record, ...] = (
     verified(3e-7),
     verified(math.inf, tensor="net.0.weight"),
     Saved(step=3, path="a/b", seconds=0.25),
+    shared(),
     Resumed(step=3, num_samples=24, checkpoint="a/b"),
     Finished(step=3, reason="budget"),
     autoaccum.events.Waiting(step=2, phase="training", micro_batch=1, needed_bytes=3, limit_bytes=2, seconds=60.0),

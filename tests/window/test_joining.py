@@ -16,11 +16,12 @@ from autoaccum.window.joining import Told, join, told
 
 def of_rank(guess: float, sizes: tuple[int, ...], **given: Any) -> Told:
     nothing: dict[str, Any] = {"late": (), "dropped": (), "norms": {}, "outputs": {}, "has_changed": False}
+    nothing |= {"terms": None, "met": (False, False, False), "arrived": (), "came_twice": False}
     of_sizes = {
         "reductions": [Reduction(float(size)) for size in sizes],
         "losses": [torch.tensor(float(size)) for size in sizes],
         "counts": [float(size) for size in sizes],
-        "have_gradients": [bool(sizes), False],
+        "gradients": [bool(sizes), False],
     }
     return Told(num_samples=8, sizes=sizes, guess=guess, **{**nothing, **of_sizes, **given})
 
@@ -33,7 +34,7 @@ def test_micro_batches_come_one_ranks_after_the_others() -> None:
     assert joined.tally.read() == [2.0, 1.0, 5.0]
     assert joined.dropped == [2, 3]
     assert joined.tally.late == [1, 2]
-    assert joined.have_gradients == [True, False]
+    assert joined.gradients == [True, False]
     assert joined.has_changed
 
 
@@ -51,8 +52,18 @@ def test_windows_that_are_not_the_same_are_refused() -> None:
         join([of_rank(8.0, (8,)), replace(of_rank(8.0, (8,)), num_samples=9)], 8)
 
 
-def test_sparse_gradients_are_refused() -> None:
-    p = torch.ones(3, requires_grad=True)
-    p.grad = torch.ones(3).to_sparse()
-    with pytest.raises(ArgumentError, match="dense gradients"):
-        told([p], Tally(3, deferred=False))
+def test_norms_of_terms_are_those_of_the_window() -> None:
+    """Each has weighed by the totals of the window, and no tally has a guess."""
+    joined = join([of_rank(0.0, (3,)), of_rank(0.0, (5,), norms={0: torch.tensor(3.0)})], 8)
+    assert joined.norms == {1: torch.tensor(3.0)}
+
+
+def test_a_rank_tells_counts_and_gradients() -> None:
+    p, tally = torch.ones(3, requires_grad=True), Tally(3, deferred=False)
+    p.grad = torch.ones(3)
+    tally.weight(3, 2.0)
+    nothing: dict[str, Any] = {"num_samples": 3, "sizes": (3,), "reductions": [], "losses": [], "dropped": ()}
+    nothing |= {"norms": {}, "outputs": {}, "has_changed": False, "terms": None, "met": (False, False, False)}
+    nothing |= {"arrived": (), "came_twice": False}
+    found = told([p, torch.ones(1)], tally, **nothing)
+    assert (found.counts, found.guess, found.gradients) == ((2.0,), 2.0, [True, False])

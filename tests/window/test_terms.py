@@ -26,10 +26,12 @@ def losses(weight: torch.Tensor, rows: slice, form: str) -> torch.Tensor | Compu
     return Computed(mean + masked, {"a": mean, "b": masked}) if form == "named" else mean + masked
 
 
-def run(form: str, kinds: dict[str, TermKind], totals: dict[str, float]) -> tuple[Terms, torch.Tensor]:
+def run(
+    form: str, kinds: dict[str, TermKind], totals: dict[str, float], sizes: list[int] = SIZES, start: int = 0
+) -> tuple[Terms, torch.Tensor]:
     weight = torch.tensor(0.5, dtype=torch.float64, requires_grad=True, device=DEVICE)
-    terms, start = Terms(6, kinds, totals, deferred=False), 0
-    for size in SIZES:
+    terms = Terms(6, kinds, totals, deferred=False)
+    for size in sizes:
         with Values() as values:
             loss = losses(weight, slice(start, start + size), form)
         computed = loss if isinstance(loss, Computed) else Computed(loss)
@@ -123,3 +125,44 @@ def test_each_term_of_a_micro_batch_by_itself() -> None:
     terms.add(Computed(loss), {}, 1, values, lambda loss: loss)
     parts = [(name, value, float(reduction.items)) for name, value, reduction in terms.apart()]
     assert parts == [("0", 1.5, 1.0), ("1", 0.0, 0.0)]
+
+
+@pytest.mark.parametrize("form", ["plain", "kept", "named"])
+def test_those_of_several_ranks_are_those_of_one(form: str) -> None:
+    names = ("a", "b") if form == "named" else ("0", "1")
+    kinds: dict[str, TermKind] = dict(zip(names, ("samples", "items"), strict=True))
+    totals = {names[1]: 3.0}
+    (whole, gradient), (first, one), (second, other) = (
+        run(form, kinds, totals),
+        run(form, kinds, totals, SIZES[:1]),
+        run(form, kinds, totals, SIZES[1:], 2),
+    )
+    joined = Terms(6, kinds, totals, deferred=False)
+    for terms in (first, second):
+        joined.absorb(terms)
+    assert joined.are_of_all(SIZES)
+    assert not first.are_of_all(SIZES)
+    for terms in (whole, joined):
+        terms.settle()
+    assert joined.counts(kinds) == whole.counts(kinds)
+    assert joined.true_totals(kinds, is_wide=True) == whole.true_totals(kinds, is_wide=True)
+    assert joined.used_kinds() == whole.used_kinds() == kinds
+    assert one.grad is not None
+    assert other.grad is not None
+    assert gradient.grad is not None
+    assert float(one.grad + other.grad) == pytest.approx(float(gradient.grad), rel=1e-14)
+    assert float(joined.loss()) == pytest.approx(float(whole.loss()), rel=1e-14)
+
+
+def test_guesses_that_differ_between_ranks_are_right_for_none() -> None:
+    joined = Terms(6, {"b": "items"}, {}, deferred=False)
+    for totals, sizes, start in (({"b": 3.0}, SIZES[:1], 0), ({"b": 2.0}, SIZES[1:], 2)):
+        joined.absorb(run("named", {"a": "samples", "b": "items"}, totals, sizes, start)[0])
+    assert joined.true_totals({"b": "items"}, is_wide=True) == {"b": 3.0}
+
+
+def test_what_ranks_take_for_different_things_is_taken_for_none() -> None:
+    joined = Terms(6, {}, {}, deferred=False)
+    joined.absorb(run("named", {"a": "samples", "b": "items"}, {}, SIZES[:1])[0])
+    joined.absorb(run("named", {"a": "sum", "b": "items"}, {}, SIZES[1:], 2)[0])
+    assert joined.used_kinds() == {"b": "items"}

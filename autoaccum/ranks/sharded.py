@@ -1,0 +1,202 @@
+"""A model that is sharded over the ranks by FSDP2, run so that a rank that fails in a micro-batch hangs no other.
+
+::
+
+    sharded = Sharded(model, group)
+    plans = sharded.tell(own_sizes)             # what each rank means to run
+    while not are_done:
+        # A rank without samples left runs a micro-batch that weighs nothing, for all run as many.
+        are_done = all(sharded.run(lambda: backward_of(micro_batch), lambda: is_my_last))
+    sharded.scale(guess / items)
+
+Each micro-batch sums its gradient over the ranks, unlike those of a model that each rank has all of. Where memory runs
+out on one of them all hear of it, as of ``Elsewhere``, and begin the window anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoaccum.errors import ArgumentError, RankError
+from autoaccum.memory.oom import is_out_of_memory, without_frames
+from autoaccum.ranks.collectives import Collectives
+from autoaccum.ranks.communicators import Gathers, Scatters
+from autoaccum.ranks.group import Group
+from autoaccum.ranks.units import check, forget, is_distributed, units_of
+
+
+class Elsewhere(Exception):
+    """Another rank begins the window anew, and so do all."""
+
+
+class Sharded:
+    """The units of a sharded model, whose collectives are noted and made up for."""
+
+    def __init__(self, model: nn.Module, group: Group) -> None:
+        """Take over the collectives of a model's units, which from now on add up gradients, and average nothing.
+
+        Raises:
+            ArgumentError: some of the model is not sharded, or in another way.
+        """
+        self._group = group
+        self._units = units_of(model)
+        check(model, self._units, group.size)
+        self.parameters: list[Any] = [p for p in model.parameters() if p.requires_grad]
+        """What is trained of the model, of which each rank has a part."""
+        within = {id(module) for unit in self._units for module in unit.modules() if module is not unit}
+        self._roots = [unit for unit in self._units if id(unit) not in within]
+        self._collectives = Collectives(group.rank)
+        for index, unit in enumerate(self._units):
+            self._take_over(unit, index)
+
+    def _take_over(self, unit: Any, index: int) -> None:
+        """Make a unit add up gradients by collectives that are noted, in each backward, and keep nothing after it."""
+        # Weights that sum to one over all ranks make it exact; the mean over ranks would divide once more. By sums
+        # alone, for gloo multiplies by nothing on the way.
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
+        unit.set_requires_gradient_sync(True, recurse=False)
+        unit.set_reshard_after_backward(True, recurse=False)
+        unit.set_is_last_backward(True)
+        own: Any = next((p for p in unit.parameters(recurse=True) if is_distributed(p)), None)
+        mesh = own.device_mesh
+        scatters = Scatters(self._collectives, index, mesh.get_group(0) if mesh.ndim > 1 else None)
+        unit.set_custom_all_gather(Gathers(self._collectives, index))
+        unit.set_custom_reduce_scatter(scatters)
+        if mesh.ndim > 1:
+            unit.set_all_reduce_hook(scatters.summed)
+
+    @property
+    def is_rehearsed(self) -> bool:
+        """Return whether a micro-batch has come to its end on all ranks, so that others can be made up for."""
+        return self._collectives.are_known
+
+    @property
+    def has_begun(self) -> bool:
+        """Return whether this rank has launched anything of the micro-batch that runs."""
+        return bool(self._collectives.launched)
+
+    def tell(self, told: Any) -> list[Any]:
+        """Tell all ranks something that is not None, and return what each of them has told.
+
+        Raises:
+            Elsewhere: one of them has given up.
+            RankError: one of them has failed, or is gone.
+        """
+        heard = self._group.exchange(told)
+        if None in heard:
+            self.reset()
+            raise Elsewhere
+        return heard
+
+    def give_up(self) -> None:
+        """Tell all ranks, in what they are about to tell each other, that the window has to begin anew."""
+        self._group.exchange(None)
+
+    def run(
+        self,
+        compute: Callable[[], None],
+        told: Callable[[], Any],
+        survives: Callable[[BaseException], bool] = is_out_of_memory,
+    ) -> list[Any]:
+        """Run the forward and backward of a micro-batch, in which all ranks take part; return what each has told.
+
+        Args:
+            compute: what runs it.
+            told: returns what to tell where it holds, which is not None.
+            survives: whether the window may begin anew after an error, which the others are then told.
+
+        Errors of ``compute`` come through when nobody waits for this rank any more. Of one that is not survived the
+        others are yet to hear: see ``Group.fail``.
+
+        Raises:
+            Elsewhere: one of the others has given up.
+            RankError: one of them has failed, or is gone; or this one has failed where they cannot be let go on.
+        """
+        self._collectives.begin()
+        failure: BaseException | None = None
+        try:
+            compute()
+        except BaseException as error:
+            if not survives(error):
+                self._drain(error)
+                self.reset()
+                raise
+            failure = error
+        # Out here, where no error that is handled pins the memory of the micro-batch.
+        if failure is not None:
+            without_frames(failure)
+            self._drain(failure)
+            self.reset()
+            self.give_up()
+            raise failure
+        heard = self.tell(told())
+        self._collectives.keep()
+        return heard
+
+    def pass_over(self, cause: BaseException) -> None:
+        """Take part in a micro-batch of the others, after an error between two of this rank's."""
+        self._collectives.begin()
+        self._drain(cause)
+        self.reset()
+
+    def _drain(self, cause: BaseException) -> None:
+        """Launch what the others wait for in a micro-batch that an error has ended.
+
+        Raises:
+            RankError: it is not known; or another rank is gone.
+        """
+        try:
+            self._collectives.drain()
+        except BaseException as error:
+            # The others are in collectives of the model, and hear nothing: an exchange would wait for them for ever.
+            self._group.leave()
+            if isinstance(cause, RankError):
+                return
+            raise error from cause
+
+    def reset(self) -> None:
+        """Forget all that the units hold of a micro-batch that was not ended, or is not to count."""
+        for root in self._roots:
+            root.reset_iter_state()
+        for unit in self._units:
+            forget(unit)
+
+    @torch.no_grad()
+    def scale(self, factor: float) -> None:
+        """Multiply this rank's part of all gradients, in one launch."""
+        parts = [p.grad.to_local() for p in self.parameters if p.grad is not None]
+        if parts:
+            torch._foreach_mul_(parts, factor)
+
+    @torch.no_grad()
+    def refuse_other_copies(self) -> None:
+        """Refuse copies of the model that are not the same: their gradients are added up as if they were.
+
+        Raises:
+            ArgumentError: they are not.
+        """
+        mesh = self.parameters[0].device_mesh
+        parts = [p.to_local() for p in self.parameters] if mesh.ndim > 1 else []
+        place = mesh.get_local_rank(mesh.ndim - 1)
+        marks = [f"{float(part.sum())!r} {float(part.square().sum())!r}" for part in parts]
+        told = self._group.exchange((place, marks))
+        if any(found != dict(told)[place] for place, found in told):
+            cure = "Initialise it after torch.manual_seed, or load the same weights on all ranks."
+            raise ArgumentError("model", "a sharded model", "the same weights in each of its copies", cure)
+
+    @torch.no_grad()
+    def squares(self) -> float:
+        """Return this rank's part of the sum of the gradients' squares."""
+        # Of what several copies of the model hold each has a part of the same sum.
+        total = 0.0
+        for p in self.parameters:
+            if p.grad is not None:
+                part = p.grad.to_local()
+                wide = torch.promote_types(part.dtype, torch.float32)
+                total += float(torch.linalg.vector_norm(part, dtype=wide)) ** 2 * p.device_mesh.size(-1)
+        return total / self._group.size

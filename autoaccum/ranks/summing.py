@@ -1,0 +1,288 @@
+"""Adds up the gradients of all ranks in buckets: at a window's end, or each as soon as its last gradient has come.
+
+Buckets go through a few buffers, which are there from the beginning. All ranks begin the same sums in the same order,
+whatever happens to any of them: one that runs out of memory goes on with whatever is in a buffer, and says so in what
+is told next. So the order of buckets is one that all have agreed upon, and one that is ready waits for those before it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from autoaccum.ranks.channel import Channel, undisturbed
+
+Place = tuple[torch.device, torch.dtype]
+Piece = tuple[torch.Tensor, int, int]
+"""A parameter, the first of its numbers, and how many."""
+_BUCKET_BYTES = 25 * 2**18
+"""Bytes of gradients that are added up at once."""
+_RING = 4
+"""Buckets of one type that may be on their way at once: together 25 MiB."""
+
+
+@dataclass(slots=True)
+class _Bucket:
+    place: Place
+    number: int  # among those of its place
+    pieces: list[Piece] = field(default_factory=list)
+    missing: set[int] = field(default_factory=set)  # ids of parameters whose gradients have not come yet
+
+    @property
+    def length(self) -> int:
+        return sum(length for _, _, length in self.pieces)
+
+
+class Summing:
+    """The sums of one rank."""
+
+    def __init__(self, channel: Channel) -> None:
+        """Begin without memory: see ``prepare``."""
+        self._channel = channel
+        self._rings: dict[Place, list[torch.Tensor]] = {}
+        self._prepared: list[torch.Tensor] = []
+        self._ordered: list[torch.Tensor] = []
+        self._all: list[_Bucket] = []  # of these
+        self.arrived: list[torch.Tensor]
+        """Parameters whose gradients have come in the last backward that was listened to, in their order."""
+        self.came_twice: bool
+        """Whether one of them came more than once, as it does where a backward runs another one."""
+        self.made: list[torch.Tensor]
+        """Those that had no gradient here, and were given one for what others had."""
+        # A hook may be in a thread of the device's, which does not hear of an error in another one.
+        self._lock = threading.RLock()
+        self._generation = 0
+        self._failure: Exception | None = None
+        self._of: dict[int, list[_Bucket]] = {}
+        self._begin(())
+        self.forget()
+
+    @property
+    def rank(self) -> int:
+        """Return the number of this rank."""
+        return self._channel.rank
+
+    def prepare(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Take the memory through which the gradients of these parameters are added up."""
+        # Once, before memory is measured: so it is in every peak, and is there when nothing else is. A model that is
+        # smaller than a bucket needs no more than itself.
+        if _are_same(parameters, self._prepared):
+            return
+        self._prepared = list(parameters)
+        for bucket in _cut(parameters):
+            ring = self._rings.setdefault(bucket.place, [])
+            device, kind = bucket.place
+            if bucket.number >= len(ring) and len(ring) < _RING:
+                ring.append(torch.zeros(bucket.length, dtype=kind, device=device))
+            elif bucket.length > (there := ring[bucket.number % len(ring)]).numel():
+                ring[bucket.number % len(ring)] = torch.zeros(bucket.length, dtype=there.dtype, device=device)
+
+    @property
+    def is_begun(self) -> bool:
+        """Return whether sums were begun that others take part in, and have not ended."""
+        return self._begun > 0
+
+    @contextmanager
+    def listening(self, ordered: Sequence[torch.Tensor], others: Sequence[torch.Tensor] = ()) -> Iterator[None]:
+        """Begin each sum, while a backward runs in this, as soon as the gradients of its bucket are there.
+
+        Args:
+            ordered: the parameters that are added up so, in an order that all ranks have.
+            others: more of them, whose gradients are only seen to come.
+        """
+        with self._lock:
+            self.forget()
+            self._begin(ordered)
+            hook = self._hook(self._generation)
+        trained = [p for p in (*ordered, *others) if p.requires_grad]
+        handles = [p.register_post_accumulate_grad_hook(hook) for p in trained]  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def begin_all(self, ordered: Sequence[torch.Tensor]) -> None:
+        """Begin what has not been begun of a window's sums, those of gradients that have not come too."""
+        with self._lock:
+            self._generation += 1
+            if not self._buckets:  # no backward was listened to
+                self._begin(ordered)
+            while self._begun < len(self._buckets):
+                self._begin_next(1.0)
+
+    def end_all(self) -> None:
+        """Put the sums that were begun into the gradients; all of a parameter's are there when this returns.
+
+        Raises:
+            Exception: what went wrong on this rank, with which it has gone on for the others.
+        """
+        self._take_all()
+        failure = self._failure
+        self._begin(())
+        if failure is not None:
+            raise failure
+
+    def add_up(self, parameters: Sequence[torch.Tensor], factor: float) -> None:
+        """Replace the gradient of each parameter by the sum over all ranks, each times the rank's factor.
+
+        All ranks have to pass the same parameters; one without a gradient counts as zeros. What goes wrong on this rank
+        is raised when all of it is done, so that the others need not wait.
+        """
+        with self._lock:
+            self._begin(parameters)
+            while self._begun < len(self._buckets):
+                self._begin_next(factor)
+        self.end_all()
+
+    def catch_up(self) -> None:
+        """Take part in all sums that others have begun in a window of which this rank has begun none."""
+        self.begin_all(self._ordered)
+        self.drain()
+
+    def drain(self) -> None:
+        """Take part in all sums of a window that was begun, for the others; what they give is thrown away."""
+        with self._lock:
+            self._generation += 1
+            if not self.is_begun:
+                return
+            self._failure = self._failure or RuntimeError("given up")
+            while self._begun < len(self._buckets):
+                self._begin_next(1.0)
+            self._take_all()
+            self._begin(())
+
+    def _begin(self, ordered: Sequence[torch.Tensor]) -> None:
+        """Begin anew, with none of the sums of these begun."""
+        self._generation += 1
+        if ordered and not _are_same(ordered, self._ordered):  # they are the same in nearly all windows
+            self._ordered, self._all = list(ordered), _cut(ordered)
+            self._of = {}
+            for bucket in self._all:
+                for p, _, _ in bucket.pieces:
+                    self._of.setdefault(id(p), []).append(bucket)
+        self._buckets = self._all if ordered else []
+        for bucket in self._buckets:
+            bucket.missing = {id(p) for p, _, _ in bucket.pieces}
+        self._begun = 0
+        self._on_way: dict[tuple[Place, int], tuple[_Bucket, torch.Tensor, Callable[[], None]]] = {}
+        self._failure = None
+
+    def forget(self) -> None:
+        """Begin an attempt at a window, of which no gradient has come yet."""
+        self._buckets = []
+        self.arrived, self.came_twice, self.made = [], False, []
+        self._seen: set[int] = set()
+
+    def _hook(self, generation: int) -> Callable[[torch.Tensor], None]:
+        def arrive(p: torch.Tensor) -> None:
+            with self._lock:
+                if generation == self._generation:  # else of a backward that was given up
+                    self._arrive(p)
+
+        return arrive
+
+    def _arrive(self, p: torch.Tensor) -> None:
+        if id(p) in self._seen:
+            self.came_twice = True
+            return
+        self._seen.add(id(p))
+        self.arrived.append(p)
+        for bucket in self._of.get(id(p), ()) if self._buckets else ():
+            bucket.missing.discard(id(p))
+        while self._begun < len(self._buckets) and not self._buckets[self._begun].missing:
+            self._begin_next(1.0)
+
+    def _begin_next(self, factor: float) -> None:
+        bucket = self._buckets[self._begun]
+        ring = self._rings[bucket.place]
+        slot = (bucket.place, bucket.number % len(ring))
+        if slot in self._on_way:
+            self._take(slot)
+        with undisturbed():
+            buffer = ring[slot[1]][: bucket.length]
+        self._try(lambda: _pack(buffer, bucket.pieces, factor))
+        # To begin it and to count it are one: whoever goes on for the others has to know how far this has come.
+        self._begun += 1
+        with undisturbed():
+            self._on_way[slot] = bucket, buffer, self._channel.begin_sum(buffer)
+
+    def _take_all(self) -> None:
+        for slot in list(self._on_way):
+            self._take(slot)
+
+    def _take(self, slot: tuple[Place, int]) -> None:
+        """Wait for a sum, and put it into the gradients."""
+        bucket, buffer, end = self._on_way.pop(slot)
+        with undisturbed():
+            end()
+        self._try(lambda: self._unpack(buffer, bucket.pieces))
+
+    def _try(self, function: Callable[[], None]) -> None:
+        # What is left to do for the others is done with whatever is in the buffers.
+        if self._failure is None:
+            try:
+                with torch.no_grad():
+                    function()
+            except Exception as error:
+                self._failure = error
+
+    def _unpack(self, buffer: torch.Tensor, pieces: Sequence[Piece]) -> None:
+        at = 0
+        for p, start, length in pieces:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+                self.made.append(p)
+            if not p.grad.is_contiguous():
+                p.grad = p.grad.contiguous()
+            p.grad.view(-1)[start : start + length].copy_(buffer[at : at + length])
+            at += length
+
+
+# By identity, for to compare tensors would compare their values.
+def _are_same(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
+    return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))
+
+
+def _pack(buffer: torch.Tensor, pieces: Sequence[Piece], factor: float) -> None:
+    at = 0
+    for p, start, length in pieces:
+        part = buffer[at : at + length]
+        if p.grad is None:
+            part.zero_()
+        else:
+            if p.grad.is_sparse:  # which it has never been before, or it would have been left out
+                p.grad = p.grad.to_dense()
+            part.copy_(p.grad.reshape(-1)[start : start + length])
+        at += length
+    if factor != 1:
+        buffer.mul_(factor)
+
+
+def _cut(parameters: Sequence[torch.Tensor]) -> list[_Bucket]:
+    """Return parameters in buckets of one type each, in the order in which these are full.
+
+    A parameter that is larger than a bucket is in several.
+    """
+    full: list[_Bucket] = []
+    open_: dict[Place, _Bucket] = {}
+    numbers: Counter[Place] = Counter()
+    for p in parameters:
+        place, start = (p.device, p.dtype), 0
+        room = max(1, _BUCKET_BYTES // p.element_size())
+        while start < p.numel():
+            if place not in open_:
+                open_[place] = _Bucket(place, numbers[place])
+                numbers[place] += 1
+            bucket = open_[place]
+            length = min(room - bucket.length, p.numel() - start)
+            bucket.pieces.append((p, start, length))
+            start += length
+            if bucket.length == room:
+                full.append(open_.pop(place))
+    return [*full, *open_.values()]

@@ -1,0 +1,81 @@
+"""Collectives that end, and processes that end with one that does not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from autoaccum.errors import RankError
+from autoaccum.ranks.channel import Channel, as_tensor
+from autoaccum.ranks.group import join
+from tests.processes import in_turn
+from tests.ranks.launching import launch
+
+pytestmark = in_turn
+
+
+def test_a_rank_that_has_left_what_others_are_in_speaks_no_more() -> None:
+    """As by Ctrl-C: what it told would be taken for what they are in."""
+    left = Channel.__new__(Channel)
+    left.is_over = False
+    with pytest.raises(KeyboardInterrupt), left._failing():
+        raise KeyboardInterrupt
+    assert left.is_over
+
+
+def test_bytes_are_cut_or_filled_up_to_the_size() -> None:
+    assert as_tensor(b"abc", 2).tolist() == [97, 98]
+    assert as_tensor(b"abc", 5).tolist() == [97, 98, 99, 0, 0]
+
+
+def counted() -> tuple[int, int, list[bytes]]:
+    group = join(torch.device("cpu"))
+    assert group is not None
+    before = group.channel.num_collectives, group.channel.num_bytes
+    found = group.channel.gather(b"rank %d" % group.rank, 8)
+    group.channel.begin_sum(torch.ones(4))()
+    after = group.channel.num_collectives, group.channel.num_bytes
+    return after[0] - before[0], after[1] - before[1], [bytes(each) for each in found]
+
+
+def test_what_is_sent_is_counted() -> None:
+    assert launch(counted, 2) == [(2, 8 + 16, [b"rank 0\0\0", b"rank 1\0\0"])] * 2
+
+
+def leaving(code: str) -> Any:
+    """Stop rank 1 while rank 0 is in a sum, which is then left; another process runs all of it, and tells how it ended."""
+    group = join(torch.device("cpu"))
+    assert group is not None
+    if group.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    try:
+        group.channel.begin_sum(torch.ones(4))()
+    except RankError as error:
+        found = error.rank
+    exec(code)
+    return found
+
+
+@pytest.mark.parametrize(("code", "ended"), [("", 0), ("raise SystemError('mine')", 1)])
+def test_a_process_ends_with_a_collective_that_does_not(code: str, ended: int) -> None:
+    script = f"from tests.ranks.test_channel import leaving; print('found', leaving({code!r}), flush=True)"
+    where = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(29000 + os.getpid() % 900 + ended)}
+    environment = {**os.environ, **where, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", script], env={**environment, "RANK": str(rank)}, stdout=subprocess.PIPE)
+        for rank in range(2)
+    ]
+    try:
+        told, _ = ranks[0].communicate(timeout=60)
+        assert ranks[0].returncode == ended
+        assert told == (b"" if ended else b"found 1\n")
+    finally:
+        for process in ranks:
+            process.kill()
+            process.communicate()

@@ -1,0 +1,184 @@
+"""How the gradients of all ranks are added up: at once, and each bucket as soon as it is whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from autoaccum.ranks import summing
+from autoaccum.ranks.group import Group, join
+from autoaccum.ranks.summing import _cut
+from autoaccum.testing import oom_at
+from tests.processes import in_turn
+from tests.ranks.launching import launch
+
+pytestmark = in_turn
+
+
+def joined() -> Group:
+    found = join(torch.device("cpu"))
+    assert found is not None
+    return found
+
+
+def parameters() -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    shapes, kinds = [(3, 4), (7,), (2, 5), (1,)], [torch.float32, torch.float64, torch.float32, torch.float64]
+    return [torch.randn(shape, dtype=kind, requires_grad=True) for shape, kind in zip(shapes, kinds, strict=True)]
+
+
+def added_up(bucket_bytes: int, operation: int | None) -> tuple[list[torch.Tensor], str]:
+    summing._BUCKET_BYTES = bucket_bytes
+    found = joined()
+    made = parameters()
+    found.summing.prepare(made)
+    for index, p in enumerate(made):
+        if (index + found.rank) % 3:  # some have none, on this rank or that
+            p.grad = torch.full_like(p, float(index + 1)) * (found.rank + 1)
+    failed = ""
+    try:
+        with oom_at(operation if operation and found.rank == 1 else 10**6):
+            found.summing.add_up(made, 0.5)
+    except torch.OutOfMemoryError as error:
+        failed = type(error).__name__
+    # Whatever has happened, the next exchange is everybody's.
+    assert found.exchange(found.rank) == [0, 1]
+    return [p.grad for p in made if p.grad is not None], failed
+
+
+@pytest.mark.parametrize("bucket_bytes", [25 * 2**20, 40, 1])
+def test_gradients_are_added_up_in_buckets_of_any_size(bucket_bytes: int) -> None:
+    (first, _), (second, _) = launch(added_up, 2, bucket_bytes, None)
+    for index, (one, other) in enumerate(zip(first, second, strict=True)):
+        there = [rank + 1 for rank in range(2) if (index + rank) % 3]
+        assert torch.equal(one, torch.full_like(one, 0.5 * (index + 1) * sum(there)))
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("operation", [1, 2, 5])
+def test_a_rank_that_runs_out_of_memory_goes_on_for_the_others(operation: int) -> None:
+    (_, first), (_, second) = launch(added_up, 2, 40, operation)
+    assert (first, second) == ("", "OutOfMemoryError")
+
+
+class Layers(nn.Module):
+    """A chain of layers, one of which is left out where that is asked for, and one called anew in its backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(5, 5).double() for _ in range(6))
+        self.left_out = -1
+        self.is_reentrant = False
+
+    def forward(self, x: torch.Tensor) -> Any:
+        for index, layer in enumerate(self.layers):
+            if self.is_reentrant and index in (1, 2):  # the same layer twice, each in a backward of its own
+                x = checkpoint(self.layers[1], x, use_reentrant=True)
+            elif index != self.left_out:
+                x = layer(x).tanh()
+        return x.sum()
+
+
+def batch(rank: int, window: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(10 * rank + window)
+    return torch.randn(3, 5, generator=generator, dtype=torch.float64, requires_grad=True)
+
+
+def overlapped(bucket_bytes: int, operation: int | None) -> tuple[list[list[torch.Tensor]], list[str], list[int]]:
+    """Three windows: the first tells the order, in the second one memory runs out, in the third a layer is left out."""
+    summing._BUCKET_BYTES = bucket_bytes
+    group, model = joined(), Layers()
+    parameters = list(model.parameters())
+    group.summing.prepare(parameters)
+    with group.summing.listening((), parameters):
+        model(batch(group.rank, 0)).backward()
+    ordered = [*group.summing.arrived]
+    assert [*map(id, ordered)] == [*map(id, reversed(parameters))] or len(ordered) == len(parameters)
+    found, failed, begun = [], [], []
+    for window in (1, 2):
+        model.left_out = 3 if window == 2 and group.rank == 1 else -1
+        model.zero_grad()
+        fault = operation if operation and group.rank == 1 and window == 1 else 10**6
+        failed.append("")
+        while True:
+            is_ending = False
+            try:
+                with oom_at(fault):
+                    loss = model(batch(group.rank, window))
+                    with group.summing.listening(ordered):
+                        loss.backward()
+                    begun.append(group.summing._begun)
+                    group.summing.begin_all(ordered)
+                    is_ending = True
+                    group.summing.end_all()
+                break
+            except torch.OutOfMemoryError:
+                failed[-1] = "with others" if group.summing.is_begun or is_ending else "alone"
+            if failed[-1] == "with others":
+                group.summing.drain()
+                break
+            fault = 10**6  # of which the others hear nothing
+            model.zero_grad()
+        assert group.exchange(group.rank) == [0, 1], "whatever has happened, this is everybody's"
+        found.append([p.grad.clone() for p in parameters if p.grad is not None])
+    return found, failed, begun
+
+
+def expected(window: int) -> list[torch.Tensor]:
+    model, loss = Layers(), torch.zeros(()).double()
+    for rank in range(2):
+        model.left_out = 3 if window == 2 and rank == 1 else -1
+        loss = loss + model(batch(rank, window))
+    loss.backward()
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("bucket_bytes", [2**20, 260, 40])
+def test_sums_that_begin_in_the_backward_are_those_of_all_ranks(bucket_bytes: int) -> None:
+    (first, _, begun), (second, _, begun_there) = launch(overlapped, 2, bucket_bytes, None)
+    for window, (one, other) in enumerate(zip(first, second, strict=True), start=1):
+        for mine, theirs, whole in zip(one, other, expected(window), strict=True):
+            assert torch.equal(mine, theirs)
+            torch.testing.assert_close(mine, whole, rtol=1e-12, atol=1e-14)
+    assert begun[0] == begun[1] == begun_there[0] > 0, "all of them, before the backward has ended"
+    assert begun_there[1] < begun[1] or bucket_bytes == 2**20, "a gradient that does not come keeps those behind it"
+
+
+@pytest.mark.parametrize("operation", [1, 60, 75])
+def test_a_rank_that_runs_out_of_memory_in_its_backward_goes_on_for_the_others(operation: int) -> None:
+    (first, failed, _), (second, failed_there, _) = launch(overlapped, 2, 260, operation)
+    assert failed == ["", ""]
+    assert failed_there == ["alone" if operation < 40 else "with others", ""]
+    for mine, theirs, whole in zip(first[1], second[1], expected(2), strict=True):
+        assert torch.equal(mine, theirs)
+        torch.testing.assert_close(mine, whole, rtol=1e-12, atol=1e-14)
+
+
+def twice() -> bool:
+    group, model = joined(), Layers()
+    model.is_reentrant = True
+    with group.summing.listening((), list(model.parameters())):
+        model(batch(0, 0)).backward()
+    return group.summing.came_twice
+
+
+def test_a_gradient_that_comes_in_parts_is_seen() -> None:
+    assert launch(twice, 1 + 1) == [True, True]
+
+
+def sizes(parameters: Sequence[torch.Tensor]) -> list[list[tuple[int, int, int]]]:
+    names = {id(p): index for index, p in enumerate(parameters)}
+    return [[(names[id(p)], start, length) for p, start, length in bucket.pieces] for bucket in _cut(parameters)]
+
+
+def test_buckets_are_of_one_type_and_large_parameters_in_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(summing, "_BUCKET_BYTES", 40)
+    kinds = [torch.float32, torch.float64, torch.float32, torch.float64]
+    made = [torch.zeros(count, dtype=kind) for count, kind in zip((7, 2, 15, 4), kinds, strict=True)]
+    assert sizes(made) == [[(0, 0, 7), (2, 0, 3)], [(2, 3, 10)], [(1, 0, 2), (3, 0, 3)], [(2, 13, 2)], [(3, 3, 1)]]
