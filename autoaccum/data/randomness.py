@@ -126,6 +126,15 @@ def seed_host(seed: int) -> None:
     np.random.seed(seed & 0xFFFFFFFF)
 
 
+def seed_all(seed: int, device: torch.device) -> None:
+    """Seed what ``seed_host`` does and all devices of the kind of one."""
+    seed_host(seed)
+    # Not by torch.manual_seed: it takes a millisecond where a kind of device is not there or was not used yet.
+    if device.type != "cpu":
+        module = torch.get_device_module(device)
+        getattr(module, "manual_seed_all", module.manual_seed)(seed & 0x7FFFFFFFFFFFFFFF)
+
+
 @contextmanager
 def preserved_randomness() -> Iterator[None]:
     """Undo, at its end, whatever was drawn or seeded on the host within it."""

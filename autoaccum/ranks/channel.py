@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -22,6 +22,10 @@ from autoaccum.ranks.watch import Place, Watch
 
 _PATIENCE = datetime.timedelta(days=1)
 """How long a rank waits for another that is there, such as one that validates; one that is lost is seen much sooner."""
+_SLICE = datetime.timedelta(milliseconds=50)
+"""How long one is waited for before anything else is looked at."""
+_GATHERED = 2**18
+"""Bytes of all ranks up to which each is sent to all and added up there: gloo's own sum takes twice as long."""
 _GRACE = 1.0
 """Seconds for a rank that is lost to be named, and for what it has sent before to arrive."""
 
@@ -87,11 +91,19 @@ class Channel:
         speaks = buffer.is_cpu or dist.get_default_backend_for_device(buffer.device.type) == "nccl"
         # Of a device that no backend speaks to it goes through the host.
         sent = buffer if speaks else buffer.to("cpu")
-        group = self._sums if sent.is_cpu else None
-        work = self._begin(buffer.nbytes, lambda: dist.all_reduce(sent, group=group, async_op=True))
+        if sent.is_cpu and sent.nbytes * self.size <= _GATHERED:
+            of_all = [torch.empty_like(sent) for _ in range(self.size)]
+            work = self._begin(sent.nbytes, lambda: dist.all_gather(of_all, sent, group=self._sums, async_op=True))
+        else:
+            of_all, group = [], self._sums if sent.is_cpu else None
+            work = self._begin(sent.nbytes, lambda: dist.all_reduce(sent, group=group, async_op=True))
 
         def end() -> None:
-            self._end(work)
+            self._end(work, waits=sent.is_cpu)
+            if of_all:
+                sent.copy_(of_all[0])
+            for other in of_all[1:]:  # in one order on all ranks
+                sent.add_(other)
             if sent is not buffer:
                 buffer.copy_(sent)
 
@@ -114,11 +126,11 @@ class Channel:
             self._open.append(work)
         return work
 
-    def _end(self, work: Any) -> None:
+    def _end(self, work: Any, *, waits: bool = True) -> None:
         started = clock.now()
         try:
             with self._failing():
-                self._wait_for(work, started)
+                self._wait_for(work, started, waits=waits)
                 self._open.remove(work)
                 work.wait()
         finally:
@@ -135,23 +147,26 @@ class Channel:
                 raise self._named(str(error).splitlines()[0]) from error
             raise
 
-    def _wait_for(self, work: Any, started: float) -> None:
+    def _wait_for(self, work: Any, started: float, *, waits: bool) -> None:
         """Wait until a collective has ended, well or not.
+
+        Args:
+            work: the collective.
+            started: when it was begun to be waited for.
+            waits: whether it can be waited for for a while, or else is asked.
 
         Raises:
             RankError: a rank is lost without which it does not end.
         """
-        # Asked, and not waited for: where a thread waits in PyTorch, no signal reaches Python, nor does a rank's loss.
+        # Again and again: while a thread waits in PyTorch, no signal reaches Python, nor does a rank's loss.
         lost_for = 0.0
-        while not work.is_completed():
+        while not _has_ended(work, waits=waits):
             waited = clock.now() - started
             # What the rank has sent before may be on its way, so that this one needs no more of it.
             if waited > _GRACE and (lost := self._watch.lost) is not None:
                 lost_for = lost_for or waited
                 if waited - lost_for > _GRACE:
                     raise RankError(*lost)
-            # A collective takes a tenth of a millisecond, and other ranks may need the processor.
-            clock.sleep(min(1e-3, waited / 20))
 
     def _named(self, reason: str) -> RankError:
         """Return the error for a collective that was broken off, with the rank that is lost, if that is soon known."""
@@ -169,6 +184,16 @@ class Channel:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(hasattr(sys, "last_value"))  # as of an error that nobody has caught
+
+
+def _has_ended(work: Any, *, waits: bool) -> bool:
+    """Wait for a collective, but not for long; return whether it has ended, well or not."""
+    if waits:
+        with suppress(RuntimeError):  # its time has passed; or it has failed, which is raised when it is read
+            work.wait(_SLICE)
+    elif not work.is_completed():  # NCCL's hold up the stream, and are aborted when their time has passed
+        clock.sleep(1e-4)
+    return bool(work.is_completed())
 
 
 def undisturbed() -> AbstractContextManager[None]:

@@ -7,6 +7,7 @@ for one that has failed.
 
 from __future__ import annotations
 
+import io
 import pickle
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -20,7 +21,7 @@ from autoaccum.ranks.launcher import is_launched
 from autoaccum.ranks.summing import Summing
 
 T = TypeVar("T")
-_HEAD = 512
+_HEAD = 1024
 """Bytes of what a rank tells that are sent with how many there are: votes need no more."""
 _joined: Group | None = None
 
@@ -88,7 +89,7 @@ class Group:
 
     def from_first(self, function: Callable[[], T]) -> T:
         """Return what a function returns on the first rank, which alone calls it."""
-        data = pickle.dumps(function()) if self.is_first else b""
+        data = _packed(function()) if self.is_first else b""
         # In this its error would be heard. What it returns is sent by one alone: it may be as large as the model.
         size = self.exchange(len(data))[0]
         with undisturbed():
@@ -110,14 +111,36 @@ class Group:
     def _exchange(self, told: Any) -> list[Any]:
         # On the host, whatever the device: it is some hundred bytes, and no rank may wait for its device to say that it
         # has failed. What is longer than a head is sent by a second collective, for sizes differ.
-        data = pickle.dumps(told)
         with undisturbed():
+            data = _packed(told)
             heads = self.channel.gather(len(data).to_bytes(8, "big") + data, _HEAD)
             sizes = [int.from_bytes(head[:8], "big") for head in heads]
             found = [head[8 : 8 + size] for head, size in zip(heads, sizes, strict=True)]
             if max(sizes) > _HEAD - 8:
                 found = self.channel.gather(data, max(sizes))
-            return [pickle.loads(each) for each in found]  # tensors are made in this
+            return [pickle.loads(each) for each in found]
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles tensors on the host as their bytes, a tenth of the time that those of a file take."""
+
+    def reducer_override(self, found: Any) -> Any:
+        if type(found) is not torch.Tensor or found.layout != torch.strided or not found.is_cpu:
+            return NotImplemented
+        data = found.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return _unpacked, (data, found.dtype, tuple(found.shape))
+
+
+def _packed(told: Any) -> bytes:
+    file = io.BytesIO()
+    _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(told)
+    return file.getvalue()
+
+
+def _unpacked(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    if not data:  # of which PyTorch makes no tensor
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
 
 
 def join(device: torch.device) -> Group | None:

@@ -89,7 +89,7 @@ class Meeting:
 
     def make_same(self) -> None:
         """Make what forwards write to the same on all ranks, after a window."""
-        together.agreed(self.group, None, self._followed)
+        together.agreed(self.group, self.group.exchange((None, self._followed.marks())), self._followed)
 
     def _begin(self, given: dict[str, Any]) -> None:
         trained = [p for group in self._optimizer.param_groups for p in group["params"]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -13,7 +14,7 @@ from autoaccum.data.contents import digest_of
 from autoaccum.errors import ArgumentError
 from autoaccum.ranks.group import Group
 from autoaccum.ranks.units import units_of
-from autoaccum.training.followed import Followed
+from autoaccum.training.followed import Followed, Mark
 from autoaccum.training.options import FitArguments
 from autoaccum.window.modules import State
 from autoaccum.window.sharding import ShardedTransaction
@@ -184,17 +185,18 @@ def _shown(value: Any) -> str:
     return str(value) if isinstance(value, int | str) else type(value).__name__
 
 
-def seed(group: Group, of_run: int, step: int) -> None:
+def seed(group: Group, device: torch.device, of_run: int, step: int) -> None:
     """Seed what this rank draws in a window: other numbers than other ranks, the same when it is run after a resume."""
     # By the step, and not by what was drawn before: a checkpoint has the random states of the first rank alone.
-    number = randomness.mix(of_run, step, group.rank) >> 1
-    torch.manual_seed(number)
-    randomness.seed_host(number)
+    randomness.seed_all(randomness.mix(of_run, step, group.rank) >> 1, device)
 
 
-def agreed(group: Group, wish: str | None, followed: Followed) -> str | None:
+Wish = tuple[str | None, list[Mark]]
+"""Why a rank wishes the run to end, if it does, and what it tells of what forwards write to."""
+
+
+def agreed(group: Group, told: Sequence[Wish], followed: Followed) -> str | None:
     """Return why the run ends, if any rank wishes it to; make what forwards write to the same on all."""
     # A wish is no end yet: a rank that ended by itself would leave the others waiting in their next window.
-    told = group.exchange((wish, followed.marks()))
     followed.make_same(group, [marks for _, marks in told])
     return next((found for found, _ in told if found is not None), None)

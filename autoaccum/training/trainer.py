@@ -26,7 +26,7 @@ from autoaccum.planning.budget import Budget
 from autoaccum.planning.plans import Plan
 from autoaccum.planning.schedules import Progress, Schedule, schedule_of
 from autoaccum.ranks.balance import Balance
-from autoaccum.ranks.group import join
+from autoaccum.ranks.group import Group, join
 from autoaccum.ranks.launcher import is_launched, own_device
 from autoaccum.ranks.shares import Share
 from autoaccum.reporting import ProgressBar
@@ -45,6 +45,7 @@ from autoaccum.training.run_state import RunState, keeper_of
 from autoaccum.training.sharing import Sharing
 from autoaccum.training.validation import Validations, Validator
 from autoaccum.window.gradient import Gradient
+from autoaccum.window.joining import SharedTransaction
 from autoaccum.window.modules import State
 from autoaccum.window.optimizers import OptimizerLike, trainable_parameters
 from autoaccum.window.outputs import read
@@ -182,6 +183,8 @@ class Trainer:
         self._stop_reason: str | None = None  # set once the run is to end after its window
         self._followed = Followed(arguments.modules())
         self._wish: str | None = None  # what it will be once all ranks have heard of it
+        # By which it hears of wishes; None where callbacks may have some after a window.
+        self._heard_by: SharedTransaction | None = None
         self._told: list[Record] | None = None  # what is to be told on other ranks too, while there is anything
         self._mark = 0.0  # when the window began, so that reports leave out validations and checkpoints
 
@@ -253,6 +256,7 @@ class Trainer:
                             begun = self._state, self._arguments, self._source, self.num_steps
                             together.begin(self._group, *begun)
                             self._goes_on = self._group.from_first(lambda: self._goes_on)
+                            self._hear_with_windows(self._group)
                         return self._fit()
             except BaseException as error:
                 if self._group is not None:
@@ -360,7 +364,7 @@ class Trainer:
         num_asked, why = self._own_samples(asked), ""
         if self._group is not None and self._sharing is not None:
             # A window's random numbers are those of its rank, however many were drawn in windows before.
-            together.seed(self._group, self._arguments.seed, self.step)
+            together.seed(self._group, self.device, self._arguments.seed, self.step)
             window = self._sharing.share(window)
             if self._sharing.have_changed(asked):
                 why = f"of {asked} samples this rank computes {num_asked} now"
@@ -429,7 +433,7 @@ class Trainer:
         self._emit(report)
         if self._pace.is_spent:
             self._end("budget")
-        self._agree()
+        self._agree(after_window=True)
         self._validate_if_due()
         self._save()
 
@@ -527,7 +531,22 @@ class Trainer:
         if self._group is None:
             self._stop_reason = self._wish
 
-    def _agree(self) -> None:
+    def _wishes(self) -> together.Wish:
+        return self._wish, self._followed.marks()
+
+    def _hear_with_windows(self, group: Group) -> None:
+        """Tell wishes with what comes of a window, one exchange less, where no callback of any rank has any."""
+        transaction = self._step.transaction
+        if not any(group.exchange(bool(self._arguments.callbacks))) and isinstance(transaction, SharedTransaction):
+            transaction.tells, self._heard_by = self._wishes, transaction
+
+    def _agree(self, *, after_window: bool = False) -> None:
         """Hear what other ranks wish, so that all of them end after the same window."""
-        if self._group is not None and self._stop_reason is None:
-            self._stop_reason = together.agreed(self._group, self._wish, self._followed)
+        if self._group is None or self._stop_reason is not None:
+            return
+        if after_window and self._heard_by is not None:
+            # A signal that has come since is heard with the next window; that the budget is spent, all ranks know.
+            found = together.agreed(self._group, self._heard_by.heard, self._followed)
+            self._stop_reason = found or ("budget" if self._pace.is_spent else None)
+        else:
+            self._stop_reason = together.agreed(self._group, self._group.exchange(self._wishes()), self._followed)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from autoaccum.data.base import Window
-from autoaccum.data.randomness import seed_host
+from autoaccum.data.randomness import seed_all
 from autoaccum.errors import ArgumentError
 from autoaccum.loss.terms import Reduction
 from autoaccum.loss.weighting import Foresight, Tally
@@ -137,6 +137,10 @@ class SharedTransaction(Transaction):
         self.group = self._group = group
         self.stints: list[Stint] = []
         """What each rank did of the last window."""
+        self.tells: Callable[[], Any] = tuple
+        """Returns what else this rank tells with what comes of a window."""
+        self.heard: list[Any] = []
+        """What each rank has told so of the last one."""
         # One rank may run out of memory in a window and others not; its totals are to be the same on all of them.
         self.several.keeps_shown = True
         # All ranks weigh by what the last window has counted: what is weighed alike can be added up at once.
@@ -175,8 +179,7 @@ class SharedTransaction(Transaction):
         """Call ``before_window``, where there is one, for the whole window: each rank does, and draws the same."""
         if self.shared is None:
             return
-        seed_host(self._seed)
-        torch.manual_seed(self._seed)
+        seed_all(self._seed, self._job.device)
         super().prepare(size)
         # Those that follow are the rank's own.
         self.snapshot.restore_random()
@@ -326,9 +329,12 @@ class SharedTransaction(Transaction):
         """
         # Between the two exchanges memory may run out on any rank, and all of them hold the same gradient or none.
         is_failed = isinstance(outcome, RanOut) or self._has_given_up
-        told = self._group.exchange((not is_failed, tuple(stint)))
-        self.stints = [Stint._make(did) for _, did in told]
-        if all(is_done for is_done, _ in told):
+        with undisturbed():
+            also = self.tells()
+        told = self._group.exchange((not is_failed, tuple(stint), also))
+        self.stints = [Stint._make(did) for _, did, _ in told]
+        self.heard = [found for *_, found in told]
+        if all(is_done for is_done, *_ in told):
             return outcome
         self._undo_end()
         return outcome if is_failed else Repeat(sizes=self.own_sizes)

@@ -28,7 +28,7 @@ class Alone:
 
 
 def draws(rank: int, step: int, of_run: int = 0) -> list[float]:
-    together.seed(Alone(rank), of_run, step)  # type: ignore[arg-type]
+    together.seed(Alone(rank), torch.device("cpu"), of_run, step)  # type: ignore[arg-type]
     return torch.rand(3).tolist()  # type: ignore[no-any-return]
 
 
@@ -40,5 +40,5 @@ def test_ranks_draw_apart_and_each_the_same_again() -> None:
 @pytest.mark.parametrize("heard", [None, "interrupted"])
 @pytest.mark.parametrize("wish", [None, "stopped"])
 def test_the_first_wish_of_any_rank_is_all_of_theirs(wish: str | None, heard: str | None) -> None:
-    group = Alone(heard=(heard, []))
-    assert together.agreed(group, wish, Followed([])) == (wish or heard)  # type: ignore[arg-type]
+    group = Alone()
+    assert together.agreed(group, [(wish, []), (heard, [])], Followed([])) == (wish or heard)  # type: ignore[arg-type]
