@@ -127,7 +127,8 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, found: Any) -> Any:
         if type(found) is not torch.Tensor or found.layout != torch.strided or not found.is_cpu:
             return NotImplemented
-        data = found.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
+        values = found.detach().resolve_conj().resolve_neg()
+        data = values.reshape(-1).view(torch.uint8).numpy().tobytes()
         return _unpacked, (data, found.dtype, tuple(found.shape))
 
 

@@ -21,7 +21,7 @@ from autoaccum.testing import oom_at, simulated_memory
 from autoaccum.window.step import Step
 from tests.faults import sizes, strides
 from tests.processes import in_turn
-from tests.ranks.launching import Ended, launch
+from tests.ranks.launching import check_ends, launch
 
 pytestmark = in_turn
 SAMPLES, WINDOW = 101, 23
@@ -362,17 +362,7 @@ def failing(what: str) -> Any:
     ],
 )
 def test_what_ends_one_rank_ends_all_of_them_with_its_reason(what: str, own: Any, of_others: str) -> None:
-    first, second, third = launch(failing, 3, what)
-    if own is None:
-        assert isinstance(second, Ended)
-    else:
-        assert second[0] == own[0]
-        assert own[1] in second[1]
-    for name, text, of_rank, seconds in (first, third):
-        assert name == "RankError"
-        assert of_others in text
-        assert of_rank == 1
-        assert seconds < 60
+    check_ends(launch(failing, 3, what), own, of_others)
 
 
 def stopping(what: str) -> tuple[int, str]:
@@ -392,6 +382,31 @@ def stopping(what: str) -> tuple[int, str]:
 @pytest.mark.parametrize(("what", "reason"), [("a callback", "stopped"), ("a signal", "interrupted")])
 def test_what_stops_one_rank_stops_all_after_the_same_window(what: str, reason: str) -> None:
     assert launch(stopping, 2, what) == [(4, reason)] * 2
+
+
+def signalled() -> tuple[int, bool]:
+    calls = 0
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if rank() == 1 and calls == 12:
+            os.kill(os.getpid(), signal.SIGINT)
+        return cross_entropy(model(batch[0]), batch[1])
+
+    result = autoaccum.fit(
+        net(), data(), training_step=loss, effective_batch=30, micro_batch=15, epochs=40, lr=0.1, verify=False,
+        device="cpu", progress=False, cache=False,
+    )  # fmt: skip
+    return result.num_steps, result.events[-1].reason == "interrupted"
+
+
+def test_a_signal_stops_all_ranks_where_no_callback_listens() -> None:
+    """It is told with the window that it came in."""
+    (steps, is_interrupted), other = launch(signalled, 2)
+    assert 12 <= steps < 20
+    assert is_interrupted
+    assert other == (steps, True)
 
 
 def resumed(place: str, until: int | None) -> Trained:
