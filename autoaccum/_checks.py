@@ -70,6 +70,11 @@ def of_balance(balance: object) -> None:
     one_of("balance", balance, ("equal", "speed"))
 
 
+def of_compression(compression: object) -> None:
+    """Raise unless gradients are sent in a way that there is."""
+    one_of("compression", compression, ("none", "bf16"))
+
+
 def of_state(state: object) -> None:
     """Check how often state moves."""
     one_of("state", state, ("micro-batch", "window"))

@@ -12,12 +12,16 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 
 from autoaccum.ranks.channel import Channel, undisturbed
 
+Compression = Literal["none", "bf16"]
+"""What gradients are rounded to on their way between ranks: nothing, or bfloat16 where they have more bits."""
 Place = tuple[torch.device, torch.dtype]
+"""Where gradients lie, and the type in which they are added up."""
 Piece = tuple[torch.Tensor, int, int]
 """A parameter, the first of its numbers, and how many."""
 _BUCKET_BYTES = 25 * 2**18
@@ -44,6 +48,8 @@ class Summing:
     def __init__(self, channel: Channel) -> None:
         """Begin without memory: see ``prepare``."""
         self._channel = channel
+        self._compression: Compression = "none"
+        self._expected: list[torch.Tensor] = []
         self._rings: dict[Place, list[torch.Tensor]] = {}
         self._prepared: list[torch.Tensor] = []
         self._ordered: list[torch.Tensor] = []
@@ -67,20 +73,33 @@ class Summing:
         """Return the number of this rank."""
         return self._channel.rank
 
-    def prepare(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Take the memory through which the gradients of these parameters are added up."""
+    def prepare(self, parameters: Sequence[torch.Tensor], compression: Compression = "none") -> None:
+        """Take the memory through which the gradients of these parameters are added up, in that compression."""
+        self._compress(compression)
         # Once, before memory is measured: so it is in every peak, and is there when nothing else is. A model that is
         # smaller than a bucket needs no more than itself.
         if _are_same(parameters, self._prepared):
             return
         self._prepared = list(parameters)
-        for bucket in _cut(parameters):
+        for bucket in _cut(parameters, compression):
             ring = self._rings.setdefault(bucket.place, [])
             device, kind = bucket.place
             if bucket.number >= len(ring) and len(ring) < _RING:
                 ring.append(torch.zeros(bucket.length, dtype=kind, device=device))
             elif bucket.length > (there := ring[bucket.number % len(ring)]).numel():
                 ring[bucket.number % len(ring)] = torch.zeros(bucket.length, dtype=there.dtype, device=device)
+
+    def expect(self, ordered: Sequence[torch.Tensor], compression: Compression = "none") -> None:
+        """Make ready for a window: its sums go in that compression, and those of its last backward in this order."""
+        # Several models may be trained by turns, each in a way of its own. A rank that fails before its sums begin goes
+        # on with those of the window that it has failed in.
+        self._compress(compression)
+        self._expected = list(ordered)
+
+    def _compress(self, compression: Compression) -> None:
+        if compression != self._compression:
+            self._compression = compression
+            self._prepared, self._ordered = [], []  # which were cut in another way
 
     @property
     def is_begun(self) -> bool:
@@ -142,7 +161,7 @@ class Summing:
 
     def catch_up(self) -> None:
         """Take part in all sums that others have begun in a window of which this rank has begun none."""
-        self.begin_all(self._ordered)
+        self.begin_all(self._expected)
         self.drain()
 
     def drain(self) -> None:
@@ -161,7 +180,7 @@ class Summing:
         """Begin anew, with none of the sums of these begun."""
         self._generation += 1
         if ordered and not _are_same(ordered, self._ordered):  # they are the same in nearly all windows
-            self._ordered, self._all = list(ordered), _cut(ordered)
+            self._ordered, self._all = list(ordered), _cut(ordered, self._compression)
             self._of = {}
             for bucket in self._all:
                 for p, _, _ in bucket.pieces:
@@ -264,7 +283,14 @@ def _pack(buffer: torch.Tensor, pieces: Sequence[Piece], factor: float) -> None:
         buffer.mul_(factor)
 
 
-def _cut(parameters: Sequence[torch.Tensor]) -> list[_Bucket]:
+def _sent_as(kind: torch.dtype, compression: Compression) -> torch.dtype:
+    """Return the type in which gradients of a type are added up."""
+    # bfloat16 has the range of float32, so that nothing has to be scaled. What has 16 bits gains nothing by it.
+    is_wide = kind.is_floating_point and kind.itemsize > torch.bfloat16.itemsize
+    return torch.bfloat16 if compression == "bf16" and is_wide else kind
+
+
+def _cut(parameters: Sequence[torch.Tensor], compression: Compression = "none") -> list[_Bucket]:
     """Return parameters in buckets of one type each, in the order in which these are full.
 
     A parameter that is larger than a bucket is in several.
@@ -273,8 +299,8 @@ def _cut(parameters: Sequence[torch.Tensor]) -> list[_Bucket]:
     open_: dict[Place, _Bucket] = {}
     numbers: Counter[Place] = Counter()
     for p in parameters:
-        place, start = (p.device, p.dtype), 0
-        room = max(1, _BUCKET_BYTES // p.element_size())
+        kind, start = _sent_as(p.dtype, compression), 0
+        place, room = (p.device, kind), max(1, _BUCKET_BYTES // kind.itemsize)
         while start < p.numel():
             if place not in open_:
                 open_[place] = _Bucket(place, numbers[place])

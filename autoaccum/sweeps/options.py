@@ -21,6 +21,7 @@ from autoaccum.errors import ArgumentError, ArgumentTypeError
 from autoaccum.loss.stated import CountItems, Reducing
 from autoaccum.memory.limit import MemoryLimit
 from autoaccum.ranks.balance import Balance
+from autoaccum.ranks.summing import Compression
 from autoaccum.sweeps import spaces, storages
 from autoaccum.training.alone import Ranks
 from autoaccum.training.declarations import Checked, arguments, arguments_of, check, option, values_of
@@ -65,6 +66,7 @@ class PassedOn(TypedDict, total=False):
     device: str | torch.device | None
     ranks: Ranks
     balance: Balance
+    compression: Compression
     shuffle: bool
     drop_last: bool
     collate_fn: Callable[[list[Any]], Any] | None

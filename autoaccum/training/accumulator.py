@@ -26,6 +26,7 @@ from autoaccum.loss.stated import CountItems, Reducing
 from autoaccum.memory.devices import being_current, current_device_kept
 from autoaccum.memory.limit import MemoryLimit
 from autoaccum.memory.oom import insist, room_for_model
+from autoaccum.ranks.summing import Compression
 from autoaccum.training import together
 from autoaccum.training.alone import Ranks, only_run
 from autoaccum.training.declarations import check
@@ -89,6 +90,7 @@ class Accumulator:
         verify: bool = True,
         strict: bool = False,
         ranks: Ranks = "together",
+        compression: Compression = "none",
         collate_fn: Callable[[list[Any]], Any] | None = None,
         split: SplitLike | None = None,
         batch_dim: int | Mapping[str, Any] | Sequence[Any] = 0,
@@ -132,6 +134,8 @@ class Accumulator:
                 could not be measured, instead of saying so.
             ranks: together: each process that torchrun has started passes its part of a batch, and all step on the
                 gradient of the joined one; independent: each process that a launcher has started trains by itself.
+            compression: none: ranks add up gradients in their own type; bf16: rounded to bfloat16 on their way, half
+                the bytes of 32 bits. One process sends nothing, and rounds nothing.
             collate_fn: makes a micro-batch of a list of samples; ``step`` is then given a list of samples.
             split: (batch, start, size) -> micro-batch, which cuts batches of any form, or one of autoaccum.splits:
                 samples, graphs, packed, flattened(...), tensors. Read off the batches when left out.
@@ -148,7 +152,8 @@ class Accumulator:
             num_items=num_items, reduction=reduction, before_window=before_window, micro_batch=micro_batch,
             max_micro_batch=max_micro_batch, min_micro_batch=min_micro_batch, memory_limit=memory_limit,
             headroom=headroom, patience=patience, precision=precision, clip_norm=clip_norm, state=state, verify=verify,
-            strict=strict, ranks=ranks, collate_fn=collate_fn, split=split, batch_dim=batch_dim, callbacks=callbacks,
+            strict=strict, ranks=ranks, compression=compression, collate_fn=collate_fn, split=split,
+            batch_dim=batch_dim, callbacks=callbacks,
         )  # fmt: skip
         counts = num_items if before_window is None else counting(num_items)
         loss_of, reduction = stated(checked[loss_function], counts, reduction)
@@ -166,7 +171,7 @@ class Accumulator:
         with self._telling():
             if self._meeting is not None:
                 together.refuse_options(before_window=before_window, min_micro_batch=min_micro_batch)
-                self._meeting.group.summing.prepare(parameters)
+                self._meeting.group.summing.prepare(parameters, compression)
             # Left to the first step, it would be allocated after plans have been measured without it.
             with place.limit.kept(), room_for_model(place.memory, place.limit.bytes, parameters):
                 allocate_state(optimizer, self._modules)
@@ -190,22 +195,13 @@ class Accumulator:
         self._batch_norms = batch_norms(self._modules)  # whose modes decide how small a micro-batch may be
         self._modes = [layer.training for layer in self._batch_norms]
         job = Job(
-            model=model,
-            modules=tuple(self._modules),
-            optimizer=optimizer,
-            loss_of=loss_of,
-            num_items=counts,
-            reduction=reduction,
-            before_window=checked[before_window_of],
-            min_micro_batch=min_micro_batch or 1,
-            collate_fn=collate_fn,
-            split=self._split,
-            device=self._device,
-            precision=precision,
-            state=state,
-        )
+            model=model, modules=tuple(self._modules), optimizer=optimizer, loss_of=loss_of, num_items=counts,
+            reduction=reduction, before_window=checked[before_window_of], min_micro_batch=min_micro_batch or 1,
+            collate_fn=collate_fn, split=self._split, device=self._device, precision=precision, state=state,
+        )  # fmt: skip
         # What decides what is computed has to be the same on all ranks; how windows are cut is each one's own.
-        self._given = {"clip_norm": clip_norm, "precision": precision, "state": state, "reduction": reduction}
+        self._given: dict[str, Any] = {"clip_norm": clip_norm, "precision": precision, "state": state}
+        self._given |= {"reduction": reduction, "compression": compression}
         with self._telling():
             self._step = make_step(
                 job,
@@ -221,6 +217,7 @@ class Accumulator:
                 strict=strict,
                 emit=self._emit,
                 group=None if self._meeting is None else self._meeting.group,
+                compression=compression,
             )
 
     def step(self, batch: Any) -> torch.Tensor:

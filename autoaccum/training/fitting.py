@@ -14,6 +14,7 @@ from autoaccum.loss.stated import CountItems, Reducing
 from autoaccum.memory.limit import MemoryLimit
 from autoaccum.planning.schedules import Progress, Schedule
 from autoaccum.ranks.balance import Balance
+from autoaccum.ranks.summing import Compression
 from autoaccum.training.alone import Ranks
 from autoaccum.training.learning_rate import MakeScheduler, Scaling
 from autoaccum.training.metrics import Metric
@@ -58,6 +59,7 @@ def fit(
     device: str | torch.device | None = None,
     ranks: Ranks = "together",
     balance: Balance = "equal",
+    compression: Compression = "none",
     seed: int = 0,
     shuffle: bool = True,
     drop_last: bool = False,
@@ -144,6 +146,8 @@ def fit(
             each process that a launcher has started trains by itself.
         balance: equal: ranks compute near-equal parts of each window; speed: parts by how fast each was measured to be,
             where ranks differ.
+        compression: none: ranks add up gradients in their own type; bf16: rounded to bfloat16 on their way, half the
+            bytes of 32 bits. One process sends nothing, and rounds nothing.
         seed: of the order of samples, of what datasets draw, and of dropout.
         shuffle: read the data in a new order each epoch; a DataLoader says so itself.
         drop_last: leave out the short window at the end of an epoch.
@@ -195,9 +199,9 @@ def fit(
         samples=samples, micro_batch=micro_batch, max_micro_batch=max_micro_batch, min_micro_batch=min_micro_batch,
         memory_limit=memory_limit, headroom=headroom, patience=patience, precision=precision, clip_norm=clip_norm,
         state=state, verify=verify, strict=strict, compile=compile, device=device, ranks=ranks, balance=balance,
-        seed=seed, shuffle=shuffle, drop_last=drop_last, collate_fn=collate_fn, split=split, batch_dim=batch_dim,
-        num_workers=num_workers, validation_data=validation_data, validate_every=validate_every, metrics=metrics,
-        run_dir=run_dir, checkpoint_every=checkpoint_every, keep_checkpoints=keep_checkpoints, resume=resume,
-        noise_scale=noise_scale, cache=cache, callbacks=callbacks, progress=progress,
+        compression=compression, seed=seed, shuffle=shuffle, drop_last=drop_last, collate_fn=collate_fn, split=split,
+        batch_dim=batch_dim, num_workers=num_workers, validation_data=validation_data, validate_every=validate_every,
+        metrics=metrics, run_dir=run_dir, checkpoint_every=checkpoint_every, keep_checkpoints=keep_checkpoints,
+        resume=resume, noise_scale=noise_scale, cache=cache, callbacks=callbacks, progress=progress,
     )  # fmt: skip
     return trainer.fit()

@@ -29,6 +29,7 @@ from autoaccum.memory.limit import MemoryLimit
 from autoaccum.planning.budget import Budget
 from autoaccum.planning.schedules import Progress, Schedule, schedule_of
 from autoaccum.ranks.balance import Balance
+from autoaccum.ranks.summing import Compression
 from autoaccum.training.alone import Ranks, of_ranks
 from autoaccum.training.declarations import Checked, Own, arguments, arguments_of, check, option, values_of
 from autoaccum.training.learning_rate import MakeScheduler, Scaling
@@ -77,6 +78,7 @@ CHECKS: tuple[Callable[..., Any], ...] = (
     _checks.recorded_plans,
     of_ranks,
     _checks.of_balance,
+    _checks.of_compression,
     _checks.of_callbacks,
 )
 """The order in which checks are made, so that of several mistakes the same one is always named."""
@@ -367,6 +369,15 @@ class FitArguments:
         "where ranks differ.",
         default="equal",
         check=_checks.of_balance,
+    )
+    # As a precision does, it decides the last digits of what is trained.
+    compression: Compression = option(
+        "none: ranks add up gradients in their own type; bf16: rounded to bfloat16 on their way, half the bytes of "
+        "32 bits. One process sends nothing, and rounds nothing.",
+        default="none",
+        check=_checks.of_compression,
+        decides="training",
+        accumulator=Own(),
     )
     seed: int = option(
         "of the order of samples, of what datasets draw, and of dropout.",

@@ -34,6 +34,7 @@ from autoaccum.planning.noise import Smoothed
 from autoaccum.planning.schedules import SMOOTHING, NoiseScale, Progress, Schedule, schedule_of
 from autoaccum.planning.tuner import Tuner
 from autoaccum.ranks.group import Group
+from autoaccum.ranks.summing import Compression
 from autoaccum.ranks.units import own_part, units_of
 from autoaccum.runs.past_of_run import PastOfRun
 from autoaccum.training.alone import refuse_beside_a_run
@@ -257,6 +258,7 @@ def make_step(
     emit: Callable[[Event], None],
     noise_scale: bool = False,
     group: Group | None = None,
+    compression: Compression = "none",
 ) -> Step:
     """Return what takes the steps of a run.
 
@@ -275,6 +277,7 @@ def make_step(
         emit: takes the events.
         noise_scale: whether windows that are cut tell of the noise in their gradient.
         group: the ranks that share each window; None where there is one.
+        compression: of what they send each other of gradients.
 
     Raises:
         ArgumentError: BatchNorm, and micro-batches of one sample; or a model that was compiled to CUDA graphs.
@@ -310,7 +313,7 @@ def make_step(
     elif units_of(job.modules[0]):
         transaction = ShardedTransaction(job, group, **options)
     else:
-        transaction = SharedTransaction(job, group, **options)
+        transaction = SharedTransaction(job, group, compression=compression, **options)
     return Step(
         job,
         transaction=transaction,
@@ -379,6 +382,7 @@ def step_of(
         noise_scale=noise_scale,
         emit=emit,
         group=group,
+        compression=arguments.compression,
     )
     step.transaction.outputs.rows_to_host = True  # where reports have them
     # Said here, where the smallest micro-batch is known; the schedule's own checks know no model.

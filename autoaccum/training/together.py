@@ -67,6 +67,8 @@ def _refuse_sharded(arguments: FitArguments) -> None:
         "min_micro_batch": (arguments.min_micro_batch or 1) > 1,
         "micro_batch": not isinstance(arguments.micro_batch, int | str),
         "balance": arguments.balance != "equal",
+        # What FSDP2 adds up gradients in, fully_shard is told: MixedPrecisionPolicy(reduce_dtype=...).
+        "compression": arguments.compression != "none",
     }
     for name, is_asked_for in refused.items():
         if is_asked_for:
@@ -121,7 +123,7 @@ def begin(group: Group, run: KeptOfRun, arguments: FitArguments, source: Source,
     parameters = transaction.trained()
     sharded = transaction.sharded if isinstance(transaction, ShardedTransaction) else None
     if sharded is None:
-        group.summing.prepare([p for p in parameters if p.requires_grad])
+        group.summing.prepare([p for p in parameters if p.requires_grad], arguments.compression)
     given = {
         "model": [tuple(p.shape) for p in parameters],
         "data": f"{source.num_samples} samples",
@@ -129,6 +131,7 @@ def begin(group: Group, run: KeptOfRun, arguments: FitArguments, source: Source,
         "effective_batch": _shown(arguments.effective_batch),
         "min_micro_batch": arguments.min_micro_batch,
         "seed": arguments.seed,
+        "compression": arguments.compression,
         "steps": num_steps,
     }
     compare(group, given)

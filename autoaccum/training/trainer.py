@@ -29,6 +29,7 @@ from autoaccum.ranks.balance import Balance
 from autoaccum.ranks.group import Group, join
 from autoaccum.ranks.launcher import is_launched, own_device
 from autoaccum.ranks.shares import Share
+from autoaccum.ranks.summing import Compression
 from autoaccum.reporting import ProgressBar
 from autoaccum.runs.directory import RunDirectory
 from autoaccum.training import notices, saving, setup, together
@@ -93,6 +94,7 @@ class Trainer:
         device: str | torch.device | None = None,
         ranks: Ranks = "together",
         balance: Balance = "equal",
+        compression: Compression = "none",
         seed: int = 0,
         shuffle: bool = True,
         drop_last: bool = False,
@@ -120,10 +122,11 @@ class Trainer:
             samples=samples, micro_batch=micro_batch, max_micro_batch=max_micro_batch, min_micro_batch=min_micro_batch,
             memory_limit=memory_limit, headroom=headroom, patience=patience, precision=precision, clip_norm=clip_norm,
             state=state, verify=verify, strict=strict, compile=compile, device=device, ranks=ranks, balance=balance,
-            seed=seed, shuffle=shuffle, drop_last=drop_last, collate_fn=collate_fn, split=split, batch_dim=batch_dim,
-            num_workers=num_workers, validation_data=validation_data, validate_every=validate_every, metrics=metrics,
-            run_dir=run_dir, checkpoint_every=checkpoint_every, keep_checkpoints=keep_checkpoints, resume=resume,
-            noise_scale=noise_scale, cache=cache, callbacks=callbacks, progress=progress,
+            compression=compression, seed=seed, shuffle=shuffle, drop_last=drop_last, collate_fn=collate_fn,
+            split=split, batch_dim=batch_dim, num_workers=num_workers, validation_data=validation_data,
+            validate_every=validate_every, metrics=metrics, run_dir=run_dir, checkpoint_every=checkpoint_every,
+            keep_checkpoints=keep_checkpoints, resume=resume, noise_scale=noise_scale, cache=cache, callbacks=callbacks,
+            progress=progress,
         )  # fmt: skip
         with current_device_kept(), named("the run was set up"):
             self._set_up(given)

@@ -20,6 +20,7 @@ from autoaccum.ranks.balance import Stint
 from autoaccum.ranks.channel import undisturbed
 from autoaccum.ranks.group import Group
 from autoaccum.ranks.shares import argument_of, num_of_all_ranks
+from autoaccum.ranks.summing import Compression
 from autoaccum.window.gradient import Repeat
 from autoaccum.window.job import Job
 from autoaccum.window.terms import Terms
@@ -131,9 +132,10 @@ def join(told: Sequence[Told], num_samples: int) -> Joined:
 class SharedTransaction(Transaction):
     """A window of which several ranks run a share each; its end is decided on all of them, by the same numbers."""
 
-    def __init__(self, job: Job, group: Group, **options: Any) -> None:
+    def __init__(self, job: Job, group: Group, *, compression: Compression = "none", **options: Any) -> None:
         """Set up for a group; ``options`` are those of ``Transaction``."""
         super().__init__(job, **options)
+        self._compression = compression
         self.group = self._group = group
         self.stints: list[Stint] = []
         """What each rank did of the last window."""
@@ -172,6 +174,8 @@ class SharedTransaction(Transaction):
         is_alike = bool(self._tally.guess) or self.several.is_on
         is_measured = self._measures_parts or self.drops_gradients  # of each micro-batch by itself
         self._overlaps = bool(self._order) and self._comes_once and is_alike and not is_measured
+        expected = self._ordered(self._gradients.trained()) if self._overlaps else []
+        self._group.summing.expect(expected, self._compression)
         # Nothing is foretold in the midst of a window, which other ranks may not reach, or not so often.
         self._is_foretold = True
 
@@ -271,7 +275,7 @@ class SharedTransaction(Transaction):
         self._order = self._order or heard[0].arrived
 
     def _make_room(self, parameters: Sequence[torch.Tensor]) -> None:
-        self._group.summing.prepare(parameters)
+        self._group.summing.prepare(parameters, self._compression)
 
     def _tell(self, own: Told) -> list[Told]:
         """Return what each rank tells of its micro-batches."""

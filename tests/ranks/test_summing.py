@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autoaccum.ranks import summing
 from autoaccum.ranks.group import Group, join
-from autoaccum.ranks.summing import _cut
+from autoaccum.ranks.summing import Compression, _cut
 from autoaccum.testing import oom_at
 from tests.processes import in_turn
 from tests.ranks.launching import launch
@@ -66,6 +66,40 @@ def test_a_rank_that_runs_out_of_memory_goes_on_for_the_others(operation: int) -
     assert (first, second) == ("", "OutOfMemoryError")
 
 
+def rounded(kinds: Sequence[torch.dtype]) -> tuple[list[torch.Tensor], list[torch.Tensor], int]:
+    """Return the sums in bfloat16, what this rank has of them, and the bytes that it has sent."""
+    summing._BUCKET_BYTES = 60
+    found = joined()
+    torch.manual_seed(found.rank)
+    made = [torch.zeros(50, dtype=kind, requires_grad=True) for kind in kinds]
+    for p in made:
+        p.grad = torch.randn(50).to(p.dtype)
+    own = [p.grad.clone() for p in made if p.grad is not None]
+    found.summing.prepare(made, "bf16")
+    before = found.channel.num_bytes
+    found.summing.add_up(made, 1.0)
+    return [p.grad for p in made if p.grad is not None], own, found.channel.num_bytes - before
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_wide_gradients_are_added_up_in_bfloat16_and_narrow_ones_as_they_are(size: int) -> None:
+    kinds = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64]
+    found = launch(rounded, size, kinds)
+    assert [num_bytes for *_, num_bytes in found] == [2 * 50 * 4 + 8 * 50] * size
+    for of_kind, kind in enumerate(kinds):
+        sums, parts = [sums[of_kind] for sums, *_ in found], [own[of_kind] for _, own, _ in found]
+        assert all(torch.equal(sums[0], each) for each in sums), "to the bit, on all of them"
+        exact = torch.stack([part.to(torch.complex128) for part in parts]).sum(0)
+        off = (sums[0] - exact).abs() / torch.stack(parts).abs().sum(0)
+        # Each rank's part is rounded once, and so is each of their sums.
+        assert off.max() <= (size * 2**-8 if kind != torch.complex64 else 1e-6)
+        assert sums[0].dtype == kind
+        if kind in (torch.float32, torch.float64):
+            assert torch.equal(sums[0], sums[0].bfloat16().to(kind))
+        if kind == torch.float16:
+            assert off.max() <= size * 2**-11, "in its own eleven bits"
+
+
 class Layers(nn.Module):
     """A chain of layers, one of which is left out where that is asked for, and one called anew in its backward."""
 
@@ -90,12 +124,14 @@ def batch(rank: int, window: int) -> torch.Tensor:
     return torch.randn(3, 5, generator=generator, dtype=torch.float64, requires_grad=True)
 
 
-def overlapped(bucket_bytes: int, operation: int | None) -> tuple[list[list[torch.Tensor]], list[str], list[int]]:
+def overlapped(
+    bucket_bytes: int, operation: int | None, compression: Compression = "none"
+) -> tuple[list[list[torch.Tensor]], list[str], list[int]]:
     """Three windows: the first tells the order, in the second one memory runs out, in the third a layer is left out."""
     summing._BUCKET_BYTES = bucket_bytes
     group, model = joined(), Layers()
     parameters = list(model.parameters())
-    group.summing.prepare(parameters)
+    group.summing.prepare(parameters, compression)
     with group.summing.listening((), parameters):
         model(batch(group.rank, 0)).backward()
     ordered = [*group.summing.arrived]
@@ -150,14 +186,18 @@ def test_sums_that_begin_in_the_backward_are_those_of_all_ranks(bucket_bytes: in
     assert begun_there[1] < begun[1] or bucket_bytes == 2**20, "a gradient that does not come keeps those behind it"
 
 
-@pytest.mark.parametrize("operation", [1, 60, 75])
-def test_a_rank_that_runs_out_of_memory_in_its_backward_goes_on_for_the_others(operation: int) -> None:
-    (first, failed, _), (second, failed_there, _) = launch(overlapped, 2, 260, operation)
+@pytest.mark.parametrize(("operation", "compression"), [(1, "none"), (60, "none"), (75, "none"), (65, "bf16")])
+def test_a_rank_that_runs_out_of_memory_in_its_backward_goes_on_for_the_others(
+    operation: int, compression: Compression
+) -> None:
+    bucket_bytes = 260 if compression == "none" else 65  # of as many numbers
+    (first, failed, _), (second, failed_there, _) = launch(overlapped, 2, bucket_bytes, operation, compression)
     assert failed == ["", ""]
     assert failed_there == ["alone" if operation < 40 else "with others", ""]
+    rtol, atol = (1e-12, 1e-14) if compression == "none" else (2**-6, 1e-3)
     for mine, theirs, whole in zip(first[1], second[1], expected(2), strict=True):
         assert torch.equal(mine, theirs)
-        torch.testing.assert_close(mine, whole, rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(mine, whole, rtol=rtol, atol=atol)
 
 
 def twice() -> bool:
@@ -170,6 +210,43 @@ def twice() -> bool:
 
 def test_a_gradient_that_comes_in_parts_is_seen() -> None:
     assert launch(twice, 1 + 1) == [True, True]
+
+
+def by_turns() -> list[torch.Tensor]:
+    """Return the gradients of two models that are trained by turns, after a window in which rank 1 has failed."""
+    summing._BUCKET_BYTES = 260
+    group, kinds = joined(), (torch.float64, torch.float32)
+    models = [nn.Linear(5, width).to(kind) for width, kind in zip((5, 9), kinds, strict=True)]
+    ways: list[tuple[list[torch.Tensor], Compression]] = [
+        (list(model.parameters()), of) for model, of in zip(models, ("bf16", "none"), strict=True)
+    ]
+    for parameters, compression in ways:
+        group.summing.prepare(parameters, compression)
+    for _ in range(2):
+        for parameters, compression in ways:
+            group.summing.expect(parameters, compression)
+            for p in parameters:
+                p.grad = torch.full_like(p, 1 + 2.0**-12)
+            group.summing.begin_all(parameters)
+            group.summing.end_all()
+    parameters, compression = ways[0]
+    group.summing.expect(parameters, compression)
+    if group.rank == 0:
+        group.summing.begin_all(parameters)
+        group.summing.drain()
+    else:  # it has begun none of them
+        group.summing.catch_up()
+    assert group.exchange(group.rank) == [0, 1]
+    return [p.grad for parameters, _ in ways for p in parameters if p.grad is not None]
+
+
+def test_models_that_are_trained_by_turns_have_sums_of_their_own() -> None:
+    found = launch(by_turns, 2)
+    for gradients in found:
+        assert isinstance(gradients, list), gradients
+        whole = [2.0, 2.0, 2 + 2.0**-11, 2 + 2.0**-11]
+        for gradient, value in zip(gradients, whole, strict=True):
+            assert torch.equal(gradient, torch.full_like(gradient, value))
 
 
 def sizes(parameters: Sequence[torch.Tensor]) -> list[list[tuple[int, int, int]]]:
