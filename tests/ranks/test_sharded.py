@@ -19,7 +19,7 @@ from autoaccum.planning.cuts import near_equal
 from autoaccum.ranks.group import join
 from autoaccum.ranks.sharded import Elsewhere, Sharded
 from autoaccum.testing import oom_at
-from tests.faults import strides
+from tests.faults import launches, strides
 from tests.processes import in_turn
 from tests.ranks.launching import launch
 
@@ -164,11 +164,6 @@ def at_operations(
         operation += stride
 
 
-def launches(stride: int) -> list[tuple[int, int]]:
-    """Return (first operation, stride) of each launch, each of which a busy machine ends within its time."""
-    return [(1, stride)] if stride > 4 else [(first, 6 * stride) for first in range(1, 6 * stride + 1, stride)]
-
-
 @strides(61)
 @pytest.mark.parametrize("of_rank", [0, 1])
 @pytest.mark.parametrize("reshards", [True, False])
@@ -195,7 +190,7 @@ def failing(what: str) -> tuple[str, str, float]:
         if rank() == 1 and what == "an error":
             loop.model[1].register_forward_hook(_raise)  # type: ignore[index]
         if rank() == 1 and what == "in a collective":
-            torch.distributed.reduce_scatter_single = _run_out
+            torch.distributed.all_reduce = _run_out  # by which gloo scatters
         return oom_at(40 if rank() == 1 and what == "unknown" else None)
 
     try:
@@ -226,11 +221,15 @@ def _run_out(*_: Any, **__: Any) -> None:
     ("what", "own", "of_other"),
     [
         ("an error", ("ValueError", "no such token"), "rank 1 has failed: ValueError: no such token"),
-        ("unknown", ("RankError", "rank 1 has failed: it has left a micro-batch of a kind"), "another rank is gone"),
+        (
+            "unknown",
+            ("RankError", "rank 1 has failed: it has left a micro-batch of a kind"),
+            "rank 1 has failed: OutOfMemoryError",
+        ),
         (
             "in a collective",
             ("RankError", "rank 1 has failed: memory ran out in the reduce_scatter"),
-            "another rank is gone",
+            "rank 1 has failed: CUDA out of memory",
         ),
     ],
 )
