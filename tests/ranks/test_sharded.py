@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 
+from autoaccum.errors import RankError
 from autoaccum.memory.oom import RanOut, attempt
 from autoaccum.planning.cuts import near_equal
 from autoaccum.ranks.group import join
@@ -240,3 +242,18 @@ def test_what_no_replay_cures_ends_all(what: str, own: tuple[str, str], of_other
     assert first[0] == "RankError"
     assert of_other in first[1]
     assert first[2] < 60
+
+
+def stopping() -> int | None:
+    """Stop the second rank in a forward, so that the first one waits for it in a collective of the model."""
+    loop = Loop([6, 5])
+    loop.window(2)
+    if rank() == 1:
+        loop.model[1].register_forward_hook(lambda *_: os.kill(os.getpid(), signal.SIGSTOP))  # type: ignore[index]
+    with pytest.raises(RankError) as caught:
+        loop.window(2)
+    return caught.value.rank
+
+
+def test_a_rank_that_is_stopped_is_named_to_those_in_a_collective_of_the_model() -> None:
+    assert launch(stopping, 2, lost=1)[0] == 1
