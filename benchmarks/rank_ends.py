@@ -425,8 +425,8 @@ def main() -> None:
         f"A run of two ranks with dropout, killed {done} times at any moment and started anew by torchrun, left "
         f"{'the weights of the run never killed, to the bit' if is_same else 'OTHER WEIGHTS'}. A run of three ranks "
         f"that was killed and went on with two is {off:.1e} off what one process trains, in float64.",
-        ["model", "how", "what the rank did", "times", "named", "ended well", "other errors", "came later", "hang", "median s",
-         "largest s"],
+        ["model", "how", "what the rank did", "times", "named", "ended well", "other errors", "came later", "hang",
+         "median s", "largest s"],
         rows,
         threads=1,
     )  # fmt: skip
