@@ -61,7 +61,7 @@ class Channel:
         Raises:
             RankError: one is.
         """
-        self._until = clock.now() + PATIENCE
+        self._until, self._lost_at = clock.now() + PATIENCE, 0.0
         failures: list[BaseException] = []
 
         def join() -> None:
@@ -76,8 +76,8 @@ class Channel:
         while self._joining.is_alive():
             self._joining.join(_SLICE.total_seconds())
             if self._watch.lost is not None and self._joining.is_alive():
-                # Where that thread can tell of it, its store is left with care.
-                self._joining.join(_GRACE)
+                # That thread tells it to those that come just now.
+                self._joining.join(2 * _GRACE)
                 if self._joining.is_alive():
                     raise RankError(*self._watch.lost)
         if failures:
@@ -106,8 +106,11 @@ class Channel:
             RankError: one that has come is lost, or that one has not come for long.
         """
         if self._watch.lost is not None:
-            raise RankError(*self._watch.lost)
-        if clock.now() > self._until:
+            # Those that come just now are told by the first one, which may have the store by which they find it.
+            self._lost_at = self._lost_at or clock.now()
+            if clock.now() > self._lost_at + _GRACE:
+                raise RankError(*self._watch.lost)
+        elif clock.now() > self._until:
             raise RankError(missing, f"it has not come within {PATIENCE:.0f} seconds")
         clock.sleep(0.01)
 

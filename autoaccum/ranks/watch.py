@@ -104,6 +104,9 @@ class Watch:
         with self._lock:
             self._rank, self._places[other] = rank, place
             self._followed[other] = _Followed(place, connects=True, looks=True, may_have_ended=may_have_ended)
+        # Whoever comes when one is lost already has not heard of it.
+        if self._lost is not None and other != self._lost[0]:
+            self._tell(place, *self._lost)
         self._start()
 
     def begin(self, rank: int, places: Sequence[Place]) -> None:
@@ -211,8 +214,12 @@ class Watch:
             places = dict(self._places)
         for other, place in places.items():
             if other not in (lost, self._rank):
-                with suppress(OSError), _connected(place) as connection:  # who is gone need not hear of it
-                    connection.sendall(f"{lost} {reason}".encode()[:_MOST_SAID])
+                self._tell(place, lost, reason)
+
+    @staticmethod
+    def _tell(place: Place, lost: int, reason: str) -> None:
+        with suppress(OSError), _connected(place) as connection:  # who is gone need not hear of it
+            connection.sendall(f"{lost} {reason}".encode()[:_MOST_SAID])
 
 
 def _connected(place: Place) -> socket.socket:

@@ -156,6 +156,15 @@ class TestMeeting:
         assert first.lost == (1, watch._GONE)
         assert not first.has_begun
 
+    def test_one_that_comes_when_another_is_lost_is_told(self, opened: tuple[Watch, Watch]) -> None:
+        first, second = opened
+        second.meet(1, 0, first.place)
+        first._lost = 2, watch._GONE
+        first.meet(0, 1, second.place)
+        while second.lost is None:
+            time.sleep(0.01)
+        assert second.lost == (2, watch._GONE)
+
     def test_one_that_had_ended_before_may_be_another_than_the_one_that_comes(
         self, opened: tuple[Watch, Watch]
     ) -> None:
