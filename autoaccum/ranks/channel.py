@@ -88,10 +88,9 @@ class Channel:
 
     def _make_groups(self, device: torch.device) -> None:
         if not dist.is_initialized():
-            own = None if device.type == "cpu" else dist.get_default_backend_for_device(device.type)
-            has_own = own is not None and own != "gloo" and dist.is_backend_available(own)
+            own = _own_backend(device)
             store, rank, size = meet(self._watch, self._pause)
-            backend = f"cpu:gloo,{device.type}:{own}" if has_own else "gloo"
+            backend = "gloo" if own is None else f"cpu:gloo,{device.type}:{own}"
             self._is_open = True
             dist.init_process_group(backend, store=store, rank=rank, world_size=size)
         # Of its own, for what is said here must not get between collectives of the user's.
@@ -145,7 +144,7 @@ class Channel:
     # Begun and waited for by themselves, so that a backward goes on in between.
     def begin_sum(self, buffer: torch.Tensor) -> Callable[[], None]:
         """Begin to add up what all ranks have in a buffer, in place; return what waits for it."""
-        speaks = buffer.is_cpu or dist.get_default_backend_for_device(buffer.device.type) == "nccl"
+        speaks = buffer.is_cpu or _own_backend(buffer.device) == "nccl"
         # Of a device that no backend speaks to it goes through the host.
         sent = buffer if speaks else buffer.to("cpu")
         if sent.is_cpu and sent.nbytes * self.size <= _GATHERED:
@@ -260,6 +259,13 @@ class Channel:
         # Not a group of the user's own, which others may be in as yet.
         if self._is_open and dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _own_backend(device: torch.device) -> str | None:
+    """Return the backend that devices of a kind have for themselves; None where there is none in this PyTorch."""
+    # Asked in this way, for of a kind that PyTorch does not know itself there is an error else.
+    own: str | None = dist.Backend.default_device_backend_map.get(device.type)
+    return None if own in (None, "gloo") or not dist.is_backend_available(own) else own
 
 
 def _has_ended(work: Any, *, waits: bool) -> bool:

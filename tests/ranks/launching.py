@@ -34,12 +34,15 @@ def _server() -> ForkServerContext:
         _context = multiprocessing.get_context("forkserver")
         _context.set_forkserver_preload(["torch.distributed.fsdp", "torch.utils.data", "autoaccum", "optuna"])
         # Read when PyTorch is imported. Two ranks of as many threads as there are cores would wait for each other.
-        before = os.environ.get("OMP_NUM_THREADS")
-        os.environ["OMP_NUM_THREADS"] = "1"
+        # An accelerator must not be there before a process is begun, which has to make its own.
+        given = {"OMP_NUM_THREADS": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+        before = {name: os.environ.get(name) for name in given}
+        os.environ |= given
         ensure_running()
-        os.environ.pop("OMP_NUM_THREADS")
-        if before is not None:
-            os.environ["OMP_NUM_THREADS"] = before
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
     return _context
 
 
@@ -81,6 +84,8 @@ def launch(function: Callable[..., Any], size: int, *args: Any, lost: int | None
 def _run(environment: dict[str, str], path: list[str], call: tuple[str, str, Any], answer: str) -> None:
     os.environ |= environment
     sys.path[:] = path
+    if "STANDIN_LIBRARY" in os.environ:  # of pytest --device standin
+        import_module("standin_device")
     module, name, args = call
     try:
         with warnings.catch_warnings():

@@ -216,10 +216,8 @@ def by_turns() -> list[torch.Tensor]:
     """Return the gradients of two models that are trained by turns, after a window in which rank 1 has failed."""
     summing._BUCKET_BYTES = 260
     group, kinds = joined(), (torch.float64, torch.float32)
-    models = [nn.Linear(5, width).to(kind) for width, kind in zip((5, 9), kinds, strict=True)]
-    ways: list[tuple[list[torch.Tensor], Compression]] = [
-        (list(model.parameters()), of) for model, of in zip(models, ("bf16", "none"), strict=True)
-    ]
+    first, second = (list(nn.Linear(5, width).to(kind).parameters()) for width, kind in zip((5, 9), kinds, strict=True))
+    ways: list[tuple[list[torch.Tensor], Compression]] = [(first, "bf16"), (second, "bf16"), (second, "none")]
     for parameters, compression in ways:
         group.summing.prepare(parameters, compression)
     for _ in range(2):
@@ -237,7 +235,7 @@ def by_turns() -> list[torch.Tensor]:
     else:  # it has begun none of them
         group.summing.catch_up()
     assert group.exchange(group.rank) == [0, 1]
-    return [p.grad for parameters, _ in ways for p in parameters if p.grad is not None]
+    return [p.grad for p in (*first, *second) if p.grad is not None]
 
 
 def test_models_that_are_trained_by_turns_have_sums_of_their_own() -> None:
