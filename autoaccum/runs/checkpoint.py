@@ -368,11 +368,11 @@ class Checkpoints:
         try:
             partial.mkdir()
             tree = torch.frombuffer(bytearray(json.dumps(packed.tree).encode()), dtype=torch.uint8)
-            files = {STATE: tensor_files.write(partial / STATE, {**packed.others, _TREE: tree})}
             if writers is None:
-                files[WEIGHTS] = tensor_files.write(partial / WEIGHTS, packed.weights)
+                files = {WEIGHTS: tensor_files.write(partial / WEIGHTS, packed.weights)}
             else:
-                files |= writers.write(packed, partial)
+                files = writers.write(packed, partial)
+            files[STATE] = tensor_files.write(partial / STATE, {**packed.others, _TREE: tree})
             # The manifest comes last, and with it the checksums: without it there is no checkpoint.
             document = {**manifest, "files": files}
             text = json.dumps({**document, "checksum": _checksum(document)}, indent=1)

@@ -46,6 +46,7 @@ from autoaccum.training.result import FitResult as FitResult
 from autoaccum.training.run_state import RunState, keeper_of
 from autoaccum.training.sharing import Sharing
 from autoaccum.training.validation import Validations, Validator
+from autoaccum.training.validation_together import ValidatorOfAll
 from autoaccum.window.gradient import Gradient
 from autoaccum.window.joining import SharedTransaction
 from autoaccum.window.modules import State
@@ -474,8 +475,8 @@ class Trainer:
         self._mark = clock.now()  # its seconds are reported by the validation itself
 
     def _validated(self, validator: Validator, epoch: int) -> float:
-        """Return the loss on held-out data, which the first rank alone computes while others wait."""
-        if self._group is None:
+        """Return the loss on held-out data, which the first rank alone computes while others wait, if it can."""
+        if self._group is None or isinstance(validator, ValidatorOfAll):
             return validator.run(self.step, epoch, self._tuner.micro_batch)
         told: list[Record] = []
 

@@ -138,7 +138,6 @@ def test_ranks_of_unequal_memory_train_a_sharded_model() -> None:
 
 
 CANNOT: dict[str, dict[str, Any]] = {
-    "validation_data": {"validation_data": data(8)},
     "noise_scale": {"noise_scale": True},
     "precision": {"precision": "fp16"},
     "compile": {"compile": True},
