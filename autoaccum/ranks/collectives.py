@@ -23,6 +23,10 @@ _ALIGNMENT = 16
 """Bytes at whose multiples a buffer may be read as numbers of any type."""
 
 
+MICRO_BATCH = "a micro-batch"
+"""The kind of what ranks run together in training: a forward and a backward."""
+
+
 class Call(NamedTuple):
     """A collective as a rank has launched it: what any rank has to repeat so that others find it."""
 
@@ -83,8 +87,10 @@ class Collectives:
         self._channel = channel
         self.launched: list[Call] = []
         """Those of the micro-batch so far."""
-        self._known: list[tuple[Call, ...]] = []  # those of whole micro-batches that all ranks have run
-        self._is_on = False  # whether they are noted: a forward alone, as of a validation, is no micro-batch
+        # Those of whole micro-batches that all ranks have run, by their kinds; and the kind of the one that runs.
+        self._known: dict[str, list[tuple[Call, ...]]] = {}
+        self._kind = MICRO_BATCH
+        self._is_on = False  # whether they are noted: nobody makes up for what is launched outside of a micro-batch
         # A rank that has begun a collective, and not ended it, cannot tell whether others find it there.
         self._begun: Call | None = None
         self._scratch: dict[torch.device, torch.Tensor] = {}  # bytes, to launch what is left with
@@ -93,11 +99,12 @@ class Collectives:
     @property
     def are_known(self) -> bool:
         """Return whether a whole micro-batch was noted."""
-        return bool(self._known)
+        return bool(self._known.get(MICRO_BATCH))
 
-    def begin(self) -> None:
-        """Begin a micro-batch."""
+    def begin(self, kind: str = MICRO_BATCH) -> None:
+        """Begin a micro-batch, or another kind of what all ranks run together, such as a forward alone."""
         self.launched.clear()
+        self._kind = kind
         self._is_on = True
 
     def launch(self, call: Call, collective: Callable[[bool], Any], *, is_async: bool = False) -> Any:
@@ -174,9 +181,9 @@ class Collectives:
     def keep(self) -> None:
         """Keep what the micro-batch has launched: all ranks have come to its end."""
         self._is_on = False
-        sequence = tuple(self.launched)
-        if sequence not in self._known:
-            self._known.append(sequence)
+        sequence, known = tuple(self.launched), self._known.setdefault(self._kind, [])
+        if sequence not in known:
+            known.append(sequence)
 
     def drain(self) -> None:
         """Launch what is left of the micro-batch, on nothing of value: others are in it, or will be.
@@ -189,7 +196,9 @@ class Collectives:
         if self._begun is not None:
             raise self._lost(f"it has left the {self._begun.kind} of a unit in its midst")
         done = tuple(self.launched)
-        left = {known[len(done) :] for known in self._known if known[: len(done)] == done}
+        # A forward alone begins as a micro-batch does: what comes next is told by its kind.
+        known_ones = self._known.get(self._kind, [])
+        left = {known[len(done) :] for known in known_ones if known[: len(done)] == done}
         # Of two kinds of micro-batches that begin alike it may be either: to guess could hang everybody.
         if len(left) != 1:
             raise self._lost("it has left a micro-batch of a kind that has not come to its end on all ranks before")

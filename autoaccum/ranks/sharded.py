@@ -23,7 +23,7 @@ from torch import nn
 
 from autoaccum.errors import ArgumentError, RankError
 from autoaccum.memory.oom import is_out_of_memory, without_frames
-from autoaccum.ranks.collectives import Collectives
+from autoaccum.ranks.collectives import MICRO_BATCH, Collectives
 from autoaccum.ranks.communicators import Gathers, Scatters
 from autoaccum.ranks.group import Group
 from autoaccum.ranks.units import check, forget, is_distributed, units_of
@@ -102,6 +102,7 @@ class Sharded:
         compute: Callable[[], None],
         told: Callable[[], Any],
         survives: Callable[[BaseException], bool] = is_out_of_memory,
+        kind: str = MICRO_BATCH,
     ) -> list[Any]:
         """Run the forward and backward of a micro-batch, in which all ranks take part; return what each has told.
 
@@ -109,6 +110,7 @@ class Sharded:
             compute: what runs it.
             told: returns what to tell where it holds, which is not None.
             survives: whether the window may begin anew after an error, which the others are then told.
+            kind: of what is run, each of which launches something else: a forward alone, say.
 
         Errors of ``compute`` come through when nobody waits for this rank any more. Of one that is not survived the
         others are yet to hear: see ``Group.fail``.
@@ -117,7 +119,7 @@ class Sharded:
             Elsewhere: one of the others has given up.
             RankError: one of them has failed, or is gone; or this one has failed where they cannot be let go on.
         """
-        self._collectives.begin()
+        self._collectives.begin(kind)
         failure: BaseException | None = None
         try:
             compute()

@@ -23,6 +23,16 @@ def units_of(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if is_unit(module)]
 
 
+def class_of(module: nn.Module) -> type[nn.Module]:
+    """Return the class of a module; of one that ``fully_shard`` was called on that which it had before."""
+    # FSDP2 gives each such module a class of its own, made of a class of its own and that one.
+    return next(kind for kind in type(module).__mro__ if not (is_unit(module) and _is_of_fsdp(kind)))
+
+
+def _is_of_fsdp(kind: type) -> bool:
+    return issubclass(kind, sys.modules["torch.distributed.fsdp"].FSDPModule)
+
+
 def is_distributed(tensor: torch.Tensor) -> bool:
     """Return whether a tensor lies in parts on several ranks, of which this one has but its own."""
     tensors = sys.modules.get("torch.distributed.tensor")

@@ -36,12 +36,15 @@ from autoaccum.errors import (
 from autoaccum.memory import clock
 from autoaccum.memory.cpu import CpuMemory
 from autoaccum.memory.oom import RanOut, attempt, is_out_of_memory
-from autoaccum.runs import states, tensor_files
+from autoaccum.runs import parted, parts, states, tensor_files
 from autoaccum.runs.files import open_regular, read_small, sync_directory
 from autoaccum.runs.lock import DirectoryLock
+from autoaccum.runs.writers import Writers
 
-FORMAT = 1
-"""Version of the manifest and of what it stands for; a checkpoint with a greater one is refused, not guessed at."""
+FORMAT = 2
+"""Version of the manifest and of what it stands for; a checkpoint with a greater one is refused, not guessed at.
+
+The second has the parts of several ranks, and is written where there are some alone."""
 WEIGHTS, STATE, MANIFEST = "model.safetensors", "state.safetensors", "manifest.json"
 """Names of a checkpoint's files."""
 _TREE = "tree"
@@ -105,7 +108,8 @@ class Checkpoint:
         except CheckpointCorruptError as error:
             raise CheckpointCorruptError(manifest, f"is not a manifest: {error.entry} {error.problem}") from None
         # A manifest from a stranger could name any file of the reader's.
-        if document["files"].keys() != {WEIGHTS, STATE}:
+        others = document["files"].keys() - {STATE}
+        if STATE not in document["files"] or not (others == {WEIGHTS} or all(map(parts.is_file, others))):
             raise CheckpointUnsafeError(manifest, f"names the files {', '.join(document['files'])}")
         files = document.pop("files")
         for name, described in files.items():
@@ -114,38 +118,46 @@ class Checkpoint:
         document.pop("format", None)
         return cls(path=path, **document, files={name: (size, digest) for name, (size, digest) in files.items()})
 
-    def verify(self) -> None:
+    def verify(self, share: tuple[int, int] = (0, 1)) -> None:
         """Read all of its files and compare them with the checksums.
+
+        Args:
+            share: the number of this rank and of all. Of files that each rank has written one reads its share, and
+                looks whether the others are there.
 
         Raises:
             CheckpointCorruptError: a file is missing, or not as it was written.
             CheckpointUnsafeError: a file lies elsewhere.
         """
-        for name, (size, digest) in self.files.items():
+        rank, num_ranks = share
+        for index, (name, (size, digest)) in enumerate(sorted(self.files.items())):
             path = self.path / name
             try:
                 found = _check_is_file(path)
                 if found != size:  # said with both numbers, and without reading gigabytes first
                     raise CheckpointCorruptError(path, f"has {found} bytes, not the {size} that were written")
+                if parts.is_file(name) and index % num_ranks != rank:
+                    continue
                 with open(open_regular(path, os.O_RDONLY), "rb") as file:
                     if hashlib.file_digest(file, "sha256").hexdigest() != digest:
                         raise CheckpointCorruptError(path, "was changed after it was written")
             except OSError as error:
                 raise CheckpointCorruptError(path, f"cannot be read: {error.strerror}") from None
 
-    def load(self) -> tuple[Any, Any]:
+    def load(self, share: tuple[int, int] = (0, 1)) -> tuple[Any, Any]:
         """Return the weights and the state that were saved, verified, with all tensors on the CPU.
 
         There they belong: ``load_state_dict`` of models and optimizers moves them to where the parameters are, while
-        random states and counters have to stay.
+        random states and counters have to stay. In the place of tensors that lie on several ranks there is ``Parted``.
 
         Raises:
             CheckpointCorruptError: a file is not as it was written.
             CheckpointUnsafeError: a file lies elsewhere, or could execute code.
         """
         # Read twice: once for the checksums and once to be used. Files of this size are in the page cache by then.
-        self.verify()
-        weights, others = self._read(WEIGHTS), self._read(STATE)
+        self.verify(share)
+        first = next((name for name in (WEIGHTS, parts.file_of(parts.MODEL, 0)) if name in self.files), None)
+        weights, others = {} if first is None else self._read(first), self._read(STATE)
         # The checksums are right: whatever is wrong from here on, somebody else wrote the tree.
         tree: Any = None
         if _TREE in others:
@@ -153,7 +165,8 @@ class Checkpoint:
                 tree = states.tree_of(others.pop(_TREE))
         if tree is None:
             raise CheckpointCorruptError(self.path / STATE, "holds no tree of a state")
-        return states.unpack(states.Packed(tree=tree, weights=weights, others=others))
+        files = parted.Files(self.path, list(filter(parts.is_file, self.files)))
+        return states.unpack(states.Packed(tree=tree, weights=weights, others=others, files=files))
 
     def _read(self, name: str) -> tensor_files.Tensors:
         path = self.path / name
@@ -251,6 +264,7 @@ class Checkpoints:
         facts: Mapping[str, Any] | None = None,
         is_best: bool = False,
         background: bool = True,
+        writers: Writers | None = None,
     ) -> Path:
         """Write a checkpoint; one of the same step is replaced. It is whole once ``wait`` or the next save returns.
 
@@ -263,6 +277,7 @@ class Checkpoints:
             background: copy all tensors to the host, as many bytes again, and write them while training goes on.
                 Otherwise, and where the host has no room for that, return when it is written, with one tensor at a
                 time copied.
+            writers: the ranks that write it together, where the model is sharded over several: not in the background.
 
         Returns:
             Where it will be.
@@ -281,10 +296,12 @@ class Checkpoints:
             ) from None
         # With a copy the caller may change every tensor at once; without one ``save`` returns when all is written.
         packed = states.pack(weights, state)
-        copied = self._copied(packed) if background else None
+        if packed.distributed and writers is None:
+            raise CheckpointStateError("weights", "a part of what other ranks have the rest of", "Gather it first.")
+        copied = self._copied(packed) if background and writers is None else None
         self._serial += 1
         manifest = {
-            "format": FORMAT,
+            "format": FORMAT if writers is not None else 1,
             "step": step,
             "serial": self._serial,
             "is_best": is_best,
@@ -297,7 +314,7 @@ class Checkpoints:
             self._thread = threading.Thread(target=self._write_behind, args=(path, copied, manifest), name="checkpoint")
             self._thread.start()
         else:
-            self._write(path, packed, manifest)
+            self._write(path, packed, manifest, writers)
         return path
 
     def wait(self) -> None:
@@ -342,17 +359,20 @@ class Checkpoints:
         except BaseException as error:
             self._error = error  # an error that a thread raises would go to nobody
 
-    def _write(self, path: Path, packed: states.Packed, manifest: dict[str, Any]) -> None:
+    def _write(
+        self, path: Path, packed: states.Packed, manifest: dict[str, Any], writers: Writers | None = None
+    ) -> None:
         # Under a name that counts for nothing until all of it is on the disk: files, their names, then its own.
         partial = self._hidden(path, "partial")
         packed.wait()
         try:
             partial.mkdir()
             tree = torch.frombuffer(bytearray(json.dumps(packed.tree).encode()), dtype=torch.uint8)
-            files = {
-                WEIGHTS: tensor_files.write(partial / WEIGHTS, packed.weights),
-                STATE: tensor_files.write(partial / STATE, {**packed.others, _TREE: tree}),
-            }
+            if writers is None:
+                files = {WEIGHTS: tensor_files.write(partial / WEIGHTS, packed.weights)}
+            else:
+                files = writers.write(packed, partial)
+            files[STATE] = tensor_files.write(partial / STATE, {**packed.others, _TREE: tree})
             # The manifest comes last, and with it the checksums: without it there is no checkpoint.
             document = {**manifest, "files": files}
             text = json.dumps({**document, "checksum": _checksum(document)}, indent=1)

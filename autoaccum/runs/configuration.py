@@ -10,6 +10,7 @@ from torch import nn
 
 from autoaccum._kinds import a, below, refuse, shown
 from autoaccum.planning.schedule_kinds import Schedule
+from autoaccum.ranks.units import class_of
 
 ONLY_HOW = ("foreach", "fused", "capturable", "differentiable")
 """Options of optimizers that decide how a step is computed, which may depend on the device, and not what comes of it.
@@ -20,7 +21,7 @@ _LONGEST_SHOWN = 8
 
 def describe_model(model: nn.Module) -> dict[str, Any]:
     """Return what tells one model from another: its class, the shapes and types it begins with, and what is frozen."""
-    found: dict[str, Any] = {"class": type(model).__name__}
+    found: dict[str, Any] = {"class": class_of(model).__name__}  # a run may go on with a model that is sharded, or not
     for name, parameter in model.named_parameters():
         frozen = "" if parameter.requires_grad else " frozen"
         found[name] = f"{_type_and_shape(parameter)}{frozen}"

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from autoaccum.events import Notice
+from autoaccum.ranks.units import class_of
 from autoaccum.runs.configuration import differing
 from autoaccum.runs.files import read_small
 
@@ -44,13 +45,13 @@ def details_of(modules: Mapping[str, nn.Module], functions: Mapping[str, Any], c
     code: dict[str, str] = {}
     for called, root in modules.items():
         for name, module in root.named_modules():
-            place = f"{called} {name}".strip()
+            place, kind = f"{called} {name}".strip(), class_of(module)
             # PyTorch's own are what they say. What a class of the user's keeps in attributes may be anything.
-            if type(module).__module__.startswith("torch."):
+            if kind.__module__.startswith("torch."):
                 layers[place] = _hyperparameters(module)
             else:
                 code[place] = _hyperparameters(module)
-                code[f"forward of {type(module).__qualname__}"] = code_of(type(module).forward)
+                code[f"forward of {kind.__qualname__}"] = code_of(kind.forward)
     code |= {name: code_of(function) for name, function in functions.items() if function is not None}
     return {
         "torch": torch.__version__,
@@ -103,14 +104,18 @@ def _hyperparameters(module: nn.Module) -> str:
     >>> _hyperparameters(nn.Dropout(0.1))
     'Dropout(inplace=False, p=0.1)'
     """
-    return f"{type(module).__name__}({', '.join(_attributes(module))})"
+    kind = class_of(module)
+    return f"{kind.__name__}({', '.join(_attributes(module, kind))})"
 
 
-def _attributes(value: Any) -> Iterator[str]:
-    """Yield what an object was made with, as ``name=value``, as far as it has kept it."""
+def _attributes(value: Any, kind: type | None = None) -> Iterator[str]:
+    """Yield what an object was made with, as ``name=value``, as far as it has kept it.
+
+    ``kind`` is its class, where it goes by another one.
+    """
     # What else it has in attributes may be a count of calls, or an average that goes along with training.
     try:
-        taken = inspect.signature(type(value).__init__).parameters
+        taken = inspect.signature((type(value) if kind is None else kind).__init__).parameters  # type: ignore[misc]
     except (TypeError, ValueError):
         return
     kept = getattr(value, "__dict__", {})

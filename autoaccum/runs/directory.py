@@ -33,6 +33,7 @@ from autoaccum.runs.checkpoint import Checkpoint, Checkpoints
 from autoaccum.runs.configuration import check_plain, differing, known_then
 from autoaccum.runs.records import HISTORY, RecordWriter, environment, read_records, write_json
 from autoaccum.runs.window_mark import WindowMark
+from autoaccum.runs.writers import Writers
 
 
 class RunDirectory:
@@ -47,6 +48,7 @@ class RunDirectory:
         config: Mapping[str, Any],
         anew: bool,
         background: bool = True,
+        writers: Writers | None = None,
     ) -> None:
         """Take the directory.
 
@@ -57,6 +59,7 @@ class RunDirectory:
             config: what was asked for, as JSON; what is under "trained" has to be the same when the run is resumed.
             anew: whether what is there of an earlier run is put away, into ``before-1`` and so on.
             background: whether checkpoints are copied and written while training goes on.
+            writers: the ranks that write them together, each its parts; None where this process has all of the model.
 
         Raises:
             CheckpointLockedError: another run writes to it.
@@ -65,6 +68,8 @@ class RunDirectory:
         self.path = path
         self._cadence = cadence
         self._background = background
+        self.writers = writers
+        """The ranks that write the checkpoints together, where there are several."""
         self._config = dict(config)
         self._details: details.Details = self._config.pop("details", {})
         if anew:  # before anything is opened, for it is moved
@@ -138,11 +143,20 @@ class RunDirectory:
             none_whole = CheckpointCorruptError(place, f"holds no whole checkpoint: {' '.join(skipped)}")
             none_whole.entry = entry
             raise none_whole from cause
+        if self.writers is not None:
+            self.writers.offer(None)
         return None
 
     def _take(self, one: Checkpoint, take: Callable[[Checkpoint, Any, Any], None]) -> None:
-        """Read a checkpoint, see that it is of this run, and hand it on."""
-        weights, state = one.load()
+        """Read a checkpoint, see that it is of this run, and hand it on; with the other ranks, where they do so too."""
+        if self.writers is None:
+            self._read(one, take)
+        else:
+            self.writers.offer(one.path)
+            self.writers.take(lambda: self._read(one, take))
+
+    def _read(self, one: Checkpoint, take: Callable[[Checkpoint, Any, Any], None]) -> None:
+        weights, state = one.load() if self.writers is None else one.load(self.writers.share)
         a(dict)(state, "the state")
         # Compared with what was asked for then, which lies in the checkpoint: config.json may have been edited.
         trained = state.pop("trained", None)
@@ -225,7 +239,13 @@ class RunDirectory:
         self._saved_step, self._saved_at = step, clock.now()  # the time that writing takes is part of the interval
         state = {**state, "trained": self._config["trained"]}
         self._newest = self._checkpoints.save(
-            step=step, weights=weights, state=state, facts=facts, is_best=is_best, background=self._background
+            step=step,
+            weights=weights,
+            state=state,
+            facts=facts,
+            is_best=is_best,
+            background=self._background,
+            writers=self.writers,
         )
         return self._newest
 

@@ -12,7 +12,7 @@ import json
 import math
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,8 @@ import torch
 from autoaccum._kinds import below, shown
 from autoaccum.errors import CheckpointCorruptError, CheckpointStateError
 from autoaccum.memory.oom import is_out_of_memory
+from autoaccum.ranks.units import is_distributed, own_part
+from autoaccum.runs import parted, parts
 from autoaccum.runs.tensor_files import CODES, Tensors, as_bytes
 
 Tree = Any
@@ -50,6 +52,10 @@ class Packed:
     """Tensors of the state by numbers, and weights that other readers could not take."""
     arrivals: tuple[torch.Event, ...] = ()
     """Of copies that are under way, one for each device."""
+    distributed: dict[str, parts.Parts] = field(default_factory=dict)
+    """Tensors that lie on several ranks, by the folders that they are written to."""
+    files: parted.Files | None = None
+    """Where those lie that were written."""
 
     @property
     def num_bytes(self) -> int:
@@ -102,7 +108,7 @@ def pack(weights: Mapping[str, Any], state: Any) -> Packed:
         tree = {"weights": packer.weights_tree(weights), "state": packer.tree(state, "")}
     except RecursionError:
         raise CheckpointStateError("state", "nested without end, or nearly so") from None
-    return Packed(tree=tree, weights=packer.weights, others=packer.others)
+    return Packed(tree=tree, weights=packer.weights, others=packer.others, distributed=packer.parts)
 
 
 def unpack(packed: Packed) -> tuple[Any, Any]:
@@ -147,6 +153,7 @@ class _Packer:
     def __init__(self) -> None:
         self.weights: Tensors = {}
         self.others: Tensors = {}
+        self.parts: dict[str, parts.Parts] = {}
         # By the id of a tensor the tree that stands for it: one that is met twice is kept once, and comes back as one.
         self._known: dict[int, Tree] = {}
 
@@ -160,8 +167,9 @@ class _Packer:
                 self._check(value, path)
                 # Each state_dict() makes new tensors: tied ones are known by the memory that they share. Those without
                 # an element share none, whatever their pointers say.
-                place = (value.device, value.data_ptr(), value.dtype, value.shape, value.stride())
-                if not value.numel() or place not in places:
+                own = own_part(value)
+                place = (value.device, own.data_ptr(), value.dtype, value.shape, value.stride())
+                if not own.numel() or place not in places:
                     places[place] = self._weight(name, value, path)
                 items.append([name, places[place]])
             else:
@@ -170,7 +178,10 @@ class _Packer:
 
     def _weight(self, name: str, value: torch.Tensor, path: str) -> Tree:
         # "__metadata__" is the format's own key. Such a weight, or one of an odd type, goes to the other file.
-        if value.dtype not in CODES or not name.isprintable() or name == "__metadata__":
+        is_plain = name.isprintable() and name != "__metadata__"
+        if is_distributed(value):
+            return self._parted(value, parts.MODEL, name) if is_plain else self.tree(value, path)
+        if value.dtype not in CODES or not is_plain:
             return self.tree(value, path)
         self.weights[name] = value.detach()
         return {"weight": name}
@@ -230,6 +241,10 @@ class _Packer:
     def _tensor(self, value: torch.Tensor, path: str) -> Tree:
         if id(value) not in self._known:
             self._check(value, path)
+            if is_distributed(value):
+                # By where it is first met, which is the same on all ranks.
+                self._known[id(value)] = self._parted(value, parts.MOMENTS, path)
+                return self._known[id(value)]
             # As it lies in memory: kernels may round otherwise where the strides of a moment and its gradient differ.
             order = sorted(range(value.dim()), key=lambda dim: -value.stride()[dim])
             lying = value.permute(order)
@@ -238,6 +253,11 @@ class _Packer:
             else:
                 self._known[id(value)] = {"permuted": [self._typed(lying), order]}
         return self._known[id(value)]
+
+    def _parted(self, value: torch.Tensor, folder: str, name: str) -> Tree:
+        """Return the tree of a tensor that lies on several ranks."""
+        self.parts.setdefault(folder, {})[name] = value
+        return {"parted": [folder, name, CODES[value.dtype], list(value.shape)]}
 
     def _typed(self, value: torch.Tensor) -> Tree:
         """Return the tree of a tensor whose elements lie in order."""
@@ -255,6 +275,8 @@ class _Packer:
     def _check(self, value: torch.Tensor, path: str) -> None:
         # A subclass may mean something else by the same elements: a quantised tensor, a shard of one.
         kind = type(value)
+        if is_distributed(value) and parts.is_cut(value):
+            return
         if kind not in (torch.Tensor, torch.nn.Parameter):
             raise CheckpointStateError(path, f"a tensor of type {kind.__module__}.{kind.__qualname__}")
         if value.layout != torch.strided:
@@ -272,6 +294,7 @@ class _Unpacker:
     def __init__(self, packed: Packed) -> None:
         self._packed = packed
         self._known: dict[str, torch.Tensor] = {}
+        self._parted: dict[str, parted.Parted] = {}
         self.entry = ""
         """The entry that is being unpacked."""
 
@@ -336,6 +359,15 @@ class _Unpacker:
 
     def _tensor_value(self, content: str) -> torch.Tensor:
         return self._once(f"tensor {content}", lambda: self._packed.others[content].clone())
+
+    def _parted_value(self, content: list[Any]) -> parted.Parted:
+        folder, name, dtype, shape = content
+        if self._packed.files is None:
+            raise ValueError("parts without files")
+        text = str(content)
+        if text not in self._parted:
+            self._parted[text] = parted.Parted(self._packed.files, folder, name, dtype, shape)
+        return self._parted[text]
 
     def _bits_value(self, content: list[Any]) -> torch.Tensor:
         name, dtype, shape = content

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -36,8 +36,10 @@ _CHUNK_BYTES = 1 << 22
 """Digest and write so many bytes at a time."""
 
 
-def write(path: Path, tensors: Tensors) -> tuple[int, str]:
+def write(path: Path, tensors: Tensors, told: Mapping[str, str] | None = None) -> tuple[int, str]:
     """Write a new safetensors file, to the disk; return its number of bytes and their SHA-256.
+
+    ``told`` is what else its header says.
 
     ``safetensors.torch.save_file`` does not do: it wants all tensors on the host and contiguous at once, and hides the
     number of an OSError. One tensor at a time is in memory here.
@@ -52,7 +54,7 @@ def write(path: Path, tensors: Tensors) -> tuple[int, str]:
     for name, tensor in ordered:
         begin, end = end, end + tensor.numel() * tensor.element_size()
         header[name] = {"dtype": CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
-    head = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
+    head = json.dumps({"__metadata__": {"format": "pt", **(told or {})}, **header}).encode()
     head += b" " * (-len(head) % 8)
     return write_durably(path, _parts(head, [tensor for _, tensor in ordered]))
 

@@ -23,6 +23,7 @@ from autoaccum.memory.oom import is_out_of_memory
 from autoaccum.planning.noise import Smoothed
 from autoaccum.planning.saved import NOISE
 from autoaccum.runs.cost_key import describe
+from autoaccum.runs.placing import placed
 from autoaccum.training.learning_rate import LearningRate
 from autoaccum.training.pace import Pace
 from autoaccum.training.validation import SAVED, Validations, Validator
@@ -98,6 +99,7 @@ class RunState:
             CheckpointCorruptError: an entry is not such as this run can have, and nothing was changed; or code of the
                 user's failed to put a part back.
         """
+        weights, state = placed(self.model, self.others, self.optimizer, weights, state)
         _check(self, weights, state)
         # The weights lie in a file of their own, which any reader of safetensors understands: apart from other modules.
         of_all = [{"state": weights, "buffers": state["buffers"]}, *state["modules"]]

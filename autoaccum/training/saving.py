@@ -7,6 +7,7 @@ that goes on begins anew, and so does the calm that growth waits for.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,6 +25,8 @@ from autoaccum.runs import configuration
 from autoaccum.runs.checkpoint import Checkpoint
 from autoaccum.runs.details import details_of
 from autoaccum.runs.directory import RunDirectory
+from autoaccum.runs.states import pack
+from autoaccum.runs.writers import Writers
 from autoaccum.training.declarations import values_of
 from autoaccum.training.options import OF_FIT, FitArguments
 from autoaccum.training.validation import Validations
@@ -93,8 +96,12 @@ def configuration_of(
     return {"model": type(model).__name__, **configuration.plain(given), "trained": trained, "details": details}
 
 
-def open_directory(run: Run, path: Path, arguments: FitArguments) -> tuple[RunDirectory, Resumed | None]:
+def open_directory(
+    run: Run, path: Path, arguments: FitArguments, writers: Writers | None = None
+) -> tuple[RunDirectory, Resumed | None]:
     """Return the run's directory, and what to say if the run goes on from what an earlier process left there.
+
+    ``writers`` are the ranks that share the model; all but the first call ``follow`` meanwhile.
 
     Raises:
         ArgumentError: there is no checkpoint, and ``resume=True`` asks for one.
@@ -109,6 +116,7 @@ def open_directory(run: Run, path: Path, arguments: FitArguments) -> tuple[RunDi
         anew=arguments.resume is False,
         # On a CPU the copy that is written in the background would be in the memory that windows are planned for.
         background=run.device.type != "cpu",
+        writers=writers,
     )
     try:
         resumed = _resume(run, directory)
@@ -151,6 +159,27 @@ def _resume(run: Run, directory: RunDirectory) -> Resumed | None:
     ) from cause
 
 
+def follow(run: Run, writers: Writers) -> None:
+    """Take up the checkpoint that the first rank takes up, if it does: what ``open_directory`` is on the others."""
+    while (path := writers.offer(None)) is not None:
+        # What was asked for is compared by the first rank, and its error is heard as any other one.
+        def take(path: Path = path) -> None:
+            weights, state = Checkpoint.at(path).load(writers.share)
+            state.pop("trained", None)
+            run.load_state_dict(weights, state)
+
+        with suppress(CheckpointError):  # which the first rank has heard, and goes on with the one before
+            writers.take(take)
+            return
+
+
+def save_own(run: Run, writers: Writers) -> None:
+    """Write this rank's part of a checkpoint of the first rank."""
+    # Of all that is no tensor in parts the first rank's is kept: where a run goes on, all take up the same.
+    weights, state = run.state_dict()
+    writers.write(pack(weights, state))
+
+
 def save(run: Run, directory: RunDirectory, validations: Validations, loss: float | None, *, is_last: bool) -> Saved:
     """Write a checkpoint and return what to say of it; the last one waits until it is on the disk.
 
@@ -164,10 +193,13 @@ def save(run: Run, directory: RunDirectory, validations: Validations, loss: floa
     started = clock.now()
     facts = {"num_samples": run.samples_seen, "loss": loss, "validation_loss": validations.loss}
     is_best = validations.is_best_at(run.step)
-    # All of it is done again: what was begun is removed when it fails, and counts for nothing until it is whole.
-    path = insist(
-        lambda: directory.save(run.step, *run.state_dict(), facts, is_best=is_best), "a checkpoint was written"
-    )
+
+    def write() -> Path:
+        return directory.save(run.step, *run.state_dict(), facts, is_best=is_best)
+
+    # All of it is done again: what was begun is removed when it fails, and counts for nothing until it is whole. Where
+    # other ranks take part in it, each does its own part again.
+    path = insist(write, "a checkpoint was written") if directory.writers is None else write()
     validations.is_unsaved_best = False  # once it was handed over: a save that raises ends the run anyway
     if is_last:  # others may be written while training goes on: an error comes up at the next one
         directory.wait()

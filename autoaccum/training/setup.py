@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,6 +45,7 @@ from autoaccum.training.learning_rate import LearningRate
 from autoaccum.training.metrics import Metrics
 from autoaccum.training.options import FitArguments
 from autoaccum.training.validation import Validator
+from autoaccum.training.validation_together import ValidatorOfAll
 from autoaccum.verification.examiner import Examiner
 from autoaccum.verification.verdict import measure
 from autoaccum.window.before import before_window_of, counting, loss_alone, sharing_of
@@ -438,7 +440,17 @@ def validator_of(
     metrics = arguments.metrics
     # Put into eval mode together; a loss may hold dropout, and a metric that is a module too.
     modules: Sequence[nn.Module] = [*arguments.modules(), *metric_modules(arguments)]
-    validator = Validator(
+    kind: Any = Validator
+    if isinstance(step.transaction, ShardedTransaction):
+        transaction, tuner = step.transaction, step.tuner
+        # Each forward asks all ranks for their parts.
+        kind = partial(
+            ValidatorOfAll,
+            group=transaction.group,
+            sharded=transaction.sharded,
+            smallest=lambda: tuner.smallest,
+        )
+    validator: Validator = kind(
         step_model,
         modules,
         source,

@@ -53,10 +53,6 @@ def refuse_options(*, before_window: object, min_micro_batch: int | None) -> Non
 def _refuse_sharded(arguments: FitArguments) -> None:
     """Refuse what ranks cannot do with a model that is sharded over them."""
     refused = {
-        # Forwards of one rank alone, which would wait for the others.
-        "validation_data": arguments.validation_data is not None,
-        # Of parameters no rank has more than a part.
-        "run_dir": arguments.run_dir is not None,
         "noise_scale": arguments.noise_scale,
         # A scaler of one rank knows nothing of an overflow on another.
         "precision": arguments.precision == "fp16",

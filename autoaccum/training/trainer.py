@@ -30,8 +30,10 @@ from autoaccum.ranks.group import Group, join
 from autoaccum.ranks.launcher import is_launched, own_device
 from autoaccum.ranks.shares import Share
 from autoaccum.ranks.summing import Compression
+from autoaccum.ranks.units import units_of
 from autoaccum.reporting import ProgressBar
 from autoaccum.runs.directory import RunDirectory
+from autoaccum.runs.writers import Writers
 from autoaccum.training import notices, saving, setup, together
 from autoaccum.training.alone import Ranks, holding
 from autoaccum.training.declarations import Checked
@@ -45,6 +47,7 @@ from autoaccum.training.result import FitResult as FitResult
 from autoaccum.training.run_state import RunState, keeper_of
 from autoaccum.training.sharing import Sharing
 from autoaccum.training.validation import Validations, Validator
+from autoaccum.training.validation_together import ValidatorOfAll
 from autoaccum.window.gradient import Gradient
 from autoaccum.window.joining import SharedTransaction
 from autoaccum.window.modules import State
@@ -177,6 +180,7 @@ class Trainer:
 
         # Of this process alone; what a later one goes on from is in the state above.
         self._directory: RunDirectory | None = None  # open while the run trains
+        self._writers: Writers | None = None  # who write checkpoints together, where each rank has parts of the model
         self._resumed: Resumed | None = None
         self._goes_on = False  # whether it has: on all ranks, of which the first alone has read it
         self._history: list[Any] = []  # these two are empty where there is a run_dir, which has them in a file
@@ -249,11 +253,7 @@ class Trainer:
         with holding("fit"), being_current(self.device):
             try:
                 with named("no window was being run"):
-                    if self._run_dir is not None and self._is_first:
-                        self._directory, self._resumed = saving.open_directory(self, self._run_dir, self._arguments)
-                        self._goes_on = self._resumed is not None
-                        # The mark says which size was being tried, for larger ones are tried within a window.
-                        self._step.meter.before_trial = self._directory.window_mark.enter
+                    self._open_directory()
                     with self._step.limit.kept():
                         if self._group is not None:
                             begun = self._state, self._arguments, self._source, self.num_steps
@@ -275,6 +275,21 @@ class Trainer:
                     self._bar.close()
                 if self._directory is not None:
                     self._directory.close()
+
+    def _open_directory(self) -> None:
+        """Open the run's directory, where there is one and this rank writes it, and go on from what is there."""
+        has_one = self._run_dir is not None
+        # Of a sharded model no rank can write, or put back, what lies on the others.
+        if self._group is not None and units_of(self.model):
+            self._writers = Writers(self._group) if self._group.exchange(has_one)[0] else None
+        if self._run_dir is not None and self._is_first:
+            opened = saving.open_directory(self, self._run_dir, self._arguments, self._writers)
+            self._directory, self._resumed = opened
+            self._goes_on = self._resumed is not None
+            # The mark says which size was being tried, for larger ones are tried within a window.
+            self._step.meter.before_trial = self._directory.window_mark.enter
+        elif self._writers is not None:
+            saving.follow(self, self._writers)
 
     def _fit(self) -> FitResult:
         """Train, unless there is nothing left to do, and return what the run leaves."""
@@ -463,8 +478,8 @@ class Trainer:
         self._mark = clock.now()  # its seconds are reported by the validation itself
 
     def _validated(self, validator: Validator, epoch: int) -> float:
-        """Return the loss on held-out data, which the first rank alone computes while others wait."""
-        if self._group is None:
+        """Return the loss on held-out data, which the first rank alone computes while others wait, if it can."""
+        if self._group is None or isinstance(validator, ValidatorOfAll):
             return validator.run(self.step, epoch, self._tuner.micro_batch)
         told: list[Record] = []
 
@@ -498,11 +513,18 @@ class Trainer:
 
     def _save(self, *, epoch_ended: bool = False, is_last: bool = False) -> None:
         """Write a checkpoint, where one is due."""
-        directory, validations = self._directory, self._validations
-        if directory is None:
-            return
-        # What validated best is saved at once: when the cadence comes round, it has been trained on.
-        if is_last or directory.is_due(self.step, epoch_ended=epoch_ended) or validations.is_unsaved_best:
+        directory, validations, is_due = self._directory, self._validations, False
+        if directory is not None:
+            # What validated best is saved at once: when the cadence comes round, it has been trained on.
+            is_due = is_last or directory.is_due(self.step, epoch_ended=epoch_ended) or validations.is_unsaved_best
+        # By the first rank's clock, for that of another may say otherwise; and it alone knows what is saved.
+        if self._writers is not None:
+            is_due = self._writers.hear(is_due)
+        if is_due and directory is None and self._writers is not None:
+            started = clock.now()
+            saving.save_own(self, self._writers)
+            self._mark += clock.now() - started
+        elif is_due and directory is not None:
             loss = self._pace.reports[-1].loss if self._pace.reports else None  # none before the first window
             saved = saving.save(self, directory, validations, loss, is_last=is_last)
             self._emit(saved)

@@ -250,6 +250,13 @@ class Validator:
             ArgumentError: a function returned no tensor of values.
             EmptyDatasetError: there is no sample.
         """
+        try:
+            self._try_metrics(metrics)
+        except Exception as error:
+            if not is_out_of_memory(error):  # which training will say, or a validation
+                raise
+
+    def _try_metrics(self, metrics: Metrics) -> None:
         snapshot, attributes = Snapshot(self._modules, self._device), Attributes(self._modules)
         snapshot.take()
         try:
@@ -267,9 +274,6 @@ class Validator:
                 metrics.check(two, 2 * few)
         except EmptyDatasetError:
             raise EmptyDatasetError("validation_data", _NOTHING) from None
-        except Exception as error:
-            if not is_out_of_memory(error):  # which training will say, or a validation
-                raise
         finally:
             attributes.restore()
             snapshot.restore()

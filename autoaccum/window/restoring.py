@@ -31,6 +31,7 @@ from autoaccum._kinds import (
 from autoaccum.loss.hypotheses import WORDS, TermKind, kinds_in
 from autoaccum.memory.oom import is_out_of_memory
 from autoaccum.planning.saved import PLAN, TUNER
+from autoaccum.ranks.units import is_distributed
 from autoaccum.window.modules import State, buffer_places, new_buffer_place
 from autoaccum.window.totals import OPERATIONS
 
@@ -436,7 +437,7 @@ def _tiny(tensor: torch.Tensor) -> torch.Tensor:
 
 def _tiny_state(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return value.clone() if value.numel() == 1 else _tiny(value)
+        return value.clone() if value.numel() == 1 and not is_distributed(value) else _tiny(value)
     return value
 
 

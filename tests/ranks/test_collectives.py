@@ -98,6 +98,22 @@ def test_a_collective_that_fails_cannot_be_made_up_for(raised: Exception, of_ran
         collectives.drain()
 
 
+def test_what_is_of_another_kind_is_not_taken_for_it(launched: list[tuple[str, int, int]]) -> None:
+    collectives = noted(SEQUENCE)
+    collectives.begin("a forward")
+    with pytest.raises(RankError, match="of a kind that has not come to its end"):
+        collectives.drain()
+    collectives.begin("a forward")
+    for each in SEQUENCE[:2]:
+        collectives.launch(each, lambda: None)
+    collectives.keep()
+    collectives.begin("a forward")
+    collectives.launch(SEQUENCE[0], lambda: None)
+    collectives.drain()
+    assert [kind for kind, *_ in launched] == ["all_gather"]
+    assert not Collectives(0).are_known
+
+
 def test_forwards_beside_micro_batches_are_not_noted() -> None:
     collectives = noted(SEQUENCE)
     collectives.keep()

@@ -10,10 +10,10 @@ from torch.distributed.fsdp import fully_shard
 from autoaccum.errors import AutoaccumError
 from autoaccum.ranks.group import join
 from autoaccum.ranks.sharded import Sharded
-from autoaccum.ranks.units import is_distributed, units_of
+from autoaccum.ranks.units import class_of, is_distributed, units_of
 from tests.processes import in_turn
 from tests.ranks.launching import launch
-from tests.ranks.test_sharded import net
+from tests.ranks.test_sharded import net, shard
 
 pytestmark = in_turn
 
@@ -40,6 +40,17 @@ def refused(what: str) -> str:
 def test_a_model_that_is_sharded_otherwise_is_refused(what: str, why: str) -> None:
     for found in launch(refused, 2, what):
         assert why in found
+
+
+def classes() -> list[tuple[str, str]]:
+    join(torch.device("cpu"))
+    model = shard(net())
+    return [(type(module).__name__, class_of(module).__name__) for module in (model, model[0], model[3])]  # type: ignore[index]
+
+
+def test_a_module_that_is_sharded_is_known_by_its_own_class() -> None:
+    expected = [("FSDPSequential", "Sequential"), ("FSDPBlock", "Block"), ("LayerNorm", "LayerNorm")]
+    assert launch(classes, 2) == [expected, expected]
 
 
 def test_a_model_that_is_not_sharded_has_no_units() -> None:

@@ -143,8 +143,6 @@ def test_ranks_of_unequal_memory_train_a_sharded_model() -> None:
 
 
 CANNOT: dict[str, dict[str, Any]] = {
-    "validation_data": {"validation_data": data(8)},
-    "run_dir": {"run_dir": "run"},
     "noise_scale": {"noise_scale": True},
     "precision": {"precision": "fp16"},
     "compile": {"compile": True},
