@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import socket
 import statistics
@@ -92,22 +93,33 @@ def by_ddp(make: Callable[[], Made], before: int, windows: int, pieces: int, **_
     return time.perf_counter() - started, loss
 
 
-def by_fit(make: Callable[[], Made], before: int, windows: int, pieces: int, **options: Any) -> tuple[float, float]:
-    """The same through ``fit``."""
+def by_fit(
+    make: Callable[[], Made],
+    before: int,
+    windows: int,
+    pieces: int,
+    at_step: Callable[[], None] = lambda: None,
+    **options: Any,
+) -> tuple[float, float]:
+    """The same through ``fit``; ``at_step`` is called in each step."""
     model, data, loss_fn = make()
     stamps: list[float] = []
 
     def stamped(parameters: Any) -> torch.optim.Optimizer:
         optimizer = torch.optim.AdamW(parameters, lr=1e-3, fused=True)
-        optimizer.register_step_post_hook(lambda *_: stamps.append(time.perf_counter()))
+        optimizer.register_step_post_hook(lambda *_: (stamps.append(time.perf_counter()), at_step())[0])
         return optimizer
 
     result = autoaccum.fit(
-        model, data, effective_batch=MICRO_BATCH * pieces * dist.get_world_size(), micro_batch=MICRO_BATCH,
+        model, data, effective_batch=MICRO_BATCH * pieces * num_ranks(), micro_batch=MICRO_BATCH,
         steps=before + windows, shuffle=False, device="cpu", progress=False,
         optimizer=stamped, **{"loss_fn": loss_fn, **options},
     )  # fmt: skip
     return stamps[-1] - stamps[before - 1], result.history[-1].loss
+
+
+def num_ranks() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def without_overlap(*arguments: Any, **options: Any) -> tuple[float, float]:
@@ -146,37 +158,46 @@ def compared(rounds: int) -> dict[str, Any]:
 
 
 def told(rounds: int) -> dict[str, Any]:
-    """What a window sends and takes, by model."""
+    """What a window sends and takes, by model; and seconds of an exchange, and of a full bucket's sum."""
     found: dict[str, Any] = {}
     group = join(torch.device("cpu"))
-    assert group is not None
     for name, (make, before, windows, pieces) in MODELS.items():
         counts: list[tuple[int, int, float]] = []
 
-        def count(record: Any, counts: Any = counts) -> None:
-            if isinstance(record, autoaccum.StepReport):
+        def count(counts: Any = counts) -> None:
+            if group is not None:
                 counts.append((group.channel.num_collectives, group.channel.num_bytes, group.waited_seconds))
 
-        model, data, loss_fn = make()
-        autoaccum.fit(
-            model, data, effective_batch=MICRO_BATCH * pieces * group.size, micro_batch=MICRO_BATCH, lr=1e-3,
-            steps=before + windows, shuffle=False, device="cpu", progress=False, callbacks=[count], loss_fn=loss_fn,
-        )  # fmt: skip
-        first, last = counts[before - 1], counts[-1]
-        per_window = [(after - then) / windows for then, after in zip(first, last, strict=True)]
-        found[name] = {"parameters": sum(p.numel() for p in model.parameters()), "per window": per_window}
-    started = time.perf_counter()
-    for _ in range(200):
-        group.exchange(True)
-    found["vote"] = (time.perf_counter() - started) / 200
+        by_fit(make, 1, 1, pieces)
+        runs = [without_overlap(make, before, windows, pieces, count, verify=False)[0] for _ in range(rounds)]
+        first, last = (counts[-windows], counts[-1]) if counts else ((0, 0, 0.0), (0, 0, 0.0))
+        found[name] = {
+            "parameters": sum(p.numel() for p in make()[0].parameters()),
+            "seconds": statistics.median(runs) / windows,
+            "per window": [(after - then) / (windows - 1) for then, after in zip(first, last, strict=True)],
+        }
+    if group is not None:
+        channel, bucket, small = group.channel, torch.zeros(25 * 2**16), torch.zeros(2762)
+        found["exchange"] = _seconds(lambda: group.exchange(True), 200)
+        found["sum of a bucket"] = _seconds(lambda: channel.begin_sum(bucket)(), 20)
+        found["small sum"] = _seconds(lambda: channel.begin_sum(small)(), 200)
     return found
+
+
+def _seconds(function: Callable[[], Any], times: int) -> float:
+    taken = []
+    for _ in range(times):
+        started = time.perf_counter()
+        function()
+        taken.append(time.perf_counter() - started)
+    return statistics.median(taken)
 
 
 def balanced(rounds: int) -> dict[str, list[float]]:
     """Seconds of a window on two ranks, one of which takes twice as long for a sample, by how it is shared out."""
 
     def slow(model: Any, batch: Any) -> torch.Tensor:
-        time.sleep(0.002 * len(batch[0]) * (1 + dist.get_rank()))
+        time.sleep(0.005 * len(batch[0]) * (1 + dist.get_rank()))
         return cross_entropy(model(batch[0]), batch[1])
 
     times: dict[str, list[float]] = {"equal": [], "speed": []}
@@ -207,6 +228,54 @@ def launch(task: str, size: int, rounds: int) -> Any:
     return json.loads(found[0])
 
 
+def write_told(rounds: int) -> None:
+    """Measure what ranks tell on one, two and four of them, and hold it beside what docs/scaling.md works out."""
+    alone, cores = launch("told", 1, rounds), os.cpu_count() or 1
+    told_rows, model_rows = [], []
+    for size in (2, 4):
+        found = launch("told", size, rounds)
+        for name in MODELS:
+            collectives, sent, waited = found[name]["per window"]
+            parameters = found[name]["parameters"]
+            told_rows.append([
+                str(size), name, f"{parameters:,}", f"{collectives:.1f}", f"{sent - 4 * parameters:,.0f}",
+                f"{waited * 1e3:.2f}", f"{found['exchange'] * 1e3:.2f}",
+            ])  # fmt: skip
+            buckets = 4 * parameters / (25 * 2**18)
+            sums = buckets * found["sum of a bucket"] if buckets > 1 else found["small sum"]
+            exchanges = collectives - max(1, math.ceil(buckets))
+            worked_out = alone[name]["seconds"] * max(1, size / cores) + exchanges * found["exchange"] + sums
+            measured = found[name]["seconds"]
+            model_rows.append([
+                str(size), name, f"{alone[name]['seconds'] * 1e3:.2f}", f"{exchanges * found['exchange'] * 1e3:.2f}",
+                f"{sums * 1e3:.2f}", f"{worked_out * 1e3:.2f}", f"{measured * 1e3:.2f}", f"{measured / worked_out:.2f}",
+            ])  # fmt: skip
+    write_table(
+        "ranks_told",
+        "What each rank gives to collectives in a window, beside the gradients themselves (4 bytes a parameter).",
+        [
+            "ranks",
+            "model",
+            "parameters",
+            "collectives",
+            "bytes beside gradients",
+            "ms in collectives",
+            "ms an exchange",
+        ],
+        told_rows,
+        threads=1,
+    )
+    write_table(
+        "ranks_model",
+        f"A window worked out from its parts, beside what was measured: that of one process, times ranks per core "
+        f"where there are more (here {cores}), the exchanges, the sums. All in ms, gradients added up after the "
+        f"backward; medians of {rounds} rounds.",
+        ["ranks", "model", "one process", "exchanges", "sums", "worked out", "measured", "measured / worked out"],
+        model_rows,
+        threads=1,
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
@@ -232,24 +301,7 @@ def main() -> None:
         rows,
         threads=1,
     )
-    rows = []
-    for size in (2, 4):
-        found = launch("told", size, 1)
-        vote = found.pop("vote")
-        for name, of_model in found.items():
-            collectives, sent, waited = of_model["per window"]
-            parameters = of_model["parameters"]
-            rows.append([
-                str(size), name, f"{parameters:,}", f"{collectives:.1f}", f"{sent - 4 * parameters:,.0f}",
-                f"{waited * 1e3:.2f}", f"{vote * 1e3:.2f}",
-            ])  # fmt: skip
-    write_table(
-        "ranks_told",
-        "What each rank gives to collectives in a window, beside the gradients themselves (4 bytes a parameter).",
-        ["ranks", "model", "parameters", "collectives", "bytes beside gradients", "ms in collectives", "ms a vote"],
-        rows,
-        threads=1,
-    )
+    write_told(options.rounds)
     times = launch("balanced", 2, options.rounds)
     ratio = statistics.median(equal / speed for equal, speed in zip(times["equal"], times["speed"], strict=True))
     write_table(

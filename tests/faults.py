@@ -21,6 +21,11 @@ def strides(stride: int) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("stride", [stride, pytest.param(1, id="every operation", marks=pytest.mark.slow)])
 
 
+def launches(stride: int, parts: int = 6) -> list[tuple[int, int]]:
+    """Return (first operation, stride) of each launch, each of which a busy machine ends within its time."""
+    return [(1, stride)] if stride > 4 else [(first, parts * stride) for first in range(1, parts * stride + 1, stride)]
+
+
 class Operations(TorchDispatchMode):
     """Notes the names of the operations within it, numbered as ``oom_at`` numbers them."""
 

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
+from threading import Thread
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from autoaccum.errors import RankError
 from autoaccum.memory import clock
-from autoaccum.ranks.launcher import meet
+from autoaccum.ranks.launcher import PATIENCE, meet
 from autoaccum.ranks.watch import Place, Watch
 
 _PATIENCE = datetime.timedelta(days=1)
@@ -35,16 +36,12 @@ class Channel:
 
     def __init__(self, device: torch.device) -> None:
         """Join the processes that were started together, which is waited for."""
-        if not dist.is_initialized():
-            own = _own_backend(device)
-            store, rank, size = meet()
-            backend = "gloo" if own is None else f"cpu:gloo,{device.type}:{own}"
-            dist.init_process_group(backend, store=store, rank=rank, world_size=size)
-            atexit.register(dist.destroy_process_group)
-        # Of its own, for what is said here must not get between collectives of the user's.
-        self._group = dist.new_group(backend="gloo", timeout=_PATIENCE)
-        # Sums may have begun on some ranks when another tells that it has failed, which must not be taken for a sum.
-        self._sums = dist.new_group(backend="gloo", timeout=_PATIENCE)
+        self._watch = Watch()
+        self._is_open = False  # whether a process group was begun for it
+        self._joining: Thread | None = None
+        self._open: list[Any] = []  # collectives that were begun and have not ended
+        atexit.register(self._leave)
+        self._join(device)
         self.rank: int = dist.get_rank()
         """The number of this one, from 0 on."""
         self.size: int = dist.get_world_size()
@@ -57,9 +54,69 @@ class Channel:
         """Bytes that it has given to them."""
         self.is_over = False
         """Whether one of them has failed, after which nothing can be told any more."""
-        self._open: list[Any] = []  # those that were begun and have not ended
-        self._watch = Watch()
-        atexit.register(self._leave)
+
+    def _join(self, device: torch.device) -> None:
+        """Join the other processes, unless one of those that have come is lost.
+
+        Raises:
+            RankError: one is.
+        """
+        self._until, self._lost_at = clock.now() + PATIENCE, 0.0
+        failures: list[BaseException] = []
+
+        def join() -> None:
+            try:
+                self._make_groups(device)
+            except BaseException as error:
+                failures.append(error)
+
+        # In a thread, for PyTorch waits in C++ for those that are not there, and hears of no signal and no rank's loss.
+        self._joining = Thread(target=join, name="autoaccum-join", daemon=True)
+        self._joining.start()
+        while self._joining.is_alive():
+            self._joining.join(_SLICE.total_seconds())
+            if self._watch.lost is not None and self._joining.is_alive():
+                # That thread tells it to those that come just now.
+                self._joining.join(2 * _GRACE)
+                if self._joining.is_alive():
+                    raise RankError(*self._watch.lost)
+        if failures:
+            error = failures[0]
+            if isinstance(error, RuntimeError) and not isinstance(error, RankError):  # of the store and of gloo alike
+                raise self.named(str(error).splitlines()[0]) from error
+            raise error
+
+    def _make_groups(self, device: torch.device) -> None:
+        if not dist.is_initialized():
+            own = _own_backend(device)
+            store, rank, size = meet(self._watch, self._pause)
+            backend = "gloo" if own is None else f"cpu:gloo,{device.type}:{own}"
+            self._is_open = True
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+        # Of its own, for what is said here must not get between collectives of the user's.
+        self._group = dist.new_group(backend="gloo", timeout=_PATIENCE)
+        # Sums may have begun on some ranks when another tells that it has failed, which must not be taken for a sum.
+        self._sums = dist.new_group(backend="gloo", timeout=_PATIENCE)
+
+    def _pause(self, missing: int) -> None:
+        """Wait a moment for a rank that has not come.
+
+        Raises:
+            RankError: one that has come is lost, or that one has not come for long.
+        """
+        if self._watch.lost is not None:
+            # Those that come just now are told by the first one, which may have the store by which they find it.
+            self._lost_at = self._lost_at or clock.now()
+            if clock.now() > self._lost_at + _GRACE:
+                raise RankError(*self._watch.lost)
+        elif clock.now() > self._until:
+            raise RankError(missing, f"it has not come within {PATIENCE:.0f} seconds")
+        clock.sleep(0.01)
+
+    @property
+    def is_watched(self) -> bool:
+        """Return whether ranks that are lost are named already."""
+        return self._watch.has_begun
 
     @property
     def place(self) -> Place:
@@ -116,6 +173,21 @@ class Channel:
         """
         self._end(self._begin(num_bytes, launch))
 
+    def wait(self, work: Any) -> None:
+        """Wait for a collective of others than this channel's, on the host.
+
+        Raises:
+            RankError: a rank is lost without which it does not end.
+        """
+        self._open.append(work)
+        started = clock.now()
+        try:
+            self._wait_for(work, started, waits=True)
+            self._open.remove(work)
+            work.wait()
+        finally:
+            self.waited_seconds += clock.now() - started
+
     def _begin(self, num_bytes: int, launch: Callable[[], Any]) -> Any:
         # Counted for whoever wants to know what a window costs.
         self.num_collectives += 1
@@ -143,7 +215,7 @@ class Channel:
             # By Ctrl-C, say, this rank has left what others are in, and can take part in nothing else.
             self.is_over = True
             if isinstance(error, RuntimeError) and not isinstance(error, RankError):  # of gloo and NCCL alike
-                raise self._named(str(error).splitlines()[0]) from error
+                raise self.named(str(error).splitlines()[0]) from error
             raise
 
     def _wait_for(self, work: Any, started: float, *, waits: bool) -> None:
@@ -167,7 +239,7 @@ class Channel:
                 if waited - lost_for > _GRACE:
                     raise RankError(*lost)
 
-    def _named(self, reason: str) -> RankError:
+    def named(self, reason: str) -> RankError:
         """Return the error for a collective that was broken off, with the rank that is lost, if that is soon known."""
         until = clock.now() + 2 * _GRACE
         while self._watch.lost is None and clock.now() < until:
@@ -177,12 +249,16 @@ class Channel:
     def _leave(self) -> None:
         """End with the process."""
         self._watch.close()
+        is_joining = self._joining is not None and self._joining.is_alive()
         # PyTorch waits for its collectives when it ends, and one that was left may need a rank that is stopped.
-        if not all(work.is_completed() for work in self._open):
+        if is_joining or not all(work.is_completed() for work in self._open):
             logging.shutdown()
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(hasattr(sys, "last_value"))  # as of an error that nobody has caught
+        # Not a group of the user's own, which others may be in as yet.
+        if self._is_open and dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def _own_backend(device: torch.device) -> str | None:
@@ -197,6 +273,7 @@ def _has_ended(work: Any, *, waits: bool) -> bool:
     if waits:
         with suppress(RuntimeError):  # its time has passed; or it has failed, which is raised when it is read
             work.wait(_SLICE)
+            return True  # of a reduce_scatter gloo never says so otherwise
     elif not work.is_completed():  # NCCL's hold up the stream, and are aborted when their time has passed
         clock.sleep(1e-4)
     return bool(work.is_completed())

@@ -8,8 +8,8 @@ memory that was taken while it was noted, and nobody waits. What the others got 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from autoaccum.errors import RankError
 from autoaccum.memory.oom import is_out_of_memory
-from autoaccum.ranks.channel import undisturbed
+from autoaccum.ranks.channel import Channel, undisturbed
 
 _ALIGNMENT = 16
 """Bytes at whose multiples a buffer may be read as numbers of any type."""
@@ -50,12 +50,37 @@ class Call(NamedTuple):
         return self.middle + self.taken * self.dtype.itemsize
 
 
+class _Scattered:
+    """A scatter that runs: a sum, of which this rank takes its part at the end."""
+
+    def __init__(self, taken: torch.Tensor, given: torch.Tensor, op: Any, group: dist.ProcessGroup) -> None:
+        self._taken, self._summed, self._place = taken, given.clone(), dist.get_rank(group)
+        self._sum = dist.all_reduce(self._summed, op=op, group=group, async_op=True)
+
+    def wait(self, *timeout: Any) -> None:
+        """Wait for it, for so long at most."""
+        self._sum.wait(*timeout)
+        self._taken.copy_(self._summed.view(-1, *self._taken.shape)[self._place])
+
+    def is_completed(self) -> bool:
+        """Return whether it has ended, well or not."""
+        return bool(self._sum.is_completed())
+
+
+def scatter(taken: torch.Tensor, given: torch.Tensor, *, op: Any, group: dist.ProcessGroup, is_async: bool) -> Any:
+    """Begin to sum what each rank gives, and to scatter it; return what waits for it where that is asked for."""
+    # Gloo does the same by itself, but its own can be waited for for ever alone.
+    if is_async and given.is_cpu and dist.get_backend(group) == "gloo":
+        return _Scattered(taken, given, op, group)
+    return dist.reduce_scatter_single(taken, given, op=op, group=group, async_op=is_async)
+
+
 class Collectives:
     """What the units of a model launch, in its order, over a micro-batch."""
 
-    def __init__(self, rank: int) -> None:
-        """Begin with nothing noted; ``rank`` is the number of this one."""
-        self._rank = rank
+    def __init__(self, channel: Channel) -> None:
+        """Begin with nothing noted; ``channel`` is that of this rank, which hears of those that are lost."""
+        self._channel = channel
         self.launched: list[Call] = []
         """Those of the micro-batch so far."""
         self._known: list[tuple[Call, ...]] = []  # those of whole micro-batches that all ranks have run
@@ -75,8 +100,13 @@ class Collectives:
         self.launched.clear()
         self._is_on = True
 
-    def launch(self, call: Call, collective: Callable[[], Any]) -> Any:
+    def launch(self, call: Call, collective: Callable[[bool], Any], *, is_async: bool = False) -> Any:
         """Launch a collective and note it; return what it returns.
+
+        Args:
+            call: what is noted.
+            collective: launches it; of True it returns at once what waits for it.
+            is_async: whether that is asked for.
 
         Raises:
             RankError: memory ran out in it, so that nobody can tell who has taken part; or another rank is gone.
@@ -86,14 +116,39 @@ class Collectives:
         try:
             # In one step with the noting of it, where nothing that looks at operations may raise in between.
             with undisturbed():
-                found = collective()
+                found = self._run(call, collective, is_async)
+        except RankError:
+            raise
         except RuntimeError as error:  # of gloo and NCCL alike
             reason = str(error).splitlines()[0]
             if is_out_of_memory(error):
                 raise self._lost(f"memory ran out in the {call.kind} of a unit: {reason}") from error
-            raise RankError(None, reason) from error
+            raise self._channel.named(reason) from error
         self._note(call)
         return found
+
+    def _run(self, call: Call, collective: Callable[[bool], Any], is_async: bool) -> Any:
+        if call.device.type != "cpu":
+            return collective(is_async)
+        # On the host PyTorch would wait for it in C++, where nobody hears of a rank that is stopped.
+        work = collective(True)
+        if work is not None:  # of a group that this rank is in
+            self._channel.wait(work)
+        return None
+
+    @contextmanager
+    def _waiting_here(self, call: Call) -> Iterator[None]:
+        """Let the sum that FSDP2 launches itself be waited for as all others are."""
+        sums = dist.all_reduce
+
+        def waited(*args: Any, **options: Any) -> Any:
+            return self._run(call, lambda is_async: sums(*args, **{**options, "async_op": is_async}), False)
+
+        dist.all_reduce = waited
+        try:
+            yield
+        finally:
+            dist.all_reduce = sums
 
     def await_sum(self, call: Call) -> None:
         """Note that the sum over the copies of a model comes next, which is launched where nobody sees it.
@@ -102,6 +157,7 @@ class Collectives:
         """
         self._reserve(call)
         self._aside.enter_context(undisturbed())
+        self._aside.enter_context(self._waiting_here(call))
         self._begun = call
 
     def summed(self) -> None:
@@ -141,12 +197,14 @@ class Collectives:
             for call in left.pop():
                 try:
                     self._make_up(call)
+                except RankError:
+                    raise
                 except RuntimeError as error:
-                    raise RankError(None, str(error).splitlines()[0]) from error
+                    raise self._channel.named(str(error).splitlines()[0]) from error
 
     def _lost(self, what: str) -> RankError:
         """Return the error of a rank that leaves the others in what it cannot make up for."""
-        return RankError(self._rank, f"{what}, and what the others wait for cannot be told")
+        return RankError(self._channel.rank, f"{what}, and what the others wait for cannot be told")
 
     def _reserve(self, call: Call) -> None:
         """Take the memory that it would take to launch this on nothing of value."""
@@ -159,9 +217,12 @@ class Collectives:
         scratch = self._scratch[call.device]
         given = scratch[: call.given * call.dtype.itemsize].view(call.dtype)
         taken = scratch[call.middle : call.nbytes].view(call.dtype)
-        if call.kind == "all_gather":
-            dist.all_gather_single(taken, given, group=call.group)
-        elif call.kind == "reduce_scatter":
-            dist.reduce_scatter_single(taken, given, group=call.group)
-        else:
-            dist.all_reduce(given, group=call.group)
+
+        def launch(is_async: bool) -> Any:
+            if call.kind == "all_gather":
+                return dist.all_gather_single(taken, given, group=call.group, async_op=is_async)
+            if call.kind == "reduce_scatter":
+                return scatter(taken, given, op=dist.ReduceOp.SUM, group=call.group, is_async=is_async)
+            return dist.all_reduce(given, group=call.group, async_op=is_async)
+
+        self._run(call, launch, False)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autoaccum.ranks.collectives import Call, Collectives
+from autoaccum.ranks.collectives import Call, Collectives, scatter
 
 
 class _Of:
@@ -39,7 +39,8 @@ class Gathers(_Of):
         """Gather what each rank gives into what each gets."""
         return self._collectives.launch(
             self._call("all_gather", input_tensor, output_tensor, group),
-            lambda: dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op),
+            lambda is_async: dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=is_async),
+            is_async=async_op,
         )
 
 
@@ -68,7 +69,8 @@ class Scatters(_Of):
         """Sum what each rank gives, and scatter it."""
         found = self._collectives.launch(
             self._call("reduce_scatter", input_tensor, output_tensor, group),
-            lambda: dist.reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=async_op),
+            lambda is_async: scatter(output_tensor, input_tensor, op=op, group=group, is_async=is_async),
+            is_async=async_op,
         )
         if self._copies is not None:
             self._collectives.await_sum(self._call("all_reduce", output_tensor, output_tensor, self._copies))

@@ -35,7 +35,8 @@ class Group:
         self.rank, self.size = self.channel.rank, self.channel.size
         self.summing = Summing(self.channel)
         """What adds up gradients."""
-        self.channel.watch(self.exchange(self.channel.place))
+        if not self.channel.is_watched:  # by a group of the user's own
+            self.channel.watch(self.exchange(self.channel.place))
         # NCCL's is made by the first sum, which takes memory: now, and not when a window's gradients are there.
         with undisturbed():
             self.channel.begin_sum(torch.zeros(1, device=device))()
@@ -127,7 +128,8 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, found: Any) -> Any:
         if type(found) is not torch.Tensor or found.layout != torch.strided or not found.is_cpu:
             return NotImplemented
-        data = found.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
+        values = found.detach().resolve_conj().resolve_neg()
+        data = values.reshape(-1).view(torch.uint8).numpy().tobytes()
         return _unpacked, (data, found.dtype, tuple(found.shape))
 
 

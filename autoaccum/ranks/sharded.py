@@ -49,7 +49,7 @@ class Sharded:
         """What is trained of the model, of which each rank has a part."""
         within = {id(module) for unit in self._units for module in unit.modules() if module is not unit}
         self._roots = [unit for unit in self._units if id(unit) not in within]
-        self._collectives = Collectives(group.rank)
+        self._collectives = Collectives(group.channel)
         for index, unit in enumerate(self._units):
             self._take_over(unit, index)
 
@@ -156,7 +156,16 @@ class Sharded:
             # The others are in collectives of the model, and hear nothing: an exchange would wait for them for ever.
             self._group.leave()
             if isinstance(cause, RankError):
+                if cause.rank == self._group.rank:  # memory has run out in a collective
+                    self._group.channel.call(str(cause.__cause__))
                 return
+            # As of a sum over copies of the model, which FSDP2 launches itself.
+            if isinstance(cause, RuntimeError) and not is_out_of_memory(cause):
+                found = self._group.channel.named(str(cause).splitlines()[0])
+                if found.rank is not None:
+                    raise found from cause
+            # They hear it where they wait.
+            self._group.channel.call(f"{type(cause).__name__}: {cause}")
             raise error from cause
 
     def reset(self) -> None:

@@ -3,6 +3,8 @@
 Each rank holds a connection to the next one, in a ring: the kernel closes it when that process ends, and notices when
 its machine is gone. Of the next one on its own machine each asks the kernel whether it is stopped. Whoever finds one
 lost calls all the others. None of this needs Python to run in the rank that is watched, which may be busy for long.
+
+Until all of them are there, the first rank watches those that have come, and these watch it.
 """
 
 from __future__ import annotations
@@ -10,10 +12,10 @@ from __future__ import annotations
 import os
 import selectors
 import socket
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from threading import Thread
+from threading import Lock, Thread
 
 import psutil
 
@@ -40,6 +42,25 @@ class Place:
     """When its process began: with its number this tells it from all others, those of other machines too."""
 
 
+@dataclass(slots=True)
+class _Followed:
+    """A rank that is watched from here."""
+
+    place: Place
+    connects: bool
+    """Whether by a connection to it."""
+    looks: bool
+    """Whether by a look at its process, where it is on this machine."""
+    may_have_ended: bool = False
+    """Whether the place may be that of a process which had ended before all of this began."""
+    is_new: bool = True
+    """Whether nothing was done yet of what follows."""
+    connection: socket.socket | None = None
+    process: psutil.Process | None = None
+    stopped: int = 0
+    """Looks in a row that have found it stopped."""
+
+
 class Watch:
     """What one rank does so that a rank which is lost is known to all of them."""
 
@@ -48,6 +69,13 @@ class Watch:
         self._port = socket.create_server(("", 0), backlog=128)
         self._lost: tuple[int, str] | None = None
         self._is_over = False
+        self._rank = 0
+        self._has_begun = False
+        self._places: dict[int, Place] = {}
+        # Changed by whoever says whom to follow, and read by the thread that does.
+        self._lock = Lock()
+        self._followed: dict[int, _Followed] = {}
+        self._thread: Thread | None = None
 
     @property
     def place(self) -> Place:
@@ -59,16 +87,43 @@ class Watch:
         """Return (which rank is lost, why), the first that was found; None while all are there."""
         return self._lost
 
+    @property
+    def has_begun(self) -> bool:
+        """Return whether it is known where all ranks are."""
+        return self._has_begun
+
+    def meet(self, rank: int, other: int, place: Place, *, may_have_ended: bool = False) -> None:
+        """Watch another rank before it is known where all are.
+
+        Args:
+            rank: the number of this one.
+            other: that of the other one.
+            place: where it is; a later one stands for an earlier one.
+            may_have_ended: whether that may be where a process was which had ended before this one began.
+        """
+        with self._lock:
+            self._rank, self._places[other] = rank, place
+            self._followed[other] = _Followed(place, connects=True, looks=True, may_have_ended=may_have_ended)
+        # Whoever comes when one is lost already has not heard of it.
+        if self._lost is not None and other != self._lost[0]:
+            self._tell(place, *self._lost)
+        self._start()
+
     def begin(self, rank: int, places: Sequence[Place]) -> None:
         """Watch, as the rank of that number, with the places of all."""
         size = len(places)
-        self._places, self._rank = places, rank
-        self._after = (rank + 1) % size
         # In a ring, so that each is watched by one, whichever of the others are gone.
+        # Those that the first rank has met are followed no more but by their neighbours, for there may be hundreds.
         following = [(rank + further) % size for further in range(1, size)]
-        self._beside = next((other for other in following if _process(places[other]) is not None), None)
-        self._thread = Thread(target=self._run, name="autoaccum-watch", daemon=True)
-        self._thread.start()
+        beside = next((other for other in following if _process(places[other]) is not None), None)
+        with self._lock:
+            self._rank, self._places, self._has_begun = rank, dict(enumerate(places)), True
+            self._followed = {
+                other: _Followed(places[other], connects=other == following[0], looks=other == beside)
+                for other in following
+                if other in (following[0], beside)
+            }
+        self._start()
 
     def call(self, reason: str) -> None:
         """Tell all ranks that this one has failed."""
@@ -77,35 +132,61 @@ class Watch:
     def close(self) -> None:
         """Watch no more, as at the process's end."""
         self._is_over = True
-        self._thread.join(4 * _EVERY)
+        if self._thread is not None:
+            self._thread.join(4 * _EVERY)
+
+    def _start(self) -> None:
+        if self._thread is None:
+            self._thread = Thread(target=self._run, name="autoaccum-watch", daemon=True)
+            self._thread.start()
 
     def _run(self) -> None:
-        beside = None if self._beside is None else _process(self._places[self._beside])
-        stopped = 0  # looks in a row that have found it so
-        with selectors.DefaultSelector() as selector, ExitStack() as opened:
-            selector.register(opened.enter_context(self._port), selectors.EVENT_READ)
-            try:
-                after = opened.enter_context(_connected(self._places[self._after]))
-                selector.register(after, selectors.EVENT_READ, self._after)
-            except OSError:  # it has ended as soon as it had begun
-                self._call(self._after, _GONE)
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._port, selectors.EVENT_READ)
             while not self._is_over:
+                with self._lock:
+                    followed = dict(self._followed)
+                self._take_up(followed, selector)
                 for key, _ in selector.select(_EVERY):
                     if key.fileobj is self._port:
-                        caller = opened.enter_context(self._port.accept()[0])
-                        selector.register(caller, selectors.EVENT_READ)
+                        selector.register(self._port.accept()[0], selectors.EVENT_READ)
                     elif not self._heard(key.fileobj, key.data):  # type: ignore[arg-type]
                         selector.unregister(key.fileobj)
-                is_stopped = beside is not None and _is_stopped(beside)
-                stopped = stopped + 1 if is_stopped else 0
-                if stopped == _LOOKS:
-                    self._call(self._beside, _STOPPED)  # type: ignore[arg-type]
+                        key.fileobj.close()  # type: ignore[union-attr]
+                for other, each in followed.items():
+                    is_stopped = each.process is not None and _is_stopped(each.process)
+                    each.stopped = each.stopped + 1 if is_stopped else 0
+                    if each.stopped == _LOOKS:
+                        self._call(other, _STOPPED)
+            for key in list(selector.get_map().values()):
+                key.fileobj.close()  # type: ignore[union-attr]
+
+    def _take_up(self, followed: Mapping[int, _Followed], selector: selectors.BaseSelector) -> None:
+        """Connect to those that are followed from now on, and close the connections to those that are not any more."""
+        held = {id(each.connection) for each in followed.values()}
+        for key in list(selector.get_map().values()):
+            if key.data is not None and id(key.fileobj) not in held:
+                selector.unregister(key.fileobj)
+                key.fileobj.close()  # type: ignore[union-attr]
+        for other, each in followed.items():
+            if not each.is_new:
+                continue
+            each.is_new = False
+            each.process = _process(each.place) if each.looks else None
+            if not each.connects:
+                continue
+            try:
+                each.connection = _connected(each.place)
+                selector.register(each.connection, selectors.EVENT_READ, other)
+            except OSError:  # it has ended as soon as it had begun, or long before
+                if not each.may_have_ended:
+                    self._call(other, _GONE)
 
     def _heard(self, connection: socket.socket, of: int | None) -> bool:
         """Take what came through a connection; return False once it is closed.
 
         Args:
-            connection: from whoever calls, or to the next rank.
+            connection: from whoever calls, or to a rank that is followed.
             of: the number of that one; None of whoever calls.
         """
         try:
@@ -113,7 +194,11 @@ class Watch:
         except OSError:  # its machine does not answer any more
             said = b""
         if not said and of is not None:
-            self._call(of, _GONE)
+            with self._lock:
+                # It may be followed no more since, or elsewhere: it was a process that ended long before.
+                each = self._followed.get(of)
+            if each is not None and each.connection is connection:
+                self._call(of, _GONE)
         if said and self._lost is None:
             number, _, reason = said.decode(errors="replace").partition(" ")
             self._lost = int(number), reason
@@ -125,10 +210,16 @@ class Watch:
         if self._lost is not None or self._is_over:
             return
         self._lost = lost, reason
-        for other, place in enumerate(self._places):
+        with self._lock:
+            places = dict(self._places)
+        for other, place in places.items():
             if other not in (lost, self._rank):
-                with suppress(OSError), _connected(place) as connection:  # who is gone need not hear of it
-                    connection.sendall(f"{lost} {reason}".encode()[:_MOST_SAID])
+                self._tell(place, lost, reason)
+
+    @staticmethod
+    def _tell(place: Place, lost: int, reason: str) -> None:
+        with suppress(OSError), _connected(place) as connection:  # who is gone need not hear of it
+            connection.sendall(f"{lost} {reason}".encode()[:_MOST_SAID])
 
 
 def _connected(place: Place) -> socket.socket:

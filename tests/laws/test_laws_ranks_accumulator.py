@@ -26,7 +26,7 @@ from autoaccum.testing import oom_at, simulated_memory
 from tests.faults import strides
 from tests.laws.test_laws_ranks import Moving, Texts, data, fit, masked, net, padded, penalised, rank, tokens
 from tests.processes import in_turn
-from tests.ranks.launching import TIMEOUT, Ended, launch
+from tests.ranks.launching import TIMEOUT, check_ends, launch
 
 pytestmark = in_turn
 BATCHES = ((11, 4, 9), (5, 0, 18), (1, 7, 7), (8, 8, 7), (0, 3, 2), (6, 6, 6))
@@ -314,17 +314,7 @@ def failing(what: str) -> Any:
     ],
 )
 def test_what_ends_one_rank_ends_all_of_them_with_its_reason(what: str, own: Any, of_others: str) -> None:
-    first, second, third = launch(failing, 3, what)
-    if own is None:
-        assert isinstance(second, Ended)
-    else:
-        assert second[0] == own[0]
-        assert own[1] in second[1]
-    for name, text, of_rank, seconds in (first, third):
-        assert name == "RankError"
-        assert of_others in text
-        assert of_rank == 1
-        assert seconds < 60
+    check_ends(launch(failing, 3, what), own, of_others)
 
 
 def refused(what: str) -> tuple[str, str, str]:

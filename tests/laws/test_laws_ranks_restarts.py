@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -57,3 +58,16 @@ def test_ranks_that_are_killed_and_started_anew_leave_the_same_weights(kills: in
         assert (restarts, restarts_again) == (0, kills)
         assert steps == steps_again == 80
         assert all(torch.equal(value, weights_again[name]) for name, value in weights.items()), "to the bit"
+
+
+@pytest.mark.slow
+def test_an_elastic_run_goes_on_with_fewer_ranks_and_with_all_again() -> None:
+    script = Path(__file__).parents[2] / "benchmarks" / "rank_elastic.py"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, str(script), "--case", "2", "--json"]
+    told = subprocess.run(command, env=environment, check=True, timeout=900, capture_output=True, text=True).stdout
+    (found,) = json.loads(told.splitlines()[-1])
+    assert found["ranks"] == [2, 1, 2]
+    assert found["codes"] == [0, 0]
+    assert found["off"] < 1e-10
+    assert found["is alike"], "each window once, of as many samples"

@@ -9,7 +9,7 @@ import socket
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from multiprocessing.context import ForkServerContext
 from multiprocessing.forkserver import ensure_running
@@ -94,3 +94,24 @@ def _run(environment: dict[str, str], path: list[str], call: tuple[str, str, Any
     except Exception as error:
         found = error
     Path(answer).write_bytes(pickle.dumps(found))
+
+
+def check_ends(found: Sequence[Any], own: tuple[str, str] | None, of_others: str) -> None:
+    """Check how three ranks have ended, each of which tells (its error's type, its text, whose it was, seconds).
+
+    Args:
+        found: what they have told.
+        own: the type of the second rank's error, and a part of its text; None where its process was ended.
+        of_others: a part of the text of the others' errors.
+    """
+    first, second, third = found
+    if own is None:
+        assert isinstance(second, Ended)
+    else:
+        assert second[0] == own[0]
+        assert own[1] in second[1]
+    for name, text, of_rank, seconds in (first, third):
+        assert name == "RankError"
+        assert of_others in text
+        assert of_rank == 1
+        assert seconds < 60

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from autoaccum.errors import RankError
+from autoaccum.ranks import channel, launcher
 from autoaccum.ranks.channel import Channel, as_tensor
 from autoaccum.ranks.group import join
 from tests.processes import in_turn
@@ -46,6 +47,39 @@ def counted() -> tuple[int, int, list[bytes]]:
 
 def test_what_is_sent_is_counted() -> None:
     assert launch(counted, 2) == [(2, 8 + 16, [b"rank 0\0\0", b"rank 1\0\0"])] * 2
+
+
+def lost_while_meeting() -> int | None:
+    """Kill rank 1 as soon as rank 0 has heard that it is there, and before either can be in a collective."""
+    welcomed = launcher._welcomed
+
+    def killed(*args: Any) -> str:
+        welcomed(*args)
+        os.kill(os.getpid(), signal.SIGKILL)
+        return ""
+
+    launcher._welcomed = killed
+    with pytest.raises(RankError) as caught:
+        join(torch.device("cpu"))
+    return caught.value.rank
+
+
+def test_a_rank_that_is_lost_before_all_have_met_is_named() -> None:
+    assert launch(lost_while_meeting, 2, lost=1)[0] == 1
+
+
+def unmet() -> str:
+    """Wait for a rank that never comes."""
+    channel.PATIENCE = 0.3
+    if os.environ["RANK"] == "1":
+        return ""
+    with pytest.raises(RankError) as caught:
+        join(torch.device("cpu"))
+    return str(caught.value)
+
+
+def test_a_rank_that_never_comes_is_named() -> None:
+    assert launch(unmet, 2)[0].startswith("rank 1 has failed: it has not come within 0 seconds")
 
 
 def leaving(code: str) -> Any:

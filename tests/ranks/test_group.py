@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
+import pytest
 import torch
 
 from autoaccum.errors import RankError
-from autoaccum.ranks.group import join
+from autoaccum.ranks.group import _packed, join
 from tests.processes import in_turn
 from tests.ranks.launching import launch
 
@@ -52,3 +54,27 @@ def spread() -> list[list[float]]:
 
 def test_the_first_ranks_values_are_given_to_all() -> None:
     assert launch(spread, 2) == [[[1.0] * 3, [0], [0.0, 0.0]]] * 2
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.tensor(0.1, dtype=torch.float64),
+        torch.arange(6).reshape(2, 3).t(),
+        torch.ones(1, 3).expand(4, 3),
+        torch.zeros(0, 3),
+        torch.tensor([True, False]),
+        torch.tensor([1.5, -2.0], dtype=torch.bfloat16),
+        torch.tensor([1 + 2j, 3j]).conj(),
+        torch.tensor([1 + 2j, 3j]).conj().imag,
+        torch.tensor([1.5, -2.0]).to_sparse(),
+        torch.nn.Parameter(torch.ones(2)),
+        torch.ones(2, requires_grad=True) * 2,
+    ],
+)
+def test_tensors_are_told_with_their_values_shapes_and_types(tensor: torch.Tensor) -> None:
+    found = pickle.loads(_packed({"here": [tensor]}))["here"][0]
+    kinds = [(each.dtype, each.shape, each.layout, type(each)) for each in (found, tensor)]
+    assert kinds[0] == kinds[1]
+    values = [each.detach().to_dense() for each in (found, tensor)]
+    assert torch.equal(*values)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Callable
 from typing import Any
@@ -14,12 +15,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 
+from autoaccum.errors import RankError
 from autoaccum.memory.oom import RanOut, attempt
 from autoaccum.planning.cuts import near_equal
 from autoaccum.ranks.group import join
 from autoaccum.ranks.sharded import Elsewhere, Sharded
 from autoaccum.testing import oom_at
-from tests.faults import strides
+from tests.faults import launches, strides
 from tests.processes import in_turn
 from tests.ranks.launching import launch
 
@@ -164,11 +166,6 @@ def at_operations(
         operation += stride
 
 
-def launches(stride: int) -> list[tuple[int, int]]:
-    """Return (first operation, stride) of each launch, each of which a busy machine ends within its time."""
-    return [(1, stride)] if stride > 4 else [(first, 6 * stride) for first in range(1, 6 * stride + 1, stride)]
-
-
 @strides(61)
 @pytest.mark.parametrize("of_rank", [0, 1])
 @pytest.mark.parametrize("reshards", [True, False])
@@ -195,7 +192,7 @@ def failing(what: str) -> tuple[str, str, float]:
         if rank() == 1 and what == "an error":
             loop.model[1].register_forward_hook(_raise)  # type: ignore[index]
         if rank() == 1 and what == "in a collective":
-            torch.distributed.reduce_scatter_single = _run_out
+            torch.distributed.all_reduce = _run_out  # by which gloo scatters
         return oom_at(40 if rank() == 1 and what == "unknown" else None)
 
     try:
@@ -226,11 +223,15 @@ def _run_out(*_: Any, **__: Any) -> None:
     ("what", "own", "of_other"),
     [
         ("an error", ("ValueError", "no such token"), "rank 1 has failed: ValueError: no such token"),
-        ("unknown", ("RankError", "rank 1 has failed: it has left a micro-batch of a kind"), "another rank is gone"),
+        (
+            "unknown",
+            ("RankError", "rank 1 has failed: it has left a micro-batch of a kind"),
+            "rank 1 has failed: OutOfMemoryError",
+        ),
         (
             "in a collective",
             ("RankError", "rank 1 has failed: memory ran out in the reduce_scatter"),
-            "another rank is gone",
+            "rank 1 has failed: CUDA out of memory",
         ),
     ],
 )
@@ -241,3 +242,18 @@ def test_what_no_replay_cures_ends_all(what: str, own: tuple[str, str], of_other
     assert first[0] == "RankError"
     assert of_other in first[1]
     assert first[2] < 60
+
+
+def stopping() -> int | None:
+    """Stop the second rank in a forward, so that the first one waits for it in a collective of the model."""
+    loop = Loop([6, 5])
+    loop.window(2)
+    if rank() == 1:
+        loop.model[1].register_forward_hook(lambda *_: os.kill(os.getpid(), signal.SIGSTOP))  # type: ignore[index]
+    with pytest.raises(RankError) as caught:
+        loop.window(2)
+    return caught.value.rank
+
+
+def test_a_rank_that_is_stopped_is_named_to_those_in_a_collective_of_the_model() -> None:
+    assert launch(stopping, 2, lost=1)[0] == 1

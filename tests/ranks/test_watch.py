@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -101,7 +102,7 @@ class TestThree:
 
     def test_one_that_is_stopped_is_told_to_those_that_do_not_look_at_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
         first, second, third = self.begun(monkeypatch)
-        assert (first._beside, third._beside) == (1, 0)
+        assert [[other for other, each in own._followed.items() if each.looks] for own in (first, third)] == [[1], [0]]
         time.sleep(0.1)
         assert first.lost is third.lost is None
         self.process.send_signal(signal.SIGSTOP)
@@ -131,6 +132,56 @@ class TestThree:
         assert third.lost == (1, watch._GONE)
         for each in (first, second, third):
             each.close()
+
+
+class TestMeeting:
+    """The first of three ranks, which does not know yet where the third is; the second is another process."""
+
+    @pytest.fixture
+    def opened(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Watch, Watch]]:
+        monkeypatch.setattr(watch, "_EVERY", 0.02)
+        both = Watch(), Watch()
+        yield both
+        for each in both:
+            each.close()
+
+    def test_one_that_ends_before_all_are_there_is_lost(self, opened: tuple[Watch, Watch]) -> None:
+        first, second = opened
+        place = second.place
+        second.close()
+        first.meet(0, 1, place)
+        second._port.close()
+        while first.lost is None:
+            time.sleep(0.01)
+        assert first.lost == (1, watch._GONE)
+        assert not first.has_begun
+
+    def test_one_that_comes_when_another_is_lost_is_told(self, opened: tuple[Watch, Watch]) -> None:
+        first, second = opened
+        second.meet(1, 0, first.place)
+        first._lost = 2, watch._GONE
+        first.meet(0, 1, second.place)
+        while second.lost is None:
+            time.sleep(0.01)
+        assert second.lost == (2, watch._GONE)
+
+    def test_one_that_had_ended_before_may_be_another_than_the_one_that_comes(
+        self, opened: tuple[Watch, Watch]
+    ) -> None:
+        first, second = opened
+        with socket.create_server(("127.0.0.1", 0)) as gone:
+            stale = watch.Place("127.0.0.1", gone.getsockname()[1], 1, 0.0)
+        first.meet(0, 1, stale, may_have_ended=True)
+        time.sleep(0.1)
+        first.meet(0, 1, second.place, may_have_ended=True)
+        second.meet(1, 0, first.place)
+        time.sleep(0.1)
+        assert first.lost is second.lost is None
+        for rank, own in enumerate(opened):
+            own.begin(rank, [first.place, second.place])
+        time.sleep(0.1)
+        assert first.lost is second.lost is None, "connections that are held no more are closed by whoever made them"
+        assert first.has_begun
 
 
 def test_a_process_of_the_same_number_elsewhere_is_not_taken_for_it() -> None:

@@ -18,10 +18,10 @@ from autoaccum.ranks.group import join
 from autoaccum.ranks.units import is_distributed
 from autoaccum.testing import oom_at, simulated_memory
 from autoaccum.window.step import Step
-from tests.faults import strides
+from tests.faults import launches, strides
 from tests.processes import in_turn
 from tests.ranks.launching import launch
-from tests.ranks.test_sharded import data, launches, net, rank, shard
+from tests.ranks.test_sharded import data, net, rank, shard
 
 pytestmark = in_turn
 
@@ -86,29 +86,33 @@ def test_fit_trains_copies_of_a_sharded_model() -> None:
         assert found.norms == pytest.approx(alone.norms, rel=1e-10)
 
 
-def with_faults(of_rank: int, first: int, stride: int) -> tuple[int, list[float]]:
+def with_faults(of_rank: int, first: int, stride: int, reshards: bool) -> tuple[int, list[float]]:
     """Return the operations of a window of ``fit``, and how far off runs end where memory ran out at some of them."""
-    run, number, operation = Step.run, 0, 10**6
+    run, number, operation, is_reached = Step.run, 0, 10**6, False
 
     def faulty(self: Step, window: Any, plan: Any = None) -> Any:
-        nonlocal number
+        nonlocal number, is_reached
         number += 1
-        with oom_at(operation if rank() == of_rank and number == 2 else None):
-            return run(self, window, plan)
+        is_faulty = rank() == of_rank and number == 2
+        with oom_at(operation if is_faulty else None) as fails:
+            found = run(self, window, plan)
+        is_reached = is_reached or (is_faulty and fails.operations >= operation)
+        return found
 
     Step.run = faulty  # type: ignore[method-assign]
     options: dict[str, Any] = {"data": data(26), "clip_norm": 0.5, "epochs": 1}
-    clean, found, operation = trained(True, options), [], first
+    how = {"reshards": reshards}
+    clean, found, operation = trained(True, {**options, "how": how}), [], first
     while True:
-        number = 0
-        one = trained(True, options)
+        number, is_reached = 0, False
+        one = trained(True, {**options, "how": how})
         found.append(float((one.weights - clean.weights).norm() / clean.weights.norm()))
-        if not any(_told(one.replays)):
+        if not any(_told(is_reached)):
             return operation, found
         operation += stride
 
 
-def _told(value: int) -> list[Any]:
+def _told(value: bool) -> list[Any]:
     found: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(found, value)
     return found
@@ -116,9 +120,10 @@ def _told(value: int) -> list[Any]:
 
 @strides(199)
 @pytest.mark.parametrize("of_rank", [0, 1])
-def test_an_oom_at_every_operation_of_a_window_of_fit_hangs_nobody(of_rank: int, stride: int) -> None:
-    for first, every in launches(stride):
-        for operations, found in launch(with_faults, 2, of_rank, first, every):
+@pytest.mark.parametrize("reshards", [True, False])
+def test_an_oom_at_every_operation_of_a_window_of_fit_hangs_nobody(of_rank: int, reshards: bool, stride: int) -> None:
+    for first, every in launches(stride, 72):
+        for operations, found in launch(with_faults, 2, of_rank, first, every, reshards):
             assert operations > 700
             assert max(found) < 1e-12
 
