@@ -128,8 +128,9 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, found: Any) -> Any:
         if type(found) is not torch.Tensor or found.layout != torch.strided or not found.is_cpu:
             return NotImplemented
-        values = found.detach().resolve_conj().resolve_neg()
-        data = values.reshape(-1).view(torch.uint8).numpy().tobytes()
+        values = found.detach().resolve_conj().resolve_neg().contiguous()
+        # One that has lain in a column has its stride even as one number, of which no bytes are seen.
+        data = values.as_strided((values.numel(),), (1,)).view(torch.uint8).numpy().tobytes()
         return _unpacked, (data, found.dtype, tuple(found.shape))
 
 
