@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 from torch.utils.data import DataLoader
 
 from autoaccum.data import batches, randomness
@@ -37,12 +38,16 @@ def refuse(arguments: FitArguments) -> None:
         _refuse_sharded(arguments)
 
 
-def refuse_options(*, before_window: object, min_micro_batch: int | None) -> None:
+def refuse_options(modules: Sequence[nn.Module], before_window: object, min_micro_batch: int | None) -> None:
     """Refuse what ranks cannot do together where each has a part of a batch alone.
 
     Raises:
         ArgumentError: it was asked for.
     """
+    for module in modules:
+        if units_of(module):
+            cure = "Pass it to fit, whose ranks run as many micro-batches each, or do not call fully_shard."
+            raise ArgumentError("model", type(module).__name__, "a model that each rank has all of", cure)
     # Both are of all samples of the batch, which no rank has.
     for name, value in {"before_window": before_window, "min_micro_batch": min_micro_batch}.items():
         if value not in (None, 1):

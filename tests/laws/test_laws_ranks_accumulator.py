@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy, mse_loss
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
@@ -417,6 +418,7 @@ def test_the_first_rank_measures_on_what_it_was_given() -> None:
 CURES = {
     ("DistributedDataParallel", "data"): ("model", "model.module"),
     ("DistributedDataParallel", "Accumulator"): ("model", "model.module"),
+    ("fully_shard", "Accumulator"): ("model", "Pass it to fit"),
     ("SyncBatchNorm", "data"): ("model", "Leave out convert_sync_batchnorm"),
     ("SyncBatchNorm", "Accumulator"): ("model", "Leave out convert_sync_batchnorm"),
     ("DistributedSampler", "data"): ("data", "pass the DataLoader with shuffle="),
@@ -438,6 +440,8 @@ def begun(what: str, by: str) -> tuple[str, str]:
     loader: Any = DataLoader(rows, 4)
     if what == "DistributedDataParallel":
         model = nn.parallel.DistributedDataParallel(model)
+    if what == "fully_shard":
+        fully_shard(model)
     if what == "SyncBatchNorm":
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     if what == "DistributedSampler":
