@@ -62,11 +62,15 @@ class ValidatorOfAll(Validator):
         # Nothing is known yet of what these forwards launch, so that nobody could make up for one that has failed.
         self._sharded.run(lambda: self._try_metrics(metrics), lambda: True, lambda _: False, kind=METRICS)
         self._sharded.reset()
+        gc.collect()  # training rehearses next, which cannot be made up for either
 
     def _rehearse(self, window: Window) -> None:
         """Run a forward twice, so that it is known what to make up for in those that come after it."""
         # The first may find out that a loss cannot be read in one way, and run another forward.
         size = min(window.num_samples, self._fewest)
+        # Here nobody can be made up for, so that what is held without need goes first.
+        gc.collect()
+        self._release()
         for kind in (REHEARSAL, FORWARD):
             self._forward(lambda: self._outcome(lambda: window.micro_batch(0, size), size), lambda: True, kind)
         self._is_rehearsed = True

@@ -74,7 +74,7 @@ def both() -> tuple[Found, Found, Found]:
 
 
 def of_unequal_memory() -> Found:
-    with simulated_memory((200 * 2**10, 60 * 2**10)[rank()]):
+    with simulated_memory((2**20, 120 * 2**10)[rank()]):
         return validated(True, {**LARGE, "micro_batch": "auto"})
 
 
