@@ -11,6 +11,7 @@ import torch.distributed as dist
 from autoaccum.errors import RankError
 from autoaccum.ranks.collectives import Call, Collectives
 from autoaccum.testing import oom_at
+from tests.ranks.unheard import unheard
 
 GROUP: Any = "the ranks"
 
@@ -39,15 +40,16 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
     monkeypatch.setattr(dist, "all_gather_single", gather)
     monkeypatch.setattr(dist, "reduce_scatter_single", scatter)
     monkeypatch.setattr(dist, "all_reduce", reduce)
+    monkeypatch.setattr(dist, "get_backend", lambda _: "of a device")
     return found
 
 
 def noted(*sequences: tuple[Call, ...]) -> Collectives:
-    collectives = Collectives(0)
+    collectives = Collectives(unheard())
     for sequence in sequences:
         collectives.begin()
         for each in sequence:
-            collectives.launch(each, lambda: None)
+            collectives.launch(each, lambda _: None)
         collectives.keep()
     collectives.begin()
     return collectives
@@ -57,7 +59,7 @@ def noted(*sequences: tuple[Call, ...]) -> Collectives:
 def test_what_is_left_of_a_micro_batch_is_launched(done: int, launched: list[tuple[str, int, int]]) -> None:
     collectives = noted(SEQUENCE)
     for each in SEQUENCE[:done]:
-        collectives.launch(each, lambda: None)
+        collectives.launch(each, lambda _: None)
     # Memory is there already: nothing is taken where there is none.
     with oom_at(1):
         collectives.drain()
@@ -66,13 +68,13 @@ def test_what_is_left_of_a_micro_batch_is_launched(done: int, launched: list[tup
 
 def test_of_two_kinds_that_begin_alike_none_is_guessed(launched: list[tuple[str, int, int]]) -> None:
     collectives = noted(SEQUENCE, SEQUENCE[:1] + SEQUENCE[2:])
-    collectives.launch(SEQUENCE[0], lambda: None)
+    collectives.launch(SEQUENCE[0], lambda _: None)
     with pytest.raises(RankError, match="of a kind that has not come to its end"):
         collectives.drain()
-    collectives.launch(SEQUENCE[1], lambda: None)
+    collectives.launch(SEQUENCE[1], lambda _: None)
     collectives.begin()
     for each in SEQUENCE[:2]:
-        collectives.launch(each, lambda: None)
+        collectives.launch(each, lambda _: None)
     collectives.drain()
     assert [kind for kind, *_ in launched] == ["reduce_scatter", "all_reduce"]
 
@@ -87,7 +89,7 @@ def test_before_anything_is_known_nothing_is_made_up_for() -> None:
     [(torch.OutOfMemoryError("CUDA out of memory."), 0), (RuntimeError("Connection closed"), None)],
 )
 def test_a_collective_that_fails_cannot_be_made_up_for(raised: Exception, of_rank: int | None) -> None:
-    def fail() -> None:
+    def fail(_: bool) -> None:
         raise raised
 
     collectives = noted(SEQUENCE)
@@ -105,18 +107,18 @@ def test_what_is_of_another_kind_is_not_taken_for_it(launched: list[tuple[str, i
         collectives.drain()
     collectives.begin("a forward")
     for each in SEQUENCE[:2]:
-        collectives.launch(each, lambda: None)
+        collectives.launch(each, lambda _: None)
     collectives.keep()
     collectives.begin("a forward")
-    collectives.launch(SEQUENCE[0], lambda: None)
+    collectives.launch(SEQUENCE[0], lambda _: None)
     collectives.drain()
     assert [kind for kind, *_ in launched] == ["all_gather"]
-    assert not Collectives(0).are_known
+    assert not Collectives(unheard()).are_known
 
 
 def test_forwards_beside_micro_batches_are_not_noted() -> None:
     collectives = noted(SEQUENCE)
     collectives.keep()
     for each in SEQUENCE:
-        collectives.launch(each, lambda: None)
+        collectives.launch(each, lambda _: None)
     assert collectives.launched == []

@@ -12,6 +12,7 @@ from autoaccum.errors import RankError
 from autoaccum.ranks.collectives import Collectives
 from autoaccum.ranks.communicators import Gathers, Scatters
 from autoaccum.testing import oom_at
+from tests.ranks.unheard import unheard
 
 GROUP: Any = "the ranks"
 
@@ -20,10 +21,11 @@ GROUP: Any = "the ranks"
 def _no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("all_gather_single", "reduce_scatter_single", "all_reduce"):
         monkeypatch.setattr(dist, name, lambda *_, **__: torch.ones(1) + 1)
+    monkeypatch.setattr(dist, "get_backend", lambda _: "of a device")
 
 
 def test_units_launch_where_no_mode_comes_between() -> None:
-    collectives = Collectives(0)
+    collectives = Collectives(unheard())
     gathers, scatters = Gathers(collectives, 0), Scatters(collectives, 0, GROUP)
     given, taken = torch.ones(3), gathers.allocate((6,), dtype=torch.float32, device=torch.device("cpu"))
     collectives.begin()
@@ -40,7 +42,7 @@ def test_units_launch_where_no_mode_comes_between() -> None:
 
 
 def test_a_sum_over_copies_that_was_not_heard_of_may_have_been_launched() -> None:
-    collectives = Collectives(0)
+    collectives = Collectives(unheard())
     collectives.begin()
     Scatters(collectives, 1, GROUP)(torch.ones(3), torch.ones(6), GROUP, dist.ReduceOp.SUM)
     with pytest.raises(RankError, match="it has left the all_reduce of a unit"):
