@@ -23,10 +23,17 @@ def check_dims(dims: Dims) -> None:
     Raises:
         ArgumentError: it is no int of at least 0, nor a pytree of such.
     """
+    try:
+        _check_each(dims)
+    except RecursionError:  # nothing is held that deep
+        raise ArgumentError("batch_dim", "a structure that holds itself", _ACCEPTED) from None
+
+
+def _check_each(dims: Dims) -> None:
     if isinstance(dims, Mapping | list | tuple):
         for entry in dims.values() if isinstance(dims, Mapping) else dims:
             if entry is not None:
-                check_dims(entry)
+                _check_each(entry)
     elif isinstance(dims, bool) or not isinstance(dims, int):
         raise ArgumentTypeError("batch_dim", dims, _ACCEPTED)
     elif dims < 0:

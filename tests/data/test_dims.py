@@ -77,6 +77,13 @@ def test_what_is_no_dim_is_refused(dims: Any, error: type[ArgumentError]) -> Non
     assert caught.value.argument == "batch_dim"
 
 
+def test_a_structure_of_dims_that_holds_itself_is_refused() -> None:
+    dims: list[Any] = [0]
+    dims.append(dims)
+    with pytest.raises(ArgumentError, match="a structure that holds itself"):
+        check_dims(dims)
+
+
 class TestRefuses:
     def test_leaves_without_an_extent_in_common(self) -> None:
         with pytest.raises(RaggedBatchError, match="no extent in common in dim 1 or 0") as caught:
