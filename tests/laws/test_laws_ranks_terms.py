@@ -125,7 +125,7 @@ def oom_with_terms(of_rank: int, stride: int, kind: str) -> tuple[int, list[floa
     return at_every_operation(of_rank, stride, **{"data": data(24), "epochs": 2, **options})
 
 
-@strides(101)
+@strides(307)
 @pytest.mark.parametrize(("of_rank", "kind"), [(0, "several"), (1, "named")])
 def test_an_oom_at_every_operation_of_a_rank_leaves_terms_as_they_are(of_rank: int, kind: str, stride: int) -> None:
     for operations, off in launch(oom_with_terms, 2, of_rank, stride, kind):
