@@ -6,8 +6,8 @@
 Both train the same model on the same windows, cut into the same micro-batches on each rank, with the same optimizer,
 and read the loss once per window. They alternate in the same processes, of one thread each, which wait for each other
 before each of them; a figure is the median over the rounds. Their last losses must agree, or nothing is written. A
-second table has what a window of each number of ranks sends, and how long it takes; a third one is of a pair of which
-one rank takes twice as long for a sample.
+second table has what a window of each number of ranks sends, and how long it takes; a third one works that out from
+its parts; and a fourth is of a pair of which one rank takes twice as long for a sample.
 """
 
 from __future__ import annotations

@@ -273,7 +273,7 @@ def _has_ended(work: Any, *, waits: bool) -> bool:
     if waits:
         with suppress(RuntimeError):  # its time has passed; or it has failed, which is raised when it is read
             work.wait(_SLICE)
-            return True  # of a reduce_scatter gloo never says so otherwise
+            return True
     elif not work.is_completed():  # NCCL's hold up the stream, and are aborted when their time has passed
         clock.sleep(1e-4)
     return bool(work.is_completed())

@@ -316,6 +316,14 @@ class Validator:
             self._trials.ran_out(piece)
             raise self._nothing_fits(piece.size, None) from shortage.error
 
+    def _ran_out(self, piece: Piece, outcome: RanOut) -> Shortage:
+        """Give back what a forward that failed has left, and return what it shows."""
+        self._computed = None
+        gc.collect()  # a failed forward may have left reference cycles that hold tensors
+        peak_bytes = self._memory.peak()
+        self._memory.release()
+        return Shortage(micro_batch=piece.size, peak_bytes=peak_bytes, error=outcome.error)
+
     def _try(self, window: Window, piece: Piece) -> Loss | Shortage:
         """Return the loss of a piece, or that memory did not do for it. What it took is learnt from."""
         # What the allocator holds without need is given back first: it would count in a trial's peak, and where nobody
@@ -328,11 +336,7 @@ class Validator:
             self._memory.reset_peak()
         outcome = attempt(lambda: self._outcome(lambda: window.micro_batch(piece.start, piece.size), piece.size))
         if isinstance(outcome, RanOut):
-            self._computed = None
-            gc.collect()  # a failed forward may have left reference cycles that hold tensors
-            peak_bytes = self._memory.peak()
-            self._memory.release()
-            return Shortage(micro_batch=piece.size, peak_bytes=peak_bytes, error=outcome.error)
+            return self._ran_out(piece, outcome)
         loss, sums, outputs = outcome
         peak = self._memory.peak() if is_measured else None
         if piece.size <= self._fewest and peak is not None and peak > self._limits.limit_bytes:

@@ -112,11 +112,7 @@ class ValidatorOfAll(Validator):
             self._computed = None
             return Shortage(micro_batch=piece.size, peak_bytes=0, error=error)
         if isinstance(outcome, RanOut):
-            self._computed = None
-            gc.collect()  # a failed forward may have left reference cycles that hold tensors
-            peak_bytes = self._memory.peak()
-            self._memory.release()
-            return Shortage(micro_batch=piece.size, peak_bytes=peak_bytes, error=outcome.error)
+            return self._ran_out(piece, outcome)
         # Said by whoever passed its limit, and heard by all with the end of the forward: they go on alike.
         if any(self._heard):
             self._memory.release()
