@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from autoaccum.errors import RankError
 from autoaccum.memory import clock
 from autoaccum.ranks.launcher import PATIENCE, meet
+from autoaccum.ranks.mesh import Gathering, Stream, connect
 from autoaccum.ranks.watch import Place, Watch
 
 _PATIENCE = datetime.timedelta(days=1)
@@ -26,7 +27,7 @@ _PATIENCE = datetime.timedelta(days=1)
 _SLICE = datetime.timedelta(milliseconds=50)
 """How long one is waited for before anything else is looked at."""
 _GATHERED = 2**18
-"""Bytes of all ranks up to which each is sent to all and added up there: gloo's own sum takes twice as long."""
+"""Bytes of all ranks up to which each is sent to all and added up there: gloo's own sum takes ten times as long."""
 _GRACE = 1.0
 """Seconds for a rank that is lost to be named, and for what it has sent before to arrive."""
 
@@ -82,7 +83,7 @@ class Channel:
                     raise RankError(*self._watch.lost)
         if failures:
             error = failures[0]
-            if isinstance(error, RuntimeError) and not isinstance(error, RankError):  # of the store and of gloo alike
+            if _is_lost(error):  # of the store, of gloo, of a connection
                 raise self.named(str(error).splitlines()[0]) from error
             raise error
 
@@ -97,6 +98,13 @@ class Channel:
         self._group = dist.new_group(backend="gloo", timeout=_PATIENCE)
         # Sums may have begun on some ranks when another tells that it has failed, which must not be taken for a sum.
         self._sums = dist.new_group(backend="gloo", timeout=_PATIENCE)
+        # What is small takes gloo longer than all that is done for it here.
+        self._mesh = connect(dist.get_rank(), dist.get_world_size(), self.place.host, self._told)
+
+    def _told(self, own: Any) -> list[Any]:
+        found = [None] * dist.get_world_size()
+        dist.all_gather_object(found, own, group=self._group)
+        return found
 
     def _pause(self, missing: int) -> None:
         """Wait a moment for a rank that has not come.
@@ -131,15 +139,21 @@ class Channel:
         """Tell those that wait for this rank, in whatever, that it has failed."""
         self._watch.call(reason)
 
-    def gather(self, data: bytes, size: int) -> list[memoryview]:
-        """Return the first ``size`` bytes of what each rank has passed, and zeros where that was less."""
-        own, found = as_tensor(data, size), [torch.empty(size, dtype=torch.uint8) for _ in range(self.size)]
-        self.run(size, lambda: dist.all_gather(found, own, group=self._group, async_op=True))
-        return [each.numpy().data for each in found]
+    def gather(self, data: bytes) -> list[bytes]:
+        """Return what each rank has passed.
+
+        Raises:
+            RankError: another rank is gone, or is stopped.
+        """
+        return self._gathered(self._begin_gathering(Stream.WORDS, data))
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Put the first rank's values into a tensor on the host."""
-        self.run(tensor.nbytes, lambda: dist.broadcast(tensor, 0, group=self._group, async_op=True))
+        """Put the first rank's values into a tensor on the host.
+
+        Raises:
+            RankError: another rank is gone, or is stopped.
+        """
+        self._end(self._begin(tensor.nbytes, lambda: dist.broadcast(tensor, 0, group=self._group, async_op=True)))
 
     # Begun and waited for by themselves, so that a backward goes on in between.
     def begin_sum(self, buffer: torch.Tensor) -> Callable[[], None]:
@@ -148,30 +162,24 @@ class Channel:
         # Of a device that no backend speaks to it goes through the host.
         sent = buffer if speaks else buffer.to("cpu")
         if sent.is_cpu and sent.nbytes * self.size <= _GATHERED:
-            of_all = [torch.empty_like(sent) for _ in range(self.size)]
-            work = self._begin(sent.nbytes, lambda: dist.all_gather(of_all, sent, group=self._sums, async_op=True))
-        else:
-            of_all, group = [], self._sums if sent.is_cpu else None
-            work = self._begin(sent.nbytes, lambda: dist.all_reduce(sent, group=group, async_op=True))
+            of_own = self._begin_gathering(Stream.SUMS, sent.view(torch.uint8).numpy().tobytes())
+
+            def add_up() -> None:
+                parts = [torch.frombuffer(bytearray(each), dtype=sent.dtype) for each in self._gathered(of_own)]
+                for other in parts[1:]:  # in one order on all ranks
+                    parts[0].add_(other)
+                buffer.copy_(parts[0])
+
+            return add_up
+        group = self._sums if sent.is_cpu else None
+        work = self._begin(sent.nbytes, lambda: dist.all_reduce(sent, group=group, async_op=True))
 
         def end() -> None:
             self._end(work, waits=sent.is_cpu)
-            if of_all:
-                sent.copy_(of_all[0])
-            for other in of_all[1:]:  # in one order on all ranks
-                sent.add_(other)
             if sent is not buffer:
                 buffer.copy_(sent)
 
         return end
-
-    def run(self, num_bytes: int, launch: Callable[[], Any]) -> None:
-        """Run a collective, to which this rank gives so many bytes.
-
-        Raises:
-            RankError: another rank is gone, or is stopped.
-        """
-        self._end(self._begin(num_bytes, launch))
 
     def wait(self, work: Any) -> None:
         """Wait for a collective of others than this channel's, on the host.
@@ -182,11 +190,33 @@ class Channel:
         self._open.append(work)
         started = clock.now()
         try:
-            self._wait_for(work, started, waits=True)
+            self._wait_for(lambda: _has_ended(work), started)
             self._open.remove(work)
             work.wait()
         finally:
             self.waited_seconds += clock.now() - started
+
+    def _begin_gathering(self, stream: Stream, data: bytes) -> Gathering:
+        self.num_collectives += 1
+        self.num_bytes += len(data)
+        with self._failing():
+            return self._mesh.begin(stream, data)
+
+    def _gathered(self, gathering: Gathering) -> list[bytes]:
+        """Wait for what all ranks have passed, and return it."""
+        started, seconds = clock.now(), _SLICE.total_seconds()
+
+        def has_ended() -> bool:
+            if not self._mesh.has_ended(gathering):
+                self._mesh.advance(seconds)
+            return self._mesh.has_ended(gathering)
+
+        try:
+            with self._failing():
+                self._wait_for(has_ended, started)
+        finally:
+            self.waited_seconds += clock.now() - started
+        return self._mesh.parts(gathering)
 
     def _begin(self, num_bytes: int, launch: Callable[[], Any]) -> Any:
         # Counted for whoever wants to know what a window costs.
@@ -201,7 +231,7 @@ class Channel:
         started = clock.now()
         try:
             with self._failing():
-                self._wait_for(work, started, waits=waits)
+                self._wait_for(lambda: _has_ended(work, waits=waits), started)
                 self._open.remove(work)
                 work.wait()
         finally:
@@ -214,24 +244,23 @@ class Channel:
         except BaseException as error:
             # By Ctrl-C, say, this rank has left what others are in, and can take part in nothing else.
             self.is_over = True
-            if isinstance(error, RuntimeError) and not isinstance(error, RankError):  # of gloo and NCCL alike
+            if _is_lost(error):
                 raise self.named(str(error).splitlines()[0]) from error
             raise
 
-    def _wait_for(self, work: Any, started: float, *, waits: bool) -> None:
+    def _wait_for(self, has_ended: Callable[[], bool], started: float) -> None:
         """Wait until a collective has ended, well or not.
 
         Args:
-            work: the collective.
+            has_ended: waits for it for a moment, and returns whether it has.
             started: when it was begun to be waited for.
-            waits: whether it can be waited for for a while, or else is asked.
 
         Raises:
             RankError: a rank is lost without which it does not end.
         """
         # Again and again: while a thread waits in PyTorch, no signal reaches Python, nor does a rank's loss.
         lost_for = 0.0
-        while not _has_ended(work, waits=waits):
+        while not has_ended():
             waited = clock.now() - started
             # What the rank has sent before may be on its way, so that this one needs no more of it.
             if waited > _GRACE and (lost := self._watch.lost) is not None:
@@ -268,8 +297,18 @@ def _own_backend(device: torch.device) -> str | None:
     return None if own in (None, "gloo") or not dist.is_backend_available(own) else own
 
 
-def _has_ended(work: Any, *, waits: bool) -> bool:
-    """Wait for a collective, but not for long; return whether it has ended, well or not."""
+def _is_lost(error: BaseException) -> bool:
+    """Return whether an error is what gloo, NCCL, a store or a connection raises of a rank that is lost."""
+    return isinstance(error, RuntimeError | OSError) and not isinstance(error, RankError)
+
+
+def _has_ended(work: Any, *, waits: bool = True) -> bool:
+    """Wait for a collective, but not for long; return whether it has ended, well or not.
+
+    Args:
+        work: the collective.
+        waits: whether it can be waited for for a while, or else is asked.
+    """
     if waits:
         with suppress(RuntimeError):  # its time has passed; or it has failed, which is raised when it is read
             work.wait(_SLICE)

@@ -21,8 +21,6 @@ from autoaccum.ranks.launcher import is_launched
 from autoaccum.ranks.summing import Summing
 
 T = TypeVar("T")
-_HEAD = 1024
-"""Bytes of what a rank tells that are sent with how many there are: votes need no more."""
 _joined: Group | None = None
 
 
@@ -111,15 +109,9 @@ class Group:
 
     def _exchange(self, told: Any) -> list[Any]:
         # On the host, whatever the device: it is some hundred bytes, and no rank may wait for its device to say that it
-        # has failed. What is longer than a head is sent by a second collective, for sizes differ.
+        # has failed.
         with undisturbed():
-            data = _packed(told)
-            heads = self.channel.gather(len(data).to_bytes(8, "big") + data, _HEAD)
-            sizes = [int.from_bytes(head[:8], "big") for head in heads]
-            found = [head[8 : 8 + size] for head, size in zip(heads, sizes, strict=True)]
-            if max(sizes) > _HEAD - 8:
-                found = self.channel.gather(data, max(sizes))
-            return [pickle.loads(each) for each in found]
+            return [pickle.loads(each) for each in self.channel.gather(_packed(told))]
 
 
 class _Pickler(pickle.Pickler):
