@@ -7,6 +7,7 @@ is told next. So the order of buckets is one that all have agreed upon, and one 
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +27,8 @@ Piece = tuple[torch.Tensor, int, int]
 """A parameter, the first of its numbers, and how many."""
 _BUCKET_BYTES = 25 * 2**18
 """Bytes of gradients that are added up at once."""
+_LARGE = 8
+"""A gradient that fills one in so many parts of a bucket is one of its own, added up where it lies."""
 _RING = 4
 """Buckets of one type that may be on their way at once: together 25 MiB."""
 
@@ -81,13 +84,15 @@ class Summing:
         if _are_same(parameters, self._prepared):
             return
         self._prepared = list(parameters)
-        for bucket in _cut(parameters, compression):
-            ring = self._rings.setdefault(bucket.place, [])
-            device, kind = bucket.place
-            if bucket.number >= len(ring) and len(ring) < _RING:
-                ring.append(torch.zeros(bucket.length, dtype=kind, device=device))
-            elif bucket.length > (there := ring[bucket.number % len(ring)]).numel():
-                ring[bucket.number % len(ring)] = torch.zeros(bucket.length, dtype=there.dtype, device=device)
+        totals: Counter[Place] = Counter()
+        for p in parameters:
+            totals[p.device, _sent_as(p.dtype, compression)] += p.numel()
+        # Whatever the order in which they come, and so how they are cut: none is longer.
+        for place, total in totals.items():
+            ring, room = self._rings.setdefault(place, []), _room(place[1])
+            length, most = min(total, room), min(_RING, math.ceil(total / room))
+            if len(ring) < most or any(there.numel() < length for there in ring):
+                ring[:] = [torch.zeros(length, dtype=place[1], device=place[0]) for _ in range(max(most, len(ring)))]
 
     def expect(self, ordered: Sequence[torch.Tensor], compression: Compression = "none") -> None:
         """Make ready for a window: its sums go in that compression, and those of its last backward in this order."""
@@ -219,13 +224,18 @@ class Summing:
 
     def _begin_next(self, factor: float) -> None:
         bucket = self._buckets[self._begun]
-        ring = self._rings[bucket.place]
-        slot = (bucket.place, bucket.number % len(ring))
-        if slot in self._on_way:
-            self._take(slot)
-        with undisturbed():
-            buffer = ring[slot[1]][: bucket.length]
-        self._try(lambda: _pack(buffer, bucket.pieces, factor))
+        found: list[torch.Tensor] = []
+        self._try(lambda: found.extend(_lying(bucket, factor)))
+        if found:
+            slot, buffer = (bucket.place, -1 - bucket.number), found[0]  # no other has this slot
+        else:
+            ring = self._rings[bucket.place]
+            slot = (bucket.place, bucket.number % len(ring))
+            if slot in self._on_way:
+                self._take(slot)
+            with undisturbed():
+                buffer = ring[slot[1]][: bucket.length]
+            self._try(lambda: _pack(buffer, bucket.pieces, factor))
         # To begin it and to count it are one: whoever goes on for the others has to know how far this has come.
         self._begun += 1
         with undisturbed():
@@ -240,7 +250,8 @@ class Summing:
         bucket, buffer, end = self._on_way.pop(slot)
         with undisturbed():
             end()
-        self._try(lambda: self._unpack(buffer, bucket.pieces))
+        if slot[1] >= 0:
+            self._try(lambda: self._unpack(buffer, bucket.pieces))
 
     def _try(self, function: Callable[[], None]) -> None:
         # What is left to do for the others is done with whatever is in the buffers.
@@ -283,6 +294,21 @@ def _pack(buffer: torch.Tensor, pieces: Sequence[Piece], factor: float) -> None:
         buffer.mul_(factor)
 
 
+def _lying(bucket: _Bucket, factor: float) -> list[torch.Tensor]:
+    """Return the gradient that a bucket is part of, or all of, where it can be added up in place; else nothing."""
+    # Whether it can is each rank's own affair: others, and those that go on after a failure, do so in a buffer.
+    (p, start, length), *others = bucket.pieces
+    gradient = p.grad
+    if others or gradient is None or gradient.is_sparse or gradient.dtype != bucket.place[1]:
+        return []
+    if not gradient.is_contiguous():
+        return []
+    part = gradient.view(-1)[start : start + length]
+    if factor != 1:
+        part.mul_(factor)
+    return [part]
+
+
 def _sent_as(kind: torch.dtype, compression: Compression) -> torch.dtype:
     """Return the type in which gradients of a type are added up."""
     # bfloat16 has the range of float32, so that nothing has to be scaled. What has 16 bits gains nothing by it.
@@ -290,25 +316,37 @@ def _sent_as(kind: torch.dtype, compression: Compression) -> torch.dtype:
     return torch.bfloat16 if compression == "bf16" and is_wide else kind
 
 
+def _room(kind: torch.dtype) -> int:
+    """Return how many numbers of a type a bucket has at most."""
+    return max(1, _BUCKET_BYTES // kind.itemsize)
+
+
 def _cut(parameters: Sequence[torch.Tensor], compression: Compression = "none") -> list[_Bucket]:
     """Return parameters in buckets of one type each, in the order in which these are full.
 
-    A parameter that is larger than a bucket is in several.
+    A large parameter shares its buckets with none; one that is larger than a bucket is in several.
     """
     full: list[_Bucket] = []
     open_: dict[Place, _Bucket] = {}
     numbers: Counter[Place] = Counter()
+
+    def opened(place: Place) -> _Bucket:
+        numbers[place] += 1
+        return _Bucket(place, numbers[place] - 1)
+
     for p in parameters:
         kind, start = _sent_as(p.dtype, compression), 0
-        place, room = (p.device, kind), max(1, _BUCKET_BYTES // kind.itemsize)
+        place, room = (p.device, kind), _room(kind)
+        is_large = kind == p.dtype and p.numel() * _LARGE >= room
         while start < p.numel():
-            if place not in open_:
-                open_[place] = _Bucket(place, numbers[place])
-                numbers[place] += 1
-            bucket = open_[place]
+            bucket = opened(place) if is_large else open_.get(place) or opened(place)
             length = min(room - bucket.length, p.numel() - start)
             bucket.pieces.append((p, start, length))
             start += length
+            if is_large:
+                full.append(bucket)
+                continue
+            open_[place] = bucket
             if bucket.length == room:
                 full.append(open_.pop(place))
     return [*full, *open_.values()]

@@ -253,7 +253,37 @@ def sizes(parameters: Sequence[torch.Tensor]) -> list[list[tuple[int, int, int]]
 
 
 def test_buckets_are_of_one_type_and_large_parameters_in_several(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(summing, "_BUCKET_BYTES", 40)
-    kinds = [torch.float32, torch.float64, torch.float32, torch.float64]
-    made = [torch.zeros(count, dtype=kind) for count, kind in zip((7, 2, 15, 4), kinds, strict=True)]
-    assert sizes(made) == [[(0, 0, 7), (2, 0, 3)], [(2, 3, 10)], [(1, 0, 2), (3, 0, 3)], [(2, 13, 2)], [(3, 3, 1)]]
+    monkeypatch.setattr(summing, "_BUCKET_BYTES", 400)
+    counts = (10, 4, 250, 7, *[12] * 8)
+    made = [torch.zeros(count, dtype=torch.float64 if count in (4, 7) else torch.float32) for count in counts]
+    large = [[(2, 0, 100)], [(2, 100, 100)], [(2, 200, 50)], [(3, 0, 7)]]
+    small = [[(0, 0, 10), *((index, 0, 12) for index in range(4, 11)), (11, 0, 6)], [(1, 0, 4)], [(11, 6, 6)]]
+    assert sizes(made) == large + small
+
+
+def in_place(bucket_bytes: int) -> tuple[list[bool], list[torch.Tensor]]:
+    """Return whether each sum is where the gradient was, and the sums, of gradients that lie in several ways."""
+    summing._BUCKET_BYTES = bucket_bytes
+    group = joined()
+    made = [torch.zeros(6, 4, requires_grad=True) for _ in range(4)]
+    group.summing.prepare(made)
+    whole, values = torch.arange(48.0).reshape(6, 8), torch.arange(24.0).reshape(6, 4)
+    for p, gradient in zip(made, (values.clone(), values.t().contiguous().t(), whole[:, :4], None), strict=True):
+        p.grad = None if group.rank and gradient is None else gradient
+    if not group.rank:
+        made[3].grad = values.clone()
+    before = [0 if p.grad is None else p.grad.data_ptr() for p in made]
+    group.summing.add_up(made, 2.0)
+    found = [p.grad for p in made if p.grad is not None]
+    return [p.data_ptr() == pointer for p, pointer in zip(found, before, strict=True)], found
+
+
+@pytest.mark.parametrize("bucket_bytes", [96, 40, 2**20])
+def test_gradients_are_added_up_however_they_lie(bucket_bytes: int) -> None:
+    (lies, sums), (lies_there, others) = launch(in_place, 2, bucket_bytes)
+    assert lies[0] and lies_there[0], "what can be added up in place is"
+    values = torch.arange(24.0).reshape(6, 4)
+    wholes = [4 * values, 4 * values, 4 * torch.arange(48.0).reshape(6, 8)[:, :4], 2 * values]
+    for one, other, whole in zip(sums, others, wholes, strict=True):
+        assert torch.equal(one, whole)
+        assert torch.equal(other, whole)
