@@ -1,4 +1,4 @@
-"""Gathers what each rank tells over connections of their own, in as many steps as the number of ranks has binary digits.
+"""Gathers what each rank tells, over connections of their own, in as many steps as their number has binary digits.
 
 In each step a rank has heard twice as many of the others, and passes all of it on: Bruck et al. 1997, "Efficient
 algorithms for all-to-all communications in multiport message-passing systems". Of a few hundred bytes gloo's takes ten
@@ -13,6 +13,7 @@ import struct
 import uuid
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
@@ -27,6 +28,8 @@ _CHUNK = 2**20
 """Bytes that are read at once."""
 _PATIENCE = 600.0
 """Seconds for a rank to connect; one that is lost is seen much sooner, by others than this."""
+_HASTE = 5.0
+"""Seconds for whoever has connected to say who it is, which ranks do at once."""
 
 
 class Stream(IntEnum):
@@ -75,16 +78,11 @@ class Mesh:
         self._selector = selectors.DefaultSelector()
         for line in (*self._out, *self._into):
             line.socket.setblocking(False)
-            line.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for line in self._into:
             self._selector.register(line.socket, selectors.EVENT_READ, line)
 
     def begin(self, stream: Stream, data: bytes) -> Gathering:
-        """Begin to tell all ranks something; all of them have to, as often as this one.
-
-        Raises:
-            OSError: another rank has ended.
-        """
+        """Begin to tell all ranks something; all of them have to, as often as this one."""
         found = Gathering((stream, self._begun[stream]), [data])
         self._begun[stream] += 1
         self._open[found.key] = found
@@ -93,7 +91,13 @@ class Mesh:
         return found
 
     def has_ended(self, gathering: Gathering) -> bool:
-        """Return whether all ranks' parts have come, and all has left that others need of this one."""
+        """Return whether all ranks' parts have come, and all has left that others need of this one.
+
+        Raises:
+            OSError: a rank has ended of which something is missing.
+        """
+        if gathering.key in self._open and self._into[gathering.step].is_closed:
+            raise ConnectionResetError("a rank has closed its connection")
         return gathering.key not in self._open and not any(line.data for line in self._out)
 
     def parts(self, gathering: Gathering) -> list[bytes]:
@@ -102,19 +106,12 @@ class Mesh:
         return gathering.parts[first:] + gathering.parts[:first]
 
     def advance(self, seconds: float) -> None:
-        """Send and take what can be, of all that has begun; wait so long for it at most.
-
-        Raises:
-            OSError: a rank has ended of which something is waited for.
-        """
+        """Send and take what can be, of all that has begun; wait so long for it at most."""
         for key, _ in self._selector.select(seconds):
             if key.data.is_out:
                 self._send_on(key.data)
             else:
                 self._receive(key.data)
-        for gathering in list(self._open.values()):
-            if self._into[gathering.step].is_closed:
-                raise ConnectionResetError("a rank has closed its connection")
 
     def close(self) -> None:
         """Close all connections."""
@@ -139,6 +136,8 @@ class Mesh:
             del line.data[: line.socket.send(line.data)]
         except BlockingIOError:
             return
+        except ConnectionError:  # who is gone need not hear of it; what it would have told is missed below
+            line.data.clear()
         if not line.data and line.socket in self._selector.get_map():
             self._selector.unregister(line.socket)
 
@@ -198,14 +197,17 @@ def connect(rank: int, size: int, host: str, tell: Callable[[Any], list[Any]]) -
         for step in steps:
             other, number, its_word = places[(rank - 2**step) % size]
             out.append(socket.create_connection((other, number), timeout=_PATIENCE))
+            out[-1].setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # nothing follows that it could wait for
             out[-1].sendall(_GREETING.pack(its_word, step))
         into: dict[int, socket.socket] = {}
         while len(into) < len(steps):
             connection, _ = port.accept()
-            connection.settimeout(_PATIENCE)
-            greeting = connection.recv(_GREETING.size, socket.MSG_WAITALL)
-            if len(greeting) == _GREETING.size and greeting[:-1] == word:
+            connection.settimeout(_HASTE)
+            greeting = b""
+            with suppress(OSError):
+                greeting = connection.recv(_GREETING.size, socket.MSG_WAITALL)
+            if greeting[:-1] == word:
                 into[greeting[-1]] = connection
-            else:  # of somebody else's, who is looking for something
+            else:  # somebody else's, who is looking for something
                 connection.close()
     return Mesh(rank, size, out, [into[step] for step in steps])

@@ -281,7 +281,7 @@ def in_place(bucket_bytes: int) -> tuple[list[bool], list[torch.Tensor]]:
 @pytest.mark.parametrize("bucket_bytes", [96, 40, 2**20])
 def test_gradients_are_added_up_however_they_lie(bucket_bytes: int) -> None:
     (lies, sums), (lies_there, others) = launch(in_place, 2, bucket_bytes)
-    assert lies[0] and lies_there[0], "what can be added up in place is"
+    assert lies[0] is lies_there[0] is True, "what can be added up in place is"
     values = torch.arange(24.0).reshape(6, 4)
     wholes = [4 * values, 4 * values, 4 * torch.arange(48.0).reshape(6, 8)[:, :4], 2 * values]
     for one, other, whole in zip(sums, others, wholes, strict=True):
