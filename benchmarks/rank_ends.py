@@ -348,7 +348,7 @@ def restarted(place: Path, generator: random.Random, kills: int) -> tuple[int, b
     expected = Launched(place / "whole", 2, 0, 0.1).left()
     run, done = Launched(place / "again", 2, kills, 0.1), 0
     ranks: set[int] = set()
-    while done < kills and (ranks := run.kill(generator, 12.0, ranks)):
+    while done < kills and (ranks := run.kill(generator, 4.0, ranks)):
         done += 1
         print(f"restart {done}", flush=True)
     return done, bool(torch.equal(run.left(), expected))

@@ -41,6 +41,7 @@ class Channel:
         self._is_open = False  # whether a process group was begun for it
         self._joining: Thread | None = None
         self._open: list[Any] = []  # collectives that were begun and have not ended
+        self._closes: list[Callable[[], None]] = []  # what this holds, as far as it has come
         atexit.register(self._leave)
         self._join(device)
         self.rank: int = dist.get_rank()
@@ -100,6 +101,7 @@ class Channel:
         self._sums = dist.new_group(backend="gloo", timeout=_PATIENCE)
         # What is small takes gloo longer than all that is done for it here.
         self._mesh = connect(dist.get_rank(), dist.get_world_size(), self.place.host, self._told)
+        self._closes.append(self._mesh.close)
 
     def _told(self, own: Any) -> list[Any]:
         found = [None] * dist.get_world_size()
@@ -284,7 +286,8 @@ class Channel:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(hasattr(sys, "last_value"))  # as of an error that nobody has caught
-        self._mesh.close()
+        for close in self._closes:
+            close()
         # Not a group of the user's own, which others may be in as yet.
         if self._is_open and dist.is_initialized():
             dist.destroy_process_group()

@@ -68,6 +68,19 @@ def test_a_rank_that_is_lost_before_all_have_met_is_named() -> None:
     assert launch(lost_while_meeting, 2, lost=1)[0] == 1
 
 
+def left_while_meeting() -> None:
+    """End as a process does that has not come to the end of joining."""
+    channel = Channel.__new__(Channel)
+    channel._make_groups = lambda device: None  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match="process group"):  # where it asks which rank it is
+        Channel.__init__(channel, torch.device("cpu"))
+    channel._leave()
+
+
+def test_a_process_ends_well_that_has_not_met_the_others() -> None:
+    assert launch(left_while_meeting, 1) == [None]
+
+
 def unmet() -> str:
     """Wait for a rank that never comes."""
     channel.PATIENCE = 0.3
