@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
+from autoaccum.ranks.watch import connected
+
 _HEADER = struct.Struct("!BBQQ")
 """What comes before a message: of which stream, of which step, of which gathering of that stream; its bytes."""
 _LENGTH = struct.Struct("!Q")
@@ -196,7 +198,7 @@ def connect(rank: int, size: int, host: str, tell: Callable[[Any], list[Any]]) -
         out = []
         for step in steps:
             other, number, its_word = places[(rank - 2**step) % size]
-            out.append(socket.create_connection((other, number), timeout=_PATIENCE))
+            out.append(connected(other, number))
             out[-1].setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # nothing follows that it could wait for
             out[-1].sendall(_GREETING.pack(its_word, step))
         into: dict[int, socket.socket] = {}

@@ -176,7 +176,7 @@ class Watch:
             if not each.connects:
                 continue
             try:
-                each.connection = _connected(each.place)
+                each.connection = connected(each.place.host, each.place.port)
                 selector.register(each.connection, selectors.EVENT_READ, other)
             except OSError:  # it has ended as soon as it had begun, or long before
                 if not each.may_have_ended:
@@ -218,13 +218,18 @@ class Watch:
 
     @staticmethod
     def _tell(place: Place, lost: int, reason: str) -> None:
-        with suppress(OSError), _connected(place) as connection:  # who is gone need not hear of it
+        with suppress(OSError), connected(place.host, place.port) as connection:  # who is gone need not hear of it
             connection.sendall(f"{lost} {reason}".encode()[:_MOST_SAID])
 
 
-def _connected(place: Place) -> socket.socket:
-    # Nothing is sent through most of these: that they are open is what they say.
-    found = socket.create_connection((place.host, place.port), timeout=_PATIENCE)
+def connected(host: str, port: int) -> socket.socket:
+    """Return a connection to another rank, which is kept alive.
+
+    Raises:
+        OSError: there is nobody.
+    """
+    # Nothing is sent through the watches': that they are open is what they say.
+    found = socket.create_connection((host, port), timeout=_PATIENCE)
     found.settimeout(None)
     # A machine that is gone closes nothing: these are asked for by the kernel, whatever Python does there.
     found.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
