@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -364,3 +364,24 @@ def _weighing(weights: Mapping[int, Count | None]) -> Callable[[Any, Any], Any]:
         return tuple(weighed)
 
     return hook
+
+
+@torch.no_grad()
+def make_own(parameters: Iterable[torch.Tensor]) -> None:
+    """Give each parameter a gradient of its own, whose place nothing else shares.
+
+    Autograd keeps what comes to a parameter first as its gradient, even where that is a view: of ``x + p[None]`` it
+    is what ``x`` is yet to be given, and of ``p[None] + q[None]`` the gradient of both, so that what is added to one
+    in place, or multiplied by, comes to both.
+    """
+    for p in parameters:
+        gradient = p.grad
+        # Those of subclasses, such as sharded ones, lie elsewhere than they say.
+        if type(gradient) is torch.Tensor and gradient.layout == torch.strided and _is_shared(gradient):
+            p.grad = gradient.clone()
+
+
+def _is_shared(gradient: torch.Tensor) -> bool:
+    # It counts the gradient itself, and the object that was just made for it.
+    storage = gradient.untyped_storage()
+    return bool(torch._C._storage_Use_Count(storage._cdata) > 2)

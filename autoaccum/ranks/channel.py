@@ -26,6 +26,8 @@ _PATIENCE = datetime.timedelta(days=1)
 """How long a rank waits for another that is there, such as one that validates; one that is lost is seen much sooner."""
 _SLICE = datetime.timedelta(milliseconds=50)
 """How long one is waited for before anything else is looked at."""
+_POLL = 1e-3
+"""Seconds for which what others need of this rank is looked at, between two looks at a collective of gloo's."""
 _GATHERED = 2**18
 """Bytes of all ranks up to which each is sent to all and added up there: gloo's own sum takes ten times as long."""
 _GRACE = 1.0
@@ -99,6 +101,8 @@ class Channel:
         self._group = dist.new_group(backend="gloo", timeout=_PATIENCE)
         # Sums may have begun on some ranks when another tells that it has failed, which must not be taken for a sum.
         self._sums = dist.new_group(backend="gloo", timeout=_PATIENCE)
+        if not self._watch.has_begun:  # by a group of the user's own: from here on nobody waits for one that is lost
+            self._watch.begin(dist.get_rank(), self._told(self.place))
         # What is small takes gloo longer than all that is done for it here.
         self._mesh = connect(dist.get_rank(), dist.get_world_size(), self.place.host, self._told)
         self._closes.append(self._mesh.close)
@@ -124,18 +128,9 @@ class Channel:
         clock.sleep(0.01)
 
     @property
-    def is_watched(self) -> bool:
-        """Return whether ranks that are lost are named already."""
-        return self._watch.has_begun
-
-    @property
     def place(self) -> Place:
         """Return where the other ranks' watches find this one."""
         return self._watch.place
-
-    def watch(self, places: list[Place]) -> None:
-        """Have ranks that are lost named from now on; ``places`` are those of all."""
-        self._watch.begin(self.rank, places)
 
     def call(self, reason: str) -> None:
         """Tell those that wait for this rank, in whatever, that it has failed."""
@@ -232,11 +227,19 @@ class Channel:
         started = clock.now()
         try:
             with self._failing():
-                self._wait_for(lambda: _has_ended(work, waits=waits), started)
+                self._wait_for(lambda: self._has_ended(work, waits=waits), started)
                 self._open.remove(work)
                 work.wait()
         finally:
             self.waited_seconds += clock.now() - started
+
+    def _has_ended(self, work: Any, *, waits: bool) -> bool:
+        """Wait for a collective of gloo's for a moment; return whether it has ended, well or not."""
+        # Other ranks may wait for what this one is to pass on of a smaller sum, before they begin the larger one.
+        if waits and self._mesh.is_needed:
+            self._mesh.advance(0 if work.is_completed() else _POLL)
+            return bool(work.is_completed())
+        return _has_ended(work, waits=waits)
 
     @contextmanager
     def _failing(self) -> Iterator[None]:

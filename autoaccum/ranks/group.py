@@ -33,8 +33,6 @@ class Group:
         self.rank, self.size = self.channel.rank, self.channel.size
         self.summing = Summing(self.channel)
         """What adds up gradients."""
-        if not self.channel.is_watched:  # by a group of the user's own
-            self.channel.watch(self.exchange(self.channel.place))
         # NCCL's is made by the first sum, which takes memory: now, and not when a window's gradients are there.
         with undisturbed():
             self.channel.begin_sum(torch.zeros(1, device=device))()

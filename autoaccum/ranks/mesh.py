@@ -102,6 +102,11 @@ class Mesh:
             raise ConnectionResetError("a rank has closed its connection")
         return gathering.key not in self._open and not any(line.data for line in self._out)
 
+    @property
+    def is_needed(self) -> bool:
+        """Return whether something has begun and not ended, of which other ranks may need what this one passes on."""
+        return bool(self._open) or any(line.data for line in self._out)
+
     def parts(self, gathering: Gathering) -> list[bytes]:
         """Return what each rank has told, the first one's first."""
         first = self._size - self._rank
@@ -138,7 +143,7 @@ class Mesh:
             del line.data[: line.socket.send(line.data)]
         except BlockingIOError:
             return
-        except ConnectionError:  # who is gone need not hear of it; what it would have told is missed below
+        except OSError:  # who is gone need not hear of it; what it would have told is missed below
             line.data.clear()
         if not line.data and line.socket in self._selector.get_map():
             self._selector.unregister(line.socket)
@@ -146,7 +151,7 @@ class Mesh:
     def _receive(self, line: _Line) -> None:
         try:
             found = line.socket.recv(_CHUNK)
-        except ConnectionError:
+        except OSError:
             found = b""
         if not found:  # as a rank does that has heard all it needs, and ends
             line.is_closed = True
@@ -204,12 +209,19 @@ def connect(rank: int, size: int, host: str, tell: Callable[[Any], list[Any]]) -
         into: dict[int, socket.socket] = {}
         while len(into) < len(steps):
             connection, _ = port.accept()
-            connection.settimeout(_HASTE)
-            greeting = b""
-            with suppress(OSError):
-                greeting = connection.recv(_GREETING.size, socket.MSG_WAITALL)
+            greeting = _greeting(connection)
             if greeting[:-1] == word:
                 into[greeting[-1]] = connection
             else:  # somebody else's, who is looking for something
                 connection.close()
     return Mesh(rank, size, out, [into[step] for step in steps])
+
+
+def _greeting(connection: socket.socket) -> bytes:
+    """Return what a connection begins with, as far as it comes."""
+    connection.settimeout(_HASTE)
+    greeting = b""
+    with suppress(OSError):
+        while len(greeting) < _GREETING.size and (found := connection.recv(_GREETING.size - len(greeting))):
+            greeting += found
+    return greeting

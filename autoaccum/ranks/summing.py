@@ -17,6 +17,7 @@ from typing import Literal
 
 import torch
 
+from autoaccum.loss.weighting import make_own
 from autoaccum.ranks.channel import Channel, undisturbed
 
 Compression = Literal["none", "bf16"]
@@ -225,6 +226,8 @@ class Summing:
     def _begin_next(self, factor: float) -> None:
         bucket = self._buckets[self._begun]
         found: list[torch.Tensor] = []
+        # Sums are put there, and not into what else is read of it; but not under one that has begun.
+        self._try(lambda: make_own([p for p, start, _ in bucket.pieces if not start]))
         self._try(lambda: found.extend(_lying(bucket, factor)))
         if found:
             slot, buffer = (bucket.place, -1 - bucket.number), found[0]  # no other has this slot
@@ -301,9 +304,11 @@ def _lying(bucket: _Bucket, factor: float) -> list[torch.Tensor]:
     gradient = p.grad
     if others or gradient is None or gradient.is_sparse or gradient.dtype != bucket.place[1]:
         return []
-    if not gradient.is_contiguous():
+    if not gradient.is_contiguous() or gradient.is_conj() or gradient.is_neg():
         return []
     part = gradient.view(-1)[start : start + length]
+    if part.stride(0) != 1:  # as of one number that has lain in a column, of which no bytes are seen
+        return []
     if factor != 1:
         part.mul_(factor)
     return [part]

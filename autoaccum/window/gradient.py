@@ -15,6 +15,7 @@ from autoaccum.loss.graph import take_for_parameters
 from autoaccum.loss.hypotheses import Conclusion
 from autoaccum.loss.reductions import is_one, kinds_of
 from autoaccum.loss.terms import Reduction
+from autoaccum.loss.weighting import make_own
 from autoaccum.planning.noise import Noise, Part
 
 
@@ -303,6 +304,8 @@ class Gradients:
         self._known = set(own)
         # Asked for each window anew, for it may be given more parameters while training goes on.
         self._optimizer = optimizer
+        self.are_in_use: Callable[[], bool] = lambda: False
+        """Whether something else writes to gradients, which must stay where they are."""
 
     def trained(self) -> list[torch.Tensor]:
         """Return what gets gradients: the modules' parameters, and what the optimizer holds by now.
@@ -324,6 +327,16 @@ class Gradients:
         """Set all gradients to None: a parameter that takes no part in a window must not look like one with zeros."""
         for parameter in self.trained():
             parameter.grad = None
+
+    def owned(self, accumulate: Callable[[], None]) -> Callable[[], None]:
+        """Return a backward after which no gradient lies where another one does: what is next is done in place."""
+
+        def accumulate_own() -> None:
+            accumulate()
+            if not self.are_in_use():
+                make_own(self.trained())
+
+        return accumulate_own
 
     @torch.no_grad()
     def scale(self, factor: float) -> None:

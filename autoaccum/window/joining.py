@@ -145,6 +145,8 @@ class SharedTransaction(Transaction):
         """What each rank has told so of the last one."""
         # One rank may run out of memory in a window and others not; its totals are to be the same on all of them.
         self.several.keeps_shown = True
+        # Sums are on their way in them, each of which was made a parameter's own before it was begun.
+        self._gradients.are_in_use = lambda: group.summing.is_begun
         # All ranks weigh by what the last window has counted: what is weighed alike can be added up at once.
         self._foresight = Foresight(is_used=True)
 

@@ -362,6 +362,7 @@ class Transaction:
 
     def _backward(self, accumulate: Callable[[], None], size: int) -> None:
         """Add the gradient of a micro-batch; measure it by itself where that is asked for."""
+        accumulate = self._gradients.owned(accumulate)
         if not (self._measures_parts or self.drops_gradients) or size == self._num_samples:
             accumulate()
             return

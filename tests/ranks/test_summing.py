@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from autoaccum.ranks import summing
+from autoaccum.ranks import channel, summing
 from autoaccum.ranks.group import Group, join
 from autoaccum.ranks.summing import Compression, _cut
 from autoaccum.testing import oom_at
@@ -287,3 +287,70 @@ def test_gradients_are_added_up_however_they_lie(bucket_bytes: int) -> None:
     for one, other, whole in zip(sums, others, wholes, strict=True):
         assert torch.equal(one, whole)
         assert torch.equal(other, whole)
+
+
+def of_one_place() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return the sums of gradients that autograd has left in one place, and what they are without others' parts."""
+    summing._BUCKET_BYTES, channel._GATHERED = 260, 0  # as large ones are: gloo's sums are made in place
+    group = joined()
+    torch.manual_seed(group.rank)
+    first, second, layer = nn.Parameter(torch.randn(8, 4)), nn.Parameter(torch.randn(8, 4)), nn.Linear(2, 4)
+    x, made = torch.randn(1, 8, 2), [first, second, *layer.parameters()]
+
+    def loss() -> torch.Tensor:
+        # What comes to the layer is what the gradients of both are views of, and is read after they have come.
+        return (layer(x) + first[None] + second[None]).square().sum()
+
+    own = [*torch.autograd.grad(loss(), made)]
+    group.summing.prepare(made)
+    with group.summing.listening(made):
+        loss().backward()
+    group.summing.begin_all(made)
+    group.summing.end_all()
+    return [p.grad for p in made if p.grad is not None], own
+
+
+def test_sums_are_not_put_where_other_gradients_are_read() -> None:
+    (sums, own), (others, theirs) = launch(of_one_place, 2)
+    for whole, again, part, other in zip(sums, others, own, theirs, strict=True):
+        assert torch.equal(whole, again)
+        torch.testing.assert_close(whole, part + other)
+
+
+def odd() -> list[bool]:
+    """Return whether gradients are added up rightly that lie as few do: conjugated, or one number of a column."""
+    group = joined()
+    torch.manual_seed(group.rank)
+    wave, scale = nn.Parameter(torch.randn(200, dtype=torch.complex64)), nn.Parameter(torch.randn(1).double())
+    (wave.conj() * torch.randn(200, dtype=torch.complex64)).real.sum().backward()
+    scale.grad = torch.randn(2, 3).double()[:, 1][:1]
+    made: list[torch.Tensor] = [wave, scale]
+    own = [p.grad.resolve_conj().clone() for p in made if p.grad is not None]
+    group.summing.prepare(made)
+    group.summing.add_up(made, 1.0)
+    sums = [sum(each) for each in zip(*group.exchange(own), strict=True)]
+    return [torch.allclose(p.grad, whole) for p, whole in zip(made, sums, strict=True)]  # type: ignore[arg-type]
+
+
+def test_gradients_whose_bytes_cannot_be_seen_are_added_up() -> None:
+    assert launch(odd, 2) == [[True, True]] * 2
+
+
+def small_between_large() -> float:
+    """Return a sum behind a small one, which one rank waits for where the others have it in place."""
+    summing._BUCKET_BYTES = 100_000
+    group = joined()
+    # Two buckets, the second of which has ten numbers; and as many buckets of others as there are on their way at once.
+    made = [torch.zeros(count, requires_grad=True) for count in (25_010, *[2500] * 120)]
+    group.summing.prepare(made)
+    for p in made:
+        p.grad = torch.ones_like(p)
+    if group.rank == 1:
+        made[0].grad = None
+    group.summing.add_up(made, 1.0)
+    assert made[-1].grad is not None
+    return float(made[-1].grad[0])
+
+
+def test_a_rank_that_waits_for_a_large_sum_passes_on_a_small_one() -> None:
+    assert launch(small_between_large, 3) == [3.0] * 3
