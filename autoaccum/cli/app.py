@@ -43,12 +43,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         except MemoryLimitError as error:
             return fail(error, 3)
         except AutoaccumError as error:
+            # As Python does with what nobody has caught: a process that has left a collective ends by what is said here.
+            sys.last_value = error
             return fail(error, 1)
         # The user's own mistake: the traceback begins in the recipe, for our frames say nothing of it.
         except RecipeRaised as raised:
             traceback.print_exception(raised.__cause__)
             return 1
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as error:
+            sys.last_value = error
             return 130
         except Exception:
             traceback.print_exc()

@@ -102,17 +102,25 @@ def leaving(code: str) -> Any:
     if group.rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
     try:
-        group.channel.begin_sum(torch.ones(4))()
+        group.channel.begin_sum(torch.ones(300_000))()  # by gloo
     except RankError as error:
         found = error.rank
     exec(code)
     return found
 
 
-@pytest.mark.parametrize(("code", "ended"), [("", 0), ("raise SystemError('mine')", 1)])
+OF_COMMAND = """
+from autoaccum.cli import app
+def parser(): raise RankError(1, "it is stopped")
+app._app = parser
+sys.exit(app.main([]))
+"""
+
+
+@pytest.mark.parametrize(("code", "ended"), [("", 0), ("raise SystemError('mine')", 1), (OF_COMMAND, 1)])
 def test_a_process_ends_with_a_collective_that_does_not(code: str, ended: int) -> None:
     script = f"from tests.ranks.test_channel import leaving; print('found', leaving({code!r}), flush=True)"
-    where = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(29000 + os.getpid() % 900 + ended)}
+    where = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(29000 + os.getpid() % 900 + len(code))}
     environment = {**os.environ, **where, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     ranks = [
         subprocess.Popen([sys.executable, "-c", script], env={**environment, "RANK": str(rank)}, stdout=subprocess.PIPE)
