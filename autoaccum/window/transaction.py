@@ -75,7 +75,7 @@ class Transaction:
             sharing: what calls the job's ``before_window``; None where there is none.
         """
         self._job = job
-        self._autocast = job.autocast
+        self._forwards = job.forwards
         self._clip_norm = clip_norm
         self._measures_parts = noise_scale
         self.scaler = torch.amp.GradScaler(job.device.type) if job.precision == "fp16" else None
@@ -354,7 +354,7 @@ class Transaction:
     def plain_forward(self, batch: Any, num_samples: int, window_samples: int) -> torch.Tensor:
         """Return the loss of a micro-batch, in the job's precision."""
         self._computed = None  # that of the one before is not to take the room of this one
-        with self._autocast():
+        with self._forwards.forward(num_samples):
             computed = self._job.loss_of(self._job.model, batch)
         if isinstance(computed, Computed):
             self._computed, computed = computed, computed.loss
@@ -362,6 +362,7 @@ class Transaction:
 
     def _backward(self, accumulate: Callable[[], None], size: int) -> None:
         """Add the gradient of a micro-batch; measure it by itself where that is asked for."""
+        accumulate = self._forwards.backward(accumulate, size)
         if not (self._measures_parts or self.drops_gradients) or size == self._num_samples:
             accumulate()
             return

@@ -1,0 +1,255 @@
+"""Whose statistics BatchNorm normalises by: those of fixed groups of the window's samples, or the running ones.
+
+*Ghost* batch normalisation (Hoffer, Hubara and Soudry, "Train longer, generalize better", 2017, section 4) takes the
+statistics of groups of a fixed size. The groups are runs of the window's own order, and a micro-batch holds whole ones,
+so that how a window is cut decides nothing.
+
+A model is not changed for it. While a forward or a backward runs, calls of ``torch.nn.functional.batch_norm`` are seen
+by a ``TorchFunctionMode``: those of layers of any class and number of dims, and those that no layer makes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
+
+from autoaccum._checks import positional
+from autoaccum.errors import ArgumentError, ConflictingArgumentsError
+from autoaccum.loss.coupling import batch_norms
+from autoaccum.planning.granules import granules
+from autoaccum.window.precision import Autocast
+
+ACCEPTED = "'micro', 'frozen', or 'ghost:' and the samples of a group, 2 at least, such as 'ghost:32'"
+"""What ``batch_norm`` may be."""
+
+OF_FEW = 4
+"""Measure with groups of so many samples: statistics of two are a sign, whose gradient is next to nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """Whose statistics BatchNorm layers in training mode normalise by."""
+
+    kind: Literal["micro", "ghost", "frozen"] = "micro"
+    """Those of a micro-batch, of groups of the window, or the running ones, which stay as they are."""
+    group: int = 1
+    """Samples of a group; 1 where there are no groups."""
+
+    def of_few(self) -> Statistics:
+        """Return the same of groups that are no larger than they have to be, so that few samples show what they do."""
+        return Statistics(self.kind, min(self.group, OF_FEW))
+
+    def __str__(self) -> str:
+        """Return it as users write it."""
+        return f"ghost:{self.group}" if self.kind == "ghost" else self.kind
+
+
+def statistics_of(
+    batch_norm: object,
+    micro_batch: object = "auto",
+    max_micro_batch: object = None,
+    state: object = None,
+    before_window: object = None,
+) -> Statistics:
+    """Return what ``batch_norm`` says, where the other arguments leave room for it.
+
+    Raises:
+        ArgumentError: it says nothing that there is, or a micro-batch has no room for a group.
+        ConflictingArgumentsError: something else would have statistics of its own.
+    """
+    found = _read(batch_norm)
+    if found.kind == "micro":
+        return found
+    takes = None if before_window is None else positional(before_window)
+    if takes is not None and takes.required > 1:
+        cure = "Compute in before_window(batch) what needs no forward, or leave batch_norm out."
+        raise ConflictingArgumentsError("batch_norm", "before_window(batch, in_pieces)", cure)
+    if found.kind == "ghost" and state == "window":
+        cure = "Running statistics move with every group: leave state out."
+        raise ConflictingArgumentsError("batch_norm", "state", cure)
+    for name, value in (("micro_batch", micro_batch), ("max_micro_batch", max_micro_batch)):
+        if isinstance(value, int) and value < found.group:
+            cure = f"A micro-batch holds whole groups of batch_norm='{found}': raise it, or choose smaller groups."
+            raise ArgumentError(name, value, f"an int of at least {found.group}", cure)
+    for plan in micro_batch if isinstance(micro_batch, list | tuple) else ():
+        sizes = plan if isinstance(plan, list | tuple) else ()
+        if any(size % found.group for size in sizes[:-1]) or (len(sizes) > 1 and sizes[-1] == 1):
+            cure = f"Micro-batches hold whole groups of batch_norm='{found}': pass plans that were recorded with it."
+            raise ArgumentError("micro_batch", sizes, f"multiples of {found.group}, but for the last", cure)
+    return found
+
+
+def _read(batch_norm: object) -> Statistics:
+    if isinstance(batch_norm, str) and batch_norm in ("micro", "frozen"):
+        return Statistics("frozen" if batch_norm == "frozen" else "micro")
+    name, _, group = batch_norm.partition(":") if isinstance(batch_norm, str) else ("", "", "")
+    # One sample has no statistics, so that a group of one is none.
+    if name != "ghost" or not (group.isascii() and group.isdecimal()) or not 2 <= int(group) < 2**31:
+        raise ArgumentError("batch_norm", batch_norm, ACCEPTED)
+    return Statistics("ghost", int(group))
+
+
+def refuse_unseen(statistics: Statistics, modules: Sequence[nn.Module], *, is_shared: bool) -> None:
+    """Refuse what statistics cannot be chosen for.
+
+    Args:
+        statistics: what was asked for.
+        modules: those that are trained.
+        is_shared: whether several ranks share each window.
+
+    Raises:
+        ArgumentError: they hold code whose BatchNorm nobody sees, or ranks would have to share groups.
+    """
+    if statistics.kind == "micro":
+        return
+    if statistics.kind == "ghost" and is_shared:
+        cure = (
+            "Running statistics move group by group, over all ranks: let each process train by itself "
+            "(ranks='independent'), or pass batch_norm='frozen', or convert_batch_norm(model)."
+        )
+        raise ArgumentError("batch_norm", str(statistics), "'micro' or 'frozen' where ranks share each window", cure)
+    for module in modules:
+        for layer in module.modules():
+            # Its calls are made by an interpreter of its own.
+            if isinstance(layer, torch.jit.ScriptModule):
+                cure = "Pass the module that it was made of, or leave batch_norm out."
+                accepted = f"a model without TorchScript beside batch_norm='{statistics}'"
+                raise ArgumentError("model", type(layer).__name__, accepted, cure)
+
+
+class Forwards:
+    """The contexts in which the forwards and backwards of one run are computed."""
+
+    def __init__(self, statistics: Statistics, modules: Sequence[nn.Module], autocast: Autocast) -> None:
+        """Set up.
+
+        Args:
+            statistics: whose statistics BatchNorm normalises by.
+            modules: those that may hold layers of it.
+            autocast: makes the context of the precision.
+        """
+        self._statistics = statistics
+        self._autocast = autocast
+        # Once, for a walk through all modules of a model takes as long as some forwards.
+        self._layers = [] if statistics.kind == "micro" else batch_norms(modules)
+
+    def forward(self, num_samples: int) -> AbstractContextManager[Any]:
+        """Return the context of a forward of so many samples."""
+        if self._statistics.kind == "micro":
+            return self._autocast()
+        stack = ExitStack()
+        stack.enter_context(self._autocast())
+        stack.enter_context(_Seen(self._statistics, self._layers, num_samples, is_forward=True))
+        return stack
+
+    def backward(self, backward: Callable[[], None], num_samples: int) -> Callable[[], None]:
+        """Return a backward in its context: a forward that was checkpointed is computed once more in it."""
+        return backward if self._statistics.kind == "micro" else partial(self._in_context, backward, num_samples)
+
+    def _in_context(self, backward: Callable[[], None], num_samples: int) -> None:
+        with _Seen(self._statistics, self._layers, num_samples, is_forward=False):
+            backward()
+
+
+class _Seen(TorchFunctionMode):
+    """Sees the calls of BatchNorm within it, and computes them by other statistics."""
+
+    def __init__(
+        self, statistics: Statistics, layers: Sequence[_BatchNorm], num_samples: int, *, is_forward: bool
+    ) -> None:
+        super().__init__()
+        self._statistics = statistics
+        self._num_samples = num_samples
+        # What is computed a second time, for a checkpoint, has moved running statistics the first time.
+        self._is_forward = is_forward
+        # A call names no layer, but the running statistics that it moves do.
+        self._layers = {id(layer.running_mean): layer for layer in layers if layer.running_mean is not None}
+        self._counters = {id(layer.num_batches_tracked) for layer in layers if layer.running_mean is not None}
+        self._known: dict[Any, Callable[..., Any]] = {
+            functional.batch_norm: self._batch_norm,
+            torch.batch_norm: self._plain_batch_norm,
+            torch.Tensor.add_: partial(self._count, torch.Tensor.add_),
+            torch.Tensor.__iadd__: partial(self._count, torch.Tensor.__iadd__),
+        }
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return self._known.get(func, func)(*args, **(kwargs or {}))
+
+    def _count(self, add: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        """Count a batch, unless it is counted already or its statistics are not used."""
+        is_counter = id(tensor) in self._counters
+        is_moving = self._is_forward and self._statistics.kind == "ghost"
+        return tensor if is_counter and not is_moving else add(tensor, *args, **kwargs)
+
+    def _plain_batch_norm(
+        self, input: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float, _: Any
+    ) -> Any:
+        return self._batch_norm(input, mean, var, weight, bias, training, momentum, eps)
+
+    def _batch_norm(
+        self,
+        input: torch.Tensor,
+        running_mean: torch.Tensor | None,
+        running_var: torch.Tensor | None,
+        weight: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        training: bool = False,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> torch.Tensor:
+        """Normalise as ``torch.nn.functional.batch_norm`` does, whose arguments these are, by other statistics.
+
+        Raises:
+            ArgumentError: there are no such statistics.
+        """
+        compute = partial(functional.batch_norm, weight=weight, bias=bias, eps=eps)
+        if not training:
+            return compute(input, running_mean, running_var, training=False)
+        if self._statistics.kind == "frozen":
+            if running_mean is None or running_var is None:
+                cure = "Keep running statistics (track_running_stats=True), or pass batch_norm='ghost:32'."
+                raise ArgumentError("batch_norm", "frozen", "BatchNorm layers that have running statistics", cure)
+            return compute(input, running_mean, running_var, training=False)
+        groups = input.split(self._rows(len(input)))
+        layer = None if running_mean is None else self._layers.get(id(running_mean))
+        # Copies that are thrown away, and not None: a checkpoint is to save what it has saved before.
+        if not self._is_forward and running_mean is not None and running_var is not None:
+            running_mean, running_var = running_mean.clone(), running_var.clone()
+        normalised = []
+        for index, group in enumerate(groups):
+            # A cumulative average gives the n-th batch the weight 1/n, and has counted the first of these.
+            if layer is not None and layer.momentum is None and momentum:
+                factor = 1 / (round(1 / momentum) + index)
+            else:
+                factor = momentum
+            normalised.append(compute(group, running_mean, running_var, training=True, momentum=factor))
+        if self._is_forward and layer is not None and layer.num_batches_tracked is not None and layer.training:
+            layer.num_batches_tracked.add_(len(groups) - 1)
+        return normalised[0] if len(normalised) == 1 else torch.cat(normalised)
+
+    def _rows(self, rows: int) -> list[int]:
+        """Return the rows of each group.
+
+        Raises:
+            ArgumentError: they cannot be told, for samples have no rows of their own.
+        """
+        each, rest = divmod(rows, self._num_samples)
+        if rest or not each:
+            cure = (
+                "Give BatchNorm as many rows for each sample, those of a sample together; or pass batch_norm='micro' "
+                "or 'frozen', or convert_batch_norm(model)."
+            )
+            found = f"{rows} rows of {self._num_samples} samples in a BatchNorm layer"
+            raise ArgumentError("batch_norm", str(self._statistics), f"a multiple of the samples, not {found}", cure)
+        return [each * size for size in granules(self._num_samples, self._statistics.group)]
