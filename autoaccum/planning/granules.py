@@ -77,9 +77,7 @@ def fewest_granules(min_micro_batch: int, granule: int) -> int:
     return -(-min_micro_batch // granule)
 
 
-def cut_by_weight(
-    weights: Sequence[int], max_weight: int, min_micro_batch: int, granule: int
-) -> tuple[int, ...]:
+def cut_by_weight(weights: Sequence[int], max_weight: int, min_micro_batch: int, granule: int) -> tuple[int, ...]:
     """Return micro-batches of whole granules by weight: see ``cuts.cut_by_weight``.
 
     >>> cut_by_weight([50, 40, 30, 20, 10, 10, 10], max_weight=160, min_micro_batch=2, granule=2)

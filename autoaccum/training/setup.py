@@ -286,7 +286,7 @@ def make_step(
         ArgumentError: BatchNorm, and micro-batches of one sample; or a model that was compiled to CUDA graphs.
     """
     refuse_cuda_graphs(job)
-    refuse_unseen(job.batch_norm, job.modules, is_shared=group is not None)
+    refuse_unseen(job.batch_norm, job.model, job.modules, is_shared=group is not None)
     smallest = job.needed
     # Refused and not raised in silence: whoever passes 1 may count on what one sample takes.
     for name, value in (("micro_batch", micro_batch), ("max_micro_batch", max_micro_batch)):

@@ -14,13 +14,13 @@ from autoaccum.loss.conclusions import conclude, proportional
 from autoaccum.loss.coupling import count_batch_norms
 from autoaccum.loss.terms import Reduction
 from autoaccum.verification.findings import Cause, Decision
-from autoaccum.window.batch_norm import Statistics
+from autoaccum.window.batch_norm import MICRO, Statistics
 
 # Each names its cause so that it can be found in the user's code, and a cure that can be tried. One is told from
 # another by its consequence, which therefore holds no numbers: it is said once in a run.
 
 
-def batch_norm_notices(modules: Sequence[nn.Module], statistics: Statistics = Statistics()) -> list[Notice]:
+def batch_norm_notices(modules: Sequence[nn.Module], statistics: Statistics = MICRO) -> list[Notice]:
     """Return what to say when windows of a model with BatchNorm are cut, and others than a micro-batch's are taken."""
     # Only those that normalise by a batch: by running statistics no sample meets another.
     layers = count_batch_norms(modules)
@@ -28,8 +28,8 @@ def batch_norm_notices(modules: Sequence[nn.Module], statistics: Statistics = St
         cause=f"The model holds {layers} BatchNorm layer{'s' if layers > 1 else ''} in training mode",
         consequence="Each normalises by the statistics of a micro-batch instead of the window, so that the gradient "
         "depends on how windows are cut",
-        cure="Pass batch_norm='ghost:32' or 'frozen', use GroupNorm or LayerNorm (autoaccum.convert_batch_norm), put the "
-        "BatchNorm layers in eval mode, or pass micro_batch= the whole window if it fits",
+        cure="Pass batch_norm='ghost:32' or 'frozen', use GroupNorm or LayerNorm (autoaccum.convert_batch_norm), put "
+        "the BatchNorm layers in eval mode, or pass micro_batch= the whole window if it fits",
     )
     if statistics.kind != "micro":  # a layer that computes what it does by itself
         notice = Notice(
@@ -105,7 +105,7 @@ def failure_notice(
     suspicion: Notice | None,
     *,
     is_time_first: bool = False,
-    statistics: Statistics = Statistics(),
+    statistics: Statistics = MICRO,
 ) -> Notice:
     """Return what to say of windows whose gradient was measured to depend on how they are cut.
 

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from autoaccum._checks import positional
 from autoaccum.errors import ArgumentError, ConflictingArgumentsError
-from autoaccum.loss.coupling import batch_norms
+from autoaccum.loss.coupling import batch_norms, is_compiled
 from autoaccum.planning.granules import granules
 from autoaccum.window.precision import Autocast
 
@@ -53,6 +53,10 @@ class Statistics:
         return f"ghost:{self.group}" if self.kind == "ghost" else self.kind
 
 
+MICRO = Statistics()
+"""The statistics that PyTorch's own layers take: of whatever they are called with."""
+
+
 def statistics_of(
     batch_norm: object,
     micro_batch: object = "auto",
@@ -72,10 +76,10 @@ def statistics_of(
     takes = None if before_window is None else positional(before_window)
     if takes is not None and takes.required > 1:
         cure = "Compute in before_window(batch) what needs no forward, or leave batch_norm out."
-        raise ConflictingArgumentsError("batch_norm", "before_window(batch, in_pieces)", cure)
+        raise ConflictingArgumentsError("batch_norm", str(found), "before_window(batch, in_pieces)", cure)
     if found.kind == "ghost" and state == "window":
         cure = "Running statistics move with every group: leave state out."
-        raise ConflictingArgumentsError("batch_norm", "state", cure)
+        raise ConflictingArgumentsError("batch_norm", str(found), 'state="window"', cure)
     for name, value in (("micro_batch", micro_batch), ("max_micro_batch", max_micro_batch)):
         if isinstance(value, int) and value < found.group:
             cure = f"A micro-batch holds whole groups of batch_norm='{found}': raise it, or choose smaller groups."
@@ -98,11 +102,12 @@ def _read(batch_norm: object) -> Statistics:
     return Statistics("ghost", int(group))
 
 
-def refuse_unseen(statistics: Statistics, modules: Sequence[nn.Module], *, is_shared: bool) -> None:
+def refuse_unseen(statistics: Statistics, model: object, modules: Sequence[nn.Module], *, is_shared: bool) -> None:
     """Refuse what statistics cannot be chosen for.
 
     Args:
         statistics: what was asked for.
+        model: what is called.
         modules: those that are trained.
         is_shared: whether several ranks share each window.
 
@@ -117,13 +122,15 @@ def refuse_unseen(statistics: Statistics, modules: Sequence[nn.Module], *, is_sh
             "(ranks='independent'), or pass batch_norm='frozen', or convert_batch_norm(model)."
         )
         raise ArgumentError("batch_norm", str(statistics), "'micro' or 'frozen' where ranks share each window", cure)
-    for module in modules:
-        for layer in module.modules():
-            # Its calls are made by an interpreter of its own.
-            if isinstance(layer, torch.jit.ScriptModule):
-                cure = "Pass the module that it was made of, or leave batch_norm out."
-                accepted = f"a model without TorchScript beside batch_norm='{statistics}'"
-                raise ArgumentError("model", type(layer).__name__, accepted, cure)
+    for part in (model, *(layer for module in modules for layer in module.modules())):
+        # An interpreter of its own makes the calls of the one; the other would be compiled anew in each micro-batch.
+        if isinstance(part, torch.jit.ScriptModule) or is_compiled(part) or getattr(part, "_compiled_call_impl", None):
+            cure = (
+                "Pass the module that it was made of, without compile=True; or convert it, convert_batch_norm(model), "
+                "and leave batch_norm out."
+            )
+            accepted = f"a model that is neither compiled nor scripted beside batch_norm='{statistics}'"
+            raise ArgumentError("model", type(part).__name__, accepted, cure)
 
 
 class Forwards:
@@ -156,8 +163,17 @@ class Forwards:
         return backward if self._statistics.kind == "micro" else partial(self._in_context, backward, num_samples)
 
     def _in_context(self, backward: Callable[[], None], num_samples: int) -> None:
-        with _Seen(self._statistics, self._layers, num_samples, is_forward=False):
+        seen = _Seen(self._statistics, self._layers, num_samples, is_forward=False)
+        # Autograd runs what was checkpointed outside of any mode, perhaps in another thread: layers enter one alone.
+        handles = []
+        for layer in self._layers:
+            handles.append(layer.register_forward_pre_hook(seen.enter_before))
+            handles.append(layer.register_forward_hook(seen.exit_after, always_call=True))
+        try:
             backward()
+        finally:
+            for handle in handles:
+                handle.remove()
 
 
 class _Seen(TorchFunctionMode):
@@ -169,6 +185,7 @@ class _Seen(TorchFunctionMode):
         super().__init__()
         self._statistics = statistics
         self._num_samples = num_samples
+        self._groups = granules(num_samples, statistics.group) if statistics.kind == "ghost" else ()
         # What is computed a second time, for a checkpoint, has moved running statistics the first time.
         self._is_forward = is_forward
         # A call names no layer, but the running statistics that it moves do.
@@ -180,6 +197,14 @@ class _Seen(TorchFunctionMode):
             torch.Tensor.add_: partial(self._count, torch.Tensor.add_),
             torch.Tensor.__iadd__: partial(self._count, torch.Tensor.__iadd__),
         }
+
+    def enter_before(self, *_: Any) -> None:
+        """Enter the mode, as a hook before a layer's forward."""
+        self.__enter__()  # type: ignore[no-untyped-call]
+
+    def exit_after(self, *_: Any) -> None:
+        """Leave it, as a hook after the forward, whether that has failed or not."""
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -193,8 +218,10 @@ class _Seen(TorchFunctionMode):
         return tensor if is_counter and not is_moving else add(tensor, *args, **kwargs)
 
     def _plain_batch_norm(
-        self, input: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float, _: Any
+        self, input: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool, *others: Any
     ) -> Any:
+        """Take the arguments in the order of ``torch.batch_norm``."""
+        momentum, eps, _ = others
         return self._batch_norm(input, mean, var, weight, bias, training, momentum, eps)
 
     def _batch_norm(
@@ -221,7 +248,7 @@ class _Seen(TorchFunctionMode):
                 cure = "Keep running statistics (track_running_stats=True), or pass batch_norm='ghost:32'."
                 raise ArgumentError("batch_norm", "frozen", "BatchNorm layers that have running statistics", cure)
             return compute(input, running_mean, running_var, training=False)
-        groups = input.split(self._rows(len(input)))
+        groups = torch.split(input, self._rows(len(input)))
         layer = None if running_mean is None else self._layers.get(id(running_mean))
         # Copies that are thrown away, and not None: a checkpoint is to save what it has saved before.
         if not self._is_forward and running_mean is not None and running_var is not None:
@@ -252,4 +279,4 @@ class _Seen(TorchFunctionMode):
             )
             found = f"{rows} rows of {self._num_samples} samples in a BatchNorm layer"
             raise ArgumentError("batch_norm", str(self._statistics), f"a multiple of the samples, not {found}", cure)
-        return [each * size for size in granules(self._num_samples, self._statistics.group)]
+        return [each * size for size in self._groups]

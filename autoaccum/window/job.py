@@ -12,7 +12,7 @@ from torch import nn
 from autoaccum.loss.coupling import smallest_micro_batch
 from autoaccum.loss.shared import BeforeWindow
 from autoaccum.loss.stated import CountItems, LossOf, Reducing, by_name
-from autoaccum.window.batch_norm import Forwards, Statistics
+from autoaccum.window.batch_norm import MICRO, Forwards, Statistics
 from autoaccum.window.precision import Autocast, Precision, autocast
 
 Forward = Callable[[Any, int, int], torch.Tensor]
@@ -54,7 +54,7 @@ class Job:
     state: Literal["micro-batch", "window"] = "micro-batch"
     """How often state that forwards change, such as a momentum encoder, moves: with each of them, or once a window."""
 
-    batch_norm: Statistics = Statistics()
+    batch_norm: Statistics = MICRO
     """Whose statistics BatchNorm normalises by in training."""
 
     @property
