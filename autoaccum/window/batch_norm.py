@@ -191,6 +191,7 @@ class _Seen(TorchFunctionMode):
         # A call names no layer, but the running statistics that it moves do.
         self._layers = {id(layer.running_mean): layer for layer in layers if layer.running_mean is not None}
         self._counters = {id(layer.num_batches_tracked) for layer in layers if layer.running_mean is not None}
+        self._counted: set[int] = set()  # of those, the ones that a layer has moved, and has not normalised by yet
         self._known: dict[Any, Callable[..., Any]] = {
             functional.batch_norm: self._batch_norm,
             torch.batch_norm: self._plain_batch_norm,
@@ -212,10 +213,17 @@ class _Seen(TorchFunctionMode):
         return self._known.get(func, func)(*args, **(kwargs or {}))
 
     def _count(self, add: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        """Count a batch, unless it is counted already or its statistics are not used."""
-        is_counter = id(tensor) in self._counters
-        is_moving = self._is_forward and self._statistics.kind == "ghost"
-        return tensor if is_counter and not is_moving else add(tensor, *args, **kwargs)
+        """Count a batch, as layers do before they normalise it, and note that they did."""
+        if id(tensor) in self._counters:
+            self._counted.add(id(tensor))
+        return add(tensor, *args, **kwargs)
+
+    def _recount(self, layer: _BatchNorm | None, batches: int) -> None:
+        """Count so many batches where a layer has counted one."""
+        counter = None if layer is None else layer.num_batches_tracked
+        if counter is not None and id(counter) in self._counted:
+            self._counted.remove(id(counter))
+            counter.add_(batches - 1)
 
     def _plain_batch_norm(
         self, input: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool, *others: Any
@@ -240,6 +248,7 @@ class _Seen(TorchFunctionMode):
         Raises:
             ArgumentError: there are no such statistics.
         """
+        layer = None if running_mean is None else self._layers.get(id(running_mean))
         compute = partial(functional.batch_norm, weight=weight, bias=bias, eps=eps)
         if not training:
             return compute(input, running_mean, running_var, training=False)
@@ -247,9 +256,11 @@ class _Seen(TorchFunctionMode):
             if running_mean is None or running_var is None:
                 cure = "Keep running statistics (track_running_stats=True), or pass batch_norm='ghost:32'."
                 raise ArgumentError("batch_norm", "frozen", "BatchNorm layers that have running statistics", cure)
+            self._recount(layer, 0)
             return compute(input, running_mean, running_var, training=False)
         groups = torch.split(input, self._rows(len(input)))
-        layer = None if running_mean is None else self._layers.get(id(running_mean))
+        # Before all else: what computes once more what was checkpointed stops as soon as it has enough.
+        self._recount(layer, len(groups) if self._is_forward else 0)
         # Copies that are thrown away, and not None: a checkpoint is to save what it has saved before.
         if not self._is_forward and running_mean is not None and running_var is not None:
             running_mean, running_var = running_mean.clone(), running_var.clone()
@@ -261,8 +272,6 @@ class _Seen(TorchFunctionMode):
             else:
                 factor = momentum
             normalised.append(compute(group, running_mean, running_var, training=True, momentum=factor))
-        if self._is_forward and layer is not None and layer.num_batches_tracked is not None and layer.training:
-            layer.num_batches_tracked.add_(len(groups) - 1)
         return normalised[0] if len(normalised) == 1 else torch.cat(normalised)
 
     def _rows(self, rows: int) -> list[int]:
