@@ -7,9 +7,36 @@ has what is left of the window. A rest of one sample joins the granule before it
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal
 
 from autoaccum.planning import cuts
+
+OF_FEW = 4
+"""Measure with groups of so many samples: statistics of two are a sign, whose gradient is next to nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """Whose statistics BatchNorm layers in training mode normalise by."""
+
+    kind: Literal["micro", "ghost", "frozen"] = "micro"
+    """Those of a micro-batch, of groups of the window, or the running ones, which stay as they are."""
+    group: int = 1
+    """Samples of a group; 1 where there are no groups."""
+
+    def of_few(self) -> Statistics:
+        """Return the same of groups that are no larger than they have to be, so that few samples show what they do."""
+        return Statistics(self.kind, min(self.group, OF_FEW))
+
+    def __str__(self) -> str:
+        """Return it as users write it."""
+        return f"ghost:{self.group}" if self.kind == "ghost" else self.kind
+
+
+MICRO = Statistics()
+"""The statistics that PyTorch's own layers take: of whatever they are called with."""
 
 
 @lru_cache(maxsize=256)

@@ -20,7 +20,7 @@ from autoaccum.data.randomness import mix
 from autoaccum.data.splits import SplitLike, split_of, tensors
 from autoaccum.errors import ArgumentError, ConflictingArgumentsError, EmptyDatasetError
 from autoaccum.events import Event
-from autoaccum.loss.coupling import batch_norms
+from autoaccum.loss.coupling import batch_norms, smallest_micro_batch
 from autoaccum.loss.functions import loss_function, stated
 from autoaccum.loss.stated import CountItems, Reducing
 from autoaccum.memory.devices import being_current, current_device_kept
@@ -315,7 +315,7 @@ class Accumulator:
         modes = [layer.training for layer in self._batch_norms]
         if modes != self._modes:
             self._modes = modes
-            self._step.tuner.set_smallest(self._step.job.needed)
+            self._step.tuner.set_smallest(smallest_micro_batch(self._modules, self._step.job.batch_norm))
         if window.num_samples > self._largest_batch:  # no smaller one could tell what is best for it
             self._largest_batch = window.num_samples
             self._step.tuner.searching = self._searches

@@ -23,7 +23,7 @@ from autoaccum.data.sources import open_source
 from autoaccum.data.splits import split_of
 from autoaccum.errors import ArgumentError, ArgumentTypeError
 from autoaccum.events import Event
-from autoaccum.loss.coupling import is_compiled
+from autoaccum.loss.coupling import is_compiled, smallest_micro_batch
 from autoaccum.loss.functions import loss_function, stated
 from autoaccum.loss.stated import LossOf
 from autoaccum.memory.base import Memory
@@ -287,7 +287,7 @@ def make_step(
     """
     refuse_cuda_graphs(job)
     refuse_unseen(job.batch_norm, job.model, job.modules, is_shared=group is not None)
-    smallest = job.needed
+    smallest = smallest_micro_batch(job.modules, job.batch_norm)
     # Refused and not raised in silence: whoever passes 1 may count on what one sample takes.
     for name, value in (("micro_batch", micro_batch), ("max_micro_batch", max_micro_batch)):
         if value is not None and value < smallest <= (full_window or smallest):

@@ -13,8 +13,8 @@ from autoaccum.events import Notice
 from autoaccum.loss.conclusions import conclude, proportional
 from autoaccum.loss.coupling import count_batch_norms
 from autoaccum.loss.terms import Reduction
+from autoaccum.planning.granules import MICRO, Statistics
 from autoaccum.verification.findings import Cause, Decision
-from autoaccum.window.batch_norm import MICRO, Statistics
 
 # Each names its cause so that it can be found in the user's code, and a cure that can be tried. One is told from
 # another by its consequence, which therefore holds no numbers: it is said once in a run.

@@ -10,6 +10,7 @@ import torch
 
 from autoaccum.data.base import Window
 from autoaccum.errors import AutoaccumError, MemoryLimitError
+from autoaccum.loss.coupling import smallest_micro_batch
 from autoaccum.loss.hypotheses import SUMS, Hypothesis
 from autoaccum.memory.oom import RanOut, attempt, is_out_of_memory, without_frames
 from autoaccum.verification.decision import compare_losses, decide, explained_by_ones
@@ -57,7 +58,7 @@ def measure(
     # Groups of BatchNorm are of few samples here: what sees those sees larger ones, and these may not fit twice.
     job = replace(job, batch_norm=job.batch_norm.of_few())
     granule = job.batch_norm.group
-    smallest = -(-max(job.needed, job.min_micro_batch) // granule) * granule
+    smallest = -(-max(smallest_micro_batch(job.modules, job.batch_norm), job.min_micro_batch) // granule) * granule
     make = partial(
         Measurement, job, window, written=list(written), rewind=rewind, like=like, drops_gradients=drops_gradients
     )

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,37 +23,11 @@ from torch.overrides import TorchFunctionMode
 
 from autoaccum._checks import positional
 from autoaccum.errors import ArgumentError, ConflictingArgumentsError
-from autoaccum.loss.coupling import batch_norms, is_compiled
-from autoaccum.planning.granules import granules
+from autoaccum.planning.granules import MICRO, Statistics, granules
 from autoaccum.window.precision import Autocast
 
 ACCEPTED = "'micro', 'frozen', or 'ghost:' and the samples of a group, 2 at least, such as 'ghost:32'"
 """What ``batch_norm`` may be."""
-
-OF_FEW = 4
-"""Measure with groups of so many samples: statistics of two are a sign, whose gradient is next to nothing."""
-
-
-@dataclass(frozen=True, slots=True)
-class Statistics:
-    """Whose statistics BatchNorm layers in training mode normalise by."""
-
-    kind: Literal["micro", "ghost", "frozen"] = "micro"
-    """Those of a micro-batch, of groups of the window, or the running ones, which stay as they are."""
-    group: int = 1
-    """Samples of a group; 1 where there are no groups."""
-
-    def of_few(self) -> Statistics:
-        """Return the same of groups that are no larger than they have to be, so that few samples show what they do."""
-        return Statistics(self.kind, min(self.group, OF_FEW))
-
-    def __str__(self) -> str:
-        """Return it as users write it."""
-        return f"ghost:{self.group}" if self.kind == "ghost" else self.kind
-
-
-MICRO = Statistics()
-"""The statistics that PyTorch's own layers take: of whatever they are called with."""
 
 
 def statistics_of(
@@ -124,13 +97,22 @@ def refuse_unseen(statistics: Statistics, model: object, modules: Sequence[nn.Mo
         raise ArgumentError("batch_norm", str(statistics), "'micro' or 'frozen' where ranks share each window", cure)
     for part in (model, *(layer for module in modules for layer in module.modules())):
         # An interpreter of its own makes the calls of the one; the other would be compiled anew in each micro-batch.
-        if isinstance(part, torch.jit.ScriptModule) or is_compiled(part) or getattr(part, "_compiled_call_impl", None):
+        if (
+            isinstance(part, torch.jit.ScriptModule)
+            or hasattr(part, "_orig_mod")
+            or getattr(part, "_compiled_call_impl", None)
+        ):
             cure = (
                 "Pass the module that it was made of, without compile=True; or convert it, convert_batch_norm(model), "
                 "and leave batch_norm out."
             )
             accepted = f"a model that is neither compiled nor scripted beside batch_norm='{statistics}'"
             raise ArgumentError("model", type(part).__name__, accepted, cure)
+
+
+def forwards_of(statistics: Statistics, modules: Sequence[nn.Module], autocast: Autocast) -> Forwards | None:
+    """Return what makes the contexts of forwards and backwards; None where BatchNorm is left as it is."""
+    return None if statistics == MICRO else Forwards(statistics, modules, autocast)
 
 
 class Forwards:
@@ -147,12 +129,11 @@ class Forwards:
         self._statistics = statistics
         self._autocast = autocast
         # Once, for a walk through all modules of a model takes as long as some forwards.
-        self._layers = [] if statistics.kind == "micro" else batch_norms(modules)
+        layers = dict.fromkeys(layer for module in modules for layer in module.modules())
+        self._layers = [layer for layer in layers if isinstance(layer, _BatchNorm)]
 
     def forward(self, num_samples: int) -> AbstractContextManager[Any]:
         """Return the context of a forward of so many samples."""
-        if self._statistics.kind == "micro":
-            return self._autocast()
         stack = ExitStack()
         stack.enter_context(self._autocast())
         stack.enter_context(_Seen(self._statistics, self._layers, num_samples, is_forward=True))
@@ -160,7 +141,7 @@ class Forwards:
 
     def backward(self, backward: Callable[[], None], num_samples: int) -> Callable[[], None]:
         """Return a backward in its context: a forward that was checkpointed is computed once more in it."""
-        return backward if self._statistics.kind == "micro" else partial(self._in_context, backward, num_samples)
+        return partial(self._in_context, backward, num_samples)
 
     def _in_context(self, backward: Callable[[], None], num_samples: int) -> None:
         seen = _Seen(self._statistics, self._layers, num_samples, is_forward=False)

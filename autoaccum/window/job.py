@@ -9,10 +9,9 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from autoaccum.loss.coupling import smallest_micro_batch
 from autoaccum.loss.shared import BeforeWindow
 from autoaccum.loss.stated import CountItems, LossOf, Reducing, by_name
-from autoaccum.window.batch_norm import MICRO, Forwards, Statistics
+from autoaccum.planning.granules import MICRO, Statistics
 from autoaccum.window.precision import Autocast, Precision, autocast
 
 Forward = Callable[[Any, int, int], torch.Tensor]
@@ -58,13 +57,6 @@ class Job:
     """Whose statistics BatchNorm normalises by in training."""
 
     @property
-    def needed(self) -> int:
-        """Return the fewest samples that a forward can compute, whatever the user has asked for."""
-        if self.batch_norm.kind == "micro":
-            return smallest_micro_batch(self.modules)
-        return self.batch_norm.group  # of running statistics none, so that one sample will do
-
-    @property
     def functions(self) -> list[object]:
         """Return what of it is the user's code, beside modules."""
         counting = self.num_items
@@ -78,11 +70,6 @@ class Job:
         """Return what makes the context of each forward."""
         # Made anew each time, for a job is a plain value: whoever runs one forward after the other keeps it.
         return autocast(self.precision, self.device)
-
-    @property
-    def forwards(self) -> Forwards:
-        """Return what makes the contexts of forwards and backwards of micro-batches."""
-        return Forwards(self.batch_norm, self.modules, self.autocast)
 
 
 def is_slow_to_read(device: torch.device) -> bool:

@@ -12,7 +12,8 @@ from torch.nn import functional
 
 import autoaccum
 from autoaccum import errors
-from autoaccum.window.batch_norm import MICRO, Forwards, Statistics, refuse_unseen, statistics_of
+from autoaccum.planning.granules import MICRO, Statistics
+from autoaccum.window.batch_norm import Forwards, refuse_unseen, statistics_of
 from tests.models import classes, noisy
 
 
@@ -136,14 +137,6 @@ class TestGroups:
             forwards.backward(lambda: {}["a"], 8)()
         assert not layer._forward_hooks
         assert not layer._forward_pre_hooks
-
-    def test_what_is_not_asked_for_costs_nothing(self) -> None:
-        def backward() -> None:
-            return None
-
-        forwards = Forwards(MICRO, [nn.BatchNorm1d(3)], nullcontext)
-        assert type(forwards.forward(8)) is nullcontext
-        assert forwards.backward(backward, 8) is backward
 
 
 class TestFrozen:
