@@ -157,6 +157,35 @@ class Forwards:
                 handle.remove()
 
 
+class _Moves:
+    """How running statistics are to move, by the groups of all calls of one layer in one forward."""
+
+    def __init__(
+        self, running_mean: torch.Tensor, running_var: torch.Tensor, layer: _BatchNorm | None, momentum: float
+    ) -> None:
+        self._running = running_mean, running_var
+        self._layer = layer
+        self._momentum = momentum  # of the first call
+        self.calls: list[list[tuple[torch.Tensor, torch.Tensor]]] = []
+        """Mean and variance of each group, by call."""
+
+    @torch.no_grad()
+    def make(self, counted: set[int]) -> None:
+        """Move them group by group, and within a group call by call, so that it matters not which groups lie beside.
+
+        ``counted`` are the counters, by their ids, that each call has moved by one.
+        """
+        # A cumulative average gives the n-th batch the weight 1/n, and the first call has counted the first of these.
+        is_cumulative = self._layer is not None and self._layer.momentum is None
+        for index, own in enumerate(call for calls in zip(*self.calls, strict=True) for call in calls):
+            factor = 1 / (round(1 / self._momentum) + index) if is_cumulative else self._momentum
+            for running, value in zip(self._running, own, strict=True):
+                running.mul_(1 - factor).add_(value, alpha=factor)
+        counter = None if self._layer is None else self._layer.num_batches_tracked
+        if counter is not None and id(counter) in counted:
+            counter.add_(sum(map(len, self.calls)) - len(self.calls))
+
+
 class _Seen(TorchFunctionMode):
     """Sees the calls of BatchNorm within it, and computes them by other statistics."""
 
@@ -172,7 +201,8 @@ class _Seen(TorchFunctionMode):
         # A call names no layer, but the running statistics that it moves do.
         self._layers = {id(layer.running_mean): layer for layer in layers if layer.running_mean is not None}
         self._counters = {id(layer.num_batches_tracked) for layer in layers if layer.running_mean is not None}
-        self._counted: set[int] = set()  # of those, the ones that a layer has moved, and has not normalised by yet
+        self._counted: set[int] = set()  # of those, the ones that layers have moved
+        self._moves: dict[int, _Moves] = {}  # of running means that groups move
         self._known: dict[Any, Callable[..., Any]] = {
             functional.batch_norm: self._batch_norm,
             torch.batch_norm: self._plain_batch_norm,
@@ -180,13 +210,19 @@ class _Seen(TorchFunctionMode):
             torch.Tensor.__iadd__: partial(self._count, torch.Tensor.__iadd__),
         }
 
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
+        if error is None:
+            for moves in self._moves.values():
+                moves.make(self._counted)
+
     def enter_before(self, *_: Any) -> None:
         """Enter the mode, as a hook before a layer's forward."""
         self.__enter__()  # type: ignore[no-untyped-call]
 
     def exit_after(self, *_: Any) -> None:
         """Leave it, as a hook after the forward, whether that has failed or not."""
-        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self.__exit__(None, None, None)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -240,19 +276,20 @@ class _Seen(TorchFunctionMode):
             self._recount(layer, 0)
             return compute(input, running_mean, running_var, training=False)
         groups = torch.split(input, self._rows(len(input)))
-        # Before all else: what computes once more what was checkpointed stops as soon as it has enough.
-        self._recount(layer, len(groups) if self._is_forward else 0)
-        # Copies that are thrown away, and not None: a checkpoint is to save what it has saved before.
-        if not self._is_forward and running_mean is not None and running_var is not None:
-            running_mean, running_var = running_mean.clone(), running_var.clone()
-        normalised = []
-        for index, group in enumerate(groups):
-            # A cumulative average gives the n-th batch the weight 1/n, and has counted the first of these.
-            if layer is not None and layer.momentum is None and momentum:
-                factor = 1 / (round(1 / momentum) + index)
-            else:
-                factor = momentum
-            normalised.append(compute(group, running_mean, running_var, training=True, momentum=factor))
+        if not self._is_forward:
+            # Before all else: what computes once more what was checkpointed stops as soon as it has enough.
+            self._recount(layer, 0)
+        if running_mean is None or running_var is None:
+            normalised = [compute(group, None, None, training=True) for group in groups]
+        else:
+            # With a weight of 1 they become the group's own. In a backward too, for a checkpoint saves the same again.
+            own = [(torch.zeros_like(running_mean), torch.zeros_like(running_var)) for _ in groups]
+            pairs = zip(groups, own, strict=True)
+            normalised = [compute(group, mean, var, training=True, momentum=1.0) for group, (mean, var) in pairs]
+            if self._is_forward:
+                self._moves.setdefault(
+                    id(running_mean), _Moves(running_mean, running_var, layer, momentum)
+                ).calls.append(own)
         return normalised[0] if len(normalised) == 1 else torch.cat(normalised)
 
     def _rows(self, rows: int) -> list[int]:
