@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from autoaccum.training.accumulator import Accumulator as Accumulator
     from autoaccum.training.check_report import CheckReport as CheckReport
     from autoaccum.training.checking import check as check
+    from autoaccum.training.converting import convert_batch_norm as convert_batch_norm
     from autoaccum.training.fitting import fit as fit
     from autoaccum.training.mixture_of_experts import moe_balancing as moe_balancing
     from autoaccum.training.probing import ProbeReport as ProbeReport
@@ -47,6 +48,7 @@ _HOMES = {
     "StopTraining": "errors",
     "Trainer": "training.trainer",
     "check": "training.checking",
+    "convert_batch_norm": "training.converting",
     "fit": "training.fitting",
     "moe_balancing": "training.mixture_of_experts",
     "plan": "planning.plans",

@@ -55,6 +55,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from autoaccum._units import format_bytes, shown
 
@@ -337,10 +338,10 @@ class NothingFitsError(MemoryLimitError):
         peak_bytes: int | None,
         limit_bytes: int | None,
         min_micro_batch: int | None = None,
+        group: int | None = None,
         advice: tuple[Advice, ...] = (),
     ) -> None:
-        self.phase = phase
-        self.advice = advice
+        self.phase, self.advice, self.group = phase, advice, group
         # A single sample is not to blame on it, as the only one of a short window is.
         self.min_micro_batch = min_micro_batch if micro_batch > 1 else None
         # Either is left out where it is not known.
@@ -350,6 +351,9 @@ class NothingFitsError(MemoryLimitError):
         if self.min_micro_batch is not None:
             smallest = f"the smallest that min_micro_batch={min_micro_batch} allows"
             cure = "Lower min_micro_batch: fewer samples may fit. Otherwise: "
+        elif group is not None:  # of BatchNorm, none of which is divided
+            smallest = f"the smallest that batch_norm='ghost:{group}' allows, for it holds a whole group"
+            cure = "Choose smaller groups, which are other statistics, or batch_norm='frozen'. Otherwise: "
         cure += "Raise memory_limit or free the device for this process, make the samples smaller, "
         if advice:
             cure += "\n  ".join(["or choose, by estimate:", *map(str, advice)])
@@ -367,14 +371,9 @@ class NothingFitsError(MemoryLimitError):
 
     def advised(self, advice: tuple[Advice, ...]) -> NothingFitsError:
         """Return the same error with advice, which is made only once it is known that the run ends."""
-        return NothingFitsError(
-            phase=self.phase,
-            micro_batch=self.micro_batch or 1,
-            peak_bytes=self.peak_bytes,
-            limit_bytes=self.limit_bytes,
-            min_micro_batch=self.min_micro_batch,
-            advice=advice,
-        )
+        names = ("phase", "peak_bytes", "limit_bytes", "min_micro_batch", "group")
+        kept: dict[str, Any] = {name: getattr(self, name) for name in names}
+        return NothingFitsError(**kept, micro_batch=self.micro_batch or 1, advice=advice)
 
 
 class LimitBelowModelError(MemoryLimitError):

@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from autoaccum.loss.graph import is_linear_operation, is_parameter, only_parameters, operation_of, signed
 from autoaccum.memory.oom import is_out_of_memory
+from autoaccum.planning.granules import MICRO, Statistics
 
 
 def batch_norms(modules: Sequence[nn.Module]) -> list[_BatchNorm]:
@@ -33,8 +34,10 @@ def count_batch_norms(modules: Sequence[nn.Module]) -> int:
     return sum(layer.training or not layer.track_running_stats for layer in batch_norms(modules))
 
 
-def smallest_micro_batch(modules: Sequence[nn.Module]) -> int:
+def smallest_micro_batch(modules: Sequence[nn.Module], statistics: Statistics = MICRO) -> int:
     """Return how many samples a micro-batch needs at least: BatchNorm has no statistics of one."""
+    if statistics != MICRO:
+        return statistics.group  # of running statistics none, so that one sample will do
     return 2 if count_batch_norms(modules) else 1
 
 

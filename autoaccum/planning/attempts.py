@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple, Protocol
 
-from autoaccum.planning.cuts import Lengths, cut
+from autoaccum.planning.cuts import Lengths
 
 
 class Piece(NamedTuple):
@@ -107,6 +107,9 @@ class Decider(Protocol):
 
     def plan(self, num_samples: int, lengths: Lengths) -> tuple[int, ...]:
         """Return how to cut a window without trials."""
+
+    def cut(self, num_samples: int, max_micro_batch: int, smallest: int | None) -> tuple[int, ...]:
+        """Return how a window of samples that are alike is cut into micro-batches of at most so many samples."""
 
     def observe(
         self,
@@ -208,7 +211,7 @@ class Attempt:
         tuner, num_samples, lengths = self._tuner, self.num_samples, self._lengths
         # The plan that is given up, asked for before the tuner hears of the failure. In a search there was none, only
         # sizes that grew. So where samples are alike, the plan of the size that failed stands for them.
-        old = cut(num_samples, micro_batch) if lengths is None else tuner.plan(num_samples, lengths)
+        old = tuner.cut(num_samples, micro_batch, 1) if lengths is None else tuner.plan(num_samples, lengths)
         new = tuner.out_of_memory(
             micro_batch, num_samples, lengths, length=length, peak_bytes=peak_bytes, limit_bytes=limit_bytes
         )

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from autoaccum.planning.costs import TimeModel
-from autoaccum.planning.cuts import Lengths, cheapest
+from autoaccum.planning.cuts import Lengths
 from autoaccum.planning.cutter import Cutter
 from autoaccum.planning.timing import Timing
 
@@ -93,7 +93,7 @@ class Fastest:
         if lengths is None:
             # Every near-equal cut is looked at.
             most = min(largest, self._cutter.most_samples(num_samples))
-            return cheapest(num_samples, most, model.predict, self._cutter.smallest)[0]
+            return self._cutter.cheapest(num_samples, most, model.predict)
         # The next windows, of other lengths, are cut otherwise: finer than by halves the best weight cannot be told.
         weights = [max(largest >> halvings, 1) for halvings in range(6)]
         return min(weights, key=lambda weight: sum(map(model.predict, self._cutter.weights_of_full(weight))))

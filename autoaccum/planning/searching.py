@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from autoaccum.planning.attempts import Piece, length_at
-from autoaccum.planning.cuts import Lengths, cut
+from autoaccum.planning.cuts import Lengths
 from autoaccum.planning.cutter import Cutter
 from autoaccum.planning.limits import Limits
 from autoaccum.planning.search import FEW_SIZES_FIRST, FEW_SIZES_GROWTH, has_plateaued, next_trial
@@ -133,7 +133,9 @@ class Searching:
         if weight is None:
             return None
         # Of samples that are alike, the size that the plan with as many micro-batches would have anyway.
-        size = cut(num_samples, weight, smallest)[0] if lengths is None and fits else weight // each
+        size = self._cutter.within(weight // each, num_samples)
+        if lengths is None and fits:
+            size = self._cutter.cut(num_samples, weight)[0]
         # Rounded to whole samples it may weigh no more than what has fitted, or be fewer than the smallest.
         return size if size * each > fits and size >= min(smallest, num_samples) else None
 
@@ -165,7 +167,7 @@ class Searching:
     def has_room(self, trial: int, left: int) -> bool:
         """Return whether a trial leaves nothing of a window, or enough for another micro-batch."""
         # What is left between the two would be a micro-batch of fewer samples than the smallest.
-        return trial == left or trial <= left - self._cutter.smallest
+        return trial == left or (trial < left and self._cutter.may_be_left(left - trial))
 
     def is_enough(self, weight: int) -> bool:
         """Return whether larger ones are known to be no faster."""

@@ -167,7 +167,7 @@ class Timing:
             if above >= 2 * below and slower / above > CLOSE * seconds / below:
                 continue
             fewest, most = len(self._cut(above)), len(self._cut(below))
-            weight = -(-num_samples // ((fewest + most) // 2))
+            weight = max(self._cut(-(-num_samples // ((fewest + most) // 2))))  # where groups are whole, one of these
             # At best it is as fast as the smaller one, in at least one micro-batch more than the larger one takes.
             if below < weight < above and FINE * seconds * (fewest + 1) < best:
                 return [weight]

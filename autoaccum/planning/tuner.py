@@ -47,6 +47,7 @@ class Tuner:
         largest: int = 0,
         smallest: int = 1,
         floor: int = 1,
+        granule: int = 1,
         few_sizes: bool = False,
         fewest: int = 1,
         warms_up: bool = False,
@@ -61,6 +62,7 @@ class Tuner:
             largest: what may be used untried: a user's own micro-batch.
             smallest: no micro-batch has fewer samples, unless its window does.
             floor: nor fewer than these, which are the user's own: ``set_smallest`` does not go below them.
+            granule: samples that no cut divides: see ``granules``.
             few_sizes: whether to try few sizes, and large ones: for each new one costs a compilation, or small ones
                 are worth little.
             fewest: micro-batches that each window is cut into at least, where it has enough samples.
@@ -69,7 +71,9 @@ class Tuner:
         # Whether sizes are found out at all. If not they are the user's, which hold however fast others may be, and
         # give way only where memory runs out, or where nobody else keeps the limit.
         self._learns = search
-        self._cutter = Cutter(smallest=smallest, fewest=fewest, ceiling=ceiling, by_samples=not search, floor=floor)
+        self._cutter = Cutter(
+            smallest=smallest, fewest=fewest, ceiling=ceiling, by_samples=not search, floor=floor, granule=granule
+        )
         self.limits = Limits(limit_bytes, headroom)
         """What micro-batches may take."""
         # These three ask each other: which plan is the fastest depends on which fit, and the search is over where
@@ -128,6 +132,15 @@ class Tuner:
     def smallest(self) -> int:
         """Return the samples that every micro-batch has at least."""
         return self._cutter.smallest
+
+    @property
+    def granule(self) -> int:
+        """Return the samples that no cut divides."""
+        return self._cutter.granule
+
+    def cut(self, num_samples: int, max_micro_batch: int, smallest: int | None = None) -> tuple[int, ...]:
+        """Return how a window of samples that are alike is cut into micro-batches of at most so many samples."""
+        return self._cutter.cut(num_samples, max_micro_batch, smallest)
 
     @property
     def min_micro_batch(self) -> int | None:

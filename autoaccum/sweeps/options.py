@@ -60,6 +60,7 @@ class PassedOn(TypedDict, total=False):
     precision: Precision
     clip_norm: float | None
     state: Literal["micro-batch", "window"]
+    batch_norm: str
     verify: bool
     strict: bool
     compile: bool

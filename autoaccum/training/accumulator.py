@@ -34,6 +34,7 @@ from autoaccum.training.meeting import meeting_of
 from autoaccum.training.options import CHECKS, OF_ACCUMULATOR, modules_of
 from autoaccum.training.setup import make_step, place_of
 from autoaccum.training.step_samples import StepSamples
+from autoaccum.window.batch_norm import statistics_of
 from autoaccum.window.before import before_window_of, counting
 from autoaccum.window.gradient import Gradient
 from autoaccum.window.job import Job
@@ -87,6 +88,7 @@ class Accumulator:
         precision: Precision = "fp32",
         clip_norm: float | None = None,
         state: Literal["micro-batch", "window"] = "micro-batch",
+        batch_norm: str = "micro",
         verify: bool = True,
         strict: bool = False,
         ranks: Ranks = "together",
@@ -128,6 +130,8 @@ class Accumulator:
             state: how often state that forwards change (momentum encoders, spectral norms, codebooks) moves:
                 micro-batch: with each; window: once, as the last micro-batch leaves it, and all of a window find the
                 same.
+            batch_norm: whose statistics BatchNorm normalises by in training: micro: those of a micro-batch; ghost:32:
+                of each 32 samples of the window, whatever the micro-batch; frozen: the running ones, which stay.
             verify: measure, on a few samples of the first window that is cut and now and then, that cut windows have
                 the gradient of whole ones.
             strict: raise NotExactError before a step on a gradient that was measured not to be the whole window's, or
@@ -151,9 +155,9 @@ class Accumulator:
             OF_ACCUMULATOR, CHECKS, model=model, optimizer=optimizer, loss_fn=loss_fn, training_step=training_step,
             num_items=num_items, reduction=reduction, before_window=before_window, micro_batch=micro_batch,
             max_micro_batch=max_micro_batch, min_micro_batch=min_micro_batch, memory_limit=memory_limit,
-            headroom=headroom, patience=patience, precision=precision, clip_norm=clip_norm, state=state, verify=verify,
-            strict=strict, ranks=ranks, compression=compression, collate_fn=collate_fn, split=split,
-            batch_dim=batch_dim, callbacks=callbacks,
+            headroom=headroom, patience=patience, precision=precision, clip_norm=clip_norm, state=state,
+            batch_norm=batch_norm, verify=verify, strict=strict, ranks=ranks, compression=compression,
+            collate_fn=collate_fn, split=split, batch_dim=batch_dim, callbacks=callbacks,
         )  # fmt: skip
         counts = num_items if before_window is None else counting(num_items)
         loss_of, reduction = stated(checked[loss_function], counts, reduction)
@@ -198,10 +202,11 @@ class Accumulator:
             model=model, modules=tuple(self._modules), optimizer=optimizer, loss_of=loss_of, num_items=counts,
             reduction=reduction, before_window=checked[before_window_of], min_micro_batch=min_micro_batch or 1,
             collate_fn=collate_fn, split=self._split, device=self._device, precision=precision, state=state,
+            batch_norm=checked[statistics_of],
         )  # fmt: skip
         # What decides what is computed has to be the same on all ranks; how windows are cut is each one's own.
         self._given: dict[str, Any] = {"clip_norm": clip_norm, "precision": precision, "state": state}
-        self._given |= {"reduction": reduction, "compression": compression}
+        self._given |= {"reduction": reduction, "compression": compression, "batch_norm": batch_norm}
         with self._telling():
             self._step = make_step(
                 job,
@@ -310,7 +315,7 @@ class Accumulator:
         modes = [layer.training for layer in self._batch_norms]
         if modes != self._modes:
             self._modes = modes
-            self._step.tuner.set_smallest(smallest_micro_batch(self._modules))
+            self._step.tuner.set_smallest(smallest_micro_batch(self._modules, self._step.job.batch_norm))
         if window.num_samples > self._largest_batch:  # no smaller one could tell what is best for it
             self._largest_batch = window.num_samples
             self._step.tuner.searching = self._searches

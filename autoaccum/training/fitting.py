@@ -53,6 +53,7 @@ def fit(
     precision: Precision = "fp32",
     clip_norm: float | None = None,
     state: Literal["micro-batch", "window"] = "micro-batch",
+    batch_norm: str = "micro",
     verify: bool = True,
     strict: bool = False,
     compile: bool = False,
@@ -136,6 +137,8 @@ def fit(
         clip_norm: clip each window's gradient to this 2-norm.
         state: how often state that forwards change (momentum encoders, spectral norms, codebooks) moves: micro-batch:
             with each; window: once, as the last micro-batch leaves it, and all of a window find the same.
+        batch_norm: whose statistics BatchNorm normalises by in training: micro: those of a micro-batch; ghost:32: of
+            each 32 samples of the window, whatever the micro-batch; frozen: the running ones, which stay.
         verify: measure, on a few samples of the first window that is cut and now and then, that cut windows have the
             gradient of whole ones.
         strict: raise NotExactError before a step on a gradient that was measured not to be the whole window's, or could
@@ -198,10 +201,11 @@ def fit(
         lr_scheduler=lr_scheduler, lr_scaling=lr_scaling, base_batch=base_batch, epochs=epochs, steps=steps,
         samples=samples, micro_batch=micro_batch, max_micro_batch=max_micro_batch, min_micro_batch=min_micro_batch,
         memory_limit=memory_limit, headroom=headroom, patience=patience, precision=precision, clip_norm=clip_norm,
-        state=state, verify=verify, strict=strict, compile=compile, device=device, ranks=ranks, balance=balance,
-        compression=compression, seed=seed, shuffle=shuffle, drop_last=drop_last, collate_fn=collate_fn, split=split,
-        batch_dim=batch_dim, num_workers=num_workers, validation_data=validation_data, validate_every=validate_every,
-        metrics=metrics, run_dir=run_dir, checkpoint_every=checkpoint_every, keep_checkpoints=keep_checkpoints,
-        resume=resume, noise_scale=noise_scale, cache=cache, callbacks=callbacks, progress=progress,
+        state=state, batch_norm=batch_norm, verify=verify, strict=strict, compile=compile, device=device, ranks=ranks,
+        balance=balance, compression=compression, seed=seed, shuffle=shuffle, drop_last=drop_last,
+        collate_fn=collate_fn, split=split, batch_dim=batch_dim, num_workers=num_workers,
+        validation_data=validation_data, validate_every=validate_every, metrics=metrics, run_dir=run_dir,
+        checkpoint_every=checkpoint_every, keep_checkpoints=keep_checkpoints, resume=resume, noise_scale=noise_scale,
+        cache=cache, callbacks=callbacks, progress=progress,
     )  # fmt: skip
     return trainer.fit()

@@ -34,6 +34,7 @@ from autoaccum.training.alone import Ranks, of_ranks
 from autoaccum.training.declarations import Checked, Own, arguments, arguments_of, check, option, values_of
 from autoaccum.training.learning_rate import MakeScheduler, Scaling
 from autoaccum.training.metrics import Metric
+from autoaccum.window.batch_norm import statistics_of
 from autoaccum.window.before import before_window_of
 from autoaccum.window.optimizers import OptimizerLike
 from autoaccum.window.precision import Precision
@@ -68,6 +69,7 @@ CHECKS: tuple[Callable[..., Any], ...] = (
     _checks.of_lr_scheduler,
     _checks.of_flags,
     _checks.of_state,
+    statistics_of,
     _checks.of_verification,
     before_window_of,
     loss_function,
@@ -317,6 +319,15 @@ class FitArguments:
         "each; window: once, as the last micro-batch leaves it, and all of a window find the same.",
         default="micro-batch",
         check=_checks.of_state,
+        decides="training",
+        accumulator=Own(),
+    )
+    # Not in a measurement alone: a model with BatchNorm is another one for each of these.
+    batch_norm: str = option(
+        "whose statistics BatchNorm normalises by in training: micro: those of a micro-batch; ghost:32: of each 32 "
+        "samples of the window, whatever the micro-batch; frozen: the running ones, which stay.",
+        default="micro",
+        check=statistics_of,
         decides="training",
         accumulator=Own(),
     )

@@ -48,6 +48,7 @@ from autoaccum.training.validation import Validator
 from autoaccum.training.validation_together import ValidatorOfAll
 from autoaccum.verification.examiner import Examiner
 from autoaccum.verification.verdict import measure
+from autoaccum.window.batch_norm import refuse_unseen, statistics_of
 from autoaccum.window.before import before_window_of, counting, loss_alone, sharing_of
 from autoaccum.window.job import Job
 from autoaccum.window.joining import SharedTransaction
@@ -285,7 +286,8 @@ def make_step(
         ArgumentError: BatchNorm, and micro-batches of one sample; or a model that was compiled to CUDA graphs.
     """
     refuse_cuda_graphs(job)
-    smallest = smallest_micro_batch(job.modules)
+    refuse_unseen(job.batch_norm, job.model, job.modules, is_shared=group is not None)
+    smallest = smallest_micro_batch(job.modules, job.batch_norm)
     # Refused and not raised in silence: whoever passes 1 may count on what one sample takes.
     for name, value in (("micro_batch", micro_batch), ("max_micro_batch", max_micro_batch)):
         if value is not None and value < smallest <= (full_window or smallest):
@@ -302,7 +304,9 @@ def make_step(
         largest=min(micro_batch or 0, max_micro_batch or micro_batch or 0),
         smallest=smallest,
         floor=job.min_micro_batch,
-        few_sizes=smallest > 1 or is_compiled(job.model),  # statistics of a few samples are poor
+        granule=job.batch_norm.group,
+        # Statistics of a few samples are poor, unless they are of groups that stay as they are.
+        few_sizes=(smallest > 1 and job.batch_norm.kind == "micro") or is_compiled(job.model),
         # The noise is estimated from the micro-batches of a window. A size that was passed is left as it is.
         fewest=2 if noise_scale and micro_batch is None else 1,
         # Kernels and libraries are loaded when they are first used; on a CPU that is hardly more than nothing.
@@ -366,6 +370,7 @@ def step_of(
         device=place.device,
         precision=arguments.precision,
         state=arguments.state,
+        batch_norm=checked[statistics_of],
     )
     # The same that an Accumulator makes: what is between the windows is all that differs.
     step = make_step(

@@ -91,6 +91,7 @@ class Trainer:
         precision: Precision = "fp32",
         clip_norm: float | None = None,
         state: Literal["micro-batch", "window"] = "micro-batch",
+        batch_norm: str = "micro",
         verify: bool = True,
         strict: bool = False,
         compile: bool = False,
@@ -124,12 +125,12 @@ class Trainer:
             lr_scheduler=lr_scheduler, lr_scaling=lr_scaling, base_batch=base_batch, epochs=epochs, steps=steps,
             samples=samples, micro_batch=micro_batch, max_micro_batch=max_micro_batch, min_micro_batch=min_micro_batch,
             memory_limit=memory_limit, headroom=headroom, patience=patience, precision=precision, clip_norm=clip_norm,
-            state=state, verify=verify, strict=strict, compile=compile, device=device, ranks=ranks, balance=balance,
-            compression=compression, seed=seed, shuffle=shuffle, drop_last=drop_last, collate_fn=collate_fn,
-            split=split, batch_dim=batch_dim, num_workers=num_workers, validation_data=validation_data,
-            validate_every=validate_every, metrics=metrics, run_dir=run_dir, checkpoint_every=checkpoint_every,
-            keep_checkpoints=keep_checkpoints, resume=resume, noise_scale=noise_scale, cache=cache, callbacks=callbacks,
-            progress=progress,
+            state=state, batch_norm=batch_norm, verify=verify, strict=strict, compile=compile, device=device,
+            ranks=ranks, balance=balance, compression=compression, seed=seed, shuffle=shuffle, drop_last=drop_last,
+            collate_fn=collate_fn, split=split, batch_dim=batch_dim, num_workers=num_workers,
+            validation_data=validation_data, validate_every=validate_every, metrics=metrics, run_dir=run_dir,
+            checkpoint_every=checkpoint_every, keep_checkpoints=keep_checkpoints, resume=resume,
+            noise_scale=noise_scale, cache=cache, callbacks=callbacks, progress=progress,
         )  # fmt: skip
         with current_device_kept(), named("the run was set up"):
             self._set_up(given)

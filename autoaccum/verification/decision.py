@@ -17,7 +17,6 @@ from autoaccum.verification.counts import by_counts
 from autoaccum.verification.draws import UnalignedError, UnsettledError
 from autoaccum.verification.findings import Cut, Decision, Outcome
 from autoaccum.verification.measurement import Measurement, NotFiniteError, ZeroGradientError
-from autoaccum.verification.samples import cuts_of
 
 Rival = Literal["num_items", "items", "samples"]
 _MOST_TERMS = 100
@@ -58,8 +57,8 @@ def decide(measurement: Measurement, smallest: int, likely: Hypothesis) -> Decis
 
 def _decided_on_parts(measurement: Measurement, smallest: int, likely: Hypothesis) -> Decision:
     """Measure hypotheses on parts of any size, and on larger ones where those of one sample cannot be computed."""
-    cuts = cuts_of(measurement.num_samples, smallest)
-    wider = cuts_of(measurement.num_samples, 2) if smallest == 1 else []
+    cuts = measurement.cuts(smallest)
+    wider = measurement.cuts(2) if smallest == 1 else []
     refused: Exception | None = None
     try:
         decision = _decided(measurement, cuts, likely)
@@ -88,14 +87,14 @@ def compare_losses(measurement: Measurement, smallest: int, hypothesis: Hypothes
         UnsettledError: what is drawn cannot be compared.
     """
     measurement.run_whole()
-    outcome = _measured(measurement, cuts_of(measurement.num_samples, smallest)[:1], hypothesis)
+    outcome = _measured(measurement, measurement.cuts(smallest)[:1], hypothesis)
     return Decision.of(outcome, passed=outcome.error <= measurement.tolerance)
 
 
 def explained_by_ones(measurement: Measurement, smallest: int, likely: Hypothesis) -> Decision | None:
     """Return what was measured where counts of 1 do not matter; None if they do not explain that it failed."""
     tolerance = measurement.tolerance
-    outcome = measurement.run(cuts_of(measurement.num_samples, smallest), "items", ones_are_none=True)
+    outcome = measurement.run(measurement.cuts(smallest), "items", ones_are_none=True)
     if outcome.error <= tolerance and not outcome.is_vacuous:
         return Decision.of(outcome, passed=True)
     without = decide_without_ones(measurement, smallest, likely)
@@ -117,10 +116,10 @@ def decide_without_ones(measurement: Measurement, smallest: int, likely: Hypothe
 
 def _cuts_without(measurement: Measurement, smallest: int, is_left_out: Callable[[Reduction], bool]) -> list[Cut]:
     """Return at most two cuts into two parts, none of which is to be left out."""
-    count = measurement.num_samples
+    count, granule = measurement.num_samples, measurement.job.batch_norm.group
     cuts: list[Cut] = []
-    for first in range(count):
-        for few in range(max(2, smallest), count - max(2, smallest) + 1):
+    for first in range(0, count, granule):
+        for few in range(max(2, smallest), count - max(2, smallest) + 1, granule):
             order = [(first + index) % count for index in range(count)]
             cut = (tuple(order[:few]), tuple(order[few:]))
             if len(cuts) < 2 and not any(is_left_out(measurement.shown_of(part)) for part in cut):

@@ -375,6 +375,7 @@ class Examiner:
             self._job.modules,
             suspicion,
             is_time_first=verdict.is_time_first,
+            statistics=self._job.batch_norm,
         )
         self._fail(notice, decision.error, said)
 

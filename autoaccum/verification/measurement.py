@@ -30,6 +30,7 @@ from autoaccum.verification.comparison import OF_STATE, TOLERANCE, Error, error_
 from autoaccum.verification.draws import Constants, Recording, Replaying, UnalignedError, state_of
 from autoaccum.verification.findings import Cut, Outcome, Part
 from autoaccum.verification.floors import floor_of, full_precision
+from autoaccum.verification.samples import cuts_of
 from autoaccum.window.before import SharedWindow, Sharing, sharing_of
 from autoaccum.window.gradient import Gradient, Repeat
 from autoaccum.window.job import Job
@@ -286,6 +287,10 @@ class Measurement:
         for p in self.parameters:
             p.grad = None
         self._put_back()
+
+    def cuts(self, smallest: int) -> list[Cut]:
+        """Return cuts of the samples, of whole groups of BatchNorm, into parts of at least so many."""
+        return cuts_of(self.num_samples, smallest, self.job.batch_norm.group)
 
     @property
     def has_draws(self) -> bool:

@@ -129,7 +129,9 @@ class MicroBatches:
             return None
         # Of halves of one of them nothing is learnt that begins with its own size, such as the 16 hardest of a batch.
         self._kinds.accept_joined(largest)
-        first, second = (of_them[(number + index) % len(of_them)] for index in range(2))
+        pair = [of_them[(number + index) % len(of_them)] for index in range(2)]
+        # One that ends within a group, as a window may, has no other behind it.
+        first, second = sorted(pair, key=lambda one: one[0][1] % self._job.batch_norm.group != 0)
         parts = tuple(range(start, start + size) for (start, size), _ in (first, second))
         error = measure_joined(
             self._job,
@@ -195,16 +197,20 @@ def measure_part(
         None where it cannot be measured. And the hypothesis of which that is so.
     """
     # Those alone are run where all together have no finite loss: it may be their own fault, and tell nothing.
-    few = list(others)[: max(MOST, job.min_micro_batch)]  # not one or two, for it is not known which of them count
-    if len(few) < job.min_micro_batch:
+    # Not one or two, for it is not known which of them count; and a whole group, where there are groups.
+    granule = job.batch_norm.group
+    few = list(others)[: granule if granule > 1 else max(MOST, job.min_micro_batch)]
+    if len(few) < max(granule, job.min_micro_batch):
         return None, hypothesis
+    # The last micro-batch may hold less than a whole group: it comes last here too.
+    first, second = (few, list(part)) if granule > 1 else (list(part), few)
 
     def measured(chosen: list[int]) -> tuple[float, Hypothesis]:
         with Measurement(job, window, chosen, drops_gradients=drops_gradients) as measurement:
             measurement.run_whole()
             if len(chosen) == len(few):
                 return math.inf, hypothesis  # what is not finite is the fault of those that were left out here
-            cut = (tuple(range(len(part))), tuple(range(len(part), len(chosen))))
+            cut = (tuple(range(len(first))), tuple(range(len(first), len(chosen))))
             error, tolerance = measurement.run([cut], hypothesis).error, measurement.tolerance
             other = (
                 by_counts(measurement.shown, measurement.num_samples, [cut], hypothesis)
@@ -217,7 +223,7 @@ def measure_part(
                 tolerance = max(tolerance, measurement.floor())
             return (0.0 if error <= tolerance else error), hypothesis
 
-    for chosen in ([*part, *few], few):
+    for chosen in ([*first, *second], few):
         try:
             outcome = attempt(partial(measured, chosen))
         except NotFiniteError:

@@ -13,23 +13,31 @@ from autoaccum.events import Notice
 from autoaccum.loss.conclusions import conclude, proportional
 from autoaccum.loss.coupling import count_batch_norms
 from autoaccum.loss.terms import Reduction
+from autoaccum.planning.granules import MICRO, Statistics
 from autoaccum.verification.findings import Cause, Decision
 
 # Each names its cause so that it can be found in the user's code, and a cure that can be tried. One is told from
 # another by its consequence, which therefore holds no numbers: it is said once in a run.
 
 
-def batch_norm_notices(modules: Sequence[nn.Module]) -> list[Notice]:
-    """Return what to say when windows of a model with BatchNorm are cut."""
+def batch_norm_notices(modules: Sequence[nn.Module], statistics: Statistics = MICRO) -> list[Notice]:
+    """Return what to say when windows of a model with BatchNorm are cut, and others than a micro-batch's are taken."""
     # Only those that normalise by a batch: by running statistics no sample meets another.
     layers = count_batch_norms(modules)
     notice = Notice(
         cause=f"The model holds {layers} BatchNorm layer{'s' if layers > 1 else ''} in training mode",
         consequence="Each normalises by the statistics of a micro-batch instead of the window, so that the gradient "
         "depends on how windows are cut",
-        cure="Use GroupNorm or LayerNorm, put the BatchNorm layers in eval mode, or pass micro_batch= the whole window "
-        "if it fits",
+        cure="Pass batch_norm='ghost:32' or 'frozen', use GroupNorm or LayerNorm (autoaccum.convert_batch_norm), put "
+        "the BatchNorm layers in eval mode, or pass micro_batch= the whole window if it fits",
     )
+    if statistics.kind != "micro":  # a layer that computes what it does by itself
+        notice = Notice(
+            cause=f"{notice.cause}, not all of which are seen to normalise by batch_norm='{statistics}'",
+            consequence=notice.consequence,
+            cure="Let layers call torch.nn.functional.batch_norm, with the rows of a sample together; or convert them: "
+            "autoaccum.convert_batch_norm(model)",
+        )
     return [notice] if layers else []
 
 
@@ -97,6 +105,7 @@ def failure_notice(
     suspicion: Notice | None,
     *,
     is_time_first: bool = False,
+    statistics: Statistics = MICRO,
 ) -> Notice:
     """Return what to say of windows whose gradient was measured to depend on how they are cut.
 
@@ -107,8 +116,9 @@ def failure_notice(
         modules: the model's.
         suspicion: what the graph of the loss says against it.
         is_time_first: whether the tensors that were cut may have their samples in dim 1.
+        statistics: those that BatchNorm is to normalise by.
     """
-    known = [_of_cause(cause, modules) for cause in causes]
+    known = [_of_cause(cause, modules, statistics) for cause in causes]
     if not known:
         known = [suspicion or _UNKNOWN]
     found = [notice for notice in known if notice is not None]
@@ -139,9 +149,9 @@ _UNKNOWN = Notice(
 )
 
 
-def _of_cause(cause: Cause, modules: Sequence[nn.Module]) -> Notice | None:
+def _of_cause(cause: Cause, modules: Sequence[nn.Module], statistics: Statistics) -> Notice | None:
     if cause == "batch norm":
-        return next(iter(batch_norm_notices(modules)), None)
+        return next(iter(batch_norm_notices(modules, statistics)), None)
     return _CAUSES[cause]
 
 

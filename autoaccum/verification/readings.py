@@ -89,7 +89,8 @@ def doubts(job: Job, gradient: Gradient, met: Met, shown: Sequence[Reduction]) -
     found = gradient.conclusion
     if found is None:
         return []
-    said = notices.batch_norm_notices(job.modules)
+    # Of groups, and of running statistics, nothing depends on how windows are cut.
+    said = notices.batch_norm_notices(job.modules) if job.batch_norm.kind == "micro" else []
     if couples_samples(met):  # no count makes it exact
         return [*said, notices.coupling_notice()]
     if job.num_items is not None:

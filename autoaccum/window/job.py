@@ -11,6 +11,7 @@ from torch import nn
 
 from autoaccum.loss.shared import BeforeWindow
 from autoaccum.loss.stated import CountItems, LossOf, Reducing, by_name
+from autoaccum.planning.granules import MICRO, Statistics
 from autoaccum.window.precision import Autocast, Precision, autocast
 
 Forward = Callable[[Any, int, int], torch.Tensor]
@@ -51,6 +52,9 @@ class Job:
     """What forwards compute in."""
     state: Literal["micro-batch", "window"] = "micro-batch"
     """How often state that forwards change, such as a momentum encoder, moves: with each of them, or once a window."""
+
+    batch_norm: Statistics = MICRO
+    """Whose statistics BatchNorm normalises by in training."""
 
     @property
     def functions(self) -> list[object]:

@@ -22,7 +22,7 @@ from autoaccum.memory.oom import RanOut, attempt, without_frames
 from autoaccum.memory.waiting import Patience, Shortage
 from autoaccum.planning.attempts import Attempt, Piece
 from autoaccum.planning.costs import prediction_error
-from autoaccum.planning.cuts import Lengths, cut
+from autoaccum.planning.cuts import Lengths
 from autoaccum.planning.tuner import Tuner
 from autoaccum.ranks.balance import Stint
 from autoaccum.ranks.channel import undisturbed
@@ -368,6 +368,7 @@ class Step:
         """
         few = next((size for size in (6, 3, 2) if size <= largest or self._is_room_for(size)), largest)
         double, smallest = 2 * largest, self.tuner.smallest
+        few = max(few, largest if self.tuner.granule > 1 else 0)  # of groups there have to be two at least
         # Where the kernel may kill the process, nothing is run at once that is larger than what has fitted before.
         is_safe = self.limit.is_enforced or self._is_given or double <= self.tuner.largest
         if is_safe and (self.limit.is_enforced or self._is_room_for(double)):
@@ -396,7 +397,7 @@ class Step:
         if not shortage.ran:
             self._emit(OutOfMemory(step=self.number + 1, phase="training", micro_batch=piece.size))
         # That of a window which is cut as small as it can be: where no micro-batch may have one sample, 5 are cut 3, 2.
-        smallest = cut(max(1, pieces.num_samples), 1, self.tuner.smallest)[0]
+        smallest = max(self.tuner.cut(max(1, pieces.num_samples), 1))
         if piece.size <= smallest and patience.may_pass(shortage, self.tuner.limits.least_bytes):
             self.tuner.limits.heed(self.limit.read())
             return pieces.again()
@@ -539,7 +540,7 @@ class Step:
             self.announcer.say(notices.killed_at_the_smallest(micro_batch))
             return
         tuner.killed(micro_batch, length)
-        old = cut(num_samples, min(micro_batch, num_samples))
+        old = tuner.cut(num_samples, min(micro_batch, num_samples), 1)
         self._replanned(old, tuner.plan(num_samples), "the kernel killed the last process for its memory")
 
     def announce_plan(self, num_samples: int, lengths: Lengths = None) -> None:

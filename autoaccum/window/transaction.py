@@ -36,6 +36,7 @@ from autoaccum.memory.oom import insist
 from autoaccum.planning.attempts import Piece
 from autoaccum.ranks.shares import measured_by_first, same_part, whole_of
 from autoaccum.window import contributions
+from autoaccum.window.batch_norm import forwards_of
 from autoaccum.window.contributions import Parts
 from autoaccum.window.ending import Ending
 from autoaccum.window.gradient import Gradient, Gradients, Repeat, Signs, count_nodes, nothing_counts
@@ -75,7 +76,7 @@ class Transaction:
             sharing: what calls the job's ``before_window``; None where there is none.
         """
         self._job = job
-        self._autocast = job.autocast
+        self._autocast, self._forwards = job.autocast, forwards_of(job.batch_norm, job.modules, job.autocast)
         self._clip_norm = clip_norm
         self._measures_parts = noise_scale
         self.scaler = torch.amp.GradScaler(job.device.type) if job.precision == "fp16" else None
@@ -354,7 +355,7 @@ class Transaction:
     def plain_forward(self, batch: Any, num_samples: int, window_samples: int) -> torch.Tensor:
         """Return the loss of a micro-batch, in the job's precision."""
         self._computed = None  # that of the one before is not to take the room of this one
-        with self._autocast():
+        with self._autocast() if self._forwards is None else self._forwards.forward(num_samples):
             computed = self._job.loss_of(self._job.model, batch)
         if isinstance(computed, Computed):
             self._computed, computed = computed, computed.loss
@@ -362,7 +363,7 @@ class Transaction:
 
     def _backward(self, accumulate: Callable[[], None], size: int) -> None:
         """Add the gradient of a micro-batch; measure it by itself where that is asked for."""
-        accumulate = self._gradients.owned(accumulate)
+        accumulate = self._gradients.owned(self._forwards.backward(accumulate, size))
         if not (self._measures_parts or self.drops_gradients) or size == self._num_samples:
             accumulate()
             return
@@ -468,8 +469,7 @@ class Transaction:
             if self._clip_norm is not None or self._checks_gradient:
                 ending.want_norm()
         others = [other for other in (self._tally, self.outputs, self._terms) if other is not None]
-        known = ending.read(self._losses, self._reductions, self._norms, others)
-        if known is not None:
+        if (known := ending.read(self._losses, self._reductions, self._norms, others)) is not None:
             self._losses, self._reductions, self._norms = known
             self.signs.see_late(self._reductions)
         return ending
