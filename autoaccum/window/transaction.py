@@ -141,8 +141,7 @@ class Transaction:
             self._renew_scaler()
         self.snapshot.take()
         self.signs.of_modes(self.snapshot.modes())
-        if self._job.state == "window":
-            self._begun = self._found = self._state()
+        self._begun = self._found = self._state() if self._job.state == "window" else None
         self.is_open = True
         self._is_foretold = self.several.opens = False
         self._begin_anew(window.num_samples)
@@ -363,7 +362,8 @@ class Transaction:
 
     def _backward(self, accumulate: Callable[[], None], size: int) -> None:
         """Add the gradient of a micro-batch; measure it by itself where that is asked for."""
-        accumulate = self._gradients.owned(self._forwards.backward(accumulate, size))
+        accumulate = accumulate if self._forwards is None else self._forwards.backward(accumulate, size)
+        accumulate = self._gradients.owned(accumulate)
         if not (self._measures_parts or self.drops_gradients) or size == self._num_samples:
             accumulate()
             return
