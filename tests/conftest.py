@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import tests.machine  # noqa: F401  # isort: skip
 import pytest
 import torch
 from hypothesis import HealthCheck, settings

@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except MemoryLimitError as error:
             return fail(error, 3)
         except AutoaccumError as error:
-            # As Python does with what nobody has caught: a process that has left a collective ends by what is said here.
+            # As Python does with what nobody has caught: by this a process ends that has left a collective.
             sys.last_value = error
             return fail(error, 1)
         # The user's own mistake: the traceback begins in the recipe, for our frames say nothing of it.

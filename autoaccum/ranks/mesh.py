@@ -109,6 +109,7 @@ class Mesh:
 
     def parts(self, gathering: Gathering) -> list[bytes]:
         """Return what each rank has told, the first one's first."""
+        # They are there from this rank's own on.
         first = self._size - self._rank
         return gathering.parts[first:] + gathering.parts[:first]
 
@@ -130,6 +131,7 @@ class Mesh:
         """Send what the next step of a gathering needs."""
         passed = gathering.parts[: self._size - len(gathering.parts)]  # in the last step no more than are missing
         data = b"".join(piece for part in passed for piece in (_LENGTH.pack(len(part)), part))
+        # It stays here until the kernel has room for it: to wait would keep this rank from hearing, and so others from it.
         line = self._out[gathering.step]
         waits = bool(line.data)
         line.data += _HEADER.pack(gathering.key[0], gathering.step, gathering.key[1], len(data)) + data
@@ -162,6 +164,7 @@ class Mesh:
             end = _HEADER.size + size
             if len(line.data) < end:
                 return
+            # It may be of a gathering that this rank has yet to begin, or of a later step than it waits for.
             self._early[Stream(stream), number, step] = bytes(line.data[_HEADER.size : end])
             del line.data[:end]
             if (gathering := self._open.get((Stream(stream), number))) is not None:
@@ -201,6 +204,7 @@ def connect(rank: int, size: int, host: str, tell: Callable[[Any], list[Any]]) -
         word = uuid.uuid4().hex.encode()
         places = tell((host, port.getsockname()[1], word))
         out = []
+        # All of them are listening by now, and the kernel answers for those that are not asked to yet.
         for step in steps:
             other, number, its_word = places[(rank - 2**step) % size]
             out.append(connected(other, number))

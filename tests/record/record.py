@@ -36,6 +36,7 @@ from typing import Any
 if __name__ == "__main__":  # as a script it has the tests to find by itself
     sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
+import tests.machine  # noqa: F401  # isort: skip
 import numpy as np
 import safetensors.torch
 import torch
