@@ -131,7 +131,7 @@ class Mesh:
         """Send what the next step of a gathering needs."""
         passed = gathering.parts[: self._size - len(gathering.parts)]  # in the last step no more than are missing
         data = b"".join(piece for part in passed for piece in (_LENGTH.pack(len(part)), part))
-        # It stays here until the kernel has room for it: to wait would keep this rank from hearing, and so others from it.
+        # It stays here until the kernel has room: to wait would keep this rank from hearing others.
         line = self._out[gathering.step]
         waits = bool(line.data)
         line.data += _HEADER.pack(gathering.key[0], gathering.step, gathering.key[1], len(data)) + data
@@ -156,6 +156,7 @@ class Mesh:
         except OSError:
             found = b""
         if not found:  # as a rank does that has heard all it needs, and ends
+            # Whether it is missed shows when something of it is: see ``has_ended``.
             line.is_closed = True
             self._selector.unregister(line.socket)
         line.data += found
