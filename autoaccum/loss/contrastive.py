@@ -61,7 +61,7 @@ def info_nce(
         chunk: rows that are compared at once.
     """
     queries, keys = normalize(queries, dim=1), normalize(keys, dim=1)
-    own = torch.arange(len(queries), device=queries.device)
+    own = torch.arange(len(queries), device=queries.device)  # where the key of each query stands
 
     def loss_rows(rows: slice) -> torch.Tensor:
         return cross_entropy(queries[rows] @ keys.T / temperature, own[rows], reduction="sum")
@@ -82,6 +82,7 @@ def clip(
         logit_scale: the factor of similarities, exp(t) of the paper's t; a parameter gets its gradient.
         chunk: rows that are compared at once.
     """
+    # Each direction compares rows of one with all of the other, so that neither has a product of its own to keep.
     forth = info_nce(images, texts, temperature=1 / logit_scale, chunk=chunk)
     return (forth + info_nce(texts, images, temperature=1 / logit_scale, chunk=chunk)) / 2
 
@@ -106,7 +107,7 @@ def sig_lip(
         chunk: rows that are compared at once.
     """
     images, texts = normalize(images, dim=1), normalize(texts, dim=1)
-    columns = torch.arange(len(texts), device=texts.device)
+    columns = torch.arange(len(texts), device=texts.device)  # compared with rows, it marks the pairs that belong
 
     def loss_rows(rows: slice) -> torch.Tensor:
         logits = logit_scale * images[rows] @ texts.T + logit_bias
@@ -133,11 +134,11 @@ def sup_con(
     embeddings = normalize(embeddings, dim=1)
     columns = torch.arange(len(labels), device=labels.device)
     # Of itself no sample is a positive; of sums over labels none of N x N is needed.
-    _, groups, sizes = labels.unique(return_inverse=True, return_counts=True)
-    num_counting = (sizes[groups] > 1).sum().clamp(min=1)
+    _, groups, sizes = torch.unique(labels, return_inverse=True, return_counts=True)
+    num_counting: torch.Tensor = (sizes[groups] > 1).sum().clamp(min=1)  # at least 1, so that no loss is 0 / 0
 
     def loss_rows(rows: slice) -> torch.Tensor:
-        itself = columns[rows, None] == columns
+        itself = columns[rows, None] == columns  # of which nothing is to be learnt
         logits = (embeddings[rows] @ embeddings.T / temperature).masked_fill(itself, -torch.inf)
         positives = (labels[rows, None] == labels) & ~itself
         chances = logits.log_softmax(1).masked_fill(~positives, 0)
@@ -163,6 +164,7 @@ def triplet(embeddings: torch.Tensor, labels: torch.Tensor, *, margin: float = 0
     def loss_rows(rows: slice) -> torch.Tensor:
         far = torch.cdist(embeddings[rows], embeddings)
         is_same = labels[rows, None] == labels
+        # At a distance of 0, to itself, no root has a gradient; it is never the hardest.
         positives = is_same & (columns[rows, None] != columns)
         hardest = far.masked_fill(~positives, -torch.inf).amax(1)
         nearest = far.masked_fill(is_same, torch.inf).amin(1)

@@ -107,11 +107,7 @@ def embedded(computed: Any, num_samples: int | None) -> Embedded:
 
 
 def joined(parts: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
-    """Return the leaves of several micro-batches joined along the samples.
-
-    Raises:
-        ArgumentError: they have other shapes, but for dim 0.
-    """
+    """Return the leaves of several micro-batches joined along the samples; refuse those of other shapes."""
     found = []
     for column in zip(*parts, strict=True):
         # What cannot be joined is the user's to mend, what there is no memory for is not.
@@ -134,12 +130,7 @@ def stand_in_for(embed: Callable[[Any, Any], Any]) -> Callable[[Any, Any], torch
     samples. This one, sqrt(1 + (x_j - cos j)^2), grows in each of its numbers without an end, and is neither linear nor
     quadratic: sums of these two do not change where a BatchNorm's input does.
     """
-
-    def stand_in(model: Any, batch: Any) -> torch.Tensor:
-        found = embedded(embed(model, batch), None)
-        return spread(found.leaves)
-
-    return stand_in
+    return lambda model, batch: spread(embedded(embed(model, batch), None).leaves)
 
 
 def spread(leaves: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -54,6 +54,7 @@ class ValidatorOfWindows(Validator):
 
     @property
     def _is_last(self) -> bool:
+        # Pieces come in order, and one that failed comes again in smaller ones.
         return self._piece.start + self._piece.size == self._window.num_samples
 
     def _loss(self, batch: Any, size: int) -> Loss:
@@ -67,7 +68,7 @@ class ValidatorOfWindows(Validator):
                 self._parts = parts
                 return OneLoss(0.0, Reduction(0.0), size)
             arguments = [found.spec.unflatten(joined([part.leaves for part in parts]))]
-            if self._loss_of_window.takes_batch:
+            if self._loss_of_window.takes_batch:  # read once more, for micro-batches were theirs to edit
                 everything = self._window.samples(range(self._window.num_samples))
                 arguments.append(batches.to_device(everything, self._device, copy=True))
             computed = checked(self._loss_of_window.loss_fn(*arguments), "loss_fn")

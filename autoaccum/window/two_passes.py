@@ -49,12 +49,12 @@ class TwoPasses(Transaction):
         """
         if job.window_loss is None:
             raise ArgumentTypeError("loss_scope", "micro-batch", "'window'")
-        self._loss = job.window_loss
+        self._loss = job.window_loss  # the user's two functions
         super().__init__(job, **options)
         # What is measured is the sum that stands in for the loss: see ``loss.windowed``.
         self.hypothesis = "sum"
         # Parameters that forwards write to, such as a momentum encoder's; None until a window has shown which.
-        self._written: list[torch.Tensor] | None = None
+        self._written: list[torch.Tensor] | None = None  # an empty list in nearly all runs
 
     def begin(self, window: Window) -> None:
         """Begin a window: remember what it may change, wherever it is held."""
@@ -64,7 +64,7 @@ class TwoPasses(Transaction):
 
     def _begin_anew(self, num_samples: int = 0) -> None:
         super()._begin_anew(num_samples)
-        self._pieces: list[Piece] = []
+        self._pieces: list[Piece] = []  # which the second pass goes through as the first one did
         self._embedded: list[Embedded] = []  # of each piece, without a graph; that of the last one has its graph
         self._versions = _versions(self._job.modules)
 
@@ -91,7 +91,7 @@ class TwoPasses(Transaction):
         if spread_loss.grad_fn is not None:
             self.signs.of_graph(piece.size, count_nodes() - before, "embeddings", ())
         found = self._found_embeddings
-        del self._found_embeddings, spread_loss
+        del self._found_embeddings, spread_loss  # a graph that nobody needs
         # Compared here, where it is known how many samples there are: whoever looks at forwards calls with few of them.
         if len(found.leaves[0]) != piece.size or any(len(leaf) != piece.size for leaf in found.leaves):
             embedded(found.spec.unflatten(list(found.leaves)), piece.size)  # which refuses them
@@ -137,7 +137,7 @@ class TwoPasses(Transaction):
         leaves = [leaf for leaf in self._embed(batch).leaves if leaf.requires_grad]
         if leaves:
             torch.autograd.backward(leaves, [torch.zeros_like(leaf) for leaf in leaves])
-        self._gradients.drop()
+        self._gradients.drop()  # of zeros, or of what 0 times an infinity is
         moment.restore()
 
     # The loss, and the second pass.
@@ -221,7 +221,7 @@ class TwoPasses(Transaction):
             if learnt:
                 torch.autograd.backward(learnt, given)
             del leaves, learnt, given
-        cotangents.clear()
+        cotangents.clear()  # their memory may be what the state needs to be put back
         after.restore()
 
     def _check_parameters(self) -> None:

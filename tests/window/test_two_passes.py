@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import runpy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -151,3 +153,12 @@ def test_what_a_loss_draws_is_drawn_once() -> None:
         result = fit(lambda called, batch: called(batch[0]), drawing, micro_batch=micro_batch, steps=2)
         found.append([report.loss for report in result.history])
     assert found[0] == pytest.approx(found[1], rel=1e-5)
+
+
+def test_the_example_learns_in_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = Path(autoaccum.__file__).parent.parent / "examples" / "contrastive.py"
+    example = runpy.run_path(str(path))
+    monkeypatch.setitem(example["train"].__globals__, "STEPS", 6)
+    accuracy, micro_batch = example["train"](64)
+    assert accuracy > 0.5
+    assert micro_batch <= 32
