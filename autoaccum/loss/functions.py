@@ -20,22 +20,28 @@ from autoaccum.errors import (
 from autoaccum.loss.counting import count_items
 from autoaccum.loss.shared import Beside
 from autoaccum.loss.stated import Computed, CountItems, LossOf, Reducing
+from autoaccum.loss.windowed import stand_in_for
 
 
 def loss_function(
     loss_fn: Callable[..., Any] | None,
     training_step: Callable[..., Any] | None,
     before_window: Callable[..., Any] | None = None,
+    embed: Callable[..., Any] | None = None,
 ) -> LossOf:
     """Make the loss of a batch of ``loss_fn(outputs, targets)``, ``training_step(model, batch)`` or the model itself.
 
     A model is called with a mapping's values as keywords, a tuple's or list's as positional arguments, and anything
     else as its one argument. With a ``before_window`` batches come with what it has returned: see ``loss.shared``.
+    With ``embed`` the loss is that of a whole window, for which something stands in: see ``loss.windowed``.
 
     Raises:
         ConflictingArgumentsError: both functions are given.
         ArgumentTypeError: one is no function.
     """
+    if embed is not None:
+        stand_in = stand_in_for(embed)
+        return lambda model, batch: checked(stand_in(model, batch), "embed")
     # loss_fn=nn.MSELoss, without the parentheses, can be called, and would fail only in the first micro-batch.
     for name, given, two in (
         ("loss_fn", loss_fn, ("outputs", "targets")),
@@ -61,12 +67,12 @@ def loss_function(
 
         def by_loss_fn(model: Any, batch: Any) -> torch.Tensor | Computed:
             inputs, targets = inputs_and_targets(batch)
-            return _checked(loss_fn(call(model, inputs), targets), "loss_fn")
+            return checked(loss_fn(call(model, inputs), targets), "loss_fn")
 
         return by_loss_fn
     if training_step is not None:
-        return lambda model, batch: _checked(training_step(model, batch), "training_step")
-    return lambda model, batch: _checked(_model_loss(call_on_batch(model, batch)), "the model")
+        return lambda model, batch: checked(training_step(model, batch), "training_step")
+    return lambda model, batch: checked(_model_loss(call_on_batch(model, batch)), "the model")
 
 
 def stated(loss_of: LossOf, num_items: CountItems | None, reduction: Reducing) -> tuple[LossOf, Reducing]:
@@ -101,10 +107,10 @@ def _with_shared(loss_fn: Callable[..., Any] | None, training_step: Callable[...
         batch = given.batch
         if loss_fn is not None:
             inputs, targets = inputs_and_targets(batch)
-            return _checked(loss_fn(call(model, inputs), targets, *given.arguments), "loss_fn")
+            return checked(loss_fn(call(model, inputs), targets, *given.arguments), "loss_fn")
         if training_step is not None:
-            return _checked(training_step(model, batch, *given.arguments), "training_step")
-        return _checked(_model_loss(call_on_batch(model, batch)), "the model")
+            return checked(training_step(model, batch, *given.arguments), "training_step")
+        return checked(_model_loss(call_on_batch(model, batch)), "the model")
 
     return loss_of
 
@@ -185,7 +191,7 @@ def _model_loss(outputs: Any) -> Any:
     )
 
 
-def _checked(computed: Any, source: str) -> torch.Tensor | Computed:
+def checked(computed: Any, source: str) -> torch.Tensor | Computed:
     """Return a loss that can be trained on; ``source`` is what made it, as errors name it."""
     # Nearly every loss: the rest finds out what else it is, or the words for what is wrong with it.
     if isinstance(computed, torch.Tensor) and computed.requires_grad and not computed.ndim:

@@ -24,7 +24,8 @@ from autoaccum import _checks
 from autoaccum.data.splits import SplitLike, split_of
 from autoaccum.events import Record
 from autoaccum.loss.functions import loss_function
-from autoaccum.loss.stated import CountItems, Reducing
+from autoaccum.loss.stated import CountItems, LossScope, Reducing
+from autoaccum.loss.windowed import window_loss_of
 from autoaccum.memory.limit import MemoryLimit
 from autoaccum.planning.budget import Budget
 from autoaccum.planning.schedules import Progress, Schedule, schedule_of
@@ -72,6 +73,7 @@ CHECKS: tuple[Callable[..., Any], ...] = (
     statistics_of,
     _checks.of_verification,
     before_window_of,
+    window_loss_of,
     loss_function,
     _checks.of_validation,
     _checks.of_run_directory,
@@ -180,6 +182,22 @@ class FitArguments:
         probe=Own(),
         accumulator=Own(),
         in_check=Own(),
+    )
+    # A loss in which samples meet has no parts that add up: it takes two passes over the micro-batches.
+    loss_scope: LossScope = option(
+        "micro-batch: the losses of micro-batches add up to the window's; window: the loss is one of all samples of a "
+        "window, as contrastive losses are: embed makes embeddings of micro-batches, and loss_fn the loss of them all.",
+        default="micro-batch",
+        check=window_loss_of,
+        decides="training",
+        accumulator=Own(),
+    )
+    embed: Callable[[Any, Any], Any] | None = option(
+        'beside loss_scope="window" (model, micro-batch) -> embeddings, any pytree of tensors with one row per sample; '
+        "loss_fn is then (embeddings) or (embeddings, batch) -> the mean loss of a window.",
+        default=None,
+        check=window_loss_of,
+        accumulator=Own(),
     )
     # How the optimizer steps.
     optimizer: OptimizerLike | None = option(
@@ -521,16 +539,15 @@ class FitArguments:
 
     def modules(self) -> list[nn.Module]:
         """Return the model, and the loss or the training step where it is a module too."""
-        return modules_of(self.model, self.loss_fn, self.training_step, self.before_window)
+        return modules_of(self.model, self.loss_fn, self.training_step, self.before_window, self.embed)
 
 
-def modules_of(model: object, loss_fn: object, training_step: object, before_window: object = None) -> list[nn.Module]:
+def modules_of(model: object, *functions: object) -> list[nn.Module]:
     """Return what a call has that may have parameters to train: its modules, and those that its functions hold.
 
     The model comes first. A projection head that only the closure of training_step holds is as much a part of what is
     trained as the model: it is moved to the device, saved, and put back when a window is run again.
     """
-    functions = (loss_fn, training_step, before_window)
     named = [module for module in (model, *functions) if isinstance(module, nn.Module)]
     known = {layer for module in named for layer in module.modules()}
     for held in surroundings_of(functions).modules:

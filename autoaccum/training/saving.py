@@ -90,8 +90,10 @@ def configuration_of(
             {name: given[name] for name, argument in OF_FIT.items() if argument.decides == "training"}
         ),
     }
-    names = ("loss_fn", "training_step", "num_items", "before_window", "collate_fn")
-    functions = {name: getattr(arguments, name) for name in names if name != "before_window" or arguments.before_window}
+    names = ("loss_fn", "training_step", "num_items", "before_window", "collate_fn", "embed")
+    # Those that came later are described where they are given alone.
+    late = ("before_window", "embed")
+    functions = {name: getattr(arguments, name) for name in names if name not in late or getattr(arguments, name)}
     details = details_of({"model": model} | ({"loss": last} if last is not model else {}), functions, source.content())
     return {"model": type(model).__name__, **configuration.plain(given), "trained": trained, "details": details}
 

@@ -26,6 +26,7 @@ from autoaccum.events import Event
 from autoaccum.loss.coupling import is_compiled, smallest_micro_batch
 from autoaccum.loss.functions import loss_function, stated
 from autoaccum.loss.stated import LossOf
+from autoaccum.loss.windowed import window_loss_of
 from autoaccum.memory.base import Memory
 from autoaccum.memory.devices import find_device, memory_of
 from autoaccum.memory.limit import Limit, MemoryLimit
@@ -46,6 +47,7 @@ from autoaccum.training.metrics import Metrics
 from autoaccum.training.options import FitArguments
 from autoaccum.training.validation import Validator
 from autoaccum.training.validation_together import ValidatorOfAll
+from autoaccum.training.validation_windows import ValidatorOfWindows
 from autoaccum.verification.examiner import Examiner
 from autoaccum.verification.verdict import measure
 from autoaccum.window.batch_norm import refuse_unseen, statistics_of
@@ -58,6 +60,7 @@ from autoaccum.window.precision import autocast
 from autoaccum.window.sharding import ShardedTransaction
 from autoaccum.window.step import Step
 from autoaccum.window.transaction import Transaction
+from autoaccum.window.two_passes import TwoPasses
 
 # An Accumulator does not know its batches beforehand, nor does a stream its length; a search wants some end.
 BOUNDLESS = 2**30
@@ -184,7 +187,7 @@ def build(
         fewest = arguments.min_micro_batch or 1
         loss_of = _loss_of_examples(arguments, checked, place.device)
         build_lazy_layers(model, modules, source, loss_of, context, place.device, fewest)
-        functions = (arguments.loss_fn, arguments.training_step)
+        functions = (arguments.loss_fn, arguments.training_step, arguments.embed)
         optimizer = make_optimizer(arguments.optimizer, arguments.lr, parameters, functions)
         learning_rate = LearningRate(
             optimizer,
@@ -314,7 +317,9 @@ def make_step(
     )
     options: dict[str, Any] = {"clip_norm": clip_norm, "noise_scale": noise_scale, "sharing": sharing_of(job)}
     transaction: Transaction
-    if group is None:
+    if job.window_loss is not None:
+        transaction = TwoPasses(job, **options)
+    elif group is None:
         transaction = Transaction(job, **options)
     elif units_of(job.modules[0]):
         transaction = ShardedTransaction(job, group, **options)
@@ -356,14 +361,16 @@ def step_of(
     fixed = micro_batch if isinstance(micro_batch, int) else max((max(plan) for plan in plans), default=None)
     num_items = arguments.num_items if checked[before_window_of] is None else counting(arguments.num_items)
     loss_of, reduction = stated(checked[loss_function], num_items, arguments.reduction)
+    window_loss = checked[window_loss_of]
     job = Job(
         model=step_model,
         modules=tuple(arguments.modules()),
         optimizer=optimizer,
         loss_of=loss_of,
         num_items=num_items,
-        reduction=reduction,
+        reduction=reduction if window_loss is None else "sum",  # which its stand-in is
         before_window=checked[before_window_of],
+        window_loss=window_loss,
         collate_fn=arguments.collate_fn or getattr(arguments.data, "collate_fn", None),
         min_micro_batch=arguments.min_micro_batch or 1,
         split=checked[split_of],
@@ -415,7 +422,8 @@ def cache_of(arguments: FitArguments, place: Place, optimizer: torch.optim.Optim
         precision=arguments.precision,
         device=place.device,
         compiled=arguments.compile,
-        functions=(arguments.loss_fn, arguments.training_step),
+        # What comes later is there only where it is given, so that earlier runs are found under the same key.
+        functions=(arguments.loss_fn, arguments.training_step, *filter(None, [arguments.embed])),
     )
 
 
@@ -455,6 +463,9 @@ def validator_of(
             sharded=transaction.sharded,
             smallest=lambda: tuner.smallest,
         )
+    if (window_loss := step.job.window_loss) is not None:
+        size = checked[schedule_of].at(Progress())
+        kind = partial(ValidatorOfWindows, window_loss=window_loss, window_samples=size)
     validator: Validator = kind(
         step_model,
         modules,

@@ -36,6 +36,18 @@ def refuse(arguments: FitArguments) -> None:
             raise ArgumentError(name, type(sampler).__name__, "a sampler that draws the same on all ranks", cure)
     if units_of(arguments.model):
         _refuse_sharded(arguments)
+    refuse_window_loss(arguments.loss_scope)
+
+
+def refuse_window_loss(loss_scope: str) -> None:
+    """Refuse a loss of whole windows, whose embeddings ranks do not tell each other yet.
+
+    Raises:
+        ArgumentError: there is one.
+    """
+    if loss_scope == "window":
+        cure = "Ranks do not join their embeddings yet: run one process, which takes windows of any size."
+        raise ArgumentError("loss_scope", loss_scope, "'micro-batch' with several ranks", cure)
 
 
 def refuse_options(modules: Sequence[nn.Module], before_window: object, min_micro_batch: int | None) -> None:

@@ -1,0 +1,83 @@
+"""Contrastive learning on scikit-learn's digits: the larger the window, the better the features, in the same memory.
+
+    python examples/contrastive.py
+
+Two views of each image, shifted and noisy, are to be told from those of all other images of the window. What has been
+learnt is measured by a linear probe: a logistic regression on the frozen features. All runs have the memory of a device
+that holds 32 images and no more, for which ``max_micro_batch`` stands: the largest window takes 16 micro-batches.
+"""
+
+from typing import Any
+
+import torch
+from sklearn.datasets import load_digits
+from sklearn.linear_model import LogisticRegression
+from torch import Tensor, nn
+
+import autoaccum
+from autoaccum.loss.contrastive import info_nce
+
+STEPS = 50
+"""Optimizer steps of each run, whatever its window."""
+
+
+def load() -> tuple[Tensor, Tensor]:
+    digits = load_digits()
+    order = torch.randperm(len(digits.images), generator=torch.Generator().manual_seed(0))
+    images = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 16  # (1797, 1, 8, 8), from 0 to 1
+    return images[order], torch.tensor(digits.target)[order]
+
+
+def make_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(1, 32, 3, padding=1), nn.GELU(),
+        nn.Conv2d(32, 32, 3, stride=2, padding=1), nn.GELU(),
+        nn.Flatten(), nn.Linear(32 * 16, 64), nn.GELU(), nn.Linear(64, 32),
+    )  # fmt: skip
+
+
+def view(images: Tensor) -> Tensor:
+    """Shift each image by up to a pixel, and add noise."""
+    right, down = torch.randint(-1, 2, (2,)).tolist()
+    return images.roll((right, down), (2, 3)) + 0.2 * torch.randn_like(images)
+
+
+def embed(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+    """Return the embeddings of two views; both passes draw the same ones."""
+    (images,) = batch
+    return model(view(images)), model(view(images))
+
+
+def loss_fn(embeddings: tuple[Tensor, Tensor]) -> Tensor:
+    return info_nce(*embeddings, temperature=0.2)
+
+
+@torch.no_grad()
+def probe(model: nn.Module, images: Tensor, labels: Tensor) -> float:
+    """Return the share of held-out digits that a linear model on the features tells."""
+    features = model(images).numpy()
+    linear = LogisticRegression(max_iter=2000).fit(features[:1297], labels[:1297])
+    return float(linear.score(features[1297:], labels[1297:]))
+
+
+def train(window: int) -> tuple[float, int]:
+    """Return the probe's accuracy, and the largest micro-batch of the last window."""
+    images, labels = load()
+    model = make_model()
+    result = autoaccum.fit(
+        model, (images[:1297],), effective_batch=window, max_micro_batch=32, loss_scope="window", embed=embed,
+        loss_fn=loss_fn, optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=2e-3), steps=STEPS,
+        device="cpu", cache=False, progress=False,
+    )  # fmt: skip
+    return probe(model, images, labels), max(result.history[-1].micro_batches)
+
+
+def main(windows: tuple[int, ...] = (8, 32, 128, 512)) -> None:
+    for window in windows:
+        accuracy, micro_batch = train(window)
+        print(f"window {window:4d}, micro-batches of up to {micro_batch:3d}: linear probe {accuracy:.1%}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
