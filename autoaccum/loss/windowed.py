@@ -140,6 +140,7 @@ def spread(leaves: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the loss of ``stand_in_for`` for embeddings: a scalar, summed over samples."""
     terms = []
     for leaf in leaves:
+        # Of complex numbers both parts are to be seen.
         if leaf.is_complex():
             leaf = torch.view_as_real(leaf)
         if leaf.is_floating_point():

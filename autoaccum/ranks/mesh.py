@@ -173,6 +173,7 @@ class Mesh:
 
     def _take_early(self, gathering: Gathering) -> None:
         """Take all steps of a gathering that have come."""
+        # One step may be all that others' later ones were waiting for here.
         while (data := self._early.pop((*gathering.key, gathering.step), None)) is not None:
             at = 0
             while at < len(data):

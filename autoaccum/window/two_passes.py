@@ -151,6 +151,7 @@ class TwoPasses(Transaction):
         if cotangents:
             self._second_pass(cotangents)
         # As a window of one micro-batch would be: there is nothing to weigh, and nothing to correct.
+        # Its items are its samples, whatever the loss divides by.
         reduction = Reduction(float(self._num_samples))
         self._losses, self._reductions = [loss], [reduction]
         ending = self._read_end()
@@ -171,6 +172,7 @@ class TwoPasses(Transaction):
 
         The last micro-batch's graph is there still: its parameters have their gradient when this returns.
         """
+        # All have one structure, as each was compared with the first.
         spec, last = self._embedded[0].spec, self._embedded[-1].leaves
         # Given up as they are joined: what is held twice is held while memory is at its fullest.
         parts = [found.leaves for found in self._embedded[:-1]]
