@@ -121,7 +121,9 @@ def test_ranks_of_unequal_memory_have_plans_of_their_own() -> None:
         assert met == 0
         plan = large.plans[-1]
         assert sum(plan) == 60_000
-        assert plan[0] == 30_000 >= 2 * plan[-1], "the second rank has a fortieth of the memory"
+    # Where sizes are searched for they are also those that are fastest, which a busy machine decides.
+    plan = of_large[1][0].plans[-1]
+    assert plan[0] == 30_000 >= 2 * plan[-1], "the second rank has a fortieth of the memory"
 
 
 def in_half_precision() -> tuple[torch.Tensor, float, int]:
