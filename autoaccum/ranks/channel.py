@@ -104,7 +104,7 @@ class Channel:
         if not self._watch.has_begun:  # by a group of the user's own: from here on nobody waits for one that is lost
             self._watch.begin(dist.get_rank(), self._told(self.place))
         # What is small takes gloo longer than all that is done for it here.
-        self._mesh = connect(dist.get_rank(), dist.get_world_size(), self.place.host, self._told)
+        self._mesh = connect(dist.get_rank(), dist.get_world_size(), self.place.host, self._told, PATIENCE)
         self._closes.append(self._mesh.close)
 
     def _told(self, own: Any) -> list[Any]:

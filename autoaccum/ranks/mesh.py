@@ -28,8 +28,6 @@ _GREETING = struct.Struct("!32sB")
 """What a connection begins with: the word of whoever is called, and of which step it is."""
 _CHUNK = 2**20
 """Bytes that are read at once."""
-_PATIENCE = 600.0
-"""Seconds for a rank to connect; one that is lost is seen much sooner, by others than this."""
 _HASTE = 5.0
 """Seconds for whoever has connected to say who it is, which ranks do at once."""
 
@@ -51,7 +49,7 @@ class Gathering:
     parts: list[bytes]
     """Of this rank, the next one and so on, up to the last number and on from 0."""
     step: int = 0
-    """What has come yet: twice as many parts in each."""
+    """How many steps have come: each brings as many parts as are there, but for the last."""
 
 
 @dataclass(slots=True)
@@ -187,7 +185,7 @@ class Mesh:
             self._send(gathering)
 
 
-def connect(rank: int, size: int, host: str, tell: Callable[[Any], list[Any]]) -> Mesh:
+def connect(rank: int, size: int, host: str, tell: Callable[[Any], list[Any]], patience: float) -> Mesh:
     """Return the connections of this rank.
 
     Args:
@@ -195,13 +193,14 @@ def connect(rank: int, size: int, host: str, tell: Callable[[Any], list[Any]]) -
         size: how many there are, more than one.
         host: by which others reach its machine.
         tell: tells all ranks something, and returns what each has told.
+        patience: seconds for another rank to connect.
 
     Raises:
         OSError: another rank cannot be reached, or does not come.
     """
     steps = range((size - 1).bit_length())
     with socket.create_server(("", 0), backlog=128) as port:
-        port.settimeout(_PATIENCE)
+        port.settimeout(patience)  # one that is lost is seen much sooner, by the watches
         # A word that the ranks alone have heard: what comes through connections is unpickled.
         word = uuid.uuid4().hex.encode()
         places = tell((host, port.getsockname()[1], word))

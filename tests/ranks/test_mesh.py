@@ -133,7 +133,7 @@ def test_a_stranger_is_not_heard() -> None:
             barrier.wait(10)
             return [places[each] for each in range(3)]
 
-        return connect(rank, 3, "127.0.0.1", tell)
+        return connect(rank, 3, "127.0.0.1", tell, 10.0)
 
     with ThreadPoolExecutor(3) as threads:
         ranks = list(threads.map(of, range(3)))
