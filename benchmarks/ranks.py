@@ -62,7 +62,7 @@ def gpt(width: int, depth: int) -> Made:
 
 MODELS: dict[str, tuple[Callable[[], Made], int, int, int]] = {
     "tiny MLP": (tiny_mlp, 110, 300, 4),
-    "GPT, 11 million parameters": (lambda: gpt(384, 6), 2, 6, 2),
+    "GPT, 11 million parameters": (lambda: gpt(384, 6), 4, 20, 2),
 }
 """(model, windows to leave out, windows to time, micro-batches of each rank)"""
 

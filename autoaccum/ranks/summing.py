@@ -1,4 +1,4 @@
-"""Adds up the gradients of all ranks in buckets: at a window's end, or each as soon as its last gradient has come.
+"""Adds up the gradients of all ranks in buckets: at a window's end, or in lots, as soon as these have come.
 
 Buckets go through a few buffers, which are there from the beginning. All ranks begin the same sums in the same order,
 whatever happens to any of them: one that runs out of memory goes on with whatever is in a buffer, and says so in what
@@ -28,6 +28,8 @@ Piece = tuple[torch.Tensor, int, int]
 """A parameter, the first of its numbers, and how many."""
 _BUCKET_BYTES = 25 * 2**18
 """Bytes of gradients that are added up at once."""
+_LOT_BYTES = 100 * 2**18
+"""Bytes of gradients that are there before their sums begin while a backward goes on."""
 _LARGE = 8
 """A gradient that fills one in so many parts of a bucket is one of its own, added up where it lies."""
 _RING = 4
@@ -44,6 +46,10 @@ class _Bucket:
     @property
     def length(self) -> int:
         return sum(length for _, _, length in self.pieces)
+
+    @property
+    def size(self) -> int:
+        return self.length * self.place[1].itemsize
 
 
 class Summing:
@@ -114,7 +120,7 @@ class Summing:
 
     @contextmanager
     def listening(self, ordered: Sequence[torch.Tensor], others: Sequence[torch.Tensor] = ()) -> Iterator[None]:
-        """Begin each sum, while a backward runs in this, as soon as the gradients of its bucket are there.
+        """Begin sums, while a backward runs in this, as soon as the gradients of some buckets are there.
 
         Args:
             ordered: the parameters that are added up so, in an order that all ranks have.
@@ -220,8 +226,14 @@ class Summing:
         self.arrived.append(p)
         for bucket in self._of.get(id(p), ()) if self._buckets else ():
             bucket.missing.discard(id(p))
-        while self._begun < len(self._buckets) and not self._buckets[self._begun].missing:
-            self._begin_next(1.0)
+        ready, size = self._begun, 0
+        while ready < len(self._buckets) and not self._buckets[ready].missing:
+            size += self._buckets[ready].size
+            ready += 1
+        # Sums that go on beside a backward take cores and caches from it, the less so the fewer times they begin.
+        if size >= _LOT_BYTES:
+            while self._begun < ready:
+                self._begin_next(1.0)
 
     def _begin_next(self, factor: float) -> None:
         bucket = self._buckets[self._begun]

@@ -355,7 +355,7 @@ def at_every_operation_with(
     # For good: the process ends with the test. Without, gradients are added up after the last backward.
     SharedTransaction._comes_once = overlaps
     if in_place:  # as large ones are, by gloo, the largest in several parts, and small ones in buckets
-        summing._BUCKET_BYTES, channel._GATHERED = 400, 0
+        summing._BUCKET_BYTES, summing._LOT_BYTES, channel._GATHERED = 400, 1, 0
     return at_every_operation(of_rank, stride, first)
 
 

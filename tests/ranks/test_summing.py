@@ -125,10 +125,10 @@ def batch(rank: int, window: int) -> torch.Tensor:
 
 
 def overlapped(
-    bucket_bytes: int, operation: int | None, compression: Compression = "none"
+    bucket_bytes: int, operation: int | None, compression: Compression = "none", lot_bytes: int = 1
 ) -> tuple[list[list[torch.Tensor]], list[str], list[int]]:
     """Three windows: the first tells the order, in the second one memory runs out, in the third a layer is left out."""
-    summing._BUCKET_BYTES = bucket_bytes
+    summing._BUCKET_BYTES, summing._LOT_BYTES = bucket_bytes, lot_bytes
     group, model = joined(), Layers()
     parameters = list(model.parameters())
     group.summing.prepare(parameters, compression)
@@ -184,6 +184,15 @@ def test_sums_that_begin_in_the_backward_are_those_of_all_ranks(bucket_bytes: in
             torch.testing.assert_close(mine, whole, rtol=1e-12, atol=1e-14)
     assert begun[0] == begun[1] == begun_there[0] > 0, "all of them, before the backward has ended"
     assert begun_there[1] < begun[1] or bucket_bytes == 2**20, "a gradient that does not come keeps those behind it"
+
+
+@pytest.mark.parametrize("lot_bytes", [600, 10**6])
+def test_sums_begin_in_lots(lot_bytes: int) -> None:
+    (first, _, begun), (_, _, every) = launch(overlapped, 2, 40, None, "none", lot_bytes)
+    for mine, whole in zip(first[0], expected(1), strict=True):
+        torch.testing.assert_close(mine, whole, rtol=1e-12, atol=1e-14)
+    assert begun[0] == every[0]
+    assert begun[0] > 15 if lot_bytes == 600 else begun[0] == 0, "600 bytes are 15 buckets"
 
 
 @pytest.mark.parametrize(("operation", "compression"), [(1, "none"), (60, "none"), (75, "none"), (65, "bf16")])
