@@ -51,6 +51,7 @@ from autoaccum.training.validation_windows import ValidatorOfWindows
 from autoaccum.verification.examiner import Examiner
 from autoaccum.verification.verdict import measure
 from autoaccum.window.batch_norm import refuse_unseen, statistics_of
+from autoaccum.window.batch_norm_passes import ThroughWindow
 from autoaccum.window.before import before_window_of, counting, loss_alone, sharing_of
 from autoaccum.window.job import Job
 from autoaccum.window.joining import SharedTransaction
@@ -319,6 +320,8 @@ def make_step(
     transaction: Transaction
     if job.window_loss is not None:
         transaction = TwoPasses(job, **options)
+    elif job.batch_norm.kind == "window":
+        transaction = ThroughWindow(job, **options)
     elif group is None:
         transaction = Transaction(job, **options)
     elif units_of(job.modules[0]):

@@ -201,6 +201,7 @@ class Examiner:
             if self._is_first:
                 trained = [p for p in self._parameters if p.requires_grad]
                 said.extend(notices.half_precision_notices(trained))
+                said.extend(notices.passes_notices(self._job.modules, self._job.batch_norm))
                 self._is_first = False
             before = self._transaction.hypothesis
             reason = None

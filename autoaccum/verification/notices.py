@@ -41,6 +41,17 @@ def batch_norm_notices(modules: Sequence[nn.Module], statistics: Statistics = MI
     return [notice] if layers else []
 
 
+def passes_notices(modules: Sequence[nn.Module], statistics: Statistics) -> list[Notice]:
+    """Return what to say when windows are cut whose BatchNorm layers normalise by the statistics of all of them."""
+    layers = count_batch_norms(modules)
+    notice = Notice(
+        cause=f"The model holds {layers} BatchNorm layer{'s' if layers > 1 else ''} and batch_norm='{statistics}'",
+        consequence=f"A window that is cut takes about {layers + 1} times as long as one pass over its samples",
+        cure="Pass batch_norm='ghost:32', whose groups cost next to nothing, if that is too long",
+    )
+    return [notice] if layers and statistics.kind == "window" else []
+
+
 def coupling_notice() -> Notice:
     """Return what to say when windows are cut whose loss compares samples with each other."""
     return Notice(

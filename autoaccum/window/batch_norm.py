@@ -26,7 +26,10 @@ from autoaccum.errors import ArgumentError, ConflictingArgumentsError
 from autoaccum.planning.granules import MICRO, Statistics, granules
 from autoaccum.window.precision import Autocast
 
-ACCEPTED = "'micro', 'frozen', or 'ghost:' and the samples of a group, 2 at least, such as 'ghost:32'"
+ACCEPTED = (
+    "'micro', 'frozen', 'ghost:' and the samples of a group, 2 at least, such as 'ghost:32', or 'window', or "
+    "'window:' and the most layers"
+)
 """What ``batch_norm`` may be."""
 
 
@@ -36,6 +39,7 @@ def statistics_of(
     max_micro_batch: object = None,
     state: object = None,
     before_window: object = None,
+    noise_scale: object = None,
 ) -> Statistics:
     """Return what ``batch_norm`` says, where the other arguments leave room for it.
 
@@ -46,18 +50,23 @@ def statistics_of(
     found = _read(batch_norm)
     if found.kind == "micro":
         return found
+    if found.kind == "window":
+        for name, value in (("before_window", before_window), ("noise_scale", noise_scale or None)):
+            if value is not None:
+                cure = f"A window of it is run several times, none of which is the whole: leave {name} out."
+                raise ConflictingArgumentsError("batch_norm", str(found), name, cure)
     takes = None if before_window is None else positional(before_window)
     if takes is not None and takes.required > 1:
         cure = "Compute in before_window(batch) what needs no forward, or leave batch_norm out."
         raise ConflictingArgumentsError("batch_norm", str(found), "before_window(batch, in_pieces)", cure)
-    if found.kind == "ghost" and state == "window":
-        cure = "Running statistics move with every group: leave state out."
+    if found.kind in ("ghost", "window") and state == "window":
+        cure = f"Running statistics move as '{found}' has it: leave state out."
         raise ConflictingArgumentsError("batch_norm", str(found), 'state="window"', cure)
     for name, value in (("micro_batch", micro_batch), ("max_micro_batch", max_micro_batch)):
         if isinstance(value, int) and value < found.group:
             cure = f"A micro-batch holds whole groups of batch_norm='{found}': raise it, or choose smaller groups."
             raise ArgumentError(name, value, f"an int of at least {found.group}", cure)
-    for plan in micro_batch if isinstance(micro_batch, list | tuple) else ():
+    for plan in micro_batch if isinstance(micro_batch, list | tuple) and found.kind == "ghost" else ():
         sizes = plan if isinstance(plan, list | tuple) else ()
         if any(size % found.group for size in sizes[:-1]) or (len(sizes) > 1 and sizes[-1] == 1):
             cure = f"Micro-batches hold whole groups of batch_norm='{found}': pass plans that were recorded with it."
@@ -68,7 +77,11 @@ def statistics_of(
 def _read(batch_norm: object) -> Statistics:
     if isinstance(batch_norm, str) and batch_norm in ("micro", "frozen"):
         return Statistics("frozen" if batch_norm == "frozen" else "micro")
-    name, _, group = batch_norm.partition(":") if isinstance(batch_norm, str) else ("", "", "")
+    name, colon, group = batch_norm.partition(":") if isinstance(batch_norm, str) else ("", "", "")
+    if name == "window" and not colon:
+        return Statistics("window")
+    if name == "window" and group.isascii() and group.isdecimal() and 1 <= int(group) < 2**31:
+        return Statistics("window", most=int(group))
     # One sample has no statistics, so that a group of one is none.
     if name != "ghost" or not (group.isascii() and group.isdecimal()) or not 2 <= int(group) < 2**31:
         raise ArgumentError("batch_norm", batch_norm, ACCEPTED)
@@ -89,9 +102,12 @@ def refuse_unseen(statistics: Statistics, model: object, modules: Sequence[nn.Mo
     """
     if statistics.kind == "micro":
         return
-    if statistics.kind == "ghost" and is_shared:
+    if statistics.kind == "window":
+        layers = [layer for layer in _layers_of(modules) if layer.training or not layer.track_running_stats]
+        refuse_layers(statistics, len(layers))
+    if statistics.kind in ("ghost", "window") and is_shared:
         cure = (
-            "Running statistics move group by group, over all ranks: let each process train by itself "
+            "Statistics are those of samples that lie on several ranks: let each process train by itself "
             "(ranks='independent'), or pass batch_norm='frozen', or convert_batch_norm(model)."
         )
         raise ArgumentError("batch_norm", str(statistics), "'micro' or 'frozen' where ranks share each window", cure)
@@ -108,6 +124,26 @@ def refuse_unseen(statistics: Statistics, model: object, modules: Sequence[nn.Mo
             )
             accepted = f"a model that is neither compiled nor scripted beside batch_norm='{statistics}'"
             raise ArgumentError("model", type(part).__name__, accepted, cure)
+
+
+def _layers_of(modules: Sequence[nn.Module]) -> list[_BatchNorm]:
+    layers = dict.fromkeys(layer for module in modules for layer in module.modules())
+    return [layer for layer in layers if isinstance(layer, _BatchNorm)]
+
+
+def refuse_layers(statistics: Statistics, layers: int) -> None:
+    """Refuse statistics of the whole window for so many layers, or calls of them.
+
+    Raises:
+        ArgumentError: they are more than was asked for.
+    """
+    if layers > statistics.most:
+        cure = (
+            f"A window that is cut takes about {layers + 1} times as long with {layers} layers. Pass 'ghost:32', "
+            f"'frozen' or convert_batch_norm(model); or 'window:{layers}', if that is worth it."
+        )
+        accepted = f"a model that calls BatchNorm at most {statistics.most} times, not {layers}"
+        raise ArgumentError("batch_norm", str(statistics), accepted, cure)
 
 
 def forwards_of(statistics: Statistics, modules: Sequence[nn.Module], autocast: Autocast) -> Forwards | None:
@@ -129,22 +165,25 @@ class Forwards:
         self._statistics = statistics
         self._autocast = autocast
         # Once, for a walk through all modules of a model takes as long as some forwards.
-        layers = dict.fromkeys(layer for module in modules for layer in module.modules())
-        self._layers = [layer for layer in layers if isinstance(layer, _BatchNorm)]
+        self._layers = _layers_of(modules)
 
     def forward(self, num_samples: int) -> AbstractContextManager[Any]:
         """Return the context of a forward of so many samples."""
         stack = ExitStack()
         stack.enter_context(self._autocast())
-        stack.enter_context(_Seen(self._statistics, self._layers, num_samples, is_forward=True))
+        stack.enter_context(self._calls(num_samples, is_forward=True))
         return stack
 
     def backward(self, backward: Callable[[], None], num_samples: int) -> Callable[[], None]:
         """Return a backward in its context: a forward that was checkpointed is computed once more in it."""
         return partial(self._in_context, backward, num_samples)
 
+    def _calls(self, num_samples: int, *, is_forward: bool) -> Calls:
+        """Return what computes the calls of a forward, or of those that a backward computes once more."""
+        return _Seen(self._statistics, self._layers, num_samples, is_forward=is_forward)
+
     def _in_context(self, backward: Callable[[], None], num_samples: int) -> None:
-        seen = _Seen(self._statistics, self._layers, num_samples, is_forward=False)
+        seen = self._calls(num_samples, is_forward=False)
         # Autograd runs what was checkpointed outside of any mode, perhaps in another thread: layers enter one alone.
         handles = []
         for layer in self._layers:
@@ -186,8 +225,53 @@ class _Moves:
             counter.add_(sum(map(len, self.calls)) - len(self.calls))
 
 
-class _Seen(TorchFunctionMode):
-    """Sees the calls of BatchNorm within it, and computes them by other statistics."""
+class Calls(TorchFunctionMode):
+    """Sees the calls of BatchNorm within it, and computes them in its own way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._known: dict[Any, Callable[..., Any]] = {
+            functional.batch_norm: self._batch_norm,
+            torch.batch_norm: self._plain_batch_norm,
+        }
+
+    def enter_before(self, *_: Any) -> None:
+        """Enter the mode, as a hook before a layer's forward."""
+        self.__enter__()  # type: ignore[no-untyped-call]
+
+    def exit_after(self, *_: Any) -> None:
+        """Leave it, as a hook after the forward, whether that has failed or not."""
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return self._known.get(func, func)(*args, **(kwargs or {}))
+
+    def _plain_batch_norm(
+        self, input: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool, *others: Any
+    ) -> Any:
+        """Take the arguments in the order of ``torch.batch_norm``."""
+        momentum, eps, _ = others
+        return self._batch_norm(input, mean, var, weight, bias, training, momentum, eps)
+
+    def _batch_norm(
+        self,
+        input: torch.Tensor,
+        running_mean: torch.Tensor | None,
+        running_var: torch.Tensor | None,
+        weight: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        training: bool = False,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> torch.Tensor:
+        """Normalise as ``torch.nn.functional.batch_norm`` does, whose arguments these are, by other statistics."""
+        raise NotImplementedError
+
+
+class _Seen(Calls):
+    """Takes the statistics of groups, or the running ones, in place of a micro-batch's."""
 
     def __init__(
         self, statistics: Statistics, layers: Sequence[_BatchNorm], num_samples: int, *, is_forward: bool
@@ -203,9 +287,7 @@ class _Seen(TorchFunctionMode):
         self._counters = {id(layer.num_batches_tracked) for layer in layers if layer.running_mean is not None}
         self._counted: set[int] = set()  # of those, the ones that layers have moved
         self._moves: dict[int, _Moves] = {}  # of running means that groups move
-        self._known: dict[Any, Callable[..., Any]] = {
-            functional.batch_norm: self._batch_norm,
-            torch.batch_norm: self._plain_batch_norm,
+        self._known |= {
             torch.Tensor.add_: partial(self._count, torch.Tensor.add_),
             torch.Tensor.__iadd__: partial(self._count, torch.Tensor.__iadd__),
         }
@@ -215,19 +297,6 @@ class _Seen(TorchFunctionMode):
         if error is None:
             for moves in self._moves.values():
                 moves.make(self._counted)
-
-    def enter_before(self, *_: Any) -> None:
-        """Enter the mode, as a hook before a layer's forward."""
-        self.__enter__()  # type: ignore[no-untyped-call]
-
-    def exit_after(self, *_: Any) -> None:
-        """Leave it, as a hook after the forward, whether that has failed or not."""
-        self.__exit__(None, None, None)
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return self._known.get(func, func)(*args, **(kwargs or {}))
 
     def _count(self, add: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
         """Count a batch, as layers do before they normalise it, and note that they did."""
@@ -241,13 +310,6 @@ class _Seen(TorchFunctionMode):
         if counter is not None and id(counter) in self._counted:
             self._counted.remove(id(counter))
             counter.add_(batches - 1)
-
-    def _plain_batch_norm(
-        self, input: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool, *others: Any
-    ) -> Any:
-        """Take the arguments in the order of ``torch.batch_norm``."""
-        momentum, eps, _ = others
-        return self._batch_norm(input, mean, var, weight, bias, training, momentum, eps)
 
     def _batch_norm(
         self,
@@ -269,6 +331,11 @@ class _Seen(TorchFunctionMode):
         compute = partial(functional.batch_norm, weight=weight, bias=bias, eps=eps)
         if not training:
             return compute(input, running_mean, running_var, training=False)
+        if self._statistics.kind == "window":  # which is looked at: whose statistics these are is no matter then
+            self._recount(layer, 0)
+            channels = input.new_ones(input.shape[1], dtype=torch.promote_types(input.dtype, torch.float32))
+            mean = torch.zeros_like(channels) if running_mean is None else running_mean
+            return compute(input, mean, channels if running_var is None else running_var, training=False)
         if self._statistics.kind == "frozen":
             if running_mean is None or running_var is None:
                 cure = "Keep running statistics (track_running_stats=True), or pass batch_norm='ghost:32'."
