@@ -17,7 +17,7 @@ OF_FEW = 4
 """Measure with groups of so many samples: statistics of two are a sign, whose gradient is next to nothing."""
 
 MOST_LAYERS = 5
-"""BatchNorm layers that ``batch_norm="window"`` takes, unless more are asked for: six times as long as they are."""
+"""BatchNorm layers that ``batch_norm="window"`` takes, unless more are asked for; six times the time and more."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -226,6 +226,7 @@ class Summing:
         self.arrived.append(p)
         for bucket in self._of.get(id(p), ()) if self._buckets else ():
             bucket.missing.discard(id(p))
+        # In the order that was agreed upon: what is ready behind a bucket that is not has to wait.
         ready, size = self._begun, 0
         while ready < len(self._buckets) and not self._buckets[ready].missing:
             size += self._buckets[ready].size

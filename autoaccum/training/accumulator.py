@@ -139,7 +139,7 @@ class Accumulator:
                 micro-batch: with each; window: once, as the last micro-batch leaves it, and all of a window find the
                 same.
             batch_norm: whose statistics BatchNorm normalises by in training: micro: those of a micro-batch; ghost:32:
-                of each 32 samples of the window, whatever the micro-batch; window: of all of it, in L + 1 times the
+                of each 32 samples of the window, whatever the micro-batch; window: of all of it, in L + 1.5 times the
                 time for L layers; frozen: the running ones, which stay.
             verify: measure, on a few samples of the first window that is cut and now and then, that cut windows have
                 the gradient of whole ones.

@@ -145,8 +145,8 @@ def fit(
         state: how often state that forwards change (momentum encoders, spectral norms, codebooks) moves: micro-batch:
             with each; window: once, as the last micro-batch leaves it, and all of a window find the same.
         batch_norm: whose statistics BatchNorm normalises by in training: micro: those of a micro-batch; ghost:32: of
-            each 32 samples of the window, whatever the micro-batch; window: of all of it, in L + 1 times the time for L
-            layers; frozen: the running ones, which stay.
+            each 32 samples of the window, whatever the micro-batch; window: of all of it, in L + 1.5 times the time for
+            L layers; frozen: the running ones, which stay.
         verify: measure, on a few samples of the first window that is cut and now and then, that cut windows have the
             gradient of whole ones.
         strict: raise NotExactError before a step on a gradient that was measured not to be the whole window's, or could

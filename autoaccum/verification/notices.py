@@ -46,7 +46,7 @@ def passes_notices(modules: Sequence[nn.Module], statistics: Statistics) -> list
     layers = count_batch_norms(modules)
     notice = Notice(
         cause=f"The model holds {layers} BatchNorm layer{'s' if layers > 1 else ''} and batch_norm='{statistics}'",
-        consequence=f"A window that is cut takes about {layers + 1} times as long as one pass over its samples",
+        consequence=f"A window that is cut takes about {layers + 1.5:g} times as long as one pass over its samples",
         cure="Pass batch_norm='ghost:32', whose groups cost next to nothing, if that is too long",
     )
     return [notice] if layers and statistics.kind == "window" else []

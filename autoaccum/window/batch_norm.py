@@ -103,6 +103,7 @@ def refuse_unseen(statistics: Statistics, model: object, modules: Sequence[nn.Mo
     if statistics.kind == "micro":
         return
     if statistics.kind == "window":
+        # What no layer calls, or one more than once, is met in the first window.
         layers = [layer for layer in _layers_of(modules) if layer.training or not layer.track_running_stats]
         refuse_layers(statistics, len(layers))
     if statistics.kind in ("ghost", "window") and is_shared:
@@ -139,7 +140,7 @@ def refuse_layers(statistics: Statistics, layers: int) -> None:
     """
     if layers > statistics.most:
         cure = (
-            f"A window that is cut takes about {layers + 1} times as long with {layers} layers. Pass 'ghost:32', "
+            f"A window that is cut takes about {layers + 1.5:g} times as long with {layers} layers. Pass 'ghost:32', "
             f"'frozen' or convert_batch_norm(model); or 'window:{layers}', if that is worth it."
         )
         accepted = f"a model that calls BatchNorm at most {statistics.most} times, not {layers}"

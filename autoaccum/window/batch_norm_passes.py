@@ -14,8 +14,8 @@ Normalization", 2015, section 3).
 
 All passes begin where the window began, random states, buffers and attributes alike, and go through the same
 micro-batches in the same order: they draw the same dropout. With L calls there are L passes forward, one forward and
-backward, and L more of which the backward begins at a call: L + 1 times a plain window. A window of one micro-batch is
-a plain one.
+backward, and L more of which the backward begins at a call: L + 4/3 times a plain window, where a backward takes twice
+as long as a forward. A window of one micro-batch is a plain one.
 """
 
 from __future__ import annotations
@@ -30,11 +30,10 @@ import torch
 from autoaccum.data.base import Window
 from autoaccum.errors import ArgumentError
 from autoaccum.loss.coupling import batch_norms
-from autoaccum.loss.graph import graph_alone
 from autoaccum.loss.stated import Computed
 from autoaccum.planning.attempts import Piece
 from autoaccum.window.batch_norm import Calls, Forwards, refuse_layers
-from autoaccum.window.batch_norm_statistics import Norm, normalised
+from autoaccum.window.batch_norm_statistics import Norm, normalised, normalised_alone
 from autoaccum.window.gradient import Gradient, Repeat
 from autoaccum.window.job import Job
 from autoaccum.window.transaction import Transaction
@@ -49,7 +48,7 @@ class Call:
     mark: torch.Tensor | None
     """The sum of its input, where a layer is called more than once; by it the call is found again in a backward."""
     has_graph: bool
-    """Whether a graph was recorded, from which a backward can begin, or would have been."""
+    """Whether a graph was recorded, from which a backward can begin."""
     moves: tuple[torch.Tensor | None, torch.Tensor | None, float]
     """The running statistics, and their momentum."""
 
@@ -71,11 +70,13 @@ class Passes(Forwards):
         self.known: list[Norm] = []
         """The statistics of the window, of the first calls."""
         self.wanted: int | None = None
-        """The call of which something is wanted; for that, what comes after it needs no graph."""
+        """The call of which something is wanted."""
         self.input: torch.Tensor | None = None
         """What it was given in the last forward, with the graph, where its statistics are known."""
         self.parts: list[Norm] = []
         """Its statistics in each micro-batch, where they are not."""
+        self.is_in_forward = False
+        """Whether one is being computed, by whose gradients nothing goes back to statistics."""
         self.num_forwards = 0
         """Forwards of the window so far."""
         self._repeated: set[int] = set()  # keys of several calls
@@ -86,6 +87,7 @@ class Passes(Forwards):
         Raises:
             ArgumentError: they are others than before, or more than was asked for.
         """
+        # The first micro-batch stands for all: whether others are like it is seen in each pass.
         if self.num_calls is None:
             refuse_layers(self._statistics, len(self.calls))
             self.num_calls = len(self.calls)
@@ -107,9 +109,19 @@ class Passes(Forwards):
         """Note a call of a forward, and return its number."""
         # A call of a layer that is called once is known by the layer.
         mark = input.detach().sum() if key in self._repeated else None
-        is_behind = self.wanted is not None and len(self.calls) > self.wanted  # where none is recorded any more
-        self.calls.append(Call(key, mark, torch.is_grad_enabled() or is_behind, moves))
+        self.calls.append(Call(key, mark, torch.is_grad_enabled(), moves))
         return len(self.calls) - 1
+
+    def go_through(self, gradient: torch.Tensor) -> None:
+        """Hear of a gradient that goes back through a call.
+
+        Raises:
+            ArgumentError: a loss takes it, as a penalty on gradients does.
+        """
+        if self.is_in_forward:
+            cure = "Pass batch_norm='ghost:32' or 'frozen', or take gradients of what no BatchNorm is in."
+            accepted = "a loss that takes no gradients through BatchNorm"
+            raise ArgumentError("batch_norm", str(self._statistics), accepted, cure)
 
     def found_again(self, key: int, input: torch.Tensor) -> int:
         """Return the number of the call of the last forward that a backward computes once more.
@@ -138,6 +150,15 @@ class _Given(Calls):
         self._passes = passes
         self._is_forward = is_forward
 
+    def __enter__(self) -> _Given:
+        self._passes.is_in_forward = self._is_forward
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        self._passes.is_in_forward = False
+        super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
+
     def _batch_norm(
         self,
         input: torch.Tensor,
@@ -158,15 +179,17 @@ class _Given(Calls):
             index = passes.seen(key, input, (running_mean, running_var, momentum))
         else:
             index = passes.found_again(key, input)
-        norm = passes.known[index] if index < len(passes.known) else Norm.of(input)
-        output = normalised(input, norm, weight, bias, eps)
+        if index < len(passes.known):
+            output = normalised(input, passes.known[index], weight, bias, eps)
+            if output.requires_grad:
+                output.register_hook(passes.go_through)  # type: ignore[no-untyped-call]
+        else:
+            output, norm = normalised_alone(input, weight, bias, eps)
         if self._is_forward and index == passes.wanted:
             if index < len(passes.known):
                 passes.input = input
             else:
                 passes.parts.append(norm)
-            output = output.detach()
-            torch.set_grad_enabled(False)  # until the forward ends
         return output
 
 
@@ -222,15 +245,13 @@ class ThroughWindow(Transaction):
 
     def _look(self, batch: Any, size: int) -> None:
         """Run a forward for statistics alone."""
-        # In eval mode some layers choose another kernel where no graph is recorded, and round otherwise.
-        with torch.no_grad() if all(self.snapshot.modes()) else graph_alone():
-            self._run(batch, size)
+        # With its graph, for without one some layers choose another kernel, and round otherwise.
+        self._run(batch, size)
         self._passes.learn()
 
     def _run(self, batch: Any, size: int) -> torch.Tensor | None:
         """Run a forward in a pass, and return its loss; None where it divides by the number of its items."""
-        # A pass may leave gradients off from some call on.
-        with torch.set_grad_enabled(torch.is_grad_enabled()), self._passes.forward(size):
+        with self._passes.forward(size):
             try:
                 computed = self._job.loss_of(self._job.model, batch)
             except ZeroDivisionError:  # BatchNorm has seen its samples all the same
@@ -253,6 +274,7 @@ class ThroughWindow(Transaction):
 
     def finish(self) -> Gradient | Repeat:
         """Complete the gradient: all passes but the first, and what the end of any window does."""
+        # A window that was not cut has its gradient already.
         if self._pieces:
             self._check_parameters()
             self._find_statistics()
@@ -264,6 +286,7 @@ class ThroughWindow(Transaction):
         return super().finish()
 
     def _check_parameters(self) -> None:
+        # What moves with each forward would be another one in each pass, and is not followed: it may be large.
         if self._written() != self._versions:
             cure = "Pass batch_norm='ghost:32', or write to parameters between steps."
             accepted = "a model whose forward writes to no parameter"
@@ -278,6 +301,7 @@ class ThroughWindow(Transaction):
                 self._from_begin()
                 for piece in self._pieces:
                     self._look(self._window.micro_batch(piece.start, piece.size), piece.size)
+            # Those of the next call are of what this one makes of its input.
             passes.known.append(Norm.joined(passes.parts))
         passes.wanted = None
 
@@ -298,8 +322,7 @@ class ThroughWindow(Transaction):
             before = self._passes.num_forwards
             super()._compute(self._window.micro_batch(piece.start, piece.size), piece)
             if self._passes.num_forwards == before:  # it counts nothing, but draws what those after it have to find
-                with torch.no_grad():
-                    self._run(self._window.micro_batch(piece.start, piece.size), piece.size)
+                self._run(self._window.micro_batch(piece.start, piece.size), piece.size)
         self._forwards = None
 
     def _go_back(self) -> None:
@@ -323,6 +346,7 @@ class ThroughWindow(Transaction):
     @torch.no_grad()
     def _move_running(self) -> None:
         """Move running statistics and counts once, as a forward of the whole window would."""
+        # All at the window's end: until then each pass finds those that the window began with.
         # Not as they are now, for what is checkpointed counts in backwards too.
         for tracked, (before, of_forward) in zip(self._counted(), self._counts, strict=True):
             tracked.copy_(before + of_forward)
