@@ -163,8 +163,9 @@ def probe(
     # Beyond a limit that only we know of, an allocation would succeed, and could take the machine's last memory.
     limit = Limit(memory, memory_limit)
     source = open_source(data, seed=0, shuffle=False, device=on, collate_fn=collate_fn, split=checked[split_of])
-    # Of a stream without an effective batch nothing says how many samples are of use: a million is enough to know.
-    ceiling = min(n for n in (max_micro_batch, most, source.num_samples, 2**20) if n is not None)
+    # Without an effective batch nothing says how many samples are of use, and those that there are are repeated: a
+    # million is enough to know.
+    ceiling = min(n for n in (max_micro_batch, most, 2**20) if n is not None)
     fewest = min_micro_batch or 1
     _checks.of_smallest_window(min_micro_batch, None if schedule is None else schedule.smallest)
     context = autocast(precision, on)

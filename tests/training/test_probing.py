@@ -65,10 +65,18 @@ class TestAnswer:
     )
     def test_of_a_schedule_the_most_is_planned(self, effective_batch: Any, plan: tuple[int, ...] | None) -> None:
         report = autoaccum.probe(
-            mlp(), classes(20), loss_fn=cross_entropy, effective_batch=effective_batch, device="cpu"
+            mlp(), classes(20), loss_fn=cross_entropy, effective_batch=effective_batch, device="cpu", max_micro_batch=20
         )
         assert (report.plan and report.plan.sizes) == plan
         assert report.max_micro_batch == (max(plan) if plan else 20)
+
+    @pytest.mark.parametrize("samples", [1, 7])
+    def test_few_samples_are_repeated(self, samples: int) -> None:
+        """How much data there is says nothing of what fits."""
+        with simulated_memory("2MiB"):
+            report = autoaccum.probe(mlp(), classes(samples), loss_fn=cross_entropy)
+        assert report.max_micro_batch > 5000
+        assert report.trials[-1].predicted_bytes is not None
 
     def test_stops_at_the_effective_batch_and_plans_it(self) -> None:
         with simulated_memory("1GiB"):
