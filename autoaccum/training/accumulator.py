@@ -184,7 +184,6 @@ class Accumulator:
         with self._telling():
             if self._meeting is not None:
                 together.refuse_options(self._modules, before_window, min_micro_batch)
-                together.refuse_window_loss(loss_scope)
                 self._meeting.group.summing.prepare(parameters, compression)
             # Left to the first step, it would be allocated after plans have been measured without it.
             with place.limit.kept(), room_for_model(place.memory, place.limit.bytes, parameters):
@@ -218,6 +217,7 @@ class Accumulator:
         # What decides what is computed has to be the same on all ranks; how windows are cut is each one's own.
         self._given: dict[str, Any] = {"clip_norm": clip_norm, "precision": precision, "state": state}
         self._given |= {"reduction": reduction, "compression": compression, "batch_norm": batch_norm}
+        self._given |= {"loss_scope": loss_scope}
         with self._telling():
             self._step = make_step(
                 job,

@@ -62,6 +62,7 @@ from autoaccum.window.sharding import ShardedTransaction
 from autoaccum.window.step import Step
 from autoaccum.window.transaction import Transaction
 from autoaccum.window.two_passes import TwoPasses
+from autoaccum.window.two_passes_joined import SharedTwoPasses
 
 # An Accumulator does not know its batches beforehand, nor does a stream its length; a search wants some end.
 BOUNDLESS = 2**30
@@ -318,7 +319,9 @@ def make_step(
     )
     options: dict[str, Any] = {"clip_norm": clip_norm, "noise_scale": noise_scale, "sharing": sharing_of(job)}
     transaction: Transaction
-    if job.window_loss is not None:
+    if job.window_loss is not None and group is not None:
+        transaction = SharedTwoPasses(job, group=group, compression=compression, **options)
+    elif job.window_loss is not None:
         transaction = TwoPasses(job, **options)
     elif job.batch_norm.kind == "window":
         transaction = ThroughWindow(job, **options)

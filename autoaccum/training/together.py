@@ -36,18 +36,6 @@ def refuse(arguments: FitArguments) -> None:
             raise ArgumentError(name, type(sampler).__name__, "a sampler that draws the same on all ranks", cure)
     if units_of(arguments.model):
         _refuse_sharded(arguments)
-    refuse_window_loss(arguments.loss_scope)
-
-
-def refuse_window_loss(loss_scope: str) -> None:
-    """Refuse a loss of whole windows, whose embeddings ranks do not tell each other yet.
-
-    Raises:
-        ArgumentError: there is one.
-    """
-    if loss_scope == "window":
-        cure = "Ranks do not join their embeddings yet: run one process, which takes windows of any size."
-        raise ArgumentError("loss_scope", loss_scope, "'micro-batch' with several ranks", cure)
 
 
 def refuse_options(modules: Sequence[nn.Module], before_window: object, min_micro_batch: int | None) -> None:
@@ -77,6 +65,7 @@ def _refuse_sharded(arguments: FitArguments) -> None:
         "state": arguments.state == "window",
         # All ranks run as many micro-batches, whose sizes follow from that.
         "before_window": arguments.before_window is not None,
+        "loss_scope": arguments.loss_scope == "window",
         "min_micro_batch": (arguments.min_micro_batch or 1) > 1,
         "micro_batch": not isinstance(arguments.micro_batch, int | str),
         "balance": arguments.balance != "equal",
@@ -142,6 +131,7 @@ def begin(group: Group, run: KeptOfRun, arguments: FitArguments, source: Source,
         "data": f"{source.num_samples} samples",
         # A function is another object on each rank; what it asks for is compared in each window.
         "effective_batch": _shown(arguments.effective_batch),
+        "loss_scope": arguments.loss_scope,
         "min_micro_batch": arguments.min_micro_batch,
         "seed": arguments.seed,
         "compression": arguments.compression,

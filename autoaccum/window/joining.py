@@ -21,6 +21,7 @@ from autoaccum.ranks.channel import undisturbed
 from autoaccum.ranks.group import Group
 from autoaccum.ranks.shares import argument_of, num_of_all_ranks
 from autoaccum.ranks.summing import Compression
+from autoaccum.window.ending import Ending
 from autoaccum.window.gradient import Repeat
 from autoaccum.window.job import Job
 from autoaccum.window.terms import Terms
@@ -260,8 +261,7 @@ class SharedTransaction(Transaction):
         heard = self._tell(own)
         self.is_joined = True
         if any(each is None for each in heard):  # given up there: what has begun is ended, and thrown away
-            summing.drain()
-            self.is_abandoned, self._mark = True, self._known()
+            self._abandon()
             return
         with undisturbed():  # nothing may fail before gradients are added up, for which others wait
             joined = join(heard, self._num_samples)
@@ -275,6 +275,12 @@ class SharedTransaction(Transaction):
         if any(each.came_twice for each in heard):  # what came later is missing in the sums
             self.is_abandoned, self._comes_once, self._overlaps = self._overlaps, False, False
         self._order = self._order or heard[0].arrived
+
+    def _unscaled_and_clipped(self, correction: float, ending: Ending | None) -> torch.Tensor | None:
+        # A scaler is made ready by the first loss that it scales, and this rank may have had none.
+        if self.scaler is not None:
+            self.scaler.scale(torch.zeros((), device=self._job.device))
+        return super()._unscaled_and_clipped(correction, ending)
 
     def _make_room(self, parameters: Sequence[torch.Tensor]) -> None:
         self._group.summing.prepare(parameters, self._compression)
@@ -300,9 +306,20 @@ class SharedTransaction(Transaction):
         if failure is not None:
             raise failure
 
+    def _abandon(self) -> None:
+        """Leave an attempt that another rank has given up, and all run again."""
+        self._group.summing.drain()
+        self.is_joined = self.is_abandoned = True
+        self._mark = self._known()
+
+    @property
+    def is_waited_for(self) -> bool:
+        """Return whether others have begun what this rank has to take part in, should it give up the attempt."""
+        return self._group.summing.is_begun
+
     def give_up(self) -> None:
         """End an attempt that has failed on this rank, where others have begun to add up its gradients."""
-        if self.is_joined or not self._group.summing.is_begun:
+        if self.is_joined or not self.is_waited_for:
             return
         self.own_sizes = tuple(self._sizes)
         self._group.summing.drain()

@@ -15,7 +15,7 @@ its end. A window of one micro-batch is one pass with the plain loss, by the sam
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -81,7 +81,7 @@ class TwoPasses(Transaction):
     # The first pass.
 
     def _compute(self, batch: Any, piece: Piece) -> None:
-        is_last = piece.start + piece.size == self._num_samples
+        is_last = piece.start + piece.size == self._window.num_samples
         if piece.is_trial:
             self._rehearse(batch)
             batch = self._window.micro_batch(piece.start, piece.size)
@@ -145,21 +145,28 @@ class TwoPasses(Transaction):
 
     def finish(self) -> Gradient | Repeat:
         """Complete the gradient: the loss of all embeddings, and the second pass; unscale and clip it."""
-        self.own_sizes = sizes = tuple(self._sizes)
+        self.own_sizes = tuple(self._sizes)
         self._check_parameters()
         loss, cotangents = self._backward_of_loss()
         if cotangents:
             self._second_pass(cotangents)
+        return self._ended([loss])
+
+    def _ended(self, losses: list[torch.Tensor | None]) -> Gradient | Repeat:
+        """Return the gradient, which is there, unscaled and clipped; ``losses`` are that of the window, or none."""
         # As a window of one micro-batch would be: there is nothing to weigh, and nothing to correct.
         # Its items are its samples, whatever the loss divides by.
-        reduction = Reduction(float(self._num_samples))
-        self._losses, self._reductions = [loss], [reduction]
+        self._losses, self._reductions = losses, [Reduction(float(self._num_samples)) for _ in losses]
         ending = self._read_end()
+        if self.is_abandoned:
+            return Repeat(sizes=self.own_sizes)
+        sizes, loss = tuple(self._sizes), self._losses[0]
+        assert loss is not None
         return Gradient(
             sizes=sizes,
-            own=sizes,
+            own=self.own_sizes,
             grad_norm=self._unscaled_and_clipped(1.0, ending),
-            loss=self._losses[0] if self._losses[0] is not None else loss,
+            loss=loss,
             overflow=None if ending is None else ending.overflow(),
             items=float(self._num_samples),
             counts=tuple(map(float, sizes)),
@@ -178,7 +185,7 @@ class TwoPasses(Transaction):
         parts = [found.leaves for found in self._embedded[:-1]]
         self._embedded = []
         # One leaf for each tensor of all micro-batches but the last: the gradient that it gets is that of their rows.
-        firsts = [_as_leaf(leaf) for leaf in joined(parts)] if parts else []
+        firsts = [as_leaf(leaf) for leaf in joined(parts)] if parts else []
         leaves = joined([firsts, last]) if parts else list(last)
         del parts, last
         loss = self._loss_of(spec.unflatten(leaves))
@@ -193,7 +200,7 @@ class TwoPasses(Transaction):
         # What a loss needs of samples, such as labels, embed may return as well: then the window need not be gathered.
         arguments = [embeddings]
         if self._loss.takes_batch:
-            batch = self._window.samples(range(self._num_samples))
+            batch = self._all_samples()
             arguments.append(batches.to_device(batch, self._job.device, copy=True))
         with self._autocast():
             computed = checked(self._loss.loss_fn(*arguments), "loss_fn")
@@ -201,6 +208,10 @@ class TwoPasses(Transaction):
             self.outputs.take(computed.outputs, self._num_samples)
             computed = computed.loss
         return computed
+
+    def _all_samples(self) -> Any:
+        """Return all samples of the window as one batch, where they lie."""
+        return self._window.samples(range(self._num_samples))
 
     def _second_pass(self, cotangents: list[list[torch.Tensor | None]]) -> None:
         """Run all micro-batches but the last once more, and go back from the gradients of their embeddings."""
@@ -211,21 +222,23 @@ class TwoPasses(Transaction):
         for index, (piece, gradients) in enumerate(zip(self._pieces[:-1], cotangents, strict=True)):
             if self._found is not None and index:
                 self._found.restore(random=False)
-            leaves = self._embed(self._window.micro_batch(piece.start, piece.size)).leaves
-            if len(leaves) != len(gradients):
-                raise _differs(f"{len(gradients)} and {len(leaves)} tensors")
-            learnt, given = [], []
-            for leaf, gradient in zip(leaves, gradients, strict=True):
-                if gradient is not None and leaf.requires_grad:
-                    if leaf.shape != gradient.shape:
-                        raise _differs(f"shapes {tuple(gradient.shape)} and {tuple(leaf.shape)}")
-                    learnt.append(leaf)
-                    given.append(gradient)
-            if learnt:
-                self._gradients.owned(partial(torch.autograd.backward, learnt, given))()
-            del leaves, learnt, given
+            self._go_back(self._embed(self._window.micro_batch(piece.start, piece.size)).leaves, gradients)
         cotangents.clear()  # their memory may be what the state needs to be put back
         after.restore()
+
+    def _go_back(self, leaves: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
+        """Add what embeddings of one micro-batch, whose graph is there, and their gradients make of the window's."""
+        if len(leaves) != len(gradients):
+            raise _differs(f"{len(gradients)} and {len(leaves)} tensors")
+        learnt, given = [], []
+        for leaf, gradient in zip(leaves, gradients, strict=True):
+            if gradient is not None and leaf.requires_grad:
+                if leaf.shape != gradient.shape:
+                    raise _differs(f"shapes {tuple(gradient.shape)} and {tuple(leaf.shape)}")
+                learnt.append(leaf)
+                given.append(gradient)
+        if learnt:
+            self._gradients.owned(partial(torch.autograd.backward, learnt, given))()
 
     def _check_parameters(self) -> None:
         """Find out which parameters forwards write to, so that the second pass finds them as the first one did.
@@ -234,7 +247,7 @@ class TwoPasses(Transaction):
             ArgumentError: they have written to others than those that the first window has shown.
         """
         assert self._begun is not None
-        if self._job.state == "window" or len(self._pieces) == 1:
+        if self._job.state == "window" or len(self._pieces) < 2:
             return
         if self._written is None:
             self._written = [tensor for tensor in self._begun.moved() if isinstance(tensor, nn.Parameter)]
@@ -260,7 +273,7 @@ def _versions(modules: Any) -> dict[int, int]:
     return {id(p): p._version for module in modules for p in module.parameters()}
 
 
-def _as_leaf(tensor: torch.Tensor) -> torch.Tensor:
+def as_leaf(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor that gradients come to; of whole numbers there are none."""
     is_learnt = tensor.is_floating_point() or tensor.is_complex()
     return tensor.detach().requires_grad_() if is_learnt else tensor

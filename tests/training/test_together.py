@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from autoaccum.errors import ArgumentError
 from autoaccum.training import together
 from autoaccum.training.followed import Followed
 
@@ -43,9 +42,3 @@ def test_ranks_draw_apart_and_each_the_same_again() -> None:
 def test_the_first_wish_of_any_rank_is_all_of_theirs(wish: str | None, heard: str | None) -> None:
     group = Alone()
     assert together.agreed(group, [(wish, []), (heard, [])], Followed([])) == (wish or heard)  # type: ignore[arg-type]
-
-
-def test_a_loss_of_whole_windows_is_refused_on_several_ranks() -> None:
-    together.refuse_window_loss("micro-batch")
-    with pytest.raises(ArgumentError, match=r"loss_scope='window': expected 'micro-batch' with several ranks"):
-        together.refuse_window_loss("window")

@@ -1,0 +1,112 @@
+"""The two passes on several ranks: what each of them runs and reads, what they tell each other, and what is refused."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import Dataset
+
+import autoaccum
+from autoaccum.errors import AutoaccumError
+from tests.models import mlp
+from tests.processes import in_turn
+from tests.ranks.launching import launch
+
+pytestmark = in_turn
+WINDOW = 12
+
+
+def rank() -> int:
+    return int(os.environ["RANK"])
+
+
+class Rows(Dataset[Any]):
+    """Samples that tell which of them were read."""
+
+    def __init__(self) -> None:
+        self.read: set[int] = set()
+
+    def __len__(self) -> int:
+        return WINDOW
+
+    def __getitem__(self, index: int) -> Any:
+        self.read.add(index)
+        return torch.randn(8, generator=torch.Generator().manual_seed(index)), index % 3
+
+
+def loss_fn(z: torch.Tensor) -> torch.Tensor:
+    return cross_entropy(z @ z.T, torch.arange(len(z)))
+
+
+class Log(list[Any]):
+    """Remembers what is done, in order: what a plain list has got in the second pass is undone."""
+
+
+def noted(asks_for_batch: bool) -> tuple[list[Any], set[int]]:
+    data, calls = Rows(), Log()
+
+    def embed(model: Any, batch: Any) -> Any:
+        calls.append((len(batch[0]), torch.is_grad_enabled()))
+        return model(batch[0])
+
+    def loss(z: torch.Tensor) -> torch.Tensor:
+        calls.append(len(z))
+        return loss_fn(z)
+
+    def loss_of_batch(z: torch.Tensor, batch: Any) -> torch.Tensor:
+        assert [*batch[1]] == [index % 3 for index in range(WINDOW)]
+        return loss(z)
+
+    autoaccum.fit(
+        mlp(), data, effective_batch=WINDOW, loss_scope="window", embed=embed, micro_batch=3, steps=1, verify=False,
+        loss_fn=loss_of_batch if asks_for_batch else loss, shuffle=False, device="cpu", progress=False,
+    )  # fmt: skip
+    return list(calls), data.read
+
+
+def test_the_first_rank_alone_computes_the_loss_and_reads_more_than_its_share_for_it() -> None:
+    for asks_for_batch in (False, True):
+        (calls, read), (others, of_other) = launch(noted, 2, asks_for_batch)
+        # The first window's forwards are looked at, by their graphs, where it is the first rank's.
+        assert calls == [(3, True), (3, True), WINDOW, (3, True)]
+        assert others == [(3, False), (3, True), (3, True)]
+        assert read >= set(range(WINDOW if asks_for_batch else 6))
+        assert of_other - {0} == set(range(6, 12)), "the first sample alone is looked at by all, before the run"
+
+
+def by_samples(is_padded: bool) -> tuple[float, int] | str:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3).double()
+
+    def collate(samples: list[Any]) -> Any:
+        rows = nn.utils.rnn.pad_sequence([row for row, _ in samples], batch_first=True)
+        return rows, torch.tensor([label for _, label in samples])
+
+    def loss(z: torch.Tensor, batch: Any) -> torch.Tensor:
+        return ((batch[1][:, None] == batch[1]) * (z @ z.T)).mean() + len(batch[0])
+
+    accumulator = autoaccum.Accumulator(
+        model, torch.optim.SGD(model.parameters(), 0.1), loss_scope="window", loss_fn=loss, collate_fn=collate,
+        embed=lambda called, batch: called(batch[0].mean(1)), micro_batch=2, verify=False,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(rank())
+    lengths = [2, 2] if is_padded and rank() else [3, 3, 3]
+    samples = [(torch.randn(length, 4, generator=generator).double(), index) for index, length in enumerate(lengths)]
+    try:
+        return float(accumulator.step(samples)), sum(accumulator.micro_batches)
+    except AutoaccumError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def test_samples_that_a_loss_asks_for_are_told_and_joined() -> None:
+    first, second = launch(by_samples, 2, False)
+    assert first == second
+    assert first[1] == 6
+    assert first[0] > 5, "the batch has six rows"
+    first, second = launch(by_samples, 2, True)
+    assert first.startswith("DataError")
+    assert second.startswith("RankError")
