@@ -183,7 +183,7 @@ class Accumulator:
         # From here on others wait for this rank: what ends it is told to them.
         with self._telling():
             if self._meeting is not None:
-                together.refuse_options(self._modules, before_window, min_micro_batch)
+                together.refuse_options(self._modules, before_window, min_micro_batch, checked[statistics_of])
                 self._meeting.group.summing.prepare(parameters, compression)
             # Left to the first step, it would be allocated after plans have been measured without it.
             with place.limit.kept(), room_for_model(place.memory, place.limit.bytes, parameters):

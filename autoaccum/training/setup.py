@@ -291,7 +291,8 @@ def make_step(
         ArgumentError: BatchNorm, and micro-batches of one sample; or a model that was compiled to CUDA graphs.
     """
     refuse_cuda_graphs(job)
-    refuse_unseen(job.batch_norm, job.model, job.modules, is_shared=group is not None)
+    is_shared, is_sharded = group is not None, group is not None and bool(units_of(job.modules[0]))
+    refuse_unseen(job.batch_norm, job.model, job.modules, is_shared=is_shared, is_sharded=is_sharded)
     smallest = smallest_micro_batch(job.modules, job.batch_norm)
     # Refused and not raised in silence: whoever passes 1 may count on what one sample takes.
     for name, value in (("micro_batch", micro_batch), ("max_micro_batch", max_micro_batch)):
@@ -327,7 +328,7 @@ def make_step(
         transaction = ThroughWindow(job, **options)
     elif group is None:
         transaction = Transaction(job, **options)
-    elif units_of(job.modules[0]):
+    elif is_sharded:
         transaction = ShardedTransaction(job, group, **options)
     else:
         transaction = SharedTransaction(job, group, compression=compression, **options)

@@ -13,6 +13,7 @@ from autoaccum.data import batches, randomness
 from autoaccum.data.base import Source, Window
 from autoaccum.data.contents import digest_of
 from autoaccum.errors import ArgumentError
+from autoaccum.planning.granules import Statistics
 from autoaccum.ranks.group import Group
 from autoaccum.ranks.units import units_of
 from autoaccum.training.followed import Followed, Mark
@@ -38,7 +39,9 @@ def refuse(arguments: FitArguments) -> None:
         _refuse_sharded(arguments)
 
 
-def refuse_options(modules: Sequence[nn.Module], before_window: object, min_micro_batch: int | None) -> None:
+def refuse_options(
+    modules: Sequence[nn.Module], before_window: object, min_micro_batch: int | None, statistics: Statistics
+) -> None:
     """Refuse what ranks cannot do together where each has a part of a batch alone.
 
     Raises:
@@ -48,8 +51,10 @@ def refuse_options(modules: Sequence[nn.Module], before_window: object, min_micr
         if units_of(module):
             cure = "Pass it to fit, whose ranks run as many micro-batches each, or do not call fully_shard."
             raise ArgumentError("model", type(module).__name__, "a model that each rank has all of", cure)
-    # Both are of all samples of the batch, which no rank has.
-    for name, value in {"before_window": before_window, "min_micro_batch": min_micro_batch}.items():
+    # All are of all samples of the batch, which no rank has: groups go on where the part of the rank before has ended.
+    groups = str(statistics) if statistics.kind == "ghost" else None
+    given = {"before_window": before_window, "min_micro_batch": min_micro_batch, "batch_norm": groups}
+    for name, value in given.items():
         if value not in (None, 1):
             cure = "No rank has all samples of the batch: leave it out, or use fit, whose ranks read all of the data."
             raise ArgumentError(name, value, "nothing of the kind with several ranks", cure)

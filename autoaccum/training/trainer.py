@@ -224,8 +224,8 @@ class Trainer:
         )
         self._tuner = step.tuner
         # Of fewer samples a rank can compute no loss.
-        smallest = max(arguments.min_micro_batch or 1, smallest_micro_batch(arguments.modules()))
-        self._sharing = None if self._group is None else Sharing(self._group, arguments.balance, smallest)
+        fewest = max(arguments.min_micro_batch or 1, smallest_micro_batch(arguments.modules())), self._tuner.granule
+        self._sharing = None if self._group is None else Sharing(self._group, arguments.balance, *fewest)
         self._cache = setup.cache_of(arguments, place, self.optimizer, self._tuner) if self._is_first else None
         self._validator = setup.validator_of(arguments, checked, place, called, step, self._emit)
         self._pace = Pace(self.schedule, budget, num_samples=epoch_samples, drop_last=drop_last, plans=plans, step=step)

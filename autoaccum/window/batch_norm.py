@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -88,7 +88,14 @@ def _read(batch_norm: object) -> Statistics:
     return Statistics("ghost", int(group))
 
 
-def refuse_unseen(statistics: Statistics, model: object, modules: Sequence[nn.Module], *, is_shared: bool) -> None:
+def refuse_unseen(
+    statistics: Statistics,
+    model: object,
+    modules: Sequence[nn.Module],
+    *,
+    is_shared: bool = False,
+    is_sharded: bool = False,
+) -> None:
     """Refuse what statistics cannot be chosen for.
 
     Args:
@@ -96,9 +103,10 @@ def refuse_unseen(statistics: Statistics, model: object, modules: Sequence[nn.Mo
         model: what is called.
         modules: those that are trained.
         is_shared: whether several ranks share each window.
+        is_sharded: whether the model is sharded over them, too.
 
     Raises:
-        ArgumentError: they hold code whose BatchNorm nobody sees, or ranks would have to share groups.
+        ArgumentError: they hold code whose BatchNorm nobody sees, or lie on ranks that do not know of each other's.
     """
     if statistics.kind == "micro":
         return
@@ -106,12 +114,18 @@ def refuse_unseen(statistics: Statistics, model: object, modules: Sequence[nn.Mo
         # What no layer calls, or one more than once, is met in the first window.
         layers = [layer for layer in _layers_of(modules) if layer.training or not layer.track_running_stats]
         refuse_layers(statistics, len(layers))
-    if statistics.kind in ("ghost", "window") and is_shared:
+    if statistics.kind == "window" and is_shared:
         cure = (
             "Statistics are those of samples that lie on several ranks: let each process train by itself "
             "(ranks='independent'), or pass batch_norm='frozen', or convert_batch_norm(model)."
         )
-        raise ArgumentError("batch_norm", str(statistics), "'micro' or 'frozen' where ranks share each window", cure)
+        raise ArgumentError("batch_norm", str(statistics), "'micro', 'ghost' or 'frozen' with several ranks", cure)
+    if statistics.kind == "ghost" and is_sharded:
+        cure = (
+            "Ranks cut it into as many micro-batches each, which need not hold whole groups: pass batch_norm='frozen', "
+            "or convert_batch_norm(model), or do not call fully_shard."
+        )
+        raise ArgumentError("batch_norm", str(statistics), "'micro' or 'frozen' with a sharded model", cure)
     for part in (model, *(layer for module in modules for layer in module.modules())):
         # An interpreter of its own makes the calls of the one; the other would be compiled anew in each micro-batch.
         if (
@@ -167,6 +181,8 @@ class Forwards:
         self._autocast = autocast
         # Once, for a walk through all modules of a model takes as long as some forwards.
         self._layers = _layers_of(modules)
+        self.moved: list[Moved] | None = None
+        """Where forwards leave how running statistics are to ``move``; None where they move these themselves."""
 
     def forward(self, num_samples: int) -> AbstractContextManager[Any]:
         """Return the context of a forward of so many samples."""
@@ -181,7 +197,26 @@ class Forwards:
 
     def _calls(self, num_samples: int, *, is_forward: bool) -> Calls:
         """Return what computes the calls of a forward, or of those that a backward computes once more."""
-        return _Seen(self._statistics, self._layers, num_samples, is_forward=is_forward)
+        return _Seen(self._statistics, self._layers, num_samples, is_forward=is_forward, moved=self.moved)
+
+    @torch.no_grad()
+    def move(self, moved: Sequence[Moved]) -> None:
+        """Move running statistics, as the forwards would have done that have left it to this."""
+        for found in moved:
+            layer, momentum = self._layers[found.place], found.momentum
+            assert layer.running_mean is not None
+            assert layer.running_var is not None
+            counter, counted = layer.num_batches_tracked, set()
+            if counter is not None and found.is_counted:
+                # A cumulative average goes by what all ranks have counted before, which no forward has known.
+                if layer.momentum is None:
+                    momentum = 1 / (int(counter.item()) + 1)
+                counter.add_(len(found.calls))
+                counted.add(id(counter))
+            moves = _Moves(layer.running_mean, layer.running_var, layer, momentum)
+            device = layer.running_mean.device
+            moves.calls = [[(mean.to(device), var.to(device)) for mean, var in call] for call in found.calls]
+            moves.make(counted)
 
     def _in_context(self, backward: Callable[[], None], num_samples: int) -> None:
         seen = self._calls(num_samples, is_forward=False)
@@ -195,6 +230,19 @@ class Forwards:
         finally:
             for handle in handles:
                 handle.remove()
+
+
+class Moved(NamedTuple):
+    """How the running statistics of a layer are to move by one forward; all of it on the host, to be told."""
+
+    place: int
+    """Of the layer, among those of the run."""
+    momentum: float
+    """Of its first call."""
+    is_counted: bool
+    """Whether the layer counts batches."""
+    calls: Sequence[Sequence[tuple[torch.Tensor, torch.Tensor]]]
+    """Mean and variance of each group, by call."""
 
 
 class _Moves:
@@ -224,6 +272,16 @@ class _Moves:
         counter = None if self._layer is None else self._layer.num_batches_tracked
         if counter is not None and id(counter) in counted:
             counter.add_(sum(map(len, self.calls)) - len(self.calls))
+
+    @torch.no_grad()
+    def later(self, place: int, counted: set[int]) -> Moved:
+        """Return how they are to move, and leave them as they were; see ``make``."""
+        counter = None if self._layer is None else self._layer.num_batches_tracked
+        is_counted = counter is not None and id(counter) in counted
+        if counter is not None and is_counted:
+            counter.add_(-len(self.calls))
+        calls = [[(mean.to("cpu"), var.to("cpu")) for mean, var in call] for call in self.calls]
+        return Moved(place, self._momentum, is_counted, calls)
 
 
 class Calls(TorchFunctionMode):
@@ -275,9 +333,16 @@ class _Seen(Calls):
     """Takes the statistics of groups, or the running ones, in place of a micro-batch's."""
 
     def __init__(
-        self, statistics: Statistics, layers: Sequence[_BatchNorm], num_samples: int, *, is_forward: bool
+        self,
+        statistics: Statistics,
+        layers: Sequence[_BatchNorm],
+        num_samples: int,
+        *,
+        is_forward: bool,
+        moved: list[Moved] | None = None,
     ) -> None:
         super().__init__()
+        self._moved = moved
         self._statistics = statistics
         self._num_samples = num_samples
         self._groups = granules(num_samples, statistics.group) if statistics.kind == "ghost" else ()
@@ -285,6 +350,7 @@ class _Seen(Calls):
         self._is_forward = is_forward
         # A call names no layer, but the running statistics that it moves do.
         self._layers = {id(layer.running_mean): layer for layer in layers if layer.running_mean is not None}
+        self._places = {id(layer.running_mean): place for place, layer in enumerate(layers)}
         self._counters = {id(layer.num_batches_tracked) for layer in layers if layer.running_mean is not None}
         self._counted: set[int] = set()  # of those, the ones that layers have moved
         self._moves: dict[int, _Moves] = {}  # of running means that groups move
@@ -296,8 +362,11 @@ class _Seen(Calls):
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
         if error is None:
-            for moves in self._moves.values():
-                moves.make(self._counted)
+            for key, moves in self._moves.items():
+                if self._moved is None:
+                    moves.make(self._counted)
+                else:
+                    self._moved.append(moves.later(self._places[key], self._counted))
 
     def _count(self, add: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
         """Count a batch, as layers do before they normalise it, and note that they did."""
@@ -354,6 +423,9 @@ class _Seen(Calls):
             own = [(torch.zeros_like(running_mean), torch.zeros_like(running_var)) for _ in groups]
             pairs = zip(groups, own, strict=True)
             normalised = [compute(group, mean, var, training=True, momentum=1.0) for group, (mean, var) in pairs]
+            if self._is_forward and self._moved is not None and layer is None:
+                cure = "Hold them in an nn.BatchNorm layer: other ranks know them by the layer."
+                raise ArgumentError("batch_norm", str(self._statistics), "running statistics of layers", cure)
             if self._is_forward:
                 self._moves.setdefault(
                     id(running_mean), _Moves(running_mean, running_var, layer, momentum)

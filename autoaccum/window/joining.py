@@ -21,6 +21,7 @@ from autoaccum.ranks.channel import undisturbed
 from autoaccum.ranks.group import Group
 from autoaccum.ranks.shares import argument_of, num_of_all_ranks
 from autoaccum.ranks.summing import Compression
+from autoaccum.window.batch_norm import Moved
 from autoaccum.window.ending import Ending
 from autoaccum.window.gradient import Repeat
 from autoaccum.window.job import Job
@@ -61,6 +62,8 @@ class Told:
     """Parameters in the order in which their gradients came, by their places; empty where it was not looked at."""
     came_twice: bool
     """Whether a parameter's gradient came more than once in a backward."""
+    moved: Sequence[Moved] = ()
+    """How running statistics of BatchNorm are to move, forward by forward."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -201,6 +204,8 @@ class SharedTransaction(Transaction):
         self._has_given_up = False
         if self.group is not None:  # else this is being made
             self.group.summing.forget()
+            if self._forwards is not None:
+                self._forwards.moved = []
 
     def add(self, piece: Piece) -> None:
         """Add a micro-batch to the gradient: see ``Transaction.add``."""
@@ -252,6 +257,7 @@ class SharedTransaction(Transaction):
             met=self.several.met(),
             arrived=() if self._order else arrived,
             came_twice=summing.came_twice,
+            moved=() if self._forwards is None else self._forwards.moved,
         )
         if summing.made:  # gradients that have come from others already
             is_made = [any(p is made for made in summing.made) for p in trained]
@@ -272,6 +278,9 @@ class SharedTransaction(Transaction):
         self._mark = self._known()
         self._add_up(trained, joined.gradients, own.guess / joined.tally.guess if joined.tally.guess else 1.0)
         self.outputs.hear([each.outputs for each in heard])
+        if self._forwards is not None:  # in the order of the window's groups, as one rank's forwards do
+            for each in heard:
+                self._forwards.move(each.moved)
         if any(each.came_twice for each in heard):  # what came later is missing in the sums
             self.is_abandoned, self._comes_once, self._overlaps = self._overlaps, False, False
         self._order = self._order or heard[0].arrived

@@ -68,16 +68,21 @@ class TestWhatIsAskedFor:
         compiled[1].compile(backend="eager")
         called = torch.compile(model, backend="eager")
         with pytest.raises(errors.ArgumentError, match="neither compiled nor scripted"):
-            refuse_unseen(statistics_of("ghost:4"), called, [model], is_shared=False)
+            refuse_unseen(statistics_of("ghost:4"), called, [model])
         for refused in (scripted, compiled):
             with pytest.raises(errors.ArgumentError, match="neither compiled nor scripted"):
-                refuse_unseen(statistics_of("ghost:4"), refused, [refused], is_shared=False)
-            refuse_unseen(MICRO, refused, [refused], is_shared=False)
+                refuse_unseen(statistics_of("ghost:4"), refused, [refused])
+            refuse_unseen(MICRO, refused, [refused])
 
-    def test_ranks_that_share_a_window_share_no_groups(self) -> None:
+    def test_groups_of_a_sharded_model_are_refused(self) -> None:
+        with pytest.raises(errors.ArgumentError, match="do not call fully_shard"):
+            refuse_unseen(statistics_of("ghost:4"), None, [], is_sharded=True)
+        refuse_unseen(statistics_of("frozen"), None, [], is_shared=True, is_sharded=True)
+
+    def test_those_of_a_window_that_ranks_share_are_refused(self) -> None:
+        refuse_unseen(statistics_of("ghost:4"), None, [], is_shared=True)
         with pytest.raises(errors.ArgumentError, match="ranks='independent'"):
-            refuse_unseen(statistics_of("ghost:4"), None, [], is_shared=True)
-        refuse_unseen(statistics_of("frozen"), None, [], is_shared=True)
+            refuse_unseen(statistics_of("window"), None, [], is_shared=True)
 
 
 def computed(layer: nn.Module, x: torch.Tensor, text: str, num_samples: int) -> torch.Tensor:
