@@ -14,8 +14,8 @@ from torch.nn.functional import cross_entropy
 
 import autoaccum
 from autoaccum.errors import AutoaccumError
-from autoaccum.events import Validated, Verified
-from autoaccum.testing import oom_at
+from autoaccum.events import OutOfMemory, Validated, Verified
+from autoaccum.testing import oom_at, simulated_memory
 from autoaccum.window.step import Step
 from tests.faults import launches, sizes, strides
 from tests.laws.test_laws_window_losses import F64, LOSSES, MakeLoss, Recorder, Towers, clip, data, embed, info_nce
@@ -266,6 +266,79 @@ def test_an_oom_at_every_operation_of_a_rank_hangs_nobody_and_leaves_no_mark(str
             for _, found in (of_first, of_second):
                 assert all(leaves_no_mark for _, leaves_no_mark in found)
                 assert sum(is_cut_anew for is_cut_anew, _ in found) > 0.7 * len(found)
+
+
+class Failing:
+    """Functions that run out of memory in the calls of a rank that are told by their numbers, from 1."""
+
+    def __init__(self, *calls: int) -> None:
+        # Of an object of its own kind, for what a plain one holds is put back with all else.
+        self.numbers, Failing.count = calls, 0
+
+    count: ClassVar[int] = 0
+
+    def call(self) -> None:
+        Failing.count += 1
+        if Failing.count in self.numbers:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
+def one_after_the_other(of_rank: int) -> tuple[Left, Left]:
+    """Return what a run leaves in which the first window fails where others wait, and again before that; and another.
+
+    With micro-batches of 3 the first rank calls ``embed`` twice before the loss; the second one, twice and once more.
+    """
+    failing = Failing(3, 4, 5) if rank() == of_rank else Failing()
+    model = Towers()
+
+    def noting(called: Any, batch: Any) -> Any:
+        failing.call()
+        return embed(called, batch)
+
+    def loss(e: Any, batch: Any) -> torch.Tensor:
+        failing.call()
+        return clip(model)(e, batch)
+
+    given: dict[str, Any] = {"verify": False, "micro_batch": 3}
+    found = fit(lambda _: loss, model, embed=noting, **given)
+    return found, fit(**{**given, "micro_batch": found.plans})
+
+
+@pytest.mark.parametrize("of_rank", [0, 1])
+def test_a_replay_that_fails_too_is_run_again(of_rank: int) -> None:
+    for found, clean in launch(one_after_the_other, 2, of_rank):
+        assert torch.equal(found.weights, clean.weights)
+        assert found.losses == clean.losses
+        own = (1,) * 6
+        assert found.plans[0] == ((*own, 3, 3) if of_rank == 0 else (3, 3, *own))
+
+
+def of_a_tight_rank() -> tuple[Left, int]:
+    """Train where the first rank has memory for 60 samples at once, and the second for a few beside the model."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 200), nn.Tanh(), nn.Linear(200, 5)).double()
+    model.calls = 0.0  # type: ignore[assignment]
+    rows = torch.randn(480, 8, generator=torch.Generator().manual_seed(1), dtype=F64)
+    limit = (10**6, 190_000)[rank()]
+    seen: list[Any] = []
+    with simulated_memory(limit):
+        found = fit(
+            lambda _: lambda z: cross_entropy(z @ z.T, torch.arange(len(z))), model, data=(rows,), micro_batch=60,
+            embed=lambda called, batch: called(batch[0]), effective_batch=120, epochs=2, callbacks=[seen.append],
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        )  # fmt: skip
+    return found, sum(isinstance(record, OutOfMemory) for record in seen)
+
+
+def test_a_rank_of_less_memory_finds_sizes_of_its_own() -> None:
+    (one, _), *_ = launch(of_a_tight_rank, 1)
+    (large, _), (small, failures) = launch(of_a_tight_rank, 2)
+    assert torch.equal(large.weights, small.weights)
+    assert_near(large.weights, one.weights, 1e-10, "weights")
+    assert failures == 3, "60, 30 and 15 samples are too many"
+    assert list(map(sum, large.plans)) == [120] * 8
+    assert large.plans[-1][0] == 60
+    assert max(large.plans[-1][1:]) <= 15
 
 
 def ended(what: str) -> tuple[str, str, Any, float]:

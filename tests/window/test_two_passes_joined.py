@@ -78,6 +78,37 @@ def test_the_first_rank_alone_computes_the_loss_and_reads_more_than_its_share_fo
         assert of_other - {0} == set(range(6, 12)), "the first sample alone is looked at by all, before the run"
 
 
+class Following(nn.Module):
+    """Two towers, one of which follows the other in each forward: no gradient, and no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.fast, self.slow = nn.Linear(8, 3), nn.Linear(8, 3).requires_grad_(False)
+
+    def forward(self, rows: torch.Tensor) -> Any:
+        with torch.no_grad():
+            self.slow.weight.lerp_(self.fast.weight, 0.1)
+        return self.fast(rows), self.slow(rows)
+
+
+def following() -> tuple[list[int], torch.Tensor]:
+    model = Following()
+    rows = torch.randn(26, 8, generator=torch.Generator().manual_seed(1))
+    result = autoaccum.fit(
+        model, (rows,), effective_batch="1, 2:12", loss_scope="window", micro_batch=3, verify=False, device="cpu",
+        embed=lambda called, batch: called(batch[0]), shuffle=False, progress=False,
+        loss_fn=lambda pair: cross_entropy(pair[0] @ pair[1].T, torch.arange(len(pair[0]))),
+    )  # fmt: skip
+    return [len(report.micro_batches) for report in result.history], model.slow.weight.detach()
+
+
+def test_a_rank_that_had_no_sample_at_first_has_seen_nothing_of_what_forwards_write_to() -> None:
+    (plans, first), (_, second) = launch(following, 2)
+    assert plans == [1, 1, 4, 4]
+    assert torch.equal(first, second)
+
+
 def by_samples(is_padded: bool) -> tuple[float, int] | str:
     torch.manual_seed(0)
     model = nn.Linear(4, 3).double()
