@@ -44,7 +44,7 @@ Cotangents = Sequence[torch.Tensor | None]
 class SharedTwoPasses(TwoPasses, SharedTransaction):
     """Adds up the gradient of a loss over the whole window, of which several ranks run a share each."""
 
-    _has_told = False  # whether other ranks have this one's embeddings, and go on from there
+    _has_told = False  # whether other ranks may have this one's embeddings, and go on from there
 
     def _begin_anew(self, num_samples: int = 0) -> None:
         super()._begin_anew(num_samples)
@@ -63,22 +63,29 @@ class SharedTwoPasses(TwoPasses, SharedTransaction):
         own = self._own_embeddings()
         last = self._embedded[-1].leaves if self._embedded else ()
         self._embedded = []  # but for the last one's graph, they are with the others'
-        told = self._group.exchange(own)
+        # From here on: what is told is large, so that memory may run out before it is sent or after it has come.
         self._has_told = True
+        told = self._group.exchange(own)
+        if any(each is None for each in told):
+            return self._repeated()
         losses: list[torch.Tensor | None] = []
-        cotangents: Cotangents | None = ()
+        answer: Cotangents = ()
         if self._group.is_first:
-            loss, cotangents = self._loss_of_all(told)
+            loss, answer = self._loss_of_all(told)
             losses.append(loss)
-        rank, sizes = self._group.rank, [each.num_samples for each in told]
+        start = sum(each.num_samples for each in told[: self._group.rank])
         del own, told
-        cotangents, *others = self._group.exchange(cotangents)
-        if cotangents is None or None in others:  # a rank has given up in between
-            self._abandon()
-            return Repeat(sizes=self.own_sizes)
+        answers = self._group.exchange(answer)
+        if any(each is None for each in answers):
+            return self._repeated()
         if self.own_sizes:
-            self._back_through_share(last, self._own_rows(cotangents, sum(sizes[:rank])))
+            self._back_through_share(last, self._own_rows(answers[0], start))
         return self._ended(losses)
+
+    def _repeated(self) -> Repeat:
+        """Leave an attempt that another rank has given up."""
+        self._abandon()
+        return Repeat(sizes=self.own_sizes)
 
     def _own_embeddings(self) -> Embeddings:
         """Return what this rank tells of its share."""

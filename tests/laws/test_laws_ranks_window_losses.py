@@ -15,6 +15,7 @@ from torch.nn.functional import cross_entropy
 import autoaccum
 from autoaccum.errors import AutoaccumError
 from autoaccum.events import OutOfMemory, Validated, Verified
+from autoaccum.ranks.group import Group
 from autoaccum.testing import oom_at, simulated_memory
 from autoaccum.window.step import Step
 from tests.faults import launches, sizes, strides
@@ -311,6 +312,49 @@ def test_a_replay_that_fails_too_is_run_again(of_rank: int) -> None:
         assert found.losses == clean.losses
         own = (1,) * 6
         assert found.plans[0] == ((*own, 3, 3) if of_rank == 0 else (3, 3, *own))
+
+
+def without_room(of_rank: int, number: int, comes_after: bool) -> Left:
+    """Train where the host has no memory for one of the things that ranks tell each other in the second window."""
+    exchange, counts = Group._exchange, Failing
+    counts.count = -1
+
+    def failing(self: Group, told: Any) -> Any:
+        counts.count += counts.count >= 0
+        is_meant = rank() == of_rank and counts.count == number
+        if is_meant and not comes_after:
+            raise MemoryError
+        found = exchange(self, told)
+        if is_meant:
+            raise MemoryError
+        return found
+
+    def begin(record: Any) -> None:
+        if isinstance(record, autoaccum.StepReport) and record.step == 1:
+            counts.count = 0
+
+    Group._exchange = failing  # type: ignore[method-assign]
+    try:
+        return fit(verify=False, micro_batch=3, callbacks=[begin])
+    finally:
+        Group._exchange = exchange  # type: ignore[method-assign]
+
+
+def in_all_places() -> list[tuple[tuple[int, ...], torch.Tensor]]:
+    found = []
+    for number in (2, 3):
+        for of_rank in (0, 1):
+            for comes_after in (False, True):
+                left = without_room(of_rank, number, comes_after)
+                found.append((left.plans[1], left.weights - fit(verify=False, micro_batch=left.plans).weights))
+    return found
+
+
+def test_embeddings_that_the_host_has_no_room_for_are_told_again() -> None:
+    first, second = launch(in_all_places, 2)
+    assert [plan for plan, _ in first] == [plan for plan, _ in second]
+    assert all(len(plan) > 4 for plan, _ in first), "a rank has run its share again in smaller pieces"
+    assert not any(off.any() for _, off in first + second)
 
 
 def of_a_tight_rank() -> tuple[Left, int]:
