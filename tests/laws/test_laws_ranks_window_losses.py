@@ -18,7 +18,7 @@ from autoaccum.events import OutOfMemory, Validated, Verified
 from autoaccum.ranks.group import Group
 from autoaccum.testing import oom_at, simulated_memory
 from autoaccum.window.step import Step
-from tests.faults import launches, sizes, strides
+from tests.faults import launches, strides
 from tests.laws.test_laws_window_losses import F64, LOSSES, MakeLoss, Recorder, Towers, clip, data, embed, info_nce
 from tests.processes import in_turn
 from tests.ranks.launching import Ended, check_ends, launch
@@ -96,24 +96,35 @@ RUNS |= {
 }
 
 
-def all_runs() -> dict[str, Left]:
-    return {name: fit(**options) for name, options in RUNS.items()}
+class Everything(NamedTuple):
+    """What many runs leave, in one launch of as many ranks."""
+
+    runs: dict[str, Left]
+    in_16_bits: list[tuple[Left, Left]]
+    loops: list[Left]
+
+
+def everything() -> Everything:
+    return Everything({name: fit(**options) for name, options in RUNS.items()}, in_16_bits(), loops())
 
 
 @pytest.fixture(scope="module")
-def alone() -> dict[str, Left]:
-    return launch(all_runs, 1)[0]  # type: ignore[no-any-return]
+def alone() -> Everything:
+    return launch(everything, 1)[0]  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module", params=[3, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 4))])
+def of_ranks(request: pytest.FixtureRequest) -> list[Everything]:
+    return launch(everything, request.param)
 
 
 def assert_near(found: torch.Tensor, expected: torch.Tensor, bound: float, what: str) -> None:
     assert float((found - expected).norm() / expected.norm()) < bound, what
 
 
-@sizes(2, 3)
-def test_ranks_train_what_one_does(size: int, alone: dict[str, Left]) -> None:
-    found = launch(all_runs, size)
-    for name, one in alone.items():
-        first, *others = (of_rank[name] for of_rank in found)
+def test_ranks_train_what_one_does(alone: Everything, of_ranks: list[Everything]) -> None:
+    for name, one in alone.runs.items():
+        first, *others = (found.runs[name] for found in of_ranks)
         for other in others:
             assert torch.equal(first.weights, other.weights), f"{name}: to the bit, on all of them"
             assert (first.losses, first.held_out, first.norms) == (other.losses, other.held_out, other.norms)
@@ -134,8 +145,9 @@ def test_ranks_train_what_one_does(size: int, alone: dict[str, Left]) -> None:
             assert mine.keys() == theirs.keys()
             for key, value in mine.items():
                 torch.testing.assert_close(torch.as_tensor(value), torch.as_tensor(theirs[key]), rtol=1e-9, atol=1e-11)
-    assert len(alone["clipped, validated"].held_out) == 1
-    assert found[0]["sizes that are found, a schedule"].plans[0] == (1, 1), "of two samples a third rank has none"
+    assert len(alone.runs["clipped, validated"].held_out) == 1
+    plan = of_ranks[0].runs["sizes that are found, a schedule"].plans[0]
+    assert plan == (1, 1), "of two samples a third rank has none"
 
 
 def in_16_bits() -> list[tuple[Left, Left]]:
@@ -149,10 +161,10 @@ def in_16_bits() -> list[tuple[Left, Left]]:
     return found
 
 
-def test_under_autocast() -> None:
-    (alone,) = launch(in_16_bits, 1)
-    for of_rank in (found := launch(in_16_bits, 3)):
-        for (one, _), (mine, replayed), (first, _), bound in zip(alone, of_rank, found[0], (2e-2, 2e-3), strict=True):
+def test_under_autocast(alone: Everything, of_ranks: list[Everything]) -> None:
+    for found in of_ranks:
+        every = zip(alone.in_16_bits, found.in_16_bits, of_ranks[0].in_16_bits, (2e-2, 2e-3), strict=True)
+        for (one, _), (mine, replayed), (first, _), bound in every:
             assert torch.equal(mine.weights, first.weights)
             assert torch.equal(replayed.weights, mine.weights), "one sample is as small as a micro-batch can be"
             assert_near(mine.gradients[0], one.gradients[0], bound, "the first gradient")
@@ -305,13 +317,17 @@ def one_after_the_other(of_rank: int) -> tuple[Left, Left]:
     return found, fit(**{**given, "micro_batch": found.plans})
 
 
-@pytest.mark.parametrize("of_rank", [0, 1])
-def test_a_replay_that_fails_too_is_run_again(of_rank: int) -> None:
-    for found, clean in launch(one_after_the_other, 2, of_rank):
-        assert torch.equal(found.weights, clean.weights)
-        assert found.losses == clean.losses
-        own = (1,) * 6
-        assert found.plans[0] == ((*own, 3, 3) if of_rank == 0 else (3, 3, *own))
+def by_turns_one_after_the_other() -> list[tuple[Left, Left]]:
+    return [one_after_the_other(of_rank) for of_rank in (0, 1)]
+
+
+def test_a_replay_that_fails_too_is_run_again() -> None:
+    own = (1,) * 6
+    for found in launch(by_turns_one_after_the_other, 2):
+        for (failed, clean), plan in zip(found, ((*own, 3, 3), (3, 3, *own)), strict=True):
+            assert torch.equal(failed.weights, clean.weights)
+            assert failed.losses == clean.losses
+            assert failed.plans[0] == plan
 
 
 def without_room(of_rank: int, number: int, comes_after: bool) -> Left:
@@ -419,7 +435,7 @@ def resumed(place: str, until: int | None) -> Left:
         if isinstance(record, autoaccum.StepReport) and record.step == until:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    return fit(model=Towers(0.3), run_dir=place, checkpoint_every=2, callbacks=[kill], epochs=3, micro_batch="auto")
+    return fit(model=Towers(0.3), run_dir=place, checkpoint_every=2, callbacks=[kill], epochs=3, micro_batch=3)
 
 
 def test_a_run_whose_ranks_were_killed_ends_as_one_that_was_not(tmp_path: Path) -> None:
@@ -430,11 +446,11 @@ def test_a_run_whose_ranks_were_killed_ends_as_one_that_was_not(tmp_path: Path) 
         assert one.losses[-1] == other.losses[-1]
 
 
-BATCHES = ((7, 4, 1), (0, 3, 8), (5, 0, 6), (1, 1, 1))
-"""Samples of each rank, in one step after the other; of two ranks the second has those of the third, too."""
+BATCHES = ((7, 4, 1, 0), (0, 3, 8, 2), (5, 0, 6, 1), (1, 1, 1, 0))
+"""Samples of each rank, in one step after the other; of fewer ranks the last one has those of all that are missing."""
 
 
-def loop() -> list[Left]:
+def loops() -> list[Left]:
     found = []
     for make in (clip, info_nce, LOSSES["sup_con"]):
         model = Towers()
@@ -444,22 +460,21 @@ def loop() -> list[Left]:
         )
         losses, norms, plans = [], [], []
         for shares in BATCHES:
-            of_ranks = {1: (sum(shares),), 2: (shares[0], shares[1] + shares[2]), 3: shares}[world()]
-            start = sum(of_ranks[: rank()])
-            losses.append(float(accumulator.step(
-                {name: value[start : start + of_ranks[rank()]] for name, value in data().items()}
-            )))  # fmt: skip
+            sizes = (*shares[: world() - 1], sum(shares[world() - 1 :]))
+            start = sum(sizes[: rank()])
+            part = {name: value[start : start + sizes[rank()]] for name, value in data().items()}
+            losses.append(float(accumulator.step(part)))
             norms.append(float(accumulator.grad_norm))  # type: ignore[arg-type]
             plans.append(accumulator.micro_batches)
         found.append(Left(optimizer.gradients, weights_of([model]), losses, norms, [], [], plans, [], 0.0))
     return found
 
 
-@sizes(3)
-def test_a_loop_of_ones_own_steps_on_the_gradient_of_the_joined_batch(size: int) -> None:
-    (alone,) = launch(loop, 1)
-    first, *others = launch(loop, size)
-    for index, one in enumerate(alone):
+def test_a_loop_of_ones_own_steps_on_the_gradient_of_the_joined_batch(
+    alone: Everything, of_ranks: list[Everything]
+) -> None:
+    first, *others = (found.loops for found in of_ranks)
+    for index, one in enumerate(alone.loops):
         assert all(torch.equal(first[index].weights, other[index].weights) for other in others)
         assert_near(first[index].gradients[0], one.gradients[0], 1e-12, "the first gradient")
         assert_near(first[index].weights, one.weights, 1e-10, "weights")
