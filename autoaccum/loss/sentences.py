@@ -1,113 +1,21 @@
-"""Ready ``embed`` and ``loss_fn`` for what other libraries bring: each function here returns arguments of ``fit``.
+"""Ready ``embed`` and ``loss_fn`` for losses of sentence-transformers, which is not imported here.
 
 ::
 
-    fit(model, data, effective_batch=4096, **clip_model(model))
     fit(model, data, effective_batch=4096, **sentence_loss(MultipleNegativesRankingLoss(model)))
-
-They go by what objects have, and import neither library. What they cannot make exact they refuse.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, TypedDict
+from typing import Any
 
 import torch
 from torch import nn
 
 from autoaccum.errors import ArgumentError, ArgumentTypeError, DataError
-from autoaccum.loss.contrastive import clip, sig_lip
-
-
-class WindowArguments(TypedDict):
-    """The arguments of ``fit``, ``Trainer`` or ``Accumulator`` for a loss over the whole window."""
-
-    loss_scope: Literal["window"]
-    embed: Callable[[Any, Any], Any]
-    loss_fn: Callable[[Any], torch.Tensor]
-
-
-# Models of images and texts.
-
-_OF_CLIP = "a model of images and texts such as transformers' CLIPModel or SiglipModel"
-
-
-def clip_model(model: nn.Module) -> WindowArguments:
-    """Return the arguments for a model of images and texts that has CLIP's loss or SigLIP's, in chunks of rows.
-
-    It is called with a micro-batch's entries as keywords, and returns an object with ``image_embeds`` and
-    ``text_embeds``, (N, D) each, as ``CLIPModel``, ``SiglipModel``, ``ChineseCLIPModel``, ``AltCLIPModel`` and
-    ``VisionTextDualEncoderModel`` of transformers do. Its ``logit_scale`` is the logarithm of the factor of
-    similarities. Where it has a ``logit_bias`` the loss is SigLIP's, else CLIP's. That these are the model's own logits
-    and loss is measured on the first micro-batch of several samples.
-
-    Args:
-        model: which is trained; not what ``torch.compile`` has made of it, which ``fit(compile=True)`` does.
-
-    Raises:
-        ArgumentTypeError: it has no ``logit_scale`` of one number.
-        ArgumentError: its logits or its loss are others; said by the first micro-batch.
-    """
-    scale, bias = getattr(model, "logit_scale", None), getattr(model, "logit_bias", None)
-    if not isinstance(scale, torch.Tensor) or scale.numel() != 1:
-        raise ArgumentTypeError("model", type(model).__name__, _OF_CLIP, "For another one write embed and loss_fn.")
-    is_measured, has_bias = False, bias is not None
-
-    def loss_fn(embeddings: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        images, texts = embeddings
-        if not has_bias:
-            return clip(images, texts, logit_scale=model.logit_scale.exp())  # type: ignore[operator]
-        return sig_lip(images, texts, logit_scale=model.logit_scale.exp(), logit_bias=model.logit_bias)  # type: ignore
-
-    def embed(called: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        nonlocal is_measured
-        if not isinstance(batch, Mapping):
-            raise DataError(f"data: expected dicts with what {type(model).__name__} is called with, not {type(batch)}")
-        # A processor may ask for the loss of each batch, which is that of a micro-batch here.
-        inputs = {name: value for name, value in batch.items() if name != "return_loss"}
-        if is_measured:
-            outputs = called(**inputs)
-            return outputs.image_embeds, outputs.text_embeds
-        outputs = called(**inputs, return_loss=True)
-        images, texts = (getattr(outputs, name, None) for name in ("image_embeds", "text_embeds"))
-        if not isinstance(images, torch.Tensor) or not isinstance(texts, torch.Tensor) or images.ndim != 2:
-            raise ArgumentError("model", type(model).__name__, _OF_CLIP)
-        # Of one sample the cross entropy is 0 whatever the logits are.
-        if len(images) > 1:
-            _compare(model, outputs, loss_fn((images, texts)))
-            is_measured = True
-        return images, texts
-
-    return {"loss_scope": "window", "embed": embed, "loss_fn": loss_fn}
-
-
-@torch.no_grad()
-def _compare(model: nn.Module, outputs: Any, loss: torch.Tensor) -> None:
-    """Compare the logits and the loss of a micro-batch with the model's own ones.
-
-    Raises:
-        ArgumentError: they are others.
-    """
-    logits = model.logit_scale.exp() * outputs.image_embeds @ outputs.text_embeds.T  # type: ignore[operator]
-    if (bias := getattr(model, "logit_bias", None)) is not None:
-        logits = logits + bias
-    own = outputs.logits_per_image, outputs.loss
-    for name, found, expected in zip(("logits", "loss"), (logits, loss), own, strict=True):
-        # Of 16 bits a product has 3 digits; what computes otherwise is off by more.
-        tolerance = 1e-4 if expected is not None and expected.dtype in (torch.float32, torch.float64) else 3e-2
-        if expected is None or expected.shape != found.shape or not _is_near(found, expected, tolerance):
-            cure = f"Its {name} are computed in another way than CLIP's or SigLIP's: write embed and loss_fn for it."
-            raise ArgumentError("model", type(model).__name__, _OF_CLIP, cure)
-
-
-def _is_near(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> bool:
-    far = (found.float() - expected.float()).abs().amax()
-    return bool(far <= tolerance * (1 + expected.float().abs().amax()))
-
-
-# Losses of sentences.
+from autoaccum.loss.stated import WindowArguments
 
 _OF_SENTENCES = "a loss of sentence-transformers, a module that holds its encoder as .model"
 _ENCODERS = ("model", "sentence_embedder")
@@ -185,6 +93,7 @@ def _columns_of(batch: Any) -> tuple[Sequence[Mapping[str, Any]], Any]:
     """
     if isinstance(batch, tuple | list) and len(batch) == 2 and isinstance(batch[0], tuple | list):
         return batch[0], batch[1]
+    # A column has several entries, and one by which it is known, whatever the order that they come in.
     columns: dict[str, Mapping[str, Any]] = {}  # by the beginnings of their entries
     for entry in batch if isinstance(batch, Mapping) else ():
         for prefix in (entry.removesuffix(ending) for ending in _OF_COLUMN if entry.endswith(f"_{ending}")):
@@ -234,6 +143,7 @@ class _Encoder(nn.Module):
 def _replaced(model: nn.Module, places: Sequence[tuple[nn.Module, str]]) -> Iterator[None]:
     """Let layers hold a stand-in for their encoder within this."""
     encoder = _Encoder(model)
+    # By the dict that layers keep their parts in: an attribute that is set would be looked into, and noted by hooks.
     try:
         for layer, name in places:
             layer._modules[name] = encoder
