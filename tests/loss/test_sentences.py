@@ -159,10 +159,12 @@ class TestSentences:
 
     def test_batches_may_be_what_the_loss_is_called_with(self) -> None:
         arguments, encoder = [], Encoder().double()
-        for batch in (sentences(), as_called(sentences())):
+        called = as_called(sentences())
+        for batch in (sentences(), called):
             found = sentence_loss(Softmax(encoder).double())
             arguments.append(found["loss_fn"](found["embed"](encoder, batch)))
         assert arguments[0] == arguments[1]
+        assert set(called[0][0]) == {"input_ids", "attention_mask"}, "what the encoder adds is not the user's"
         with pytest.raises(DataError, match="expected \\(features, labels\\)"):
             found["embed"](encoder, {"input_ids": torch.zeros(2, 2)})
 
