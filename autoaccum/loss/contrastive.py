@@ -9,9 +9,11 @@ backward, so that N samples take chunk x N numbers and not N x N. They are made 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.nn.functional import cross_entropy, logsigmoid, normalize, relu
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from autoaccum import _checks
@@ -44,6 +46,29 @@ def in_chunks(loss_rows: LossRows, num_samples: int, chunk: int = CHUNK) -> torc
         total = part if total is None else total + part
     assert total is not None, "a window has a sample"
     return total
+
+
+def chunked(
+    loss_rows: Callable[[slice, Any, Any], torch.Tensor], *, chunk: int = CHUNK
+) -> Callable[[Any, Any], torch.Tensor]:
+    """Return the ``loss_fn`` of a mean over samples, of which ``loss_rows`` computes some rows at a time.
+
+    Args:
+        loss_rows: (rows, embeddings, batch) -> the sum of the losses of these rows, a 0-dim tensor; embeddings and
+            batch are those of all samples, as ``loss_fn`` gets them. It is called twice for each chunk.
+        chunk: rows of one call.
+
+    Raises:
+        ArgumentError: chunk is no int of at least 1.
+    """
+    _checks.positive_int("chunk", chunk)
+
+    def loss_fn(embeddings: Any, batch: Any) -> torch.Tensor:
+        # In whatever structure they are, each has a row for each sample.
+        num_samples = len(tree_leaves(embeddings)[0])
+        return in_chunks(lambda rows: loss_rows(rows, embeddings, batch), num_samples, chunk) / num_samples
+
+    return loss_fn
 
 
 def info_nce(

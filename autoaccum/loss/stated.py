@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypedDict, TypeVar
 
 import torch
 
@@ -50,6 +50,14 @@ class WindowLoss:
     """(embeddings) or (embeddings, batch) -> the mean loss of a window."""
     takes_batch: bool
     """Whether it is given the samples of the window too."""
+
+
+class WindowArguments(TypedDict):
+    """The arguments of ``fit``, ``Trainer`` or ``Accumulator`` for a loss of whole windows, as adapters make them."""
+
+    loss_scope: Literal["window"]
+    embed: Callable[[Any, Any], Any]
+    loss_fn: Callable[[Any], torch.Tensor]
 
 
 # Losses have names from here on, those of a sequence too, so that all that is kept of them is kept in one way.

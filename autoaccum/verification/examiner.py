@@ -241,7 +241,7 @@ class Examiner:
                         number=number,
                         most=most,
                         is_due=reason is not None,
-                        suspicion=lambda: readings.suspicion(self._met, self._shown),
+                        suspicion=lambda: readings.suspicion(self._job, self._met, self._shown),
                         rewind=self._rewind,
                         like=self._remembered,
                     )
@@ -366,7 +366,7 @@ class Examiner:
             self._rivals = decision.rivals
             signs.compares_samples = "samples" in decision.rivals
             return
-        suspicion = readings.suspicion(self._met, self._shown)
+        suspicion = readings.suspicion(self._job, self._met, self._shown)
         if suspicion is None and (verdict.rebinds or verdict.pads):
             suspicion = notices.of("state" if verdict.rebinds else "padding")
         notice = notices.failure_notice(
@@ -377,6 +377,7 @@ class Examiner:
             suspicion,
             is_time_first=verdict.is_time_first,
             statistics=self._job.batch_norm,
+            embeds=self._job.window_loss is not None,
         )
         self._fail(notice, decision.error, said)
 

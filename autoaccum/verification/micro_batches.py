@@ -143,7 +143,10 @@ class MicroBatches:
             like=like,
             by_terms=gradient.conclusion is not None and bool(gradient.conclusion.kinds),
         )
-        return (notices.joined_notice(error, sum(map(len, parts)), suspicion()), error) if error else None
+        if not error:
+            return None
+        embeds = self._job.window_loss is not None
+        return notices.joined_notice(error, sum(map(len, parts)), suspicion(), embeds=embeds), error
 
     def _error_of(
         self,

@@ -20,16 +20,25 @@ from autoaccum.verification.findings import Cause, Decision
 # another by its consequence, which therefore holds no numbers: it is said once in a run.
 
 
-def batch_norm_notices(modules: Sequence[nn.Module], statistics: Statistics = MICRO) -> list[Notice]:
-    """Return what to say when windows of a model with BatchNorm are cut, and others than a micro-batch's are taken."""
+_REGROUP = "Pass batch_norm='ghost:32' or 'frozen', use GroupNorm or LayerNorm"
+_CONVERT = "Use GroupNorm or LayerNorm"
+
+
+def batch_norm_notices(
+    modules: Sequence[nn.Module], statistics: Statistics = MICRO, *, embeds: bool = False
+) -> list[Notice]:
+    """Return what to say when windows of a model with BatchNorm are cut, and others than a micro-batch's are taken.
+
+    ``embeds`` is whether micro-batches make embeddings of a loss over the whole window, which takes no ``batch_norm``.
+    """
     # Only those that normalise by a batch: by running statistics no sample meets another.
     layers = count_batch_norms(modules)
     notice = Notice(
         cause=f"The model holds {layers} BatchNorm layer{'s' if layers > 1 else ''} in training mode",
         consequence="Each normalises by the statistics of a micro-batch instead of the window, so that the gradient "
         "depends on how windows are cut",
-        cure="Pass batch_norm='ghost:32' or 'frozen', use GroupNorm or LayerNorm (autoaccum.convert_batch_norm), put "
-        "the BatchNorm layers in eval mode, or pass micro_batch= the whole window if it fits",
+        cure=f"{_CONVERT if embeds else _REGROUP} (autoaccum.convert_batch_norm), put the BatchNorm layers in eval "
+        "mode, or pass micro_batch= the whole window if it fits",
     )
     if statistics.kind != "micro":  # a layer that computes what it does by itself
         notice = Notice(
@@ -60,6 +69,17 @@ def coupling_notice() -> Notice:
         cure="Compute statistics of the window in before_window=; or pass micro_batch= the whole window if it fits, "
         "lower effective_batch if it does not, or let samples meet what does not come from the batch, such as a queue "
         "of past ones or running statistics",
+    )
+
+
+def meeting_notice() -> Notice:
+    """Return what to say when windows are cut whose embeddings depend on the samples beside them."""
+    return Notice(
+        cause="embed lets the samples of a micro-batch meet, as statistics over a batch do",
+        consequence="The embedding of a sample depends on those beside it, so that the gradient depends on how windows "
+        "are cut",
+        cure="Let each row that embed returns come from its own sample, and compute what compares them in loss_fn, "
+        "which sees all of the window; or pass micro_batch= the whole window if it fits",
     )
 
 
@@ -117,6 +137,7 @@ def failure_notice(
     *,
     is_time_first: bool = False,
     statistics: Statistics = MICRO,
+    embeds: bool = False,
 ) -> Notice:
     """Return what to say of windows whose gradient was measured to depend on how they are cut.
 
@@ -128,10 +149,11 @@ def failure_notice(
         suspicion: what the graph of the loss says against it.
         is_time_first: whether the tensors that were cut may have their samples in dim 1.
         statistics: those that BatchNorm is to normalise by.
+        embeds: whether micro-batches make embeddings of a loss over the whole window.
     """
-    known = [_of_cause(cause, modules, statistics) for cause in causes]
+    known = [_of_cause(cause, modules, statistics, embeds) for cause in causes]
     if not known:
-        known = [suspicion or _UNKNOWN]
+        known = [suspicion or (_UNKNOWN_OF_EMBEDDINGS if embeds else _UNKNOWN)]
     found = [notice for notice in known if notice is not None]
     if not causes and is_time_first:
         found.append(_TIME_FIRST)
@@ -160,9 +182,14 @@ _UNKNOWN = Notice(
 )
 
 
-def _of_cause(cause: Cause, modules: Sequence[nn.Module], statistics: Statistics) -> Notice | None:
+_UNKNOWN_OF_EMBEDDINGS = replace(
+    meeting_notice(), cause="The embedding of a sample depends on the micro-batch that it is in"
+)
+
+
+def _of_cause(cause: Cause, modules: Sequence[nn.Module], statistics: Statistics, embeds: bool) -> Notice | None:
     if cause == "batch norm":
-        return next(iter(batch_norm_notices(modules, statistics)), None)
+        return next(iter(batch_norm_notices(modules, statistics, embeds=embeds)), None)
     return _CAUSES[cause]
 
 
@@ -226,9 +253,9 @@ def dropped_notice(error: float) -> Notice:
     )
 
 
-def joined_notice(error: float, samples: int, suspicion: Notice | None) -> Notice:
+def joined_notice(error: float, samples: int, suspicion: Notice | None, *, embeds: bool = False) -> Notice:
     """Return what to say of micro-batches whose losses do not add up to that of two of them joined."""
-    known = suspicion or _UNKNOWN
+    known = suspicion or (_UNKNOWN_OF_EMBEDDINGS if embeds else _UNKNOWN)
     off = f"two micro-batches have a loss {_percent(error)} off that of the {samples} samples joined"
     return replace(known, cause=f"{known.cause}: {off}, while those of a few samples are not")
 

@@ -77,10 +77,10 @@ def pieces(gradient: Gradient) -> list[tuple[int, int]]:
     return list(zip(starts, gradient.sizes, strict=False))
 
 
-def suspicion(met: Met, shown: Sequence[Reduction]) -> Notice | None:
+def suspicion(job: Job, met: Met, shown: Sequence[Reduction]) -> Notice | None:
     """Return what the graphs say against a loss that was measured not to add up; None where they say nothing."""
     if couples_samples(met):
-        return notices.coupling_notice()
+        return _of_coupling(job)
     return notices.doubt_of([size for size, _ in met], shown)
 
 
@@ -90,9 +90,10 @@ def doubts(job: Job, gradient: Gradient, met: Met, shown: Sequence[Reduction]) -
     if found is None:
         return []
     # Of groups, and of running statistics, nothing depends on how windows are cut.
-    said = notices.batch_norm_notices(job.modules) if job.batch_norm.kind == "micro" else []
+    embeds = job.window_loss is not None
+    said = notices.batch_norm_notices(job.modules, embeds=embeds) if job.batch_norm.kind == "micro" else []
     if couples_samples(met):  # no count makes it exact
-        return [*said, notices.coupling_notice()]
+        return [*said, _of_coupling(job)]
     if job.num_items is not None:
         # What the user says is compared with what the losses show, of every micro-batch or not at all.
         if len(shown) == len(gradient.sizes):
@@ -106,3 +107,8 @@ def doubts(job: Job, gradient: Gradient, met: Met, shown: Sequence[Reduction]) -
     if found.doubt is not None:
         said.append(notices.doubt_notice(*found.doubt))
     return said
+
+
+def _of_coupling(job: Job) -> Notice:
+    """Return what to say of samples that meet: in a loss, or in embeddings, of which the loss is yet to be made."""
+    return notices.coupling_notice() if job.window_loss is None else notices.meeting_notice()

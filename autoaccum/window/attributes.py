@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable
+from operator import is_
 from typing import Any
 
 import torch
 
 CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, set, deque)
 """The types of containers whose contents are remembered, exactly: a subclass may mean something else by ``clear``."""
+_CONTAINERS = frozenset(CONTAINERS)
+_PLAIN = frozenset((bool, int, float, str, type(None)))  # what most attributes are
 
 
 class Attributes:
@@ -27,36 +30,33 @@ class Attributes:
         self._contents: dict[int, tuple[Any, Any]] = {}
         # The attributes themselves are a dict: it is remembered like those that lie in it. Not by recursion, for lists
         # may hold themselves or be nested deeply.
+        self._tensors: list[torch.Tensor] = []
         found: list[Any] = [vars(owner) for owner, _ in self._classes]
         found.extend(containers)
+        # This runs in windows, over some twenty attributes of each module: what is told by its type alone comes first.
         while found:
-            container = found.pop()
-            if type(container) not in CONTAINERS or id(container) in self._contents:
+            thing = found.pop()
+            kind = type(thing)
+            if kind in _PLAIN:
                 continue
-            self._contents[id(container)] = (container, container.copy())
-            found.extend(container.values() if isinstance(container, dict) else container)
+            if kind in _CONTAINERS:
+                if id(thing) not in self._contents:
+                    self._contents[id(thing)] = (thing, thing.copy())
+                    found.extend(thing.values() if isinstance(thing, dict) else thing)
+            elif isinstance(thing, torch.Tensor):
+                self._tensors.append(thing)
+            elif isinstance(thing, tuple):
+                self._tensors.extend(one for one in thing if isinstance(one, torch.Tensor))
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the tensors among what is remembered."""
-        found: list[torch.Tensor] = []
-        for _, contents in self._contents.values():
-            entries = contents.values() if isinstance(contents, dict) else contents
-            for entry in entries:
-                within = entry if isinstance(entry, tuple) else (entry,)
-                found.extend(one for one in within if isinstance(one, torch.Tensor))
-        return found
+        return self._tensors
 
     def have_changed(self) -> bool:
-        """Return whether an attribute, or what a container holds, is another object now."""
-        for container, contents in self._contents.values():
-            if len(container) != len(contents):
-                return True
-            now, before = list(container), list(contents)
-            if isinstance(container, dict):
-                now, before = list(container.values()), list(contents.values())
-            if any(one is not other for one, other in zip(now, before, strict=True)):
-                return True
-        return False
+        """Return whether an attribute, what a container holds, or a class is another object now."""
+        if any(type(owner) is not kind for owner, kind in self._classes):
+            return True
+        return not all(_holds_the_same(container, contents) for container, contents in self._contents.values())
 
     def restore(self) -> None:
         """Put everything back; it may be done again."""
@@ -69,6 +69,15 @@ class Attributes:
                 container.extend(contents)
             else:
                 container.update(contents)
+
+
+def _holds_the_same(container: Any, contents: Any) -> bool:
+    """Return whether a container holds the very objects that its copy holds, in the same order."""
+    if not contents:  # as most of a module's are: hooks that nobody has registered
+        return not container
+    if len(container) != len(contents) or not all(map(is_, container, contents)):
+        return False
+    return not isinstance(container, dict) or all(map(is_, container.values(), contents.values()))
 
 
 def is_expanded(tensor: torch.Tensor) -> bool:

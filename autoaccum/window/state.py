@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import random
 from collections.abc import Container, Iterable, Sequence
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -57,8 +58,8 @@ class State:
         Raises:
             MemoryLimitError: the device has no memory to copy from or to.
         """
-        self._device = device
-        held = surroundings_of(functions)
+        self._device, self._functions = device, tuple(functions)
+        held = surroundings_of(self._functions)
         everything = [*modules, *held.modules]
         layers = [layer for module in everything for layer in module.modules() if layer not in without]
         self.layers = list({id(layer): layer for layer in layers}.values())
@@ -116,6 +117,31 @@ class State:
     def moved(self) -> list[torch.Tensor]:
         """Return the tensors that have other values by now."""
         return [tensor for tensor, value in zip(self._moving, self._values, strict=True) if not same(tensor, value)]
+
+    def renewed(self) -> State | None:
+        """Return this with the random states of now; None where anything else has moved since.
+
+        Raises:
+            MemoryLimitError: the device has no memory to compare values in.
+        """
+        # What takes longest comes last: values may have to be read from a device.
+        if not self._held.are(surroundings_of(self._functions)) or self._attributes.have_changed():
+            return None
+        if any(cell.cell_contents is not contents for cell, contents in self._cells):
+            return None
+        if any(namespace[name] is not value for namespace, name, value in self._names):
+            return None
+        if not insist(self._are_values_the_same, "the state was compared"):
+            return None
+        now = copy(self)
+        now._random = randomness.get_state(self._device)
+        now._generators = [(generator, _state_of(generator)) for generator, _ in self._generators]
+        return now
+
+    @torch.no_grad()
+    def _are_values_the_same(self) -> bool:
+        pairs = zip(self._moving, self._values, strict=True)
+        return all(tensor.shape == value.shape and same(tensor, value) for tensor, value in pairs)
 
     def attributes_changed(self) -> bool:
         """Return whether a module, or an object whose method is called, holds other things now."""

@@ -13,6 +13,7 @@ import sys
 import types
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,15 @@ class Surroundings:
     """Variables of enclosing functions."""
     names: list[tuple[dict[str, Any], str]] = field(default_factory=list)
     """Global variables with a plain value: (namespace, name)."""
+
+    def are(self, other: Surroundings) -> bool:
+        """Return whether another search has found the very same things, in the same order."""
+        mine, others = (
+            [*one.modules, *one.tensors, *one.generators, *one.containers, *one.objects, *one.cells]
+            for one in (self, other)
+        )
+        names = [[(id(namespace), name) for namespace, name in one.names] for one in (self, other)]
+        return len(mine) == len(others) and all(map(is_, mine, others)) and names[0] == names[1]
 
 
 def surroundings_of(functions: Iterable[object]) -> Surroundings:

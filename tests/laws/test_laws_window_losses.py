@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from pathlib import Path
@@ -16,6 +20,7 @@ import autoaccum
 from autoaccum.errors import OptimizerOutOfMemoryError
 from autoaccum.events import Notice, OutOfMemory, Resumed, Verified
 from autoaccum.testing import oom_at, simulated_memory
+from autoaccum.window.two_passes import TwoPasses
 from tests.devices import DEVICE, there
 from tests.faults import Operations, strides
 from tests.models import relative_error, same, state_of
@@ -403,6 +408,9 @@ class TestVerified:
         with pytest.warns(autoaccum.errors.AutoaccumWarning, match="BatchNorm"):
             result = fit(model, micro_batch=5, strict=False)
         assert [event.passed for event in result.events if isinstance(event, Verified)] == [False]
+        (notice,) = [event for event in result.events if isinstance(event, Notice)]
+        assert "autoaccum.convert_batch_norm" in notice.cure
+        assert "batch_norm=" not in notice.cure, "which is refused beside such a loss"
 
 
 class SGD(torch.optim.SGD):
@@ -500,3 +508,39 @@ class TestResume:
         assert [event.step for event in resumed.events if isinstance(event, Resumed)] == [2]
         plans = tuple(report.micro_batches for report in resumed.history)
         assert same(state_of(resumed), state_of(trainer(plans, epochs=3).fit()))
+
+    @pytest.mark.parametrize("place", ["first pass", "loss", "second pass"])
+    def test_killed_within_a_window(self, place: str, tmp_path: Path) -> None:
+        """The run goes on from the window before, and ends as the run that was never killed."""
+        code = (
+            "import sys; from pathlib import Path; from tests.laws.test_laws_window_losses import killed; "
+            "killed(Path(sys.argv[1]), sys.argv[2])"
+        )
+        # With as many threads as this process, for sums are added in another order by more.
+        environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
+        child = subprocess.run([sys.executable, "-c", code, str(tmp_path), place], check=False, env=environment)
+        assert child.returncode == -signal.SIGKILL
+        resumed = trainer(5, run_dir=tmp_path, **OF_KILLED).fit()
+        assert [event.step for event in resumed.events if isinstance(event, Resumed)] == [2]
+        assert same(state_of(resumed), state_of(trainer(5, epochs=OF_KILLED["epochs"]).fit()))
+
+
+OF_KILLED: dict[str, Any] = {"epochs": 3, "checkpoint_every": 1, "cache": False}
+
+
+def killed(run_dir: Path, place: str) -> None:
+    """Train until the third window is in this place, and kill this process there."""
+    # Of three micro-batches, each of which is run in the first pass, and all but the last in the second.
+    at = {"first pass": (TwoPasses._embed, 2), "loss": (TwoPasses._loss_of, 1), "second pass": (TwoPasses._embed, 5)}
+    function, number = at[place]
+    met: list[int] = []
+
+    def killing(self: TwoPasses, *arguments: Any) -> Any:
+        met.append(running.step)
+        if met.count(2) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(self, *arguments)
+
+    setattr(TwoPasses, function.__name__, killing)
+    running = trainer(5, run_dir=run_dir, **OF_KILLED)
+    running.fit()

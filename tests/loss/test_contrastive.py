@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import cross_entropy, logsigmoid, normalize
 
 from autoaccum.errors import ArgumentError
-from autoaccum.loss.contrastive import clip, in_chunks, info_nce, sig_lip, sup_con, triplet
+from autoaccum.loss.contrastive import chunked, clip, in_chunks, info_nce, sig_lip, sup_con, triplet
 from autoaccum.testing import simulated_memory
 from tests.models import relative_error
 
@@ -106,3 +106,27 @@ def test_a_label_of_its_own_has_no_loss() -> None:
 def test_a_chunk_has_rows() -> None:
     with pytest.raises(ArgumentError, match="chunk=0: expected an int of at least 1"):
         in_chunks(lambda rows: torch.zeros(()), 3, chunk=0)
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 100])
+def test_a_loss_of_rows_becomes_that_of_a_window(chunk: int) -> None:
+    """It sees which rows they are, the embeddings of all, and the batch."""
+    torch.manual_seed(0)
+    leaves = [torch.randn(N, 3, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    met = []
+
+    def loss_rows(rows: slice, embeddings: Any, batch: Any) -> Any:
+        met.append((rows.start, rows.stop))
+        logits = embeddings["a"][rows] @ embeddings["b"].T
+        return (cross_entropy(logits, torch.arange(N)[rows], reduction="none") * batch["weight"][rows]).sum()
+
+    weight = torch.rand(N, dtype=torch.float64)
+    found = chunked(loss_rows, chunk=chunk)({"a": leaves[0], "b": leaves[1]}, {"weight": weight})
+    expected = (cross_entropy(leaves[0] @ leaves[1].T, torch.arange(N), reduction="none") * weight).mean()
+    assert found.item() == pytest.approx(expected.item(), rel=1e-12)
+    gradients = [torch.autograd.grad(loss, leaves) for loss in (found, expected)]
+    for one, other in zip(*gradients, strict=True):
+        assert relative_error(one, other) < 1e-11
+    assert met[0] == (0, min(chunk, N))
+    with pytest.raises(ArgumentError, match="chunk=0"):
+        chunked(loss_rows, chunk=0)

@@ -117,6 +117,8 @@ def test_a_change_is_noticed_and_what_is_put_back_is_none() -> None:
         lambda: owner.nested["inner"]["deep"].__setitem__(0, 7),
         lambda: owner.nested.update(inner={"deep": [1]}),  # equal, and another object
         lambda: extra.append(2),
+        lambda: owner.nested.update(outer=owner.nested.pop("inner")),  # the same under another name
+        lambda: owner.nested.clear(),
     ):
         change()
         assert attributes.have_changed()

@@ -217,6 +217,59 @@ def test_buffers_of_scripted_modules_and_tensors_in_tuples_come_back() -> None:
     assert model.pair[0].tolist() == [0, 0]  # type: ignore[index,union-attr]
 
 
+NAMED = [1]
+NUMBER = 1
+
+
+@pytest.mark.device
+def test_where_nothing_has_moved_but_draws_the_same_does_once_more() -> None:
+    model, held, count = nn.Sequential(nn.BatchNorm1d(2), nn.Dropout()), Held(), 0
+
+    def loss(model: Any, batch: Any) -> Any:
+        nonlocal count
+        count = count + 1
+        return held.loss(model, batch), NAMED, NUMBER
+
+    def remembered() -> State:
+        return State([model], [loss], HERE, [])
+
+    def swap() -> None:
+        global NAMED
+        NAMED = [1]
+
+    def call() -> None:
+        loss(model, None)
+
+    def name() -> None:
+        global NUMBER
+        NUMBER += 1
+
+    state = remembered()
+    first = torch.rand(2)
+    renewed = state.renewed()
+    assert renewed is not None
+    assert renewed._values is state._values
+    drawn = torch.rand(2)
+    renewed.restore()
+    assert torch.equal(torch.rand(2), drawn)
+    assert not torch.equal(first, drawn)
+    for change in (
+        call,
+        swap,
+        name,
+        lambda: model[0].running_mean.data.add_(1),  # type: ignore[union-attr,operator]
+        lambda: setattr(model[0], "running_mean", torch.zeros(3)),
+        lambda: setattr(held, "calls", held.calls + 1),
+        lambda: held.queue.add_(1),
+        lambda: model.append(nn.Linear(1, 1)),
+        lambda: setattr(model[1], "__class__", nn.AlphaDropout),
+    ):
+        state = remembered()
+        assert state.renewed() is not None
+        change()  # type: ignore[no-untyped-call]
+        assert state.renewed() is None
+
+
 @pytest.mark.device
 def test_what_another_one_remembers_is_not_copied_again() -> None:
     model = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(3))
