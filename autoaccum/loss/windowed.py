@@ -34,7 +34,6 @@ def window_loss_of(
     num_items: object,
     reduction: object,
     before_window: object,
-    noise_scale: object,
     metrics: object,
     batch_norm: object,
 ) -> WindowLoss | None:
@@ -47,7 +46,7 @@ def window_loss_of(
     scopes = ("micro-batch", "window")
     if loss_scope is not None and _checks.one_of("loss_scope", loss_scope, scopes) == "window":
         given = {"training_step": training_step, "num_items": num_items, "reduction": reduction}
-        given |= {"before_window": before_window, "noise_scale": noise_scale or None, "metrics": metrics}
+        given |= {"before_window": before_window, "metrics": metrics}
         given |= {"batch_norm": None if batch_norm == "micro" else batch_norm}
         # Each would be left out in silence, for nothing asks for it where there is one loss of all samples.
         for name, value in given.items():
@@ -77,7 +76,6 @@ _WHY = {
     "num_items": "There is one loss of the whole window, which is divided by whatever loss_fn divides by.",
     "reduction": "There is one loss of the whole window, and no others that it would add up with.",
     "before_window": "loss_fn sees the whole window: compute there what belongs to it.",
-    "noise_scale": "It is estimated from the gradients of micro-batches, which this loss has not: leave it out.",
     "batch_norm": "Embeddings are made in two passes: leave it out, and call convert_batch_norm(model).",
     "metrics": "They look at outputs of micro-batches: compute them on the model by a callback.",
 }

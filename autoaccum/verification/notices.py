@@ -61,6 +61,16 @@ def passes_notices(modules: Sequence[nn.Module], statistics: Statistics) -> list
     return [notice] if layers and statistics.kind == "window" else []
 
 
+def noise_notice() -> Notice:
+    """Return what to say when the noise scale is estimated of a loss over the whole window."""
+    return Notice(
+        cause="The noise scale is estimated beside loss_scope='window'",
+        consequence="It is the noise in what samples add through their own embeddings, those of all others being as "
+        "they are; that a larger window has another loss, of more comparisons, is no part of it",
+        cure="Take it for how noisy steps of this window are, and compare windows by what they train",
+    )
+
+
 def coupling_notice() -> Notice:
     """Return what to say when windows are cut whose loss compares samples with each other."""
     return Notice(

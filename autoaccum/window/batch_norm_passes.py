@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from autoaccum.data.base import Window
-from autoaccum.errors import ArgumentError
+from autoaccum.errors import ArgumentError, ConflictingArgumentsError
 from autoaccum.loss.coupling import batch_norms
 from autoaccum.loss.stated import Computed
 from autoaccum.planning.attempts import Piece
@@ -197,7 +197,14 @@ class ThroughWindow(Transaction):
     """Adds up the gradient of a window whose samples meet in the statistics of BatchNorm."""
 
     def __init__(self, job: Job, **options: Any) -> None:
-        """Set up for a job; ``options`` are those of ``Transaction``."""
+        """Set up for a job; ``options`` are those of ``Transaction``.
+
+        Raises:
+            ConflictingArgumentsError: the noise scale is asked for, as an effective batch that follows it does.
+        """
+        if options.get("noise_scale"):
+            cure = "What a micro-batch adds goes through statistics of all others: leave it out, or pass 'ghost:32'."
+            raise ConflictingArgumentsError("batch_norm", str(job.batch_norm), "the noise scale", cure)
         self._passes = Passes(job.batch_norm, job.modules, job.autocast)
         super().__init__(job, **options)
         self._forwards = None  # of a window that is not cut, which is a plain one

@@ -15,7 +15,7 @@ its end. A window of one micro-batch is one pass with the plain loss, by the sam
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -33,6 +33,7 @@ from autoaccum.loss.stated import Computed
 from autoaccum.loss.terms import Reduction
 from autoaccum.loss.windowed import Embedded, embedded, joined, spread
 from autoaccum.planning.attempts import Piece
+from autoaccum.window import contributions
 from autoaccum.window.gradient import Gradient, Repeat, count_nodes
 from autoaccum.window.job import Job
 from autoaccum.window.state import State
@@ -68,6 +69,7 @@ class TwoPasses(Transaction):
         super()._begin_anew(num_samples)
         self._pieces: list[Piece] = []  # which the second pass goes through as the first one did
         self._embedded: list[Embedded] = []  # of each piece, without a graph; that of the last one has its graph
+        self._of_loss: contributions.Before = []  # the gradient by parameters of the loss, where pieces are measured
         self._versions = _versions(self._job.modules)
 
     def _moment(self, like: State | None = None) -> State:
@@ -166,6 +168,7 @@ class TwoPasses(Transaction):
             return Repeat(sizes=self.own_sizes)
         sizes, loss = tuple(self._sizes), self._losses[0]
         assert loss is not None
+        parts, noise = self._parts(sizes, False, 1.0, ending)
         return Gradient(
             sizes=sizes,
             own=self.own_sizes,
@@ -173,6 +176,8 @@ class TwoPasses(Transaction):
             loss=loss,
             overflow=None if ending is None else ending.overflow(),
             items=float(self._num_samples),
+            parts=parts,
+            noise=noise,
             counts=tuple(map(float, sizes)),
             reductions=tuple(Reduction(float(size)) for size in sizes),
             conclusion=PLAIN_SUM,
@@ -183,22 +188,39 @@ class TwoPasses(Transaction):
 
         The last micro-batch's graph is there still: its parameters have their gradient when this returns.
         """
+        is_measured = self._measures_parts and len(self._pieces) > 1
         # All have one structure, as each was compared with the first.
         spec, last = self._embedded[0].spec, self._embedded[-1].leaves
         # Given up as they are joined: what is held twice is held while memory is at its fullest.
-        parts = [found.leaves for found in self._embedded[:-1]]
+        parts = [found.leaves for found in (self._embedded if is_measured else self._embedded[:-1])]
         self._embedded = []
         # One leaf for each tensor of all micro-batches but the last: the gradient that it gets is that of their rows.
         firsts = [as_leaf(leaf) for leaf in joined(parts)] if parts else []
-        leaves = joined([firsts, last]) if parts else list(last)
-        del parts, last
+        leaves = firsts if is_measured else joined([firsts, last]) if parts else list(last)
+        del parts
         loss = self._loss_of(spec.unflatten(leaves))
         del leaves
         self._gradients.owned(self._scaled(loss).backward)()
         columns = [leaf.grad for leaf in firsts]
-        sizes = [piece.size for piece in self._pieces[:-1]]
+        sizes = [piece.size for piece in (self._pieces if is_measured else self._pieces[:-1])]
         split = [[None] * len(sizes) if one is None else list(torch.split(one, sizes)) for one in columns]
-        return loss.detach(), [list(row) for row in zip(*split, strict=True)]
+        cotangents = [list(row) for row in zip(*split, strict=True)]
+        if is_measured:
+            self._of_loss = contributions.set_aside(self._gradients.trained())
+            self._measured(len(sizes) - 1, partial(self._go_back, last, cotangents.pop()))
+        return loss.detach(), cotangents
+
+    def _measured(self, index: int, go_back: Callable[[], None]) -> None:
+        """Add what a micro-batch makes of the gradient, and keep its norm.
+
+        The gradient by parameters that the loss itself uses is no sample's: each micro-batch has its share of that.
+        """
+        before = contributions.set_aside(self._gradients.trained())
+        for p, gradient in self._of_loss:
+            p.grad = gradient * (self._sizes[index] / self._num_samples)
+        go_back()
+        self._norms[index] = contributions.norm(self._gradients.stepped())
+        contributions.add_back(before)
 
     def _loss_of(self, embeddings: Any) -> torch.Tensor:
         # What a loss needs of samples, such as labels, embed may return as well: then the window need not be gathered.
@@ -226,7 +248,12 @@ class TwoPasses(Transaction):
         for index, (piece, gradients) in enumerate(zip(self._pieces[:-1], cotangents, strict=True)):
             if self._found is not None and index:
                 self._found.restore(random=False)
-            self._go_back(self._embed(self._window.micro_batch(piece.start, piece.size)).leaves, gradients)
+            leaves = self._embed(self._window.micro_batch(piece.start, piece.size)).leaves
+            if self._measures_parts:
+                self._measured(index, partial(self._go_back, leaves, gradients))
+            else:
+                self._go_back(leaves, gradients)
+            del leaves
         cotangents.clear()  # their memory may be what the state needs to be put back
         after.restore()
         self._last = after

@@ -18,10 +18,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from autoaccum.errors import ArgumentError
+from autoaccum.errors import ArgumentError, ConflictingArgumentsError
 from autoaccum.loss.windowed import embedded, joined
 from autoaccum.ranks.shares import whole_of
 from autoaccum.window.gradient import Gradient, Repeat
+from autoaccum.window.job import Job
 from autoaccum.window.joining import SharedTransaction
 from autoaccum.window.two_passes import TwoPasses, as_leaf
 
@@ -43,6 +44,17 @@ Cotangents = Sequence[torch.Tensor | None]
 
 class SharedTwoPasses(TwoPasses, SharedTransaction):
     """Adds up the gradient of a loss over the whole window, of which several ranks run a share each."""
+
+    def __init__(self, job: Job, **options: Any) -> None:
+        """Set up; ``options`` are those of ``TwoPasses`` and ``SharedTransaction``.
+
+        Raises:
+            ConflictingArgumentsError: the noise scale is asked for.
+        """
+        super().__init__(job, **options)
+        if self._measures_parts:
+            cure = "Parts of other ranks have no share of the loss's own parameters: leave it out, or run one process."
+            raise ConflictingArgumentsError("noise_scale", True, "loss_scope='window' on several ranks", cure)
 
     _has_told = False  # whether other ranks may have this one's embeddings, and go on from there
 

@@ -338,6 +338,10 @@ class TestSaid:
         with pytest.raises(errors.ArgumentError, match="writes to no parameter"):
             fit(Writes().double(), micro_batch=17, verify=False)
 
+    def test_an_effective_batch_that_follows_the_noise_is_refused(self) -> None:
+        with pytest.raises(errors.ConflictingArgumentsError, match="batch_norm.*the noise scale"):
+            fit(convolutions(), effective_batch="noise 8:50")
+
     @pytest.mark.parametrize("create_graph", [False, True])
     def test_a_loss_that_takes_gradients_through_it_is_refused(self, create_graph: bool) -> None:
         """They would go through the statistics of the whole window, which its micro-batches are only parts of."""

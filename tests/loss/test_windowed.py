@@ -30,7 +30,7 @@ def with_options(embeddings: Any, temperature: float = 0.1) -> Any:
 
 
 NOTHING: dict[str, Any] = dict.fromkeys(
-    ("training_step", "num_items", "reduction", "before_window", "noise_scale", "metrics", "batch_norm")
+    ("training_step", "num_items", "reduction", "before_window", "metrics", "batch_norm")
 )
 
 

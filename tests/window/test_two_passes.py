@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import runpy
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +16,8 @@ from torch.nn.functional import cross_entropy
 
 import autoaccum
 from autoaccum.errors import ArgumentError, ArgumentTypeError, AutoaccumWarning
+from autoaccum.events import Notice
+from autoaccum.planning.noise import estimate
 from autoaccum.window.job import Job
 from autoaccum.window.two_passes import TwoPasses
 from tests.devices import DEVICE
@@ -162,3 +166,50 @@ def test_the_example_learns_in_micro_batches(monkeypatch: pytest.MonkeyPatch) ->
     accuracy, micro_batch = example["train"](64)
     assert accuracy > 0.5
     assert micro_batch <= 32
+
+
+class TestNoise:
+    """What each micro-batch adds through its own embeddings, all others being as they are."""
+
+    @pytest.mark.filterwarnings("ignore:The noise scale is estimated")
+    @pytest.mark.parametrize("precision", ["fp32", "bf16"])
+    def test_it_is_that_of_the_parts_of_the_gradient(self, precision: Any) -> None:
+        model = nn.Linear(8, 4).double()
+        scale = nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
+        model.register_parameter("scale", scale)
+        rows = torch.randn(WINDOW, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+        def loss(z: torch.Tensor, of: Any = model) -> torch.Tensor:
+            return loss_fn(z * of.scale) + 2 * (of.scale * z).mean()  # so that there is more than noise
+
+        whole = model(rows)
+        cotangent, of_scale = torch.autograd.grad(loss(whole), (whole, scale))
+        parts = []
+        for start, size in ((0, 5), (5, 4), (9, 3)):
+            piece = model(rows[start : start + size])
+            found = torch.autograd.grad(piece, [model.weight, model.bias], cotangent[start : start + size])
+            share = size / WINDOW
+            parts.append((size, size, sum(float(one.square().sum()) for one in found) + float(share * of_scale) ** 2))
+        model.zero_grad()
+        loss(model(rows)).backward()
+        square = sum(float(p.grad.square().sum()) for p in model.parameters() if p.grad is not None)
+        expected = estimate(parts, square)
+        assert expected is not None
+
+        results = []
+        for noise_scale in (True, False):
+            trained = copy.deepcopy(model).to(DEVICE)
+            result = autoaccum.fit(
+                trained, (rows,), effective_batch=WINDOW, loss_scope="window", noise_scale=noise_scale, steps=1,
+                embed=lambda called, batch: called(batch[0]), loss_fn=functools.partial(loss, of=trained),
+                micro_batch=[(5, 4, 3)], shuffle=False, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), device=DEVICE,
+                progress=False, precision=precision,
+            )  # fmt: skip
+            results.append((trained, result))
+        tolerance = 1e-12 if precision == "fp32" else 0.1
+        found = results[0][1].history[0].noise_scale
+        assert found == pytest.approx(expected.gradient_variance / expected.gradient_squared, rel=tolerance)
+        for p, plain in zip(results[0][0].parameters(), results[1][0].parameters(), strict=True):
+            torch.testing.assert_close(p, plain, rtol=0, atol=1e-14 if precision == "fp32" else 1e-2)
+        said = [event.cause for event in results[0][1].events if isinstance(event, Notice)]
+        assert said == ["The noise scale is estimated beside loss_scope='window'"]

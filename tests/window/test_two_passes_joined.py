@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset
 
 import autoaccum
-from autoaccum.errors import AutoaccumError
+from autoaccum.errors import AutoaccumError, ConflictingArgumentsError
 from tests.models import mlp
 from tests.processes import in_turn
 from tests.ranks.launching import launch
@@ -141,3 +141,21 @@ def test_samples_that_a_loss_asks_for_are_told_and_joined() -> None:
     first, second = launch(by_samples, 2, True)
     assert first.startswith("DataError")
     assert second.startswith("RankError")
+
+
+def measured() -> str:
+    try:
+        autoaccum.fit(
+            mlp(), Rows(), effective_batch=WINDOW, loss_scope="window", embed=lambda model, batch: model(batch[0]),
+            steps=1, loss_fn=loss_fn, noise_scale=True, device="cpu", progress=False,
+        )  # fmt: skip
+    except ConflictingArgumentsError as error:
+        return str(error)
+    return "trained"
+
+
+def test_noise_is_that_of_one_process_alone() -> None:
+    for said in launch(measured, 2):
+        assert said.startswith(
+            "noise_scale=True: expected at most one of noise_scale and loss_scope='window' on several"
+        )
