@@ -202,6 +202,7 @@ class ThroughWindow(Transaction):
         Raises:
             ConflictingArgumentsError: the noise scale is asked for, as an effective batch that follows it does.
         """
+        # An effective batch that follows the noise asks for it in the same way, and is no argument beside this one.
         if options.get("noise_scale"):
             cure = "What a micro-batch adds goes through statistics of all others: leave it out, or pass 'ghost:32'."
             raise ConflictingArgumentsError("batch_norm", str(job.batch_norm), "the noise scale", cure)

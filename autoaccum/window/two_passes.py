@@ -205,6 +205,7 @@ class TwoPasses(Transaction):
         sizes = [piece.size for piece in (self._pieces if is_measured else self._pieces[:-1])]
         split = [[None] * len(sizes) if one is None else list(torch.split(one, sizes)) for one in columns]
         cotangents = [list(row) for row in zip(*split, strict=True)]
+        # The last one too is measured by itself, and so goes back from its embeddings like all others.
         if is_measured:
             self._of_loss = contributions.set_aside(self._gradients.trained())
             self._measured(len(sizes) - 1, partial(self._go_back, last, cotangents.pop()))
@@ -216,6 +217,7 @@ class TwoPasses(Transaction):
         The gradient by parameters that the loss itself uses is no sample's: each micro-batch has its share of that.
         """
         before = contributions.set_aside(self._gradients.trained())
+        # By samples, so that it is the same in all of them, and cancels where they are told from each other.
         for p, gradient in self._of_loss:
             p.grad = gradient * (self._sizes[index] / self._num_samples)
         go_back()
