@@ -174,6 +174,7 @@ class _Given(Calls):
         if not training:
             return torch.nn.functional.batch_norm(input, running_mean, running_var, weight, bias, False, eps=eps)
         passes = self._passes
+        # Calls of layers without either are told apart by their order, or by what they are given.
         key = id(running_mean if running_mean is not None else weight)
         if self._is_forward:
             index = passes.seen(key, input, (running_mean, running_var, momentum))
@@ -272,6 +273,7 @@ class ThroughWindow(Transaction):
         A trial tells how large the next one may be, which has to be known before the window's own passes begin.
         """
         moment = self._state()
+        # By its own statistics, for those of the window are not known: what it takes is the same.
         self._passes.wanted = None
         loss = self._run(batch, piece.size)
         if loss is not None and loss.requires_grad:

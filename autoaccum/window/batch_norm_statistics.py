@@ -41,7 +41,7 @@ class Norm:
         if self.var.grad is not None:
             wide = input.to(self.var.dtype)
             found = torch.addcmul(found, wide - self.mean.view(shape), self.var.grad.view(shape), value=2.0)
-        # Divided last, for in 16 bits what is divided by the numbers of a window may have no digits left.
+        # In 32 bits as far as that, for the numbers of a window are many.
         return (found / self.count).to(input.dtype)
 
 
