@@ -75,6 +75,7 @@ class Shares:
 
     def _in_samples(self, counts: Sequence[int], num_samples: int) -> tuple[int, ...]:
         """Return the samples of shares of so many groups."""
+        # Ranks have stretches of the window, so that its last group is the last one of the last rank that has any.
         sizes = [count * self._granule for count in counts]
         last = max(rank for rank, count in enumerate(counts) if count)
         sizes[last] += num_samples - sum(sizes)  # what is left, or one more

@@ -211,6 +211,7 @@ class Forwards:
                 # A cumulative average goes by what all ranks have counted before, which no forward has known.
                 if layer.momentum is None:
                     momentum = 1 / (int(counter.item()) + 1)
+                # As the layer has done in its forward, before that was undone.
                 counter.add_(len(found.calls))
                 counted.add(id(counter))
             moves = _Moves(layer.running_mean, layer.running_var, layer, momentum)
@@ -278,7 +279,7 @@ class _Moves:
         """Return how they are to move, and leave them as they were; see ``make``."""
         counter = None if self._layer is None else self._layer.num_batches_tracked
         is_counted = counter is not None and id(counter) in counted
-        if counter is not None and is_counted:
+        if counter is not None and is_counted:  # by the layer itself, once a call
             counter.add_(-len(self.calls))
         calls = [[(mean.to("cpu"), var.to("cpu")) for mean, var in call] for call in self.calls]
         return Moved(place, self._momentum, is_counted, calls)

@@ -76,18 +76,21 @@ class SharedTwoPasses(TwoPasses, SharedTransaction):
         own = self._own_embeddings()
         last = self._embedded[-1].leaves if self._embedded else ()
         self._embedded = []  # but for the last one's graph, they are with the others'
-        # From here on: what is told is large, so that memory may run out before it is sent or after it has come.
+        # Before it is told, and not after: it is large, so that memory may run out in packing or in unpacking it.
+        # Either way the others hear None next, in this exchange or in the one that follows.
         self._has_told = True
         told = self._group.exchange(own)
         if any(each is None for each in told):
             return self._repeated()
+        # One rank computes it, for a loss that draws, or looks at what its own rank's forwards have moved, would be
+        # another one on each.
         losses: list[torch.Tensor | None] = []
         answer: Cotangents = ()
         if self._group.is_first:
             loss, answer = self._loss_of_all(told)
             losses.append(loss)
         start = sum(each.num_samples for each in told[: self._group.rank])
-        del own, told
+        del own, told  # which may be what the answer needs the room of
         answers = self._group.exchange(answer)
         if any(each is None for each in answers):
             return self._repeated()
@@ -117,13 +120,14 @@ class SharedTwoPasses(TwoPasses, SharedTransaction):
 
         Parameters that the loss uses have their gradient when this returns.
         """
-        # In the order of the ranks, which is the window's.
+        # In the order of the ranks, which is the window's. A rank without samples knows of no structure.
         self._batches = [each.batch for each in told if each.num_samples]
         there = [embedded(each.found, each.num_samples) for each in told if each.num_samples]
         if any(each.spec != there[0].spec for each in there):
             raise ArgumentError("embed", "results of several structures", "the same structure for each micro-batch")
         leaves = [as_leaf(leaf.to(self._job.device)) for leaf in joined([each.leaves for each in there])]
         loss = self._loss_of(there[0].spec.unflatten(leaves))
+        # Of parameters that the loss uses the other ranks have no gradient by it, so that it counts once in the sum.
         self._gradients.owned(self._scaled(loss).backward)()
         return loss.detach().to("cpu"), [None if leaf.grad is None else leaf.grad.to("cpu") for leaf in leaves]
 
@@ -142,6 +146,7 @@ class SharedTwoPasses(TwoPasses, SharedTransaction):
 
     def _back_through_share(self, last: Sequence[torch.Tensor], cotangents: list[list[torch.Tensor | None]]) -> None:
         """Go back from the gradient of each embedding of the share; the last micro-batch's graph is there still."""
+        # Before the second pass, which needs the memory of its graph.
         self._go_back(last, cotangents.pop())
         if cotangents:
             self._second_pass(cotangents)
