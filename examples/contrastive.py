@@ -3,8 +3,8 @@
     python examples/contrastive.py
 
 Two views of each image, shifted and noisy, are to be told from those of all other images of the window. What has been
-learnt is measured by a linear probe: a logistic regression on the frozen features. All runs have the memory of a device
-that holds 32 images and no more, for which ``max_micro_batch`` stands: the largest window takes 16 micro-batches.
+learnt is measured by a linear probe: a logistic regression on the frozen features. All runs have the same memory, which
+is a simulated one, so that it is the same on each machine: the largest window is cut, the smaller ones fit.
 """
 
 from typing import Any
@@ -16,7 +16,9 @@ from torch import Tensor, nn
 
 import autoaccum
 from autoaccum.loss.contrastive import info_nce
+from autoaccum.testing import simulated_memory
 
+LIMIT = "6MiB"
 STEPS = 50
 """Optimizer steps of each run, whatever its window."""
 
@@ -50,7 +52,7 @@ def embed(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
 
 
 def loss_fn(embeddings: tuple[Tensor, Tensor]) -> Tensor:
-    return info_nce(*embeddings, temperature=0.2)
+    return info_nce(*embeddings, temperature=0.2, chunk=64)  # rows that are compared at once
 
 
 @torch.no_grad()
@@ -65,11 +67,12 @@ def train(window: int) -> tuple[float, int]:
     """Return the probe's accuracy, and the largest micro-batch of the last window."""
     images, labels = load()
     model = make_model()
-    result = autoaccum.fit(
-        model, (images[:1297],), effective_batch=window, max_micro_batch=32, loss_scope="window", embed=embed,
-        loss_fn=loss_fn, optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=2e-3), steps=STEPS,
-        device="cpu", cache=False, progress=False,
-    )  # fmt: skip
+    with simulated_memory(LIMIT):
+        result = autoaccum.fit(
+            model, (images[:1297],), effective_batch=window, loss_scope="window", embed=embed, loss_fn=loss_fn,
+            optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=2e-3), steps=STEPS,
+            device="cpu", cache=False, progress=False,
+        )  # fmt: skip
     return probe(model, images, labels), max(result.history[-1].micro_batches)
 
 

