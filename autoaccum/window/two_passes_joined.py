@@ -24,7 +24,7 @@ from autoaccum.ranks.shares import whole_of
 from autoaccum.window.gradient import Gradient, Repeat
 from autoaccum.window.job import Job
 from autoaccum.window.joining import SharedTransaction
-from autoaccum.window.two_passes import TwoPasses, as_leaf
+from autoaccum.window.two_passes import TwoPasses, as_leaf, naming_loss
 
 
 class Embeddings(NamedTuple):
@@ -126,9 +126,10 @@ class SharedTwoPasses(TwoPasses, SharedTransaction):
         if any(each.spec != there[0].spec for each in there):
             raise ArgumentError("embed", "results of several structures", "the same structure for each micro-batch")
         leaves = [as_leaf(leaf.to(self._job.device)) for leaf in joined([each.leaves for each in there])]
-        loss = self._loss_of(there[0].spec.unflatten(leaves))
-        # Of parameters that the loss uses the other ranks have no gradient by it, so that it counts once in the sum.
-        self._gradients.owned(self._scaled(loss).backward)()
+        with naming_loss():
+            loss = self._loss_of(there[0].spec.unflatten(leaves))
+            # Of parameters that the loss uses the other ranks have no gradient by it, so that it counts once.
+            self._gradients.owned(self._scaled(loss).backward)()
         return loss.detach().to("cpu"), [None if leaf.grad is None else leaf.grad.to("cpu") for leaf in leaves]
 
     def _all_samples(self) -> Any:
