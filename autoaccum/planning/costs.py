@@ -31,7 +31,7 @@ class Trial:
     peak_bytes: int | None = None
     """Most memory in use at once; None after an out-of-memory error, which hides it."""
     predicted_bytes: int | None = None
-    """The peak that the memory model predicted before; None where there was no model yet."""
+    """The peak that was predicted before; None where too little was known for a prediction."""
     seconds: float | None = None
     """Wall time of the forward and backward; None where it was not timed."""
     length: int = 1
