@@ -69,18 +69,20 @@ def next_trial(
     if fails is not None and fails - fits <= step:
         return None
     likely = known.likely(limit_bytes)
-    if (above := _peak_of(history, fails)) is not None:  # it ran, and took more than it may: it is on the curve too
-        rise = (above - known.peak_bytes) / (fails - known.size) if fails is not None else 0.0
-        likely = min(likely, known.size + int((limit_bytes - known.peak_bytes) / rise)) if rise > 0 else likely
+    above = None if fails is None else _peak_of(history, fails)
+    if fails is not None and above is not None and above > known.peak_bytes:
+        # It ran, and took more than it may: so it is on the curve too.
+        share = (limit_bytes - known.peak_bytes) / (above - known.peak_bytes)
+        likely = min(likely, known.size + int(share * (fails - known.size)))
     if likely < fits + step:
         return None
-    size = _jump(known, limit_bytes, fits, likely, step, is_started=start_bytes is not None)
+    jump = _jump(known, limit_bytes, fits, likely, step, is_started=start_bytes is not None)
     # Weights of samples that differ in length are noisy, and errors in training dear: there both have to agree.
     if start_bytes is None and model is not None and (within := model.largest_within(limit_bytes)) >= fits + step:
-        size = min(size, within)
-    if fails is not None and size >= fails:
-        size = _back(known, fits, fails, known.surely(limit_bytes), errors_left(history))
-    return int(max(fits + 1, min(size, most)))
+        jump = min(jump, within)
+    if fails is not None and jump >= fails:
+        jump = _back(known, fits, fails, known.surely(limit_bytes), errors_left(history))
+    return int(max(fits + 1, min(jump, most)))
 
 
 def _jump(known: Reach, limit_bytes: int, fits: int, likely: float, step: int, *, is_started: bool) -> float:
@@ -97,7 +99,8 @@ def _jump(known: Reach, limit_bytes: int, fits: int, likely: float, step: int, *
     is_rising = len(known.slopes) > 1 and known.slope > 0
     if known.is_narrow or surely - fits >= max(step, (likely - fits) / 2) or (is_rising and surely >= 2 * fits):
         return min(surely, far)
-    return max(surely, fits) ** (1 / 3) * far ** (2 / 3)
+    between: float = max(surely, fits) ** (1 / 3) * far ** (2 / 3)
+    return between
 
 
 def _back(known: Reach, fits: int, fails: int, surely: float, errors: int) -> float:
@@ -111,7 +114,7 @@ def _back(known: Reach, fits: int, fails: int, surely: float, errors: int) -> fl
     return by_errors(fits, fails, errors) or (fits + fails) // 2
 
 
-def _peak_of(history: Sequence[Trial], size: int | None) -> int | None:
+def _peak_of(history: Sequence[Trial], size: int) -> int | None:
     """Return the newest peak of a size that did not fit; None where it ran out of memory."""
     return next((t.peak_bytes for t in reversed(history) if t.micro_batch == size and not t.fits), None)
 

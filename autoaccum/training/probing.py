@@ -61,8 +61,8 @@ class ProbeReport:
     """All that a probe found out."""
 
     max_micro_batch: int
-    """The largest micro-batch that was tried and fitted: within 2 % of the largest there is, and 2 % more for each trial
-    beyond four."""
+    """The largest micro-batch that was tried and fitted, within 2 % of the largest there is, and 2 % more for each
+    trial beyond four."""
     trials: tuple[Trial, ...]
     """Everything that was tried, in order."""
     memory_model: MemoryModel | None
