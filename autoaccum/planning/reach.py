@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from autoaccum.planning.costs import Trial, bounds
 
@@ -115,7 +116,7 @@ def reach(
         point = points.pop()
         if point[0] <= APART * chain[-1][0] or (not points and len(chain) == 1):
             chain.append(point)
-    pairs = list(zip(chain, chain[1:], strict=False))
+    pairs = list(pairwise(chain))
     slopes = [max(0.0, (above[1] - below[1]) / (above[0] - below[0])) for above, below in pairs]
     # A slope is as uncertain as an allocator's step is large beside the samples over which it was measured.
     widths = [above[0] - below[0] for above, below in pairs]

@@ -60,6 +60,8 @@ def next_trial(
     model = memory_model(history, prior)  # None with a single trial that belies an earlier run too
     before = prior.of_sample() if prior is not None and model is not None else None
     known = reach(history, start_bytes=start_bytes, sample_bytes=before)
+    if known is None and fails is None and growth <= FEW_SIZES_GROWTH:  # on real work, which each trial is part of
+        return most
     if known is None:
         size = by_errors(fits, beyond, errors_left(history), is_open=fails is None or fails > ceiling)
         return None if size is None else min(size, most)
