@@ -19,6 +19,9 @@ from operator import itemgetter
 from statistics import median
 from typing import Any
 
+PLATEAU = 1.03
+"""End the search where micro-batches four times as large have more samples per second by less than this factor."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from autoaccum.planning.costs import MemoryModel, Trial, bounds, memory_model
+from autoaccum.planning.costs import PLATEAU, MemoryModel, Trial, bounds, memory_model
 from autoaccum.planning.reach import Reach, by_errors, errors_left, reach
 
 TOLERANCE = 0.02
@@ -137,8 +137,6 @@ So it is for models that are compiled for each size anew, and for those for whic
 poor, as statistics of few samples are.
 """
 
-PLATEAU = 1.03
-"""End the search where micro-batches four times as large have more samples per second by less than this factor."""
 CATCHING_UP = 1.5
 """Go on all the same where the last doubling made them faster by this factor: they may yet overtake small ones."""
 
