@@ -19,6 +19,9 @@ from operator import itemgetter
 from statistics import median
 from typing import Any
 
+PLATEAU = 1.03
+"""End the search where micro-batches four times as large have more samples per second by less than this factor."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
@@ -31,7 +34,7 @@ class Trial:
     peak_bytes: int | None = None
     """Most memory in use at once; None after an out-of-memory error, which hides it."""
     predicted_bytes: int | None = None
-    """The peak that the memory model predicted before; None where there was no model yet."""
+    """The peak that was predicted before; None where too little was known for a prediction."""
     seconds: float | None = None
     """Wall time of the forward and backward; None where it was not timed."""
     length: int = 1

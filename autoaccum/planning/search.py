@@ -6,15 +6,18 @@ sizes of each window, and the tuner tries what ``next_trial`` says on samples th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
-from autoaccum.planning.costs import MemoryModel, Trial, bounds, memory_model
+from autoaccum.planning.costs import PLATEAU, MemoryModel, Trial, bounds, memory_model
+from autoaccum.planning.reach import Reach, by_errors, errors_left, reach
 
 TOLERANCE = 0.02
 """End the search when no size that is larger than the largest that fitted by this fraction is expected to fit."""
-
-TRUST = 4
-"""Trust a memory model of n sizes up to this to the power of n times the largest success."""
+UNHURRIED = 4
+"""Let each trial beyond so many make the search content with one tolerance more, where it may take large steps."""
+FAR, UNSURE = 64, 16
+"""Try no size that is more than the first times the largest success; nor the second, while slopes are not compared."""
 
 
 def next_trial(
@@ -26,11 +29,15 @@ def next_trial(
     first: int | None = None,
     growth: int = 2,
     prior: MemoryModel | None = None,
+    start_bytes: int | None = None,
 ) -> int | None:
     """Return the size to try next, or None when the search is over and ``bounds(history)[0]`` is its answer.
 
-    Sizes grow until two trials give a memory model, then jump to what the model predicts, never beyond ``growth``
-    times the largest success; a prediction that failed falls back to bisection.
+    With peaks, two sizes are known of each ``reach``: that which likely fits, by the slope of the last trials, and that
+    which surely does, by the steepest there can be. The likely one is tried where samples get cheaper, and where four
+    sizes are on a line; the sure one where it is nearly the same, half of the way to the other, or at least twice the
+    largest success; and one between them where little is known. After a failure that the
+    peaks did not foretell, a size between, as ``by_errors`` counts them: so it is for all where no peak is known.
 
     Args:
         history: the trials so far, oldest first.
@@ -40,6 +47,7 @@ def next_trial(
         first: the size to begin with; the smallest when left out.
         growth: how far beyond the largest success a trial may go.
         prior: the memory model of an earlier run: trusted for what a sample adds, once one trial has told the rest.
+        start_bytes: what was in use before the first trial; None where nobody tells.
     """
     fits, fails = bounds(history)
     # Nothing larger is of use, or nothing smaller is allowed.
@@ -47,27 +55,70 @@ def next_trial(
         return None
     if fits == 0:
         return _first_trial(fails, ceiling=ceiling, smallest=smallest, first=first)
-    step = max(1, int(TOLERANCE * fits))  # a gain of fewer samples is not worth a trial
+    beyond = ceiling + 1 if fails is None else min(fails, ceiling + 1)
+    most = min(fits * growth, beyond - 1)
+    model = memory_model(history, prior)  # None with a single trial that belies an earlier run too
+    before = prior.of_sample() if prior is not None and model is not None else None
+    known = reach(history, start_bytes=start_bytes, sample_bytes=before)
+    if known is None and fails is None and growth <= FEW_SIZES_GROWTH:  # on real work, which each trial is part of
+        return most
+    if known is None:
+        size = by_errors(fits, beyond, errors_left(history), is_open=fails is None or fails > ceiling)
+        return None if size is None else min(size, most)
+    # Without large steps most trials are on the way to the limit, and only two or three near it.
+    hurry = len(history) - UNHURRIED + 1 if growth > 2 else 1
+    step = max(1, int(TOLERANCE * max(1, hurry) * fits))  # a gain of fewer samples is not worth a trial
     if fails is not None and fails - fits <= step:
         return None
-    model = memory_model(history, prior)
-    if model is None:
-        if fails is not None:
-            return (fits + fails) // 2
-        # A beginning that was chosen is a size of some use: what a sample adds shows only in one that is far larger.
-        return min(fits * (2 if first is None else growth), ceiling)
-    # Two small trials may show hardly more than the allocator's first step: few sizes are not trusted far.
-    sizes = {trial.micro_batch for trial in history if trial.peak_bytes is not None}
-    largest = min(fits * min(growth, TRUST ** len(sizes)), ceiling)
-    if fails is not None:
-        largest = min(largest, fails - 1)
-    predicted = model.largest_within(limit_bytes)  # infinite where samples cost nothing
-    if predicted < fits + step:
+    likely = known.likely(limit_bytes)
+    above = None if fails is None else _peak_of(history, fails)
+    if fails is not None and above is not None and above > known.peak_bytes:
+        # It ran, and took more than it may: so it is on the curve too.
+        share = (limit_bytes - known.peak_bytes) / (above - known.peak_bytes)
+        likely = min(likely, known.size + int(share * (fails - known.size)))
+    if likely < fits + step:
         return None
-    if fails is not None and predicted >= fails:
-        # The model has been wrong about this size, so that it cannot be asked again: halve the gap instead.
-        return (fits + fails) // 2
-    return int(min(predicted, largest))
+    jump = _jump(known, limit_bytes, fits, likely, step, is_started=start_bytes is not None)
+    # Weights of samples that differ in length are noisy, and errors in training dear: there both have to agree.
+    if start_bytes is None and model is not None and (within := model.largest_within(limit_bytes)) >= fits + step:
+        jump = min(jump, within)
+    if fails is not None and jump >= fails:
+        jump = _back(known, fits, fails, known.surely(limit_bytes), errors_left(history))
+    return int(max(fits + 1, min(jump, most)))
+
+
+def _jump(known: Reach, limit_bytes: int, fits: int, likely: float, step: int, *, is_started: bool) -> float:
+    """Return the size to try by what peaks tell."""
+    surely = min(likely, known.surely(limit_bytes)) if known.slope else known.surely(limit_bytes)
+    far = min(likely, fits * (FAR if is_started or known.alike else UNSURE))
+    if known.slope is None:
+        # Where one sample takes more than is left, it may be a workspace: to tell takes a second size.
+        return min(max(surely, 2 * fits), far)
+    if known.is_falling:
+        return far
+    if known.alike > 1 and math.isfinite(far) and known.predict(int(far)) is not None:
+        return far
+    is_rising = len(known.slopes) > 1 and known.slope > 0
+    if known.is_narrow or surely - fits >= max(step, (likely - fits) / 2) or (is_rising and surely >= 2 * fits):
+        return min(surely, far)
+    between: float = max(surely, fits) ** (1 / 3) * far ** (2 / 3)
+    return between
+
+
+def _back(known: Reach, fits: int, fails: int, surely: float, errors: int) -> float:
+    """Return a size between the largest success and a failure that was not foretold."""
+    gap = fails - fits
+    if min(1.5 * fits, fits + gap / 3) <= surely <= fails - gap / 4:
+        return surely
+    if (known.is_narrow or known.alike) and fails >= 0.6 * surely:
+        # The slope is about right, so that the truth is near the failure; of peaks that are noisy half-way to it.
+        return fits + (0.75 if fails > 1.1 * fits else 0.5) * gap
+    return by_errors(fits, fails, errors) or (fits + fails) // 2
+
+
+def _peak_of(history: Sequence[Trial], size: int) -> int | None:
+    """Return the newest peak of a size that did not fit; None where it ran out of memory."""
+    return next((t.peak_bytes for t in reversed(history) if t.micro_batch == size and not t.fits), None)
 
 
 def _first_trial(fails: int | None, *, ceiling: int, smallest: int, first: int | None) -> int:
@@ -86,8 +137,6 @@ So it is for models that are compiled for each size anew, and for those for whic
 poor, as statistics of few samples are.
 """
 
-PLATEAU = 1.03
-"""End the search where micro-batches four times as large have more samples per second by less than this factor."""
 CATCHING_UP = 1.5
 """Go on all the same where the last doubling made them faster by this factor: they may yet overtake small ones."""
 

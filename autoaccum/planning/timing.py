@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from statistics import median
 
-from autoaccum.planning.costs import TimeModel, Trial, fit_time_model
-from autoaccum.planning.search import PLATEAU
+from autoaccum.planning.costs import PLATEAU, TimeModel, Trial, fit_time_model
 
 ROUNDS = 3
 """Windows that a plan is timed for, while it may be the fastest."""

@@ -12,13 +12,22 @@ from typing import Any
 from autoaccum.planning.attempts import Piece
 from autoaccum.planning.costs import MemoryModel, Trial, bounds, fit_memory_model
 from autoaccum.planning.limits import Limits
+from autoaccum.planning.reach import reach
 from autoaccum.planning.search import next_trial
 
 
 class Trials:
     """What was tried, and what is to be tried next."""
 
-    def __init__(self, limits: Limits, *, smallest: int = 1, first: int | None = None, growth: int = 2) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        *,
+        smallest: int = 1,
+        first: int | None = None,
+        growth: int = 2,
+        start_bytes: int | None = None,
+    ) -> None:
         """Begin with nothing known.
 
         Args:
@@ -26,12 +35,14 @@ class Trials:
             smallest: the fewest samples to try.
             first: the samples to begin with; the smallest when left out.
             growth: how many times as large as the largest success a trial may be.
+            start_bytes: what is in use before the first trial; None where it is not read.
         """
         self._limits = limits  # shared with whoever looks at the memory: they move
         self.smallest = smallest
         """The fewest samples to try."""
         self._first = first
         self._growth = growth
+        self._start_bytes = start_bytes
         self._done = 0  # samples of the present window that went well
         self.history: list[Trial] = []
         """Oldest first."""
@@ -45,6 +56,11 @@ class Trials:
     def memory_model(self) -> MemoryModel | None:
         """Return the memory model fitted to the trials so far; None while too little is known."""
         return fit_memory_model(self.history)
+
+    def predicted_bytes(self, size: int) -> int | None:
+        """Return the peak that is expected at that size; None where too little is known for a prediction."""
+        known = reach(self.history, start_bytes=self._start_bytes)
+        return None if known is None else known.predict(size)
 
     def until_known(self, ceiling: int) -> Iterator[Piece]:
         """Yield one trial after the other, until the largest size up to ``ceiling`` is known."""
@@ -125,4 +141,5 @@ class Trials:
             smallest=self.smallest,
             first=self._first,
             growth=self._growth,
+            start_bytes=self._start_bytes,
         )

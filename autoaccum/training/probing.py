@@ -61,7 +61,8 @@ class ProbeReport:
     """All that a probe found out."""
 
     max_micro_batch: int
-    """The largest micro-batch that was tried and fitted, within 2 % of the largest there is."""
+    """The largest micro-batch that was tried and fitted, within 2 % of the largest there is, and 2 % more for each
+    trial beyond four."""
     trials: tuple[Trial, ...]
     """Everything that was tried, in order."""
     memory_model: MemoryModel | None
@@ -184,11 +185,13 @@ def probe(
             _make_gradients([*parameters, *(tensor for tensor in bare if tensor.requires_grad)], sparse)
             allocate_state(state_of, modules)
         limits = Limits(limit.bytes, headroom)
+        memory.release()  # as before each trial, so that their peaks begin here
         search = Trials(
             limits,
             smallest=max(needed := smallest_micro_batch(modules), fewest),  # 2 with BatchNorm
             first=FEW_SIZES_FIRST if is_compiled(model) else None,
             growth=GROWTH if limit.is_enforced else 2,
+            start_bytes=memory.used(),
         )
         trying = Patience(limit, patience, lambda waiting: None, step=0, phase="probe")
 
@@ -242,7 +245,7 @@ def _search(
     alone: Exception | None = None
     for piece in search.until_known(ceiling):
         # Predicted before it is run, so that a report can tell how good predictions were.
-        predicted = None if (expected := search.memory_model) is None else expected.predict(piece.size)
+        predicted = search.predicted_bytes(piece.size)
         while True:
             reading = run(piece)
             if piece.size > search.smallest or not isinstance(reading, Shortage) or not trying.may_pass(reading):

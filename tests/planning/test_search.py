@@ -16,11 +16,17 @@ FIXED, PER_SAMPLE = 1000, 7
 
 
 def probe(
-    peak: Callable[[int], int], limit_bytes: int, *, ceiling: int = 20_000, growth: int = 64, hidden: int = 0
+    peak: Callable[[int], int],
+    limit_bytes: int,
+    *,
+    ceiling: int = 20_000,
+    growth: int = 64,
+    hidden: int = 0,
+    start: int | None = None,
 ) -> list[Trial]:
     """Trials on a device that refuses what passes ``limit_bytes``; ``hidden`` bytes show in no peak."""
     history: list[Trial] = []
-    while size := next_trial(history, limit_bytes=limit_bytes, ceiling=ceiling, growth=growth):
+    while size := next_trial(history, limit_bytes=limit_bytes, ceiling=ceiling, growth=growth, start_bytes=start):
         assert size not in [t.micro_batch for t in history], "tried twice"
         assert size <= ceiling
         assert len(history) < 60
@@ -37,7 +43,7 @@ def linear(size: int) -> int:
 def test_every_true_limit_with_a_linear_peak(thousand: int) -> None:
     """Found within 2 %, by at most 5 trials, and never an out-of-memory error but for a limit of 1 or nothing."""
     for truth in range(1000 * thousand + 1, 1000 * thousand + 1001):
-        history = probe(linear, FIXED + PER_SAMPLE * truth)
+        history = probe(linear, FIXED + PER_SAMPLE * truth, start=FIXED)
         found, _ = bounds(history)
         assert found in [t.micro_batch for t in history if t.fits]
         assert truth * 0.98 - 1 < found <= truth
@@ -74,12 +80,13 @@ def test_any_true_limit_with_a_stepped_peak_and_memory_that_no_peak_shows(
 
 
 @given(truth=st.integers(1, 10_000))
-def test_without_peaks_it_bisects(truth: int) -> None:
+def test_without_peaks_it_doubles_and_bisects(truth: int) -> None:
+    """Within what sizes 0.93 apart can tell: see ``reach``."""
     history: list[Trial] = []
     while size := next_trial(history, limit_bytes=1, ceiling=20_000):
         history.append(Trial(micro_batch=size, fits=size <= truth))
         assert len(history) < 30
-    assert truth * 0.98 - 1 < bounds(history)[0] <= truth
+    assert truth * 0.93 <= bounds(history)[0] <= truth
 
 
 def fitted(*points: tuple[int, int]) -> list[Trial]:
@@ -99,9 +106,9 @@ class TestFirst:
         assert next_trial(failed, limit_bytes=10**6, ceiling=64, first=16) == 8
         assert next_trial(failed, limit_bytes=10**6, ceiling=64, smallest=9, first=16) == 9
 
-    def test_growth_without_a_model_doubles_unless_the_beginning_was_chosen(self) -> None:
+    def test_growth_of_a_single_size_is_bounded(self) -> None:
         history = fitted((16, linear(16)))
-        assert next_trial(history, limit_bytes=10**6, ceiling=10**4, growth=64) == 32
+        assert next_trial(history, limit_bytes=10**6, ceiling=10**4) == 32
         assert next_trial(history, limit_bytes=10**6, ceiling=10**4, first=16, growth=4) == 64
 
     def test_growth_bounds_what_the_model_says(self) -> None:

@@ -37,7 +37,7 @@ def probe(made: Trials, ceiling: int, truth: int = 1000) -> list[Piece]:
     ("options", "sizes"),
     [
         ({}, [1, 2, 4, 8, 16, 32, 64]),
-        ({"growth": 64}, [1, 2, 32, 64]),  # of two sizes a model is trusted for 16 times as much
+        ({"growth": 64}, [1, 16, 64]),
         ({"first": 16, "growth": 64}, [16, 64]),
         ({"smallest": 2}, [2, 4, 8, 16, 32, 64]),
     ],
@@ -129,6 +129,15 @@ def test_two_sizes_give_a_model() -> None:
     made.fitted(Piece(0, 2, is_trial=True), peak(2))
     assert made.memory_model is not None
     assert made.memory_model.predict(50) == peak(50)
+
+
+def test_three_sizes_that_lie_on_a_line_with_the_start_foretell_a_peak() -> None:
+    made = Trials(Limits(peak(1000), 0.0), growth=64, start_bytes=1000)
+    for size in (1, 16):
+        made.fitted(Piece(0, size, is_trial=True), peak(size))
+        assert made.predicted_bytes(50) is None
+    made.fitted(Piece(0, 40, is_trial=True), peak(40))
+    assert made.predicted_bytes(50) == peak(50)
 
 
 def test_what_was_tried_is_kept_as_plain_values() -> None:
