@@ -1,9 +1,8 @@
-"""How far a search may jump: what trials tell of larger micro-batches, with peaks and with errors alone.
+"""How far a search may jump: what the peaks of trials tell of larger micro-batches.
 
 Peaks are no line in the samples. A workspace makes the first sizes alike, an allocator takes memory in steps, and a
 loss may cost more from some size on. So no line is fitted here: two chords through the largest trials are compared, and
-beside the size that *likely* fits there is one that *surely* does. Where no peak is known a trial tells no more than
-whether a size fits, and what can be told apart is counted.
+beside the size that *likely* fits there is one that *surely* does.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from autoaccum.planning.costs import Trial, bounds
+from autoaccum.planning.costs import Trial
 
 ALIKE = 0.1
 """Take two slopes for the same that differ by this fraction of one, or by what an allocator's step explains."""
@@ -23,10 +22,6 @@ APART = 0.8
 """Draw a chord between sizes of which one is at most this fraction of the other: nearer ones tell noise and steps."""
 DOUBT = 0.1
 """Predict no peak whose error bar is more than this fraction of it."""
-GRID = 0.93
-"""Where errors alone tell, look for sizes this far apart, or whole numbers where these are farther."""
-MOST_ERRORS = 3
-"""Out-of-memory errors that such a search may end in, where it may choose all of its sizes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,6 +69,7 @@ class Reach:
         It takes three sizes on a line with the start, or four on a line, and slopes so near to each other that what
         they differ by comes to a tenth of the prediction at most.
         """
+        # A slope that was measured once may be that of the only step in which an allocator has grown.
         if len(self.slopes) < 2 or not (self.alike > 1 or self.is_narrow):
             return None
         slope, before = self.slopes[:2]
@@ -144,6 +140,7 @@ def _are_alike(slopes: Sequence[float], last: float, width: int) -> bool:
 
 def _steepest(slopes: Sequence[float], peak_bytes: int, size: int, start_bytes: int | None, *, is_alike: bool) -> float:
     """Return the most bytes that a sample beyond the largest size may add: see ``reach``."""
+    # A line through the start has one slope, so that the bound is exact on the curves that are met most.
     if start_bytes is not None:
         from_start = max(0.0, (peak_bytes - start_bytes) / size)
         if not slopes or slopes[0] <= from_start:
@@ -151,51 +148,6 @@ def _steepest(slopes: Sequence[float], peak_bytes: int, size: int, start_bytes: 
         return slopes[0] * min(slopes[0] / from_start if from_start else 2.0, 2.0)
     if not slopes:
         return 0.0
+    # Without a start what is in use at 0 samples may be anything down to nothing.
     is_rising = len(slopes) > 1 and slopes[0] > slopes[1] and not is_alike
     return min(2 * slopes[0], peak_bytes / size) if is_rising else slopes[0]
-
-
-def told_apart(trials: int, errors: int) -> int:
-    """Return how many sizes can be told apart by so many trials of which so many may run out of memory.
-
-    The first of them tells two cases apart: f(d, e) = f(d - 1, e - 1) + f(d - 1, e) + 1, which is the sum of the
-    binomials (d over 1) to (d over e). Known as the egg-drop problem: Boardman, "The Egg-Drop Numbers", Mathematics
-    Magazine 77 (2004).
-
-    >>> told_apart(9, 3), told_apart(7, 3), told_apart(7, 1)
-    (129, 63, 7)
-    """
-    return sum(math.comb(trials, failed) for failed in range(1, errors + 1))
-
-
-def by_errors(fits: int, beyond: int, errors: int, *, is_open: bool = False) -> int | None:
-    """Return the size to try between one that fits and one beyond, where a trial tells no more than whether it fits.
-
-    The sizes between the two are thinned out to those 0.93 apart: the largest of them that fits is at least 0.93 of
-    the largest that there is. Of the fewest trials that tell these apart, with as many errors as are left, the one
-    that is returned is the first: the largest below which no more are left than the rest can tell after an error.
-
-    Args:
-        fits: the largest that fits, 1 at least.
-        beyond: the smallest that does not, or that is of no use.
-        errors: how many may still run out of memory, 1 at least.
-        is_open: whether nothing has failed: then the last size that is of use is among those to be told apart.
-    """
-    sizes, size = [], fits
-    while (size := int(size / GRID) + 1) < beyond:
-        sizes.append(size)
-    if is_open and beyond - 1 > max(sizes, default=fits):
-        sizes.append(beyond - 1)
-    if not sizes:
-        return None
-    trials = 1
-    while told_apart(trials, errors) < len(sizes):
-        trials += 1
-    return sizes[min(len(sizes) - 1, told_apart(trials - 1, errors - 1))]
-
-
-def errors_left(history: Sequence[Trial]) -> int:
-    """Return how many more errors a search may meet; one more halving, of two, where it has met all of them."""
-    fits, _ = bounds(history)
-    met = sum(not trial.fits and trial.micro_batch > fits for trial in history)
-    return MOST_ERRORS - met if met < MOST_ERRORS else 2

@@ -10,7 +10,8 @@ import math
 from collections.abc import Sequence
 
 from autoaccum.planning.costs import PLATEAU, MemoryModel, Trial, bounds, memory_model
-from autoaccum.planning.reach import Reach, by_errors, errors_left, reach
+from autoaccum.planning.errors_alone import by_errors, errors_left
+from autoaccum.planning.reach import Reach, reach
 
 TOLERANCE = 0.02
 """End the search when no size that is larger than the largest that fitted by this fraction is expected to fit."""
@@ -94,6 +95,7 @@ def _jump(known: Reach, limit_bytes: int, fits: int, likely: float, step: int, *
     if known.slope is None:
         # Where one sample takes more than is left, it may be a workspace: to tell takes a second size.
         return min(max(surely, 2 * fits), far)
+    # What gets cheaper fits at least as far as the last slope says.
     if known.is_falling:
         return far
     if known.alike > 1 and math.isfinite(far) and known.predict(int(far)) is not None:
@@ -101,6 +103,7 @@ def _jump(known: Reach, limit_bytes: int, fits: int, likely: float, step: int, *
     is_rising = len(known.slopes) > 1 and known.slope > 0
     if known.is_narrow or surely - fits >= max(step, (likely - fits) / 2) or (is_rising and surely >= 2 * fits):
         return min(surely, far)
+    # Little is known: nearer to what is likely, for an error costs one trial, and a small step at least one more.
     between: float = max(surely, fits) ** (1 / 3) * far ** (2 / 3)
     return between
 

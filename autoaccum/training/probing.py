@@ -164,8 +164,7 @@ def probe(
     # Beyond a limit that only we know of, an allocation would succeed, and could take the machine's last memory.
     limit = Limit(memory, memory_limit)
     source = open_source(data, seed=0, shuffle=False, device=on, collate_fn=collate_fn, split=checked[split_of])
-    # Without an effective batch nothing says how many samples are of use, and those that there are are repeated: a
-    # million is enough to know.
+    # Samples are repeated, and without an effective batch nothing says how many are of use: a million is enough.
     ceiling = min(n for n in (max_micro_batch, most, 2**20) if n is not None)
     fewest = min_micro_batch or 1
     _checks.of_smallest_window(min_micro_batch, None if schedule is None else schedule.smallest)
@@ -185,13 +184,12 @@ def probe(
             _make_gradients([*parameters, *(tensor for tensor in bare if tensor.requires_grad)], sparse)
             allocate_state(state_of, modules)
         limits = Limits(limit.bytes, headroom)
-        memory.release()  # as before each trial, so that their peaks begin here
         search = Trials(
             limits,
             smallest=max(needed := smallest_micro_batch(modules), fewest),  # 2 with BatchNorm
             first=FEW_SIZES_FIRST if is_compiled(model) else None,
             growth=GROWTH if limit.is_enforced else 2,
-            start_bytes=memory.used(),
+            start_bytes=_begin(memory),
         )
         trying = Patience(limit, patience, lambda waiting: None, step=0, phase="probe")
 
@@ -228,6 +226,12 @@ def probe(
         limit_bytes=limit.bytes,
         plan=None if most is None else plan(most, largest) if min_micro_batch is None else _plan(most, largest, fewest),
     )
+
+
+def _begin(memory: Memory) -> int:
+    """Return what is in use before the first trial, in bytes."""
+    memory.release()  # as before each trial, so that their peaks begin here
+    return memory.used()
 
 
 def _search(

@@ -1,4 +1,4 @@
-"""What trials tell of larger sizes: on curves that are no lines, and where errors alone tell."""
+"""What peaks of trials tell of larger sizes, on curves that are no lines."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from autoaccum.planning.costs import Trial, bounds
-from autoaccum.planning.reach import by_errors, errors_left, reach, told_apart
+from autoaccum.planning.reach import reach
 from autoaccum.planning.search import next_trial
 
 MIB, GIB = 2**20, 2**30
@@ -75,39 +75,6 @@ def test_few_trials_and_one_error_at_most_on_curves_that_are_no_lines(name: str,
     assert sum(not trial.fits for trial in history) <= errors
     assert all(error <= 0.1 for error in off[:1])
     assert bounds(history)[0] >= 0.93 * truth - 1
-
-
-@pytest.mark.parametrize(("ceiling", "truths", "trials"), [(128, range(1, 129), 8), (16_384, range(1, 16_385), 12)])
-def test_by_errors_alone_every_limit_is_found(ceiling: int, truths: range, trials: int) -> None:
-    for truth in truths:
-        history: list[Trial] = []
-        while size := next_trial(history, limit_bytes=1, ceiling=ceiling, growth=64):
-            history.append(Trial(micro_batch=size, fits=size <= truth))
-            assert len(history) <= trials, truth
-        assert sum(not trial.fits for trial in history) <= 3
-        assert bounds(history)[0] >= 0.93 * truth
-
-
-def test_what_can_be_told_apart_is_what_the_recursion_says() -> None:
-    for trials in range(1, 10):
-        for errors in range(1, 4):
-            failed = told_apart(trials - 1, errors - 1)
-            assert told_apart(trials, errors) == failed + told_apart(trials - 1, errors) + 1
-
-
-def test_the_first_of_the_fewest_trials_leaves_as_many_below_it_as_an_error_leaves_to_tell() -> None:
-    assert by_errors(8, 16, 1) == 9, "one error left: upwards"
-    assert by_errors(8, 16, 2) == 11
-    assert by_errors(8, 9, 3) is None
-    assert by_errors(100, 104, 3) is None, "nearer than 0.93"
-    assert by_errors(100, 104, 3, is_open=True) == 103, "the last of use"
-
-
-def test_errors_that_were_met_are_counted_beyond_what_fits() -> None:
-    history = [Trial(micro_batch=size, fits=False) for size in (64, 32)]
-    assert errors_left(history) == 1
-    assert errors_left([*history, Trial(micro_batch=48, fits=True)]) == 2
-    assert errors_left([*history, Trial(micro_batch=16, fits=False)]) == 2, "all were met: bisection"
 
 
 def fitted(*points: tuple[int, int], allocated: tuple[int, ...] = ()) -> list[Trial]:
