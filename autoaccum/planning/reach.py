@@ -73,9 +73,8 @@ class Reach:
         if len(self.slopes) < 2 or not (self.alike > 1 or self.is_narrow):
             return None
         slope, before = self.slopes[:2]
-        doubt = abs(slope - before)
-        if self.is_narrow:
-            doubt = min(doubt, abs(self.steepest - slope))
+        doubts = abs(slope - before), abs(slope - self.steepest)
+        doubt = min(doubts) if self.is_narrow else doubts[0]
         predicted = self.peak_bytes + slope * (size - self.size)
         return math.ceil(predicted) if doubt * abs(size - self.size) <= DOUBT * predicted else None
 
@@ -90,11 +89,10 @@ def reach(
     """Return what the trials tell of larger sizes; None while no peak is known of one that fits.
 
     Chords are drawn from the largest size down, each to the next that is at most 0.8 of it, by the bytes of tensors
-    where these are told from what the allocator holds. The steepest slope to come is told by where the curve starts:
-    if costs are the largest of several lines, and each begins at what is in use without a sample or above it, then
-    none of them rises more steeply than the straight line from there to the largest trial. So
-    ``(peak - start) / size`` is a bound, and for a line the slope itself. Where the last chord is steeper all the same,
-    the curve bends, and is taken to bend on. Where the start is not known, a slope that rises may double.
+    where these are told from what the allocator holds. The steepest slope to come is told by where the curve starts: if
+    costs are the largest of several lines, and each begins at what is in use without a sample or above it, none rises
+    more steeply than the straight line from there to the largest trial, ``(peak - start) / size``. Where the last chord
+    is steeper all the same, the curve bends, and is taken to bend on; without a start a slope that rises may double.
 
     Args:
         history: the trials, oldest first.
@@ -134,8 +132,7 @@ def reach(
 
 def _are_alike(slopes: Sequence[float], last: float, width: int) -> bool:
     """Return whether two slopes in a row are the same, the second of them measured over so many samples."""
-    apart = abs(slopes[0] - slopes[1])
-    return last > 0 and apart <= max(ALIKE * last, min(STEP_BYTES / width, last / 2))
+    return last > 0 and abs(slopes[0] - slopes[1]) <= max(ALIKE * last, min(STEP_BYTES / width, last / 2))
 
 
 def _steepest(slopes: Sequence[float], peak_bytes: int, size: int, start_bytes: int | None, *, is_alike: bool) -> float:

@@ -63,6 +63,7 @@ def next_trial(
     known = reach(history, start_bytes=start_bytes, sample_bytes=before)
     if known is None and fails is None and growth <= FEW_SIZES_GROWTH:  # on real work, which each trial is part of
         return most
+    # In a probe, where an error costs a trial and no work, as few trials as can be.
     if known is None:
         size = by_errors(fits, beyond, errors_left(history), is_open=fails is None or fails > ceiling)
         return None if size is None else min(size, most)
