@@ -233,6 +233,7 @@ class TestLibrary:
     def encoder(self, library: Any) -> Any:
         return library.SentenceTransformer(modules=[Encoder()], device="cpu").double()
 
+    @pytest.mark.filterwarnings("ignore:The .*Loss is deprecated:DeprecationWarning")
     @pytest.mark.parametrize("micro_batch", [1, 5])
     @pytest.mark.parametrize("name", OF_THE_LIBRARY)
     def test_the_gradient_is_that_of_its_own_loss_of_the_window(
