@@ -29,7 +29,7 @@ def clip_model(model: nn.Module) -> WindowArguments:
     ``text_embeds``, (N, D) each, as ``CLIPModel``, ``SiglipModel``, ``ChineseCLIPModel``, ``AltCLIPModel`` and
     ``VisionTextDualEncoderModel`` of transformers do. Its ``logit_scale`` is the logarithm of the factor of
     similarities. Where it has a ``logit_bias`` the loss is SigLIP's, else CLIP's. That these are the model's own logits
-    and loss is measured on the first micro-batch of several samples.
+    and loss is measured on micro-batches up to the first one of several samples.
 
     Args:
         model: which is trained.
@@ -59,11 +59,11 @@ def clip_model(model: nn.Module) -> WindowArguments:
         images, texts = (getattr(outputs, name, None) for name in ("image_embeds", "text_embeds"))
         if not isinstance(images, torch.Tensor) or not isinstance(texts, torch.Tensor) or images.ndim != 2:
             raise ArgumentError("model", type(model).__name__, _OF_CLIP)
-        # To read a number waits for the device, and is done once. Of one sample the cross entropy is 0 whatever the
-        # logits are.
-        if not is_measured and len(images) > 1:
+        # To read a number waits for the device, and is done until a micro-batch has several samples: of one the cross
+        # entropy is 0 whatever the logits are.
+        if not is_measured:
             _compare(model, outputs, loss_fn)
-            is_measured = True
+            is_measured = len(images) > 1
         return images, texts
 
     return {"loss_scope": "window", "embed": embed, "loss_fn": loss_fn}

@@ -70,7 +70,7 @@ class Shortened(nn.Module):
     def forward(self, features: Any, labels: Any) -> torch.Tensor:
         forward, total = self.model.forward, torch.zeros((), dtype=F64)
         try:
-            for width in (8, 4):
+            for width in (4, 8):
 
                 def shortened(column: Any, width: int = width) -> Any:
                     found = forward(column)
