@@ -157,7 +157,7 @@ report = autoaccum.probe(model, data, training_step=lowering, device="cpu")
 resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 print(report.max_micro_batch in [t.micro_batch for t in report.trials if t.fits], sum(not t.fits for t in report.trials))
 print(report.max_micro_batch)
-print(autoaccum.probe(model, data, device="cpu", training_step=step).max_micro_batch)
+print(autoaccum.probe(model, data, effective_batch=3000, device="cpu", training_step=step).max_micro_batch)
 """)
     verified, misses = lines[0].split()
     assert verified == "True"

@@ -142,7 +142,9 @@ class TestAloneBesideAFrozenModel:
         optimizer = torch.optim.SGD([log_alpha], lr=1.0)
         before = log_alpha.detach().clone()
         step = mean_step(log_alpha)
-        report = autoaccum.probe(model, data(), training_step=step, optimizer=optimizer, device=DEVICE)
+        report = autoaccum.probe(
+            model, data(), training_step=step, optimizer=optimizer, device=DEVICE, effective_batch=COUNT
+        )
         assert report.max_micro_batch == COUNT
         assert log_alpha.grad is None
         assert torch.equal(log_alpha, before)

@@ -132,7 +132,7 @@ def test_an_accumulator_that_failed_for_another_reason_goes_on_in_single_samples
 
 
 @pytest.mark.device
-@pytest.mark.parametrize("options", [{}, {"max_micro_batch": 7}])
+@pytest.mark.parametrize("options", [{"effective_batch": 24}, {"max_micro_batch": 7}])
 def test_a_probe_takes_two(options: dict[str, Any]) -> None:
     report = autoaccum.probe(Squeezed(), data(), loss_fn=functional.cross_entropy, device=DEVICE, **options)
     assert report.max_micro_batch == options.get("max_micro_batch", 24)
