@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from autoaccum.testing import oom_at
+from autoaccum.window.step import Step
 
 
 def sizes(*often: int) -> pytest.MarkDecorator:
@@ -55,3 +60,33 @@ class Operations(TorchDispatchMode):
                 numbers.append(number)
             met[name] += 1
         return numbers
+
+
+@dataclass
+class Fault:
+    """Memory that runs out in a window."""
+
+    is_reached: bool = False
+    """Whether the operation at which it does was come to."""
+
+
+@contextmanager
+def oom_in_window(window: int, operation: int) -> Iterator[Fault]:
+    """Let memory run out within this at an operation of a window, both counted from 1; at 0, in none."""
+    run, count, fault = Step.run, 0, Fault()
+
+    def faulty(self: Step, given: Any, plan: Any = None) -> Any:
+        nonlocal count
+        count += 1
+        if count != window or not operation:
+            return run(self, given, plan)
+        with oom_at(operation) as fails:
+            found = run(self, given, plan)
+        fault.is_reached = fails.operations >= operation
+        return found
+
+    Step.run = faulty  # type: ignore[method-assign]
+    try:
+        yield fault
+    finally:
+        Step.run = run  # type: ignore[method-assign]

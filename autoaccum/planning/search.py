@@ -37,8 +37,8 @@ def next_trial(
     With peaks, two sizes are known of each ``reach``: that which likely fits, by the slope of the last trials, and that
     which surely does, by the steepest there can be. The likely one is tried where samples get cheaper, and where four
     sizes are on a line; the sure one where it is nearly the same, half of the way to the other, or at least twice the
-    largest success; and one between them where little is known. After a failure that the
-    peaks did not foretell, a size between, as ``by_errors`` counts them: so it is for all where no peak is known.
+    largest success; and one between them where little is known. After a failure that the peaks did not foretell it is a
+    size between, as ``by_errors`` counts them. So it is for all where no peak is known.
 
     Args:
         history: the trials so far, oldest first.

@@ -224,8 +224,12 @@ class Summing:
             return
         self._seen.add(id(p))
         self.arrived.append(p)
+        is_any_whole = False
         for bucket in self._of.get(id(p), ()) if self._buckets else ():
             bucket.missing.discard(id(p))
+            is_any_whole = is_any_whole or not bucket.missing
+        if not is_any_whole:  # as after most gradients
+            return
         # In the order that was agreed upon: what is ready behind a bucket that is not has to wait.
         ready, size = self._begun, 0
         while ready < len(self._buckets) and not self._buckets[ready].missing:

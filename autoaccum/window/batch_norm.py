@@ -3,9 +3,6 @@
 *Ghost* batch normalisation (Hoffer, Hubara and Soudry, "Train longer, generalize better", 2017, section 4) takes the
 statistics of groups of a fixed size. The groups are runs of the window's own order, and a micro-batch holds whole ones,
 so that how a window is cut decides nothing.
-
-A model is not changed for it. While a forward or a backward runs, calls of ``torch.nn.functional.batch_norm`` are seen
-by a ``TorchFunctionMode``: those of layers of any class and number of dims, and those that no layer makes.
 """
 
 from __future__ import annotations
@@ -19,11 +16,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.overrides import TorchFunctionMode
 
 from autoaccum._checks import positional
 from autoaccum.errors import ArgumentError, ConflictingArgumentsError
 from autoaccum.planning.granules import MICRO, Statistics, granules
+from autoaccum.window.batch_norm_calls import Call, Calls
 from autoaccum.window.precision import Autocast
 
 ACCEPTED = (
@@ -285,51 +282,6 @@ class _Moves:
         return Moved(place, self._momentum, is_counted, calls)
 
 
-class Calls(TorchFunctionMode):
-    """Sees the calls of BatchNorm within it, and computes them in its own way."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._known: dict[Any, Callable[..., Any]] = {
-            functional.batch_norm: self._batch_norm,
-            torch.batch_norm: self._plain_batch_norm,
-        }
-
-    def enter_before(self, *_: Any) -> None:
-        """Enter the mode, as a hook before a layer's forward."""
-        self.__enter__()  # type: ignore[no-untyped-call]
-
-    def exit_after(self, *_: Any) -> None:
-        """Leave it, as a hook after the forward, whether that has failed or not."""
-        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return self._known.get(func, func)(*args, **(kwargs or {}))
-
-    def _plain_batch_norm(
-        self, input: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool, *others: Any
-    ) -> Any:
-        """Take the arguments in the order of ``torch.batch_norm``."""
-        momentum, eps, _ = others
-        return self._batch_norm(input, mean, var, weight, bias, training, momentum, eps)
-
-    def _batch_norm(
-        self,
-        input: torch.Tensor,
-        running_mean: torch.Tensor | None,
-        running_var: torch.Tensor | None,
-        weight: torch.Tensor | None = None,
-        bias: torch.Tensor | None = None,
-        training: bool = False,
-        momentum: float = 0.1,
-        eps: float = 1e-5,
-    ) -> torch.Tensor:
-        """Normalise as ``torch.nn.functional.batch_norm`` does, whose arguments these are, by other statistics."""
-        raise NotImplementedError
-
-
 class _Seen(Calls):
     """Takes the statistics of groups, or the running ones, in place of a micro-batch's."""
 
@@ -382,56 +334,49 @@ class _Seen(Calls):
             self._counted.remove(id(counter))
             counter.add_(batches - 1)
 
-    def _batch_norm(
-        self,
-        input: torch.Tensor,
-        running_mean: torch.Tensor | None,
-        running_var: torch.Tensor | None,
-        weight: torch.Tensor | None = None,
-        bias: torch.Tensor | None = None,
-        training: bool = False,
-        momentum: float = 0.1,
-        eps: float = 1e-5,
-    ) -> torch.Tensor:
-        """Normalise as ``torch.nn.functional.batch_norm`` does, whose arguments these are, by other statistics.
+    def compute(self, call: Call) -> torch.Tensor:
+        """Normalise by other statistics.
 
         Raises:
             ArgumentError: there are no such statistics.
         """
-        layer = None if running_mean is None else self._layers.get(id(running_mean))
-        compute = partial(functional.batch_norm, weight=weight, bias=bias, eps=eps)
-        if not training:
-            return compute(input, running_mean, running_var, training=False)
-        if self._statistics.kind == "window":  # which is looked at: whose statistics these are is no matter then
+        layer = None if call.running_mean is None else self._layers.get(id(call.running_mean))
+        if self._statistics.kind != "ghost":
             self._recount(layer, 0)
-            channels = input.new_ones(input.shape[1], dtype=torch.promote_types(input.dtype, torch.float32))
-            mean = torch.zeros_like(channels) if running_mean is None else running_mean
-            return compute(input, mean, channels if running_var is None else running_var, training=False)
-        if self._statistics.kind == "frozen":
-            if running_mean is None or running_var is None:
-                cure = "Keep running statistics (track_running_stats=True), or pass batch_norm='ghost:32'."
-                raise ArgumentError("batch_norm", "frozen", "BatchNorm layers that have running statistics", cure)
-            self._recount(layer, 0)
-            return compute(input, running_mean, running_var, training=False)
-        groups = torch.split(input, self._rows(len(input)))
+            return call.by(*self._running(call))
+        groups = torch.split(call.input, self._rows(len(call.input)))
         if not self._is_forward:
             # Before all else: what computes once more what was checkpointed stops as soon as it has enough.
             self._recount(layer, 0)
-        if running_mean is None or running_var is None:
-            normalised = [compute(group, None, None, training=True) for group in groups]
+        mean, var = call.running_mean, call.running_var
+        by_its_own = partial(functional.batch_norm, weight=call.weight, bias=call.bias, training=True, eps=call.eps)
+        if mean is None or var is None:
+            normalised = [by_its_own(group, None, None) for group in groups]
         else:
             # With a weight of 1 they become the group's own. In a backward too, for a checkpoint saves the same again.
-            own = [(torch.zeros_like(running_mean), torch.zeros_like(running_var)) for _ in groups]
-            pairs = zip(groups, own, strict=True)
-            normalised = [compute(group, mean, var, training=True, momentum=1.0) for group, (mean, var) in pairs]
+            own = [(torch.zeros_like(mean), torch.zeros_like(var)) for _ in groups]
+            normalised = [by_its_own(group, *kept, momentum=1.0) for group, kept in zip(groups, own, strict=True)]
             if self._is_forward and self._moved is not None and layer is None:
                 cure = "Hold them in an nn.BatchNorm layer: other ranks know them by the layer."
                 raise ArgumentError("batch_norm", str(self._statistics), "running statistics of layers", cure)
             if self._is_forward:
-                self._moves.setdefault(
-                    id(running_mean), _Moves(running_mean, running_var, layer, momentum)
-                ).calls.append(own)
+                self._moves.setdefault(id(mean), _Moves(mean, var, layer, call.momentum)).calls.append(own)
         return normalised[0] if len(normalised) == 1 else torch.cat(normalised)
+
+    def _running(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the running statistics, which stay as they are.
+
+        Raises:
+            ArgumentError: there are none.
+        """
+        if call.running_mean is not None and call.running_var is not None:
+            return call.running_mean, call.running_var
+        if self._statistics.kind == "frozen":
+            cure = "Keep running statistics (track_running_stats=True), or pass batch_norm='ghost:32'."
+            raise ArgumentError("batch_norm", "frozen", "BatchNorm layers that have running statistics", cure)
+        # Of the whole window: this only looks at what else there is, and whose statistics are taken is no matter.
+        channels = call.input.new_ones(call.input.shape[1], dtype=torch.promote_types(call.input.dtype, torch.float32))
+        return torch.zeros_like(channels), channels
 
     def _rows(self, rows: int) -> list[int]:
         """Return the rows of each group.

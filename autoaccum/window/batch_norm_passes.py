@@ -32,7 +32,8 @@ from autoaccum.errors import ArgumentError, ConflictingArgumentsError
 from autoaccum.loss.coupling import batch_norms
 from autoaccum.loss.stated import Computed
 from autoaccum.planning.attempts import Piece
-from autoaccum.window.batch_norm import Calls, Forwards, refuse_layers
+from autoaccum.window.batch_norm import Forwards, refuse_layers
+from autoaccum.window.batch_norm_calls import Call, Calls
 from autoaccum.window.batch_norm_statistics import Norm, normalised, normalised_alone
 from autoaccum.window.gradient import Gradient, Repeat
 from autoaccum.window.job import Job
@@ -40,7 +41,7 @@ from autoaccum.window.transaction import Transaction
 
 
 @dataclass(slots=True)
-class Call:
+class Seen:
     """One call of BatchNorm in a forward."""
 
     key: int
@@ -63,7 +64,7 @@ class Passes(Forwards):
 
     def begin(self) -> None:
         """Begin a window, of which nothing is known."""
-        self.calls: list[Call] = []
+        self.calls: list[Seen] = []
         """Those of the last forward, in their order."""
         self.num_calls: int | None = None
         """Calls of each forward of this window; None until there was one."""
@@ -105,11 +106,12 @@ class Passes(Forwards):
             self.num_forwards += 1
         return _Given(self, is_forward=is_forward)
 
-    def seen(self, key: int, input: torch.Tensor, moves: Any) -> int:
+    def seen(self, key: int, call: Call) -> int:
         """Note a call of a forward, and return its number."""
         # A call of a layer that is called once is known by the layer.
-        mark = input.detach().sum() if key in self._repeated else None
-        self.calls.append(Call(key, mark, torch.is_grad_enabled(), moves))
+        mark = call.input.detach().sum() if key in self._repeated else None
+        moves = call.running_mean, call.running_var, call.momentum
+        self.calls.append(Seen(key, mark, torch.is_grad_enabled(), moves))
         return len(self.calls) - 1
 
     def go_through(self, gradient: torch.Tensor) -> None:
@@ -123,23 +125,25 @@ class Passes(Forwards):
             accepted = "a loss that takes no gradients through BatchNorm"
             raise ArgumentError("batch_norm", str(self._statistics), accepted, cure)
 
-    def found_again(self, key: int, input: torch.Tensor) -> int:
+    def found_again(self, key: int, call: Call) -> int:
         """Return the number of the call of the last forward that a backward computes once more.
 
         Raises:
-            ArgumentError: that forward has recorded no graph of it, so that its statistics have no gradient.
+            ArgumentError: that forward has not seen it, or recorded no graph, so that its statistics have no gradient.
         """
         if not self.known:  # each of them has its own
             return len(self.calls)
         of_key = [index for index, call in enumerate(self.calls) if call.key == key]
-        if not all(self.calls[index].has_graph for index in of_key):
+        if not of_key or not all(self.calls[index].has_graph for index in of_key):
             cure = "Pass use_reentrant=False to torch.utils.checkpoint.checkpoint, or batch_norm='ghost:32'."
-            raise ArgumentError("batch_norm", str(self._statistics), "BatchNorm in no reentrant checkpoint", cure)
-        if len(of_key) < 2:
-            return of_key[0] if of_key else len(self.calls)
+            raise ArgumentError(
+                "batch_norm", str(self._statistics), "BatchNorm layers in no reentrant checkpoint", cure
+            )
+        if len(of_key) == 1:
+            return of_key[0]
         # The nearest, for on some devices a sum is another one each time, in its last digits.
         marks = torch.stack([mark for index in of_key if (mark := self.calls[index].mark) is not None])
-        return of_key[int((marks - input.detach().sum()).abs().argmin())]
+        return of_key[int((marks - call.input.detach().sum()).abs().argmin())]
 
 
 class _Given(Calls):
@@ -159,36 +163,22 @@ class _Given(Calls):
         self._passes.is_in_forward = False
         super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
 
-    def _batch_norm(
-        self,
-        input: torch.Tensor,
-        running_mean: torch.Tensor | None,
-        running_var: torch.Tensor | None,
-        weight: torch.Tensor | None = None,
-        bias: torch.Tensor | None = None,
-        training: bool = False,
-        momentum: float = 0.1,
-        eps: float = 1e-5,
-    ) -> torch.Tensor:
-        """Normalise as ``torch.nn.functional.batch_norm`` does; running statistics are moved at the window's end."""
-        if not training:
-            return torch.nn.functional.batch_norm(input, running_mean, running_var, weight, bias, False, eps=eps)
+    def compute(self, call: Call) -> torch.Tensor:
+        """Normalise by the statistics that there are; running ones are moved at the window's end."""
         passes = self._passes
         # Calls of layers without either are told apart by their order, or by what they are given.
-        key = id(running_mean if running_mean is not None else weight)
-        if self._is_forward:
-            index = passes.seen(key, input, (running_mean, running_var, momentum))
-        else:
-            index = passes.found_again(key, input)
+        key = id(call.running_mean if call.running_mean is not None else call.weight)
+        index = passes.seen(key, call) if self._is_forward else passes.found_again(key, call)
+        affine = call.weight, call.bias, call.eps
         if index < len(passes.known):
-            output = normalised(input, passes.known[index], weight, bias, eps)
+            output = normalised(call.input, passes.known[index], *affine)
             if output.requires_grad:
                 output.register_hook(passes.go_through)  # type: ignore[no-untyped-call]
         else:
-            output, norm = normalised_alone(input, weight, bias, eps)
+            output, norm = normalised_alone(call.input, *affine)
         if self._is_forward and index == passes.wanted:
             if index < len(passes.known):
-                passes.input = input
+                passes.input = call.input
             else:
                 passes.parts.append(norm)
         return output
@@ -222,9 +212,8 @@ class ThroughWindow(Transaction):
         self._forwards = None
         self._passes.begin()
         self._pieces: list[Piece] = []  # those of the first pass
-        self._counts: list[
-            tuple[torch.Tensor, torch.Tensor]
-        ] = []  # batches that each layer had counted, and counts in a forward
+        # Batches that each layer has counted when the window began, and those that it counts in a forward.
+        self._counts: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._versions: list[int] = []
 
     def _compute(self, batch: Any, piece: Piece) -> None:
@@ -232,15 +221,16 @@ class ThroughWindow(Transaction):
         if piece.size == self._num_samples:
             super()._compute(batch, piece)
             return
-        if not self._pieces:
+        is_first = not self._pieces
+        if is_first:
             self._versions = self._written()
         if piece.is_trial:
             self._rehearse(batch, piece)
             batch = self._window.micro_batch(piece.start, piece.size)
         self._passes.wanted = 0
-        before = [tracked.clone() for tracked in self._counted()]
+        before = [tracked.clone() for tracked in self._counted()] if is_first else []
         self._look(batch, piece.size)
-        if not self._pieces:
+        if is_first:
             self._counts = [(then, now - then) for then, now in zip(before, self._counted(), strict=True)]
         self._pieces.append(piece)
         self._sizes.append(piece.size)

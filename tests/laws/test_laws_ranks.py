@@ -18,10 +18,9 @@ import autoaccum
 from autoaccum.errors import AutoaccumError
 from autoaccum.events import OutOfMemory, Replanned, Shared, StepReport, Validated
 from autoaccum.ranks import channel, summing
-from autoaccum.testing import oom_at, simulated_memory
+from autoaccum.testing import simulated_memory
 from autoaccum.window.joining import SharedTransaction
-from autoaccum.window.step import Step
-from tests.faults import launches, sizes, strides
+from tests.faults import launches, oom_in_window, sizes, strides
 from tests.processes import in_turn
 from tests.ranks.launching import check_ends, launch
 
@@ -309,26 +308,11 @@ class Faulty(NamedTuple):
 
 def with_fault(fault: Faulty, **options: Any) -> tuple[Trained, bool]:
     """Return what a run with a fault leaves, and whether this rank has come to the operation that fails."""
-    run, count, is_reached = Step.run, 0, False
-
-    def faulty(self: Step, window: Any, plan: Any = None) -> Any:
-        nonlocal count, is_reached
-        count += 1
-        if count != 2 or rank() != fault.rank or fault.operation is None:
-            return run(self, window, plan)
-        with oom_at(fault.operation) as fails:
-            found = run(self, window, plan)
-        is_reached = fails.operations >= fault.operation
-        return found
-
-    Step.run = faulty  # type: ignore[method-assign]
-    try:
-        given: dict[str, Any] = {"data": data(24), "effective_batch": 12, "micro_batch": 3, "epochs": 2}
-        given |= {"clip_norm": 0.5} | (options or {"loss_fn": cross_entropy})
+    given: dict[str, Any] = {"data": data(24), "effective_batch": 12, "micro_batch": 3, "epochs": 2}
+    given |= {"clip_norm": 0.5} | (options or {"loss_fn": cross_entropy})
+    with oom_in_window(2, fault.operation or 0 if rank() == fault.rank else 0) as met:
         # Made anew for each run.
-        return fit(**{**given, "model": given.get("model", net)()}), is_reached
-    finally:
-        Step.run = run  # type: ignore[method-assign]
+        return fit(**{**given, "model": given.get("model", net)()}), met.is_reached
 
 
 def at_every_operation(of_rank: int, stride: int, first: int = 1, **options: Any) -> tuple[int, list[float]]:

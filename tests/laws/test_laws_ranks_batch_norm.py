@@ -17,9 +17,7 @@ import autoaccum
 from autoaccum.errors import ArgumentError
 from autoaccum.events import Verified
 from autoaccum.ranks import balance
-from autoaccum.testing import oom_at
-from autoaccum.window.step import Step
-from tests.faults import launches, sizes, strides
+from tests.faults import launches, oom_in_window, sizes, strides
 from tests.laws.test_laws_batch_norm import IMAGES, convolutions, sgd
 from tests.processes import in_turn
 from tests.ranks.launching import launch
@@ -126,23 +124,8 @@ class Faulty(NamedTuple):
 
 def with_fault(fault: Faulty, **options: Any) -> tuple[Left, bool]:
     """Return what a run with a fault leaves, and whether this rank has come to the operation that fails."""
-    run, count, is_reached = Step.run, 0, False
-
-    def faulty(self: Step, window: Any, plan: Any = None) -> Any:
-        nonlocal count, is_reached
-        count += 1
-        if count != 2 or rank() != fault.rank:
-            return run(self, window, plan)
-        with oom_at(fault.operation) as fails:
-            found = run(self, window, plan)
-        is_reached = fails.operations >= fault.operation
-        return found
-
-    Step.run = faulty  # type: ignore[method-assign]
-    try:
-        return fit(**options), is_reached
-    finally:
-        Step.run = run  # type: ignore[method-assign]
+    with oom_in_window(2, fault.operation if rank() == fault.rank else 0) as met:
+        return fit(**options), met.is_reached
 
 
 def at_every_operation(first: int, stride: int) -> list[tuple[int, list[bool]]]:

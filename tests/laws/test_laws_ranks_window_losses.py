@@ -16,9 +16,8 @@ import autoaccum
 from autoaccum.errors import AutoaccumError
 from autoaccum.events import OutOfMemory, Validated, Verified
 from autoaccum.ranks.group import Group
-from autoaccum.testing import oom_at, simulated_memory
-from autoaccum.window.step import Step
-from tests.faults import launches, strides
+from autoaccum.testing import simulated_memory
+from tests.faults import launches, oom_in_window, strides
 from tests.laws.test_laws_window_losses import F64, LOSSES, MakeLoss, Recorder, Towers, clip, data, embed, info_nce
 from tests.processes import in_turn
 from tests.ranks.launching import Ended, check_ends, launch
@@ -228,23 +227,8 @@ class Faulty(NamedTuple):
 
 def with_fault(fault: Faulty, **options: Any) -> tuple[Left, bool]:
     """Return what a run with a fault leaves, and whether this rank has come to the operation that fails."""
-    run, count, is_reached = Step.run, 0, False
-
-    def faulty(self: Step, window: Any, plan: Any = None) -> Any:
-        nonlocal count, is_reached
-        count += 1
-        if count != fault.window or rank() != fault.rank:
-            return run(self, window, plan)
-        with oom_at(fault.operation) as fails:
-            found = run(self, window, plan)
-        is_reached = fails.operations >= fault.operation
-        return found
-
-    Step.run = faulty  # type: ignore[method-assign]
-    try:
-        return fit(**options), is_reached
-    finally:
-        Step.run = run  # type: ignore[method-assign]
+    with oom_in_window(fault.window, fault.operation if rank() == fault.rank else 0) as met:
+        return fit(**options), met.is_reached
 
 
 def by_turns(first: int, stride: int) -> list[tuple[int, list[tuple[bool, bool]]]]:

@@ -627,7 +627,8 @@ def write_artefact(name: str, made: configurations.Artefact) -> None:
 def unpack(name: str, place: Path) -> None:
     """Lay an artefact out in a directory, which is made."""
     with tarfile.open(ARTEFACTS / f"{name}.tar.xz") as archive:
-        archive.extractall(place, filter="data")
+        # Python 3.11 has it from 3.11.4 on.
+        archive.extractall(place, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
 
 
 def _anonymous(entry: tarfile.TarInfo) -> tarfile.TarInfo:

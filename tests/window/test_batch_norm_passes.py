@@ -10,6 +10,7 @@ from torch import nn
 
 from autoaccum import errors
 from autoaccum.planning.granules import Statistics
+from autoaccum.window.batch_norm_calls import Call
 from autoaccum.window.batch_norm_passes import Passes
 from autoaccum.window.batch_norm_statistics import normalised_alone
 
@@ -70,5 +71,7 @@ class TestCalls:
             passes.learn()
         passes.known = [normalised_alone(x, None, None, 1e-5)[1] for x in inputs]
         key = passes.calls[0].key
-        assert [passes.found_again(key, x) for x in reversed(inputs)] == [2, 1, 0]
-        assert passes.found_again(key + 1, inputs[0]) == 3
+        again = [Call(x, None, None) for x in inputs]
+        assert [passes.found_again(key, call) for call in reversed(again)] == [2, 1, 0]
+        with pytest.raises(errors.ArgumentError, match="use_reentrant=False"):
+            passes.found_again(key + 1, again[0])
