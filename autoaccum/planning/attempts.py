@@ -41,7 +41,7 @@ class Reading:
 
     # This one measures nothing. It is what the tests' devices of numbers return, which know what a piece takes.
 
-    __slots__ = ("allocated_bytes", "fell_short", "peak_bytes", "piece", "seconds")
+    __slots__ = ("allocated_bytes", "fell_short", "peak_bytes", "piece", "seconds", "start_bytes")
 
     def __init__(self, piece: Piece | None, peak_bytes: int | None = None, seconds: float | None = None) -> None:
         self.piece = piece
@@ -52,6 +52,8 @@ class Reading:
         """Wall time of its forward and backward; None where it was not measured."""
         self.allocated_bytes: int | None = None
         """Most that tensors held at once while it ran; None where nobody tells."""
+        self.start_bytes: int | None = None
+        """What tensors held before it; None where nobody tells."""
         self.fell_short = False
         """Whether memory ran out within it, and whoever asked for it made do without."""
 
@@ -119,6 +121,7 @@ class Decider(Protocol):
         length: int,
         *,
         allocated_bytes: int | None,
+        start_bytes: int | None,
         fell_short: bool,
     ) -> None:
         """Take the reading of a trial."""
@@ -193,6 +196,7 @@ class Attempt:
                 reading.seconds,
                 piece.length,
                 allocated_bytes=reading.allocated_bytes,
+                start_bytes=reading.start_bytes,
                 fell_short=reading.fell_short,
             )
 

@@ -20,6 +20,8 @@ STEP_BYTES = 20 * 2**20
 """The step in which PyTorch's allocator takes memory for tensors of 1 to 10 MiB."""
 APART = 0.8
 """Draw a chord between sizes of which one is at most this fraction of the other: nearer ones tell noise and steps."""
+SNUG = 0.95
+"""Share of a limit that tensors can fill, where an allocator that grows in steps holds more than they need."""
 DOUBT = 0.1
 """Predict no peak whose error bar is more than this fraction of it."""
 
@@ -32,6 +34,8 @@ class Reach:
     """The largest that fitted, of those whose peak is known."""
     peak_bytes: int
     """Its peak."""
+    allocated_bytes: int | None
+    """What tensors held of it; None where nobody tells."""
     slopes: tuple[float, ...]
     """Bytes that a sample adds, by chords between measured sizes: the first from the largest, each next one before."""
     steepest: float
@@ -62,6 +66,12 @@ class Reach:
     def surely(self, limit_bytes: int) -> float:
         """Return the most samples within the limit at the steepest slope."""
         return self._beyond(limit_bytes, self.steepest)
+
+    def snugly(self, limit_bytes: int) -> float:
+        """Return the most samples if tensors can fill nearly all of the limit; 0 where nobody tells them."""
+        if self.allocated_bytes is None or not self.slope:
+            return 0.0
+        return self.size + (SNUG * limit_bytes - self.allocated_bytes) / self.slope
 
     def predict(self, size: int) -> int | None:
         """Return the peak bytes at a size by the last chord; None where too little is known for a prediction.
@@ -96,7 +106,8 @@ def reach(
 
     Args:
         history: the trials, oldest first.
-        start_bytes: what was in use before the first trial; None where nobody tells.
+        start_bytes: what was in use before the first trial, and by tensors where these are told; None where nobody
+            tells.
         sample_bytes: what a sample added in an earlier run, which stands for a chord before the first.
     """
     measured = {t.micro_batch: t for t in history if t.fits and t.peak_bytes is not None}
@@ -120,12 +131,12 @@ def reach(
     alike = 0
     while alike < min(2, len(slopes) - 1) and _are_alike(slopes[alike : alike + 2], slopes[0], widths[alike + 1]):
         alike += 1
-    peak_bytes = measured[largest].peak_bytes or 0
     return Reach(
         size=largest,
-        peak_bytes=peak_bytes,
+        peak_bytes=measured[largest].peak_bytes or 0,
+        allocated_bytes=chain[0][1] if by_tensors else None,
         slopes=tuple(slopes),
-        steepest=_steepest(slopes, peak_bytes, largest, start_bytes, is_alike=alike > 0),
+        steepest=_steepest(slopes, chain[0][1], largest, start_bytes, is_alike=alike > 0),
         alike=alike,
     )
 

@@ -17,6 +17,8 @@ TOLERANCE = 0.02
 """End the search when no size that is larger than the largest that fitted by this fraction is expected to fit."""
 UNHURRIED = 4
 """Let each trial beyond so many make the search content with one tolerance more, where it may take large steps."""
+WORTH_AN_ERROR = 1.2
+"""Try what may not fit at the end of a search where it is larger than what does by this factor."""
 FAR, UNSURE = 64, 16
 """Try no size that is more than the first times the largest success; nor the second, while slopes are not compared."""
 
@@ -70,15 +72,18 @@ def next_trial(
     # Without large steps most trials are on the way to the limit, and only two or three near it.
     hurry = len(history) - UNHURRIED + 1 if growth > 2 else 1
     step = max(1, int(TOLERANCE * max(1, hurry) * fits))  # a gain of fewer samples is not worth a trial
-    if fails is not None and fails - fits <= step:
-        return None
     likely = known.likely(limit_bytes)
     above = None if fails is None else _peak_of(history, fails)
     if fails is not None and above is not None and above > known.peak_bytes:
         # It ran, and took more than it may: so it is on the curve too.
         share = (limit_bytes - known.peak_bytes) / (above - known.peak_bytes)
         likely = min(likely, known.size + int(share * (fails - known.size)))
-    if likely < fits + step:
+    # An allocator that grows in steps may hold as much for twice the samples: that is worth one error at most.
+    snugly = int(min(known.snugly(limit_bytes), fits * FAR, ceiling))
+    is_near = likely < 2 * fits and snugly >= WORTH_AN_ERROR * max(fits, likely)
+    if is_near and all(t.fits or _may_be_a_step(t, snugly) for t in history):
+        return snugly
+    if likely < fits + step or (fails is not None and fails - fits <= step):
         return None
     jump = _jump(known, limit_bytes, fits, likely, step, is_started=start_bytes is not None)
     # Weights of samples that differ in length are noisy, and errors in training dear: there both have to agree.
@@ -118,6 +123,11 @@ def _back(known: Reach, fits: int, fails: int, surely: float, errors: int) -> fl
         # The slope is about right, so that the truth is near the failure; of peaks that are noisy half-way to it.
         return fits + (0.75 if fails > 1.1 * fits else 0.5) * gap
     return by_errors(fits, fails, errors) or (fits + fails) // 2
+
+
+def _may_be_a_step(failed: Trial, size: int) -> bool:
+    """Return whether a trial went past the limit, without an error, far below a size that may fit all the same."""
+    return failed.peak_bytes is not None and WORTH_AN_ERROR * failed.micro_batch <= size
 
 
 def _peak_of(history: Sequence[Trial], size: int) -> int | None:

@@ -13,7 +13,8 @@ from autoaccum.planning.attempts import Piece, length_at
 from autoaccum.planning.cuts import Lengths
 from autoaccum.planning.cutter import Cutter
 from autoaccum.planning.limits import Limits
-from autoaccum.planning.search import FEW_SIZES_FIRST, FEW_SIZES_GROWTH, has_plateaued, next_trial
+from autoaccum.planning.reach import reach
+from autoaccum.planning.search import FAR, FEW_SIZES_FIRST, FEW_SIZES_GROWTH, has_plateaued, next_trial
 
 ENDLESS = 2**62
 """A weight that no micro-batch reaches."""
@@ -58,6 +59,8 @@ class Searching:
         """Whether windows say how long their samples are; None until the first one. A stream may change its mind."""
         self.warm = 0
         """The size that was run last without being measured, in this window or one before; 0 for none."""
+        self.start_bytes: int | None = None
+        """What tensors held before the last trial; None where nobody tells them from the rest."""
         self.known = 0
         """The largest weight that fitted in an earlier run; 0 where nothing is known, or it is no longer believed."""
         self.goal: int | None = None
@@ -81,19 +84,23 @@ class Searching:
         # a trial next, what a sample weighs, and the weight of plans: nothing is kept from before it but the position.
         while self.is_on and (remaining := num_samples - position):
             trial = self.trial_for(num_samples, left)
+            # Kernels are loaded and chosen in the first run of a size, with workspaces that are not kept. The second
+            # run is the next micro-batch where there is room for it, else one of the next window. Samples that differ
+            # in length make each micro-batch a new size: to wait for a second one would take for ever.
+            is_new = self._warms_up and lengths is None and trial not in ran
+            if trial is not None and is_new:
+                trial = self._in_rest(trial, remaining)
+                is_new = trial not in ran
             if trial is None or not self.has_room(trial, remaining):
                 break
             is_first = position == 0 and trial < num_samples
             size = trial
-            if is_first:
+            # What is not measured anyway may come first.
+            if is_first and not is_new:
                 first_planned = self._cutter.sizes(num_samples, lengths, planned())[0]
                 size = self.first_size(num_samples, lengths, trial, first_planned)
-            # Kernels are loaded and chosen in the first run of a size, with workspaces that are not kept. The second
-            # run is the next micro-batch where there is room for it, else one of the next window. Samples that differ
-            # in length make each micro-batch a new size: to wait for a second one would take for ever.
-            is_new = self._warms_up and lengths is None and size not in ran
-            ran.add(size)
-            if is_new and not is_first:
+            if is_new:
+                ran.add(size)
                 self.warm = size
             yield Piece(position, size, length_at(lengths, position), not (is_first or is_new))
             position += size
@@ -132,6 +139,8 @@ class Searching:
         )
         if weight is None:
             return None
+        if lengths is None:
+            weight = max(weight, self._surely(fits, num_samples))
         # Of samples that are alike, the size that the plan with as many micro-batches would have anyway.
         size = self._cutter.within(weight // each, num_samples)
         if lengths is None and fits:
@@ -227,6 +236,27 @@ class Searching:
             return int(min(known, prior.largest_within(self._limits.target_bytes)))
         # At most half of a window, so that there is room for a second trial in it: one alone gives no model.
         return min(FEW_SIZES_FIRST, num_samples // 2) * each if self.few_sizes else None
+
+    def _surely(self, fits: int, num_samples: int) -> int:
+        """Return the largest size that surely fits, by where the device's memory stands without a sample; else 0."""
+        history = self._cutter.history
+        # Each trial costs as much as a window does on a device that one sample keeps as busy as many: where what a
+        # sample takes is told from what is there without one, there are no steps by twos.
+        known = None if self.start_bytes is None else reach(history.in_weights, start_bytes=self.start_bytes)
+        if known is None or history.bounds[1] is not None:
+            return 0
+        most = min(self._cutter.heaviest(num_samples, 1), self.goal or ENDLESS, FAR * fits)
+        return int(min(known.surely(self._limits.target_bytes), most))
+
+    def _in_rest(self, trial: int, left: int) -> int:
+        """Return the size to try in what is left of a window that has no room for it to be run twice.
+
+        What is left would else be cut into as many micro-batches as its last success takes.
+        """
+        if not self._warms_up or self.few_sizes or left >= 2 * trial:
+            return trial
+        size = self._cutter.cut(left, trial)[0]
+        return size if size > self._cutter.history.bounds[0] else trial
 
     def _growth(self, fits: int) -> int:
         """Return how many times as large as the largest success a trial may be."""

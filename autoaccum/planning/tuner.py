@@ -258,6 +258,7 @@ class Tuner:
         length: int = 1,
         *,
         allocated_bytes: int | None = None,
+        start_bytes: int | None = None,
         fell_short: bool = False,
     ) -> None:
         """Take the reading of a trial. The smallest may use the headroom; nothing may pass the limit.
@@ -268,6 +269,7 @@ class Tuner:
             NothingFitsError: the smallest passed the limit.
         """
         length = length if self._learns else 1
+        self.search.start_bytes = start_bytes
         if fell_short and micro_batch > self.smallest:
             self._largest.record(Trial(micro_batch=micro_batch, fits=False, length=length))
         else:

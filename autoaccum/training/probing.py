@@ -229,9 +229,9 @@ def probe(
 
 
 def _begin(memory: Memory) -> int:
-    """Return what is in use before the first trial, in bytes."""
+    """Return what is in use before the first trial, in bytes: by tensors, where these are told from the rest."""
     memory.release()  # as before each trial, so that their peaks begin here
-    return memory.used()
+    return memory.usage().allocated_bytes
 
 
 def _search(

@@ -134,14 +134,19 @@ class Meter:
                 self.release()
             self._memory.reset_peak()
 
-    def begin_trial(self) -> tuple[float, int]:
-        """Start a trial from released memory; return the time, and how often the allocator has found none so far."""
+    def begin_trial(self) -> tuple[float, int, int | None]:
+        """Start a trial from released memory.
+
+        Returns:
+            the time, how often the allocator has found no memory so far, and what tensors hold; None where nobody
+            tells them from the rest.
+        """
         # The peak is begun anew for it, so that the window's up to here has to be kept.
         usage = self._memory.usage()
         self._before_trials = max(self._before_trials, usage.peak_bytes)
         self.release()
         self._memory.reset_peak()
-        return self.now(), usage.ooms
+        return self.now(), usage.ooms, usage.allocated_bytes if self._memory.can_enforce else None
 
 
 class _OfTrial(Reading):
@@ -157,7 +162,7 @@ class _OfTrial(Reading):
         self._ooms = 0
 
     def __enter__(self) -> Reading:
-        self._started, self._ooms = self._meter.begin_trial()
+        self._started, self._ooms, self.start_bytes = self._meter.begin_trial()
         return self
 
     def __exit__(self, *raised: object) -> None:

@@ -403,6 +403,6 @@ def test_a_size_is_measured_in_its_second_run(clean: torch.device) -> None:
     )
     result = trainer.fit()
     peaks = {trial.micro_batch: trial.peak_bytes for trial in trainer._tuner.history if trial.peak_bytes}
-    assert len(peaks) > 3
+    assert len(peaks) >= 3
     assert max(peaks.values()) < 48 * MIB
     assert sum(map(sum, (report.micro_batches for report in result.history))) == 8 * 4096

@@ -109,6 +109,21 @@ def test_slopes_are_those_of_tensors_where_these_are_known() -> None:
     assert known.likely(3500) == 164, "beyond the peak, which holds more than tensors"
 
 
+def test_where_the_curve_starts_is_told_in_tensors_where_these_are_known() -> None:
+    known = reach(fitted((1, 1500), allocated=(1010,)), start_bytes=1000)
+    assert known is not None
+    assert known.surely(3500) == 201, "by 10 a sample, and not by the 500 that an allocator has grown by"
+
+
+def test_tensors_that_fill_the_limit_say_what_fits_at_best() -> None:
+    points = (1, 1500), (16, 1500), (64, 2500)
+    known, untold = reach(fitted(*points, allocated=(1010, 1160, 1640))), reach(fitted(*points))
+    assert known is not None
+    assert untold is not None
+    assert known.snugly(3000) == 64 + (0.95 * 3000 - 1640) / 10
+    assert untold.snugly(3000) == 0
+
+
 def test_what_samples_cost_in_an_earlier_run_stands_for_a_chord() -> None:
     known = reach(fitted((40, 1400)), sample_bytes=10)
     assert known is not None

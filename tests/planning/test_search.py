@@ -132,6 +132,35 @@ class TestPrior:
         assert found == 77
 
 
+class TestSteps:
+    """An allocator holds 20 MiB more or less, and tensors tell that twice the samples may fit all the same."""
+
+    history = tuple(
+        Trial(micro_batch=size, fits=True, peak_bytes=peak, allocated_bytes=1000 + 10 * size)
+        for size, peak in ((8, 2000), (16, 2000), (32, 2900))
+    )
+
+    def test_one_jump_is_worth_an_error(self) -> None:
+        """Of 3000 bytes 100 are left beyond the peak: 10 samples; tensors fill 95 % with (2850 - 1320) / 10 more."""
+        assert next_trial(self.history, limit_bytes=3000, ceiling=1000) == 32 + 153
+        assert next_trial(self.history, limit_bytes=3000, ceiling=100) == 100
+        no_tensors = [Trial(micro_batch=t.micro_batch, fits=True, peak_bytes=t.peak_bytes) for t in self.history]
+        assert next_trial(no_tensors, limit_bytes=2901, ceiling=1000) is None
+
+    def test_after_an_error_there_is_no_other(self) -> None:
+        failed = Trial(micro_batch=185, fits=False)
+        assert next_trial([*self.history, failed], limit_bytes=3000, ceiling=1000) == 42, "what the peaks say"
+
+    def test_a_peak_past_the_limit_far_below_may_have_been_the_step(self) -> None:
+        beyond = Trial(micro_batch=40, fits=False, peak_bytes=3100)
+        assert next_trial([*self.history, beyond], limit_bytes=3000, ceiling=1000) == 185
+        beyond = Trial(micro_batch=160, fits=False, peak_bytes=3100)
+        assert next_trial([*self.history, beyond], limit_bytes=3000, ceiling=1000) == 42
+
+    def test_far_from_the_limit_peaks_decide(self) -> None:
+        assert next_trial(self.history, limit_bytes=4000, ceiling=1000) == 64
+
+
 def timed(seconds: Callable[[int], float], last: int) -> list[Trial]:
     sizes = [2**power for power in range(last)]
     return [Trial(micro_batch=size, fits=True, seconds=seconds(size)) for size in sizes]

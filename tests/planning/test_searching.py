@@ -119,6 +119,19 @@ def test_what_an_earlier_run_found_to_be_the_fastest_is_enough() -> None:
     assert not made.is_enough(37), "of which that run knew nothing larger"
 
 
+def test_where_it_is_told_what_is_there_without_a_sample_it_jumps_as_far_as_surely_fits() -> None:
+    made = searching(1)
+    assert made.trial_for(256) == 2
+    made.start_bytes = 1000
+    assert made.trial_for(256) == 64
+    assert made.trial_for(32) == 32
+    made = searching(1, limit_bytes=peak(20))
+    made.start_bytes = 1000
+    assert made.trial_for(256) == 20
+    made._cutter.history.add(Trial(micro_batch=16, fits=False), reweigh=True)
+    assert made.trial_for(256) == 2, "something is not as it seems"
+
+
 def test_of_longer_samples_a_trial_has_fewer() -> None:
     made = searching(1, length=4)
     assert made.trial_for(8, (4,) * 8) == 2

@@ -814,6 +814,31 @@ def test_a_size_is_measured_in_its_second_run() -> None:
     assert tuner.largest == 32
 
 
+def test_on_a_device_that_tells_what_tensors_hold_few_micro_batches_are_tried() -> None:
+    """The rest of a window is no larger than what surely fits, and a size may be run for the first time as the first."""
+
+    def pieces_of(tuner: Tuner) -> list[list[tuple[int, bool]]]:
+        windows = []
+        while tuner.searching:
+            attempt = tuner.window(128)
+            windows.append(pieces := [])
+            for piece in attempt:
+                pieces.append((piece.size, piece.is_trial))
+                reading = Reading(piece if piece.is_trial else None, 100 + piece.size, 1.0)
+                reading.start_bytes = 100
+                attempt.fitted(reading)
+            attempt.committed(tuple(size for size, _ in pieces), None)
+            tuner.settle(128)
+        return windows
+
+    roomy = warming(128)
+    assert pieces_of(roomy) == [[(1, False), (1, True), (63, False), (63, True)], [(128, False)], [(128, True)]]
+    narrow = Tuner(ceiling=128, limit_bytes=170, headroom=0.0, search=True, warms_up=True)
+    assert pieces_of(narrow) == [[(1, False), (1, True), (63, False), (63, True)], [(64, False), (64, True)]]
+    narrow = Tuner(ceiling=128, limit_bytes=110, headroom=0.0, search=True, warms_up=True)
+    assert pieces_of(narrow)[0][:4] == [(1, False), (1, True), (10, False), (10, True)]
+
+
 def test_what_was_run_once_is_measured_by_the_process_that_goes_on() -> None:
     tuner = warming(12)
     assert one_window(tuner, 12)[-1] == (3, False) or tuner.search.warm

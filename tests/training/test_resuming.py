@@ -597,6 +597,7 @@ NOT_KEPT = {
     "Largest.refused_at": "for later runs of the same process",
     "Largest._passed_limit": "of readings of this process",
     "Validator._released_bytes": "a reading of this process",
+    "Searching.start_bytes": "a reading of this process",
     # Begins anew, which costs time and changes nothing that is computed.
     "Fastest.timing": "a comparison of plans begins anew",
     "Fastest._timed_window": "goes with it",
