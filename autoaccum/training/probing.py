@@ -40,7 +40,8 @@ from autoaccum.training.options import CHECKS, OF_PROBE, modules_of, schedule_if
 from autoaccum.training.traces import no_trace
 from autoaccum.window.advice import Refused, advise
 from autoaccum.window.before import before_window_of, loss_alone
-from autoaccum.window.compilations import compiled_parts, heard
+from autoaccum.window.compilations import compiled_parts
+from autoaccum.window.meter import heard
 from autoaccum.window.optimizers import (
     OptimizerLike,
     allocate_state,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,9 +17,9 @@ from autoaccum.data.batches import flatten
 from autoaccum.errors import ArgumentError
 from autoaccum.events import Compiled, Event, Notice
 from autoaccum.loss.stated import LossOf
-from autoaccum.memory import clock
 from autoaccum.planning.attempts import Piece, Reading
 from autoaccum.window import notices
+from autoaccum.window.meter import Heard
 from autoaccum.window.surroundings import surroundings_of
 
 RECURRING = 4
@@ -31,66 +31,6 @@ CURE = "Compile it with mode='default' or 'max-autotune-no-cudagraphs': graphs k
 """What to do instead of CUDA graphs."""
 
 
-class Heard(NamedTuple):
-    """What the compiler has done in this process."""
-
-    compilations: int = 0
-    """Functions, or parts of them between graph breaks, that were compiled. Their backwards are no others."""
-    seconds: float = 0.0
-    """How long that took, with backwards that were compiled later."""
-    recordings: int = 0
-    """CUDA graphs that were recorded."""
-
-    def since(self, before: Heard) -> Heard:
-        """Return what has been done since ``before``."""
-        return Heard(
-            self.compilations - before.compilations, self.seconds - before.seconds, self.recordings - before.recordings
-        )
-
-    def and_(self, more: Heard) -> Heard:
-        """Return this and more of it."""
-        return Heard(
-            self.compilations + more.compilations, self.seconds + more.seconds, self.recordings + more.recordings
-        )
-
-
-class _Listener:
-    """What the compiler calls as it begins and as it is done; one for the process, so that no run leaves its own."""
-
-    def __init__(self) -> None:
-        self.heard = Heard()
-        self._started = 0.0
-
-    def is_listening(self) -> bool:
-        """Listen from now on, where there is anything to be heard; return whether there is."""
-        # Whatever compiles has loaded this, which takes a second: nothing is compiled where nobody has.
-        handler = getattr(sys.modules.get("torch._dynamo"), "callback_handler", None)
-        if handler is None:
-            return False
-        if self.end not in handler.end_callbacks:  # torch.compiler.reset() has dropped it, or it is the first time
-            handler.register_start_callback(self.begin)
-            handler.register_end_callback(self.end)
-        return True
-
-    def begin(self, _: object) -> None:
-        self._started = clock.now()
-
-    def end(self, arguments: Any) -> None:
-        done, seconds, recordings = self.heard
-        trigger = arguments.callback_trigger.name
-        seconds += clock.now() - self._started
-        self.heard = Heard(done + (trigger == "DYNAMO"), seconds, recordings + (trigger == "CUDAGRAPH_RECORDING"))
-
-
-_LISTENER = _Listener()
-
-
-def heard() -> Heard:
-    """Return what the compiler has done in this process since anyone first asked for it here."""
-    _LISTENER.is_listening()
-    return _LISTENER.heard
-
-
 class Compilations:
     """Watches what is compiled in the micro-batches of one run."""
 
@@ -98,50 +38,29 @@ class Compilations:
         """Set up for a device; ``expect`` is called when something was compiled, for each size may cost as much."""
         self._device = device
         self._expect = expect
-        self._has_graphs = False  # whether there were CUDA graphs before this window, somebody else's
-        self._running: tuple[Piece, Reading] | None = None  # what runs at this moment
-        self._known = Heard()  # what was heard up to the last look
-        self._of_window: dict[int, Heard] = {}  # in this window, by the samples of the micro-batch
+        self.size = 0
+        """The samples of the micro-batch that runs at this moment; 0 while none does."""
+        self.of_window: dict[int, Heard] = {}
+        """What was compiled in this window, by the samples of the micro-batch: then its time tells nothing."""
+        self._has_graphs = keeps_graphs(device)  # somebody else's, by now
         self._total = Heard()  # in all windows
         self._sizes: list[int] = []  # of all micro-batches in which a forward was compiled
 
-    @property
-    def are_in_window(self) -> bool:
-        """Return whether anything was compiled in this window, so that its time tells nothing."""
-        return bool(self._of_window)
+    # Called where something was compiled, and not for each micro-batch: see ``Meter.compiled``.
 
-    def begin(self) -> None:
-        """Begin a window: what was compiled since the last one, as in a validation, is none of it."""
-        self._known = heard()
-        self._of_window = {}
-        self._has_graphs = keeps_graphs(self._device)
-
-    def watching(self, piece: Piece, reading: Reading) -> Compilations:
-        """Return the context to run a piece in; if something is compiled, its reading tells of that instead.
+    def note(self, piece: Piece, reading: Reading, new: Heard) -> None:
+        """Note what was compiled while a piece ran, and that its reading then tells of that rather than of the piece.
 
         Raises:
-            ArgumentError: at its end, where CUDA graphs were recorded: the next micro-batch writes over their memory.
+            ArgumentError: CUDA graphs were captured, and the next micro-batch writes over their memory.
         """
-        self._running = piece, reading
-        return self
-
-    def __enter__(self) -> Compilations:
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        assert self._running is not None
-        (piece, reading), self._running = self._running, None
-        before, now = self._known, heard()
-        if now is before or raised[0] is not None:  # what a failed one had compiled is told with the next
-            return
-        self._known = now
+        had_graphs, self._has_graphs = self._has_graphs, keeps_graphs(self._device)
         # Found out by what happens: nothing that holds them need be in reach of whoever looks for them beforehand.
-        if now.recordings > before.recordings or (keeps_graphs(self._device) and not self._has_graphs):
+        if new.recordings or (self._has_graphs and not had_graphs):
             raise graphs_refused("a function that records CUDA graphs")
         if reading.piece is not None:  # what is not measured shares one that nothing is written to
             reading.is_cold = True
-        new = now.since(before)
-        self._of_window[piece.size] = self._of_window.get(piece.size, Heard()).and_(new)
+        self.of_window[piece.size] = self.of_window.get(piece.size, Heard()).and_(new)
         if new.compilations:  # else a backward, whose forward was counted before
             self._sizes.append(piece.size)
             self._total = self._total.and_(new)
@@ -149,19 +68,19 @@ class Compilations:
 
     def tell(self, step: int, emit: Callable[[Event], None], say_once: Callable[[Notice], None]) -> None:
         """Tell what was compiled in a window, and what may be done where there is no end to it."""
-        for size, new in self._of_window.items():
+        for size, new in self.of_window.items():
             emit(Compiled(step=step, micro_batch=size, compilations=new.compilations, seconds=new.seconds))
-        if self._of_window and len(self._sizes) > RECURRING:
+        if len(self._sizes) > RECURRING:
             limit = torch._dynamo.config.recompile_limit
             say_once(notices.compiles_on(len(self._sizes), sorted(set(self._sizes)), self._total.seconds, limit))
+        self.of_window = {}
 
     def sparing(self, loss_of: LossOf) -> LossOf:
         """Return a loss whose micro-batches say that their number of samples varies, so that it is compiled for any."""
 
         def spared(model: Any, batch: Any) -> Any:
             # A first size would be compiled as a constant, and the second one anew.
-            if self._running is not None:
-                mark(batch, self._running[0].size)
+            mark(batch, self.size)
             return loss_of(model, batch)
 
         return spared

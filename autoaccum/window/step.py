@@ -146,7 +146,8 @@ class Step:
             # It costs time and no exactness; whoever knows the counts can say them.
             if gradient.is_unforeseen:
                 self.announcer.say_once(notices.run_twice())
-            self._compilations.tell(self.number + 1, self._emit, self.announcer.say_once)
+            if self._compilations.of_window:
+                self._compilations.tell(self.number + 1, self._emit, self.announcer.say_once)
             refused = None
         except NothingFitsError as error:
             refused = without_frames(error)  # which hold what was computed of the window
@@ -187,7 +188,6 @@ class Step:
     def _run(self, window: Window, plan: Sequence[int] | None) -> tuple[Gradient, int]:
         tuner, meter, lengths = self.tuner, self.meter, window.lengths
         meter.begin_window(is_searching=tuner.search.is_on)
-        self._compilations.begin()
         self.transaction.begin(window)
         # Of a window with fewer samples than ranks some have none.
         is_empty = not window.num_samples
@@ -226,7 +226,7 @@ class Step:
         # The tuner hears of the window before anything is said of it, and so before a callback can raise.
         if outcome.own:
             aside = self.examining_seconds + (group.waited_seconds - self._waited if group is not None else 0.0)
-            is_timed = started is not None and not self._compilations.are_in_window
+            is_timed = started is not None and not self._compilations.of_window
             pieces.committed(outcome.own, meter.now() - (started or 0.0) - aside if is_timed else None)
         peak_bytes = meter.end_window(is_searching=tuner.search.is_on, target_bytes=tuner.limits.target_bytes)
         if peak_bytes is not None and outcome.own and not tuner.search.is_on:  # in a search trials keep the limit
@@ -283,10 +283,14 @@ class Step:
             self._piece = piece  # what is to blame if it runs out of memory
             if not sizes:
                 self.transaction.prepare(piece.size)
-            with self.meter.measuring(piece) as reading, self._compilations.watching(piece, reading):
+            self._compilations.size = piece.size
+            with self.meter.measuring(piece) as reading:
                 self.transaction.add(piece)
+            if (compiled := self.meter.compiled()) is not None:
+                self._compilations.note(piece, reading, compiled)
             pieces.fitted(reading)
             sizes.append(piece.size)
+        self._compilations.size = 0
         # If it is the end of the window that does, the largest of them is what has to become smaller.
         self._piece = self._piece._replace(size=max(sizes, default=0))
         outcome = self.transaction.finish()

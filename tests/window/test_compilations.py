@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import sys
 import types
@@ -19,8 +18,10 @@ from torch.nn.functional import cross_entropy
 import autoaccum
 from autoaccum.errors import ArgumentError, AutoaccumWarning
 from autoaccum.events import Compiled, Event, Notice
+from autoaccum.memory.devices import memory_of
 from autoaccum.planning.attempts import NOT_MEASURED, Piece, Reading
 from autoaccum.window.compilations import Compilations, compiled_parts, keeps_graphs, mark
+from autoaccum.window.meter import Meter
 
 # What computed tensors are asked for as they are compiled; PyTorch means to keep this quiet.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
@@ -244,21 +245,24 @@ class Watched:
         self.expected = 0
         self.told: list[Event] = []
         self.watch = Compilations(device, self._expect)
+        self.meter = Meter(memory_of(CPU), CPU, is_enforced=False, needs_room=lambda held, piece, window: False)
 
     def _expect(self) -> None:
         self.expected += 1
 
     def window(self, *pieces: tuple[int, str | None], is_trial: bool = False) -> list[Reading]:
-        self.watch.begin()
+        self.meter.begin_window(is_searching=False)
         readings = []
         for size, kind in pieces:
             piece = Piece(0, size, 1, is_trial)
-            reading = Reading(piece) if is_trial else NOT_MEASURED
-            with self.watch.watching(piece, reading):
+            with self.meter.measuring(piece) as reading:
                 if kind is not None:
                     trigger(kind)
+            if (compiled := self.meter.compiled()) is not None:
+                self.watch.note(piece, reading, compiled)
             readings.append(reading)
-        self.watch.tell(1, self.told.append, self.told.append)
+        if self.watch.of_window:
+            self.watch.tell(1, self.told.append, self.told.append)
         return readings
 
 
@@ -270,28 +274,21 @@ class TestWatching:
             True,
             False,
         ]
-        assert run.watch.are_in_window
         assert run.expected == 1
         run.window((8, "DYNAMO"))
         assert not NOT_MEASURED.is_cold, "nothing is written to what all share"
-        run.window((8, None))
-        assert not run.watch.are_in_window
 
     def test_backwards_are_no_compilations_of_their_own(self) -> None:
         run = Watched()
         run.window((4, "LAZY_BACKWARD"), (8, "DYNAMO"), (8, "DYNAMO"))
         assert [(event.micro_batch, event.compilations) for event in compiled(run.told)] == [(4, 0), (8, 2)]
 
-    def test_what_a_failed_piece_had_compiled_is_told_with_the_next(self) -> None:
+    def test_what_is_heard_is_told_once(self) -> None:
         run = Watched()
-        run.watch.begin()
-        with contextlib.suppress(torch.OutOfMemoryError), run.watch.watching(Piece(0, 8), NOT_MEASURED):
-            trigger("DYNAMO")
-            raise torch.OutOfMemoryError
-        with run.watch.watching(Piece(0, 4), NOT_MEASURED):
-            pass
-        run.watch.tell(1, run.told.append, run.told.append)
-        assert [(event.micro_batch, event.compilations) for event in compiled(run.told)] == [(4, 1)]
+        run.meter.begin_window(is_searching=False)
+        trigger("DYNAMO")
+        assert run.meter.compiled() == (1, 0.0, 0)
+        assert run.meter.compiled() is None
 
     def test_what_comes_between_windows_is_none_of_them(self) -> None:
         run = Watched()
@@ -329,14 +326,11 @@ class TestWatching:
         run = Watched(CUDA)
         run.window((4, "DYNAMO"))
         kept[0] = object()
-        run.window((4, "DYNAMO"))  # somebody else's
-        kept[0] = None
-        run.watch.begin()
-        kept[0] = object()
+        Watched(CUDA).window((4, "DYNAMO"))  # there before the run: somebody else's
+        with pytest.raises(ArgumentError, match="without CUDA graphs"):
+            run.window((4, "DYNAMO"))
         assert keeps_graphs(CUDA)
         assert not keeps_graphs(CPU)
-        with pytest.raises(ArgumentError, match="without CUDA graphs"), run.watch.watching(Piece(0, 4), NOT_MEASURED):
-            trigger("DYNAMO")
 
 
 def test_a_function_that_is_compiled_for_each_size_is_told_of_before_it_runs_uncompiled() -> None:
