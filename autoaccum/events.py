@@ -142,6 +142,22 @@ class Waiting:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Compiled:
+    """PyTorch compiled something while a micro-batch ran: the model, a part of it, its loss, or anything they call."""
+
+    # One for each size of a window in which that was so. Validations, and the optimizer's step, are none of it.
+
+    step: int
+    """The window."""
+    micro_batch: int
+    """Samples in the micro-batch."""
+    compilations: int
+    """Functions, or parts of one between graph breaks, that were compiled; 0 for a backward alone."""
+    seconds: float
+    """Wall time that it took, backwards included."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Validated:
     """One pass over the validation data."""
 
@@ -277,6 +293,7 @@ Event = (
     | Replanned
     | OutOfMemory
     | Waiting
+    | Compiled
     | Validated
     | StepSkipped
     | Notice

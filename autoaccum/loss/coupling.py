@@ -41,11 +41,6 @@ def smallest_micro_batch(modules: Sequence[nn.Module], statistics: Statistics = 
     return 2 if count_batch_norms(modules) else 1
 
 
-def is_compiled(model: object) -> bool:
-    """Return whether torch.compile wraps a model, so that each new size of its micro-batches may be compiled for."""
-    return hasattr(model, "_orig_mod")  # where the wrapper keeps the module
-
-
 DEPTH = 200
 """Look for operations across samples among so many, from the loss back."""
 

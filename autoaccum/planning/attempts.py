@@ -41,7 +41,7 @@ class Reading:
 
     # This one measures nothing. It is what the tests' devices of numbers return, which know what a piece takes.
 
-    __slots__ = ("allocated_bytes", "fell_short", "peak_bytes", "piece", "seconds", "start_bytes")
+    __slots__ = ("allocated_bytes", "fell_short", "is_cold", "peak_bytes", "piece", "seconds", "start_bytes")
 
     def __init__(self, piece: Piece | None, peak_bytes: int | None = None, seconds: float | None = None) -> None:
         self.piece = piece
@@ -56,6 +56,8 @@ class Reading:
         """What tensors held before it; None where nobody tells."""
         self.fell_short = False
         """Whether memory ran out within it, and whoever asked for it made do without."""
+        self.is_cold = False
+        """Whether something was made ready in it that no later one needs, such as compiled code."""
 
     def take(self, peak_bytes: int, allocated_bytes: int, *, fell_short: bool) -> Reading:
         """Take over what the memory says at the end of the piece; return this."""
@@ -126,6 +128,9 @@ class Decider(Protocol):
     ) -> None:
         """Take the reading of a trial."""
 
+    def is_to_be_repeated(self, micro_batch: int) -> bool:
+        """Take a trial that tells nothing, for something was made ready in it; return whether it is run once more."""
+
     def out_of_memory(
         self,
         micro_batch: int,
@@ -190,10 +195,14 @@ class Attempt:
         # That a piece ran well is no news, unless it was a trial: what ``committed`` says at the end is enough.
         piece = reading.piece
         if piece is not None and reading.peak_bytes is not None:
+            # Its time and its peak may be those of a compiler. Lengths make each micro-batch a size of its own, whose
+            # peak is all that will ever be known of it.
+            if reading.is_cold and self._lengths is None and self._tuner.is_to_be_repeated(piece.size):
+                return
             self._tuner.observe(
                 piece.size,
                 reading.peak_bytes,
-                reading.seconds,
+                None if reading.is_cold else reading.seconds,
                 piece.length,
                 allocated_bytes=reading.allocated_bytes,
                 start_bytes=reading.start_bytes,

@@ -32,7 +32,8 @@ class Fastest:
         """Set up for windows that a cutter cuts; ``largest`` () -> the largest weight that fits, as far as is known."""
         self._cutter = cutter
         self._largest = largest  # asked each time, for memory comes and goes while plans are compared
-        self._few_sizes = few_sizes
+        self.few_sizes = few_sizes
+        """Whether no plan between those that are known is worth the size that it adds."""
         self.weight: int | None = None
         """The weight of the fastest plan, or of the one that is being timed; None for the largest that fits."""
         self.model: TimeModel | None = None
@@ -84,7 +85,7 @@ class Fastest:
             cut=lambda weight: self._cutter.weights_of(window, weight),
             trials=self._cutter.history.in_weights,
             choose=(lambda model: self.of(model, self._largest())) if are_alike else None,
-            closely=are_alike and not self._few_sizes,
+            closely=are_alike and not self.few_sizes,
         )
 
     def of(self, model: TimeModel, largest: int) -> int:

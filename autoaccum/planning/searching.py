@@ -61,6 +61,7 @@ class Searching:
         """The size that was run last without being measured, in this window or one before; 0 for none."""
         self.start_bytes: int | None = None
         """What tensors held before the last trial; None where nobody tells them from the rest."""
+        self._cold: set[int] = set()  # sizes whose first trial told nothing
         self.known = 0
         """The largest weight that fitted in an earlier run; 0 where nothing is known, or it is no longer believed."""
         self.goal: int | None = None
@@ -115,6 +116,14 @@ class Searching:
             is_new = position > 0 and counted is not None and self._cutter.history.is_new(counted[position])
             yield Piece(position, size, length_at(lengths, position), is_new)
             position += size
+
+    def is_run_cold(self, micro_batch: int) -> bool:
+        """Take it that a trial was the first run of its size; return whether it is to be run again, which is once."""
+        if micro_batch in self._cold:
+            return False
+        self._cold.add(micro_batch)
+        self.warm = micro_batch  # should it be all of a window, that this went well is not yet what is known of it
+        return True
 
     def trial_for(self, num_samples: int, lengths: Lengths = None) -> int | None:
         """Return the next size worth a trial for such windows, if any; where lengths differ, of the first samples.

@@ -275,6 +275,17 @@ class Tuner:
         else:
             self._largest.observe(micro_batch, peak_bytes, seconds, length, allocated_bytes)
 
+    def is_to_be_repeated(self, micro_batch: int) -> bool:
+        """Take a trial that tells nothing, for something was made ready in it; return whether it is run once more.
+
+        It is once for each size: one for which code is compiled again and again would be tried for ever.
+        """
+        return self.search.is_run_cold(micro_batch)
+
+    def expect_few_sizes(self) -> None:
+        """Try few sizes from now on, and large ones: it has turned out that each may cost a compilation."""
+        self.search.few_sizes = self._fastest.few_sizes = True
+
     def out_of_memory(
         self,
         micro_batch: int,
@@ -314,6 +325,35 @@ class Tuner:
     def killed(self, micro_batch: int, length: int) -> None:
         """Take it that such a micro-batch, larger than the smallest, was too much for the last process."""
         self._largest.record(Trial(micro_batch=micro_batch, fits=False, length=length if self._learns else 1))
+
+    def room_at_once(self, largest: int, peak_bytes: int, *, is_enforced: bool, is_given: bool) -> int:
+        """Return how many samples there is room for at once, to examine a window with.
+
+        They are some few, or two of its micro-batches, of whose joined forward nothing is kept for a backward.
+
+        Args:
+            largest: samples of the largest micro-batch of the window, which has just been run.
+            peak_bytes: what it has taken; 0 where that was not read.
+            is_enforced: whether the device refuses what passes the limit.
+            is_given: whether the size of micro-batches is the user's own.
+        """
+
+        def is_room_for(size: int) -> bool:
+            predicted = self.predicted_bytes(size)
+            return predicted is None or predicted <= self.limits.target_bytes
+
+        few = next((size for size in (6, 3, 2) if size <= largest or is_room_for(size)), largest)
+        double, smallest = 2 * largest, self.smallest
+        few = max(few, largest if self.granule > 1 else 0)  # of groups there have to be two at least
+        # Where the kernel may kill the process, nothing is run at once that is larger than what has fitted before.
+        is_safe = is_enforced or is_given or double <= self.largest
+        if is_safe and (is_enforced or is_room_for(double)):
+            few = max(few, double)
+        if smallest < 3 or few >= 3 * smallest:
+            return few
+        # Parts that have to be larger take more: what so many have taken is in proportion an upper bound of it.
+        target, each = self.limits.target_bytes, peak_bytes / largest
+        return max([few, *(size for size in (2 * smallest, 3 * smallest) if each and size * each <= target)])
 
     def needs_room(self, held_bytes: int, piece: Piece, window_bytes: int) -> bool:
         """Return whether a piece would pass the target beside ``held_bytes``, which only the allocator holds.

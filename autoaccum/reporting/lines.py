@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from autoaccum._units import format_bytes
 from autoaccum.events import (
+    Compiled,
     Event,
     Finished,
     Notice,
@@ -149,6 +150,9 @@ def line(event: Event) -> str | None:
             f"for up to {event.seconds:g} s; it needs {format_bytes(event.needed_bytes)} or more, and "
             f"{format_bytes(event.limit_bytes)} may be used"
         )
+    if isinstance(event, Compiled) and event.compilations:
+        what = counted(event.compilations, "compilation")
+        return f"step {event.step}: {what} at a micro-batch of {event.micro_batch}, in {event.seconds:.1f} s"
     if isinstance(event, Verified):
         return verified_text(event)
     if isinstance(event, Shared):

@@ -16,7 +16,7 @@ from autoaccum.data.base import Source
 from autoaccum.data.sources import open_source
 from autoaccum.data.splits import SplitLike, split_of
 from autoaccum.errors import NothingFitsError
-from autoaccum.loss.coupling import is_compiled, smallest_micro_batch
+from autoaccum.loss.coupling import smallest_micro_batch
 from autoaccum.loss.functions import loss_function
 from autoaccum.loss.stated import LossOf, total
 from autoaccum.memory import clock
@@ -40,6 +40,8 @@ from autoaccum.training.options import CHECKS, OF_PROBE, modules_of, schedule_if
 from autoaccum.training.traces import no_trace
 from autoaccum.window.advice import Refused, advise
 from autoaccum.window.before import before_window_of, loss_alone
+from autoaccum.window.compilations import compiled_parts
+from autoaccum.window.meter import heard
 from autoaccum.window.optimizers import (
     OptimizerLike,
     allocate_state,
@@ -187,7 +189,7 @@ def probe(
         search = Trials(
             limits,
             smallest=max(needed := smallest_micro_batch(modules), fewest),  # 2 with BatchNorm
-            first=FEW_SIZES_FIRST if is_compiled(model) else None,
+            first=FEW_SIZES_FIRST if compiled_parts(model, modules, [loss_of]) else None,
             growth=GROWTH if limit.is_enforced else 2,
             start_bytes=_begin(memory),
         )
@@ -270,9 +272,10 @@ def _search(
 def _measured(
     run: Callable[[Piece], Reading | Shortage | Exception], search: Trials, device: torch.device, piece: Piece
 ) -> Reading | Shortage | Exception:
-    """Run a trial, and return what it took; on a device in its second run, for the first loads and chooses kernels."""
+    """Run a trial, and return what it took: in its second run where the first compiles, or loads kernels."""
+    before = heard()
     first = run(piece)
-    if device.type == "cpu" or not isinstance(first, Reading):
+    if (device.type == "cpu" and heard() is before) or not isinstance(first, Reading):
         return first
     reading = run(piece)
     # What was asked for and not there was done without, more slowly: only of the smallest there is no other.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,7 @@ from autoaccum.data.sources import open_source
 from autoaccum.data.splits import split_of
 from autoaccum.errors import ArgumentError, ArgumentTypeError
 from autoaccum.events import Event
-from autoaccum.loss.coupling import is_compiled, smallest_micro_batch
+from autoaccum.loss.coupling import smallest_micro_batch
 from autoaccum.loss.functions import loss_function, stated
 from autoaccum.loss.stated import LossOf
 from autoaccum.loss.windowed import window_loss_of
@@ -53,6 +53,7 @@ from autoaccum.verification.verdict import measure
 from autoaccum.window.batch_norm import refuse_unseen, statistics_of
 from autoaccum.window.batch_norm_passes import ThroughWindow
 from autoaccum.window.before import before_window_of, counting, loss_alone, sharing_of
+from autoaccum.window.compilations import Compilations, captures, compiled_parts, graphs_refused
 from autoaccum.window.job import Job
 from autoaccum.window.joining import SharedTransaction
 from autoaccum.window.meter import Meter
@@ -230,24 +231,19 @@ def noise_of(arguments: FitArguments, schedule: Schedule) -> Smoothed | None:
     return Smoothed(smoothing=schedule.smoothing if isinstance(schedule, NoiseScale) else SMOOTHING)
 
 
-def refuse_cuda_graphs(job: Job) -> None:
-    """Refuse code that was compiled to CUDA graphs: the next micro-batch writes over what the one before has left.
+def compiled_of(job: Job) -> list[Any]:
+    """Return what of a job torch.compile has made, wherever it is found.
 
     Raises:
-        ArgumentError: some of the model was.
+        ArgumentError: some of it is captured in CUDA graphs, and the next micro-batch writes over what one has left.
     """
+    parts = compiled_parts(job.model, job.modules, job.functions)
     # Gradients are such memory too, to which the next backward would add itself, in silence (pytorch#96693). On other
-    # devices nothing is captured, whatever was asked for.
-    if job.device.type != "cuda":
-        return
-    for part in (job.model, *(layer for module in job.modules for layer in module.modules())):
-        for compiled in (part, getattr(part, "_compiled_call_impl", None)):  # by torch.compile(part), part.compile()
-            config = getattr(compiled, "get_compiler_config", lambda: None)() or {}
-            if config.get("triton.cudagraphs"):
-                cure = (
-                    "Compile it with mode='default' or 'max-autotune-no-cudagraphs': graphs keep nothing between calls."
-                )
-                raise ArgumentError("model", type(part).__name__, "a model without CUDA graphs", cure)
+    # devices nothing is captured, whatever was asked for. What is not found here is heard of when it is captured.
+    for part in parts if job.device.type == "cuda" else ():
+        if captures(part):
+            raise graphs_refused(getattr(part, "__name__", type(part).__name__))
+    return parts
 
 
 def make_step(
@@ -290,7 +286,7 @@ def make_step(
     Raises:
         ArgumentError: BatchNorm, and micro-batches of one sample; or a model that was compiled to CUDA graphs.
     """
-    refuse_cuda_graphs(job)
+    compiled = compiled_of(job)
     is_shared, is_sharded = group is not None, group is not None and bool(units_of(job.modules[0]))
     refuse_unseen(job.batch_norm, job.model, job.modules, is_shared=is_shared, is_sharded=is_sharded)
     smallest = smallest_micro_batch(job.modules, job.batch_norm)
@@ -312,12 +308,16 @@ def make_step(
         floor=job.min_micro_batch,
         granule=job.batch_norm.group,
         # Statistics of a few samples are poor, unless they are of groups that stay as they are.
-        few_sizes=(smallest > 1 and job.batch_norm.kind == "micro") or is_compiled(job.model),
+        few_sizes=(smallest > 1 and job.batch_norm.kind == "micro") or bool(compiled),
         # The noise is estimated from the micro-batches of a window. A size that was passed is left as it is.
         fewest=2 if noise_scale and micro_batch is None else 1,
         # Kernels and libraries are loaded when they are first used; on a CPU that is hardly more than nothing.
         warms_up=job.device.type != "cpu",
     )
+    compilations = Compilations(job.device, tuner.expect_few_sizes)
+    # Sizes of the user's own are few, and the compiler's to see: code for one size is faster than code for all.
+    if compiled and micro_batch is None:
+        job = replace(job, loss_of=compilations.sparing(job.loss_of))
     options: dict[str, Any] = {"clip_norm": clip_norm, "noise_scale": noise_scale, "sharing": sharing_of(job)}
     transaction: Transaction
     if job.window_loss is not None and group is not None:
@@ -338,6 +338,7 @@ def make_step(
         examiner=Examiner(job, transaction, measure, verify=verify, strict=strict),
         tuner=tuner,
         meter=Meter(memory, job.device, is_enforced=limit.is_enforced, needs_room=tuner.needs_room),
+        compilations=compilations,
         memory=memory,
         limit=limit,
         patience=patience,
@@ -428,7 +429,7 @@ def cache_of(arguments: FitArguments, place: Place, optimizer: torch.optim.Optim
         optimizer,
         precision=arguments.precision,
         device=place.device,
-        compiled=arguments.compile,
+        compiled=arguments.compile or bool(compiled_parts(arguments.model, arguments.modules(), ())),
         # What comes later is there only where it is given, so that earlier runs are found under the same key.
         functions=(arguments.loss_fn, arguments.training_step, *filter(None, [arguments.embed])),
     )

@@ -1,15 +1,77 @@
-"""Reads the memory and the clock around windows and their micro-batches, and returns readings. It decides nothing."""
+"""Reads memory, clock and compiler around windows and their micro-batches, and returns readings. It decides nothing."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 
 from autoaccum.memory import clock
 from autoaccum.memory.base import Memory
 from autoaccum.planning.attempts import NOT_MEASURED, Piece, Reading
+
+
+class Heard(NamedTuple):
+    """What the compiler has done in this process."""
+
+    compilations: int = 0
+    """Functions, or parts of them between graph breaks, that were compiled. Their backwards are no others."""
+    seconds: float = 0.0
+    """How long that took, with backwards that were compiled later."""
+    recordings: int = 0
+    """CUDA graphs that were recorded."""
+
+    def since(self, before: Heard) -> Heard:
+        """Return what has been done since ``before``."""
+        return Heard(
+            self.compilations - before.compilations, self.seconds - before.seconds, self.recordings - before.recordings
+        )
+
+    def and_(self, more: Heard) -> Heard:
+        """Return this and more of it."""
+        return Heard(
+            self.compilations + more.compilations, self.seconds + more.seconds, self.recordings + more.recordings
+        )
+
+
+class _Listener:
+    """What the compiler calls as it begins and as it is done; one for the process, so that no run leaves its own."""
+
+    def __init__(self) -> None:
+        self.heard = Heard()
+        self._started = 0.0
+
+    def is_listening(self) -> bool:
+        """Listen from now on, where there is anything to be heard; return whether there is."""
+        # Whatever compiles has loaded this, which takes a second: nothing is compiled where nobody has.
+        handler = getattr(sys.modules.get("torch._dynamo"), "callback_handler", None)
+        if handler is None:
+            return False
+        if self.end not in handler.end_callbacks:  # torch.compiler.reset() has dropped it, or it is the first time
+            handler.register_start_callback(self.begin)
+            handler.register_end_callback(self.end)
+        return True
+
+    def begin(self, _: object) -> None:
+        self._started = clock.now()
+
+    def end(self, arguments: Any) -> None:
+        done, seconds, recordings = self.heard
+        trigger = arguments.callback_trigger.name
+        seconds += clock.now() - self._started
+        self.heard = Heard(done + (trigger == "DYNAMO"), seconds, recordings + (trigger == "CUDAGRAPH_RECORDING"))
+
+
+LISTENER = _Listener()
+
+
+def heard() -> Heard:
+    """Return what the compiler has done in this process since anyone first asked for it here."""
+    LISTENER.is_listening()
+    return LISTENER.heard
 
 
 class Meter:
@@ -41,6 +103,7 @@ class Meter:
         """The most that tensors held in an optimizer's step: no plan makes it smaller. 0 where nobody tells."""
         self.before_trial: Callable[[int, int], None] | None = None
         """Called with the samples of each trial, and their length, before it is run."""
+        self._heard = Heard()  # of the compiler, up to now
         self._window_bytes = 0  # peak of the last window that was measured
         self._before_trials = 0  # peak of this window, up to its last trial, which starts a new one
         self._between_bytes = 0  # peak of what came before this window
@@ -65,6 +128,7 @@ class Meter:
 
     def begin_window(self, *, is_searching: bool) -> None:
         """Begin a window; its peak is measured in a search, and else unless the last reading was just now."""
+        self._heard = heard()  # what came between, as in a validation, is none of it
         self._is_measuring = is_searching or clock.now() >= self._next_reading
         self._between_bytes = 0
         if self._is_measuring:  # what came between, an optimizer's step or a validation, no plan can make smaller
@@ -90,6 +154,11 @@ class Meter:
         if self._is_tight:
             self._make_room(piece)
         return NOT_MEASURED
+
+    def compiled(self) -> Heard | None:
+        """Return what was compiled since the last piece of this window, or since its begin; None where nothing was."""
+        before, self._heard = self._heard, heard()
+        return None if self._heard is before else self._heard.since(before)
 
     def peak(self) -> int:
         """Return the most in use at once since the peak was last reset, in bytes."""

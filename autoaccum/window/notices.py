@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from autoaccum._units import format_bytes
 from autoaccum.events import Notice
 
@@ -39,6 +41,18 @@ def not_measured() -> Notice:
         cause="The model is sharded over ranks, of which none can run it alone",
         consequence="What the loss averages over is read off its graph, and is not measured",
         cure="Run autoaccum.check on one process, with a model of the same loss that is small enough for it",
+    )
+
+
+def compiles_on(micro_batches: int, sizes: Sequence[int], seconds: float, limit: int) -> Notice:
+    """Say that one micro-batch after the other has something compiled anew."""
+    shown = ", ".join(map(str, sizes[:8])) + (", ..." if len(sizes) > 8 else "")
+    return Notice(
+        cause=f"Something that the loss calls was compiled anew in {micro_batches} micro-batches, of {shown} samples, "
+        f"which took {seconds:.0f} s",
+        consequence=f"Each costs its compilation, and after {limit} of one function PyTorch runs it uncompiled",
+        cure="Compile without dynamic=False, so that one compilation does for all sizes, or pass micro_batch; "
+        "TORCH_LOGS=recompiles tells why each was needed",
     )
 
 

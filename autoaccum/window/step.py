@@ -33,6 +33,7 @@ from autoaccum.window import notices, single_samples
 from autoaccum.window.advice import advised
 from autoaccum.window.announcer import Announcer
 from autoaccum.window.closures import Closure
+from autoaccum.window.compilations import Compilations
 from autoaccum.window.examination import Examination, Examiner
 from autoaccum.window.gradient import Gradient, Repeat
 from autoaccum.window.job import Job
@@ -64,6 +65,7 @@ class Step:
         examiner: Examiner,
         tuner: Tuner,
         meter: Meter,
+        compilations: Compilations,
         memory: Memory,
         limit: Limit,
         patience: float,
@@ -77,6 +79,7 @@ class Step:
             examiner: looks for what is not exact about it.
             tuner: decides how windows are cut.
             meter: measures them.
+            compilations: notices what is compiled while they run.
             memory: of the device.
             limit: what may be used of it.
             patience: seconds to wait for memory that others hold, before nothing fits.
@@ -90,6 +93,7 @@ class Step:
         self._sharded = transaction.together
         self.tuner = tuner
         self.meter = meter
+        self._compilations = compilations
         self.limit = limit
         self.number = 0
         """Windows that were run and stepped on."""
@@ -142,6 +146,8 @@ class Step:
             # It costs time and no exactness; whoever knows the counts can say them.
             if gradient.is_unforeseen:
                 self.announcer.say_once(notices.run_twice())
+            if self._compilations.of_window:
+                self._compilations.tell(self.number + 1, self._emit, self.announcer.say_once)
             refused = None
         except NothingFitsError as error:
             refused = without_frames(error)  # which hold what was computed of the window
@@ -220,7 +226,8 @@ class Step:
         # The tuner hears of the window before anything is said of it, and so before a callback can raise.
         if outcome.own:
             aside = self.examining_seconds + (group.waited_seconds - self._waited if group is not None else 0.0)
-            pieces.committed(outcome.own, None if started is None else meter.now() - started - aside)
+            is_timed = started is not None and not self._compilations.of_window
+            pieces.committed(outcome.own, meter.now() - (started or 0.0) - aside if is_timed else None)
         peak_bytes = meter.end_window(is_searching=tuner.search.is_on, target_bytes=tuner.limits.target_bytes)
         if peak_bytes is not None and outcome.own and not tuner.search.is_on:  # in a search trials keep the limit
             if self.limit.is_enforced:  # the device refuses what passes it
@@ -276,10 +283,14 @@ class Step:
             self._piece = piece  # what is to blame if it runs out of memory
             if not sizes:
                 self.transaction.prepare(piece.size)
+            self._compilations.size = piece.size
             with self.meter.measuring(piece) as reading:
                 self.transaction.add(piece)
+            if (compiled := self.meter.compiled()) is not None:
+                self._compilations.note(piece, reading, compiled)
             pieces.fitted(reading)
             sizes.append(piece.size)
+        self._compilations.size = 0
         # If it is the end of the window that does, the largest of them is what has to become smaller.
         self._piece = self._piece._replace(size=max(sizes, default=0))
         outcome = self.transaction.finish()
@@ -326,7 +337,8 @@ class Step:
         """
         now = self.meter.now if self._is_timed else clock.now
         started = now()
-        room = self._room(max(gradient.sizes))
+        most, is_enforced = max(gradient.sizes), self.limit.is_enforced
+        room = self.tuner.room_at_once(most, self.meter.peak(), is_enforced=is_enforced, is_given=self._is_given)
         group = self.transaction.group
         waited = 0.0
         if group is None:
@@ -360,28 +372,6 @@ class Step:
             self._examiner.load_state_dict(state)
             self.transaction.signs.have_changed = self.transaction.signs.has_suspects = False
         return found  # type: ignore[no-any-return]
-
-    def _room(self, largest: int) -> int:
-        """Return how many samples there is room for at once, of which so many have just been run.
-
-        They are some few, or two such micro-batches, of whose joined forward nothing is kept for a backward.
-        """
-        few = next((size for size in (6, 3, 2) if size <= largest or self._is_room_for(size)), largest)
-        double, smallest = 2 * largest, self.tuner.smallest
-        few = max(few, largest if self.tuner.granule > 1 else 0)  # of groups there have to be two at least
-        # Where the kernel may kill the process, nothing is run at once that is larger than what has fitted before.
-        is_safe = self.limit.is_enforced or self._is_given or double <= self.tuner.largest
-        if is_safe and (self.limit.is_enforced or self._is_room_for(double)):
-            few = max(few, double)
-        if smallest < 3 or few >= 3 * smallest:
-            return few
-        # Parts that have to be larger take more: what so many have taken is in proportion an upper bound of it.
-        target, each = self.tuner.limits.target_bytes, (self.meter.peak() or 0) / largest
-        return max([few, *(size for size in (2 * smallest, 3 * smallest) if each and size * each <= target)])
-
-    def _is_room_for(self, size: int) -> bool:
-        predicted = self.tuner.predicted_bytes(size)
-        return predicted is None or predicted <= self.tuner.limits.target_bytes
 
     def _roll_back(self) -> None:
         self.transaction.roll_back()

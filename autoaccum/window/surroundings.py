@@ -38,6 +38,8 @@ class Surroundings:
     """Modules, not those that lie within others."""
     tensors: list[torch.Tensor] = field(default_factory=list)
     """Tensors that belong to no module."""
+    compiled: list[Any] = field(default_factory=list)
+    """Functions that torch.compile has made."""
     generators: list[Any] = field(default_factory=list)
     """Random generators of the user's own: PyTorch's, NumPy's, Python's."""
     containers: list[Any] = field(default_factory=list)
@@ -79,6 +81,9 @@ def _held_by(thing: Any, found: Surroundings) -> list[Any]:
         return [thing.func, *thing.args, *thing.keywords.values()]
     if isinstance(thing, types.MethodType):
         return [thing.__func__, thing.__self__]
+    if isinstance(thing, types.FunctionType) and hasattr(thing, "get_compiler_config"):
+        found.compiled.append(thing)
+        return [getattr(thing, "__wrapped__", None)]  # what else it holds is PyTorch's
     if isinstance(thing, types.FunctionType):
         return _held_by_function(thing, found)
     if isinstance(thing, nn.Module):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autoaccum.planning.attempts import Piece, length_at, pieces_from, pieces_of
+from autoaccum.planning.attempts import Piece, Reading, length_at, pieces_from, pieces_of
 from autoaccum.planning.tuner import Tuner
 
 
@@ -42,3 +42,50 @@ def test_the_time_of_a_window_that_was_replayed_tells_nothing() -> None:
     first.committed((8,), None)
     first.ran_out(8, 1, None, 1000).committed((4, 4), 2.5)
     assert told == [1.5]
+
+
+class TestColdReadings:
+    """A trial in which something was made ready, such as compiled code, tells of that."""
+
+    def cold(self, piece: Piece) -> Reading:
+        reading = Reading(piece, 10 * piece.size, 100.0)
+        reading.is_cold = True
+        return reading
+
+    def test_such_a_size_is_tried_again(self) -> None:
+        tuner = Tuner(ceiling=64, limit_bytes=10**6, headroom=0.0, search=True, few_sizes=True)
+        attempt, sizes = tuner.window(64), []
+        for piece in attempt:
+            sizes.append(piece.size)
+            is_cold = piece.is_trial and len(sizes) == 2
+            reading = Reading(piece if piece.is_trial else None, 10 * piece.size, 1.0)
+            attempt.fitted(self.cold(piece) if is_cold else reading)
+        assert sizes == [16, 16, 16, 16]
+        assert [(trial.micro_batch, trial.seconds) for trial in tuner.history] == [(16, 1.0)]
+
+    def test_once_and_then_its_memory_is_believed_and_its_time_is_not(self) -> None:
+        tuner = Tuner(ceiling=64, limit_bytes=10**6, headroom=0.0, search=True)
+        attempt, piece = tuner.window(64), Piece(0, 8, 1, True)
+        attempt.fitted(self.cold(piece))
+        assert tuner.history == []
+        attempt.fitted(self.cold(piece))
+        assert [(t.micro_batch, t.peak_bytes, t.seconds) for t in tuner.history] == [(8, 80, None)]
+
+    def test_of_samples_of_other_lengths_none_comes_again(self) -> None:
+        tuner = Tuner(ceiling=64, limit_bytes=10**6, headroom=0.0, search=True)
+        attempt = tuner.window(4, [7, 7, 6, 5])
+        attempt.fitted(self.cold(Piece(0, 2, 7, True)))
+        assert [(t.micro_batch, t.peak_bytes, t.seconds) for t in tuner.history] == [(2, 20, None)]
+
+    def test_a_whole_window_of_it_is_not_yet_known_to_fit(self) -> None:
+        tuner = Tuner(ceiling=8, limit_bytes=10**6, headroom=0.0, search=True)
+        attempt = tuner.window(8)
+        attempt.fitted(self.cold(Piece(0, 8, 1, True)))
+        attempt.committed((8,), None)
+        assert tuner.history == []
+
+    def test_few_sizes_are_tried_from_when_it_is_known(self) -> None:
+        tuner = Tuner(ceiling=64, limit_bytes=10**6, headroom=0.0, search=True)
+        assert tuner.trial_for(64) == 1
+        tuner.expect_few_sizes()
+        assert tuner.trial_for(64) == 16

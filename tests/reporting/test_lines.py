@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from autoaccum.events import (
+    Compiled,
     Event,
     Finished,
     Notice,
@@ -43,6 +44,10 @@ LINES: dict[Any, str | None] = {
         "step 2: out of memory in validation at a micro-batch of 1, the smallest: waiting for up to 0.5 s; it needs 2 B "
         "or more, and 1 B may be used"
     ),
+    Compiled(
+        step=2, micro_batch=16, compilations=1, seconds=2.5
+    ): "step 2: 1 compilation at a micro-batch of 16, in 2.5 s",
+    Compiled(step=2, micro_batch=16, compilations=0, seconds=2.5): None,
     StepSkipped(step=3, reason="overflow"): "step 3: skipped, for overflow",
     Notice(cause="A", consequence="B", cure="C"): "A. B. C.",
     verified(1.4e-7, tensor="net.bias"): (

@@ -12,7 +12,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import autoaccum
-from autoaccum.events import Finished, Notice, Record, Replanned, Resumed, Saved, StepReport
+from autoaccum.events import Compiled, Finished, Notice, Record, Replanned, Resumed, Saved, StepReport
 from autoaccum.memory.clock import ManualClock, using
 from autoaccum.reporting import RecordWriter, environment, load_run, read_records, write_json
 from autoaccum.runs.records import FIELDS, value_of
@@ -44,6 +44,7 @@ EVERY: tuple[Record, ...] = (
     Resumed(step=3, num_samples=24, checkpoint="a/b"),
     Finished(step=3, reason="budget"),
     autoaccum.events.Waiting(step=2, phase="training", micro_batch=1, needed_bytes=3, limit_bytes=2, seconds=60.0),
+    Compiled(step=1, micro_batch=16, compilations=2, seconds=1.5),
 )
 
 

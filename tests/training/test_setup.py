@@ -174,7 +174,8 @@ NO_GRAPHS: dict[str, Any] = {
 
 
 def job_on(kind: str, model: Any) -> Any:
-    return types.SimpleNamespace(model=model, modules=[getattr(model, "_orig_mod", model)], device=torch.device(kind))
+    modules = [getattr(model, "_orig_mod", model)]
+    return types.SimpleNamespace(model=model, modules=modules, functions=[], device=torch.device(kind))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -182,12 +183,23 @@ class TestCudaGraphs:
     @pytest.mark.parametrize("how", list(GRAPHS))
     def test_are_refused_where_they_would_be_captured(self, how: str) -> None:
         with pytest.raises(ArgumentError, match="expected a model without CUDA graphs. Compile it with mode='default'"):
-            setup.refuse_cuda_graphs(job_on("cuda", GRAPHS[how]()))
-        setup.refuse_cuda_graphs(job_on("cpu", GRAPHS[how]()))
+            setup.compiled_of(job_on("cuda", GRAPHS[how]()))
+        setup.compiled_of(job_on("cpu", GRAPHS[how]()))
 
     @pytest.mark.parametrize("how", list(NO_GRAPHS))
     def test_what_is_compiled_without_them_is_not(self, how: str) -> None:
-        setup.refuse_cuda_graphs(job_on("cuda", NO_GRAPHS[how]()))
+        setup.compiled_of(job_on("cuda", NO_GRAPHS[how]()))
+
+    def test_they_are_found_in_what_functions_hold(self) -> None:
+        def job(**how: Any) -> Any:
+            compiled = torch.compile(cross_entropy, **how)
+            found = job_on("cuda", mlp())
+            found.functions = [lambda outputs, targets: compiled(outputs, targets)]
+            return found
+
+        with pytest.raises(ArgumentError, match="without CUDA graphs"):
+            setup.compiled_of(job(mode="reduce-overhead"))
+        assert len(setup.compiled_of(job())) == 1
 
     def test_every_step_is_made_without_them(self) -> None:
         job = job_on("cuda", GRAPHS["a mode"]())
@@ -197,4 +209,4 @@ class TestCudaGraphs:
 
     def test_also_where_compile_is_told_to_capture_for_all(self) -> None:
         with torch._inductor.config.patch({"triton.cudagraphs": True}), pytest.raises(ArgumentError):
-            setup.refuse_cuda_graphs(job_on("cuda", torch.compile(mlp())))
+            setup.compiled_of(job_on("cuda", torch.compile(mlp())))

@@ -25,6 +25,7 @@ import autoaccum
 from autoaccum import schedules
 from autoaccum.errors import AutoaccumWarning, NothingFitsError
 from autoaccum.events import (
+    Compiled,
     Finished,
     Notice,
     OutOfMemory,
@@ -678,6 +679,10 @@ def test_the_run_is_a_function_of_the_seed() -> None:
 def test_compile() -> None:
     plain, compiled = (fit(micro_batch=4, compile=flag) for flag in (False, True))
     assert [r.loss for r in compiled.history] == pytest.approx([r.loss for r in plain.history], rel=1e-5)
+    assert not any(isinstance(event, Compiled) for event in plain.events)
+    told = [event for event in compiled.events if isinstance(event, Compiled)]
+    assert [event.compilations for event in told] == [1] * len(told), "by inductor"
+    assert 1 <= len(told) <= 2, "one size of the user's own, and the short window's"
 
 
 class TestSchedules:
