@@ -64,10 +64,10 @@ def checks() -> list[Check]:
         ),
         Check(stage="a", name="fractions around fitting", run=gpu_allocator.fractions, about=30),
         Check(stage="a", name="compiled", run=gpu_allocator.compiled, about=40),
-        Check(stage="a", name="fifty errors in backward", run=gpu_allocator.fifty_ooms, about=15),
+        Check(stage="a", name="fifty errors in backward", run=gpu_allocator.fifty_ooms, about=30),
         Check(stage="a", name="pinned buffer", run=gpu_allocator.pinned_buffer, about=10),
         # The last: how long they take on a card nobody knows yet, and the others are quick.
-        Check(stage="a", name="tests", run=gpu_allocator.tests, about=95),
+        Check(stage="a", name="tests", run=gpu_allocator.tests, about=80),
         *contests[:2],
         Check(stage="b", name="GPT-2, memory used", run=partial(gpu_contest.memory_used, "gpt"), about=40),
         *contests[2:],

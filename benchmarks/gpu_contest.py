@@ -179,7 +179,7 @@ def throughput(name: str, how: str) -> list[Row]:
     hand.end()
     own.end()
     ratio, ooms, error = statistics.median(ratios), last["ooms"], found["error"]
-    plan = f"micro-batches of {max(last['sizes'])}, by hand {best['size']} of {len(best['rates'])} sizes that fit"
+    plan = f"micro-batches of {max(last['sizes'])}, by hand {best['size']}, the best of {len(best['rates'])} that fit"
     speed = f"{ratio:.1%} of the best by hand; {statistics.median(rates):.1f} samples/s, {plan}"
     # Near-equal micro-batches: what they leave of the share may be nearly one more of them, cut in two.
     filled = last["peak"] / (case.share * total_bytes())
