@@ -151,12 +151,14 @@ def main() -> int:
         page = write_table("gpu", text, ["stage", "check", "figures", "aim", "verdict"], rows, quiet=True)
         (options.state / "gpu.md").write_text(f"# gpu\n\n{page}")
 
-    with tempfile.TemporaryDirectory() as pasts:
-        os.environ["AUTOACCUM_CACHE_DIR"] = pasts  # nothing is known from earlier runs
-        runner.run(options.again, options.stage, options.budget, write)
+    try:
+        with tempfile.TemporaryDirectory() as pasts:
+            os.environ["AUTOACCUM_CACHE_DIR"] = pasts  # nothing is known from earlier runs
+            runner.run(options.again, options.stage, options.budget, write)
+    finally:
+        for path in Path("/dev/shm").glob(f"standin-*-{os.environ.get('STANDIN_LEDGER')}"):
+            path.unlink(missing_ok=True)
     write()
-    for path in Path("/dev/shm").glob(f"standin-*-{os.environ.get('STANDIN_LEDGER')}"):
-        path.unlink(missing_ok=True)
     print((options.state / "gpu.md").read_text())
     return 0
 
