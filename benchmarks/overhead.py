@@ -56,7 +56,7 @@ def by_hand(make: Callable[[], Any], before: int, windows: int, pieces: int) -> 
     model, (inputs, targets), loss_fn = make()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     size = MICRO_BATCH * pieces
-    order = torch.arange(len(inputs))
+    order = torch.arange(len(inputs), device=inputs.device)
     loss = 0.0
     model.train()
     for window in range(before + windows):
@@ -64,7 +64,7 @@ def by_hand(make: Callable[[], Any], before: int, windows: int, pieces: int) -> 
             started = time.perf_counter()
         start = window * size % len(inputs)
         optimizer.zero_grad()
-        total = torch.zeros(())
+        total = torch.zeros((), device=inputs.device)
         for indices in order[start : start + size].split(MICRO_BATCH):
             micro_loss = loss_fn(model(inputs[indices]), targets[indices]) / pieces
             micro_loss.backward()
@@ -93,7 +93,7 @@ def by_fit(
         loss_fn=loss_fn,
         steps=before + windows,
         shuffle=False,
-        device="cpu",
+        device=data[0].device,
         progress=progress,
         callbacks=[stamp],
         **options,

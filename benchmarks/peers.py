@@ -32,6 +32,8 @@ class Task:
     """(samples, ...)."""
     loss_fn: Callable[[Tensor, Tensor], Tensor]
     shuffle: bool = True
+    device: str = "cpu"
+    """Where it is trained; the data lie on the host."""
 
 
 class Device(MemorySimulation):
@@ -111,12 +113,12 @@ def lightning_module(task: Task, model: nn.Module, batch_size: int) -> Any:
     return Module()
 
 
-def lightning_trainer(folder: str, **options: Any) -> Any:
+def lightning_trainer(folder: str, device: str = "cpu", **options: Any) -> Any:
     """Without logs, checkpoints, bars and summaries."""
     import lightning.pytorch as pl
 
     return pl.Trainer(
-        accelerator="cpu",
+        accelerator="cpu" if device == "cpu" else "auto",
         devices=1,
         default_root_dir=folder,
         logger=False,
@@ -159,7 +161,7 @@ def transformers_trainer(
         weight_decay=0.01,  # AdamW's own
         max_grad_norm=0,  # no clipping
         optim="adamw_torch_fused",
-        use_cpu=True,
+        use_cpu=task.device == "cpu",
         dataloader_pin_memory=False,
         remove_unused_columns=False,
         logging_strategy="no",

@@ -15,12 +15,19 @@ import autoaccum
 
 
 def write_table(
-    name: str, text: str, header: Sequence[str], rows: Sequence[Sequence[object]], *, threads: int | None = None
+    name: str,
+    text: str,
+    header: Sequence[str],
+    rows: Sequence[Sequence[object]],
+    *,
+    threads: int | None = None,
+    quiet: bool = False,
 ) -> str:
-    """Print the table, and write it as Markdown; returns the page without its title."""
+    """Print the table unless ``quiet``, and write it as Markdown; returns the page without its title."""
     lines = [f"| {' | '.join(map(str, row))} |" for row in (header, ["---"] * len(header), *rows)]
     page = "\n".join([text, "", *lines, "", f"Measured on {_machine(threads)}.", ""])
-    print(f"# {name}\n\n{page}")
+    if not quiet:
+        print(f"# {name}\n\n{page}")
     (Path(__file__).parent / "results" / f"{name}.md").write_text(f"# {name}\n\n{page}")
     return page
 

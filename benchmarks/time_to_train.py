@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import gpu_models
 import torch
 from peers import (
     Device,
@@ -92,8 +93,9 @@ def wide_mlp(samples: int) -> Task:
     return Task(make_model=make_model, inputs=inputs, targets=targets, loss_fn=cross_entropy)
 
 
-def toy(samples: int = 8) -> Task:
+def toy(samples: int = 8, device: str = "cpu") -> Task:
     return Task(
+        device=device,
         make_model=lambda: nn.Linear(4, 2),
         inputs=torch.randn(samples, 4),
         targets=torch.randint(0, 2, (samples,)),
@@ -109,6 +111,20 @@ QUICK = {
     "small GPT": Setting(make_task=small_gpt, samples=128, epochs=1, effective_batch=64, room=20),
     "wide MLP": Setting(make_task=wide_mlp, samples=2048, epochs=2, effective_batch=2048, room=1000),
 }
+
+
+def gpt_on_device(samples: int) -> Task:
+    case = gpu_models.gpt(256)
+    inputs, targets = case.data(samples)
+    device = str(gpu_models.device())
+    return Task(make_model=case.model, inputs=inputs, targets=targets, loss_fn=case.loss_fn, device=device)
+
+
+ON_DEVICE = {
+    "small GPT": Setting(make_task=gpt_on_device, samples=1536, epochs=4, effective_batch=192, room=48),
+    "GPT-2": Setting(make_task=gpt_on_device, samples=768, epochs=2, effective_batch=256, room=64),
+}
+"""For ``gpu.py``, which runs them below a fraction of an accelerator."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,14 +143,15 @@ class Outcome:
 
 def by_hand(task: Task, epochs: int, effective_batch: int, micro_batch: int) -> Outcome:
     search_end = time.perf_counter()
-    model = task.make_model()
+    model = task.make_model().to(task.device)
     optimizer = optimizer_of(model.parameters())
     for _ in range(epochs):
         for window in torch.randperm(len(task.inputs)).split(effective_batch):
             optimizer.zero_grad()
-            total = torch.zeros(())
+            total = torch.zeros((), device=task.device)
             for indices in window.split(micro_batch):
-                loss = task.loss_fn(model(task.inputs[indices]), task.targets[indices]) * (len(indices) / len(window))
+                inputs, targets = task.inputs[indices].to(task.device), task.targets[indices].to(task.device)
+                loss = task.loss_fn(model(inputs), targets) * (len(indices) / len(window))
                 loss.backward()
                 total += loss.detach()
             optimizer.step()
@@ -156,7 +173,7 @@ def by_autoaccum(task: Task, epochs: int, effective_batch: int, _: int) -> Outco
         loss_fn=task.loss_fn,
         optimizer=optimizer_of,
         epochs=epochs,
-        device="cpu",
+        device=task.device,
         progress=False,
         callbacks=[watch],
         **({"cache": False} if "cache" in inspect.signature(autoaccum.fit).parameters else {}),
@@ -188,7 +205,7 @@ def by_lightning(mode: str) -> Callable[[Task, int, int, int], Outcome]:
         batch_size_scaling.is_oom_error = counted
         with tempfile.TemporaryDirectory() as folder:
             module = lightning_module(task, task.make_model(), 2)
-            trainer = lightning_trainer(folder, max_epochs=epochs)
+            trainer = lightning_trainer(folder, task.device, max_epochs=epochs)
             found = Tuner(trainer).scale_batch_size(module, mode=mode)
             search_end = time.perf_counter()
             steps = max(1, effective_batch // found)
@@ -205,7 +222,7 @@ def by_accelerate(task: Task, epochs: int, effective_batch: int, _: int) -> Outc
     from accelerate import Accelerator
     from accelerate.utils import find_executable_batch_size
 
-    accelerator = Accelerator(cpu=True)
+    accelerator = Accelerator(cpu=task.device == "cpu")
     attempts: list[int] = []
     begun = 0.0
 
@@ -277,9 +294,13 @@ def first_of(task: Task, samples: int) -> Task:
 
 @contextlib.contextmanager
 def limited(kind: str, limit_bytes: int) -> Iterator[None]:
-    """Below a limit: of all memory when it is simulated, beyond what is in use when it is real."""
+    """Below a limit: of all memory when it is simulated or a device's, beyond what is in use when it is real."""
     if kind == "simulated":
         with Device(limit_bytes):
+            yield
+        return
+    if kind == "device":
+        with gpu_models.fraction(limit_bytes / gpu_models.total_bytes()):
             yield
         return
     import resource
@@ -298,9 +319,11 @@ def child(spec: dict[str, Any]) -> dict[str, Any]:
     """One run; what it prints on the way goes to stderr."""
     torch.set_num_threads(spec["threads"])
     silence()
-    setting = (QUICK if spec["quick"] else SETTINGS)[spec["model"]]
+    on_device = spec["kind"] == "device"
+    settings = ON_DEVICE if on_device else QUICK if spec["quick"] else SETTINGS
+    setting = settings[spec["model"]]
     run = CONTESTANTS[spec["contestant"]]
-    run(toy(), 1, 4, 2)  # imports what is lazy
+    run(toy(device=str(gpu_models.device()) if on_device else "cpu"), 1, 4, 2)  # imports what is lazy
     task = setting.make_task(setting.samples)
     samples, epochs = setting.samples, setting.epochs
     if spec["short"]:
