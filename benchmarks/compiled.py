@@ -192,7 +192,8 @@ def page(rows: list[list[object]]) -> None:
         f"Two passes over {SAMPLES} samples in windows of {WINDOW}, by the inductor of the CPU. Compilations are those "
         f"that `Compiled` events tell of; a window's time is without the optimizer's step. By hand: the better of "
         f"micro-batches of {', '.join(map(str, BY_HAND))}, in brackets, each compiled as a constant; medians of "
-        f"{ROUNDS} rounds in turn, on a machine that other work shared.",
+        f"{ROUNDS} rounds in turn, on a machine that other work shared, which the "
+        "times show. Ours is the plan of the last full window, a search that is not over yet included.",
         [
             "what is compiled",
             "sizes",
