@@ -44,11 +44,11 @@ class StepReport:
     """How often the window was rolled back and run again."""
     # These came later than the others, and so have defaults: records of older runs lack them.
     noise_scale: float | None = None
-    """Gradient noise scale in samples, smoothed over windows; None where not asked for, or not yet measured."""
+    """Gradient noise scale in samples, smoothed over the windows that were measured; None before the first of them."""
     gradient_squared: float | None = None
     """Unbiased estimate, from this window, of the squared 2-norm of the true gradient.
 
-    None where not asked for, or where the window was one micro-batch."""
+    None where not asked for, where the window was not measured, and where it was one micro-batch."""
     gradient_variance: float | None = None
     """Unbiased estimate, from this window, of the trace of the covariance of a sample's gradient; None likewise."""
     # Floats and tensors: records are read without torch, whose import takes seconds, and so it is not named here.

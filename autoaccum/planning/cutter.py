@@ -13,14 +13,11 @@ from autoaccum.planning.history import History
 class Cutter:
     """What there is to cut, and into what; which weight is right is for others to say."""
 
-    def __init__(
-        self, *, smallest: int, fewest: int, ceiling: int, by_samples: bool, floor: int = 1, granule: int = 1
-    ) -> None:
+    def __init__(self, *, smallest: int, ceiling: int, by_samples: bool, floor: int = 1, granule: int = 1) -> None:
         """Set up.
 
         Args:
             smallest: samples that every micro-batch has at least, unless its window has fewer.
-            fewest: micro-batches that each window is cut into at least, where it has enough samples.
             ceiling: the most samples in a micro-batch of any use.
             by_samples: whether sizes are a user's own, and so of samples however long they are.
             floor: the fewest samples of a micro-batch as the user has it, below which ``smallest`` never falls.
@@ -36,8 +33,6 @@ class Cutter:
         self.full_window: tuple[int, Lengths] = (0, None)
         """Samples of the last full window, and their lengths; 0 before the first."""
         # What is searched for and timed is the best for these; a shorter one, at an epoch's end, is cut in passing.
-        self.fewest = fewest
-        """Micro-batches that each window is cut into at least: two where they are to tell noise from gradient."""
         self._ceiling = ceiling
         self._by_samples = by_samples
 
@@ -58,10 +53,12 @@ class Cutter:
         """Return the lengths by which micro-batches are weighed: none where sizes are the user's own."""
         return None if self._by_samples else lengths
 
-    def sizes(self, num_samples: int, lengths: Lengths, weight: int, fewest: int | None = None) -> tuple[int, ...]:
-        """Cut a window into near-equal micro-batches, none heavier than ``weight`` but those of the smallest size."""
+    def sizes(self, num_samples: int, lengths: Lengths, weight: int, fewest: int = 1) -> tuple[int, ...]:
+        """Cut a window into near-equal micro-batches, none heavier than ``weight`` but those of the smallest size.
+
+        There are ``fewest`` at least, where it has enough samples.
+        """
         lengths = self.lengths_that_count(lengths)
-        fewest = self.fewest if fewest is None else fewest
         most = -(-num_samples // fewest)  # rounded up: as many micro-batches of that size hold the window
         # Sorted by length, so that the ends tell whether all are alike.
         if lengths is None or lengths[0] == lengths[-1]:
@@ -121,14 +118,9 @@ class Cutter:
         """Return what each of so many samples weighs that are padded to the first of them."""
         return self.history.each(self.lengths_that_count(lengths))
 
-    def most_samples(self, num_samples: int) -> int:
-        """Return the most samples that a micro-batch of such a window may have."""
-        return -(-num_samples // self.fewest)
-
     def heaviest(self, num_samples: int, each: int) -> int:
         """Return the most that a micro-batch of such a window may weigh, where each sample weighs ``each``."""
-        most = granules.fewest_granules(self.most_samples(num_samples), self.granule) * self.granule
-        return min(self._ceiling, most, num_samples) * each
+        return min(self._ceiling, num_samples) * each
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain values, for a checkpoint."""

@@ -93,7 +93,7 @@ class Fastest:
         num_samples, lengths = self._cutter.full_window
         if lengths is None:
             # Every near-equal cut is looked at.
-            most = min(largest, self._cutter.most_samples(num_samples))
+            most = min(largest, num_samples)
             return self._cutter.cheapest(num_samples, most, model.predict)
         # The next windows, of other lengths, are cut otherwise: finer than by halves the best weight cannot be told.
         weights = [max(largest >> halvings, 1) for halvings in range(6)]

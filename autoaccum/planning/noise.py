@@ -27,6 +27,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from autoaccum.planning.noise_windows import SELDOM
+
 Part = tuple[int, float, float]
 """(samples, items, squared 2-norm of its share of the window's gradient) of a micro-batch."""
 
@@ -83,16 +85,18 @@ class Smoothed:
 
     smoothing: float
     """The share that the averages keep of themselves at each window, from 0 to below 1."""
+    most_apart: int = SELDOM
+    """Measure one of so many windows at least."""
     gradient_squared: float = 0.0
     """Moving average of that estimate."""
     gradient_variance: float = 0.0
     """Moving average of that estimate."""
 
-    def observe(self, noise: Noise) -> None:
-        """Take another window into the averages."""
-        new = 1 - self.smoothing
-        self.gradient_squared = self.smoothing * self.gradient_squared + new * noise.gradient_squared
-        self.gradient_variance = self.smoothing * self.gradient_variance + new * noise.gradient_variance
+    def observe(self, noise: Noise, windows: int = 1) -> None:
+        """Take another window into the averages, which stands for so many."""
+        kept = self.smoothing**windows
+        self.gradient_squared = kept * self.gradient_squared + (1 - kept) * noise.gradient_squared
+        self.gradient_variance = kept * self.gradient_variance + (1 - kept) * noise.gradient_variance
 
     def state_dict(self) -> tuple[float, float]:
         """Return the averages, for a checkpoint."""

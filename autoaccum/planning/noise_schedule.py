@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from autoaccum._checks import number_between, positive_int
 from autoaccum.errors import ArgumentError
-from autoaccum.events import StepReport
+from autoaccum.planning.noise_windows import WORTH, worth
 from autoaccum.planning.schedule_kinds import REPORTS, Progress, Schedule
 
 SMOOTHING = 0.95
@@ -31,7 +31,8 @@ class NoiseScale(Schedule):
     Up to that scale a larger batch saves about as many steps as it costs samples (McCandlish et al., "An Empirical
     Model of Large-Batch Training", 2018, section 2.2: the ratio of the trace of the covariance of a sample's gradient
     to the squared norm of the true gradient). The batch moves by a factor of two at most, and only where ``patience``
-    full windows at the present batch all say so: the estimate is noisy.
+    full windows at the present batch all say so: the estimate is noisy. Where not each window is measured, an estimate
+    stands for some that are not (see ``planning.noise_windows``), and there are fewer of them.
     """
 
     min: int
@@ -41,7 +42,7 @@ class NoiseScale(Schedule):
     smoothing: float = SMOOTHING
     """Weight of the past in the averages over windows that the estimate is made of."""
     patience: int = 10
-    """Full windows that have to agree."""
+    """Full windows that have to agree, or for which estimates stand that do."""
 
     foreseeable: ClassVar[bool] = False  # what it asks for is in the reports of training
 
@@ -62,32 +63,42 @@ class NoiseScale(Schedule):
         batch = progress.effective_batch
         if batch is None:
             return self.min
-        scales = [report.noise_scale for report in self._full_windows(progress, batch)]
-        known = [scale for scale in scales if scale is not None]
+        known = self._scales(progress, batch)
         wanted: float = batch
         # All have to agree, and the most cautious of them says how far to go: never past any of the scales.
-        if len(known) == self.patience:
+        if known:
             if all(scale >= GROW * batch for scale in known):
                 wanted = math.floor(min(2 * batch, *known))
             elif all(scale <= batch / SHRINK for scale in known):
                 wanted = math.ceil(max(batch / 2, *known))
         return int(min(max(wanted, self.min), self.max))
 
-    def _full_windows(self, progress: Progress, batch: int) -> list[StepReport]:
-        """Return the last reports on full windows of the present batch, ``patience`` at most, newest first."""
-        found: list[StepReport] = []
+    @property
+    def most_apart(self) -> int:
+        """Return of how many windows one has to be measured, so that ``patience`` can be told from the last reports."""
+        # Half of the reports may be of short windows.
+        return REPORTS // 2 // -(-self.patience // WORTH)
+
+    def _scales(self, progress: Progress, batch: int) -> list[float]:
+        """Return the last estimates from full windows of the present batch; none where they stand for too few."""
+        found: list[float] = []
+        windows = 0  # that these stand for
         epoch = progress.epoch  # of the window after the one that is looked at
         for report in reversed(progress.reports):
+            number = report.step - 1
             if report.effective_batch == batch:
-                found.append(report)
+                # Others repeat the scale of the averages, which a window that is not measured leaves as they are.
+                if report.gradient_squared is not None and report.noise_scale is not None:
+                    found.append(report.noise_scale)
+                    windows += worth(number, self.most_apart)
             # Any window may be the short last one of its epoch: that is skipped. It is not if it is larger, or if its
             # epoch went on after it: another batch was asked for then, and what comes before it says nothing of this.
             elif report.effective_batch > batch or report.epoch == epoch:
                 break
-            if len(found) == self.patience:
-                break
+            if windows >= self.patience:
+                return found
             epoch = report.epoch
-        return found
+        return []
 
     @property
     def largest(self) -> int:

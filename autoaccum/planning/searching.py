@@ -108,10 +108,8 @@ class Searching:
             left = None if lengths is None else lengths[position:]
         if position == num_samples:
             return
-        # The rest of a window that has begun need not be cut into several: the window is already.
-        fewest = 1 if position else None
         counted = self._cutter.lengths_that_count(lengths)
-        for size in self._cutter.sizes(num_samples - position, left, planned(), fewest=fewest):
+        for size in self._cutter.sizes(num_samples - position, left, planned()):
             # Much longer samples than any before are a trial too, although nothing is searched.
             is_new = position > 0 and counted is not None and self._cutter.history.is_new(counted[position])
             yield Piece(position, size, length_at(lengths, position), is_new)
@@ -204,9 +202,9 @@ class Searching:
             planned: the weight that plans are made of.
             largest: the largest weight that fits.
         """
-        fewest, (num_samples, lengths) = self._cutter.fewest, self._cutter.full_window
-        if not num_samples or len(self._cutter.sizes(num_samples, lengths, planned)) <= fewest:
-            return "the whole window fits" if fewest == 1 else f"{fewest} micro-batches are wanted"
+        num_samples, lengths = self._cutter.full_window
+        if not num_samples or len(self._cutter.sizes(num_samples, lengths, planned)) == 1:
+            return "the whole window fits"
         # Either windows were timed, and fewer micro-batches took longer; or trials gained nothing any more.
         of_full = self._cutter.weights_of_full
         if len(of_full(planned)) > len(of_full(largest)) or self.is_enough(largest):

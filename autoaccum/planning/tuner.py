@@ -49,7 +49,6 @@ class Tuner:
         floor: int = 1,
         granule: int = 1,
         few_sizes: bool = False,
-        fewest: int = 1,
         warms_up: bool = False,
     ) -> None:
         """Set up.
@@ -65,15 +64,12 @@ class Tuner:
             granule: samples that no cut divides: see ``granules``.
             few_sizes: whether to try few sizes, and large ones: for each new one costs a compilation, or small ones
                 are worth little.
-            fewest: micro-batches that each window is cut into at least, where it has enough samples.
             warms_up: whether a size is run once before it is tried: see ``Searching``.
         """
         # Whether sizes are found out at all. If not they are the user's, which hold however fast others may be, and
         # give way only where memory runs out, or where nobody else keeps the limit.
         self._learns = search
-        self._cutter = Cutter(
-            smallest=smallest, fewest=fewest, ceiling=ceiling, by_samples=not search, floor=floor, granule=granule
-        )
+        self._cutter = Cutter(smallest=smallest, ceiling=ceiling, by_samples=not search, floor=floor, granule=granule)
         self.limits = Limits(limit_bytes, headroom)
         """What micro-batches may take."""
         # These three ask each other: which plan is the fastest depends on which fit, and the search is over where
@@ -220,6 +216,13 @@ class Tuner:
     def plan(self, num_samples: int, lengths: Lengths = None) -> tuple[int, ...]:
         """Return how to cut a window without trials; one that there was not, before the first, into nothing."""
         return self._cutter.sizes(num_samples, lengths, self._fastest.planned()) if num_samples else ()
+
+    def in_two(self, num_samples: int, lengths: Lengths = None) -> tuple[int, ...] | None:
+        """Return a cut in two of a window that would be one micro-batch; None where it is left as it is."""
+        # A size that was passed is the user's own.
+        if not self._learns or len(self.plan(num_samples, lengths)) != 1:
+            return None
+        return self._cutter.sizes(num_samples, lengths, self._fastest.planned(), fewest=2)
 
     def pieces(self, num_samples: int, lengths: Lengths) -> Iterator[Piece]:
         """Return the pieces of a window one by one; trials are chosen as the outcomes of those before come in."""

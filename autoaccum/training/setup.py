@@ -228,7 +228,9 @@ def noise_of(arguments: FitArguments, schedule: Schedule) -> Smoothed | None:
     """Return what smooths the noise scale, where the run reports it or its effective batch follows it."""
     if not arguments.noise_scale and not isinstance(schedule, NoiseScale):
         return None
-    return Smoothed(smoothing=schedule.smoothing if isinstance(schedule, NoiseScale) else SMOOTHING)
+    if isinstance(schedule, NoiseScale):
+        return Smoothed(smoothing=schedule.smoothing, most_apart=schedule.most_apart)
+    return Smoothed(smoothing=SMOOTHING)
 
 
 def compiled_of(job: Job) -> list[Any]:
@@ -309,8 +311,6 @@ def make_step(
         granule=job.batch_norm.group,
         # Statistics of a few samples are poor, unless they are of groups that stay as they are.
         few_sizes=(smallest > 1 and job.batch_norm.kind == "micro") or bool(compiled),
-        # The noise is estimated from the micro-batches of a window. A size that was passed is left as it is.
-        fewest=2 if noise_scale and micro_batch is None else 1,
         # Kernels and libraries are loaded when they are first used; on a CPU that is hardly more than nothing.
         warms_up=job.device.type != "cpu",
     )

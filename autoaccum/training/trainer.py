@@ -41,6 +41,7 @@ from autoaccum.training.followed import Followed
 from autoaccum.training.interrupts import interrupt_calls
 from autoaccum.training.learning_rate import MakeScheduler, Scaling
 from autoaccum.training.metrics import Metric
+from autoaccum.training.noise import MeasuredNoise
 from autoaccum.training.options import Callback, FitArguments
 from autoaccum.training.pace import Pace
 from autoaccum.training.result import FitResult as FitResult
@@ -175,7 +176,7 @@ class Trainer:
             step=self._step,
             validator=self._validator,
             validations=self._validations,
-            noise=self._noise,
+            noise=None if self._noise is None else self._noise.smoothed,
             pace=self._pace,
             device=self.device,
             before_window=keeper_of(arguments.before_window),
@@ -210,7 +211,7 @@ class Trainer:
         self.optimizer, self._learning_rate = setup.build(arguments, checked, place, self._source, self.num_steps)
         # Windows and validations call this; what is saved and described is the model itself.
         called: Any = torch.compile(self.model) if arguments.compile else self.model
-        self._noise = noise = setup.noise_of(arguments, self.schedule)
+        noise = setup.noise_of(arguments, self.schedule)
         self._step = step = setup.step_of(
             arguments,
             checked,
@@ -223,6 +224,7 @@ class Trainer:
             group=self._group,
         )
         self._tuner = step.tuner
+        self._noise = None if noise is None else MeasuredNoise(noise, step, is_shared=self._group is not None)
         # Of fewer samples a rank can compute no loss.
         fewest = max(arguments.min_micro_batch or 1, smallest_micro_batch(arguments.modules())), self._tuner.granule
         self._sharing = None if self._group is None else Sharing(self._group, arguments.balance, *fewest)
@@ -402,6 +404,9 @@ class Trainer:
         is_full = window.lengths is None or num_there == asked  # samples that are alike need not be there
         if is_full and num_asked and num_asked != self._tuner.full_window[0]:
             self._step.resize(num_asked, window.lengths, reason=why)
+        # After that, for it may begin to try sizes again, which are then left as they are.
+        if self._noise is not None:
+            plan = self._noise.begin(window, plan)
         # Written where it outlives a process that the kernel kills: what was tried, and that it was not survived.
         if self._directory is not None:
             largest = max(plan) if plan else self._tuner.plan(window.num_samples, window.lengths)[0]
@@ -417,9 +422,7 @@ class Trainer:
         self._learning_rate.advance(self.samples_seen, stepped)
         if is_full and num_asked:
             self._step.settle(num_asked, window.lengths)
-        noise = gradient.noise  # None unless it is asked for, and of a window in one piece
-        if noise is not None and self._noise is not None:
-            self._noise.observe(noise)
+        noise = {} if self._noise is None else self._noise.report(gradient)
         now = clock.now()
         # Reading the loss waits for the device, which the optimizer's step has been given to by now.
         loss, grad_norm, outputs = self._read(gradient)
@@ -436,10 +439,8 @@ class Trainer:
             peak_bytes=self._step.meter.peak_bytes,
             limit_bytes=self._step.limit.bytes,
             replays=replays,
-            noise_scale=None if noise is None or self._noise is None else self._noise.scale,
-            gradient_squared=None if noise is None else noise.gradient_squared,
-            gradient_variance=None if noise is None else noise.gradient_variance,
             outputs=outputs,
+            **noise,
         )
         self._mark = now
         self._pace.reported(report)
@@ -447,10 +448,8 @@ class Trainer:
             self._directory.window_mark.leave()
         if stepped:
             self._step.announce_if_not_finite(report.loss)
-        if self._noise is not None and num_there == asked and len(gradient.sizes) == 1:
-            self._step.announcer.say_once(notices.no_noise(self.step, self._tuner.smallest))
-        if noise is not None and (lengths := window.lengths) is not None and lengths[0] != lengths[-1]:
-            self._step.announcer.say_once(notices.NOISE_OF_SORTED)
+        if self._noise is not None:
+            self._noise.announce(window, gradient, is_full=num_there == asked)
         self._emit(report)
         if self._pace.is_spent:
             self._end("budget")

@@ -1,25 +1,134 @@
 """The contribution of each micro-batch to a window's gradient, measured before it is added.
 
-What has been accumulated is set aside while a backward runs. That costs the memory of another set of gradients, which
-is in the peaks that are measured, for it is there in every micro-batch but the first. The sums are those of plain
-accumulation, to the bit: the same two tensors are added. (But for what one backward adds twice to the same parameter,
-as reentrant checkpoints may: that is added to itself first.)
+Each parameter's gradient is looked at on its way to being added, where autograd has it as a whole: that takes no
+memory, and changes nothing of the sums. Where one backward brings a parameter's gradient in several pieces, as
+reentrant checkpoints of shared layers do, and where a contribution may have to be thrown away again, what has been
+accumulated is set aside while the backward runs: that costs the memory of another set of gradients, and the sums are
+those of plain accumulation, to the bit, but for what comes in pieces, which are added to each other first.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from functools import reduce
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial, reduce
+from typing import Any, Protocol
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 
 from autoaccum.planning.noise import Noise, Part, estimate
 
 Before = list[tuple[torch.Tensor, torch.Tensor]]
 """Parameters, and their gradients of the micro-batches before."""
+
+
+class Accumulated(Protocol):
+    """What is asked of the gradient that is being accumulated: see ``window.gradient``."""
+
+    def trained(self) -> list[torch.Tensor]:
+        """Return what gets gradients."""
+
+    def stepped(self) -> list[torch.Tensor]:
+        """Return the parameters whose gradients reach the optimizer."""
+
+    def drop(self) -> None:
+        """Set all gradients to None."""
+
+
 Parts = tuple[tuple[Part, ...], Noise | None]
 """What each micro-batch adds to a window's gradient, and the noise in that."""
+
+
+class Contributions:
+    """Adds micro-batches to a gradient, and measures each."""
+
+    def __init__(self) -> None:
+        """Begin with nothing seen."""
+        self.come_in_pieces = False
+        """Whether a backward has brought a parameter's gradient in pieces, as later ones will."""
+
+    def state_dict(self) -> dict[str, bool]:
+        """Return what was seen, for a checkpoint; nothing where there is nothing to say."""
+        return {"in_pieces": True} if self.come_in_pieces else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Put back what ``state_dict`` returned."""
+        self.come_in_pieces = state.get("in_pieces", False)
+
+    def add(
+        self,
+        accumulate: Callable[[], None],
+        gradients: Accumulated,
+        drops: Callable[[torch.Tensor], bool] | None,
+    ) -> torch.Tensor | None:
+        """Run a backward, and return the 2-norm of what it adds to the gradient that reaches the optimizer.
+
+        Args:
+            accumulate: the backward.
+            gradients: what it adds to.
+            drops: whether what has that norm is thrown away, so that None is returned; None where nothing is.
+        """
+        if drops is None and not self.come_in_pieces:
+            parameters = gradients.stepped()
+            if (whole := heard(accumulate, parameters)) is not None:
+                return whole
+            # That is no number for this one, whose window tells nothing; from the next one on it is measured otherwise.
+            self.come_in_pieces = True
+            return torch.full((), math.nan, device=parameters[0].device)
+        before = set_aside(gradients.trained())
+        accumulate()
+        found: torch.Tensor | None = norm(gradients.stepped())
+        if drops is not None and found is not None and drops(found):
+            gradients.drop()
+            found = None
+        add_back(before)
+        return found
+
+
+def heard(accumulate: Callable[[], None], parameters: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Run a backward, and return the 2-norm of what it adds to the gradients of parameters, as ``norm`` does.
+
+    It is None where what it adds to one of them has come in pieces, whose norms are not that of their sum.
+    """
+    found: dict[int, torch.Tensor] = {}
+    in_pieces: list[int] = []
+
+    def hear(index: int, gradients: tuple[torch.Tensor | None, ...]) -> None:
+        (gradient,) = gradients
+        if gradient is None:
+            return
+        if index in found:
+            in_pieces.append(index)
+            return
+        gradient = _real_numbers(gradient)
+        found[index] = torch.linalg.vector_norm(gradient, dtype=_wide(gradient))
+
+    # Hooks of the nodes that add, and not of the tensors, where code of users' and what is compiled would heed them.
+    nodes: list[Any] = [get_gradient_edge(p).node if p.requires_grad else None for p in parameters]
+    handles = [node.register_prehook(partial(hear, index)) for index, node in enumerate(nodes) if node is not None]
+    try:
+        accumulate()
+    finally:
+        for handle in handles:
+            handle.remove()
+    if in_pieces:
+        return None
+    # In the order of the parameters, for they come in any where there are several devices.
+    norms = [found[index] for index in sorted(found)]
+    if not norms:
+        return torch.zeros((), device=parameters[0].device)
+    # Of several types, or on several devices, where a model is laid out over these.
+    if len({(each.dtype, each.device) for each in norms}) > 1:
+        wide = reduce(torch.promote_types, (each.dtype for each in norms))
+        norms = [each.to(norms[0].device, wide) for each in norms]
+    whole: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return whole
+
+
+def _wide(gradient: torch.Tensor) -> torch.dtype:
+    # The square of a float16 number above 256 is infinite: norms are summed in no narrower type than float32.
+    return gradient.dtype if gradient.dtype.itemsize >= 4 else torch.float32
 
 
 def set_aside(parameters: Sequence[torch.Tensor]) -> Before:
@@ -56,8 +165,7 @@ def norm(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
     gradients = [_real_numbers(p.grad) for p in parameters if p.grad is not None]
     if not gradients:
         return torch.zeros((), device=parameters[0].device)
-    # The square of a float16 number above 256 is infinite: norms are summed in no narrower type than float32.
-    wide = reduce(torch.promote_types, {gradient.dtype for gradient in gradients}, torch.float32)
+    wide = reduce(torch.promote_types, map(_wide, gradients))
     norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, dtype=wide)))
     return norm
 

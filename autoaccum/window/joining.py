@@ -178,7 +178,7 @@ class SharedTransaction(Transaction):
             self._seed = self._group.exchange(torch.initial_seed())[0]
         self._begin_anew(num_of_all_ranks(window))
         is_alike = bool(self._tally.guess) or self.several.is_on
-        is_measured = self._measures_parts or self.drops_gradients  # of each micro-batch by itself
+        is_measured = self.measures_parts or self.drops_gradients  # of each micro-batch by itself
         self._overlaps = bool(self._order) and self._comes_once and is_alike and not is_measured
         expected = self._ordered(self._gradients.trained()) if self._overlaps else []
         self._group.summing.expect(expected, self._compression)

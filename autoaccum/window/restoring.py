@@ -108,6 +108,7 @@ _RUNNER = entries(
         "counted": parts(number(), whole(1)),
         "arrivals": every(whole()),
         "comes_once": a(bool),
+        "in_pieces": a(bool),
     },
 )
 

@@ -37,7 +37,7 @@ from autoaccum.planning.attempts import Piece
 from autoaccum.ranks.shares import measured_by_first, same_part, whole_of
 from autoaccum.window import contributions
 from autoaccum.window.batch_norm import forwards_of
-from autoaccum.window.contributions import Parts
+from autoaccum.window.contributions import Contributions, Parts
 from autoaccum.window.ending import Ending
 from autoaccum.window.gradient import Gradient, Gradients, Repeat, Signs, count_nodes, nothing_counts
 from autoaccum.window.job import Forward, Job, is_slow_to_read
@@ -78,7 +78,8 @@ class Transaction:
         self._job = job
         self._autocast, self._forwards = job.autocast, forwards_of(job.batch_norm, job.modules, job.autocast)
         self._clip_norm = clip_norm
-        self._measures_parts = noise_scale
+        self.measures_parts = noise_scale  # of the next window: for whoever says which windows are measured
+        self._contributions = Contributions()
         self.scaler = torch.amp.GradScaler(job.device.type) if job.precision == "fp16" else None
         self.forward: Forward = self.plain_forward
         """How the loss of a micro-batch is computed; an examiner puts itself around it for the first windows."""
@@ -364,22 +365,20 @@ class Transaction:
         """Add the gradient of a micro-batch; measure it by itself where that is asked for."""
         accumulate = accumulate if self._forwards is None else self._forwards.backward(accumulate, size)
         accumulate = self._gradients.owned(accumulate)
-        if not (self._measures_parts or self.drops_gradients) or size == self._num_samples:
+        if not (self.measures_parts or self.drops_gradients) or size == self._num_samples:
             accumulate()
             return
-        trained = self._gradients.trained()
-        before = contributions.set_aside(trained)
-        accumulate()
-        norm = contributions.norm(self._gradients.stepped())
-        if self.drops_gradients and self._terms is None and not math.isfinite(norm.item()):
-            self._gradients.drop()
-            self._tally.leave_out(len(self._sizes))
-            self._losses[-1] = None
-            self._dropped.append(sum(self._sizes))
-            self.signs.have_changed = True  # as where a loss is not a number
-        elif self._measures_parts:
+        drops = self._leaves_out if self.drops_gradients and self._terms is None else None
+        if (norm := self._contributions.add(accumulate, self._gradients, drops)) is not None and self.measures_parts:
             self._norms[len(self._losses) - 1] = norm
-        contributions.add_back(before)
+
+    def _leaves_out(self, norm: torch.Tensor) -> bool:
+        """Leave out the last micro-batch where its gradient is not finite; return whether that is so."""
+        if is_left_out := not math.isfinite(norm.item()):
+            self._tally.leave_out(len(self._sizes))
+            self._losses[-1], self.signs.have_changed = None, True  # as where a loss is not a number
+            self._dropped.append(sum(self._sizes))
+        return is_left_out
 
     def _accumulate(self, loss: torch.Tensor, weight: Count, reduction: Reduction, share: float) -> None:
         loss = self._scaled(loss)
@@ -588,13 +587,14 @@ class Transaction:
         found = {"_has_sums": self._has_sums, "_deferred": self._is_deferred, **self.several.state_dict()}
         found |= {"scaler": None if self.scaler is None else self.scaler.state_dict()}
         # What came later is there only once it says something.
-        return found | self._foresight.state_dict() | ({"outputs": True} if self.outputs.are_there else {})
+        found |= {"outputs": True} if self.outputs.are_there else {}
+        return found | self._foresight.state_dict() | self._contributions.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put back what ``state_dict`` returned."""
         self._has_sums, self._is_deferred = state["_has_sums"], state["_deferred"]
         self.outputs.are_there = state.get("outputs", False)
-        self._foresight.load_state_dict(state)
-        self.several.load_state_dict(state)
+        for part in (self._foresight, self._contributions, self.several):
+            part.load_state_dict(state)
         if self.scaler is not None and state["scaler"] is not None:
             self.scaler.load_state_dict(state["scaler"])

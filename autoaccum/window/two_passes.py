@@ -189,7 +189,7 @@ class TwoPasses(Transaction):
 
         The last micro-batch's graph is there still: its parameters have their gradient when this returns.
         """
-        is_measured = self._measures_parts and len(self._pieces) > 1
+        is_measured = self.measures_parts and len(self._pieces) > 1
         # All have one structure, as each was compared with the first.
         spec, last = self._embedded[0].spec, self._embedded[-1].leaves
         # Given up as they are joined: what is held twice is held while memory is at its fullest.
@@ -253,7 +253,7 @@ class TwoPasses(Transaction):
             if self._found is not None and index:
                 self._found.restore(random=False)
             leaves = self._embed(self._window.micro_batch(piece.start, piece.size)).leaves
-            if self._measures_parts:
+            if self.measures_parts:
                 self._measured(index, partial(self._go_back, leaves, gradients))
             else:
                 self._go_back(leaves, gradients)

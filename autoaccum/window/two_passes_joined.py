@@ -53,7 +53,7 @@ class SharedTwoPasses(TwoPasses, SharedTransaction):
         """
         super().__init__(job, **options)
         # By a schedule that follows it, too, which asks for it in the same way.
-        if self._measures_parts:
+        if self.measures_parts:
             cure = "Parts of other ranks have no share of the loss's own parameters: leave it out, or run one process."
             raise ConflictingArgumentsError("noise_scale", True, "loss_scope='window' on several ranks", cure)
 

@@ -51,7 +51,6 @@ class Training:
         floor: int = 1,
         granule: int = 1,
         few_sizes: bool = False,
-        fewest: int = 1,
     ) -> None:
         """Begin; the limit is looked at before every so many windows, or never at 0."""
         self.device = device
@@ -67,7 +66,6 @@ class Training:
             floor=floor,
             granule=granule,
             few_sizes=few_sizes,
-            fewest=fewest,
         )
         self.ooms: list[int] = []
         """Windows that ran out of memory, once for each time."""

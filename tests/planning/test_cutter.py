@@ -10,8 +10,8 @@ LENGTHS = (4, 2, 2, 1)
 """Before anything was tried a sample weighs the square of its length: 16, 4, 4 and 1."""
 
 
-def cutter(*, smallest: int = 1, fewest: int = 1, ceiling: int = 64, by_samples: bool = False) -> Cutter:
-    return Cutter(smallest=smallest, fewest=fewest, ceiling=ceiling, by_samples=by_samples)
+def cutter(*, smallest: int = 1, ceiling: int = 64, by_samples: bool = False) -> Cutter:
+    return Cutter(smallest=smallest, ceiling=ceiling, by_samples=by_samples)
 
 
 def test_samples_that_are_alike_are_cut_by_their_number() -> None:
@@ -36,14 +36,14 @@ def test_samples_of_different_lengths_are_cut_by_what_they_weigh_with_padding() 
 
 @pytest.mark.parametrize("lengths", [None, LENGTHS])
 def test_a_window_has_as_many_micro_batches_as_are_wanted(lengths: tuple[int, ...] | None) -> None:
-    assert cutter(fewest=2).sizes(4, lengths, 64) == (2, 2)
-    assert cutter(fewest=2).sizes(4, lengths, 64, fewest=1) == (4,), "of the rest of a window none are"
+    assert cutter().sizes(4, lengths, 64, fewest=2) == (2, 2)
+    assert cutter().sizes(4, lengths, 64) == (4,)
+    assert cutter(smallest=3).sizes(4, lengths, 64, fewest=2) == (4,), "it has too few samples"
 
 
-def test_what_is_wanted_limits_the_largest() -> None:
-    assert [cutter(fewest=2).most_samples(samples) for samples in (8, 9)] == [4, 5]
-    assert cutter(fewest=2).heaviest(9, each=3) == 15
-    assert cutter(fewest=2, ceiling=4).heaviest(9, each=3) == 12
+def test_the_largest_is_that_of_the_window_or_the_run() -> None:
+    assert cutter().heaviest(9, each=3) == 27
+    assert cutter(ceiling=4).heaviest(9, each=3) == 12
 
 
 def test_weights_of_a_window() -> None:

@@ -22,10 +22,9 @@ def fastest(
     sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64),
     seconds: Callable[[int], float] = float,
     length: int = 1,
-    fewest: int = 1,
 ) -> Fastest:
     """Make one for such full windows, after trials of these sizes that took these seconds."""
-    cutter = Cutter(smallest=1, fewest=fewest, ceiling=64, by_samples=False)
+    cutter = Cutter(smallest=1, ceiling=64, by_samples=False)
     cutter.full_window = window
     for size in sizes:
         trial = Trial(micro_batch=size, fits=True, peak_bytes=size, seconds=seconds(size), length=length)
@@ -211,7 +210,6 @@ def test_the_plan_of_least_time_is_the_best() -> None:
     assert [made.up_to(largest) for largest in (64, 8, 4, 1)] == [8, 8, 4, 1]
     constant = TimeModel(points=((1, 1.0), (64, 1.0)))
     assert [made.of(constant, largest) for largest in (64, 40)] == [64, 32]
-    assert fastest(fewest=2).of(constant, 64) == 32
 
 
 def test_of_samples_that_differ_in_length_halves_of_the_largest_are_compared() -> None:

@@ -29,7 +29,7 @@ class Parts:
         headroom: float = 0.0,
         limit_bytes: int = LIMIT,
     ) -> None:
-        self.cutter = Cutter(smallest=smallest, fewest=1, ceiling=256, by_samples=not learns)
+        self.cutter = Cutter(smallest=smallest, ceiling=256, by_samples=not learns)
         self.cutter.full_window = (256, None)
         self.limits = Limits(limit_bytes, headroom)
         self.fastest = Fastest(self.cutter, lambda: self.largest.weight, few_sizes=False)

@@ -386,3 +386,12 @@ def test_two_ranks_find_what_one_finds(tmp_path: Path, monkeypatch: pytest.Monke
     squared, variance = numpy.mean(first, axis=0)
     assert squared == pytest.approx(SQUARED, rel=0.1)
     assert variance / squared == pytest.approx(TRACE / SQUARED * len(LENGTHS) / sum(LENGTHS), rel=0.1)
+
+
+def test_an_estimate_stands_for_the_windows_before_it() -> None:
+    one, four = Smoothed(smoothing=0.5), Smoothed(smoothing=0.5)
+    noise = Noise(gradient_squared=2.0, gradient_variance=8.0)
+    for _ in range(4):
+        one.observe(noise)
+    four.observe(noise, 4)
+    assert four == one

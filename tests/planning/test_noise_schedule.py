@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -33,6 +34,7 @@ def report(size: int, noise: float | None, epoch: int = 0) -> StepReport:
         limit_bytes=0,
         replays=0,
         noise_scale=noise,
+        gradient_squared=None if noise is None else 1.0,
     )
 
 
@@ -186,3 +188,18 @@ def test_it_moves_by_a_factor_of_two_at_most_and_rests_in_between(noises: list[f
     assert all(second - first >= patience for first, second in zip([0, *changes], changes, strict=False))
     assert all(asked[i] <= 2 * asked[i - 1] and asked[i - 1] <= 2 * asked[i] for i in changes)
     assert all(8 <= batch <= 512 for batch in asked)
+
+
+def test_an_estimate_counts_for_the_windows_that_it_stands_for() -> None:
+    """Late in a run three of them are ten windows' worth, and what is repeated in between counts for nothing."""
+    schedule = NoiseScale(64, 1024)
+    assert [NoiseScale(64, 1024, patience=patience).most_apart for patience in (1, 10, 50)] == [50, 16, 3]
+
+    def late(step: int, *, is_measured: bool) -> StepReport:
+        found = report(64, 1e9)
+        return replace(found, step=step, gradient_squared=found.gradient_squared if is_measured else None)
+
+    reports = [late(step, is_measured=step % 16 == 0) for step in range(5000, 5048)]
+    for count, expected in ((len(reports), 128), (40, 64)):
+        progress = Progress(step=5000 + count, effective_batch=64, reports=reports[:count])
+        assert schedule.at(progress) == expected

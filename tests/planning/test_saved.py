@@ -29,7 +29,6 @@ def trained(seed: int, windows: int = 40) -> Training:
         searches=chance.random() < 0.8,
         largest=chance.choice([0, 5]),
         few_sizes=chance.random() < 0.3,
-        fewest=chance.choice([1, 2]),
     )
     has_lengths = chance.random() < 0.3
     for _ in range(windows):

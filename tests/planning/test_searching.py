@@ -27,7 +27,7 @@ def searching(
     fastest_up_to: Callable[[int], int | None] = lambda weight: None,
 ) -> Searching:
     """Make a search that knows the peaks of trials of such sizes, all of which fitted."""
-    cutter = Cutter(smallest=smallest, fewest=1, ceiling=ceiling, by_samples=False)
+    cutter = Cutter(smallest=smallest, ceiling=ceiling, by_samples=False)
     for size in tried:
         trial = Trial(
             micro_batch=size,

@@ -335,20 +335,17 @@ def test_a_trial_without_room_behind_another_micro_batch_comes_first() -> None:
     sizes=st.lists(st.integers(1, 600), min_size=2, max_size=12),
     truth=st.integers(1, 400),
     smallest=st.integers(1, 2),
-    fewest=st.integers(1, 2),
     few_sizes=st.booleans(),
     timed=st.booleans(),
 )
 @settings(max_examples=150)
 def test_every_size_of_window_is_planned_for(
-    sizes: list[int], truth: int, smallest: int, fewest: int, few_sizes: bool, timed: bool
+    sizes: list[int], truth: int, smallest: int, few_sizes: bool, timed: bool
 ) -> None:
     """As large as memory allows and the window can use, whatever windows came before, and no larger."""
     truth = max(truth, 2 * smallest - 1)
     device = Device(1003 + 7 * truth, seconds=(lambda size: 1.0 + size) if timed else None)
-    training = Training(
-        device, sizes[0], ceiling=2**30, headroom=0, smallest=smallest, fewest=fewest, few_sizes=few_sizes
-    )
+    training = Training(device, sizes[0], ceiling=2**30, headroom=0, smallest=smallest, few_sizes=few_sizes)
     for num_samples in sizes:
         if num_samples != training.num_samples:
             training.resize(num_samples)
@@ -356,10 +353,9 @@ def test_every_size_of_window_is_planned_for(
         plan = training.run()
         assert sum(plan) == num_samples
         assert max(plan) <= truth
-        assert len(plan) >= min(fewest, max(1, num_samples // smallest))
         if not timed and not few_sizes and num_samples >= 8 * smallest:  # tiny windows have no room for trials
             nearly = max(1, int(0.95 * truth) - 1)
-            best = cut(num_samples, min(nearly, -(-num_samples // fewest)), smallest)
+            best = cut(num_samples, min(nearly, num_samples), smallest)
             assert len(plan) <= len(best)
     assert few_sizes or len(training.ooms) <= 2
 
@@ -393,13 +389,20 @@ def test_windows_that_grow_need_no_timing_where_times_are_known() -> None:
     assert max(training.run()) == pytest.approx(best, abs=2)
 
 
-def test_a_window_of_two_micro_batches_says_so() -> None:
-    training = Training(Device(10**6), 100, headroom=0, fewest=2)
+def test_a_window_that_is_one_micro_batch_may_be_asked_for_in_two() -> None:
+    training = Training(Device(10**6), 101, headroom=0)
     training.until_settled()
-    assert training.run() == (50, 50)
-    assert training.tuner.reason() == "2 micro-batches are wanted"
-    training.resize(1)
-    assert training.run() == (1,)
+    assert training.run() == (101,)
+    assert training.tuner.in_two(101) == (51, 50)
+    assert training.tuner.in_two(1) == (1,), "one sample cannot be cut"
+    cut_already = Training(Device(1003 + 7 * 60), 101, headroom=0)
+    cut_already.until_settled()
+    assert cut_already.run() == (51, 50)
+    assert cut_already.tuner.in_two(101) is None
+
+
+def test_a_users_own_size_is_not_cut_in_two() -> None:
+    assert Training(Device(10**6), 8, searches=False, largest=8).tuner.in_two(8) is None
 
 
 def test_a_users_own_micro_batch_stays() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
 
 from autoaccum.training.accumulator import _Batch
 from autoaccum.window import contributions
@@ -207,3 +208,73 @@ def test_the_accumulated_tensors_stay_the_same_ones() -> None:
     cross_entropy(model(inputs), targets).backward()
     contributions.add_back(before)
     assert all(p.grad is g for p, g in zip(model.parameters(), gradients, strict=True))
+
+
+def heard_and_norm(parameters: list[nn.Parameter], *losses: torch.Tensor) -> list[tuple[Any, torch.Tensor]]:
+    """Of each loss what its backward was heard to add, and the norm of its gradient by itself."""
+    found = []
+    for loss in losses:
+        apart = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
+        exact = sum((g.abs() ** 2).sum() for g in apart if g is not None)
+        found.append((contributions.heard(loss.backward, parameters), torch.as_tensor(exact) ** 0.5))
+    return found
+
+
+def test_what_is_heard_is_what_is_added() -> None:
+    """Of a parameter that is used twice, of one that is not used, of one that is frozen, and of types that differ."""
+    torch.manual_seed(0)
+    twice = nn.Parameter(torch.randn(3, 3))
+    complex_ = nn.Parameter(torch.randn(3, dtype=torch.complex64))
+    wide, never = nn.Parameter(torch.randn(3, dtype=torch.float64)), nn.Parameter(torch.randn(2))
+    frozen = nn.Parameter(torch.randn(3), requires_grad=False)
+    losses = [
+        ((twice @ twice).double() @ wide * (row * complex_).abs().double() * frozen).sum() for row in torch.randn(2, 3)
+    ]
+    parameters = [twice, complex_, wide, never, frozen]
+    trained = [p for p in parameters if p.requires_grad]
+    for heard, exact in heard_and_norm(trained, *losses):
+        assert heard.dtype is torch.float64
+        assert heard.item() == pytest.approx(exact.item(), rel=1e-6)
+    assert contributions.heard(lambda: None, parameters) == 0.0
+    twice.grad = None
+    losses = [(twice * row).sum() for row in torch.randn(2, 3)]
+    _, second = heard_and_norm([twice], *losses)
+    assert second[0].item() == pytest.approx(second[1].item(), rel=1e-6), "and not that of both"
+    assert contributions.heard(lambda: None, [twice]) == 0.0, "what was heard before is over"
+
+
+def test_a_gradient_that_comes_in_pieces_is_measured_from_the_next_one_on() -> None:
+    """As that of a layer does which two reentrant checkpoints share."""
+
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.out = nn.Linear(4, 4), nn.Linear(4, 11)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            x = (ids.float() / 10).requires_grad_()
+            for _ in range(2):
+                x = checkpoint(self.inner, x, use_reentrant=True).tanh()
+            return self.out(x)  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    made = step_of(Shared(), noise_scale=True, micro_batch=12, full_window=12)
+    gradients = [made.run(_Batch(ids(), 12, CPU), PLAN)[0] for _ in range(2)]
+    assert gradients[0].noise is None, "no figure, and not a wrong one"
+    state = made.transaction.state_dict()
+    assert state["in_pieces"] is True
+    exact = []
+    for inputs, targets in zip(*(t.split(PLAN) for t in ids()), strict=True):
+        (model,) = made.job.modules
+        grads = torch.autograd.grad(cross_entropy(plainly(model, inputs), targets), list(model.parameters()))
+        exact.append(sum(g.square().sum().item() for g in grads) * (len(inputs) / 12) ** 2)
+    assert [square for *_, square in gradients[1].parts] == pytest.approx(exact, rel=1e-5)
+    assert gradients[1].noise is not None
+
+
+def plainly(model: Any, inputs: torch.Tensor) -> torch.Tensor:
+    """Compute what ``Shared`` does without checkpoints."""
+    x = inputs.float() / 10
+    for _ in range(2):
+        x = model.inner(x).tanh()
+    return model.out(x)  # type: ignore[no-any-return]

@@ -381,13 +381,17 @@ class TestNoise:
             with Operations() as operations:
                 made._run(window, (4, 4, 4))
             for number, name in enumerate(operations.names, 1):
+                # PyTorch itself keeps a graph that fails at the first two of these, and what is being added to a gradient
+                # at the others, until the next backward.
                 if name not in (
                     "aten.t.default",
                     "aten.detach.default",
-                ):  # PyTorch itself keeps a graph that fails here
+                    "aten.add_.Tensor",
+                    "aten.linalg_vector_norm.default",
+                ):
                     with oom_at(number), contextlib.suppress(torch.OutOfMemoryError):
                         made._run(window, (4, 4, 4))
-        assert {"aten._foreach_norm.Scalar", "aten._foreach_add_.List"} <= set(operations.names)
+        assert {"aten._foreach_norm.Scalar", "aten.linalg_vector_norm.default"} <= set(operations.names)
         assert len(left) > 140
         assert set(left) == {left[0]}
 
