@@ -317,6 +317,8 @@ def room_for_model(memory: Memory, limit_bytes: int, parameters: Sequence[torch.
         LimitBelowModelError: memory ran out within it, or what is in use with the gradients passes the limit.
     """
     _refusals.have_risen()  # what was refused before a run explains none of its errors
+    if memory.can_enforce and memory.used():
+        gc.collect()  # an earlier run's optimizer refers to itself, and its state would count as this one's
     cause: Exception | None = None
     try:
         yield
