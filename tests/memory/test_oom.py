@@ -434,6 +434,25 @@ def test_what_was_refused_before_a_run_explains_none_of_its_errors() -> None:
     assert not is_out_of_memory(RuntimeError(NO_ENGINE))
 
 
+@pytest.mark.gpu
+def test_what_an_earlier_run_has_left_in_a_cycle_is_not_counted() -> None:
+    device = torch.accelerator.current_accelerator()
+    assert device is not None
+    memory = memory_of(device)
+    memory.release()
+    free = memory.used()
+    left: list[object] = [torch.empty(2**27, dtype=torch.uint8, device=device)]
+    left.append(left)
+    gc.disable()
+    try:
+        del left
+        assert memory.used() >= free + 2**27
+        with room_for_model(memory, free + 2**26):
+            pass
+    finally:
+        gc.enable()
+
+
 def test_memory_that_ran_out_before_all_was_there_says_that_more_is_needed() -> None:
     device = torch.device("cpu")
     used = memory_of(device).used()
