@@ -180,9 +180,13 @@ def as_fit(task: Task, size: int, ceiling: int) -> bool:
     return True
 
 
+class NotFittingError(Exception):
+    """A window ran out of memory whose sizes were told."""
+
+
 def refuse(record: object) -> None:
     if isinstance(record, OutOfMemory):
-        raise torch.OutOfMemoryError
+        raise NotFittingError
 
 
 def fit(task: Task, count: Count, ceiling: int) -> Found:
@@ -269,7 +273,7 @@ def limit_for(finder: Finder, size: int, ceiling: int, samples: int) -> tuple[in
         try:
             with Device(limit_bytes) as device:
                 fitted = finder.once(make_task(samples), tried, ceiling)
-        except (torch.OutOfMemoryError, NothingFitsError):
+        except (torch.OutOfMemoryError, NothingFitsError, NotFittingError):
             fitted = False
         return fitted, device.peak
 
