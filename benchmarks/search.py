@@ -168,6 +168,7 @@ def run_fit(task: Task, model: nn.Module, ceiling: int, micro_batch: Any, callba
         device="cpu",
         progress=False,
         cache=False,
+        verify=False,  # what it measures of itself takes memory of its own, where there is any
         callbacks=[callback],
     )
 
