@@ -189,6 +189,11 @@ def process() -> ProcessPoolExecutor:
     return ProcessPoolExecutor(1, mp_context=get_context("spawn"))
 
 
+def is_hopeless(seconds: list[float]) -> bool:
+    """Whether the last three plans are clearly slower than one before: those of smaller micro-batches are too."""
+    return len(seconds) > 3 and min(seconds[-3:]) > 1.3 * min(seconds)
+
+
 def alone(*arguments: Any) -> Run:
     """Train on the CPU in a process of its own."""
     with process() as child:
@@ -217,8 +222,7 @@ def device_rows(only: list[str]) -> tuple[list[list[object]], dict[str, list[flo
                         continue
                     fixed: dict[int, float] = {}
                     for size in cuts(WORKS[name].effective_batch):
-                        # Three slower ones in a row: those that follow are slower still.
-                        if len(fixed) > 3 and min(list(fixed.values())[-3:]) > 1.3 * min(fixed.values()):
+                        if is_hopeless(list(fixed.values())):
                             break
                         tried = run(of_clock, size, limit_bytes, FIXED)
                         if not tried.ooms and tried.micro_batch == size:
@@ -237,7 +241,10 @@ def device_rows(only: list[str]) -> tuple[list[list[object]], dict[str, list[flo
 def cpu_rows(only: list[str], rounds: int) -> tuple[list[list[object]], list[float]]:
     rows, ratios = [], []
     for name in only:
-        quick = {size: alone(name, size, 10, True).seconds for size in cuts(WORKS[name].effective_batch)}
+        quick: dict[int, float] = {}
+        for size in cuts(WORKS[name].effective_batch):
+            if not is_hopeless(list(quick.values())):
+                quick[size] = alone(name, size, 10, True).seconds
         # The three that look best, for a few windows tell little.
         near = sorted(quick, key=quick.get)[:3]
         again = {size: min(quick[size], alone(name, size, 20, True).seconds / 2) for size in near}

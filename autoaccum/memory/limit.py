@@ -122,6 +122,9 @@ def _limit_bytes(value: object, available_bytes: Callable[[], int], or_else: str
     # Only a text with a point is a share, and no unit may follow: "1.5GiB" is bytes, and so is "1".
     if isinstance(value, str) and value.strip().replace(".", "", 1).isdigit() and "." in value:
         value = float(value)
+    if isinstance(value, str) and (percent := value.strip().removesuffix("%").strip()) != value.strip():
+        share = float(percent) / 100 if percent.replace(".", "", 1).isdigit() else 0.5
+        raise ArgumentError("memory_limit", value, accepted, f"{value.strip()} is written as {share:g}. {cure}".strip())
     if isinstance(value, float):
         if not 0 < value <= 1:
             raise ArgumentError(

@@ -6,7 +6,7 @@ import sys
 from contextlib import suppress
 from typing import Any
 
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from autoaccum.events import Finished, Notice, Record, Resumed, Saved, Started, StepReport, Waiting
 from autoaccum.reporting.lines import Narrator, state_text

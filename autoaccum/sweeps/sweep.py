@@ -25,7 +25,7 @@ from optuna.pruners import BasePruner
 from optuna.samplers import BaseSampler
 from optuna.storages import BaseStorage, InMemoryStorage
 from optuna.trial import Trial, TrialState
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from autoaccum._checks import positive_int
 from autoaccum.errors import ArgumentError, AutoaccumError, AutoaccumWarning

@@ -35,6 +35,7 @@ from autoaccum.training.meeting import meeting_of
 from autoaccum.training.options import CHECKS, OF_ACCUMULATOR, modules_of
 from autoaccum.training.setup import make_step, place_of
 from autoaccum.training.step_samples import StepSamples
+from autoaccum.training.synonyms import answering
 from autoaccum.window.batch_norm import statistics_of
 from autoaccum.window.before import before_window_of, counting
 from autoaccum.window.gradient import Gradient
@@ -70,6 +71,7 @@ class Accumulator:
     """
 
     # Its parameters, their texts, and those checked, are written by tests/write_signatures.py.
+    @answering("Accumulator")
     def __init__(
         self,
         model: nn.Module,

@@ -6,6 +6,7 @@ import math
 import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from html import escape
 
 from autoaccum.events import Notice
 from autoaccum.loss.hypotheses import in_words
@@ -26,7 +27,7 @@ class CheckedCut:
     """How far its gradient is off that of the whole."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class CheckReport:
     """Whether cut windows have the gradient of whole ones, as far as some samples tell.
 
@@ -61,6 +62,12 @@ class CheckReport:
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
+
+    def __repr__(self) -> str:
+        return f"<CheckReport: {next(self._lines())}>"
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(str(self))}</pre>"
 
     def _lines(self) -> Iterator[str]:
         if self.passed is None:

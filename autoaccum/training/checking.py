@@ -35,6 +35,7 @@ from autoaccum.training.check_samples import open_samples, refuse_few
 from autoaccum.training.declarations import check as check_arguments
 from autoaccum.training.lazy import build_lazy_layers
 from autoaccum.training.options import CHECKS, OF_CHECK, modules_of
+from autoaccum.training.synonyms import answering
 from autoaccum.training.traces import no_trace
 from autoaccum.verification import notices
 from autoaccum.verification.comparison import tolerance_of
@@ -53,6 +54,7 @@ from autoaccum.window.surroundings import surroundings_of
 
 
 # Its parameters, their texts, and those checked, are written by tests/write_signatures.py.
+@answering("check")
 @only_run("check", picks_device=True)
 def check(
     model: nn.Module,

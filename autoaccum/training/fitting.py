@@ -20,12 +20,14 @@ from autoaccum.training.learning_rate import MakeScheduler, Scaling
 from autoaccum.training.metrics import Metric
 from autoaccum.training.options import Callback
 from autoaccum.training.result import FitResult
+from autoaccum.training.synonyms import answering
 from autoaccum.training.trainer import Trainer
 from autoaccum.window.optimizers import OptimizerLike
 from autoaccum.window.precision import Precision
 
 
 # Its parameters, their texts, and those passed on, are written by tests/write_signatures.py.
+@answering("fit")
 def fit(
     model: nn.Module,
     data: Any,

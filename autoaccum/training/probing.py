@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from autoaccum import _checks
+from autoaccum._units import format_bytes
 from autoaccum.data.base import Source
 from autoaccum.data.sources import open_source
 from autoaccum.data.splits import SplitLike, split_of
@@ -33,10 +34,12 @@ from autoaccum.planning.plans import Plan, plan
 from autoaccum.planning.schedules import Progress, Schedule
 from autoaccum.planning.search import FEW_SIZES_FIRST
 from autoaccum.planning.trials import Trials
+from autoaccum.reporting.shown import Facts, as_line, as_table, sizes_text
 from autoaccum.training.alone import Ranks, only_run, refuse_ranks
 from autoaccum.training.declarations import check
 from autoaccum.training.lazy import build_lazy_layers
 from autoaccum.training.options import CHECKS, OF_PROBE, modules_of, schedule_if_any
+from autoaccum.training.synonyms import answering
 from autoaccum.training.traces import no_trace
 from autoaccum.window.advice import Refused, advise
 from autoaccum.window.before import before_window_of, loss_alone
@@ -58,7 +61,7 @@ GROWTH = 64
 """How many times its largest success a probe may try next, where the device itself refuses what is too much."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class ProbeReport:
     """All that a probe found out."""
 
@@ -77,8 +80,22 @@ class ProbeReport:
     """For the effective batch that was passed; None where a function is to say it, and where no plan has micro-batches
     of at least ``min_micro_batch`` that fit."""
 
+    # Trials and models are for whoever computes with them: shown, they would hide the answer.
+
+    def __repr__(self) -> str:
+        return as_line("ProbeReport", self._facts())
+
+    def _repr_html_(self) -> str:
+        return as_table("ProbeReport", self._facts())
+
+    def _facts(self) -> Facts:
+        facts: Facts = {"max_micro_batch": self.max_micro_batch, "trials": len(self.trials)}
+        facts["limit"] = format_bytes(self.limit_bytes)
+        return facts if self.plan is None else facts | {"plan": sizes_text(self.plan.sizes)}
+
 
 # Its parameters, their texts, and those checked, are written by tests/write_signatures.py.
+@answering("probe")
 @only_run("probe", picks_device=True)
 def probe(
     model: nn.Module,

@@ -10,9 +10,10 @@ from torch import nn
 
 from autoaccum.events import Event, StepReport
 from autoaccum.planning.plans import Plan
+from autoaccum.reporting.shown import Facts, as_line, as_table, sizes_text
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class FitResult:
     """All that a run leaves to whoever called it."""
 
@@ -30,3 +31,17 @@ class FitResult:
     """The model that was passed in, trained in place."""
     optimizer: torch.optim.Optimizer
     """With its state."""
+
+    # A cell of a notebook that ends in it would show every window and every weight.
+
+    def __repr__(self) -> str:
+        return as_line("FitResult", self._facts())
+
+    def _repr_html_(self) -> str:
+        return as_table("FitResult", self._facts())
+
+    def _facts(self) -> Facts:
+        facts: Facts = {"num_steps": self.num_steps, "num_samples": self.num_samples}
+        if self.history:
+            facts["loss"] = f"{self.history[-1].loss:.6g}"
+        return facts | {"plan": sizes_text(self.plan.sizes), "model": type(self.model).__name__}

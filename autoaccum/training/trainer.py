@@ -47,6 +47,7 @@ from autoaccum.training.pace import Pace
 from autoaccum.training.result import FitResult as FitResult
 from autoaccum.training.run_state import RunState, keeper_of
 from autoaccum.training.sharing import Sharing
+from autoaccum.training.synonyms import answering
 from autoaccum.training.validation import Validations, Validator
 from autoaccum.training.validation_together import ValidatorOfAll
 from autoaccum.window.gradient import Gradient
@@ -64,6 +65,7 @@ class Trainer:
     """
 
     # Its parameters, and those passed on, are written by tests/write_signatures.py.
+    @answering("Trainer")
     def __init__(
         self,
         model: nn.Module,

@@ -26,7 +26,11 @@ def autocast(precision: Precision, device: torch.device) -> Autocast:
     """
     # Only a text can be one, and nothing else is compared: an array has an == of its own.
     if not isinstance(precision, str) or precision not in ("fp32", "bf16", "fp16"):
-        raise ArgumentError("precision", precision, "one of 'fp32', 'bf16', 'fp16'")
+        # Lightning has "bf16-mixed", others torch.bfloat16, or 16.
+        said = {"bf": "bf16", "16": "fp16", "32": "fp32"}
+        meant = next((ours for theirs, ours in said.items() if theirs in str(precision).lower()), None)
+        cure = f"Did you mean {meant!r}?" if meant else ""
+        raise ArgumentError("precision", precision, "one of 'fp32', 'bf16', 'fp16'", cure)
     if precision == "fp32":
         return nullcontext
     dtype = torch.bfloat16 if precision == "bf16" else torch.float16

@@ -52,6 +52,11 @@ class TestMemoryLimit:
         with pytest.raises(ArgumentError, match="A float is a share above 0 and up to 1"):
             memory_limit_bytes(2.0, 8 * GIB)
 
+    @pytest.mark.parametrize(("value", "share"), [("50%", "0.5"), (" 12.5 % ", "0.125"), ("half%", "0.5")])
+    def test_a_percentage_is_told_how_it_is_written(self, value: str, share: str) -> None:
+        with pytest.raises(ArgumentError, match=rf"{value.strip()} is written as {share}\."):
+            memory_limit_bytes(value, 8 * GIB)
+
     @pytest.mark.parametrize(("returned", "expected"), [(GIB, GIB), ("1GiB", GIB), (0.5, 4 * GIB), ("1TiB", 8 * GIB)])
     def test_a_function_is_called_for_any_of_these(self, returned: Any, expected: int) -> None:
         assert memory_limit_bytes(lambda: returned, 8 * GIB) == expected

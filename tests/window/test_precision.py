@@ -57,8 +57,21 @@ def test_on_an_accelerator_it_leaves_the_cpu_alone() -> None:
         assert nn.Linear(4, 3, device="cpu")(torch.ones(2, 4, device="cpu")).dtype is torch.float32
 
 
-@pytest.mark.parametrize("precision", ["fp8", "FP32", "float32", None, torch.bfloat16])
-def test_no_other(precision: Any) -> None:
+@pytest.mark.parametrize(
+    ("precision", "meant"),
+    [
+        ("fp8", ""),
+        (None, ""),
+        ("FP32", "fp32"),
+        ("float32", "fp32"),
+        (torch.bfloat16, "bf16"),
+        ("bf16-mixed", "bf16"),
+        ("16-mixed", "fp16"),
+        (16, "fp16"),
+    ],
+)
+def test_no_other(precision: Any, meant: str) -> None:
     with pytest.raises(ArgumentError) as caught:
         autocast(precision, HERE)
-    assert str(caught.value) == f"precision={precision!r}: expected one of 'fp32', 'bf16', 'fp16'."
+    cure = f" Did you mean {meant!r}?" if meant else ""
+    assert str(caught.value) == f"precision={precision!r}: expected one of 'fp32', 'bf16', 'fp16'.{cure}"

@@ -1,0 +1,120 @@
+"""Answers to the names that other trainers have: whoever calls ``fit`` by them is told what to pass here."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+from autoaccum.errors import ArgumentTypeError
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_BATCH = "Pass effective_batch, the samples of an optimizer step; how many of them fit at once is found out"
+_FITS = "Leave it out: it follows from effective_batch and from what fits; micro_batch sets what is computed at once"
+_DATA = "Pass the data as the second argument: tensors, a dataset or a DataLoader"
+_LOG = "Pass callbacks, functions that get every record; run_dir keeps them all, for `autoaccum report`"
+_STOP = "A callback ends the run by raising autoaccum.StopTraining"
+
+# By what people mean and not by how they spell it: see ``_plain``.
+ELSEWHERE = {
+    "batchsize trainbatchsize globalbatchsize perdevicetrainbatchsize pergputrainbatchsize bs": _BATCH,
+    "gradientaccumulationsteps accumulategradbatches accumulationsteps numaccumulationsteps gradaccum": _FITS,
+    "autofindbatchsize autoscalebatchsize devicetrainmicrobatchsize trainmicrobatchsizepergpu": _FITS,
+    "maxepochs numtrainepochs numepochs nepochs nbepochs maxduration": "Pass epochs",
+    "maxsteps numsteps totalsteps nsteps": "Pass steps, of the optimizer",
+    "learningrate baselr": "Pass lr",
+    "scheduler lrscheduler lrschedulertype schedulers": "Pass lr_scheduler, (optimizer) -> scheduler",
+    "optim optimizers configureoptimizers": "Pass optimizer, (parameters) -> optimizer, or one that is made",
+    "criterion loss lossfn lossfunction computeloss": "Pass loss_fn(outputs, targets), or training_step(model, batch)",
+    "computemetrics metric evalmetrics": "Pass metrics, by their names, and validation_data",
+    "logger loggers reportto wandb": _LOG,
+    "callback": "Pass callbacks, a list",
+    "earlystopping earlystoppingpatience": _STOP,
+    "traindataset traindataloader traindataloaders trainloader dataloader dataset trainset": _DATA,
+    "evaldataset valdata valdataset valdataloader valdataloaders valloader testdata": "Pass validation_data",
+    "evalsteps evalstrategy evaluationstrategy checkvaleverynepoch valcheckinterval": "Pass validate_every",
+    "maxgradnorm gradientclipval gradclip gradclipnorm clipgradnorm": "Pass clip_norm",
+    "fp16 bf16 amp mixedprecision useamp": "Pass precision='bf16' or 'fp16'",
+    "outputdir defaultrootdir savedir checkpointdir logdir": "Pass run_dir, where checkpoints and records go",
+    "savesteps saveevery savestrategy": "Pass checkpoint_every",
+    "savetotallimit savetopk": "Pass keep_checkpoints",
+    "resumefromcheckpoint ckptpath loadpath": "Pass resume=True with the run's run_dir",
+    "datacollator collate": "Pass collate_fn",
+    "dataloadernumworkers workers": "Pass num_workers",
+    "maxmemory memory memoryfraction gpumemory": "Pass memory_limit, as '8GiB' or 0.5",
+    "accelerator devices usecpu": "Pass device; ranks are started by torchrun",
+    "ntrials trials": "Pass num_trials to autoaccum.sweep",
+    "verbose enableprogressbar disabletqdm": "Pass progress=True or False",
+}
+"""What is called otherwise elsewhere, without its punctuation, and what to do here."""
+
+# Classes that hold a training loop or a part of one of their own. By name, for none of them is imported for this.
+_LIGHTNING = "Pass training_step=lambda model, batch: model.training_step(batch, 0) and optimizer=, the one of its "
+_LIGHTNING += "configure_optimizers()"
+_OTHERS = {
+    ("lightning", "pytorch_lightning"): {
+        "LightningModule": _LIGHTNING,
+        "Trainer": "Pass the module that it would train, and its training_step",
+        "LightningDataModule": "Pass the module first, and datamodule.train_dataloader() second",
+    },
+    ("transformers", "trl", "sentence_transformers"): {
+        "Trainer": "Pass trainer.model, trainer.train_dataset and collate_fn=trainer.data_collator",
+    },
+    ("accelerate",): {"Accelerator": "Pass the model; no Accelerator is needed"},
+}
+
+
+def answering(name: str) -> Callable[[F], F]:
+    """Make a decorator of functions that answers arguments that they do not have.
+
+    Args:
+        name: of the function, as users call it.
+    """
+
+    def decorate(function: F) -> F:
+        signature = inspect.signature(function)
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            for argument in kwargs:
+                # Before Python itself says that effective_batch is missing, which would hide the better answer.
+                if argument not in signature.parameters:
+                    cure = _cure(argument, list(signature.parameters))
+                    raise ArgumentTypeError(argument, kwargs[argument], f"an argument that {name} has", cure)
+            model = kwargs["model"] if "model" in kwargs else next((arg for arg in args if _is_of_others(arg)), None)
+            # With a step of the caller's own a LightningModule is a module like any other.
+            if kwargs.get("training_step") is None and kwargs.get("loss_fn") is None and (cure := _is_of_others(model)):
+                raise ArgumentTypeError("model", type(model).__name__, "a module and its loss", f"{cure}.")
+            return function(*args, **kwargs)
+
+        return cast(F, call)
+
+    return decorate
+
+
+def _cure(argument: str, parameters: list[str]) -> str:
+    """Return what to pass in the place of an argument that there is not."""
+    plain = _plain(argument)
+    for names, cure in ELSEWHERE.items():
+        if plain in names.split():
+            return f"{cure}."
+    # What is left may be spelt wrong; two letters of three have to be right, or it is no help.
+    spelt = {_plain(parameter): parameter for parameter in parameters}
+    near = difflib.get_close_matches(plain, spelt, 1, cutoff=0.7)
+    return f"Did you mean {spelt[near[0]]}?" if near else ""
+
+
+def _plain(name: str) -> str:
+    return name.replace("_", "").replace("-", "").lower()
+
+
+def _is_of_others(thing: object) -> str:
+    """Return what to pass in the place of an object that trains, or is trained, by itself; empty where it is none."""
+    for kind in type(thing).__mro__:
+        for modules, classes in _OTHERS.items():
+            if kind.__module__.split(".")[0] in modules and kind.__name__ in classes:
+                return classes[kind.__name__]
+    return ""

@@ -1,0 +1,81 @@
+"""Names of other trainers, answered with ours."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import autoaccum
+from autoaccum.errors import ArgumentTypeError
+from autoaccum.training.synonyms import ELSEWHERE, answering
+
+DATA = torch.randn(8, 4), torch.randint(0, 2, (8,))
+
+
+@pytest.mark.parametrize(
+    ("argument", "told"),
+    [
+        ("batch_size", "effective_batch"),
+        ("per_device_train_batch_size", "effective_batch"),
+        ("accumulate_grad_batches", "Leave it out"),
+        ("max_epochs", "epochs"),
+        ("num_train_epochs", "epochs"),
+        ("compute_metrics", "metrics"),
+        ("logger", "callbacks"),
+        ("learning_rate", "lr"),
+        ("clipNorm", "clip_norm"),
+        ("efective_batch", "effective_batch"),
+    ],
+)
+def test_what_others_call_it_is_answered_with_our_name(argument: str, told: str) -> None:
+    for function in (autoaccum.fit, autoaccum.Trainer):
+        options: dict[str, Any] = {argument: 3}
+        with pytest.raises(ArgumentTypeError, match=rf"^{argument}=3: .*{told}"):
+            function(nn.Linear(4, 2), DATA, loss_fn=cross_entropy, **options)
+
+
+def test_what_nobody_knows_has_no_cure() -> None:
+    with pytest.raises(ArgumentTypeError) as caught:
+        autoaccum.probe(nn.Linear(4, 2), DATA, loss_fn=cross_entropy, quux=1)  # type: ignore[call-arg]
+    assert str(caught.value) == "quux=1: expected an argument that probe has."
+
+
+def test_every_name_is_as_it_is_compared_and_none_is_ours() -> None:
+    names = [name for names in ELSEWHERE for name in names.split()]
+    assert len(names) == len(set(names))
+    assert all(name.isalnum() and name == name.lower() for name in names)
+    ours = {name for name in inspect.signature(autoaccum.fit).parameters if "_" not in name}
+    assert not ours & set(names)
+
+
+def made_by(module: str, name: str, *bases: type) -> Any:
+    return type(name, bases or (object,), {"__module__": module})
+
+
+def test_a_module_or_trainer_of_another_library_is_told_what_to_pass() -> None:
+    module = made_by("lightning.pytorch.core.module", "LightningModule", nn.Module)
+    own = type("Own", (module,), {"__module__": "__main__", "forward": lambda self, x: self.linear(x)})()
+    own.linear = nn.Linear(4, 2)
+    with pytest.raises(ArgumentTypeError, match=r"^model='Own': .*model.training_step\(batch, 0\)"):
+        autoaccum.fit(own, DATA, effective_batch=4)
+    result = autoaccum.fit(own, DATA, effective_batch=4, loss_fn=cross_entropy, progress=False, cache=False)
+    assert result.num_samples == 8, "with a loss it is a module like any other"
+    trainer = made_by("transformers.trainer", "Trainer")()
+    with pytest.raises(ArgumentTypeError, match=r"^model='Trainer': .*trainer.train_dataset"):
+        autoaccum.fit(trainer, DATA, effective_batch=4)
+    with pytest.raises(ArgumentTypeError, match="trainer.model"):
+        autoaccum.fit(model=trainer, data=DATA, effective_batch=4)
+
+
+def test_signatures_are_as_without() -> None:
+    def function(model: object, *, rate: float = 1.0) -> str:
+        return f"{model} {rate}"
+
+    answered = answering("function")(function)
+    assert inspect.signature(answered) == inspect.signature(function)
+    assert answered("a", rate=2.0) == "a 2.0"
