@@ -16,12 +16,13 @@ import traceback
 import warnings
 from collections.abc import Sequence
 
-from cyclopts import App, CycloptsError
+from cyclopts import App, CycloptsError, UnknownOptionError
 
 from autoaccum._version import __version__
 from autoaccum.cli.printing import fail, show_warning
 from autoaccum.errors import ArgumentError, AutoaccumError, MemoryLimitError, RecipeError, ResumeError
 from autoaccum.training.recipes import RecipeRaised
+from autoaccum.training.synonyms import elsewhere
 
 COMMANDS = "autoaccum.cli.commands"
 """Where cyclopts finds a command by its name, once it is called."""
@@ -37,6 +38,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 sys.argv[1:] if argv is None else list(argv), print_error=False, exit_on_error=False
             )
             return command(*bound.args, **bound.kwargs) or 0
+        except UnknownOptionError as error:
+            option = (error.token.keyword or error.token.value).split("=")[0]
+            # What is spelt alike is not what is meant: batch-size is near to batch-dim.
+            cure = elsewhere(option)
+            return fail(CycloptsError(msg=f"Unknown option: {option}. {cure}") if cure else error, 2)
         # What another command line would cure is told in one line each, by the code that scripts can go by.
         except (CycloptsError, ArgumentError, RecipeError, ResumeError) as error:
             return fail(error, 2)

@@ -46,7 +46,7 @@ ELSEWHERE = {
     "dataloadernumworkers workers": "Pass num_workers",
     "maxmemory memory memoryfraction gpumemory": "Pass memory_limit, as '8GiB' or 0.5",
     "accelerator devices usecpu": "Pass device; ranks are started by torchrun",
-    "ntrials trials": "Pass num_trials to autoaccum.sweep",
+    "ntrials trials": "Pass num_trials to autoaccum.sweep, --trials on the command line",
     "verbose enableprogressbar disabletqdm": "Pass progress=True or False",
 }
 """What is called otherwise elsewhere, without its punctuation, and what to do here."""
@@ -97,14 +97,19 @@ def answering(name: str) -> Callable[[F], F]:
 
 def _cure(argument: str, parameters: list[str]) -> str:
     """Return what to pass in the place of an argument that there is not."""
-    plain = _plain(argument)
-    for names, cure in ELSEWHERE.items():
-        if plain in names.split():
-            return f"{cure}."
+    if cure := elsewhere(argument):
+        return cure
     # What is left may be spelt wrong; two letters of three have to be right, or it is no help.
+    plain = _plain(argument)
     spelt = {_plain(parameter): parameter for parameter in parameters}
     near = difflib.get_close_matches(plain, spelt, 1, cutoff=0.7)
     return f"Did you mean {spelt[near[0]]}?" if near else ""
+
+
+def elsewhere(name: str) -> str:
+    """Return what to pass here in the place of an argument of other trainers; empty where none has such a name."""
+    plain = _plain(name)
+    return next((f"{cure}." for names, cure in ELSEWHERE.items() if plain in names.split()), "")
 
 
 def _plain(name: str) -> str:

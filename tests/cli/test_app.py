@@ -170,3 +170,16 @@ def test_a_recipe_serves_from_its_folder_under_any_working_directory(
     for name in (recipe.name, f".{os.sep}{recipe.name}", recipe.stem, f"{recipe.stem}:recipe"):
         assert fit_json(name)["num_steps"] == 3
     del sys.modules[recipe.stem]
+
+
+@pytest.mark.parametrize(
+    ("option", "told"),
+    [
+        ("--batch-size", "Pass effective_batch"),
+        ("--max-epochs=3", "Pass epochs."),
+        ("--epoch", "Did you mean --epochs?"),
+    ],
+)
+def test_what_other_trainers_call_it_is_answered(option: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fit", "recipe.py", option, *([] if "=" in option else ["3"])]) == 2
+    assert f"error: Unknown option: {option.split('=')[0]}. {told}" in capsys.readouterr().err
