@@ -162,7 +162,7 @@ class Searching:
         """
         trial = self.trial_for(num_samples, lengths)
         # A trial that is the whole window, or that comes first in it, needs no room behind another piece.
-        if trial is None or trial == num_samples or self.few_sizes:
+        if trial is None or trial == num_samples or self._comes_first(trial, num_samples):
             return trial is not None
         first = self.first_size(num_samples, lengths, trial, planned)
         left = num_samples - first
@@ -175,10 +175,16 @@ class Searching:
 
         It is the trial itself where the window has no room for both.
         """
-        # Where few sizes are tried each costs so much that no window is to begin with one more.
-        if self.few_sizes or (lengths is None and not self.has_room(trial, num_samples - planned)):
+        has_no_room = lengths is None and not self.has_room(trial, num_samples - planned)
+        if self._comes_first(trial, num_samples) or has_no_room:
             return trial
         return planned
+
+    def _comes_first(self, trial: int, num_samples: int) -> bool:
+        """Return whether a window is to begin with its trial, unmeasured, before that is made."""
+        # Where few sizes are tried each costs so much that no window is to begin with one more. But one that has been
+        # run before, and has no room to be run twice, is never measured if it comes first in each window.
+        return self.few_sizes and (trial != self.warm or self.has_room(trial, num_samples - trial))
 
     def has_room(self, trial: int, left: int) -> bool:
         """Return whether a trial leaves nothing of a window, or enough for another micro-batch."""

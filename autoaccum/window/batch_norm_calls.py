@@ -65,8 +65,16 @@ class Calls(TorchFunctionMode):
         return self.compute(call) if call.training else call.by(call.running_mean, call.running_var)
 
     def _plain_batch_norm(
-        self, input: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool, *others: Any
+        self,
+        input: Any,
+        weight: Any,
+        bias: Any,
+        running_mean: Any,
+        running_var: Any,
+        training: bool,
+        momentum: float,
+        eps: float,
+        cudnn_enabled: bool,  # what computes it is not ours to say
     ) -> Any:
-        """Take the arguments in the order of ``torch.batch_norm``."""
-        momentum, eps, _ = others
-        return self._computed(Call(input, mean, var, weight, bias, training, momentum, eps))
+        """Take the arguments of ``torch.batch_norm``, in its order or by its names."""
+        return self._computed(Call(input, running_mean, running_var, weight, bias, training, momentum, eps))

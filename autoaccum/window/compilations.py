@@ -94,7 +94,8 @@ def mark(batch: Any, num_samples: int) -> None:
     if num_samples < 2:  # the compiler takes 1 for a case of its own, whatever is said of it
         return
     for leaf in flatten(batch)[0]:
-        if isinstance(leaf, torch.Tensor) and num_samples in leaf.shape:
+        # A nested one may have no shape to be asked for, and its compiler takes care of what varies.
+        if isinstance(leaf, torch.Tensor) and not leaf.is_nested and num_samples in leaf.shape:
             # Weakly: where it cannot be kept open, as in a model that asks for 16 samples, that is no error.
             torch._dynamo.maybe_mark_dynamic(leaf, leaf.shape.index(num_samples))
 

@@ -2,9 +2,10 @@
 
 Each parameter's gradient is looked at on its way to being added, where autograd has it as a whole: that takes no
 memory, and changes nothing of the sums. Where one backward brings a parameter's gradient in several pieces, as
-reentrant checkpoints of shared layers do, and where a contribution may have to be thrown away again, what has been
-accumulated is set aside while the backward runs: that costs the memory of another set of gradients, and the sums are
-those of plain accumulation, to the bit, but for what comes in pieces, which are added to each other first.
+reentrant checkpoints of shared layers do, or writes it past autograd, as a fused kernel may, and where a contribution
+may have to be thrown away again, what has been accumulated is set aside while the backward runs: that costs the memory
+of another set of gradients, and the sums are those of plain accumulation, to the bit, but for what comes in pieces,
+which are added to each other first.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Contributions:
     def __init__(self) -> None:
         """Begin with nothing seen."""
         self.come_in_pieces = False
-        """Whether a backward has brought a parameter's gradient in pieces, as later ones will."""
+        """Whether a backward has brought a gradient in pieces, or has written one itself, as later ones will."""
 
     def state_dict(self) -> dict[str, bool]:
         """Return what was seen, for a checkpoint; nothing where there is nothing to say."""
@@ -89,8 +90,10 @@ class Contributions:
 def heard(accumulate: Callable[[], None], parameters: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """Run a backward, and return the 2-norm of what it adds to the gradients of parameters, as ``norm`` does.
 
-    It is None where what it adds to one of them has come in pieces, whose norms are not that of their sum.
+    It is None where what it adds to one of them has come in pieces, whose norms are not that of their sum, or past
+    autograd.
     """
+    before = [_mark(p) for p in parameters]
     found: dict[int, torch.Tensor] = {}
     in_pieces: list[int] = []
 
@@ -112,7 +115,9 @@ def heard(accumulate: Callable[[], None], parameters: Sequence[torch.Tensor]) ->
     finally:
         for handle in handles:
             handle.remove()
-    if in_pieces:
+    # Some backwards write gradients themselves, and nothing of that is heard.
+    is_missed = any(index not in found and _mark(p) != before[index] for index, p in enumerate(parameters))
+    if in_pieces or is_missed:
         return None
     # In the order of the parameters, for they come in any where there are several devices.
     norms = [found[index] for index in sorted(found)]
@@ -124,6 +129,12 @@ def heard(accumulate: Callable[[], None], parameters: Sequence[torch.Tensor]) ->
         norms = [each.to(norms[0].device, wide) for each in norms]
     whole: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return whole
+
+
+def _mark(parameter: torch.Tensor) -> tuple[int, int] | None:
+    """Return what changes where a gradient does, whoever changes it."""
+    gradient = parameter.grad
+    return None if gradient is None else (id(gradient), gradient._version)
 
 
 def _wide(gradient: torch.Tensor) -> torch.dtype:

@@ -32,7 +32,10 @@ def test_calls_of_layers_and_of_functions_in_either_order_of_arguments() -> None
         assert torch.equal(layer(X), 2 * X)
         assert torch.equal(batch_norm(X, mean, var, WEIGHT, bias=BIAS, training=True), 2 * X)
         assert torch.equal(torch.batch_norm(X, WEIGHT, BIAS, mean, var, True, 0.2, 1e-4, False), 2 * X)
-    of_layer, of_function, plain = calls.met
+        names = {"weight": WEIGHT, "bias": BIAS, "running_mean": mean, "running_var": var, "cudnn_enabled": False}
+        assert torch.equal(torch.batch_norm(X, **names, training=True, momentum=0.2, eps=1e-4), 2 * X)
+    of_layer, of_function, plain, by_names = calls.met
+    assert by_names == plain
     assert (of_layer.running_mean is layer.running_mean, of_layer.weight is layer.weight) == (True, True)
     assert (of_layer.momentum, of_layer.eps) == (0.3, 1e-3)
     assert (of_function.running_var is var, of_function.bias is BIAS, of_function.momentum) == (True, True, 0.1)

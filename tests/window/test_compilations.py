@@ -350,6 +350,7 @@ def test_a_function_that_is_compiled_for_each_size_is_told_of_before_it_runs_unc
     assert "compiled anew in 5 micro-batches, of 2, 3, 4, 5, 6 samples" in notice.cause
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_marks_are_on_the_samples() -> None:
     batch = {
         "rows": torch.zeros(6, 3),
@@ -363,3 +364,4 @@ def test_marks_are_on_the_samples() -> None:
     single = torch.zeros(1, 3)
     mark(single, 1)
     assert not hasattr(single, "_dynamo_weak_dynamic_indices")
+    mark(torch.nested.nested_tensor([torch.zeros(2, 3), torch.zeros(4, 3)]), 2)  # which has no shape to be asked for

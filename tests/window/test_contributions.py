@@ -272,6 +272,29 @@ def test_a_gradient_that_comes_in_pieces_is_measured_from_the_next_one_on() -> N
     assert gradients[1].noise is not None
 
 
+class WritesItself(torch.autograd.Function):
+    """A product whose backward adds to its weight's gradient, as fused kernels do."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: torch.Tensor, weight: nn.Parameter) -> torch.Tensor:
+        ctx.inputs, ctx.weight = inputs, weight
+        return inputs @ weight.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        own, weight = ctx.inputs.detach().t() @ gradient, ctx.weight
+        weight.grad = own if weight.grad is None else weight.grad.add_(own)
+        return gradient @ weight.detach().t(), None
+
+
+def test_a_gradient_that_a_backward_writes_itself_is_not_missed() -> None:
+    first, last = nn.Parameter(torch.ones(2, 3)), nn.Parameter(torch.ones(3, 1))
+    for _ in range(2):  # its first gradient, and one that is added to it in place
+        loss = WritesItself.apply(torch.ones(4, 2) @ first, last).sum()  # type: ignore[no-untyped-call]
+        assert contributions.heard(loss.backward, [first, last]) is None
+    assert contributions.heard((2 * first).sum().backward, [first, last]) == pytest.approx(24**0.5)
+
+
 def plainly(model: Any, inputs: torch.Tensor) -> torch.Tensor:
     """Compute what ``Shared`` does without checkpoints."""
     x = inputs.float() / 10
