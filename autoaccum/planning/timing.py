@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from statistics import median, median_low
+from statistics import median
 
 from autoaccum.planning.costs import PLATEAU, TimeModel, Trial, fit_time_model
 
@@ -17,7 +17,7 @@ ROUNDS = 3
 PROMISING = 1.15
 """Do not time a plan when trials say that it takes longer than another by this factor."""
 CLOSE = 1.05
-"""Do not time a plan a third time when it took longer than another by this factor, in the better of two."""
+"""Do not time a plan again when it took longer than another by this factor."""
 GAIN = 0.99
 """Prefer a plan of smaller micro-batches only when it takes less than this share of the time."""
 FINE = 1.02
@@ -77,9 +77,7 @@ class Timing:
         # disturbed, and are timed again until the median of a few windows decides.
         best = self._cost(self.fastest())
         for weight, seconds in self.seconds.items():
-            # Of a single window a disturbance is all that is known.
-            near = PROMISING if len(seconds) == 1 else CLOSE
-            if len(seconds) < ROUNDS and self._cost(weight) <= near * best:
+            if len(seconds) < ROUNDS and self._cost(weight) <= CLOSE * best:
                 return weight
         return None
 
@@ -180,4 +178,4 @@ class Timing:
 
     def _cost(self, weight: int) -> float:
         """Return the seconds of windows cut with that weight: what disturbs one of them is not in the median."""
-        return median_low(self.seconds[weight])  # disturbances make them longer, so of two the shorter is right
+        return median(self.seconds[weight])

@@ -202,14 +202,3 @@ class TestWhatIsNotWorthAWindow:
     def test_steps_never_make_twice_the_samples_more_than_twice_as_slow(self) -> None:
         weights = self.timed_weights(lambda size: size * (1.4 if size > 32 else 1.0), 64, closely=True)
         assert not [weight for weight in weights if 32 < weight < 64]
-
-
-def test_a_plan_that_was_disturbed_once_is_timed_again() -> None:
-    """32 samples twice take 30 seconds, and 34 the first time; 16 of them four times 32."""
-    trials = [Trial(micro_batch=16, fits=True, seconds=8.0), Trial(micro_batch=32, fits=True, seconds=15.0)]
-    timing = Timing(32, cut=lambda weight: cut(64, weight, 1), trials=trials)
-    true, disturbed = {32: 30.0, 16: 32.0}, [0.0, 4.0]
-    while (weight := timing.next_weight()) is not None:
-        late = disturbed.pop(0) if weight == 32 and disturbed else 0.0
-        timing.observe(weight, true.get(weight, 40.0) + late)
-    assert timing.fastest() == 32
