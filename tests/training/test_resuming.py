@@ -598,6 +598,8 @@ NOT_KEPT = {
     "Largest._passed_limit": "of readings of this process",
     "Validator._released_bytes": "a reading of this process",
     "Searching.start_bytes": "a reading of this process",
+    "MeasuredNoise._number": "of the window that runs",
+    "MeasuredNoise._is_wanted": "of the window that runs",
     # Begins anew, which costs time and changes nothing that is computed.
     "Fastest.timing": "a comparison of plans begins anew",
     "Fastest._timed_window": "goes with it",
