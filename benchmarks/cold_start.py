@@ -1,7 +1,7 @@
 """What a run from a cold start takes beside the best fixed plan, found by trying them all: eight works, two devices.
 
-    python benchmarks/cold_start.py                        # both parts
-    python benchmarks/cold_start.py --part device --only "wide MLP"
+    python benchmarks/cold_start.py                        # both tables
+    python benchmarks/cold_start.py --part device
 
 On the stand-in device (see ``tests/standin``) time is a virtual clock that launches move and that the host waits for
 where it has to: a parallel device, without the noise of a machine. There each work is trained with as much memory as it
@@ -274,33 +274,31 @@ def cpu_rows(only: list[str], rounds: int) -> tuple[list[list[object]], list[flo
     return rows, ratios
 
 
+HEADER = ["work", "memory", "where", "best by hand", "chosen", "ratio", "OOMs", "slowest / fastest cut"]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--part", choices=["device", "cpu"], help="one of the two, without writing the table")
-    parser.add_argument("--only", action="append", choices=list(WORKS), help="without writing the table")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--part", choices=["device", "cpu"], help="one of the two tables")
+    parser.add_argument("--only", action="append", choices=list(WORKS), help="without writing a table")
+    parser.add_argument("--rounds", type=int, default=3, help="on the CPU")
     arguments = parser.parse_args()
     only = arguments.only or list(WORKS)
-    rows, means = [], []
+    begin = f"{WINDOWS} windows from a cold start, beside the best fixed micro-batch of near-equal cuts that fit"
     if arguments.part != "cpu":
-        found, ratios = device_rows(only)
-        rows += found
-        means += [f"{costs}: {statistics.mean(of):.3f}, worst {max(of):.3f}" for costs, of in ratios.items()]
+        rows, ratios = device_rows(only)
+        means = [f"{costs}: {statistics.mean(of):.3f}, worst {max(of):.3f}" for costs, of in ratios.items()]
+        print("; ".join(means))
+        if arguments.only is None:
+            text = f"{begin}, on the stand-in device by its virtual clock. Mean of the ratios, {'; '.join(means)}."
+            write_table("cold_start", text, HEADER, rows, threads=1)
     if arguments.part != "device":
-        found, of = cpu_rows(only, arguments.rounds)
-        rows += found
-        means.append(f"CPU: {statistics.mean(of):.3f}, worst {max(of):.3f}")
-    print("; ".join(means))
-    if arguments.part is None and arguments.only is None:
-        write_table(
-            "cold_start",
-            f"{WINDOWS} windows from a cold start, beside the best fixed micro-batch of near-equal cuts that fit; on "
-            "the stand-in device by its virtual clock, on the CPU beside the loop by hand (median of "
-            f"{arguments.rounds} rounds that take turns). Mean of the ratios, {'; '.join(means)}.",
-            ["work", "memory", "where", "best by hand", "chosen", "ratio", "OOMs", "slowest / fastest cut"],
-            rows,
-            threads=1,
-        )
+        rows, of = cpu_rows(only, arguments.rounds)
+        mean = f"{statistics.mean(of):.3f}, worst {max(of):.3f}"
+        print(mean)
+        if arguments.only is None:
+            text = f"{begin}, by hand, on the CPU: medians of {arguments.rounds} rounds that take turns. Mean {mean}."
+            write_table("cold_start_cpu", text, HEADER, rows, threads=1)
 
 
 if __name__ == "__main__":
