@@ -40,7 +40,8 @@ def next_trial(
     which surely does, by the steepest there can be. The likely one is tried where samples get cheaper, and where four
     sizes are on a line; the sure one where it is nearly the same, half of the way to the other, or at least twice the
     largest success; and one between them where little is known. After a failure that the peaks did not foretell it is a
-    size between, as ``by_errors`` counts them. So it is for all where no peak is known.
+    size between, as ``by_errors`` counts them. So it is for all where no peak is known. Where tensors are told
+    apart, and may fill the limit much further than the peaks say, that is tried once.
 
     Args:
         history: the trials so far, oldest first.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -82,11 +83,11 @@ def answering(name: str) -> Callable[[F], F]:
             for argument in kwargs:
                 # Before Python itself says that effective_batch is missing, which would hide the better answer.
                 if argument not in signature.parameters:
-                    cure = _cure(argument, list(signature.parameters))
+                    cure = _cure(argument, name, list(signature.parameters))
                     raise ArgumentTypeError(argument, kwargs[argument], f"an argument that {name} has", cure)
-            model = kwargs["model"] if "model" in kwargs else next((arg for arg in args if _is_of_others(arg)), None)
+            model = kwargs["model"] if "model" in kwargs else next((arg for arg in args if _answer_to(arg)), None)
             # With a step of the caller's own a LightningModule is a module like any other.
-            if kwargs.get("training_step") is None and kwargs.get("loss_fn") is None and (cure := _is_of_others(model)):
+            if kwargs.get("training_step") is None and kwargs.get("loss_fn") is None and (cure := _answer_to(model)):
                 raise ArgumentTypeError("model", type(model).__name__, "a module and its loss", f"{cure}.")
             return function(*args, **kwargs)
 
@@ -95,10 +96,13 @@ def answering(name: str) -> Callable[[F], F]:
     return decorate
 
 
-def _cure(argument: str, parameters: list[str]) -> str:
-    """Return what to pass in the place of an argument that there is not."""
+def _cure(argument: str, name: str, parameters: list[str]) -> str:
+    """Return what to pass to a function in the place of an argument that it does not have."""
     if cure := elsewhere(argument):
-        return cure
+        # An Accumulator has no effective batch, say: whoever passed it next would be told so.
+        meant = re.match(r"Pass (\w+)[,.;=(]", cure)
+        is_here = meant is None or meant[1] in parameters
+        return cure if is_here else f"autoaccum.fit has one like it, and {name} has none."
     # What is left may be spelt wrong; two letters of three have to be right, or it is no help.
     plain = _plain(argument)
     spelt = {_plain(parameter): parameter for parameter in parameters}
@@ -116,7 +120,7 @@ def _plain(name: str) -> str:
     return name.replace("_", "").replace("-", "").lower()
 
 
-def _is_of_others(thing: object) -> str:
+def _answer_to(thing: object) -> str:
     """Return what to pass in the place of an object that trains, or is trained, by itself; empty where it is none."""
     for kind in type(thing).__mro__:
         for modules, classes in _OTHERS.items():

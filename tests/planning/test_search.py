@@ -150,6 +150,9 @@ class TestSteps:
     def test_after_an_error_there_is_no_other(self) -> None:
         failed = Trial(micro_batch=185, fits=False)
         assert next_trial([*self.history, failed], limit_bytes=3000, ceiling=1000) == 42, "what the peaks say"
+        below = next_trial([*self.history, Trial(micro_batch=40, fits=False)], limit_bytes=3000, ceiling=1000)
+        assert below is not None
+        assert 32 < below < 40, "no step explains an error"
 
     def test_a_peak_past_the_limit_far_below_may_have_been_the_step(self) -> None:
         beyond = Trial(micro_batch=40, fits=False, peak_bytes=3100)

@@ -6,12 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
-from autoaccum.planning.attempts import Reading
 from autoaccum.planning.costs import MemoryModel, Trial
 from autoaccum.planning.cutter import Cutter
 from autoaccum.planning.limits import Limits
 from autoaccum.planning.searching import Searching
-from autoaccum.planning.tuner import Tuner
 
 
 def peak(weight: int) -> int:
@@ -171,32 +169,3 @@ def test_the_samples_behind_the_first_micro_batch_are_the_ones_to_try() -> None:
     assert not made.may_try(4, (4, 4, 4, 4), planned=4), "nothing is left"
     assert not made.may_try(3, (4, 4, 4), planned=2), "one is left, and two are to be tried"
     assert not made.may_try(3, (4, 1, 1), planned=1), "the two that are left weigh less than what fitted"
-
-
-@pytest.mark.parametrize(("num_samples", "smallest", "granule"), [(9, 2, 1), (101, 1, 1), (101, 2, 1), (100, 1, 4)])
-def test_where_few_sizes_are_tried_one_without_room_to_be_run_twice_is_measured(
-    num_samples: int, smallest: int, granule: int
-) -> None:
-    tuner = Tuner(
-        ceiling=num_samples,
-        limit_bytes=10**6,
-        headroom=0.0,
-        search=True,
-        smallest=smallest,
-        granule=granule,
-        few_sizes=True,
-        warms_up=True,
-    )
-    tried: list[int] = []
-    for _ in range(8):
-        attempt, sizes = tuner.window(num_samples), list[int]()
-        for piece in attempt:
-            sizes.append(piece.size)
-            if piece.is_trial:
-                tried.append(piece.size)
-                attempt.fitted(Reading(piece, 100 + piece.size, 1.0))
-        attempt.committed(tuple(sizes), None)
-        tuner.settle(num_samples)
-    assert not tuner.searching
-    assert num_samples in tried
-    assert len(set(tried)) == len(tried)

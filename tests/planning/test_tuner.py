@@ -792,11 +792,13 @@ def warming(num_samples: int) -> Tuner:
     return tuner
 
 
-def one_window(tuner: Tuner, num_samples: int) -> list[tuple[int, bool]]:
+def one_window(tuner: Tuner, num_samples: int, start_bytes: int | None = None) -> list[tuple[int, bool]]:
     attempt, pieces = tuner.window(num_samples), []
     for piece in attempt:
         pieces.append((piece.size, piece.is_trial))
-        attempt.fitted(Reading(piece if piece.is_trial else None, 100 + piece.size, 1.0))
+        reading = Reading(piece if piece.is_trial else None, 100 + piece.size, 1.0)
+        reading.start_bytes = start_bytes
+        attempt.fitted(reading)
     attempt.committed(tuple(size for size, _ in pieces), None)
     tuner.settle(num_samples)
     return pieces
@@ -823,15 +825,7 @@ def test_on_a_device_that_tells_what_tensors_hold_few_micro_batches_are_tried() 
     def pieces_of(tuner: Tuner) -> list[list[tuple[int, bool]]]:
         windows = []
         while tuner.searching:
-            attempt = tuner.window(128)
-            windows.append(pieces := [])
-            for piece in attempt:
-                pieces.append((piece.size, piece.is_trial))
-                reading = Reading(piece if piece.is_trial else None, 100 + piece.size, 1.0)
-                reading.start_bytes = 100
-                attempt.fitted(reading)
-            attempt.committed(tuple(size for size, _ in pieces), None)
-            tuner.settle(128)
+            windows.append(one_window(tuner, 128, start_bytes=100))
         return windows
 
     roomy = warming(128)
@@ -861,3 +855,24 @@ def test_a_trial_in_which_memory_ran_out_does_not_fit() -> None:
     alone = warming(32)
     alone.observe(1, 10, 1.0, fell_short=True)
     assert alone.history[0].fits, "there is nothing smaller"
+
+
+@pytest.mark.parametrize(("num_samples", "smallest", "granule"), [(9, 2, 1), (101, 1, 1), (101, 2, 1), (100, 1, 4)])
+def test_where_few_sizes_are_tried_one_without_room_to_be_run_twice_is_measured(
+    num_samples: int, smallest: int, granule: int
+) -> None:
+    tuner = Tuner(
+        ceiling=num_samples,
+        limit_bytes=10**6,
+        headroom=0.0,
+        search=True,
+        smallest=smallest,
+        granule=granule,
+        few_sizes=True,
+        warms_up=True,
+    )
+    windows = [one_window(tuner, num_samples) for _ in range(8)]
+    tried = [size for window in windows for size, is_trial in window if is_trial]
+    assert not tuner.searching
+    assert num_samples in tried
+    assert len(set(tried)) == len(tried)

@@ -45,6 +45,16 @@ def test_what_nobody_knows_has_no_cure() -> None:
     assert str(caught.value) == "quux=1: expected an argument that probe has."
 
 
+def test_a_function_that_has_nothing_like_it_says_so() -> None:
+    """An Accumulator's effective batch is the batch that it is given."""
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ArgumentTypeError, match=r"autoaccum.fit has one like it, and Accumulator has none\.$"):
+        autoaccum.Accumulator(model, optimizer, loss_fn=cross_entropy, batch_size=8)  # type: ignore[call-arg]
+    with pytest.raises(ArgumentTypeError, match=r"Pass clip_norm\.$"):
+        autoaccum.Accumulator(model, optimizer, loss_fn=cross_entropy, max_grad_norm=1.0)  # type: ignore[call-arg]
+
+
 def test_every_name_is_as_it_is_compared_and_none_is_ours() -> None:
     names = [name for names in ELSEWHERE for name in names.split()]
     assert len(names) == len(set(names))
