@@ -85,7 +85,7 @@ def num_contributing(losses: Sequence[torch.Tensor | None], reductions: Sequence
 def doubt_of_unknown(reductions: Sequence[Reduction]) -> Doubt | None:
     """Return that the graph of a loss leads to operations that say nothing of it, where that is so."""
     for reduction in reductions:
-        unknown = sorted({_in_words(term.operation) for term in reduction.terms if term.kind == "unknown"})
+        unknown = sorted({_in_words(term) for term in reduction.terms if term.kind == "unknown"})
         if unknown:
             return f"its graph leads to {' and '.join(unknown)}, which says nothing of it", _COUNT
     return None
@@ -220,8 +220,8 @@ def _doubt_of_constants(sizes: Sequence[int], reductions: Sequence[Reduction], i
     return None
 
 
-def _in_words(operation: str) -> str:
-    return "code that torch.compile made" if "CompiledFunction" in operation else operation
+def _in_words(term: Term) -> str:
+    return "code that torch.compile made" if term.is_compiled else term.operation
 
 
 def proportional(first: Sequence[float], second: Sequence[float]) -> bool:

@@ -44,6 +44,11 @@ class Term:
     unread: Shown | None = None
     """What it is made of again once the numbers of a device are read; None where they are on the host."""
 
+    @property
+    def is_compiled(self) -> bool:
+        """Tell whether the graph ends where torch.compile's code begins, which says nothing of it."""
+        return "CompiledFunction" in self.operation
+
     def numbers_unread(self) -> list[Count]:
         """Return all of its numbers that may be on a device."""
         return [self.divisor, self.factor, *(() if self.unread is None else self.unread.numbers())]

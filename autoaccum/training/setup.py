@@ -474,6 +474,8 @@ def validator_of(
     if (window_loss := step.job.window_loss) is not None:
         size = checked[schedule_of].at(Progress())
         kind = partial(ValidatorOfWindows, window_loss=window_loss, window_samples=size)
+    # Validations read what losses count as windows do, and compiled code hides it from them too.
+    context = partial(step.compilations.allowed_within, step.job.autocast)
     validator: Validator = kind(
         step_model,
         modules,
@@ -481,7 +483,7 @@ def validator_of(
         loss_of=loss_of,
         of_outputs=arguments.loss_fn is not None,
         num_items=step.job.num_items,
-        autocast=step.job.autocast,
+        autocast=context,
         device=place.device,
         memory=place.memory,
         limit=place.limit,
@@ -489,7 +491,7 @@ def validator_of(
         patience=arguments.patience,
         snapshot=step.transaction.snapshot,
         emit=emit,
-        metrics=Metrics(metrics, step_model, of=of, autocast=step.job.autocast) if metrics else None,
+        metrics=Metrics(metrics, step_model, of=of, autocast=context) if metrics else None,
     )
     validator.set_fewest(arguments.min_micro_batch or 1)
     validator.has_outputs = lambda: step.transaction.outputs.are_there
@@ -497,6 +499,6 @@ def validator_of(
         validator.share(sharing, checked[schedule_of].at(Progress()))
     if metrics:
         # On the model as it is: a compiled one would be compiled for batches of one sample and of two.
-        tried = Metrics(metrics, arguments.model, of=of, autocast=step.job.autocast, split=step.job.split)
+        tried = Metrics(metrics, arguments.model, of=of, autocast=context, split=step.job.split)
         validator.try_metrics(tried)
     return validator

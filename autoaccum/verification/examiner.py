@@ -50,6 +50,8 @@ class Examination(NamedTuple):
     """Whether the window has to be run again, for it was weighed by a hypothesis that has failed."""
     smallest: int = 1
     """The fewest samples of a micro-batch whose loss can be computed."""
+    hides_items: bool = False
+    """Whether compiled code hides what its losses are means over, so that it may not run compiled."""
 
 
 class Examiner:
@@ -193,7 +195,7 @@ class Examiner:
             NotExactError: it is not that of the whole window, and the run is strict.
         """
         said: list[Event] = []
-        is_weighed_otherwise = False
+        is_weighed_otherwise = hides_items = False
         if number >= self._transaction.signs.next_look and self._is_spoilt(gradient):
             self._transaction.drops_gradients = True
             return Examination(again=True)
@@ -217,7 +219,11 @@ class Examiner:
             if self._occasions.status == "unmeasured":
                 said.extend(readings.doubts(self._job, gradient, self._met, self._shown))
             is_passed = self._occasions.status == "passed"
-            if is_passed and self._transaction.hypothesis == "items" and readings.is_guessed(gradient, self._rivals):
+            # What was measured is true of code as it is written, of which windows that run compiled code see nothing.
+            hides_items = is_passed and readings.is_hidden(gradient, self._transaction.hypothesis, self._rivals)
+            if hides_items:
+                said.append(notices.compiled_notice())
+            elif is_passed and self._transaction.hypothesis == "items" and readings.is_guessed(gradient, self._rivals):
                 doubt = notices.doubt_of(gradient.sizes, gradient.reductions)
                 said.extend([] if doubt is None else [doubt])
             if is_passed and gradient.differs:
@@ -229,7 +235,7 @@ class Examiner:
             if after != before:
                 self._transaction.signs.forget_graphs()
             is_weighed_otherwise = not readings.is_weighed_alike(self._job, gradient, before, after)
-            if gradient.dropped and not self._transaction.drops_nan:
+            if hides_items or (gradient.dropped and not self._transaction.drops_nan):
                 is_weighed_otherwise = True
             # What each micro-batch counts was found by the hypothesis that is held. Nothing is given back for nothing.
             is_passed = self._occasions.status == "passed" and self._verify and not is_weighed_otherwise
@@ -256,7 +262,7 @@ class Examiner:
             self._occasions.looked(number)
             self._tell_signs()
             self._transaction.forward = self._transaction.plain_forward
-        return Examination(said, is_weighed_otherwise, self._smallest)
+        return Examination(said, is_weighed_otherwise, self._smallest, hides_items)
 
     def _is_spoilt(self, gradient: Gradient) -> bool:
         """Return whether a window has a finite loss and a gradient that is not, as nan_to_num leaves it: 0 / 0 * 0."""

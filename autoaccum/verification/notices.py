@@ -115,6 +115,17 @@ def doubt_notice(reason: str, cure: str) -> Notice:
     )
 
 
+def compiled_notice() -> Notice:
+    """Return what to say when compiled code hides the items that its loss is a mean over, and is left out for that."""
+    return Notice(
+        cause="The loss was compiled, and is a mean over items: how many of them a micro-batch has does not show in "
+        "compiled code",
+        consequence="From here on the run is exact and not compiled, which may be slower and take more memory",
+        cure="Pass num_items=(micro-batch) -> how many items its loss is a mean over, or compile the model and not the "
+        "loss",
+    )
+
+
 def contradiction_notice(
     claimed: Sequence[float], sizes: Sequence[int], reductions: Sequence[Reduction]
 ) -> Notice | None:

@@ -65,6 +65,14 @@ def is_guessed(gradient: Gradient, rivals: Collection[str]) -> bool:
     return len(known) > 1 and not are_alike(gradient.sizes, claims(gradient))
 
 
+def is_hidden(gradient: Gradient, hypothesis: Hypothesis | None, rivals: Collection[str]) -> bool:
+    """Return whether micro-batches count items that cannot be read off them because their loss was compiled."""
+    # By these no reading decides on a weight.
+    if hypothesis in (None, "num_items", "samples", "sum") or "samples" in rivals:
+        return False
+    return any(term.is_compiled for reduction in gradient.reductions for term in reduction.terms)
+
+
 def ones(gradient: Gradient) -> list[tuple[int, int]]:
     """Return (start, samples) of the micro-batches that were divided by 1: those that were left out for that, too."""
     found = zip(pieces(gradient), gradient.reductions, strict=True)

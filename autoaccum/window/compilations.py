@@ -7,7 +7,9 @@ PyTorch's compiler, which says when it begins and when it is done. So that is li
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from autoaccum.loss.stated import LossOf
 from autoaccum.planning.attempts import Piece, Reading
 from autoaccum.window import notices
 from autoaccum.window.meter import Heard
+from autoaccum.window.precision import Autocast
 from autoaccum.window.surroundings import surroundings_of
 
 RECURRING = 4
@@ -45,6 +48,8 @@ class Compilations:
         self._has_graphs = keeps_graphs(device)  # somebody else's, by now
         self._total = Heard()  # in all windows
         self._sizes: list[int] = []  # of all micro-batches in which a forward was compiled
+        self.allowed: Callable[[], AbstractContextManager[Any]] = nullcontext
+        """Makes the context of forwards, in which compiled code runs or, where it is forgone, what it was made of."""
 
     # Called where something was compiled, and not for each micro-batch: see ``Meter.compiled``.
 
@@ -74,6 +79,22 @@ class Compilations:
             limit = torch._dynamo.config.recompile_limit
             say_once(notices.compiles_on(len(self._sizes), sorted(set(self._sizes)), self._total.seconds, limit))
         self.of_window = {}
+
+    @property
+    def are_forgone(self) -> bool:
+        """Return whether forwards run as they are written, whatever was compiled."""
+        return self.allowed is not nullcontext
+
+    def forgo(self) -> None:
+        """Run forwards as they are written from now on."""
+        # All of what was compiled: nobody knows which part of it holds the loss.
+        self.allowed = partial(torch.compiler.set_stance, "force_eager")
+
+    @contextmanager
+    def allowed_within(self, other: Autocast) -> Iterator[None]:
+        """Enter the context of forwards, and another one within it."""
+        with self.allowed(), other():
+            yield
 
     def sparing(self, loss_of: LossOf) -> LossOf:
         """Return a loss whose micro-batches say that their number of samples varies, so that it is compiled for any."""

@@ -23,6 +23,10 @@ class Examination(Protocol):
         """Return whether the window has to be run again, now that it is known what its loss is."""
 
     @property
+    def hides_items(self) -> bool:
+        """Return whether compiled code hides what its losses are means over, so that it may not run compiled."""
+
+    @property
     def smallest(self) -> int:
         """Return the fewest samples of a micro-batch whose loss can be computed."""
 

@@ -124,7 +124,8 @@ def engine(*, has_scaler: bool) -> Check:
             "runner": _RUNNER,
             "scaler": _SCALER if has_scaler else one_of(None),
             "tuner": TUNER,
-        }
+        },
+        optionally={"uncompiled": a(bool)},
     )
 
 

@@ -93,7 +93,7 @@ class Step:
         self._sharded = transaction.together
         self.tuner = tuner
         self.meter = meter
-        self._compilations = compilations
+        self.compilations = compilations
         self.limit = limit
         self.number = 0
         """Windows that were run and stepped on."""
@@ -146,8 +146,8 @@ class Step:
             # It costs time and no exactness; whoever knows the counts can say them.
             if gradient.is_unforeseen:
                 self.announcer.say_once(notices.run_twice())
-            if self._compilations.of_window:
-                self._compilations.tell(self.number + 1, self._emit, self.announcer.say_once)
+            if self.compilations.of_window:
+                self.compilations.tell(self.number + 1, self._emit, self.announcer.say_once)
             refused = None
         except NothingFitsError as error:
             refused = without_frames(error)  # which hold what was computed of the window
@@ -226,7 +226,7 @@ class Step:
         # The tuner hears of the window before anything is said of it, and so before a callback can raise.
         if outcome.own:
             aside = self.examining_seconds + (group.waited_seconds - self._waited if group is not None else 0.0)
-            is_timed = started is not None and not self._compilations.of_window
+            is_timed = started is not None and not self.compilations.of_window
             pieces.committed(outcome.own, meter.now() - (started or 0.0) - aside if is_timed else None)
         peak_bytes = meter.end_window(is_searching=tuner.search.is_on, target_bytes=tuner.limits.target_bytes)
         if peak_bytes is not None and outcome.own and not tuner.search.is_on:  # in a search trials keep the limit
@@ -248,7 +248,8 @@ class Step:
         try:
             # Where ranks wait for each other in each micro-batch, a failure of this one is made up for first.
             add_all = partial(self._add_all, pieces)
-            outcome = attempt(add_all if sharded is None else partial(sharded.run, add_all))
+            with self.compilations.allowed():
+                outcome = attempt(add_all if sharded is None else partial(sharded.run, add_all))
         except Elsewhere as error:  # where they are not run apart, all run the window again
             return without_frames(error)
         except NothingFitsError as error:  # said by a number, a trial's peak: nothing has failed
@@ -283,14 +284,14 @@ class Step:
             self._piece = piece  # what is to blame if it runs out of memory
             if not sizes:
                 self.transaction.prepare(piece.size)
-            self._compilations.size = piece.size
+            self.compilations.size = piece.size
             with self.meter.measuring(piece) as reading:
                 self.transaction.add(piece)
             if (compiled := self.meter.compiled()) is not None:
-                self._compilations.note(piece, reading, compiled)
+                self.compilations.note(piece, reading, compiled)
             pieces.fitted(reading)
             sizes.append(piece.size)
-        self._compilations.size = 0
+        self.compilations.size = 0
         # If it is the end of the window that does, the largest of them is what has to become smaller.
         self._piece = self._piece._replace(size=max(sizes, default=0))
         outcome = self.transaction.finish()
@@ -353,6 +354,8 @@ class Step:
                 self.announcer.say_once(event)
             else:
                 self._emit(event)
+        if found.hides_items:
+            self.compilations.forgo()
         if found.smallest > self.tuner.smallest:
             self.tuner.set_smallest(found.smallest)
             if min(gradient.sizes) < found.smallest <= num_of_all_ranks(window):
@@ -577,6 +580,7 @@ class Step:
             "runner": {name: value for name, value in found.items() if name != "scaler"},
             "scaler": transaction["scaler"],
             "tuner": self.tuner.state_dict(),
+            **({"uncompiled": True} if self.compilations.are_forgone else {}),
         }
 
     def load_state_dict(self, state: dict[str, Any], *, is_same_device: bool) -> None:
@@ -586,4 +590,6 @@ class Step:
         self._examiner.load_state_dict(state["runner"])
         self.transaction.load_state_dict(state["runner"] | {"scaler": state["scaler"]})
         self._plan = state["plan"]
+        if state.get("uncompiled", False):
+            self.compilations.forgo()
         self.tuner.load_state_dict(state["tuner"], is_same_device=is_same_device)

@@ -7,6 +7,7 @@ import sys
 import types
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from torch.nn.functional import cross_entropy
 
 import autoaccum
 from autoaccum.errors import ArgumentError, AutoaccumWarning
-from autoaccum.events import Compiled, Event, Notice
+from autoaccum.events import Compiled, Event, Notice, Validated, Verified
 from autoaccum.memory.devices import memory_of
 from autoaccum.planning.attempts import NOT_MEASURED, Piece, Reading
 from autoaccum.window.compilations import Compilations, compiled_parts, keeps_graphs, mark
@@ -365,3 +366,88 @@ def test_marks_are_on_the_samples() -> None:
     mark(single, 1)
     assert not hasattr(single, "_dynamo_weak_dynamic_indices")
     mark(torch.nested.nested_tensor([torch.zeros(2, 3), torch.zeros(4, 3)]), 2)  # which has no shape to be asked for
+
+
+def stop_after(step: int) -> Callable[[Any], None]:
+    def callback(record: Any) -> None:
+        if isinstance(record, autoaccum.StepReport) and record.step == step:
+            raise autoaccum.StopTraining
+
+    return callback
+
+
+@pytest.mark.measured
+class TestItemsThatCompiledCodeHides:
+    """A loss that was compiled, over as many items as a micro-batch happens to have: what it divides by is not seen."""
+
+    def masked(self, num_samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+        features, targets = classes(num_samples, torch.float64)
+        targets[: num_samples // 2] %= 2  # half of these are 0, which is left out
+        return features, targets
+
+    @staticmethod
+    def loss_fn(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return cross_entropy(outputs, targets, ignore_index=0)
+
+    def step(self, model: Any, batch: Any) -> torch.Tensor:
+        return self.loss_fn(model(batch[0]), batch[1])
+
+    def arguments(self, way: str) -> tuple[Any, dict[str, Any]]:
+        model = mlp(torch.float64)
+        if way == "the loss":
+            return model, {"loss_fn": torch.compile(self.loss_fn, backend="aot_eager")}
+        if way == "the step":
+            return model, {"training_step": torch.compile(self.step, backend="aot_eager")}
+        compiled = torch.compile(lambda batch: self.step(model, batch), backend="aot_eager")
+        return model, {"training_step": lambda model, batch: compiled(batch)}  # a closure that nobody looks into
+
+    def run(self, model: Any, data: Any, **arguments: Any) -> tuple[Any, list[torch.Tensor]]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        result = fit(
+            model=model, data=data, effective_batch=17, shuffle=False, optimizer=optimizer, epochs=2,
+            validation_data=data, **arguments,
+        )  # fmt: skip
+        return result, [p.detach().clone() for p in model.parameters()]
+
+    @pytest.mark.parametrize("way", ["the loss", "the step", "a function that nobody sees"])
+    def test_it_runs_uncompiled_and_that_is_said_once(self, way: str) -> None:
+        model, loss = self.arguments(way)
+        data = self.masked(34)
+        with pytest.warns(AutoaccumWarning, match="does not show in compiled code") as warned:
+            result, parameters = self.run(model, data, micro_batch=4, strict=True, **loss)
+        assert len(warned) == 1
+        expected, wanted = self.run(mlp(torch.float64), data, micro_batch=17, loss_fn=self.loss_fn)
+        assert [r.loss for r in result.history] == pytest.approx([r.loss for r in expected.history], abs=1e-12)
+        assert all(torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in zip(parameters, wanted, strict=True))
+        validated, rightly = (
+            [e.loss for e in found.events if isinstance(e, Validated)] for found in (result, expected)
+        )
+        assert validated == pytest.approx(rightly, abs=1e-12)
+        assert [event.step for event in result.events if isinstance(event, Verified)] == [1]
+
+    def test_a_run_that_is_resumed_goes_on_uncompiled(self, tmp_path: Path) -> None:
+        model, loss = self.arguments("the loss")
+        data = self.masked(34)
+        with pytest.warns(AutoaccumWarning, match="does not show in compiled code"):
+            self.run(
+                model, data, micro_batch=4, run_dir=tmp_path, checkpoint_every=1, callbacks=[stop_after(1)], **loss
+            )
+        torch.compiler.reset()
+        model, loss = self.arguments("the loss")
+        result, parameters = self.run(model, data, micro_batch=4, run_dir=tmp_path, **loss)
+        assert {event.step for event in compiled(result.events)} == {1}
+        _, wanted = self.run(mlp(torch.float64), data, micro_batch=17, loss_fn=self.loss_fn)
+        assert all(torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in zip(parameters, wanted, strict=True))
+
+    @pytest.mark.parametrize("given", ["num_items", "nothing, for it counts samples"])
+    def test_where_no_item_is_to_be_read_it_runs_compiled(self, given: str) -> None:
+        model, data = mlp(torch.float64), self.masked(34)
+        arguments: dict[str, Any] = {"loss_fn": torch.compile(cross_entropy, backend="aot_eager")}
+        if given == "num_items":
+            counting = {"num_items": lambda batch: int((batch[1] != 0).sum())}
+            arguments = {"loss_fn": torch.compile(self.loss_fn, backend="aot_eager"), **counting}
+        result, parameters = self.run(model, data, micro_batch=4, strict=True, **arguments)
+        assert len(compiled(result.events)) > 0
+        reference = self.loss_fn if given == "num_items" else cross_entropy
+        _, wanted = self.run(mlp(torch.float64), data, micro_batch=17, loss_fn=reference)
+        assert all(torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in zip(parameters, wanted, strict=True))
