@@ -249,7 +249,7 @@ class LossSideEffectError(LossError):
     def __init__(self, source: str) -> None:
         super().__init__(
             f"{source} changed the .grad of parameters: it must only compute and return the loss. Leave backward(), "
-            f"zero_grad() and step() out of it, which are called for you."
+            f"zero_grad() and step() out of it and return the loss: autoaccum calls them for you."
         )
 
 
