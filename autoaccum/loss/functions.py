@@ -161,8 +161,8 @@ def call_on_batch(model: Any, batch: Any) -> Any:
         except TypeError:
             raise DataError(
                 f"data: the model was called with all of a batch, {mistakes.describe(batch)}, because neither loss_fn "
-                f"nor training_step was given, and cannot take it ({error}). Pass loss_fn=(outputs, targets) -> loss, or "
-                f"a training_step."
+                f"nor training_step was given, and cannot take it ({error}). Pass loss_fn=(outputs, targets) -> loss, "
+                f"or a training_step."
             ) from None
         raise
 

@@ -270,6 +270,7 @@ class Accumulator:
             # What is returned are the loss and the outputs before the step, which is what callers compare.
             with being_current(self._device):
                 self._step.apply(gradient, lambda: self._run(window))
+            self._step.strays.stepped(self._step.job.optimizer)
         self.outputs = outputs
         return gradient.loss
 
@@ -283,6 +284,7 @@ class Accumulator:
             raise ConflictingArgumentsError("precision", "fp16", "backward()", cure)
         with self._telling(), self._step.limit.kept():
             gradient = self._run(self._part(batch, "backward"))
+        self._step.strays.expect()
         self._step.number += 1  # the caller steps, and windows are numbered by steps in what is announced
         return gradient.loss
 

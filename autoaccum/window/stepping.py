@@ -14,6 +14,7 @@ from autoaccum.memory.base import Memory
 from autoaccum.memory.oom import RanOut, attempt, insist
 from autoaccum.window.closures import Closure, Mark
 from autoaccum.window.optimizers import is_pytorchs, may_need_closure
+from autoaccum.window.strays import strays_of
 
 
 class WithoutClosureError(Exception):
@@ -58,6 +59,8 @@ class Stepper:
         self._is_counted = False
         # Whether its first step is yet to show that it does without a closure.
         self._may_need_closure = may_need_closure(optimizer)
+        self.strays = strays_of(optimizer)
+        """Who else steps the optimizer."""
 
     def take(
         self,
@@ -92,7 +95,8 @@ class Stepper:
         tries = 0
         while left:
             try:
-                outcome = attempt(left[0])
+                with self.strays.ours():
+                    outcome = attempt(left[0])
             except Exception as error:
                 if mark is None:
                     raise
@@ -129,7 +133,8 @@ class Stepper:
         Raises:
             OptimizerOutOfMemoryError: memory ran out. It is not tried again, for the closure has drawn random numbers.
         """
-        outcome = attempt(lambda: self._optimizer.step(closure))  # type: ignore[arg-type]
+        with self.strays.ours():
+            outcome = attempt(lambda: self._optimizer.step(closure))  # type: ignore[arg-type]
         if isinstance(outcome, RanOut):
             raise self._out_of_memory(step, limit_bytes, is_untouched=False) from outcome.error
 
@@ -138,7 +143,8 @@ class Stepper:
         # Its state is not put back, nor its gradients: this is asked where the run ends either way.
         kept = [p.detach().clone() for p in self._parameters()]
         try:
-            self._optimizer.step(lambda: loss)  # type: ignore[arg-type, return-value]
+            with self.strays.ours():
+                self._optimizer.step(lambda: loss)  # type: ignore[arg-type, return-value]
         except Exception:
             return False
         finally:
