@@ -21,6 +21,7 @@ from autoaccum.loss import mistakes
 from autoaccum.loss.counting import count_items
 from autoaccum.loss.shared import Beside
 from autoaccum.loss.stated import Computed, CountItems, LossOf, Reducing
+from autoaccum.loss.types import mistaken
 from autoaccum.loss.windowed import stand_in_for
 
 
@@ -62,8 +63,12 @@ def loss_function(
             "training_step", training_step, "loss_fn", "A training_step computes the whole loss: leave loss_fn out."
         )
     if before_window is not None:
-        return _with_shared(loss_fn, training_step)
-    # Each of the three checks what it gets, so that an error names what the user passed.
+        return _explaining(_with_shared(loss_fn, training_step))
+    return _explaining(_loss_of(loss_fn, training_step))
+
+
+def _loss_of(loss_fn: Callable[..., Any] | None, training_step: Callable[..., Any] | None) -> LossOf:
+    """Make the loss of one of the three ways; each checks what it gets, so that errors name what the user passed."""
     if loss_fn is not None:
 
         def by_loss_fn(model: Any, batch: Any) -> torch.Tensor | Computed:
@@ -74,6 +79,21 @@ def loss_function(
     if training_step is not None:
         return lambda model, batch: checked(training_step(model, batch), "training_step")
     return lambda model, batch: checked(_model_loss(call_on_batch(model, batch)), "the model")
+
+
+def _explaining(loss_of: LossOf) -> LossOf:
+    """Make the same loss, whose errors of types name the part of a batch that is of another type."""
+
+    def explaining(model: Any, batch: Any) -> torch.Tensor | Computed:
+        try:
+            return loss_of(model, batch)
+        except (TypeError, AttributeError, RuntimeError) as error:
+            given = batch.batch if isinstance(batch, Beside) else batch
+            if (found := mistaken(error, model, given)) is None:
+                raise
+            raise found from error
+
+    return explaining
 
 
 def stated(loss_of: LossOf, num_items: CountItems | None, reduction: Reducing) -> tuple[LossOf, Reducing]:
@@ -144,7 +164,8 @@ def _arguments(inputs: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
     # As the batches of Hugging Face's tokenizers and models are.
     if isinstance(inputs, Mapping):
         return (), inputs
-    if isinstance(inputs, tuple | list):
+    # Texts are one argument: a model that takes each of a batch for itself would have another signature each time.
+    if isinstance(inputs, tuple | list) and not (inputs and all(isinstance(entry, str) for entry in inputs)):
         return inputs, {}
     return (inputs,), {}
 

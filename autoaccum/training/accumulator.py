@@ -13,11 +13,12 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from autoaccum import _checks
-from autoaccum.data import batches
+from autoaccum.data import batches, foreign
+from autoaccum.data.arrays import converted, is_plain
 from autoaccum.data.base import Window
 from autoaccum.data.lengths import BatchLengths
 from autoaccum.data.randomness import mix
-from autoaccum.data.splits import SplitLike, split_of, tensors
+from autoaccum.data.splits import SplitLike, is_said, split_of, tensors
 from autoaccum.errors import ArgumentError, ConflictingArgumentsError, EmptyDatasetError
 from autoaccum.events import Event
 from autoaccum.loss.coupling import batch_norms, smallest_micro_batch
@@ -313,6 +314,9 @@ class Accumulator:
             return _Batch(batch, 0, self._device)
         if self._samples is not None:
             return self._samples.window(batch, self._step.number)
+        if not (is_said(self._split) or is_plain(batch)):
+            foreign.refuse_as_batch(batch)
+            batch = converted(batch)
         num_samples = self._split.count(batch, "batch")
         if not num_samples and not may_be_empty:
             raise EmptyDatasetError("batch", "its tensors have no rows.")

@@ -1,0 +1,128 @@
+"""Tells lists of samples, which are a dataset as a DataLoader reads them, from lists of batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from autoaccum.data import batches, objects
+from autoaccum.errors import AmbiguousBatchError, DataError
+from autoaccum.events import Notice
+
+_LOOKED_AT = 64
+"""Look at so many entries of a list, evenly spread."""
+_FEW_CHANNELS = 4
+"""Rows of an entry that may as well be the channels of an image, or of a wave."""
+
+
+class Reading(NamedTuple):
+    """What the entries of a list are."""
+
+    are_samples: bool
+    is_new: bool = False
+    """Whether they could be batches too, and were once taken for them."""
+
+
+class _Entry(NamedTuple):
+    """What one entry shows."""
+
+    rows: tuple[int, ...]
+    """How many each part has that has any."""
+    dims: tuple[int, ...]
+    """How many dimensions each of these has."""
+    has_single: bool
+    """Whether something in it belongs to one sample, or to a whole batch: a number, a text, None."""
+    has_texts: bool
+
+
+def read(data: Sequence[Any], argument: str = "data") -> Reading:
+    """Return what the entries of a list are.
+
+    A sample has a number or a text where a batch has a row for each sample, or its parts differ in their first
+    dimension, or they are all vectors. What may be either is taken for a batch: two matrices, or a matrix and a vector,
+    that agree on dim 0.
+
+    Raises:
+        AmbiguousBatchError: its entries may be images, or as many samples as these have channels.
+        DataError: they are the parts of one batch.
+    """
+    count = min(len(data), _LOOKED_AT)
+    chosen = [data[place * len(data) // count] for place in range(count)]
+    _refuse_parts(chosen, argument)
+    entries = [_look_at(entry) for entry in chosen]
+    if any(not entry.rows or len(set(entry.rows)) > 1 for entry in entries):
+        return Reading(True)
+    # Of several parts that agree a number beside them may be what is shared by a batch.
+    if any(entry.has_single and len(entry.rows) == 1 for entry in entries):
+        return Reading(True, is_new=True)
+    if any(entry.has_texts for entry in entries):
+        return Reading(False)
+    if all(max(entry.dims) == 1 for entry in entries):
+        return Reading(True, is_new=True)
+    if _may_be_images(entries):
+        raise AmbiguousBatchError(
+            len(data), sum(entry.rows[0] for entry in entries), f"a list of {len(data)}", argument, _IF_LIST
+        )
+    return Reading(False)
+
+
+_IF_LIST = (
+    "DataLoader(data) if each entry is a sample, as an image is, DataLoader(data, batch_size=None) if each is a batch."
+)
+
+
+def notice(argument: str) -> Notice:
+    """Return what is said of a list that is read as samples, and was once read as batches."""
+    return Notice(
+        cause=f"{argument} is a list whose entries look like samples",
+        consequence="It is read as a dataset, as a DataLoader reads it",
+        cure=f"Pass DataLoader({argument}, batch_size=None) if each entry is a batch",
+    )
+
+
+def _refuse_parts(chosen: Sequence[Any], argument: str) -> None:
+    """Raise where a list holds tensors of other forms, as inputs and targets are."""
+    if len(chosen) < 2 or not all(isinstance(entry, torch.Tensor | np.ndarray) and entry.ndim for entry in chosen):
+        return
+    forms = {(entry.ndim, str(entry.dtype)) for entry in chosen}
+    if len(forms) > 1 and len({len(entry) for entry in chosen}) == 1:
+        raise DataError(
+            f"{argument}: it is a list of tensors that are not alike, as inputs and targets are, while a list is one "
+            f"of samples, or of batches. Pass them as a tuple: tuple({argument})."
+        )
+
+
+def _look_at(entry: Any) -> _Entry:
+    """Return what an entry shows."""
+    rows: list[int] = []
+    dims: list[int] = []
+    has_single = has_texts = False
+    pending = [entry]
+    while pending:
+        part = pending.pop()
+        if isinstance(part, torch.Tensor | np.ndarray) and part.ndim:
+            rows.append(len(part))
+            dims.append(part.ndim)
+        elif objects.has_samples(part):
+            rows.append(objects.count(part))
+            dims.append(2)
+        elif isinstance(part, Mapping):
+            pending += part.values()
+        elif isinstance(part, list | tuple) and part and (part is entry or not batches.is_leaf(part)):
+            pending += part
+        elif isinstance(part, list | tuple):
+            rows.append(len(part))
+            dims.append(1)
+            has_texts = has_texts or any(isinstance(text, str | bytes) for text in part)
+        else:
+            has_single = True
+    return _Entry(tuple(rows), tuple(dims), has_single, has_texts)
+
+
+def _may_be_images(entries: Sequence[_Entry]) -> bool:
+    """Return whether all that the entries hold are images, or batches of as few samples as these have channels."""
+    kinds = {(dim, rows) for entry in entries for dim, rows in zip(entry.dims, entry.rows, strict=True)}
+    return len(entries) > 1 and len(kinds) == 1 and all(dim == 3 and rows <= _FEW_CHANNELS for dim, rows in kinds)
