@@ -198,13 +198,10 @@ _OTHER_FORMS = (
 )
 
 
-_SAID_BY_SPLIT = "split=autoaccum.splits.samples if a list has one entry for each sample, or .tensors if tensors have."
-
-
 class AmbiguousBatchError(DataError):
     """A batch with a list of tensors that may hold one for each sample, or be parts that have a row for each."""
 
-    def __init__(self, samples: int, rows: int, found: str, argument: str = "data", cure: str = "") -> None:
+    def __init__(self, samples: int, rows: int, found: str, argument: str, cure: str) -> None:
         self.samples = samples
         """Samples in the batch, if its lists hold one entry for each."""
         self.rows = rows
@@ -212,7 +209,7 @@ class AmbiguousBatchError(DataError):
         super().__init__(
             f"{argument}: a batch holds {found}, which may be {samples} sample{'s' * (samples != 1)}, or parts of a "
             f"batch of {rows}: their shapes fit both, and a wrong guess would cut an image between its channels. Say "
-            f"which: {cure or _SAID_BY_SPLIT}"
+            f"which: {cure}"
         )
 
 

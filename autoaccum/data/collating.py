@@ -70,7 +70,7 @@ def _problem(samples: Sequence[Any]) -> str | None:
     parts = [dict(_parts(sample, "")) for sample in samples]
     for name, part in parts[0].items():
         which = f"{name} of a sample" if name else "a sample"
-        others = [other.get(name) for other in parts]
+        others: list[Any] = [other.get(name) for other in parts]
         if any(other is None for other in others):
             return f"{which} is None. Let the dataset leave it out, or put a number in its place, or pass a collate_fn."
         if foreign.is_table(part):

@@ -53,7 +53,11 @@ def read(data: Sequence[Any], argument: str = "data") -> Reading:
     chosen = [data[place * len(data) // count] for place in range(count)]
     _refuse_parts(chosen, argument)
     entries = [_look_at(entry) for entry in chosen]
-    if any(not entry.rows or len(set(entry.rows)) > 1 for entry in entries):
+    if any(not entry.rows for entry in entries):
+        return Reading(True)
+    if len(data) == 1:  # nobody has a dataset of one sample, and a batch in a list is a frequent thing
+        return Reading(False)
+    if any(len(set(entry.rows)) > 1 for entry in entries):
         return Reading(True)
     # Of several parts that agree a number beside them may be what is shared by a batch.
     if any(entry.has_single and len(entry.rows) == 1 for entry in entries):

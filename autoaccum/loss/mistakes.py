@@ -139,8 +139,7 @@ def _valued(value: object) -> str:
 
 def _reduced(tensor: torch.Tensor) -> str:
     """Return how to make a scalar of a tensor."""
-    if tensor.numel() == 1:
-        return "Drop its dimension, for example with .squeeze()."
+    # A mean for one of one element too: as likely as not it is the loss of the one sample of a micro-batch.
     if tensor.ndim > 1:
         return "Reduce it, for example with .mean(); if these are outputs of the model, compute a loss of them."
     return "Reduce it, for example with .mean()."

@@ -60,9 +60,9 @@ def _of_no_tensor(leaves: dict[str, Any], text: str) -> DataError | None:
         whole = where.rsplit("[", 1)[0] or "a batch"
         if isinstance(leaf, str):
             return DataError(
-                f"data: {whole} holds texts, which have reached the model, or the loss, as they are, and it cannot take "
-                f"them ({text}). Tokenize them before training, or pass a collate_fn that makes tensors of them, with "
-                f"tokenizer(texts, padding=True, return_tensors='pt')."
+                f"data: {whole} holds texts, which have reached the model, or the loss, as they are, and it cannot "
+                f"take them ({text}). Tokenize them before training, or pass a collate_fn that makes tensors of them, "
+                f"with tokenizer(texts, padding=True, return_tensors='pt')."
             )
         if isinstance(leaf, int | float) and not isinstance(leaf, bool) and _IS_OF_A_LIST.search(text):
             return DataError(

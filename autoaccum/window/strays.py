@@ -55,7 +55,8 @@ class Strays:
         self._left = {}
         for group in optimizer.param_groups:
             for p in group["params"]:
-                if (gradient := p.grad) is not None:
+                gradient = p.grad
+                if gradient is not None:
                     self._left[id(p)] = weakref.ref(gradient), gradient._version
 
     def look_at(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -76,16 +77,18 @@ class Strays:
 
     def _is_as_left(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether nothing was added to the gradients since: each is what it was, or gone, or 0."""
+        left = self._left or {}
         for group in optimizer.param_groups:
             for p in group["params"]:
-                if p.grad is None:  # as zero_grad() leaves it
+                gradient: torch.Tensor | None = p.grad
+                if gradient is None:  # as zero_grad() leaves it
                     continue
-                reference, version = (self._left or {}).get(id(p), (None, 0))
-                if reference is None or reference() is not p.grad:
+                kept = left.get(id(p))
+                if kept is None or kept[0]() is not gradient:
                     return False
                 # zero_grad(set_to_none=False) writes zeros. Only of what was written to is a value asked for, and not
                 # of sharded ones, whose ranks would have to ask together.
-                if p.grad._version != version and (type(p.grad) is not torch.Tensor or _has_any(p.grad)):
+                if gradient._version != kept[1] and (type(gradient) is not torch.Tensor or _has_any(gradient)):
                     return False
         return True
 

@@ -44,7 +44,7 @@ def outputs() -> torch.Tensor:
         ([0.5, 0.25], r"a list of 2.*without \.item\(\)"),
         (None, r"nothing.*End it with a return of the loss\.$"),
         (weight * torch.ones(4), r"Reduce it, for example with \.mean\(\)\.$"),
-        (weight * torch.ones(1), r"with \.squeeze\(\)\.$"),
+        (weight * torch.ones(1), r"with \.mean\(\)\.$"),  # as likely as not of one sample
         (outputs(), r"if these are outputs of the model, compute a loss of them\.$"),
         (loss() + 0j, r"a complex number.*\.abs\(\) or \.real\.$"),
         (SimpleNamespace(loss=loss()), r"return outputs\.loss\.$"),
