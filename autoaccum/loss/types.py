@@ -30,6 +30,11 @@ def mistaken(error: Exception, model: Any, batch: Any) -> DataError | None:
     """
     text = str(error)
     leaves = {pytree.keystr(path): leaf for path, leaf in _leaves(batch)}
+    if "expected np.ndarray (got Tensor)" in text:
+        return DataError(
+            "data: the arrays of a batch are tensors by now, as default_collate makes them: leave torch.from_numpy() "
+            "out, or write torch.as_tensor()."
+        )
     if isinstance(error, TypeError | AttributeError) and _IS_OF_NO_TENSOR.search(text):
         return _of_no_tensor(leaves, text)
     if not isinstance(error, RuntimeError) or not _IS_OF_DTYPES.search(text):
