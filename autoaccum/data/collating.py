@@ -68,6 +68,9 @@ def _numbers_in(sample: Any) -> str | None:
 def _problem(samples: Sequence[Any]) -> str | None:
     """Return what is wrong with samples that could not be collated; None where it is not known."""
     parts = [dict(_parts(sample, "")) for sample in samples]
+    names = [set(part) for part in parts]
+    if any(other != names[0] for other in names):
+        return f"samples differ in what they hold. {_LENGTHS}"
     for name, part in parts[0].items():
         which = f"{name} of a sample" if name else "a sample"
         others: list[Any] = [other.get(name) for other in parts]
@@ -86,9 +89,6 @@ def _problem(samples: Sequence[Any]) -> str | None:
                 f"{which} is a {kind.__module__}.{kind.__qualname__}. Let the dataset yield a tensor of it (of an "
                 f"image: torchvision.transforms.ToTensor()), or pass a collate_fn."
             )
-    names = [set(part) for part in parts]
-    if any(other != names[0] for other in names):
-        return f"samples differ in what they hold. {_LENGTHS}"
     return None
 
 

@@ -81,8 +81,8 @@ _IF_LIST = (
 def notice(argument: str) -> Notice:
     """Return what is said of a list that is read as samples, and was once read as batches."""
     return Notice(
-        cause=f"{argument} is a list whose entries look like samples",
-        consequence="It is read as a dataset, as a DataLoader reads it",
+        cause="Its entries look like samples, and not like batches",
+        consequence=f"The list that is passed as {argument} is read as a dataset, as a DataLoader reads it",
         cure=f"Pass DataLoader({argument}, batch_size=None) if each entry is a batch",
     )
 

@@ -14,7 +14,7 @@ from autoaccum.training.options import FitArguments
 
 
 def heeding(arguments: FitArguments) -> FitArguments:
-    """Return arguments with the ``drop_last`` of a DataLoader, for which a short batch is what a short window is here."""
+    """Return arguments with the ``drop_last`` of a DataLoader: a short batch there is a short window here."""
     return replace(arguments, drop_last=True) if _loader_drops(arguments.data) else arguments
 
 
