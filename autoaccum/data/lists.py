@@ -35,7 +35,8 @@ class _Entry(NamedTuple):
     """How many dimensions each of these has."""
     has_single: bool
     """Whether something in it belongs to one sample, or to a whole batch: a number, a text, None."""
-    has_texts: bool
+    is_batch: bool
+    """Whether a list within it can only be one of samples, as a collate_fn leaves images of different sizes."""
 
 
 def read(data: Sequence[Any], argument: str = "data") -> Reading:
@@ -53,6 +54,8 @@ def read(data: Sequence[Any], argument: str = "data") -> Reading:
     chosen = [data[place * len(data) // count] for place in range(count)]
     _refuse_parts(chosen, argument)
     entries = [_look_at(entry) for entry in chosen]
+    if any(entry.is_batch for entry in entries):
+        return Reading(False)
     if any(not entry.rows for entry in entries):
         return Reading(True)
     if len(data) == 1:  # nobody has a dataset of one sample, and a batch in a list is a frequent thing
@@ -62,8 +65,6 @@ def read(data: Sequence[Any], argument: str = "data") -> Reading:
     # Of several parts that agree a number beside them may be what is shared by a batch.
     if any(entry.has_single and len(entry.rows) == 1 for entry in entries):
         return Reading(True, is_new=True)
-    if any(entry.has_texts for entry in entries):
-        return Reading(False)
     if all(max(entry.dims) == 1 for entry in entries):
         return Reading(True, is_new=True)
     if _may_be_images(entries):
@@ -103,27 +104,39 @@ def _look_at(entry: Any) -> _Entry:
     """Return what an entry shows."""
     rows: list[int] = []
     dims: list[int] = []
-    has_single = has_texts = False
+    has_single = False
+    is_batch = isinstance(entry, list) and _are_samples(entry)
     pending = [entry]
     while pending:
         part = pending.pop()
         if isinstance(part, torch.Tensor | np.ndarray) and part.ndim:
             rows.append(len(part))
             dims.append(part.ndim)
+        # Packed sequences and batches of graphs, which are batches by what they are.
         elif objects.has_samples(part):
-            rows.append(objects.count(part))
-            dims.append(2)
+            is_batch = True
         elif isinstance(part, Mapping):
             pending += part.values()
         elif isinstance(part, list | tuple) and part and (part is entry or not batches.is_leaf(part)):
+            # Within a sample tuples are structure, and lists that hold tensors are what a batch has.
+            is_batch = is_batch or (isinstance(part, list) and part is not entry)
             pending += part
         elif isinstance(part, list | tuple):
             rows.append(len(part))
             dims.append(1)
-            has_texts = has_texts or any(isinstance(text, str | bytes) for text in part)
+            # A list of texts has one for each sample; one of numbers may be the tokens of a text.
+            is_batch = is_batch or any(isinstance(text, str | bytes) for text in part)
         else:
+            # Of a sample, or shared by a batch: what stands beside it tells.
             has_single = True
-    return _Entry(tuple(rows), tuple(dims), has_single, has_texts)
+    return _Entry(tuple(rows), tuple(dims), has_single, is_batch)
+
+
+def _are_samples(entry: list[Any]) -> bool:
+    """Return whether a list holds samples of one kind, and neither a sample's parts nor its numbers."""
+    kinds = set(map(type, entry))
+    # ``[inputs, targets]`` is two tensors, and ``[inputs, 3]`` a tensor and a number.
+    return len(kinds) == 1 and not issubclass(kinds.pop(), torch.Tensor | np.ndarray | int | float | np.generic)
 
 
 def _may_be_images(entries: Sequence[_Entry]) -> bool:

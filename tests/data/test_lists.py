@@ -37,6 +37,13 @@ SAMPLES, NEW, BATCHES = Reading(True), Reading(True, is_new=True), Reading(False
         ([{"x": ones(5, 8), "scale": 0.5, "y": ones(5)}] * 2, BATCHES),
         ([{"text": ["a", "b"], "y": ones(2)}, {"text": ["c", "d"], "y": ones(2)}], BATCHES),
         ([ones(16, 8), ones(16, 8)], BATCHES),
+        # Lists of samples within a batch: images of different sizes, dicts, texts, objects.
+        ([([ones(3, 5, 5), ones(3, 6, 6)], [ones(2), ones(2)])] * 2, BATCHES),
+        ([[{"image": ones(3, 5, 5), "boxes": ones(2, 4)}, {"image": ones(3, 6, 6), "boxes": ones(1, 4)}]] * 2, BATCHES),
+        ([["a", "b"], ["c", "d"]], BATCHES),
+        ([[object(), object()]] * 2, BATCHES),
+        ([[[ones(5, 2), ones(5)], ones(5)]] * 2, BATCHES),
+        ([((ones(5), ones(2)), 3)] * 2, SAMPLES),
         ([(ones(4), ones(5))], BATCHES),  # which is told so when it is read
     ],
 )

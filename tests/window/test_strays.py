@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 
 import autoaccum
 from autoaccum.errors import AlreadySteppedError, LossSideEffectError
-from autoaccum.window.strays import strays_of
+from autoaccum.window.stepping import strays_of
 
 Optimizer = torch.optim.Optimizer
 BATCHES = [(torch.randn(6, 4), torch.arange(6) % 3) for _ in range(3)]
