@@ -36,6 +36,7 @@ def as_tensor(array: np.ndarray, where: str = "") -> Any:
     Raises:
         DataError: there are no such tensors.
     """
+    # Texts first: of these nobody expects a tensor.
     kind = array.dtype.kind
     if kind in "US" or (kind == "O" and array.ndim == 1 and all(isinstance(entry, str) for entry in array)):
         return array.tolist()
@@ -75,6 +76,7 @@ def converted(batch: Any) -> Any:
     leaves, spec = batches.flatten(batch)
     if not any(isinstance(leaf, np.ndarray) for leaf in leaves):
         return batch
+    # 0-dim ones are numbers that belong to the whole batch, and stay what they are.
     made = []
     for where, leaf in zip(batches.paths(batch), leaves, strict=True):
         made.append(as_tensor(leaf, where) if isinstance(leaf, np.ndarray) and leaf.ndim else leaf)

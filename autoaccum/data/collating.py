@@ -24,6 +24,7 @@ def plain_collate(samples: list[Any]) -> Any:
     Raises:
         DataError: it makes nothing of them.
     """
+    # It is asked first, and samples are looked at only where it has failed: it is called for each micro-batch.
     try:
         return default_collate(samples)
     except (TypeError, RuntimeError) as error:
@@ -50,6 +51,7 @@ def collate_without_lists(samples: list[Any]) -> Any:
 
 def collate_of(collate: Any, data: object) -> Any:
     """Return what collates samples of some data: a user's own function, or one that says what is wrong with them."""
+    # Whoever wrote a function knows best what is wrong with samples, and what he wants of lists.
     if collate is not default_collate:
         return collate
     return collate_without_lists if type(data) is list or foreign.is_hf(data) else plain_collate
@@ -67,6 +69,7 @@ def _numbers_in(sample: Any) -> str | None:
 
 def _problem(samples: Sequence[Any]) -> str | None:
     """Return what is wrong with samples that could not be collated; None where it is not known."""
+    # All of the micro-batch, for one sample in a million may be None.
     parts = [dict(_parts(sample, "")) for sample in samples]
     names = [set(part) for part in parts]
     if any(other != names[0] for other in names):

@@ -30,12 +30,14 @@ def refuse(argument: str, data: Any) -> None:
         first = next(iter(data))
         cure = f"It holds several datasets: pass one, such as {argument}[{first!r}]."
         raise ArgumentTypeError(argument, _names(data), "one dataset", cure)
+    # It has a length and an index, as datasets have, but its indices are names of columns.
     if is_table(data):
         cure = (
             "Pass its columns as tensors: (torch.tensor(df[features].to_numpy(), dtype=torch.float32), "
             "torch.tensor(df[target].to_numpy())), where features is a list of names."
         )
         raise ArgumentTypeError(argument, _named(data), _TENSORS, cure)
+    # One level deep, where people put them: what is further in fails when it is counted.
     parts = data.items() if isinstance(data, Mapping) else enumerate(data) if isinstance(data, tuple) else ()
     for name, part in parts:
         if is_table(part):
@@ -64,12 +66,14 @@ def refuse_as_batch(batch: Any) -> None:
 
 def is_table(thing: object) -> bool:
     """Return whether something is a DataFrame or a column of one."""
+    # Nothing is imported for this: whoever has a table has imported its library.
     modules = {kind.__module__.split(".")[0] for kind in type(thing).__mro__}
     return bool(modules & {"pandas", "polars"}) and hasattr(thing, "to_numpy")
 
 
 def is_hf(thing: object) -> bool:
     """Return whether something is a dataset of Hugging Face."""
+    # A dict of them is one of splits, and a class of the same package.
     return any(kind.__module__.startswith("datasets.") for kind in type(thing).__mro__) and not isinstance(thing, dict)
 
 

@@ -50,6 +50,7 @@ def read(data: Sequence[Any], argument: str = "data") -> Reading:
         AmbiguousBatchError: its entries may be images, or as many samples as these have channels.
         DataError: they are the parts of one batch.
     """
+    # Not all of them, for a list may have millions.
     count = min(len(data), _LOOKED_AT)
     chosen = [data[place * len(data) // count] for place in range(count)]
     _refuse_parts(chosen, argument)
@@ -92,6 +93,7 @@ def _refuse_parts(chosen: Sequence[Any], argument: str) -> None:
     """Raise where a list holds tensors of other forms, as inputs and targets are."""
     if len(chosen) < 2 or not all(isinstance(entry, torch.Tensor | np.ndarray) and entry.ndim for entry in chosen):
         return
+    # Batches, and samples, are of one kind among themselves; tensors of one length that are not go together.
     forms = {(entry.ndim, str(entry.dtype)) for entry in chosen}
     if len(forms) > 1 and len({len(entry) for entry in chosen}) == 1:
         raise DataError(
@@ -141,5 +143,6 @@ def _are_samples(entry: list[Any]) -> bool:
 
 def _may_be_images(entries: Sequence[_Entry]) -> bool:
     """Return whether all that the entries hold are images, or batches of as few samples as these have channels."""
+    # Of one size of batches alone: where it differs from entry to entry, it is no number of channels.
     kinds = {(dim, rows) for entry in entries for dim, rows in zip(entry.dims, entry.rows, strict=True)}
     return len(entries) > 1 and len(kinds) == 1 and all(dim == 3 and rows <= _FEW_CHANNELS for dim, rows in kinds)

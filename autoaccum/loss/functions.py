@@ -85,6 +85,7 @@ def _explaining(loss_of: LossOf) -> LossOf:
     """Make the same loss, whose errors of types name the part of a batch that is of another type."""
 
     def explaining(model: Any, batch: Any) -> torch.Tensor | Computed:
+        # A try costs nothing until something is raised.
         try:
             return loss_of(model, batch)
         except (TypeError, AttributeError, RuntimeError) as error:

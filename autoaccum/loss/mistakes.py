@@ -20,6 +20,7 @@ _SHOWN = 12
 
 def wrong(source: str, returned: Any) -> NonScalarLossError:
     """Return the error for what is no loss and no several ones; ``source`` is what has returned it."""
+    # In the order of how sure it is what was meant.
     found = describe(returned)
     if returned is None:
         return NonScalarLossError(source, "nothing", "End it with a return of the loss.")
@@ -40,6 +41,7 @@ def wrong(source: str, returned: Any) -> NonScalarLossError:
 def among_others(source: str, returned: Any) -> NonScalarLossError:
     """Return the error for losses in a dict, a list or a tuple that holds other things too."""
     entries = entries_of(returned)
+    # Whether a gradient comes from it tells a loss from an accuracy, whatever these are called.
     losses = [name for name, entry in entries.items() if is_loss(entry)]
     others = [name for name in entries if name not in losses]
     found = f"a {_kind(returned)} of {_names(entries)}" if isinstance(returned, Mapping) else describe(returned)
@@ -107,6 +109,7 @@ def is_loss(entry: object) -> bool:
 
 def is_number(value: object) -> bool:
     """Return whether something is a number or an array of NumPy or Python, which has no gradient."""
+    # By the module, for NumPy has a class for each of its numbers, and none of them has a gradient.
     return isinstance(value, Number) or type(value).__module__ == "numpy"
 
 
@@ -148,6 +151,7 @@ def _reduced(tensor: torch.Tensor) -> str:
 def _written(returned: Any, losses: list[str], others: list[str]) -> str:
     """Return the statement to write instead."""
     name: Callable[[str], str] = str if isinstance(returned, Mapping) else _place
+    # Short, for it is to be copied: the names are those of the entries, and not those of variables nobody knows.
     first = " + ".join(map(name, losses)) if len(losses) < 4 else "the sum of the losses"
     beside = ", ".join(f'"{name(other)}": ...' for other in others[:3])
     return f"return {first}, {{{beside}}}" if others else f"return {first}"

@@ -28,6 +28,7 @@ def mistaken(error: Exception, model: Any, batch: Any) -> DataError | None:
         model: the module, or what is called in its place.
         batch: the micro-batch.
     """
+    # By its words alone: PyTorch raises the same two classes for nearly everything, memory that ran out among them.
     text = str(error)
     leaves = {pytree.keystr(path): leaf for path, leaf in _leaves(batch)}
     if "expected np.ndarray (got Tensor)" in text:
@@ -39,6 +40,7 @@ def mistaken(error: Exception, model: Any, batch: Any) -> DataError | None:
         return _of_no_tensor(leaves, text)
     if not isinstance(error, RuntimeError) or not _IS_OF_DTYPES.search(text):
         return None
+    # Which tensor was at fault the words do not say, but whose type is neither the model's nor that of labels is found.
     tensors = {where: leaf for where, leaf in leaves.items() if isinstance(leaf, torch.Tensor)}
     if _OF_LABELS.search(text):
         return _of_labels(tensors, text)
@@ -53,6 +55,7 @@ def mistaken(error: Exception, model: Any, batch: Any) -> DataError | None:
 
 def _of_labels(tensors: dict[str, torch.Tensor], text: str) -> DataError | None:
     """Return the error for numbers of classes that are of another type; labels come last in a batch."""
+    # uint8 will do for cross_entropy, and is what images and labels are stored as.
     for where, leaf in reversed(tensors.items()):
         if leaf.dtype not in (torch.int64, torch.uint8):
             return _wrong(where, leaf.dtype, "while numbers of classes are int64", torch.int64, text)
@@ -62,6 +65,7 @@ def _of_labels(tensors: dict[str, torch.Tensor], text: str) -> DataError | None:
 def _of_no_tensor(leaves: dict[str, Any], text: str) -> DataError | None:
     """Return the error for texts, or lists, that reached a model as they are."""
     for where, leaf in leaves.items():
+        # A list is no leaf to PyTorch, so that it is its first entry that is met.
         whole = where.rsplit("[", 1)[0] or "a batch"
         if isinstance(leaf, str):
             return DataError(
@@ -85,6 +89,7 @@ def _leaves(batch: Any) -> list[Any]:
 
 def _dtypes_of(model: Any) -> set[torch.dtype]:
     """Return the types that a model's weights are of."""
+    # None of what is only called like a module, as in tests of a loss alone.
     parameters = model.parameters() if isinstance(model, torch.nn.Module) else ()
     return {p.dtype for p in parameters if p.is_floating_point()}
 

@@ -51,6 +51,7 @@ def _loader_drops(data: object) -> bool:
 
 
 def _batch_size(loader: DataLoader[Any]) -> int:
+    # That of a BatchSampler, where the loader was given one and has no size itself.
     return int(getattr(loader.batch_sampler, "batch_size", None) or loader.batch_size or 1)
 
 

@@ -36,6 +36,7 @@ class SideEffects:
         Raises:
             LossSideEffectError: it does not.
         """
+        # Errors of other kinds come out as they are, among them memory that ran out: these have a replay to come.
         try:
             computed = compute()
         except LossError:

@@ -368,11 +368,12 @@ class Strays:
         """
         if self._is_ours:
             return
+        # Gradients are being added up: this step would be on a part of them, and a replay would take it again.
         if any(window.is_open for window in self.windows):
             raise LossSideEffectError("training_step or the model", "called optimizer.step()")
         # Whoever passes a closure computes a gradient by it, and that is not there yet.
-        has_closure = len(args) > 1 or kwargs.get("closure") is not None
-        if self._left is not None and not has_closure and self._is_as_left(optimizer):
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if self._left is not None and closure is None and self._is_as_left(optimizer):
             raise AlreadySteppedError(f"{type(optimizer).__name__}.step() {_TWICE}")
 
     def _is_as_left(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -405,7 +406,7 @@ def strays_of(optimizer: torch.optim.Optimizer) -> Strays:
         inner = getattr(optimizer, "optimizer", None)
         if not isinstance(inner, torch.optim.Optimizer):
             return Strays()
-        optimizer = inner
+        optimizer = inner  # which may be wrapped once more
     hooks: dict[int, Any] = optimizer._optimizer_step_pre_hooks
     # Two Accumulators may share an optimizer, and each has to know of the steps of the other.
     found: Strays | None = hooks[_PLACE].strays() if _PLACE in hooks else None

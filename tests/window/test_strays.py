@@ -44,8 +44,12 @@ def by_scaler(optimizer: Optimizer) -> None:
     torch.amp.GradScaler("cpu", enabled=False).step(optimizer)
 
 
+def without_closure(optimizer: Optimizer) -> None:
+    optimizer.step(None)  # as what wraps an optimizer does
+
+
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
-@pytest.mark.parametrize("before", [lambda optimizer: None, Optimizer.zero_grad, keeping, by_scaler])
+@pytest.mark.parametrize("before", [lambda optimizer: None, Optimizer.zero_grad, keeping, by_scaler, without_closure])
 def test_a_step_that_was_left_in_is_refused_before_it_writes(kind: Any, before: Callable[[Any], None]) -> None:
     model, optimizer = made(kind, **({"momentum": 0.9} if kind is torch.optim.SGD else {}))
     accumulator = accumulator_of(model, optimizer)
