@@ -153,7 +153,13 @@ def test_it_goes_with_the_accumulator_and_keeps_nothing() -> None:
     for accumulator in accumulators:
         accumulator.step(BATCHES[0])
     left = [weakref.ref(accumulator) for accumulator in accumulators]
-    del accumulator, accumulators
+    # One that is still there keeps nothing of another one's.
+    transaction = weakref.ref(accumulators[0]._step.transaction)
+    del accumulator, accumulators[0]
+    gc.collect()
+    assert transaction() is None
+    assert hooks_of(optimizer) == 1
+    del accumulators
     gc.collect()
     assert [reference() for reference in left] == [None] * 3
     assert hooks_of(optimizer) == 0
