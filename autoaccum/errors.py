@@ -34,6 +34,7 @@
     │   ├── CheckpointLockedError             ... another run writes to the same directory: .pid
     │   └── ResumeError                       ... of another run than the one that is to go on: .differences
     ├── AlreadyRunningError (RuntimeError)    a second run in a process that has one: .running
+    ├── AlreadySteppedError (RuntimeError)    a second step of the optimizer on one gradient
     ├── RankError (RuntimeError)              another rank has failed, or is gone: .rank
     ├── StorageError                          a sweep's storage does not answer any more: .storage
     ├── MissingExtraError (ImportError)       a package that an optional part needs: .package .extra
@@ -44,11 +45,10 @@
     StopTraining                              not an error: a callback raises it to end the run after the window
     AutoaccumWarning (UserWarning)            what is said once and does not stop the run
 
->>> raise ArgumentError("effective_batch", 0, "an int of at least 1", "Pass the samples you want per optimizer step.")
+>>> raise ArgumentError("effective_batch", 0, "an int of at least 1", "Pass the samples of a step.")
 Traceback (most recent call last):
     ...
-autoaccum.errors.ArgumentError: effective_batch=0: expected an int of at least 1. Pass the samples you want per \
-optimizer step.
+autoaccum.errors.ArgumentError: effective_batch=0: expected an int of at least 1. Pass the samples of a step.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ _OTHER_FORMS = (
 class AmbiguousBatchError(DataError):
     """A batch with a list of tensors that may hold one for each sample, or be parts that have a row for each."""
 
-    def __init__(self, samples: int, rows: int, found: str, argument: str = "data") -> None:
+    def __init__(self, samples: int, rows: int, found: str, argument: str, cure: str) -> None:
         self.samples = samples
         """Samples in the batch, if its lists hold one entry for each."""
         self.rows = rows
@@ -209,8 +209,7 @@ class AmbiguousBatchError(DataError):
         super().__init__(
             f"{argument}: a batch holds {found}, which may be {samples} sample{'s' * (samples != 1)}, or parts of a "
             f"batch of {rows}: their shapes fit both, and a wrong guess would cut an image between its channels. Say "
-            f"which: split=autoaccum.splits.samples if a list has one entry for each sample, "
-            f"split=autoaccum.splits.tensors if tensors have one row for each."
+            f"which: {cure}"
         )
 
 
@@ -246,18 +245,17 @@ class LossWithoutGradError(LossError):
 class LossSideEffectError(LossError):
     """Computing the loss changed the gradients that are being collected."""
 
-    def __init__(self, source: str) -> None:
+    def __init__(self, source: str, did: str = "changed the .grad of parameters") -> None:
         super().__init__(
-            f"{source} changed the .grad of parameters: it must only compute and return the loss. Leave backward(), "
-            f"zero_grad() and step() out of it, which are called for you."
+            f"{source} {did}: it must only compute and return the loss. Leave backward(), "
+            f"zero_grad() and step() out of it and return the loss: autoaccum calls them for you."
         )
 
 
 class NonFiniteLossError(LossError):
     """A NaN or infinite loss in the very first window: no step was taken."""
 
-    # Only in the first, where it is a mistake in the data or the loss. Later it may be a spike that a run gets over:
-    # that is announced, and training goes on.
+    # Only in the first, where it is a mistake. Later it may be a spike, which is announced, and training goes on.
 
     def __init__(self, loss: float) -> None:
         self.loss = loss
@@ -536,6 +534,10 @@ class AlreadyRunningError(AutoaccumError, RuntimeError):
         )
 
 
+class AlreadySteppedError(AutoaccumError, RuntimeError):
+    """A step of an optimizer on a gradient that an Accumulator has stepped on already."""
+
+
 class RankError(AutoaccumError, RuntimeError):
     """A rank of the same run, mostly another one, has failed or is gone; ``rank`` is its number, where it is known."""
 
@@ -587,8 +589,6 @@ class RecipeResultError(RecipeError):
 
 class StopTraining(Exception):
     """Raised by a callback to end the run cleanly after the window."""
-
-    # Its name is that of what it does, as StopIteration's is.
 
 
 class AutoaccumWarning(UserWarning):

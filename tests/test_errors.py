@@ -165,7 +165,7 @@ CASES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     ),
     "collate_fn beside tensors": ({"collate_fn": list}, errors.ConflictingArgumentsError, "Wrap|wrap"),
     "collate_fn beside batches": (
-        {"data": [classes(8)], "collate_fn": list},
+        {"data": iter([classes(8)]), "collate_fn": list},
         errors.ConflictingArgumentsError,
         "one of batches",
     ),

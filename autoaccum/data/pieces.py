@@ -16,6 +16,7 @@ from torch.utils.data import get_worker_info
 
 from autoaccum.data import batches
 from autoaccum.data.base import Collate, Item, NextPiece, Window
+from autoaccum.data.collating import collate_of
 from autoaccum.data.randomness import mix, preserved_randomness, seed_host
 from autoaccum.errors import DataError
 from autoaccum.memory.oom import is_out_of_memory, without_frames
@@ -249,7 +250,7 @@ class SampleReader:
 
     def __init__(self, dataset: Any, collate: Collate, seed: int) -> None:
         self.dataset = dataset
-        self._collate = collate
+        self._collate = collate_of(collate, dataset)
         self._seed = seed
 
     def __getitems__(self, keys: Sequence[tuple[int, int, Any]]) -> list[Item]:

@@ -20,6 +20,11 @@ from autoaccum.errors import AmbiguousBatchError
 _FEW_CHANNELS = 4
 """Channels of an image, or of a wave: a dim 0 up to this may well be one of them."""
 
+_BY_SPLIT = (
+    "split=autoaccum.splits.samples if a list has one entry for each sample, split=autoaccum.splits.tensors if tensors "
+    "have one row for each."
+)
+
 
 def columns(batch: Any, *, is_said: bool, unpacked: int = 0) -> list[Any]:
     """Return the lists and tuples of a batch that would hold one entry for each sample.
@@ -127,7 +132,8 @@ def holds_samples(batch: Any, argument: str = "data", unpacked: int = 0, known: 
         return True
     # Where neither a number nor anything beside the lists tells, the shapes say whether a mistake is likely.
     if known is None and any(map(_may_hold_samples, doubtful)):
-        raise AmbiguousBatchError(next(iter(as_samples.values())), next(iter(as_parts)), _describe(doubtful), argument)
+        counts = next(iter(as_samples.values())), next(iter(as_parts))
+        raise AmbiguousBatchError(*counts, _describe(doubtful), argument, _BY_SPLIT)
     return False
 
 

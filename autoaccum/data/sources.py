@@ -19,7 +19,7 @@ from torch.utils.data import (
 
 from autoaccum._checks import no_class
 from autoaccum._units import shown
-from autoaccum.data import objects
+from autoaccum.data import foreign, lists, objects
 from autoaccum.data.base import Collate, Source
 from autoaccum.data.datasets import DatasetSource
 from autoaccum.data.dims import AtDim
@@ -66,6 +66,7 @@ def open_source(
         RaggedBatchError: its tensors disagree on dim 0.
     """
     no_class(argument, data, _ACCEPTED)
+    foreign.refuse(argument, data)
     if isinstance(data, DataLoader):
         for name, value in (("collate_fn", collate_fn), ("num_workers", num_workers)):
             if value:
@@ -91,7 +92,14 @@ def open_source(
         return TensorSource(data, order=order, device=device, split=split)
     if is_said(split) and objects.is_graphs(data):  # it has indices and a length as a dataset has, or likes another
         return StreamSource([data], collate=None, seed=seed, device=device, argument=argument, split=split)
-    if isinstance(data, Dataset) or _is_dataset(data):
+    if isinstance(data, list) and not data:
+        raise EmptyDatasetError(argument, "it is an empty list.")
+    # Whoever says how batches are cut has batches; whoever collates has samples.
+    if isinstance(data, list) and not is_said(split) and (collate_fn is not None or lists.read(data, argument)[0]):
+        is_dataset = True
+    else:
+        is_dataset = isinstance(data, Dataset) or _is_dataset(data)
+    if is_dataset:
         return _open_dataset(
             data,
             order=_plain_order(_length(data, argument), seed, shuffle, argument),
@@ -102,13 +110,11 @@ def open_source(
             loader_options={},
             budget_bytes=budget_bytes,
         )
-    # Whatever else can be iterated yields batches: a list of them, a loader of another library.
+    # Whatever else can be iterated yields batches: a loader of another library, a list of them.
     if hasattr(data, "__iter__") and not isinstance(data, str | bytes):
         if collate_fn is not None:
-            cure = "An iterable, a list too, is one of batches; wrap samples in a Dataset."
+            cure = "An iterable is one of batches; make a list of samples of it, list(data), or an IterableDataset."
             raise ConflictingArgumentsError("collate_fn", collate_fn, f"an iterable as {argument}", cure)
-        if isinstance(data, list) and not data:
-            raise EmptyDatasetError(argument, "it is an empty list.")
         return StreamSource(data, collate=None, seed=seed, device=device, argument=argument, split=split)
     raise ArgumentTypeError(
         argument,
@@ -151,7 +157,7 @@ def _open_loader(
 def _is_dataset(data: object) -> bool:
     """Return whether data is map-style without saying so, like the datasets of Hugging Face.
 
-    A list is not: it is a list of batches.
+    A list is not: it may be one of batches.
     """
     return hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, list | str | bytes)
 

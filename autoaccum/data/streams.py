@@ -7,17 +7,19 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import default_collate
+from torch.utils.data import DataLoader, default_collate
 
 from autoaccum.data import batches
+from autoaccum.data.arrays import converted
 from autoaccum.data.base import Collate, NextPiece, PlanAt, Reader
+from autoaccum.data.collating import collate_of
 from autoaccum.data.contents import digest_of
 from autoaccum.data.dims import AtDim
 from autoaccum.data.grouped import GroupedSamples
 from autoaccum.data.lengths import PEEK, BatchLengths, Padding, repeat_longest
 from autoaccum.data.pieces import Pieces, SampleReader, batches_form, items_form, with_preserved_randomness
 from autoaccum.data.randomness import IsolatedRandomness, mix
-from autoaccum.data.splits import Automatic
+from autoaccum.data.splits import Automatic, is_said
 from autoaccum.errors import DataError, EmptyDatasetError
 from autoaccum.memory.oom import is_out_of_memory
 
@@ -53,13 +55,15 @@ class StreamSource:
         self._device = device
         self._length_of_batch = BatchLengths()
         self._of_samples = collate is not None
+        # A DataLoader makes tensors of arrays itself; its collate_fn, or who says how batches are cut, may want arrays.
+        self._converts = not (isinstance(stream, DataLoader) or is_said(split))
         # One for all passes, for what the first batch has shown of its form holds for those of the next epoch.
         self._split = Automatic() if split is None else split
         self._form = batches_form(self._split)
         self._collate = None  # of samples that may differ in length, as default_collate's may not
         if collate is not None:
             # Without a dataset, for the stream yields samples: the reader only collates.
-            collate_items = with_preserved_randomness(SampleReader(None, collate, seed))
+            collate_items = with_preserved_randomness(SampleReader(None, collate_of(collate, stream), seed))
             self._form = items_form(collate_items)
             self._collate = None if collate is default_collate else collate_items
 
@@ -119,6 +123,8 @@ class StreamSource:
                 with isolated():
                     if not self._of_samples:
                         batch = next(iterator)
+                        if self._converts:
+                            batch = converted(batch)
                         return self._split.count(batch, self._argument), batch
                     items = [(epoch, position + i, sample) for i, sample in enumerate(islice(iterator, wished))]
             except Exception as error:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from autoaccum.data import batches, objects
+from autoaccum.data.arrays import as_tensor
 from autoaccum.data.base import PlanAt, Reader, Window
 from autoaccum.data.contents import digest_of
 from autoaccum.data.dims import AtDim
@@ -38,7 +39,10 @@ class TensorSource:
         # None for what belongs to all samples.
         self._dims = [dim if batches.has_rows(leaf) else None for leaf, dim in zip(leaves, dims, strict=True)]
         # Arrays become tensors that share their memory; lists stay as they are.
-        self._leaves = [torch.as_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves]
+        self._leaves = list(leaves)
+        for index, (where, leaf) in enumerate(batches.leaves_by_path(tensors, is_leaf).items()):
+            if isinstance(leaf, np.ndarray):
+                self._leaves[index] = as_tensor(leaf, where)
         # unflatten() costs as much as gathering a small batch; the usual tuple of tensors does without.
         self._is_plain = (
             type(tensors) is tuple

@@ -17,9 +17,11 @@ from autoaccum.errors import (
     LossWithoutGradError,
     NonScalarLossError,
 )
+from autoaccum.loss import mistakes
 from autoaccum.loss.counting import count_items
 from autoaccum.loss.shared import Beside
 from autoaccum.loss.stated import Computed, CountItems, LossOf, Reducing
+from autoaccum.loss.types import mistaken
 from autoaccum.loss.windowed import stand_in_for
 
 
@@ -61,8 +63,12 @@ def loss_function(
             "training_step", training_step, "loss_fn", "A training_step computes the whole loss: leave loss_fn out."
         )
     if before_window is not None:
-        return _with_shared(loss_fn, training_step)
-    # Each of the three checks what it gets, so that an error names what the user passed.
+        return _explaining(_with_shared(loss_fn, training_step))
+    return _explaining(_loss_of(loss_fn, training_step))
+
+
+def _loss_of(loss_fn: Callable[..., Any] | None, training_step: Callable[..., Any] | None) -> LossOf:
+    """Make the loss of one of the three ways; each checks what it gets, so that errors name what the user passed."""
     if loss_fn is not None:
 
         def by_loss_fn(model: Any, batch: Any) -> torch.Tensor | Computed:
@@ -73,6 +79,22 @@ def loss_function(
     if training_step is not None:
         return lambda model, batch: checked(training_step(model, batch), "training_step")
     return lambda model, batch: checked(_model_loss(call_on_batch(model, batch)), "the model")
+
+
+def _explaining(loss_of: LossOf) -> LossOf:
+    """Make the same loss, whose errors of types name the part of a batch that is of another type."""
+
+    def explaining(model: Any, batch: Any) -> torch.Tensor | Computed:
+        # A try costs nothing until something is raised.
+        try:
+            return loss_of(model, batch)
+        except (TypeError, AttributeError, RuntimeError) as error:
+            given = batch.batch if isinstance(batch, Beside) else batch
+            if (found := mistaken(error, model, given)) is None:
+                raise
+            raise found from error
+
+    return explaining
 
 
 def stated(loss_of: LossOf, num_items: CountItems | None, reduction: Reducing) -> tuple[LossOf, Reducing]:
@@ -125,8 +147,8 @@ def inputs_and_targets(batch: Any) -> tuple[Any, Any]:
     if isinstance(batch, tuple | list) and len(batch) == 2:
         return batch[0], batch[1]
     raise DataError(
-        f"data: with loss_fn, batches are (inputs, targets), but this one is {_describe(batch)}. Let the data yield "
-        f"pairs, or pass training_step=(model, batch) -> loss, which takes any batch."
+        f"data: with loss_fn, batches are (inputs, targets), but this one is {mistakes.describe(batch)}. Let the data "
+        f"yield pairs, or pass training_step=(model, batch) -> loss, which takes any batch."
     )
 
 
@@ -143,7 +165,8 @@ def _arguments(inputs: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
     # As the batches of Hugging Face's tokenizers and models are.
     if isinstance(inputs, Mapping):
         return (), inputs
-    if isinstance(inputs, tuple | list):
+    # Texts are one argument: a model that takes each of a batch for itself would have another signature each time.
+    if isinstance(inputs, tuple | list) and not (inputs and all(isinstance(entry, str) for entry in inputs)):
         return inputs, {}
     return (inputs,), {}
 
@@ -159,9 +182,9 @@ def call_on_batch(model: Any, batch: Any) -> Any:
             inspect.signature(model.forward).bind(*positional, **keywords)
         except TypeError:
             raise DataError(
-                f"data: the model was called with all of a batch, {_describe(batch)}, because neither loss_fn nor "
-                f"training_step was given, and cannot take it ({error}). Pass loss_fn=(outputs, targets) -> loss, or a "
-                f"training_step."
+                f"data: the model was called with all of a batch, {mistakes.describe(batch)}, because neither loss_fn "
+                f"nor training_step was given, and cannot take it ({error}). Pass loss_fn=(outputs, targets) -> loss, "
+                f"or a training_step."
             ) from None
         raise
 
@@ -181,25 +204,24 @@ def _model_loss(outputs: Any) -> Any:
     if scalars and all(isinstance(scalar, torch.Tensor) and not scalar.ndim for scalar in scalars):
         return outputs
     # Hugging Face models have a loss of None when the batch holds no labels: another cure than for one without any.
-    found = f"{_describe(outputs)} without a .loss or ['loss'] (neither loss_fn nor training_step was given)"
-    if hasattr(outputs, "loss") or (isinstance(outputs, Mapping) and "loss" in outputs):
-        raise NonScalarLossError("the model", found, "Its loss is None: do the batches hold labels?")
-    raise NonScalarLossError(
-        "the model",
-        found,
-        "Pass loss_fn or training_step; Hugging Face models compute a loss when the batch has labels.",
-    )
+    found = f"{mistakes.describe(outputs)} without a .loss or ['loss'] (neither loss_fn nor training_step was given)"
+    raise mistakes.in_outputs(outputs, found)
 
 
 def checked(computed: Any, source: str) -> torch.Tensor | Computed:
     """Return a loss that can be trained on; ``source`` is what made it, as errors name it."""
     # Nearly every loss: the rest finds out what else it is, or the words for what is wrong with it.
-    if isinstance(computed, torch.Tensor) and computed.requires_grad and not computed.ndim:
+    if (
+        isinstance(computed, torch.Tensor)
+        and computed.requires_grad
+        and not computed.ndim
+        and not computed.is_complex()
+    ):
         return computed
     if _has_outputs(computed):
         # The same for the loss that something stands beside, for there are micro-batches of 100 µs.
         loss, outputs = computed
-        if isinstance(loss, torch.Tensor) and loss.requires_grad and not loss.ndim:
+        if isinstance(loss, torch.Tensor) and loss.requires_grad and not loss.ndim and not loss.is_complex():
             return Computed(loss, {}, outputs)
         return _losses(loss, source)._replace(outputs=outputs)
     found = _losses(computed, source)
@@ -215,42 +237,33 @@ def _losses(computed: Any, source: str) -> Computed:
     """Return a loss, or the sum of several that are given by their names or one after the other."""
     # By names, or by places: a term keeps its name from micro-batch to micro-batch.
     terms: dict[str, Any] = {}
-    if isinstance(computed, Mapping):
-        if "loss" in computed and len(computed) > 1:
-            # Of some it is one of several, of others the sum of all, or of a loss beside numbers to look at.
-            found = f"a dict of {', '.join(map(repr, computed))}"
-            cure = (
-                "Return the losses that are to be added, none of them named 'loss'; or one loss, with what is to be "
-                "seen beside it: return loss, {...}."
-            )
-            raise NonScalarLossError(source, found, cure)
-        terms = {str(name): term for name, term in computed.items()}
-    elif isinstance(computed, list | tuple):
-        terms = {str(index): term for index, term in enumerate(computed)}
+    if isinstance(computed, Mapping | list | tuple) and computed:
+        terms = mistakes.entries_of(computed)
+    if isinstance(computed, Mapping) and "loss" in computed and len(computed) > 1:
+        raise mistakes.among_others(source, computed)
     # A number stands where there is nothing to compute a loss of: it is added, and weighs nothing.
     numbers = [term for term in terms.values() if isinstance(term, int | float)]
-    terms = {name: term for name, term in terms.items() if not isinstance(term, int | float)}
-    for name, term in terms.items():
+    losses = {name: term for name, term in terms.items() if not isinstance(term, int | float)}
+    for term in losses.values():
         if not isinstance(term, torch.Tensor) or term.ndim:
-            cure = "Several losses are scalars that are added. What is no loss stands beside them: return loss, {...}."
-            raise NonScalarLossError(source, f"{_describe(computed)} whose {name!r} is {_describe(term)}", cure)
-    loss = reduce(add, numbers, reduce(add, terms.values())) if terms else computed
-    if loss is None:
-        raise NonScalarLossError(source, "nothing", "End it with a return of the loss.")
-    if not isinstance(loss, torch.Tensor):
-        raise NonScalarLossError(source, _describe(loss))
-    if loss.ndim:
-        raise NonScalarLossError(source, f"a tensor of shape {tuple(loss.shape)}")
+            raise mistakes.among_others(source, computed)
+    loss = reduce(add, numbers, reduce(add, losses.values())) if losses else computed
+    if not isinstance(loss, torch.Tensor) or loss.ndim or loss.is_complex():
+        raise mistakes.wrong(source, loss)
     # A model in inference mode, frozen or detached, would train nothing, and say so nowhere else.
     if torch.is_grad_enabled() and not loss.requires_grad:  # in validation no loss needs a gradient
         raise LossWithoutGradError(source)
-    return Computed(loss, terms)
+    if torch.is_grad_enabled():
+        _refuse_constants(computed, terms, source)
+    return Computed(loss, losses)
 
 
-def _describe(value: object) -> str:
-    """Say in a few words what a value is, for an error: its own repr may hold thousands of numbers."""
-    if isinstance(value, torch.Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
-    if isinstance(value, tuple | list):
-        return f"a {type(value).__name__} of {len(value)}"
-    return f"a value of type {type(value).__name__}"
+def _refuse_constants(computed: Any, terms: Mapping[str, Any], source: str) -> None:
+    """Raise where what stands beside losses is no loss: an accuracy, say, would be added to what is reported."""
+    for name, term in terms.items():
+        if isinstance(term, torch.Tensor) and term.requires_grad:
+            continue
+        # 0 stands where there is nothing to compute a loss of. What is on a device is waited for; there is seldom any.
+        value = term.item() if isinstance(term, torch.Tensor) else term
+        if value:
+            raise mistakes.constant(source, computed, name, value)

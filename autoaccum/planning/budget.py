@@ -164,7 +164,8 @@ class Budget:
                     "drop_last",
                     True,
                     f"data of at least effective_batch={asked} samples in epoch {epoch}",
-                    f"It has {epoch_samples}, so the only window of that epoch would be left out.",
+                    f"It has {epoch_samples}, so the only window of that epoch would be left out. "
+                    "That of a DataLoader counts too.",
                 )
             epoch += 1
 

@@ -13,11 +13,12 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from autoaccum import _checks
-from autoaccum.data import batches
+from autoaccum.data import batches, foreign
+from autoaccum.data.arrays import converted, is_plain
 from autoaccum.data.base import Window
 from autoaccum.data.lengths import BatchLengths
 from autoaccum.data.randomness import mix
-from autoaccum.data.splits import SplitLike, split_of, tensors
+from autoaccum.data.splits import SplitLike, is_said, split_of, tensors
 from autoaccum.errors import ArgumentError, ConflictingArgumentsError, EmptyDatasetError
 from autoaccum.events import Event
 from autoaccum.loss.coupling import batch_norms, smallest_micro_batch
@@ -270,6 +271,7 @@ class Accumulator:
             # What is returned are the loss and the outputs before the step, which is what callers compare.
             with being_current(self._device):
                 self._step.apply(gradient, lambda: self._run(window))
+            self._step.strays.stepped(self._step.job.optimizer)
         self.outputs = outputs
         return gradient.loss
 
@@ -283,6 +285,7 @@ class Accumulator:
             raise ConflictingArgumentsError("precision", "fp16", "backward()", cure)
         with self._telling(), self._step.limit.kept():
             gradient = self._run(self._part(batch, "backward"))
+        self._step.strays.expect()
         self._step.number += 1  # the caller steps, and windows are numbered by steps in what is announced
         return gradient.loss
 
@@ -311,6 +314,9 @@ class Accumulator:
             return _Batch(batch, 0, self._device)
         if self._samples is not None:
             return self._samples.window(batch, self._step.number)
+        if not (is_said(self._split) or is_plain(batch)):
+            foreign.refuse_as_batch(batch)
+            batch = converted(batch)
         num_samples = self._split.count(batch, "batch")
         if not num_samples and not may_be_empty:
             raise EmptyDatasetError("batch", "its tensors have no rows.")

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from autoaccum.data import batches
+from autoaccum.data import batches, foreign
+from autoaccum.data.arrays import converted
 from autoaccum.data.base import Window
 from autoaccum.data.sources import open_source
 from autoaccum.data.splits import is_said, tensors
@@ -55,10 +56,12 @@ def open_samples(
         DataError: it has no samples.
     """
     # A list is a batch, as it is what a DataLoader yields; ``fit`` takes one for batches that follow each other.
+    foreign.refuse("batch", batch)
     if _is_batch(batch, split):
         if collate_fn is not None:
             cure = "A batch is collated already: leave collate_fn out, or pass the Dataset."
             raise ConflictingArgumentsError("collate_fn", collate_fn, "a batch", cure)
+        batch = batch if is_said(split) else converted(batch)
         given = _GivenBatch(batch, device, split)
         return given, given
     if hasattr(batch, "__next__"):

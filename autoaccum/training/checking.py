@@ -284,9 +284,7 @@ class _Check:
     def _look_at_whole(self, positions: Sequence[int]) -> None:
         """Run samples forward as training would, and fail as it would."""
         batch = self._batch(positions)
-        before = SideEffects(self._parameters)
-        loss = total(self._job.loss_of(self._job.model, batch))
-        before.refuse()
+        loss = total(SideEffects(self._parameters).refuse_in(partial(self._job.loss_of, self._job.model, batch)))
         # Of what holds no items a mean is NaN, and counts for nothing.
         if read(loss, len(positions)).items and not math.isfinite(value := loss.item()):
             raise NonFiniteLossError(value)

@@ -34,7 +34,7 @@ from autoaccum.ranks.units import units_of
 from autoaccum.reporting import ProgressBar
 from autoaccum.runs.directory import RunDirectory
 from autoaccum.runs.writers import Writers
-from autoaccum.training import notices, saving, setup, together
+from autoaccum.training import data_notices, notices, saving, setup, together
 from autoaccum.training.alone import Ranks, holding
 from autoaccum.training.declarations import Checked
 from autoaccum.training.followed import Followed
@@ -144,7 +144,7 @@ class Trainer:
         """Check the arguments and make the parts of the run, in the order that the parts need."""
         # What a user can have got wrong is said before the first side effect, as far as the arguments alone show it.
         checked = arguments.check()
-        self._arguments = arguments
+        arguments = self._arguments = data_notices.heeding(arguments)
         # Looked up now, for callbacks may change directory.
         self._run_dir = None if arguments.run_dir is None else Path(arguments.run_dir).absolute()
         self.schedule = checked[schedule_of]
@@ -357,6 +357,8 @@ class Trainer:
             self._emit(self._resumed)
         for notice in () if self._directory is None else self._directory.notices(goes_on=not is_finished):
             self._step.announcer.say(notice)
+        for notice in data_notices.of_data(self._arguments, self._source.num_samples, self._pace.asked):
+            self._step.announcer.say_once(notice)
         if is_spent:
             self._end("budget")
         self._agree()  # on that, or on what a callback wished when it heard of the start

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -146,9 +147,8 @@ class Examiner:
         versions = [p._version for p in self._parameters]
         if is_part and self._verify:
             self._kinds.look_at(batch)
-        loss = self._transaction.plain_forward(batch, num_samples, window_samples)
-        if before is not None:
-            before.refuse()
+        run = partial(self._transaction.plain_forward, batch, num_samples, window_samples)
+        loss = run() if before is None else before.refuse_in(run)
         for p, version in zip(self._parameters, versions, strict=True):
             if p._version != version:
                 self._written[id(p)] = p

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 
-from autoaccum.errors import LossSideEffectError
+from autoaccum.errors import LossError, LossSideEffectError
+
+T = TypeVar("T")
 
 
 class SideEffects:
@@ -26,6 +29,22 @@ class SideEffects:
         """
         if self._versions() != self._before:
             raise LossSideEffectError("training_step or the model")
+
+    def refuse_in(self, compute: Callable[[], T]) -> T:
+        """Return what is computed, if that leaves gradients as they are.
+
+        Raises:
+            LossSideEffectError: it does not.
+        """
+        # Errors of other kinds come out as they are, among them memory that ran out: these have a replay to come.
+        try:
+            computed = compute()
+        except LossError:
+            # Whoever calls backward() returns no loss, or one that is detached: that is not what he is to be told of.
+            self.refuse()
+            raise
+        self.refuse()
+        return computed
 
     def _versions(self) -> list[tuple[int, int]]:
         return [(id(p.grad), p.grad._version) for p in self._parameters if p.grad is not None]

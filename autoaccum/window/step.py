@@ -100,6 +100,8 @@ class Step:
         self.announcer = Announcer(emit)
         self._examiner = examiner
         self._stepper = Stepper(job.optimizer, memory, emit)
+        self.strays = self._stepper.strays
+        self.strays.windows.add(transaction)
         self._memory = memory
         self._patience = patience
         self._emit = emit

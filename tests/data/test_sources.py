@@ -396,7 +396,7 @@ class TestRefuses:
             source.read(0, lambda position: [4]).window(4)
 
     def test_batches_without_tensors(self) -> None:
-        source = open_source(["text"], seed=0, shuffle=True, device=CPU)
+        source = open_source(iter(["text"]), seed=0, shuffle=True, device=CPU)
         with pytest.raises(DataError, match="holds no tensor"):
             source.read(0, lambda position: [4]).window(4)
 

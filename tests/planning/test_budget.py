@@ -229,7 +229,7 @@ def test_drop_last_that_leaves_out_an_epoch() -> None:
     assert (caught.value.argument, caught.value.value) == ("drop_last", True)
     assert str(caught.value) == (
         "drop_last=True: expected data of at least effective_batch=64 samples in epoch 2. It has 20, so the only "
-        "window of that epoch would be left out."
+        "window of that epoch would be left out. That of a DataLoader counts too."
     )
     assert Budget(epochs=2).totals(20, schedule, True) == (4, 32), "it never gets there"
     assert Budget(samples=40).totals(20, schedule, True) == (5, 40), "the budget allows 8 more, which there are"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -24,10 +23,10 @@ class TestWhatIsTaken:
 
         def step(model: nn.Module, batch: Any) -> torch.Tensor:
             assert type(batch) is dict
-            assert isinstance(batch["x"], np.ndarray)
+            assert isinstance(batch["x"], torch.Tensor)
             assert isinstance(batch["names"], list)
             assert batch["scale"] == 2
-            return cross_entropy(model(torch.from_numpy(batch["x"])), batch["y"]) * batch["scale"]
+            return cross_entropy(model(batch["x"]), batch["y"]) * batch["scale"]
 
         names = [f"sample {index}" for index in range(12)]
         batch = {"x": inputs.numpy(), "y": targets, "names": names, "scale": 2}

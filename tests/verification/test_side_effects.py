@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from autoaccum.errors import LossSideEffectError
+from autoaccum.errors import LossSideEffectError, NonScalarLossError
 from autoaccum.verification.side_effects import SideEffects
 
 
@@ -65,3 +65,20 @@ def test_what_only_reads_is_not() -> None:
         made[0].add_(1)
     found.refuse()
     assert made[1].grad is None
+
+
+def test_a_backward_is_told_before_what_it_has_returned() -> None:
+    made = parameters()
+
+    def compute() -> None:
+        backward(made)
+        raise NonScalarLossError("training_step", "nothing")
+
+    def fail() -> None:
+        raise NonScalarLossError("training_step", "nothing")
+
+    with pytest.raises(LossSideEffectError, match="return the loss: autoaccum calls them for you"):
+        SideEffects(made).refuse_in(compute)
+    with pytest.raises(NonScalarLossError):
+        SideEffects(made).refuse_in(fail)
+    assert SideEffects(made).refuse_in(lambda: 3) == 3

@@ -1,0 +1,83 @@
+"""Makes tensors of NumPy arrays, as default_collate does, and says what to write for those that PyTorch cannot take."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from autoaccum.data import batches
+from autoaccum.errors import DataError
+
+_CURES = {
+    # PyTorch has these types, and computes next to nothing with them: not even rows of them can be picked.
+    "uint16": "Convert it: array.astype(np.int64).",
+    "uint32": "Convert it: array.astype(np.int64).",
+    "uint64": "Convert it: array.astype(np.int64).",
+    "longdouble": "Convert it: array.astype(np.float64).",
+    "float128": "Convert it: array.astype(np.float64).",
+    "object": "Convert it to numbers, array.astype(np.float32), or to a list, array.tolist(), if these are not needed "
+    "as a tensor.",
+}
+_TIMES = "Convert it to numbers, such as seconds: array.astype('datetime64[s]').astype(np.int64)."
+_FIELDS = "Pass its fields: {name: array[name] for name in array.dtype.names}."
+
+
+def as_tensor(array: np.ndarray, where: str = "") -> Any:
+    """Return an array as a tensor that shares its memory where it can; one of texts as a list of them.
+
+    Args:
+        array: of any type and layout.
+        where: its place in the data, for the error.
+
+    Raises:
+        DataError: there are no such tensors.
+    """
+    # Texts first: of these nobody expects a tensor.
+    kind = array.dtype.kind
+    if kind in "US" or (kind == "O" and array.ndim == 1 and all(isinstance(entry, str) for entry in array)):
+        return array.tolist()
+    if kind in "OMmV" or array.dtype.name in _CURES:
+        cure = _CURES.get(array.dtype.name) or (_FIELDS if kind == "V" else _TIMES)
+        raise DataError(
+            f"data: the array {where or 'itself'} is of type {array.dtype}, of which no tensor comes. {cure}"
+        )
+    # A copy, in the order of bytes, and of rows, that tensors have. Others share their memory, which may be a file's.
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
+    if any(stride < 0 for stride in array.strides):
+        array = array.copy()
+    if array.flags.writeable:
+        return torch.from_numpy(array)
+    # Files that are mapped are read-only. Rows are copied before anything is computed with them.
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable", UserWarning)
+        return torch.from_numpy(array)
+
+
+def is_plain(batch: Any) -> bool:
+    """Return whether a batch is a tuple, a list or a dict of tensors and of nothing else, as nearly every one is."""
+    if isinstance(batch, Mapping):
+        return all(type(entry) is torch.Tensor for entry in batch.values())
+    return isinstance(batch, tuple | list) and all(type(entry) is torch.Tensor for entry in batch)
+
+
+def converted(batch: Any) -> Any:
+    """Return a batch with tensors in the place of its arrays; the batch itself where it has none.
+
+    Raises:
+        DataError: of one there is no tensor.
+    """
+    if is_plain(batch):  # there are windows of 100 µs
+        return batch
+    leaves, spec = batches.flatten(batch)
+    if not any(isinstance(leaf, np.ndarray) for leaf in leaves):
+        return batch
+    # 0-dim ones are numbers that belong to the whole batch, and stay what they are.
+    made = []
+    for where, leaf in zip(batches.paths(batch), leaves, strict=True):
+        made.append(as_tensor(leaf, where) if isinstance(leaf, np.ndarray) and leaf.ndim else leaf)
+    return spec.unflatten(made)

@@ -1,0 +1,104 @@
+"""Says why samples cannot be made into a batch where nobody has passed a collate_fn, and which one to pass."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import default_collate
+
+from autoaccum.data import foreign
+from autoaccum.errors import DataError
+
+_LENGTHS = (
+    "Pad them: collate_fn=lambda samples: torch.nn.utils.rnn.pad_sequence(samples, batch_first=True), for samples that "
+    "are tensors; of a tokenizer, transformers.DataCollatorWithPadding(tokenizer)."
+)
+
+
+def plain_collate(samples: list[Any]) -> Any:
+    """Return what default_collate makes of samples.
+
+    Raises:
+        DataError: it makes nothing of them.
+    """
+    # It is asked first, and samples are looked at only where it has failed: it is called for each micro-batch.
+    try:
+        return default_collate(samples)
+    except (TypeError, RuntimeError) as error:
+        problem = _problem(samples)
+        if problem is None:
+            raise
+        raise DataError(f"data: {problem}") from error
+
+
+def collate_without_lists(samples: list[Any]) -> Any:
+    """Return the same of samples that nobody has made tensors of, such as those of Hugging Face's datasets.
+
+    Raises:
+        DataError: it makes nothing of them, or of lists of numbers what nobody means.
+    """
+    # What it makes of lists of numbers is one tensor for each place of them, over all samples: no model takes that.
+    if (found := _numbers_in(samples[0])) is not None:
+        raise DataError(
+            f"data: {found} a list of numbers, of which default_collate makes no tensor with a row for each sample. "
+            f"Let the dataset yield tensors (of Hugging Face: dataset.set_format('torch')), or pass a collate_fn."
+        )
+    return plain_collate(samples)
+
+
+def collate_of(collate: Any, data: object) -> Any:
+    """Return what collates samples of some data: a user's own function, or one that says what is wrong with them."""
+    # Whoever wrote a function knows best what is wrong with samples, and what he wants of lists.
+    if collate is not default_collate:
+        return collate
+    return collate_without_lists if type(data) is list or foreign.is_hf(data) else plain_collate
+
+
+def _numbers_in(sample: Any) -> str | None:
+    """Return which part of a sample is a list of numbers."""
+    if not isinstance(sample, Mapping):  # a list within a tuple may be boxes that somebody wants apart
+        return None
+    for name, part in sample.items():
+        if isinstance(part, list) and part and all(isinstance(entry, int | float) for entry in part):
+            return f"{name!r} of a sample is"
+    return None
+
+
+def _problem(samples: Sequence[Any]) -> str | None:
+    """Return what is wrong with samples that could not be collated; None where it is not known."""
+    # All of the micro-batch, for one sample in a million may be None.
+    parts = [dict(_parts(sample, "")) for sample in samples]
+    names = [set(part) for part in parts]
+    if any(other != names[0] for other in names):
+        return f"samples differ in what they hold. {_LENGTHS}"
+    for name, part in parts[0].items():
+        which = f"{name} of a sample" if name else "a sample"
+        others: list[Any] = [other.get(name) for other in parts]
+        if any(other is None for other in others):
+            return f"{which} is None. Let the dataset leave it out, or put a number in its place, or pass a collate_fn."
+        if foreign.is_table(part):
+            return f"{which} is a {type(part).__name__}. Let the dataset yield part.to_numpy(), or a tensor."
+        if isinstance(part, torch.Tensor | np.ndarray):
+            shapes = {tuple(np.shape(other)) for other in others}
+            if len(shapes) > 1:
+                two = " and ".join(map(str, sorted(shapes)[:2]))
+                return f"{which} has the shape {two}: samples of other lengths are no batch. {_LENGTHS}"
+        elif not isinstance(part, int | float | complex | str | bytes | np.generic):
+            kind = type(part)
+            return (
+                f"{which} is a {kind.__module__}.{kind.__qualname__}. Let the dataset yield a tensor of it (of an "
+                f"image: torchvision.transforms.ToTensor()), or pass a collate_fn."
+            )
+    return None
+
+
+def _parts(sample: Any, within: str) -> list[tuple[str, Any]]:
+    """Return the parts of a sample by where they are."""
+    if isinstance(sample, Mapping):
+        return [found for name, part in sample.items() for found in _parts(part, f"{within}[{name!r}]")]
+    if isinstance(sample, tuple | list):
+        return [found for index, part in enumerate(sample) for found in _parts(part, f"{within}[{index}]")]
+    return [(within, sample)]

@@ -1,0 +1,148 @@
+"""Tells lists of samples, which are a dataset as a DataLoader reads them, from lists of batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from autoaccum.data import batches, objects
+from autoaccum.errors import AmbiguousBatchError, DataError
+from autoaccum.events import Notice
+
+_LOOKED_AT = 64
+"""Look at so many entries of a list, evenly spread."""
+_FEW_CHANNELS = 4
+"""Rows of an entry that may as well be the channels of an image, or of a wave."""
+
+
+class Reading(NamedTuple):
+    """What the entries of a list are."""
+
+    are_samples: bool
+    is_new: bool = False
+    """Whether they could be batches too, and were once taken for them."""
+
+
+class _Entry(NamedTuple):
+    """What one entry shows."""
+
+    rows: tuple[int, ...]
+    """How many each part has that has any."""
+    dims: tuple[int, ...]
+    """How many dimensions each of these has."""
+    has_single: bool
+    """Whether something in it belongs to one sample, or to a whole batch: a number, a text, None."""
+    is_batch: bool
+    """Whether a list within it can only be one of samples, as a collate_fn leaves images of different sizes."""
+
+
+def read(data: Sequence[Any], argument: str = "data") -> Reading:
+    """Return what the entries of a list are.
+
+    A sample has a number or a text where a batch has a row for each sample, or its parts differ in their first
+    dimension, or they are all vectors. What may be either is taken for a batch: two matrices, or a matrix and a vector,
+    that agree on dim 0.
+
+    Raises:
+        AmbiguousBatchError: its entries may be images, or as many samples as these have channels.
+        DataError: they are the parts of one batch.
+    """
+    # Not all of them, for a list may have millions.
+    count = min(len(data), _LOOKED_AT)
+    chosen = [data[place * len(data) // count] for place in range(count)]
+    _refuse_parts(chosen, argument)
+    entries = [_look_at(entry) for entry in chosen]
+    if any(entry.is_batch for entry in entries):
+        return Reading(False)
+    if any(not entry.rows for entry in entries):
+        return Reading(True)
+    if len(data) == 1:  # nobody has a dataset of one sample, and a batch in a list is a frequent thing
+        return Reading(False)
+    if any(len(set(entry.rows)) > 1 for entry in entries):
+        return Reading(True)
+    # Of several parts that agree a number beside them may be what is shared by a batch.
+    if any(entry.has_single and len(entry.rows) == 1 for entry in entries):
+        return Reading(True, is_new=True)
+    if all(max(entry.dims) == 1 for entry in entries):
+        return Reading(True, is_new=True)
+    if _may_be_images(entries):
+        raise AmbiguousBatchError(
+            len(data), sum(entry.rows[0] for entry in entries), f"a list of {len(data)}", argument, _IF_LIST
+        )
+    return Reading(False)
+
+
+_IF_LIST = (
+    "DataLoader(data) if each entry is a sample, as an image is, DataLoader(data, batch_size=None) if each is a batch."
+)
+
+
+def notice(argument: str) -> Notice:
+    """Return what is said of a list that is read as samples, and was once read as batches."""
+    return Notice(
+        cause="Its entries look like samples, and not like batches",
+        consequence=f"The list that is passed as {argument} is read as a dataset, as a DataLoader reads it",
+        cure=f"Pass DataLoader({argument}, batch_size=None) if each entry is a batch",
+    )
+
+
+def _refuse_parts(chosen: Sequence[Any], argument: str) -> None:
+    """Raise where a list holds tensors of other forms, as inputs and targets are."""
+    if len(chosen) < 2 or not all(isinstance(entry, torch.Tensor | np.ndarray) and entry.ndim for entry in chosen):
+        return
+    # Batches, and samples, are of one kind among themselves; tensors of one length that are not go together.
+    forms = {(entry.ndim, str(entry.dtype)) for entry in chosen}
+    if len(forms) > 1 and len({len(entry) for entry in chosen}) == 1:
+        raise DataError(
+            f"{argument}: it is a list of tensors that are not alike, as inputs and targets are, while a list is one "
+            f"of samples, or of batches. Pass them as a tuple: tuple({argument})."
+        )
+
+
+def _look_at(entry: Any) -> _Entry:
+    """Return what an entry shows."""
+    rows: list[int] = []
+    dims: list[int] = []
+    has_single = False
+    is_batch = isinstance(entry, list) and _are_samples(entry)
+    pending = [entry]
+    while pending:
+        part = pending.pop()
+        if isinstance(part, torch.Tensor | np.ndarray) and part.ndim:
+            rows.append(len(part))
+            dims.append(part.ndim)
+        # Packed sequences and batches of graphs, which are batches by what they are.
+        elif objects.has_samples(part):
+            is_batch = True
+        elif isinstance(part, Mapping):
+            pending += part.values()
+        elif isinstance(part, list | tuple) and part and (part is entry or not batches.is_leaf(part)):
+            # Within a sample tuples are structure, and lists that hold tensors are what a batch has.
+            is_batch = is_batch or (isinstance(part, list) and part is not entry)
+            pending += part
+        elif isinstance(part, list | tuple):
+            rows.append(len(part))
+            dims.append(1)
+            # A list of texts has one for each sample; one of numbers may be the tokens of a text.
+            is_batch = is_batch or any(isinstance(text, str | bytes) for text in part)
+        else:
+            # Of a sample, or shared by a batch: what stands beside it tells.
+            has_single = True
+    return _Entry(tuple(rows), tuple(dims), has_single, is_batch)
+
+
+def _are_samples(entry: list[Any]) -> bool:
+    """Return whether a list holds samples of one kind, and neither a sample's parts nor its numbers."""
+    kinds = set(map(type, entry))
+    # ``[inputs, targets]`` is two tensors, and ``[inputs, 3]`` a tensor and a number.
+    return len(kinds) == 1 and not issubclass(kinds.pop(), torch.Tensor | np.ndarray | int | float | np.generic)
+
+
+def _may_be_images(entries: Sequence[_Entry]) -> bool:
+    """Return whether all that the entries hold are images, or batches of as few samples as these have channels."""
+    # Of one size of batches alone: where it differs from entry to entry, it is no number of channels.
+    kinds = {(dim, rows) for entry in entries for dim, rows in zip(entry.dims, entry.rows, strict=True)}
+    return len(entries) > 1 and len(kinds) == 1 and all(dim == 3 and rows <= _FEW_CHANNELS for dim, rows in kinds)

@@ -1,0 +1,162 @@
+"""Says what is wrong with what was returned as a loss, and what to return instead: nothing else decides by it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from numbers import Number
+from typing import Any
+
+import torch
+
+from autoaccum.errors import NonScalarLossError
+
+_NO_NUMBER = (
+    "No gradient comes from a number: return the loss as the tensor that it is, without .item(), float() or .numpy()."
+)
+_COMPLEX = "Return a real number of it, for example with .abs() or .real."
+_SHOWN = 12
+"""Name so many entries of a dict at most."""
+
+
+def wrong(source: str, returned: Any) -> NonScalarLossError:
+    """Return the error for what is no loss and no several ones; ``source`` is what has returned it."""
+    # In the order of how sure it is what was meant.
+    found = describe(returned)
+    if returned is None:
+        return NonScalarLossError(source, "nothing", "End it with a return of the loss.")
+    if isinstance(returned, torch.Tensor):
+        if returned.is_complex() and not returned.ndim:
+            return NonScalarLossError(source, "a complex number", _COMPLEX)
+        return NonScalarLossError(source, found, _reduced(returned))
+    if is_number(returned):
+        return NonScalarLossError(source, found, _NO_NUMBER)
+    # As the outputs of models are, which a training_step has to look into itself.
+    if isinstance(getattr(returned, "loss", None), torch.Tensor):
+        return NonScalarLossError(source, found, "Return its loss: return outputs.loss.")
+    if isinstance(returned, Mapping | list | tuple) and returned:
+        return among_others(source, returned)
+    return NonScalarLossError(source, found, "Return the loss, as a tensor.")
+
+
+def among_others(source: str, returned: Any) -> NonScalarLossError:
+    """Return the error for losses in a dict, a list or a tuple that holds other things too."""
+    entries = entries_of(returned)
+    # Whether a gradient comes from it tells a loss from an accuracy, whatever these are called.
+    losses = [name for name, entry in entries.items() if is_loss(entry)]
+    others = [name for name in entries if name not in losses]
+    found = f"a {_kind(returned)} of {_names(entries)}" if isinstance(returned, Mapping) else describe(returned)
+    # Nearly always there is a loss among them, and the rest is what else a forward has shown.
+    odd = next((name for name, entry in entries.items() if not _is_scalar(entry)), None)
+    if odd is not None and not (isinstance(returned, Mapping) and "loss" in losses):
+        found += f" whose {odd!r} is {describe(entries[odd])}"
+    if not losses:
+        has_numbers = all(map(is_number, entries.values()))
+        cure = _NO_NUMBER if has_numbers else "Return the loss, a scalar tensor that depends on the parameters."
+        return NonScalarLossError(source, found, cure)
+    # Of some ``loss`` is one of several, of others the sum of all, or a loss beside things to look at.
+    if isinstance(returned, Mapping) and "loss" in losses:
+        cure = f"If 'loss' is what is trained on, {_written(returned, ['loss'], [n for n in entries if n != 'loss'])}."
+        if len(losses) > 1:
+            cure += " If all losses are to be added, let none of them be named 'loss'."
+        return NonScalarLossError(source, found, cure)
+    cure = "Losses that are added are scalars with a gradient. Beside them goes what is to be seen: "
+    return NonScalarLossError(source, found, f"{cure}{_written(returned, losses, others)}.")
+
+
+def in_outputs(outputs: Any, found: str) -> NonScalarLossError:
+    """Return the error for a model's outputs that hold a loss somewhere, or none.
+
+    Args:
+        outputs: what the model returned.
+        found: that in words.
+    """
+    # Of a tuple nothing says that one of its numbers is the loss, so that it is for the user to say.
+    if isinstance(outputs, tuple | list):
+        places = [index for index, entry in enumerate(outputs) if is_loss(entry)]
+        if len(places) == 1:
+            cure = f"Say that it is the one at {places[0]}: training_step=lambda model, batch: "
+            return NonScalarLossError("the model", found, f"{cure}model(*batch)[{places[0]}].")
+    # Hugging Face's outputs are mappings with attributes, in which a loss that was not computed is None.
+    if hasattr(outputs, "loss") or (isinstance(outputs, Mapping) and "loss" in outputs):
+        return NonScalarLossError("the model", found, "Its loss is None: do the batches hold labels?")
+    return NonScalarLossError(
+        "the model",
+        found,
+        "Pass loss_fn or training_step; Hugging Face models compute a loss when the batch has labels.",
+    )
+
+
+def constant(source: str, returned: Any, name: str, value: object) -> NonScalarLossError:
+    """Return the error for an entry beside losses that no gradient comes from, and that is not 0."""
+    entries = entries_of(returned)
+    losses = [other for other, entry in entries.items() if is_loss(entry)]
+    others = [other for other in entries if other not in losses]
+    found = f"{describe(returned)} whose {name!r} is {_valued(value)}, from which no gradient comes"
+    cure = "It would be added to the loss. What is only to be seen goes beside it: "
+    return NonScalarLossError(source, found, f"{cure}{_written(returned, losses, others)}.")
+
+
+def entries_of(returned: Any) -> dict[str, Any]:
+    """Return what a dict, a list or a tuple holds, by names, or by places."""
+    pairs = returned.items() if isinstance(returned, Mapping) else enumerate(returned)
+    return {str(name): entry for name, entry in pairs}
+
+
+def is_loss(entry: object) -> bool:
+    """Return whether something is a scalar that a gradient comes from."""
+    return isinstance(entry, torch.Tensor) and not entry.ndim and entry.requires_grad
+
+
+def is_number(value: object) -> bool:
+    """Return whether something is a number or an array of NumPy or Python, which has no gradient."""
+    # By the module, for NumPy has a class for each of its numbers, and none of them has a gradient.
+    return isinstance(value, Number) or type(value).__module__ == "numpy"
+
+
+def describe(value: object) -> str:
+    """Say in a few words what a value is, for an error: its own repr may hold thousands of numbers."""
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, tuple | list):
+        return f"a {type(value).__name__} of {len(value)}"
+    return f"a value of type {type(value).__name__}"
+
+
+def _is_scalar(entry: object) -> bool:
+    return isinstance(entry, int | float) or (isinstance(entry, torch.Tensor) and not entry.ndim)
+
+
+def _names(entries: Mapping[str, Any]) -> str:
+    """Return the names of what a dict holds, and not all of very many."""
+    return ", ".join([*map(repr, list(entries)[:_SHOWN]), *["..."] * (len(entries) > _SHOWN)])
+
+
+def _kind(returned: object) -> str:
+    return type(returned).__name__
+
+
+def _valued(value: object) -> str:
+    """Say what a number is; what a tensor of a device is was read already."""
+    return f"{value:g}" if isinstance(value, int | float) else describe(value)
+
+
+def _reduced(tensor: torch.Tensor) -> str:
+    """Return how to make a scalar of a tensor."""
+    # A mean for one of one element too: as likely as not it is the loss of the one sample of a micro-batch.
+    if tensor.ndim > 1:
+        return "Reduce it, for example with .mean(); if these are outputs of the model, compute a loss of them."
+    return "Reduce it, for example with .mean()."
+
+
+def _written(returned: Any, losses: list[str], others: list[str]) -> str:
+    """Return the statement to write instead."""
+    name: Callable[[str], str] = str if isinstance(returned, Mapping) else _place
+    # Short, for it is to be copied: the names are those of the entries, and not those of variables nobody knows.
+    first = " + ".join(map(name, losses)) if len(losses) < 4 else "the sum of the losses"
+    beside = ", ".join(f'"{name(other)}": ...' for other in others[:3])
+    return f"return {first}, {{{beside}}}" if others else f"return {first}"
+
+
+def _place(index: str) -> str:
+    """Return a name for what stands at a place of a tuple."""
+    return "loss" if index == "0" else f"output_{index}"

@@ -1,0 +1,109 @@
+"""Says which part of a batch a model or a loss could not take, where PyTorch says no more than that types differ."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from autoaccum.errors import DataError
+
+_IS_OF_DTYPES = re.compile(
+    r"same dtype|scalar type|expected target dtype|should be the same|Found dtype|but found|not implemented for '",
+    re.IGNORECASE,
+)
+"""What PyTorch says of tensors of types that do not go together."""
+_IS_OF_NO_TENSOR = re.compile(r"must be Tensor, not (\w|\.)+|object has no attribute|positional argument|unhashable")
+_IS_OF_A_LIST = re.compile("not (list|tuple)")
+_OF_LABELS = re.compile(r"target|Long|nll_loss", re.IGNORECASE)
+
+
+def mistaken(error: Exception, model: Any, batch: Any) -> DataError | None:
+    """Return the error that names the part of a batch that cannot be computed with; None where it is none of its types.
+
+    Args:
+        error: what computing the loss has raised.
+        model: the module, or what is called in its place.
+        batch: the micro-batch.
+    """
+    # By its words alone: PyTorch raises the same two classes for nearly everything, memory that ran out among them.
+    text = str(error)
+    leaves = {pytree.keystr(path): leaf for path, leaf in _leaves(batch)}
+    if "expected np.ndarray (got Tensor)" in text:
+        return DataError(
+            "data: the arrays of a batch are tensors by now, as default_collate makes them: leave torch.from_numpy() "
+            "out, or write torch.as_tensor()."
+        )
+    if isinstance(error, TypeError | AttributeError) and _IS_OF_NO_TENSOR.search(text):
+        return _of_no_tensor(leaves, text)
+    if not isinstance(error, RuntimeError) or not _IS_OF_DTYPES.search(text):
+        return None
+    # Which tensor was at fault the words do not say, but whose type is neither the model's nor that of labels is found.
+    tensors = {where: leaf for where, leaf in leaves.items() if isinstance(leaf, torch.Tensor)}
+    if _OF_LABELS.search(text):
+        return _of_labels(tensors, text)
+    held = _dtypes_of(model)
+    for where, leaf in tensors.items():
+        # Labels are int64 in any case, and so are the numbers of tokens.
+        if held and leaf.dtype not in {*held, torch.int64}:
+            wanted = next(iter(held))
+            return _wrong(where, leaf.dtype, f"while the model is of {_name(wanted)}", wanted, text)
+    return None
+
+
+def _of_labels(tensors: dict[str, torch.Tensor], text: str) -> DataError | None:
+    """Return the error for numbers of classes that are of another type; labels come last in a batch."""
+    # uint8 will do for cross_entropy, and is what images and labels are stored as.
+    for where, leaf in reversed(tensors.items()):
+        if leaf.dtype not in (torch.int64, torch.uint8):
+            return _wrong(where, leaf.dtype, "while numbers of classes are int64", torch.int64, text)
+    return None
+
+
+def _of_no_tensor(leaves: dict[str, Any], text: str) -> DataError | None:
+    """Return the error for texts, or lists, that reached a model as they are."""
+    for where, leaf in leaves.items():
+        # A list is no leaf to PyTorch, so that it is its first entry that is met.
+        whole = where.rsplit("[", 1)[0] or "a batch"
+        if isinstance(leaf, str):
+            return DataError(
+                f"data: {whole} holds texts, which have reached the model, or the loss, as they are, and it cannot "
+                f"take them ({text}). Tokenize them before training, or pass a collate_fn that makes tensors of them, "
+                f"with tokenizer(texts, padding=True, return_tensors='pt')."
+            )
+        if isinstance(leaf, int | float) and not isinstance(leaf, bool) and _IS_OF_A_LIST.search(text):
+            return DataError(
+                f"data: {whole} is a list of numbers, and not a tensor ({text}). Make one of it: torch.tensor(numbers)."
+            )
+    return None
+
+
+def _leaves(batch: Any) -> list[Any]:
+    try:
+        return list(pytree.tree_flatten_with_path(batch)[0])
+    except ValueError:  # a type that was registered without a function for paths
+        return []
+
+
+def _dtypes_of(model: Any) -> set[torch.dtype]:
+    """Return the types that a model's weights are of."""
+    # None of what is only called like a module, as in tests of a loss alone.
+    parameters = model.parameters() if isinstance(model, torch.nn.Module) else ()
+    return {p.dtype for p in parameters if p.is_floating_point()}
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _wrong(where: str, dtype: torch.dtype, beside: str, wanted: torch.dtype, text: str) -> DataError:
+    """Return the error for a tensor that is to be of another type."""
+    name = _name(wanted)
+    cure = f"tensor.to(torch.{name})"
+    if wanted is not torch.bfloat16:  # which NumPy has not
+        cure += f", or array.astype(np.{name})"
+    return DataError(
+        f"data: the tensor {where or 'itself'} of a batch is of {_name(dtype)}, {beside} ({text}). Convert it: {cure}."
+    )

@@ -1,0 +1,64 @@
+"""What a run is told of the form of its data: a list that is read as samples, a DataLoader that leaves samples out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader
+
+from autoaccum.data import lists
+from autoaccum.events import Notice
+from autoaccum.training.options import FitArguments
+
+
+def heeding(arguments: FitArguments) -> FitArguments:
+    """Return arguments with the ``drop_last`` of a DataLoader: a short batch there is a short window here."""
+    return replace(arguments, drop_last=True) if _loader_drops(arguments.data) else arguments
+
+
+def of_data(arguments: FitArguments, epoch_samples: int | None, asked: Callable[[], int]) -> list[Notice]:
+    """Return what is to be said of the data.
+
+    Args:
+        arguments: of the run.
+        epoch_samples: samples of an epoch, where that is known.
+        asked: () -> samples of the next window.
+    """
+    said = []
+    is_said = arguments.split is not None or arguments.batch_dim != 0
+    for argument in ("data", "validation_data"):
+        data = getattr(arguments, argument)
+        # Whoever collates has samples, and whoever says how batches are cut has batches.
+        if isinstance(data, list) and data and not is_said and arguments.collate_fn is None:
+            said += [lists.notice(argument)] if lists.read(data, argument).is_new else []
+    # Where both leave out as many nothing is other than in a loop over the loader.
+    if _loader_drops(arguments.data) and epoch_samples is not None:
+        size, window = _batch_size(arguments.data), asked()
+        if epoch_samples % size != epoch_samples % window:
+            said.append(_of_loader(size, epoch_samples % size, window, epoch_samples % window))
+    return said
+
+
+def _loader_drops(data: object) -> bool:
+    """Return whether data is a DataLoader that leaves out a short batch."""
+    if not isinstance(data, DataLoader):
+        return False
+    # One that is given a BatchSampler says False itself. Of other batch samplers the batches are taken as they are.
+    batch_sampler = data.batch_sampler
+    return bool(data.drop_last or (type(batch_sampler) is BatchSampler and batch_sampler.drop_last))
+
+
+def _batch_size(loader: DataLoader[Any]) -> int:
+    # That of a BatchSampler, where the loader was given one and has no size itself.
+    return int(getattr(loader.batch_sampler, "batch_size", None) or loader.batch_size or 1)
+
+
+def _of_loader(batch_size: int, of_loader: int, window: int, of_windows: int) -> Notice:
+    return Notice(
+        cause=f"The DataLoader has drop_last=True, and batches of {batch_size} where a step has {window} samples",
+        consequence=f"What is left out of an epoch is the short window at its end, {of_windows} samples, where the "
+        f"loader leaves out {of_loader}",
+        cure="Make the DataLoader without drop_last to train on all of them",
+    )

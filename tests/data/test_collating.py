@@ -1,0 +1,62 @@
+"""Samples that default_collate makes nothing of are named, with the collate_fn to pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import default_collate
+
+from autoaccum.data.collating import collate_of, collate_without_lists, plain_collate
+from autoaccum.errors import DataError
+
+
+@pytest.mark.parametrize(
+    ("samples", "problem"),
+    [
+        ([{"x": torch.ones(2), "extra": None}] * 2, r"\['extra'\] of a sample is None\. Let the dataset leave it out"),
+        ([(torch.ones(2), 1), (torch.ones(2), None)], r"\[1\] of a sample is None"),
+        ([(torch.ones(2), object())] * 2, r"\[1\] of a sample is a builtins\.object\. .*ToTensor\(\)"),
+        ([torch.ones(2), torch.ones(3)], r"a sample has the shape \(2,\) and \(3,\).*pad_sequence\(samples"),
+        ([np.ones(2), np.ones(3)], r"a sample has the shape .*pad_sequence"),
+        ([{"x": [1, 2]}, {"x": [1]}], "samples differ in what they hold"),
+    ],
+)
+def test_what_is_wrong_is_named(samples: list[Any], problem: str) -> None:
+    with pytest.raises(DataError, match=f"^data: {problem}") as caught:
+        plain_collate(samples)
+    assert isinstance(caught.value.__cause__, TypeError | RuntimeError)
+
+
+def test_columns_of_tables() -> None:
+    pandas = pytest.importorskip("pandas")
+    with pytest.raises(DataError, match=r"\[0\] of a sample is a Series\. .*part\.to_numpy\(\)"):
+        plain_collate([(pandas.Series([1.0]), 1)])
+
+
+def test_lists_of_numbers_are_refused_where_nobody_has_made_them_so() -> None:
+    samples = [{"input_ids": [1, 2, 3], "label": 0}] * 4
+    with pytest.raises(DataError, match=r"'input_ids' of a sample is a list of numbers.*set_format\('torch'\)"):
+        collate_without_lists(samples)
+    # Of a Dataset of one's own it is default_collate's word.
+    assert [column.tolist() for column in plain_collate(samples)["input_ids"]] == [[1] * 4, [2] * 4, [3] * 4]
+
+
+def test_who_collates() -> None:
+    assert collate_of(list, []) is list
+    assert collate_of(default_collate, []) is collate_without_lists
+    assert collate_of(default_collate, torch.utils.data.TensorDataset(torch.ones(1))) is plain_collate
+    datasets = pytest.importorskip("datasets")
+    assert collate_of(default_collate, datasets.Dataset.from_dict({"x": [1]})) is collate_without_lists
+
+
+def test_an_error_of_another_kind_comes_out_as_it_is() -> None:
+    class Odd(dict[str, Any]):
+        def __init__(self, *args: Any) -> None:
+            raise RuntimeError("no copies")
+
+    odd = Odd.__new__(Odd)
+    odd["x"] = 1
+    assert plain_collate([odd, odd])["x"].tolist() == [1, 1]

@@ -1,0 +1,77 @@
+"""Lists of samples are told from lists of batches by what a batch cannot hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from torch import ones, tensor
+
+from autoaccum.data.lists import Reading, notice, read
+from autoaccum.errors import AmbiguousBatchError, DataError
+
+SAMPLES, NEW, BATCHES = Reading(True), Reading(True, is_new=True), Reading(False)
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        # What belongs to one sample stands beside the one part that has rows.
+        ([(ones(8), 1), (ones(8), 0)], NEW),
+        ([(ones(3, 4, 4), tensor(1)), (ones(3, 5, 5), tensor(0))], NEW),
+        ([{"x": np.ones((2, 8)), "label": 1}] * 2, NEW),
+        ([[ones(8), 1], [ones(8), 0]], NEW),
+        # Vectors alone.
+        ([ones(8), ones(8)], NEW),
+        ([(ones(8), ones(8)), (ones(8), ones(8))], NEW),
+        ([{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}] * 2, NEW),
+        # What no batch could be.
+        (["a text", "another"], SAMPLES),
+        ([("a text", 1), ("another", 0)], SAMPLES),
+        ([(ones(3, 4, 4), ones(1, 4, 4))] * 2, SAMPLES),
+        ([1.5, 2.5], SAMPLES),
+        # Batches, of one size or of several.
+        ([(ones(16, 8), ones(16)), (ones(16, 8), ones(16))], BATCHES),
+        ([(ones(16, 8), ones(16)), (ones(3, 8), ones(3))], BATCHES),
+        ([{"x": ones(5, 8), "scale": 0.5, "y": ones(5)}] * 2, BATCHES),
+        ([{"text": ["a", "b"], "y": ones(2)}, {"text": ["c", "d"], "y": ones(2)}], BATCHES),
+        ([ones(16, 8), ones(16, 8)], BATCHES),
+        # Lists of samples within a batch: images of different sizes, dicts, texts, objects.
+        ([([ones(3, 5, 5), ones(3, 6, 6)], [ones(2), ones(2)])] * 2, BATCHES),
+        ([[{"image": ones(3, 5, 5), "boxes": ones(2, 4)}, {"image": ones(3, 6, 6), "boxes": ones(1, 4)}]] * 2, BATCHES),
+        ([["a", "b"], ["c", "d"]], BATCHES),
+        ([[object(), object()]] * 2, BATCHES),
+        ([[[ones(5, 2), ones(5)], ones(5)]] * 2, BATCHES),
+        ([((ones(5), ones(2)), 3)] * 2, SAMPLES),
+        ([(ones(4), ones(5))], BATCHES),  # which is told so when it is read
+    ],
+)
+def test_what_the_entries_are(data: list[Any], expected: Reading) -> None:
+    assert read(data) == expected
+
+
+def test_images_may_be_either() -> None:
+    for data in ([ones(3, 4, 4)] * 5, [(ones(3, 4, 4), ones(3, 4, 4))] * 5):
+        with pytest.raises(
+            AmbiguousBatchError, match=r"data: .*5 samples.*batch of 15.*DataLoader\(data\) if"
+        ) as caught:
+            read(data)
+        assert (caught.value.samples, caught.value.rows) == (5, 15)
+    assert read([ones(16, 4, 4)] * 5) == BATCHES
+
+
+def test_inputs_and_targets_are_a_tuple() -> None:
+    with pytest.raises(DataError, match=r"^data: .*Pass them as a tuple: tuple\(data\)\.$"):
+        read([ones(6, 2), ones(6)])
+    assert read([ones(6, 2), ones(5, 2)]) == BATCHES
+
+
+def test_one_odd_entry_is_seen_wherever_it_is() -> None:
+    data: list[Any] = [(ones(8, 2), ones(8))] * 64
+    data[63] = (ones(8, 2), 1)
+    assert read(data) == NEW
+
+
+def test_the_notice_has_the_cure() -> None:
+    assert notice("validation_data").cure.startswith("Pass DataLoader(validation_data, batch_size=None)")

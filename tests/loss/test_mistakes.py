@@ -1,0 +1,85 @@
+"""What is wrong with a loss is said with the cure for exactly that."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from autoaccum.errors import LossError, NonScalarLossError
+from autoaccum.loss.functions import loss_function
+
+weight = nn.Parameter(torch.ones(()))
+
+
+def loss() -> torch.Tensor:
+    return weight * 2
+
+
+def outputs() -> torch.Tensor:
+    return weight * torch.ones(4, 3)
+
+
+@pytest.mark.parametrize(
+    ("returned", "cure"),
+    [
+        (
+            {"loss": loss(), "logits": outputs()},
+            r"'loss' is what is trained on, return loss, \{\"logits\": \.\.\.\}\.$",
+        ),
+        ({"loss": loss(), "ce": loss()}, r"If all losses are to be added, let none of them be named 'loss'\.$"),
+        ({"ce": loss(), "mse": loss(), "x": outputs()}, r"return ce \+ mse, \{\"x\": \.\.\.\}\.$"),
+        ((loss(), outputs()), r"return loss, \{\"output_1\": \.\.\.\}\.$"),
+        ((outputs(), loss()), r"whose '0' is a tensor of shape \(4, 3\).*return output_1, \{\"loss\": \.\.\.\}\.$"),
+        ((loss(), None), r"whose '1' is a value of type NoneType.*return loss, \{\"output_1\": \.\.\.\}\.$"),
+        ((loss(), 0.5), r"'1' is 0.5, from which no gradient comes.*added to the loss.*return loss, \{\"output_1\""),
+        ({"a": loss(), "acc": torch.tensor(0.25)}, r"'acc' is 0.25, from which.*return a, \{\"acc\": \.\.\.\}\.$"),
+        (0.5, r"a value of type float.*without \.item\(\), float\(\) or \.numpy\(\)\.$"),
+        (np.float32(0.5), r"a value of type float32.*without \.item\(\)"),
+        (np.ones(()), r"a value of type ndarray.*without \.item\(\)"),
+        ([0.5, 0.25], r"a list of 2.*without \.item\(\)"),
+        (None, r"nothing.*End it with a return of the loss\.$"),
+        (weight * torch.ones(4), r"Reduce it, for example with \.mean\(\)\.$"),
+        (weight * torch.ones(1), r"with \.mean\(\)\.$"),  # as likely as not of one sample
+        (outputs(), r"if these are outputs of the model, compute a loss of them\.$"),
+        (loss() + 0j, r"a complex number.*\.abs\(\) or \.real\.$"),
+        (SimpleNamespace(loss=loss()), r"return outputs\.loss\.$"),
+        ({}, r"Return the loss, as a tensor\.$"),
+        ({"a": "x"}, r"whose 'a' is a value of type str.*a scalar tensor that depends on the parameters\.$"),
+        ({str(i): outputs() for i in range(20)}, r"'11', \.\.\. whose '0'"),
+    ],
+)
+def test_each_is_told_what_to_return(returned: Any, cure: str) -> None:
+    with pytest.raises(NonScalarLossError, match=cure):
+        loss_function(None, lambda model, batch: returned)(None, None)
+
+
+def test_nothing_to_compute_a_loss_of_is_no_mistake() -> None:
+    for nothing in (0, 0.0, torch.zeros(())):
+        computed: Any = loss_function(None, lambda model, batch, nothing=nothing: (loss(), nothing))(None, None)
+        assert computed.loss == 2
+
+
+def test_a_validation_adds_what_it_adds() -> None:
+    """No loss has a gradient there, so that constants are not told from them."""
+    with torch.no_grad():
+        computed: Any = loss_function(None, lambda model, batch: (loss(), loss() / 2))(None, None)
+    assert computed.loss == 3
+
+
+@pytest.mark.parametrize(
+    ("returned", "cure"),
+    [
+        ((outputs(), loss()), r"training_step=lambda model, batch: model\(\*batch\)\[1\]\.$"),
+        ((loss(), outputs()), r"model\(\*batch\)\[0\]\.$"),
+        ((outputs(), outputs()), r"Pass loss_fn or training_step"),
+        ({"loss": None, "logits": outputs()}, r"do the batches hold labels\?$"),
+    ],
+)
+def test_a_model_is_told_where_its_loss_may_be(returned: Any, cure: str) -> None:
+    with pytest.raises(LossError, match=cure):
+        loss_function(None, None)(lambda *batch: returned, (1, 2))

@@ -1,0 +1,71 @@
+"""Parts of a batch that a model or a loss cannot compute with are named, with what converts them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from autoaccum.errors import DataError
+from autoaccum.loss.functions import loss_function
+
+INPUTS, TARGETS = torch.ones(4, 3), torch.arange(4) % 2
+
+
+def of(inputs: Any, targets: Any, model: nn.Module | None = None) -> Any:
+    return loss_function(cross_entropy, None)(model or nn.Linear(3, 2), (inputs, targets))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "targets", "found"),
+    [
+        (
+            INPUTS.double(),
+            TARGETS,
+            r"the tensor \[0\] of a batch is of float64, while the model is of float32 .*float32",
+        ),
+        (INPUTS > 0, TARGETS, r"the tensor \[0\] of a batch is of bool, while"),
+        (INPUTS, TARGETS.int(), r"the tensor \[1\] of a batch is of int32, while numbers of classes are int64"),
+        (INPUTS, TARGETS.float(), r"the tensor \[1\] of a batch is of float32, while numbers of classes are int64"),
+        (INPUTS, TARGETS.tolist(), r"\[1\] is a list of numbers.*torch\.tensor\(numbers\)"),
+        (["a", "b", "c", "d"], TARGETS, r"\[0\] holds texts.*Tokenize them before training, or pass a collate_fn"),
+    ],
+)
+def test_what_does_not_fit_is_named(inputs: Any, targets: Any, found: str) -> None:
+    with pytest.raises(DataError, match=f"data: {found}") as caught:
+        of(inputs, targets)
+    assert isinstance(caught.value.__cause__, TypeError | RuntimeError)
+
+
+def test_the_other_way_round() -> None:
+    with pytest.raises(DataError, match=r"of float32, while the model is of float64 .*tensor\.to\(torch\.float64\)"):
+        of(INPUTS, TARGETS, nn.Linear(3, 2).double())
+    with pytest.raises(DataError, match=r"Convert it: tensor\.to\(torch\.bfloat16\)\.$"):
+        of(INPUTS, TARGETS, nn.Linear(3, 2).bfloat16())
+
+
+def test_arrays_are_tensors_by_now() -> None:
+    loss_of = loss_function(None, lambda model, batch: torch.from_numpy(batch))
+    with pytest.raises(DataError, match=r"leave torch\.from_numpy\(\) out"):
+        loss_of(nn.Linear(3, 2), INPUTS)
+
+
+def test_texts_are_one_argument() -> None:
+    class Lengths(nn.Module):
+        def forward(self, texts: list[str]) -> torch.Tensor:
+            return torch.tensor([[float(len(text)), 0.0] for text in texts], requires_grad=True)
+
+    assert of(["a", "bb", "ccc", "d"], TARGETS, Lengths()).ndim == 0
+    assert of(("a", "bb", "ccc", "d"), TARGETS, Lengths()).ndim == 0
+
+
+def test_errors_of_other_kinds_come_out_as_they_are() -> None:
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        of(INPUTS[:, :2], TARGETS)
+    with pytest.raises(TypeError, match="mine"):
+        loss_function(None, lambda model, batch: (_ for _ in ()).throw(TypeError("mine")))(None, (INPUTS, ["a"]))
+    with pytest.raises(AttributeError, match="no attribute 'missing'"):
+        loss_function(None, lambda model, batch: model.missing)(nn.Linear(1, 1), (INPUTS, TARGETS))

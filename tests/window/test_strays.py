@@ -1,0 +1,195 @@
+"""Steps of the optimizer that nobody means are refused where they are taken first; all others pass."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import autoaccum
+from autoaccum.errors import AlreadySteppedError, LossSideEffectError
+from autoaccum.window.stepping import strays_of
+
+Optimizer = torch.optim.Optimizer
+BATCHES = [(torch.randn(6, 4), torch.arange(6) % 3) for _ in range(3)]
+
+
+def made(kind: Any = torch.optim.SGD, **options: Any) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    return model, kind(model.parameters(), **({"lr": 0.1} | options))
+
+
+def accumulator_of(model: nn.Module, optimizer: Any) -> autoaccum.Accumulator:
+    return autoaccum.Accumulator(model, optimizer, loss_fn=cross_entropy, micro_batch=4, verify=False)
+
+
+def hooks_of(optimizer: Any) -> int:
+    return len(optimizer._optimizer_step_pre_hooks)
+
+
+def keeping(optimizer: Optimizer) -> None:
+    optimizer.zero_grad(set_to_none=False)
+
+
+def by_scaler(optimizer: Optimizer) -> None:
+    torch.amp.GradScaler("cpu", enabled=False).step(optimizer)
+
+
+def without_closure(optimizer: Optimizer) -> None:
+    optimizer.step(None)  # as what wraps an optimizer does
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize("before", [lambda optimizer: None, Optimizer.zero_grad, keeping, by_scaler, without_closure])
+def test_a_step_that_was_left_in_is_refused_before_it_writes(kind: Any, before: Callable[[Any], None]) -> None:
+    model, optimizer = made(kind, **({"momentum": 0.9} if kind is torch.optim.SGD else {}))
+    accumulator = accumulator_of(model, optimizer)
+    accumulator.step(BATCHES[0])
+    expected = [p.clone() for p in model.parameters()]
+
+    def left_in() -> None:
+        before(optimizer)
+        optimizer.step()
+
+    with pytest.raises(AlreadySteppedError, match=r"Leave optimizer\.step\(\) and zero_grad\(\) out of the loop"):
+        left_in()
+    assert all(map(torch.equal, model.parameters(), expected))
+    accumulator.step(BATCHES[1])
+    assert not any(map(torch.equal, model.parameters(), expected))
+
+
+@pytest.mark.parametrize("clear", [lambda optimizer: None, Optimizer.zero_grad, keeping])
+def test_a_gradient_of_ones_own_is_stepped_on(clear: Callable[[Any], None]) -> None:
+    model, optimizer = made()
+    accumulator = accumulator_of(model, optimizer)
+    for inputs, targets in BATCHES:
+        accumulator.step((inputs, targets))
+        clear(optimizer)
+        cross_entropy(model(inputs), targets).backward()
+        before = [p.clone() for p in model.parameters()]
+        optimizer.step()
+        assert not any(map(torch.equal, model.parameters(), before))
+
+
+def test_after_backward_the_step_is_the_callers() -> None:
+    model, optimizer = made()
+    accumulator, other = accumulator_of(model, optimizer), accumulator_of(model, optimizer)
+    for batch in BATCHES:
+        accumulator.step(batch)
+        other.backward(batch)  # whoever of those that share it leaves the gradient
+        optimizer.step()
+    other.step(BATCHES[0])
+    with pytest.raises(AlreadySteppedError):
+        optimizer.step()
+
+
+def test_a_closure_computes_a_gradient_of_its_own() -> None:
+    model, optimizer = made(torch.optim.LBFGS)
+    accumulator = accumulator_of(model, optimizer)
+    accumulator.step(BATCHES[0])
+    optimizer.step(lambda: accumulator.backward(BATCHES[0]))
+    accumulator.step(BATCHES[1])
+    optimizer.step(closure=lambda: accumulator.backward(BATCHES[0]))
+
+
+def test_schedulers_and_other_optimizers_are_let_alone() -> None:
+    model, optimizer = made()
+    other = torch.optim.Adam(model.parameters())
+    schedules = [torch.optim.lr_scheduler.StepLR(one, 1) for one in (optimizer, other)]
+    first, second = accumulator_of(model, optimizer), accumulator_of(model, other)
+    for batch in BATCHES:
+        first.step(batch)
+        second.step(batch)
+        for schedule in schedules:
+            schedule.step()
+    first.step(BATCHES[0])
+    other.step()  # of another optimizer: what it does with this gradient is its own matter
+
+
+def test_a_step_within_a_window_is_refused() -> None:
+    model, optimizer = made()
+
+    def training_step(model: nn.Module, batch: Any) -> torch.Tensor:
+        optimizer.step()  # which finds no gradient in the first micro-batch, and a part of one in the second
+        return cross_entropy(model(batch[0]), batch[1])
+
+    given: dict[str, Any] = {"training_step": training_step, "optimizer": optimizer}
+    with pytest.raises(LossSideEffectError, match=r"called optimizer\.step\(\)"):
+        autoaccum.fit(model, BATCHES[0], effective_batch=6, progress=False, **given)
+    with pytest.raises(LossSideEffectError, match=r"called optimizer\.step\(\)"):
+        autoaccum.Accumulator(model, **given).step(BATCHES[0])
+    optimizer.step()  # the windows are over
+
+
+def test_copies_are_nobodys() -> None:
+    class Copied(torch.optim.SGD):
+        def __getstate__(self) -> dict[str, Any]:
+            return dict(self.__dict__)
+
+    Copied.__qualname__, globals()["Copied"] = "Copied", Copied
+    for kind in (torch.optim.AdamW, Copied):
+        model, optimizer = made(kind)
+        accumulator = accumulator_of(model, optimizer)
+        accumulator.step(BATCHES[0])
+        for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+            other.step()
+        with pytest.raises(AlreadySteppedError):
+            optimizer.step()
+
+
+def test_it_goes_with_the_accumulator_and_keeps_nothing() -> None:
+    model, optimizer = made()
+    accumulators = [accumulator_of(model, optimizer) for _ in range(3)]
+    assert hooks_of(optimizer) == 1
+    for accumulator in accumulators:
+        accumulator.step(BATCHES[0])
+    left = [weakref.ref(accumulator) for accumulator in accumulators]
+    # One that is still there keeps nothing of another one's.
+    transaction = weakref.ref(accumulators[0]._step.transaction)
+    del accumulator, accumulators[0]
+    gc.collect()
+    assert transaction() is None
+    assert hooks_of(optimizer) == 1
+    del accumulators
+    gc.collect()
+    assert [reference() for reference in left] == [None] * 3
+    assert hooks_of(optimizer) == 0
+    optimizer.step()
+
+
+def test_what_wraps_an_optimizer_is_looked_through() -> None:
+    class Wrapper(Optimizer):
+        def __init__(self, optimizer: Optimizer) -> None:
+            self.optimizer = optimizer
+
+    _, optimizer = made()
+    assert strays_of(Wrapper(optimizer)) is strays_of(Wrapper(Wrapper(optimizer))) or hooks_of(optimizer) == 0
+    kept = strays_of(optimizer)
+    assert strays_of(Wrapper(Wrapper(optimizer))) is kept
+    assert hooks_of(optimizer) == 1
+
+    class Without(Optimizer):
+        def __init__(self) -> None: ...
+
+    strays_of(Without()).expect()  # nothing can be heard of it, and nothing fails
+
+
+def test_sparse_gradients() -> None:
+    model = nn.EmbeddingBag(5, 3, sparse=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    accumulator = accumulator_of(model, optimizer)
+    batch = (torch.arange(6)[:, None] % 5, torch.arange(6) % 3)
+    accumulator.step(batch)
+    with pytest.raises(AlreadySteppedError):
+        optimizer.step()
+    cross_entropy(model(batch[0]), batch[1]).backward()
+    optimizer.step()
