@@ -45,6 +45,7 @@ from autoaccum.training.noise import MeasuredNoise
 from autoaccum.training.options import Callback, FitArguments
 from autoaccum.training.pace import Pace
 from autoaccum.training.result import FitResult as FitResult
+from autoaccum.training.result import Ran
 from autoaccum.training.run_state import RunState, keeper_of
 from autoaccum.training.sharing import Sharing
 from autoaccum.training.synonyms import answering
@@ -199,6 +200,7 @@ class Trainer:
         # By which it hears of wishes; None where callbacks may have some after a window.
         self._heard_by: SharedTransaction | None = None
         self._told: list[Record] | None = None  # what is to be told on other ranks too, while there is anything
+        self._ran = Ran()
         self._mark = 0.0  # when the window began, so that reports leave out validations and checkpoints
 
     def _make(self, arguments: FitArguments, checked: Checked, place: setup.Place, budget: Budget) -> None:
@@ -306,12 +308,19 @@ class Trainer:
         return FitResult(
             history=self.history,
             events=self.events,
-            plan=Plan(ranks=self._on_all_ranks(self._tuner.plan(*self._tuner.full_window))),
+            plan=Plan(ranks=self._on_all_ranks(self._last_plan())),
             num_steps=self.step,
             num_samples=self.samples_seen,
             model=self.model,
             optimizer=self.optimizer,
         )
+
+    def _last_plan(self) -> tuple[int, ...]:
+        """Return how this rank ran the last full window; where there was none, how it would."""
+        # Of several ranks reports do not tell which sizes were whose.
+        reports = self._pace.reports if self._group is None else ()
+        ran = self._ran.last(reports, self._pace.effective_batch)
+        return self._tuner.plan(*self._tuner.full_window) if ran is None else ran
 
     def _on_all_ranks(self, value: Any) -> tuple[Any, ...]:
         return (value,) if self._group is None else tuple(self._group.exchange(value))
@@ -418,6 +427,7 @@ class Trainer:
             self._sharing.saw(self._step.stints)
         self._mark += self._step.examining_seconds  # which are no part of the window
         self._pace.passed(num_samples := sum(gradient.sizes))
+        self._ran.see(gradient.own, is_full=num_samples == asked)
         lr = self._learning_rate.now(asked)  # that of this step, before the scheduler goes on
         with self._learning_rate.scaled(asked):
             stepped = self._step.apply(gradient)
