@@ -56,7 +56,7 @@ _HOMES = {
     "sweep": "sweeps.sweep",
 }
 
-_MODULES = ("errors", "events", "reporting", "schedules", "splits", "testing")
+_MODULES = ("callbacks", "errors", "events", "reporting", "schedules", "splits", "testing")
 
 __all__ = ["__version__", *_HOMES]
 

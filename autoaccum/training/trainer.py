@@ -38,6 +38,7 @@ from autoaccum.training import notices, saving, setup, together
 from autoaccum.training.alone import Ranks, holding
 from autoaccum.training.declarations import Checked
 from autoaccum.training.followed import Followed
+from autoaccum.training.hooks import Hooks
 from autoaccum.training.interrupts import interrupt_calls
 from autoaccum.training.learning_rate import MakeScheduler, Scaling
 from autoaccum.training.metrics import Metric
@@ -149,6 +150,8 @@ class Trainer:
         # Looked up now, for callbacks may change directory.
         self._run_dir = None if arguments.run_dir is None else Path(arguments.run_dir).absolute()
         self.schedule = checked[schedule_of]
+        self._hooks = hooks = Hooks(checked[_checks.of_callbacks])
+        hooks.check(arguments)
         _checks.of_smallest_window(arguments.min_micro_batch, self.schedule.smallest)
         budget = checked[Budget]
         self.model = arguments.model
@@ -183,6 +186,7 @@ class Trainer:
             pace=self._pace,
             device=self.device,
             before_window=keeper_of(arguments.before_window),
+            callbacks=hooks,
         )
 
         # Of this process alone; what a later one goes on from is in the state above.
@@ -364,7 +368,8 @@ class Trainer:
         self._emit(notices.started(self.num_steps, self.num_samples, self.device, limit_bytes, used_bytes))
         if self._resumed is not None:
             self._emit(self._resumed)
-        for notice in () if self._directory is None else self._directory.notices(goes_on=not is_finished):
+        found = [] if self._directory is None else self._directory.notices(goes_on=not is_finished)
+        for notice in found + (self._hooks.notices if self._resumed is not None else []):
             self._step.announcer.say(notice)
         if is_spent:
             self._end("budget")
@@ -487,7 +492,9 @@ class Trainer:
         if self._validator is None or was_broken_off or self._validations.step == self.step:
             return
         self._validations.step = self.step  # so that an epoch's end at the same step finds it done
-        self._validations.add(self._validated(self._validator, epoch))
+        with self._hooks.validating():
+            loss = self._validated(self._validator, epoch)
+        self._validations.add(loss)
         self._agree()
         self._mark = clock.now()  # its seconds are reported by the validation itself
 
@@ -554,7 +561,7 @@ class Trainer:
             (self._history if isinstance(record, StepReport) else self._events).append(record)
         for callback in self._callbacks:
             try:
-                callback(record)
+                self._hooks.call(callback, record, self)
             except StopTraining:
                 self._end("stopped")
 
