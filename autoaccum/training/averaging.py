@@ -78,7 +78,7 @@ class EMA(Ready):
         """Begin with the run, and step with its windows."""
         if isinstance(record, Started):
             self._begin(trainer.model, is_new=trainer.step == 0)
-        elif isinstance(record, StepReport):
+        elif isinstance(record, StepReport):  # which comes once a window has committed, and never for a replay
             self._step()
 
     @property
@@ -130,6 +130,7 @@ class EMA(Ready):
         Raises:
             CheckpointCorruptError: it is none of an average.
         """
+        # Of which model they are is seen when the run begins, which has the model.
         _SAVED(state, "callbacks.state")
         self.updates, self._weights, self._is_loaded = state["updates"], dict(state["weights"]), True
 
@@ -139,10 +140,12 @@ class EMA(Ready):
         """Take up the averages that were loaded, or begin with the weights as they are."""
         current = _tensors(model)
         is_same, self._model = self._model is model, model
+        # A checkpoint is read before the run begins, when the model may be elsewhere yet.
         if self._is_loaded and self._weights:
             _check_alike(self._weights, current)
             # They come from the disk, and so lie on the host.
             self._weights = {name: value.to(current[name].device) for name, value in self._weights.items()}
+        # A trainer that is asked to train on keeps what it has; another run, of the same object, has nothing of it.
         elif is_new or not is_same or not self._weights:
             self.updates = 0
             self._weights = insist(partial(_begun, current), "a model's weights were averaged")
@@ -153,8 +156,10 @@ class EMA(Ready):
         """Average the weights of one more window."""
         if self._model is None:
             return
+        # The first windows of a run would be outweighed for a thousand windows by weights that were drawn.
         self.updates += 1
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates)) if self.warm_up else self.decay
+        # Those of one type are averaged by one call, as an optimizer steps: a model may have thousands of tensors.
         averages: list[torch.Tensor] = []
         weights: list[torch.Tensor] = []
         for name, tensor in _tensors(self._model).items():
@@ -178,6 +183,7 @@ class EMA(Ready):
         Raises:
             ArgumentError: there are none yet, or they are of another model.
         """
+        # All of it is looked at before any of it is written to.
         model = self._model if model is None else model
         if model is None or not self._weights:
             accepted = "averages, which there are once a run with this EMA among its callbacks has begun"
@@ -202,6 +208,7 @@ def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _is_averaged(tensor: torch.Tensor) -> bool:
+    # Between two counts, or two indices, there is nothing.
     return tensor.is_floating_point() or tensor.is_complex()
 
 

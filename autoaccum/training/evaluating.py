@@ -129,8 +129,10 @@ def evaluate(
     declared = {name: OF_FIT[name] for name in given}
     checked = check(declared, CHECKS, **given, validation_data=data, headroom=_HEADROOM)
     of: Any = "loss_fn" if loss_fn is not None else "training_step" if training_step is not None else "model"
+    # Metrics that are modules are put into eval mode with the model, and run where it runs.
     held = [metric for metric in (metrics or {}).values() if isinstance(metric, nn.Module)]
     loss_of, _ = stated(checked[loss_function], num_items, None)
+    # A validation tells what it has found as an event, whoever hears it.
     told: list[Event] = []
     device = _device_of(model)
     for module in held:
@@ -210,6 +212,7 @@ def predict(
     checked = check({name: OF_FIT[name] for name in given}, CHECKS, **given, headroom=_HEADROOM)
     if forward is not None:
         _checks.function("forward", forward, ("model", "batch"), "outputs")
+    # Of a sampler of the user's own the order is theirs; what shuffle=True draws nobody could tell afterwards.
     if isinstance(data, DataLoader) and isinstance(data.sampler, RandomSampler):
         cure = "Outputs would come in an order that was drawn: pass one with shuffle=False."
         raise ArgumentError("data", "a DataLoader with shuffle=True", "data in an order of their own", cure)
@@ -238,12 +241,14 @@ def _pass(
 ) -> tuple[Any, Limit]:
     """Return a validator of that kind, and the limit that it keeps to."""
     device = _device_of(model)
+    # As a run is set up, but for all that training needs: nothing is moved, and nothing allocated ahead.
     memory = memory_of(device)
     limit = Limit(memory, memory_limit)
     source = open_source(
         given["data"], seed=0, shuffle=False, device=device, collate_fn=given["collate_fn"],
         num_workers=given["num_workers"], split=split,
     )  # fmt: skip
+    # Its micro-batches are found anew in each call: what fits depends on what else there is by then.
     made = kind(
         model, modules, source, autocast=context, device=device, memory=memory, limit=limit,
         limits=Limits(limit.bytes, _HEADROOM), patience=_PATIENCE, snapshot=Snapshot(modules, device), emit=emit,
@@ -264,13 +269,15 @@ def _device_of(model: Any) -> torch.device:
         cure = "Each of its forwards asks all ranks: validate within fit, or load it as a whole."
         raise ArgumentError("model", type(model).__name__, "a model that this process has all of", cure)
     for part in model.modules():
-        if is_sharing(part):  # its forward waits for that of other ranks, of which none need come
+        # Its forward waits for that of other ranks, of which none need come.
+        if is_sharing(part):
             cure = "Pass the module within it (model.module of DistributedDataParallel)."
             raise ArgumentError("model", type(part).__name__, "a model of this process alone", cure)
     tensors = [*model.parameters(), *model.buffers()]
     if any(map(is_lazy, tensors)):
         cure = "Call it once on a batch: model(inputs)."
         raise ArgumentError("model", type(model).__name__, "a model whose lazy layers know their shapes", cure)
+    # Where the user has put it: to move it would leave an optimizer's state behind.
     devices = {tensor.device for tensor in tensors}
     if len(devices) > 1:
         found = " and ".join(sorted(map(str, devices)))
@@ -280,6 +287,7 @@ def _device_of(model: Any) -> torch.device:
 
 def _forward(model: Any, batch: Any) -> Any:
     """Return the outputs of a model for a batch, with or without targets."""
+    # Most data that a model was trained on are pairs, whose targets it is not called with.
     takes = _checks.positional(model)
     if isinstance(batch, tuple | list) and len(batch) == 2 and (takes is None or takes.required < 2):
         outputs = call(model, batch[0])
@@ -337,6 +345,7 @@ class Predictor(Validator):
         """Return outputs in the place of what stands beside a loss, of which there is none."""
         with torch.no_grad(), self._autocast():
             outputs = self._loss_of(self._model, micro_batch())
+        # Copied within the attempt: where the host has no room for them, the micro-batch is run in smaller pieces.
         found, start, done = _Kept(), self._piece.start, len(self._beside.positions)
         found.parts = [_on_host(outputs, size)]
         # Samples of different lengths are served longest first: a window of these says where each was. All others come
@@ -351,6 +360,7 @@ class Predictor(Validator):
         Raises:
             DataError: those of several micro-batches are of different shapes.
         """
+        # Joined once, at the end: joined as they come, all would be copied again and again.
         kept, places = self._beside.parts, self._beside.positions
         try:
             whole = kept[0] if len(kept) == 1 else batches.joined_by(kept, _is_leaf, batches.join_rows)
@@ -359,6 +369,7 @@ class Predictor(Validator):
                 f"the outputs of several micro-batches cannot be joined: {error} Pass forward=(model, batch) -> "
                 f"outputs that returns what is of one shape, or a list with one entry per sample."
             ) from error
+        # Nearly always: to take rows by their places copies all of them once more.
         if places == sorted(places):
             return whole
         order = sorted(range(len(places)), key=places.__getitem__)
@@ -376,6 +387,7 @@ def _on_host(outputs: Any, size: int) -> Any:
     Raises:
         ArgumentError: something of them has not one row per sample.
     """
+    # What is of no sample would be joined all the same, to rows that belong to nobody.
     leaves, spec = batches.flatten(outputs, _is_leaf)
     for leaf in leaves:
         rows = leaf.shape[0] if isinstance(leaf, torch.Tensor) and leaf.ndim else None

@@ -12,7 +12,7 @@ from typing import Any
 
 from autoaccum import _checks
 from autoaccum._kinds import a, anything, entries, every, whole
-from autoaccum.events import Notice, Record
+from autoaccum.events import Notice
 from autoaccum.training.options import FitArguments
 
 SAVED = every(entries({"place": whole(), "type": a(str), "state": anything}))
@@ -36,39 +36,35 @@ class Ready:
 class Hooks:
     """The callbacks that a user has passed, in their order."""
 
-    def __init__(self, callbacks: Sequence[Any]) -> None:
-        """Look at each of them once."""
-        self._callbacks = list(callbacks)
-        # By identity, for callbacks may compare equal, or not be hashable.
-        self._takes_trainer = {id(callback) for callback in callbacks if _checks.takes_trainer(callback)}
-        self._ready = [callback for callback in callbacks if isinstance(callback, Ready)]
-        self._kept = [(place, callback) for place, callback in enumerate(callbacks) if _can_be_saved(callback)]
-        self.notices: list[Notice] = []
-        """What to say of those that could not be put back as they were saved."""
-
-    def check(self, arguments: FitArguments) -> None:
-        """Let each ready one refuse a run that it is not for.
+    def __init__(self, callbacks: Sequence[Any], arguments: FitArguments | None = None) -> None:
+        """Look at each of them once, and let ready ones refuse a run that they are not for.
 
         Raises:
             ArgumentError: one does.
         """
-        for callback in self._ready:
-            callback.check(arguments)
-
-    def call(self, callback: Any, record: Record, trainer: Any) -> None:
-        """Tell one callback of a record."""
-        if id(callback) in self._takes_trainer:
-            callback(record, trainer)
-        else:
-            callback(record)
+        self._callbacks = list(callbacks)
+        # By identity, for callbacks may compare equal, or not be hashable.
+        self.takes_trainer = {id(callback) for callback in callbacks if _checks.takes_trainer(callback)}
+        """The identities of those that are called with the trainer too."""
+        # Those of the user's own are asked for nothing but to be called: an attribute of theirs may be named like ours.
+        self._ready = [callback for callback in callbacks if isinstance(callback, Ready)]
+        self._kept = [(place, callback) for place, callback in enumerate(callbacks) if _can_be_saved(callback)]
+        self.notices: list[Notice] = []
+        """What to say of those that could not be put back as they were saved."""
+        # Before training begins, and before anything is moved or allocated for it.
+        if arguments is not None:
+            for callback in self._ready:
+                callback.check(arguments)
 
     def of_all_ranks(self) -> list[str]:
         """Return the types of those that have to be the same on all ranks, in their order."""
+        # By their names, which all ranks can compare: the objects are other ones on each.
         return [type(callback).__name__ for callback in self._ready if callback.has_to_be_everywhere]
 
     @contextmanager
     def validating(self) -> Iterator[None]:
         """Be in the context that each of them has for validations."""
+        # One within the other, and left in the reverse order: each finds the model as it has left it.
         with ExitStack() as stack:
             for callback in self._ready:
                 stack.enter_context(callback.validating())
@@ -88,9 +84,11 @@ class Hooks:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put back what ``state_dict`` returned; what has no counterpart is left, and told by ``notices``."""
+        # By the place, for there may be several of a type, and by the type, for another one could make nothing of it.
         saved = {entry["place"]: entry for entry in state.get("callbacks", ())}
         self.notices = []
         for place, callback in self._kept:
+            # What is not put back is told and no error: whoever adds a callback to a run that goes on means to.
             found, kind = saved.get(place), type(callback).__qualname__
             if found is not None and found["type"] == kind:
                 del saved[place]
@@ -101,6 +99,7 @@ class Hooks:
 
 
 def _can_be_saved(callback: Any) -> bool:
+    # As PyTorch's own objects say that they have a state; both, for one alone would be of no use.
     return callable(getattr(callback, "state_dict", None)) and callable(getattr(callback, "load_state_dict", None))
 
 

@@ -56,6 +56,7 @@ def load_best(
     """
     place = Path(_checks.path("run_dir", run_dir))
     _checks.flag("averaged", averaged)
+    # Before a model is made, which may take long: a directory without any is told at once.
     found, skipped = checkpoint.best(place / "checkpoints")
     if found is None:
         raise _nothing_there(place, skipped)
@@ -63,6 +64,7 @@ def load_best(
     if units_of(made):
         cure = "Load into the model as it is before fully_shard is called: all of the weights are read."
         raise ArgumentError("model", type(made).__name__, "a model that this process has all of", cure)
+    # All of it is on the host, and is compared with the model before any of that is changed.
     weights, state = found.load()
     if averaged:
         weights = _averages(found, weights, state)
@@ -82,6 +84,7 @@ def _nothing_there(place: Path, skipped: tuple[str, ...]) -> Exception:
     """Return the error for a directory without a best checkpoint."""
     if skipped:
         return CheckpointCorruptError(place / "checkpoints", f"holds no whole best checkpoint: {' '.join(skipped)}")
+    # A run that has never validated has checkpoints, of which none is better than another.
     if not checkpoint.every(place / "checkpoints")[0]:
         return NoHistoryError(place, "the checkpoints of a run")
     cure = "Pass validation_data to fit: by its loss the best is known. A run goes on from its last by fit itself."
@@ -96,6 +99,7 @@ def _made(model: Any) -> nn.Module:
     """
     accepted = "a model, a function () -> model, or a recipe such as 'recipe.py:function'"
     if isinstance(model, str):
+        # Its own error is the user's to see, without the frames that have called it.
         try:
             with opened(model) as arguments:
                 model = arguments["model"]
@@ -104,6 +108,7 @@ def _made(model: Any) -> nn.Module:
     elif callable(model) and not isinstance(model, nn.Module):
         _checks.function("model", model, (), "a model")
         model = model()
+    # What a function or a recipe has made may be anything.
     if not isinstance(model, nn.Module):
         raise ArgumentTypeError("model", model, accepted)
     return model
@@ -116,6 +121,7 @@ def _averages(found: checkpoint.Checkpoint, weights: Any, state: Any) -> Any:
         ArgumentError: there is none.
         CheckpointCorruptError: they are not as one writes them.
     """
+    # Nothing has checked this state: a stranger may have written it.
     callbacks = state.get("callbacks") if isinstance(state, dict) else None
     kept = [entry for entry in callbacks if isinstance(entry, dict)] if isinstance(callbacks, list) else []
     states = [entry.get("state") for entry in kept if entry.get("type") == "EMA"]

@@ -57,6 +57,7 @@ class Watch(Ready):
             if trainer.step == 0:  # the same object may have been in a run before
                 self._forget()
             self._begin()
+        # Each validation comes by once: one that an earlier process has had is in the state that was put back.
         elif isinstance(record, Validated):
             self._hear(self._value(record))
             self._act(trainer)
@@ -68,6 +69,7 @@ class Watch(Ready):
         """Do what is due after a validation."""
 
     def _value(self, record: Validated) -> float:
+        # Not known before: what stands beside a loss is reported too, and shows when one is computed.
         found: dict[str, float] = {**record.metrics, "loss": record.loss}
         if self.metric not in found:
             accepted = f"one of {', '.join(sorted(found))}, which validations report"
@@ -98,6 +100,7 @@ class Watch(Ready):
         Raises:
             CheckpointCorruptError: it is none of it.
         """
+        # Checked here, for what the state of a callback may be no one else knows.
         self._checked(state, "callbacks.state")
         self.best, self.num_bad = state["best"], state["num_bad"]
 
@@ -134,7 +137,8 @@ class EarlyStopping(Watch):
         super().__init__(patience, metric, mode, min_delta)
 
     def _begin(self) -> None:
-        self._act(None)  # of a run that has ended so, and is called again
+        # Of a run that has ended so, and is called again: without this it would train on to the next validation.
+        self._act(None)
 
     def _act(self, trainer: Any) -> None:
         if self.num_bad >= self.patience:
@@ -200,13 +204,16 @@ class ReduceOnPlateau(Watch):
             raise ConflictingArgumentsError("lr_scheduler", arguments.lr_scheduler, "callbacks=[ReduceOnPlateau]", cure)
 
     def _act(self, trainer: Any) -> None:
+        # After a fall the loss may well rise for a while, which says nothing of the next one.
         if self._resting:
             self._resting, self.num_bad = self._resting - 1, 0
         if self.num_bad < self.patience:
             return
+        # The best stays what it is: what comes after a fall is to be better than all before it.
         self.num_bad, self._resting = 0, self.cooldown
         for group in trainer.optimizer.param_groups:
             rate = group["lr"]
+            # Never up, where a rate began below the lowest one.
             lower = max(float(rate) * self.factor, self.min_lr)
             if lower >= float(rate):
                 continue

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,33 +13,19 @@ from autoaccum.planning.plans import Plan
 from autoaccum.reporting.shown import Facts, as_line, as_table, sizes_text
 
 
-class Ran:
-    """How windows were cut on one rank: the last full one, and the last that was short."""
+def cut_last(
+    ran: Mapping[bool, tuple[int, ...]], reports: Iterable[StepReport] = (), asked: int = 0
+) -> tuple[int, ...] | None:
+    """Return the sizes of the last window that was full, else of the last one; None where there was none.
 
-    def __init__(self) -> None:
-        """Begin with none."""
-        self._full: tuple[int, ...] | None = None
-        self._short: tuple[int, ...] | None = None
-
-    def see(self, sizes: tuple[int, ...], *, is_full: bool) -> None:
-        """Take the micro-batches that a window has committed with."""
-        # Of an epoch's last window, which is short, nothing follows for the others.
-        if is_full:
-            self._full = sizes
-        else:
-            self._short = sizes
-
-    def last(self, reports: Iterable[StepReport] = (), asked: int = 0) -> tuple[int, ...] | None:
-        """Return the sizes of the last full window, else of the last; None where there was none.
-
-        Args:
-            reports: of windows, oldest first, to go by where this process has run none: those of an earlier one.
-            asked: the effective batch of the newest of them.
-        """
-        if self._full is self._short is None:
-            for report in reports:
-                self.see(report.micro_batches, is_full=report.effective_batch == asked)
-        return self._short if self._full is None else self._full
+    Args:
+        ran: the micro-batches of the last window that was full, by True, and of the last that was short, by False.
+        reports: of windows, oldest first, to go by where this process has run none: those of an earlier one.
+        asked: the effective batch of the newest of them.
+    """
+    # Of an epoch's last window, which is short, nothing follows for the others.
+    found = dict(ran) or {report.effective_batch == asked: report.micro_batches for report in reports}
+    return found.get(True, found.get(False))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)

@@ -46,7 +46,7 @@ from autoaccum.training.noise import MeasuredNoise
 from autoaccum.training.options import Callback, FitArguments
 from autoaccum.training.pace import Pace
 from autoaccum.training.result import FitResult as FitResult
-from autoaccum.training.result import Ran
+from autoaccum.training.result import cut_last
 from autoaccum.training.run_state import RunState, keeper_of
 from autoaccum.training.sharing import Sharing
 from autoaccum.training.synonyms import answering
@@ -150,8 +150,7 @@ class Trainer:
         # Looked up now, for callbacks may change directory.
         self._run_dir = None if arguments.run_dir is None else Path(arguments.run_dir).absolute()
         self.schedule = checked[schedule_of]
-        self._hooks = hooks = Hooks(checked[_checks.of_callbacks])
-        hooks.check(arguments)
+        self._hooks = Hooks(checked[_checks.of_callbacks], arguments)
         _checks.of_smallest_window(arguments.min_micro_batch, self.schedule.smallest)
         budget = checked[Budget]
         self.model = arguments.model
@@ -186,7 +185,7 @@ class Trainer:
             pace=self._pace,
             device=self.device,
             before_window=keeper_of(arguments.before_window),
-            callbacks=hooks,
+            callbacks=self._hooks,
         )
 
         # Of this process alone; what a later one goes on from is in the state above.
@@ -204,7 +203,7 @@ class Trainer:
         # By which it hears of wishes; None where callbacks may have some after a window.
         self._heard_by: SharedTransaction | None = None
         self._told: list[Record] | None = None  # what is to be told on other ranks too, while there is anything
-        self._ran = Ran()
+        self._ran: dict[bool, tuple[int, ...]] = {}  # how the last full window was cut, and the last short one
         self._mark = 0.0  # when the window began, so that reports leave out validations and checkpoints
 
     def _make(self, arguments: FitArguments, checked: Checked, place: setup.Place, budget: Budget) -> None:
@@ -323,7 +322,7 @@ class Trainer:
         """Return how this rank ran the last full window; where there was none, how it would."""
         # Of several ranks reports do not tell which sizes were whose.
         reports = self._pace.reports if self._group is None else ()
-        ran = self._ran.last(reports, self._pace.effective_batch)
+        ran = cut_last(self._ran, reports, self._pace.effective_batch)
         return self._tuner.plan(*self._tuner.full_window) if ran is None else ran
 
     def _on_all_ranks(self, value: Any) -> tuple[Any, ...]:
@@ -432,7 +431,7 @@ class Trainer:
             self._sharing.saw(self._step.stints)
         self._mark += self._step.examining_seconds  # which are no part of the window
         self._pace.passed(num_samples := sum(gradient.sizes))
-        self._ran.see(gradient.own, is_full=num_samples == asked)
+        self._ran[num_samples == asked] = gradient.own
         lr = self._learning_rate.now(asked)  # that of this step, before the scheduler goes on
         with self._learning_rate.scaled(asked):
             stepped = self._step.apply(gradient)
@@ -561,7 +560,9 @@ class Trainer:
             (self._history if isinstance(record, StepReport) else self._events).append(record)
         for callback in self._callbacks:
             try:
-                self._hooks.call(callback, record, self)
+                # Here and not in the hooks, for each window comes by.
+                told = (record, self) if id(callback) in self._hooks.takes_trainer else (record,)
+                callback(*told)
             except StopTraining:
                 self._end("stopped")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,12 @@ from torch.nn.functional import cross_entropy
 
 import autoaccum
 from autoaccum import StepReport, StopTraining
-from autoaccum.errors import ArgumentTypeError, AutoaccumWarning, CheckpointCorruptError
+from autoaccum.callbacks import EMA, ReduceOnPlateau
+from autoaccum.errors import ArgumentTypeError, AutoaccumError, AutoaccumWarning, CheckpointCorruptError
 from autoaccum.events import Finished, Started
 from autoaccum.training.hooks import Hooks, Ready
 from tests.models import classes, mlp
+from tests.ranks.launching import launch
 
 
 def fit(**options: Any) -> autoaccum.FitResult:
@@ -153,3 +156,24 @@ def test_ready_ones_are_asked_in_their_order() -> None:
         has_to_be_everywhere = True
 
     assert Hooks([print, Everywhere(), Ready(), Everywhere()]).of_all_ranks() == ["Everywhere", "Everywhere"]
+
+
+def on_ranks(callbacks: str) -> Any:
+    """Return what a rank's run leaves: the rates, and the averages."""
+    ema, plateau = EMA(decay=0.9), ReduceOnPlateau(factor=0.5, patience=1, min_delta=10.0)
+    is_first = os.environ.get("RANK", "0") == "0"
+    given = [ema, plateau] if callbacks == "all" or is_first else [ema]
+    try:
+        result = fit(epochs=3, callbacks=given, validation_data=classes(12))
+    except AutoaccumError as error:
+        return str(error)
+    return [report.lr for report in result.history], [value.tolist() for value in ema.weights.values()]
+
+
+def test_ranks_decide_and_average_alike() -> None:
+    first, second = launch(on_ranks, 2, "all")
+    assert first == second
+    assert first[0] == [1e-3] * 6 + [5e-4] * 3, "the first validation is the best, the second as good as none"
+    told = launch(on_ranks, 2, "the first")
+    assert all(isinstance(one, str) for one in told)
+    assert "callbacks=[]: expected what rank 0 was given, ['ReduceOnPlateau'] (this is of rank 1)" in "".join(told)

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 import autoaccum
 from autoaccum.errors import AutoaccumWarning
 from autoaccum.testing import oom_at
-from autoaccum.training.result import FitResult, Ran
+from autoaccum.training.result import FitResult, cut_last
 from tests.models import classes, mlp
 
 
@@ -73,13 +73,9 @@ def test_a_run_that_is_over_tells_the_same_plan_again(tmp_path: Path) -> None:
 
 
 def test_before_any_window_there_is_none() -> None:
-    ran = Ran()
-    assert ran.last() is None
-    ran.see((2,), is_full=False)
-    assert ran.last() == (2,)
-    ran.see((4, 4), is_full=True)
-    ran.see((1,), is_full=False)
-    assert ran.last() == (4, 4)
+    assert cut_last({}) is None
+    assert cut_last({False: (2,)}) == (2,)
+    assert cut_last({True: (4, 4), False: (1,)}) == (4, 4)
 
 
 def test_a_notebook_shows_a_few_facts_of_it_and_not_all_that_it_holds() -> None:

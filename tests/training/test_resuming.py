@@ -577,7 +577,7 @@ def test_of_windows() -> None:
 NOT_KEPT = {
     # Of this process alone.
     "Trainer._resumed": "an event of the process that goes on",
-    "Ran._full": "told again by the reports that are kept",
+    "Trainer._ran": "told again by the reports that are kept",
     "Trainer._mark": "a reading of the clock",
     "Trainer._stop_reason": "why the first process ended",
     "Validations.is_unsaved_best": "said to the checkpoint while it is written",
