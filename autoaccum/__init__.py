@@ -29,7 +29,10 @@ if TYPE_CHECKING:
     from autoaccum.training.check_report import CheckReport as CheckReport
     from autoaccum.training.checking import check as check
     from autoaccum.training.converting import convert_batch_norm as convert_batch_norm
+    from autoaccum.training.evaluating import evaluate as evaluate
+    from autoaccum.training.evaluating import predict as predict
     from autoaccum.training.fitting import fit as fit
+    from autoaccum.training.loading import load_best as load_best
     from autoaccum.training.mixture_of_experts import moe_balancing as moe_balancing
     from autoaccum.training.probing import ProbeReport as ProbeReport
     from autoaccum.training.probing import probe as probe
@@ -49,14 +52,17 @@ _HOMES = {
     "Trainer": "training.trainer",
     "check": "training.checking",
     "convert_batch_norm": "training.converting",
+    "evaluate": "training.evaluating",
     "fit": "training.fitting",
+    "load_best": "training.loading",
     "moe_balancing": "training.mixture_of_experts",
     "plan": "planning.plans",
+    "predict": "training.evaluating",
     "probe": "training.probing",
     "sweep": "sweeps.sweep",
 }
 
-_MODULES = ("errors", "events", "reporting", "schedules", "splits", "testing")
+_MODULES = ("callbacks", "errors", "events", "reporting", "schedules", "splits", "testing")
 
 __all__ = ["__version__", *_HOMES]
 

@@ -307,15 +307,32 @@ def of_lr(lr: object) -> None:
         number_between("lr", lr, 0)
 
 
+def takes_trainer(callback: object) -> bool:
+    """Return whether a callback is called with the record and the trainer: it needs two, or names the second so."""
+    # A default may stand second for the callback's own use, as in ``lambda record, seen=[]: ...``.
+    takes = positional(callback)
+    return takes is not None and (takes.required >= 2 or takes.second == "trainer")
+
+
 def of_callbacks(callbacks: object) -> list[Any]:
     """Return the callbacks as a list: they may come as an iterator, which can be read only once."""
-    accepted = "a list of functions (record) -> None"
+    return _callbacks(callbacks, "a list of functions (record) -> None or (record, trainer) -> None", has_trainer=True)
+
+
+def of_event_callbacks(callbacks: object) -> list[Any]:
+    """Return the callbacks of an Accumulator, which has no trainer to call them with."""
+    return _callbacks(callbacks, "a list of functions (event) -> None", has_trainer=False)
+
+
+def _callbacks(callbacks: object, accepted: str, *, has_trainer: bool) -> list[Any]:
     found: list[Any] = []
     # One by one, for what has indices can be iterated over, a dataset too, and need not come to an end.
     try:
         for callback in callbacks:  # type: ignore[attr-defined]
             no_class("callbacks", callback, accepted)
-            function("callbacks", callback, ("record",), "None")
+            is_given_two = has_trainer and takes_trainer(callback)
+            one = "record" if has_trainer else "event"
+            function("callbacks", callback, (one, "trainer") if is_given_two else (one,), "None")
             found.append(callback)
     except ArgumentError:
         raise

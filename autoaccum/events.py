@@ -33,7 +33,7 @@ class StepReport:
     lr: float
     """Learning rate of the first parameter group in this step."""
     grad_norm: float | None
-    """2-norm of the window's gradient before clipping; None without ``clip_norm``."""
+    """2-norm of the window's gradient before clipping; None where nothing in it counts."""
     seconds: float
     """Wall time of the window: waiting for its data, its replays and the optimizer step included."""
     peak_bytes: int

@@ -20,12 +20,14 @@ from autoaccum._checks import (
     non_negative_int,
     number_between,
     of_callbacks,
+    of_event_callbacks,
     of_run_directory,
     one_of,
     path,
     positive_int,
     positive_number,
     recorded_plans,
+    takes_trainer,
 )
 from autoaccum.errors import ArgumentError, ArgumentTypeError
 
@@ -278,11 +280,34 @@ class TestCallbacks:
         assert all(map(callable, of_callbacks(value)))
 
     @pytest.mark.parametrize(
-        "value", [print, None, 3, "print", [None], [Callable2], [lambda: None], [two], [print, lambda a, b: None]]
+        "value", [print, None, 3, "print", [None], [Callable2], [lambda: None], [print, lambda a, b, c: None]]
     )
     def test_others(self, value: Any) -> None:
         with pytest.raises(ArgumentTypeError, match=r"^callbacks="):
             of_callbacks(value)
+
+    @pytest.mark.parametrize(
+        ("value", "is_so"),
+        [
+            (two, True),
+            (lambda record, trainer=None: None, True),
+            (lambda record, other=None: None, False),
+            (lambda *records: None, False),
+            (lambda record, *, trainer=None: None, False),
+            (print, False),
+            ([].append, False),
+            (Mock(), False),
+        ],
+    )
+    def test_of_a_record_and_the_trainer(self, value: Any, is_so: bool) -> None:
+        assert takes_trainer(value) is is_so
+        if callable(value):
+            assert of_callbacks([value]) == [value]
+
+    def test_an_accumulator_has_none_to_call_them_with(self) -> None:
+        assert of_event_callbacks(iter([print])) == [print]
+        with pytest.raises(ArgumentTypeError, match=r"a function \(event\) -> None"):
+            of_event_callbacks([two])
 
     def test_a_class_is_to_be_made(self) -> None:
         with pytest.raises(ArgumentTypeError, match=r"It is the class: make one, Callable2\(\)"):

@@ -204,10 +204,10 @@ class Sharded:
     def squares(self) -> float:
         """Return this rank's part of the sum of the gradients' squares."""
         # Of what several copies of the model hold each has a part of the same sum.
-        total = 0.0
-        for p in self.parameters:
-            if p.grad is not None:
-                part = p.grad.to_local()
-                wide = torch.promote_types(part.dtype, torch.float32)
-                total += float(torch.linalg.vector_norm(part, dtype=wide)) ** 2 * p.device_mesh.size(-1)
+        parts = [(p.grad.to_local(), p.device_mesh.size(-1)) for p in self.parameters if p.grad is not None]
+        wide = [torch.promote_types(part.dtype, torch.float32) for part, _ in parts]
+        norms = [torch.linalg.vector_norm(part, dtype=dtype) for (part, _), dtype in zip(parts, wide, strict=True)]
+        # Read together, for each read waits for the device.
+        values: list[float] = torch.stack(norms).tolist() if norms else []
+        total: float = sum(value * value * copies for value, (_, copies) in zip(values, parts, strict=True))
         return total / self._group.size

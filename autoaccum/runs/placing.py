@@ -24,14 +24,14 @@ def placed(
     Raises:
         CheckpointCorruptError: a part is missing, or nothing is known of where it belongs.
     """
-    found = _of_module(model, weights)
+    found = of_module(model, weights)
     if not isinstance(state, dict):
         return found, state
     state = dict(state)
     modules = state.get("modules")
     if isinstance(modules, list) and len(modules) == len(others):
         state["modules"] = [
-            {**saved, "state": _of_module(module, saved.get("state"))} if isinstance(saved, dict) else saved
+            {**saved, "state": of_module(module, saved.get("state"))} if isinstance(saved, dict) else saved
             for module, saved in zip(others, modules, strict=True)
         ]
     if "optimizer" in state:
@@ -39,7 +39,12 @@ def placed(
     return found, state
 
 
-def _of_module(module: nn.Module, weights: Any) -> Any:
+def of_module(module: nn.Module, weights: Any) -> Any:
+    """Return a module's weights with this rank's parts of what is distributed there.
+
+    Raises:
+        CheckpointCorruptError: a part is missing.
+    """
     if not isinstance(weights, dict):
         return weights
     present, found = module.state_dict(), copy.copy(weights)

@@ -173,7 +173,7 @@ class Accumulator:
         )  # fmt: skip
         counts = num_items if before_window is None else counting(num_items)
         loss_of, reduction = stated(checked[loss_function], counts, reduction)
-        self._callbacks = checked[_checks.of_callbacks]
+        self._callbacks = checked[_checks.of_event_callbacks]
         self._modules = modules_of(model, loss_fn, training_step, before_window, embed)
         parameters = trainable_parameters(model, self._modules, optimizer)
         # One of another model would train nothing, and say nothing.
@@ -196,7 +196,7 @@ class Accumulator:
         self.micro_batches: tuple[int, ...] = ()
         """How the last batch was cut, on all ranks: those of the first come first."""
         self.grad_norm: torch.Tensor | None = None
-        """2-norm of the last batch's gradient before clipping; None without ``clip_norm``."""
+        """2-norm of the last batch's gradient before clipping; None where nothing in it counts."""
         self.outputs: dict[str, torch.Tensor] = {}
         """What was returned beside the last batch's loss, by name, on the device: means, and tensors, joined."""
         self._is_scaled = precision == "fp16"

@@ -183,7 +183,8 @@ def fit(
         noise_scale: report the gradient noise scale of windows.
         cache: begin from what earlier runs of the same model, data shapes and device found, and keep what this one
             finds.
-        callbacks: functions (record) -> None, called with every StepReport and event; StopTraining ends the run.
+        callbacks: functions (record) or (record, trainer) -> None, called with every StepReport and event; StopTraining
+            ends the run. Ready ones are in autoaccum.callbacks; those that have a state_dict are saved with the run.
         progress: show a progress bar and a summary on standard error.
 
     Returns:

@@ -41,8 +41,8 @@ from autoaccum.window.optimizers import OptimizerLike
 from autoaccum.window.precision import Precision
 from autoaccum.window.surroundings import surroundings_of
 
-Callback = Callable[[Record], None]
-"""Takes all that a run reports, as it happens."""
+Callback = Callable[[Record], None] | Callable[[Record, Any], None]
+"""Takes all that a run reports, as it happens, and the ``Trainer`` where it has a second parameter: see ``hooks``."""
 
 
 def schedule_if_any(
@@ -84,6 +84,7 @@ CHECKS: tuple[Callable[..., Any], ...] = (
     _checks.of_balance,
     _checks.of_compression,
     _checks.of_callbacks,
+    _checks.of_event_callbacks,
 )
 """The order in which checks are made, so that of several mistakes the same one is always named."""
 
@@ -518,12 +519,14 @@ class FitArguments:
         check=_checks.of_flags,
     )
     callbacks: Iterable[Callback] = option(
-        "functions (record) -> None, called with every StepReport and event; StopTraining ends the run.",
+        "functions (record) or (record, trainer) -> None, called with every StepReport and event; StopTraining ends "
+        "the run. Ready ones are in autoaccum.callbacks; those that have a state_dict are saved with the run.",
         default=(),
         check=_checks.of_callbacks,
         accumulator=Own(
             text="functions (event) -> None, called with every event: a plan, a re-plan, memory that ran out.",
             annotation="Iterable[Callable[[Event], None]]",
+            check=_checks.of_event_callbacks,
         ),
     )
     progress: bool = option(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,21 @@ from torch import nn
 from autoaccum.events import Event, StepReport
 from autoaccum.planning.plans import Plan
 from autoaccum.reporting.shown import Facts, as_line, as_table, sizes_text
+
+
+def cut_last(
+    ran: Mapping[bool, tuple[int, ...]], reports: Iterable[StepReport] = (), asked: int = 0
+) -> tuple[int, ...] | None:
+    """Return the sizes of the last window that was full, else of the last one; None where there was none.
+
+    Args:
+        ran: the micro-batches of the last window that was full, by True, and of the last that was short, by False.
+        reports: of windows, oldest first, to go by where this process has run none: those of an earlier one.
+        asked: the effective batch of the newest of them.
+    """
+    # Of an epoch's last window, which is short, nothing follows for the others.
+    found = dict(ran) or {report.effective_batch == asked: report.micro_batches for report in reports}
+    return found.get(True, found.get(False))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
@@ -22,7 +37,7 @@ class FitResult:
     events: Sequence[Event]
     """Everything else that happened, in order; likewise."""
     plan: Plan
-    """How the last full window was cut."""
+    """How the last full window was cut, whatever the next one would have been; the last of all where none was full."""
     num_steps: int
     """Optimizer steps taken."""
     num_samples: int

@@ -8,7 +8,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,6 +24,8 @@ from autoaccum.planning.noise import Smoothed
 from autoaccum.planning.saved import NOISE
 from autoaccum.runs.cost_key import describe
 from autoaccum.runs.placing import placed
+from autoaccum.training.hooks import SAVED as SAVED_BY_CALLBACKS
+from autoaccum.training.hooks import Hooks
 from autoaccum.training.learning_rate import LearningRate
 from autoaccum.training.pace import Pace
 from autoaccum.training.validation import SAVED, Validations, Validator
@@ -61,6 +63,8 @@ class RunState:
     """Where all of them are."""
     before_window: Any = None
     """What a ``before_window`` keeps its state in, where that is no module; None where there is none."""
+    callbacks: Hooks = field(default_factory=lambda: Hooks(()))
+    """The callbacks, some of which may keep something."""
 
     def state_dict(self) -> tuple[State, State]:
         """Return (the model's state_dict, everything else), after a window."""
@@ -81,6 +85,7 @@ class RunState:
             "randomness": randomness.state_dict(self.device),
             # Only where there is one, so that checkpoints of all other runs are what they were.
             **({} if self.before_window is None else {"before_window": self.before_window.state_dict()}),
+            **self.callbacks.state_dict(),
         }
 
     def bare_tensors(self) -> list[torch.Tensor]:
@@ -123,6 +128,8 @@ class RunState:
         if self.before_window is not None and "before_window" in state:
             with _putting_back("before_window"):
                 self.before_window.load_state_dict(state["before_window"])
+        with _putting_back("callbacks"):
+            self.callbacks.load_state_dict(state)
         self.pace.load_state_dict(state)
         self.validations.load_state_dict(state)
         # Last, for whatever is drawn while the parts are put back has not been drawn in the run.
@@ -174,7 +181,7 @@ def _check(run: RunState, weights: Any, state: Any) -> None:
             # Without them a run that has some would go on from those it was begun with.
             **({"tensors": lambda value, entry: check_tensors(held, value, entry)} if held else {}),
         },
-        optionally={"before_window": anything},
+        optionally={"before_window": anything, "callbacks": SAVED_BY_CALLBACKS},
     )(state, "")
     _check_together(run, state)
     check_module(run.model, weights, state["buffers"], ("weights", "buffers"))

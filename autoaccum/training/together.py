@@ -17,6 +17,7 @@ from autoaccum.planning.granules import Statistics
 from autoaccum.ranks.group import Group
 from autoaccum.ranks.units import units_of
 from autoaccum.training.followed import Followed, Mark
+from autoaccum.training.hooks import Hooks
 from autoaccum.training.options import FitArguments
 from autoaccum.window.modules import State
 from autoaccum.window.sharding import ShardedTransaction
@@ -112,6 +113,10 @@ class KeptOfRun(Kept, Protocol):
     def step(self) -> Step:
         """Return what takes its steps."""
 
+    @property
+    def callbacks(self) -> Hooks:
+        """Return its callbacks."""
+
 
 def begin(group: Group, run: KeptOfRun, arguments: FitArguments, source: Source, num_steps: int | None) -> None:
     """Make all ranks begin as the first one does: in weights, buffers, the optimizer's state, and where it goes on.
@@ -141,6 +146,8 @@ def begin(group: Group, run: KeptOfRun, arguments: FitArguments, source: Source,
         "seed": arguments.seed,
         "compression": arguments.compression,
         "steps": num_steps,
+        # One that changes the learning rate on one rank alone would part them, in silence.
+        "callbacks": run.callbacks.of_all_ranks(),
     }
     compare(group, given)
     if sharded is None:

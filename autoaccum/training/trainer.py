@@ -38,6 +38,7 @@ from autoaccum.training import data_notices, notices, saving, setup, together
 from autoaccum.training.alone import Ranks, holding
 from autoaccum.training.declarations import Checked
 from autoaccum.training.followed import Followed
+from autoaccum.training.hooks import Hooks
 from autoaccum.training.interrupts import interrupt_calls
 from autoaccum.training.learning_rate import MakeScheduler, Scaling
 from autoaccum.training.metrics import Metric
@@ -45,6 +46,7 @@ from autoaccum.training.noise import MeasuredNoise
 from autoaccum.training.options import Callback, FitArguments
 from autoaccum.training.pace import Pace
 from autoaccum.training.result import FitResult as FitResult
+from autoaccum.training.result import cut_last
 from autoaccum.training.run_state import RunState, keeper_of
 from autoaccum.training.sharing import Sharing
 from autoaccum.training.synonyms import answering
@@ -148,6 +150,7 @@ class Trainer:
         # Looked up now, for callbacks may change directory.
         self._run_dir = None if arguments.run_dir is None else Path(arguments.run_dir).absolute()
         self.schedule = checked[schedule_of]
+        self._hooks = Hooks(checked[_checks.of_callbacks], arguments)
         _checks.of_smallest_window(arguments.min_micro_batch, self.schedule.smallest)
         budget = checked[Budget]
         self.model = arguments.model
@@ -182,6 +185,7 @@ class Trainer:
             pace=self._pace,
             device=self.device,
             before_window=keeper_of(arguments.before_window),
+            callbacks=self._hooks,
         )
 
         # Of this process alone; what a later one goes on from is in the state above.
@@ -199,6 +203,7 @@ class Trainer:
         # By which it hears of wishes; None where callbacks may have some after a window.
         self._heard_by: SharedTransaction | None = None
         self._told: list[Record] | None = None  # what is to be told on other ranks too, while there is anything
+        self._ran: dict[bool, tuple[int, ...]] = {}  # how the last full window was cut, and the last short one
         self._mark = 0.0  # when the window began, so that reports leave out validations and checkpoints
 
     def _make(self, arguments: FitArguments, checked: Checked, place: setup.Place, budget: Budget) -> None:
@@ -306,12 +311,19 @@ class Trainer:
         return FitResult(
             history=self.history,
             events=self.events,
-            plan=Plan(ranks=self._on_all_ranks(self._tuner.plan(*self._tuner.full_window))),
+            plan=Plan(ranks=self._on_all_ranks(self._last_plan())),
             num_steps=self.step,
             num_samples=self.samples_seen,
             model=self.model,
             optimizer=self.optimizer,
         )
+
+    def _last_plan(self) -> tuple[int, ...]:
+        """Return how this rank ran the last full window; where there was none, how it would."""
+        # Of several ranks reports do not tell which sizes were whose.
+        reports = self._pace.reports if self._group is None else ()
+        ran = cut_last(self._ran, reports, self._pace.effective_batch)
+        return self._tuner.plan(*self._tuner.full_window) if ran is None else ran
 
     def _on_all_ranks(self, value: Any) -> tuple[Any, ...]:
         return (value,) if self._group is None else tuple(self._group.exchange(value))
@@ -355,7 +367,8 @@ class Trainer:
         self._emit(notices.started(self.num_steps, self.num_samples, self.device, limit_bytes, used_bytes))
         if self._resumed is not None:
             self._emit(self._resumed)
-        for notice in () if self._directory is None else self._directory.notices(goes_on=not is_finished):
+        found = [] if self._directory is None else self._directory.notices(goes_on=not is_finished)
+        for notice in found + (self._hooks.notices if self._resumed is not None else []):
             self._step.announcer.say(notice)
         for notice in data_notices.of_data(self._arguments, self._source.num_samples, self._pace.asked):
             self._step.announcer.say_once(notice)
@@ -420,6 +433,7 @@ class Trainer:
             self._sharing.saw(self._step.stints)
         self._mark += self._step.examining_seconds  # which are no part of the window
         self._pace.passed(num_samples := sum(gradient.sizes))
+        self._ran[num_samples == asked] = gradient.own
         lr = self._learning_rate.now(asked)  # that of this step, before the scheduler goes on
         with self._learning_rate.scaled(asked):
             stepped = self._step.apply(gradient)
@@ -479,7 +493,9 @@ class Trainer:
         if self._validator is None or was_broken_off or self._validations.step == self.step:
             return
         self._validations.step = self.step  # so that an epoch's end at the same step finds it done
-        self._validations.add(self._validated(self._validator, epoch))
+        with self._hooks.validating():
+            loss = self._validated(self._validator, epoch)
+        self._validations.add(loss)
         self._agree()
         self._mark = clock.now()  # its seconds are reported by the validation itself
 
@@ -546,7 +562,9 @@ class Trainer:
             (self._history if isinstance(record, StepReport) else self._events).append(record)
         for callback in self._callbacks:
             try:
-                callback(record)
+                # Here and not in the hooks, for each window comes by.
+                told = (record, self) if id(callback) in self._hooks.takes_trainer else (record,)
+                callback(*told)
             except StopTraining:
                 self._end("stopped")
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from autoaccum.data import randomness
 from autoaccum.data.base import Window
+from autoaccum.events import Validated
 from autoaccum.memory.oom import RanOut, attempt
 from autoaccum.memory.waiting import Patience, Shortage
 from autoaccum.planning.attempts import Piece
@@ -52,10 +53,13 @@ class ValidatorOfAll(Validator):
         states = randomness.get_state(self._device)
         randomness.set_state(self._group.from_first(lambda: states), self._device)
         try:
-            loss = self._run(step, epoch, min(largest for largest, _ in told))
+            return self._run(step, epoch, min(largest for largest, _ in told))
         finally:
             randomness.set_state(states, self._device)
-        return self._group.exchange(loss)[0]
+
+    def _agreed(self, found: Validated) -> Validated:
+        """Return what the first rank tells of a pass: callbacks decide by it, alike on all ranks."""
+        return self._group.exchange(found)[0]
 
     def try_metrics(self, metrics: Metrics) -> None:
         """Call each function on one sample and on two; see ``Validator``. Memory that runs out in it ends all ranks."""

@@ -71,10 +71,14 @@ class Ending:
         self._found = list(scaler._found_inf_per_device(optimizer).values())
         self._numbers.want([self._scale, *self._found])
 
-    def want_norm(self) -> None:
-        """Measure the gradient that reaches the optimizer, up to the correction."""
+    def measure(self, *, clips: bool) -> None:
+        """Measure the gradient that reaches the optimizer, up to the correction; it is read if anything is.
+
+        ``clips`` tells whether it is going to be clipped: by that alone the device is waited for.
+        """
         self._norm = self._gradients.norm()
-        self._numbers.want([self._norm])
+        if clips:
+            self._numbers.want([self._norm])
 
     def read(
         self,
@@ -100,7 +104,7 @@ class Ending:
         # By losses that have terms it is told which micro-batch adds nothing.
         if not (numbers.are_wanted or any(reduction.terms for reduction in reductions)):
             return None
-        numbers.want(losses)
+        numbers.want([*losses, self._norm])
         numbers.read()
         for other in others:
             other.take_read(numbers)
@@ -124,10 +128,13 @@ class Ending:
         return any(map(self._numbers.count, self._found)), self._numbers.count(self._scale)
 
     def is_finite(self) -> bool:
-        """Return whether the gradient is finite; it waits once more where its norm was not wanted."""
-        # The first such micro-batch of a run costs a wait of its own; from then on each window's norm is wanted.
+        """Return whether the gradient is finite; it waits once more where its norm was not measured."""
         norm = self._gradients.norm() if self._norm is None else self._numbers.tensor(self._norm)
         return bool(norm.isfinite())
+
+    def norm(self, correction: float) -> torch.Tensor:
+        """Return the norm of the gradient, which has been corrected; on the host if anything was read there."""
+        return self._gradients.norm() if self._norm is None else self._numbers.tensor(self._norm) * abs(correction)
 
     def clip(self, max_norm: float, correction: float) -> torch.Tensor:
         """Clip the gradient, which has been corrected; return the norm that it had, on the host."""

@@ -28,7 +28,7 @@ class Gradient:
     loss: torch.Tensor
     """Mean over the window's items; on the device, unless it was read with all else that is known of the window."""
     grad_norm: torch.Tensor | None
-    """2-norm before clipping; likewise."""
+    """2-norm before clipping; likewise. None where nothing counts."""
     items: float
     """What the loss is a mean over."""
     parts: tuple[Part, ...] = ()
@@ -351,12 +351,18 @@ class Gradients:
         """Return the 2-norm of the gradients that reach the optimizer, on the device."""
         parameters = self.stepped()
         for p in parameters:
-            # An entry that several samples add to must not count several times: it is the square of their sum.
+            # An entry that several samples add to must not count several times: it is the square of their sum. In
+            # place, for most optimizers that take sparse gradients do the same, where no window could be run again.
             if p.grad is not None and p.grad.is_sparse:
                 p.grad = p.grad.coalesce()
         gradients = [p.grad for p in parameters if p.grad is not None]
         # What a sparse gradient does not hold is 0, and adds nothing to a 2-norm.
-        return get_total_norm([g._values() if g.is_sparse else g for g in gradients])
+        dense = [g._values() if g.is_sparse else g for g in gradients]
+        # The same to the bit in half the time of a tiny model's: on a CPU PyTorch's own sorts the gradients first.
+        if dense and all(type(g) is torch.Tensor and g.is_cpu and g.dtype == dense[0].dtype for g in dense):
+            total: torch.Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(dense)))
+            return total
+        return get_total_norm(dense)
 
     @torch.no_grad()
     def clip(self, max_norm: float, norm: torch.Tensor | None = None) -> torch.Tensor:

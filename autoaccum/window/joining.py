@@ -349,7 +349,7 @@ class SharedTransaction(Transaction):
 
     def _known(self) -> tuple[Any, ...]:
         """Return what the end of a window changes of what is known of the loss."""
-        own = (self._has_sums, self._is_deferred, self._checks_gradient, self.drops_nan, self.drops_gradients)
+        own = (self._has_sums, self._is_deferred, self.drops_nan, self.drops_gradients)
         return self.several.mark(), self.signs.mark(), own
 
     def voted(self, outcome: Outcome, stint: Stint) -> Outcome | Repeat:
@@ -377,7 +377,7 @@ class SharedTransaction(Transaction):
         several, signs, own = self._mark
         self.several.restore(several)
         self.signs.restore(signs)
-        self._has_sums, self._is_deferred, self._checks_gradient, self.drops_nan, self.drops_gradients = own
+        self._has_sums, self._is_deferred, self.drops_nan, self.drops_gradients = own
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was found out about the loss, and in which order gradients come."""

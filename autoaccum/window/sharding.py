@@ -180,8 +180,8 @@ class ShardedTransaction(SharedTransaction):
         _check_others(parameters)
 
     def _tell(self, own: Told) -> list[Told]:
-        is_measured = self._clip_norm is not None or self._has_idled
-        heard = self.sharded.tell((own, self.sharded.squares() if is_measured else 0.0))
+        # With what is told of the window anyway: to measure the gradient takes no exchange of its own.
+        heard = self.sharded.tell((own, self.sharded.squares()))
         self._due = "nothing"
         self._squares = sum(squares for _, squares in heard)
         # What should have added nothing may have added what is no number.
@@ -194,11 +194,9 @@ class ShardedTransaction(SharedTransaction):
         """Add nothing up: each backward has done so."""
 
     def _unscaled_and_clipped(self, correction: float, ending: Ending | None) -> torch.Tensor | None:
-        if self._clip_norm is None:
-            return None
         norm = math.sqrt(self._squares) * abs(correction)
         # As torch.nn.utils.clip_grad_norm_ has it.
-        coefficient = self._clip_norm / (norm + 1e-6)
+        coefficient = 1.0 if self._clip_norm is None else self._clip_norm / (norm + 1e-6)
         if coefficient < 1:
             self._gradients.scale(coefficient)
         return torch.tensor(norm, dtype=torch.float64)

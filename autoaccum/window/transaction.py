@@ -71,7 +71,7 @@ class Transaction:
 
         Args:
             job: what is computed.
-            clip_norm: the 2-norm to clip each window's gradient to; None: it is not even measured.
+            clip_norm: the 2-norm to clip each window's gradient to; None: it is measured alone.
             noise_scale: whether windows that are cut tell of the noise in their gradient.
             sharing: what calls the job's ``before_window``; None where there is none.
         """
@@ -98,7 +98,6 @@ class Transaction:
         # Whether counts stay on the device until the window's end, where reading one would wait for it; not any more
         # once one without items turned out to have spoilt the gradient.
         self._is_deferred = self._is_slow_to_read = is_slow_to_read(job.device)
-        self._checks_gradient = False  # whether such a count was met, so that each window's gradient is looked at
         self._foresight = Foresight(is_used=self._is_slow_to_read)
         self.drops_nan = False
         """Whether a micro-batch whose loss is not a number counts nothing, for someone sees to it that this is so."""
@@ -326,7 +325,6 @@ class Transaction:
     def _add(self, loss: torch.Tensor, reduction: Reduction, num_samples: int) -> None:
         """Add the gradient of a loss, weighted, and keep its value."""
         if self._counts_nothing(loss, num_samples):
-            self._checks_gradient = True
             # Where some of its terms have items, it is they that are to be weighed by themselves.
             if not has_some(reduction):
                 reduction = NOTHING
@@ -465,8 +463,7 @@ class Transaction:
             if self.scaler is not None and any(loss is not None for loss in self._losses):
                 self.is_unscaled = True
                 ending.unscale(self.scaler, self._job.optimizer)
-            if self._clip_norm is not None or self._checks_gradient:
-                ending.want_norm()
+            ending.measure(clips=self._clip_norm is not None)
         others = [other for other in (self._tally, self.outputs, self._terms) if other is not None]
         if (known := ending.read(self._losses, self._reductions, self._norms, others)) is not None:
             self._losses, self._reductions, self._norms = known
@@ -475,7 +472,7 @@ class Transaction:
 
     def _is_sound(self, ending: Ending | None) -> bool:
         """Return whether a micro-batch that turned out to count nothing has left the gradient finite."""
-        self._checks_gradient, is_finite = True, ending is not None and ending.is_finite()
+        is_finite = ending is not None and ending.is_finite()
         self._is_deferred = self._is_deferred and is_finite
         return is_finite
 
@@ -524,11 +521,11 @@ class Transaction:
     def _unscaled_and_clipped(self, correction: float, ending: Ending | None) -> torch.Tensor | None:
         """Take the loss scale out of the gradient, and clip it; return the norm that it had."""
         if ending is not None:
-            return None if self._clip_norm is None else ending.clip(self._clip_norm, correction)
+            return ending.norm(correction) if self._clip_norm is None else ending.clip(self._clip_norm, correction)
         if self.scaler is not None:
             self.is_unscaled = True
             self.scaler.unscale_(self._job.optimizer)
-        return None if self._clip_norm is None else self._gradients.clip(self._clip_norm)
+        return self._gradients.norm() if self._clip_norm is None else self._gradients.clip(self._clip_norm)
 
     def _leave_out_what_counts_nothing(self) -> bool:
         """Drop micro-batches whose count of 1 stands for none; return whether that is in doubt for any of them."""

@@ -82,6 +82,19 @@ class TestGradient:
             assert relative_error(p.grad, q.grad) < 1e-12  # type: ignore[arg-type]
         assert same(before, list(model.parameters()))
 
+    def test_is_measured_where_it_is_not_clipped(self) -> None:
+        (batch,) = batches([10])
+        model, big = mlp(torch.float64), mlp(torch.float64)
+        accumulator = Accumulator(
+            model, torch.optim.SGD(model.parameters(), lr=1.0), loss_fn=cross_entropy, micro_batch=3
+        )
+        assert accumulator.grad_norm is None, "before the first"
+        accumulator.step(batch)
+        cross_entropy(big(batch[0]), batch[1]).backward()
+        expected = torch.cat([p.grad.flatten() for p in big.parameters() if p.grad is not None]).norm()
+        assert accumulator.grad_norm is not None
+        assert accumulator.grad_norm.item() == pytest.approx(expected.item(), rel=1e-12)
+
     @pytest.mark.parametrize("by_backward", [False, True])
     def test_closures_are_given_to_those_that_need_one(self, by_backward: bool) -> None:
         data = batches([20, 20])

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
+from typing import Any
 
 import pytest
 from torch.nn.functional import cross_entropy
 
 import autoaccum
-from autoaccum.training.result import FitResult
+from autoaccum.errors import AutoaccumWarning
+from autoaccum.testing import oom_at
+from autoaccum.training.result import FitResult, cut_last
 from tests.models import classes, mlp
 
 
@@ -26,6 +30,52 @@ def test_it_is_what_fit_returns_and_cannot_be_changed() -> None:
     )
     with pytest.raises(dataclasses.FrozenInstanceError):
         result.num_steps = 4  # type: ignore[misc]
+
+
+def run(**options: Any) -> FitResult:
+    given: dict[str, Any] = {"model": mlp(), "data": classes(20), "effective_batch": 8, "loss_fn": cross_entropy}
+    return autoaccum.fit(**{**given, "device": "cpu", "progress": False, "cache": False, **options})
+
+
+def test_the_plan_is_the_one_that_ran_last() -> None:
+    recorded = [(8,), (8,), (4,), (8,), (5, 3), (3, 1)]
+    result = run(micro_batch=recorded, epochs=2)
+    assert [report.micro_batches for report in result.history] == recorded
+    assert result.plan.sizes == (5, 3), "that of the last full window, and not what the largest would do"
+    assert run(micro_batch=[(8,), (2, 6)], steps=2).plan.sizes == (2, 6)
+
+
+def test_a_window_that_was_cut_smaller_at_the_very_end_shows_in_the_plan() -> None:
+    def fit() -> FitResult:
+        return run(micro_batch=8, steps=2, verify=False)
+
+    with oom_at(None) as count:
+        fit()
+    with oom_at(count.operations // 4 * 3) as fault:
+        result = fit()
+    assert fault.operations > count.operations // 4 * 3
+    assert [report.replays for report in result.history] == [0, 1]
+    assert result.plan.sizes == result.history[-1].micro_batches == (4, 4)
+
+
+def test_where_no_window_was_full_it_is_the_last_one() -> None:
+    assert run(micro_batch=3, samples=5).plan.sizes == (3, 2)
+
+
+def test_a_run_that_is_over_tells_the_same_plan_again(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"micro_batch": [(8,), (1, 7), (4,)], "run_dir": tmp_path}
+    first = run(**options)
+    with pytest.warns(AutoaccumWarning, match="is finished"):
+        again = run(**options)
+    assert again.num_steps == first.num_steps == 3
+    assert again.plan == first.plan
+    assert again.plan.sizes == (1, 7)
+
+
+def test_before_any_window_there_is_none() -> None:
+    assert cut_last({}) is None
+    assert cut_last({False: (2,)}) == (2,)
+    assert cut_last({True: (4, 4), False: (1,)}) == (4, 4)
 
 
 def test_a_notebook_shows_a_few_facts_of_it_and_not_all_that_it_holds() -> None:

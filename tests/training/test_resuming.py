@@ -578,6 +578,7 @@ NOT_KEPT = {
     "Strays.windows": "whose steps are watched: those of this process",
     # Of this process alone.
     "Trainer._resumed": "an event of the process that goes on",
+    "Trainer._ran": "told again by the reports that are kept",
     "Trainer._mark": "a reading of the clock",
     "Trainer._stop_reason": "why the first process ended",
     "Validations.is_unsaved_best": "said to the checkpoint while it is written",

@@ -247,12 +247,32 @@ class TestOptimizer:
         norms = [[report.grad_norm for report in fit(micro_batch=m, clip_norm=0.01).history] for m in (8, 3)]
         assert norms[0] == pytest.approx(norms[1], rel=1e-5)
         assert min(norm for norm in norms[0] if norm is not None) > 0.01
-        assert fit().history[0].grad_norm is None
         model = mlp()
         before = [p.detach().clone() for p in model.parameters()]
         fit(model, clip_norm=0.01, steps=1, optimizer=lambda p: torch.optim.SGD(p, lr=1.0))
         moved = torch.cat([(a - b).flatten() for a, b in zip(before, model.parameters(), strict=True)])
         assert moved.norm().item() == pytest.approx(0.01, rel=1e-3)
+
+    @pytest.mark.parametrize("precision", ["fp32", "fp16"])
+    def test_gradient_is_measured_where_it_is_not_clipped(self, precision: Any) -> None:
+        plain = fit(micro_batch=3, precision=precision)
+        # Clipped to what no window reaches it is what it was, so that both have the same windows throughout.
+        clipped = fit(micro_batch=3, precision=precision, clip_norm=1e9)
+        assert [r.grad_norm for r in plain.history] == [r.grad_norm for r in clipped.history]
+        assert [r.loss for r in plain.history] == [r.loss for r in clipped.history]
+        inputs, targets = classes(20)
+        model = mlp()
+        cross_entropy(model(inputs), targets).backward()
+        found = fit(micro_batch=3, precision="fp32", effective_batch=20, steps=1).history[0].grad_norm
+        expected = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).norm()
+        assert found == pytest.approx(expected.item(), rel=1e-5)
+
+    def test_of_nothing_that_counts_there_is_no_norm(self) -> None:
+        data = (classes(20)[0], torch.full((20,), -100))
+        data[1][:8] = 1  # the first window alone has something to learn from
+        with pytest.warns(AutoaccumWarning, match="Nothing in window 2 counts"):
+            result = fit(data=data, shuffle=False)
+        assert [report.grad_norm is None for report in result.history] == [False, True, True]
 
 
 class TestPrecision:

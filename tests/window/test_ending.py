@@ -44,7 +44,7 @@ def device() -> torch.device:
 @pytest.mark.gpu
 def test_all_of_it_is_on_the_host(device: torch.device) -> None:
     ending, late = Ending(gradients(device)), Late(torch.tensor(7.0, device=device))
-    ending.want_norm()
+    ending.measure(clips=True)
     term = Term("mean", divisor=torch.tensor(6.0, device=device))
     losses = [torch.tensor(0.5, device=device), None]
     known = ending.read(losses, [Reduction(torch.tensor(6.0, device=device), (term,)), Reduction(0.0)], {}, [late])
@@ -56,7 +56,20 @@ def test_all_of_it_is_on_the_host(device: torch.device) -> None:
     assert late.found == 7.0
     assert ending.is_finite()
     # Clipped once it was corrected by a half, from 2.5 to 1.
-    assert ending.clip(1.0, -0.5).item() == 2.5
+    assert ending.norm(-0.5).item() == ending.clip(1.0, -0.5).item() == 2.5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("counts", [False, True])
+def test_a_norm_is_read_with_all_else_or_left_where_it_is(device: torch.device, counts: bool) -> None:
+    ending = Ending(gradients(device))
+    ending.measure(clips=False)
+    items = torch.tensor(6.0, device=device) if counts else 6.0
+    known = ending.read([torch.tensor(0.5, device=device)], [Reduction(items)], {}, [])
+    assert (known is not None) is counts
+    assert ending.norm(-0.5).is_cpu is counts
+    assert ending.norm(-0.5).item() == 2.5
+    assert ending.is_finite()
 
 
 @pytest.mark.gpu

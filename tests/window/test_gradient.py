@@ -110,6 +110,14 @@ class TestClip:
         assert table.grad.to_dense().flatten().tolist() == pytest.approx([0, 1, 0, 1])
         assert other.grad.item() == pytest.approx(0.5)
 
+    def test_to_measure_them_changes_no_gradient(self) -> None:
+        table, other = nn.Parameter(torch.zeros(4, 1)), nn.Parameter(torch.zeros(1))
+        table.grad = torch.sparse_coo_tensor([[1, 3, 1]], [[1.0], [2.0], [1.0]], (4, 1), check_invariants=True)
+        other.grad = torch.ones(1)
+        assert gradients_of(table, other).norm().item() == 3.0
+        assert table.grad.to_dense().flatten().tolist() == [0, 2, 0, 2]
+        assert other.grad.item() == 1.0
+
     def test_without_gradients_the_norm_is_zero(self) -> None:
         assert gradients_of(nn.Parameter(torch.ones(1))).clip(1.0).item() == 0.0
 

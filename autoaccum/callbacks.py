@@ -1,0 +1,8 @@
+"""Callbacks that are ready to be passed to ``fit(callbacks=[...])``: the public name of those in ``training``."""
+
+from __future__ import annotations
+
+from autoaccum.training.averaging import EMA
+from autoaccum.training.plateaus import EarlyStopping, ReduceOnPlateau
+
+__all__ = ["EMA", "EarlyStopping", "ReduceOnPlateau"]

@@ -1,0 +1,140 @@
+"""``load_best``: the weights of a run's best checkpoint, put into a model."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoaccum import _checks
+from autoaccum._kinds import refuse
+from autoaccum.errors import ArgumentError, ArgumentTypeError, CheckpointCorruptError, NoHistoryError
+from autoaccum.ranks.units import units_of
+from autoaccum.runs import checkpoint
+from autoaccum.runs.placing import of_module
+from autoaccum.training.recipes import RecipeRaised, opened
+from autoaccum.window.modules import load_modules
+from autoaccum.window.restoring import check_module
+
+
+def load_best(
+    run_dir: str | os.PathLike[str],
+    model: nn.Module | str | Callable[[], nn.Module],
+    *,
+    averaged: bool = False,
+) -> nn.Module:
+    """Put the weights of a run's best checkpoint into a model, and return it.
+
+    The best is the one of the lowest validation loss so far. ``fit`` writes it as soon as that is known, beside the
+    last ones, which a run goes on from: to load it changes nothing there, and does not wait for the run to end.
+    No code is run by reading it. Buffers are loaded too; the model stays on its device, and in its mode.
+
+    Args:
+        run_dir: that was passed to ``fit``, beside ``validation_data``.
+        model: to load into, of the architecture that was trained; or a function () -> model; or a recipe,
+            ``path/to/file.py[:function]``, whose model is made.
+        averaged: load the averages of the run's ``EMA`` in place of the weights, at that same checkpoint.
+
+    Raises:
+        NoHistoryError: no run has been there.
+        ArgumentError: none of its checkpoints is the best, for nothing was validated; or it has no averages.
+        CheckpointCorruptError: what is there is of another model, or not as it was written.
+
+    >>> import autoaccum, tempfile, torch
+    >>> model, data = torch.nn.Linear(3, 1), (torch.randn(20, 3), torch.randn(20, 1))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = autoaccum.fit(
+    ...         model, data, effective_batch=4, loss_fn=torch.nn.functional.mse_loss, progress=False, device="cpu",
+    ...         validation_data=data, run_dir=folder,
+    ...     )
+    ...     best = load_best(folder, torch.nn.Linear(3, 1))
+    """
+    place = Path(_checks.path("run_dir", run_dir))
+    _checks.flag("averaged", averaged)
+    # Before a model is made, which may take long: a directory without any is told at once.
+    found, skipped = checkpoint.best(place / "checkpoints")
+    if found is None:
+        raise _nothing_there(place, skipped)
+    made = _made(model)
+    if units_of(made):
+        cure = "Load into the model as it is before fully_shard is called: all of the weights are read."
+        raise ArgumentError("model", type(made).__name__, "a model that this process has all of", cure)
+    # All of it is on the host, and is compared with the model before any of that is changed.
+    weights, state = found.load()
+    if averaged:
+        weights = _averages(found, weights, state)
+    buffers = state.get("buffers") if isinstance(state, dict) else None
+    try:
+        weights = of_module(made, weights)  # several ranks may have written it in parts
+        check_module(made, weights, buffers, ("weights", "buffers"))
+    except CheckpointCorruptError as error:
+        problem = f"{error.problem}: is it of another model?"
+        raise CheckpointCorruptError(found.path, problem, entry=error.entry) from None
+    on = [tensor.device for tensor in (*made.parameters(), *made.buffers())]
+    load_modules([made], [{"state": weights, "buffers": buffers}], on[0] if on else torch.device("cpu"))
+    return made
+
+
+def _nothing_there(place: Path, skipped: tuple[str, ...]) -> Exception:
+    """Return the error for a directory without a best checkpoint."""
+    if skipped:
+        return CheckpointCorruptError(place / "checkpoints", f"holds no whole best checkpoint: {' '.join(skipped)}")
+    # A run that has never validated has checkpoints, of which none is better than another.
+    if not checkpoint.every(place / "checkpoints")[0]:
+        return NoHistoryError(place, "the checkpoints of a run")
+    cure = "Pass validation_data to fit: by its loss the best is known. A run goes on from its last by fit itself."
+    return ArgumentError("run_dir", str(place), "the directory of a run that has validated", cure)
+
+
+def _made(model: Any) -> nn.Module:
+    """Return the model, made where that was left to a function or a recipe.
+
+    Raises:
+        ArgumentTypeError: it is none.
+    """
+    accepted = "a model, a function () -> model, or a recipe such as 'recipe.py:function'"
+    if isinstance(model, str):
+        # Its own error is the user's to see, without the frames that have called it.
+        try:
+            with opened(model) as arguments:
+                model = arguments["model"]
+        except RecipeRaised as raised:
+            raise raised.__cause__ or raised from None
+    elif callable(model) and not isinstance(model, nn.Module):
+        _checks.function("model", model, (), "a model")
+        model = model()
+    # What a function or a recipe has made may be anything.
+    if not isinstance(model, nn.Module):
+        raise ArgumentTypeError("model", model, accepted)
+    return model
+
+
+def _averages(found: checkpoint.Checkpoint, weights: Any, state: Any) -> Any:
+    """Return the averages that an EMA has kept in a checkpoint, in the place of weights and of buffers.
+
+    Raises:
+        ArgumentError: there is none.
+        CheckpointCorruptError: they are not as one writes them.
+    """
+    # Nothing has checked this state: a stranger may have written it.
+    callbacks = state.get("callbacks") if isinstance(state, dict) else None
+    kept = [entry for entry in callbacks if isinstance(entry, dict)] if isinstance(callbacks, list) else []
+    states = [entry.get("state") for entry in kept if entry.get("type") == "EMA"]
+    if not states:
+        cure = "Pass callbacks=[autoaccum.callbacks.EMA(validate=True)] to fit."
+        raise ArgumentError("averaged", True, f"an EMA among the callbacks of the run in {found.path.parent}", cure)
+    averages = states[0].get("weights") if isinstance(states[0], dict) else None
+    if not isinstance(averages, dict):
+        refuse("callbacks.state.weights", "holds no averages")
+    # Tied weights have one average, under the first of their names: those of the others are the same tensor.
+    same = {id(value): averages[name] for name, value in weights.items() if name in averages}
+    replaced = copy.copy(weights)  # with what a state_dict has beside its entries
+    for name, value in weights.items():
+        if id(value) in same:
+            replaced[name] = same[id(value)].to(value.dtype)  # of 16 bits they are kept in 32
+    return replaced

@@ -1,0 +1,158 @@
+"""What is done once validations get no better: when, by what, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from torch.optim.lr_scheduler import StepLR
+
+import autoaccum
+from autoaccum import StopTraining
+from autoaccum.callbacks import EarlyStopping, ReduceOnPlateau
+from autoaccum.errors import ArgumentError, CheckpointCorruptError, ConflictingArgumentsError
+from autoaccum.events import Finished, Started, Validated
+from tests.models import classes, mlp
+
+
+def validated(loss: float, **metrics: float) -> Validated:
+    return Validated(step=1, epoch=0, loss=loss, metrics=metrics, num_samples=8, micro_batch=8, seconds=0.0)
+
+
+def trainer_with(*rates: Any, step: int = 0) -> Any:
+    return SimpleNamespace(step=step, optimizer=SimpleNamespace(param_groups=[{"lr": rate} for rate in rates]))
+
+
+def started() -> Started:
+    return Started(num_steps=1, num_samples=1, device="cpu", limit_bytes=1, used_bytes=0)
+
+
+def stops_after(callback: EarlyStopping, losses: list[float]) -> int | None:
+    callback(started(), trainer_with())
+    for number, loss in enumerate(losses, start=1):
+        try:
+            callback(validated(loss, accuracy=-loss), trainer_with())
+        except StopTraining:
+            return number
+    return None
+
+
+class TestEarlyStopping:
+    @pytest.mark.parametrize(
+        ("options", "losses", "expected"),
+        [
+            ({"patience": 2}, [3, 2, 1, 1, 1], 5),
+            ({"patience": 2}, [3, 4, 2, 4, 1, 2], None),
+            ({"patience": 1}, [3, 3], 2),
+            ({"patience": 1, "min_delta": 0.5}, [3, 2.4, 2.0], 3),
+            ({"patience": 1, "min_delta": 0.5}, [3, 2.4, 1.8], None),
+            ({"patience": 2, "metric": "accuracy", "mode": "max"}, [3, 2, 4, 4], 4),
+            ({"patience": 2, "mode": "max"}, [3, 2, 1], 3),
+            ({"patience": 2}, [float("nan"), float("nan"), 1], 2),
+            ({"patience": 2}, [float("inf"), 3, float("nan"), 2, 2, 2], 6),
+        ],
+    )
+    def test_comes_after_so_many_without_an_improvement(
+        self, options: Any, losses: list[float], expected: int | None
+    ) -> None:
+        callback = EarlyStopping(**options)
+        assert stops_after(callback, losses) == expected
+        assert stops_after(callback, losses) == expected, "a new run begins anew"
+
+    def test_ends_a_run_which_stays_ended_until_there_is_more_patience(self, tmp_path: Path) -> None:
+        def fit(patience: int) -> autoaccum.FitResult:
+            return autoaccum.fit(
+                mlp(), classes(16), effective_batch=8, micro_batch=8, epochs=20, loss_fn=cross_entropy, device="cpu",
+                progress=False, cache=False, validation_data=classes(8), run_dir=tmp_path, verify=False,
+                # With a rate of 0 nothing gets better after the first.
+                optimizer=lambda p: torch.optim.SGD(p, lr=0.0), callbacks=[EarlyStopping(patience)],
+            )  # fmt: skip
+
+        result = fit(2)
+        assert (result.num_steps, result.events[-1].reason) == (6, "stopped")  # type: ignore[union-attr]
+        assert isinstance(result.events[-1], Finished)
+        assert fit(2).num_steps == 6
+        assert fit(4).num_steps == 10
+
+    def test_goes_by_what_validations_report(self) -> None:
+        callback = EarlyStopping(metric="f1")
+        callback(started(), trainer_with())
+        with pytest.raises(ArgumentError, match=r"^metric='f1': expected one of accuracy, loss"):
+            callback(validated(1.0, accuracy=0.5), trainer_with())
+
+
+class TestReduceOnPlateau:
+    @pytest.mark.parametrize(
+        ("options", "losses", "expected"),
+        [
+            ({"factor": 0.5, "patience": 2}, [1, 1, 1, 1, 1], [1, 1, 0.5, 0.5, 0.25]),
+            ({"factor": 0.5, "patience": 1, "min_lr": 0.4}, [1, 1, 1], [1, 0.5, 0.4]),
+            ({"factor": 0.5, "patience": 1, "cooldown": 2}, [1, 1, 1, 1, 1], [1, 0.5, 0.5, 0.5, 0.25]),
+            ({"factor": 0.5, "patience": 2}, [1, 1, 0.5, 1, 0.4], [1, 1, 1, 1, 1]),
+        ],
+    )
+    def test_multiplies_each_rate(self, options: Any, losses: list[float], expected: list[float]) -> None:
+        callback, trainer = ReduceOnPlateau(**options), trainer_with(1.0, torch.tensor(2.0))
+        held = trainer.optimizer.param_groups[1]["lr"]
+        callback(started(), trainer)
+        rates = []
+        for loss in losses:
+            callback(validated(loss), trainer)
+            rates.append(trainer.optimizer.param_groups[0]["lr"])
+        assert rates == pytest.approx(expected)
+        least = options.get("min_lr", 0)
+        assert held.item() == pytest.approx(max(2 * expected[-1], least)) or least
+        assert trainer.optimizer.param_groups[1]["lr"] is held, "an optimizer may hold the tensor itself"
+
+    def test_never_raises_a_rate(self) -> None:
+        callback, trainer = ReduceOnPlateau(patience=1, min_lr=0.1), trainer_with(0.01)
+        callback(started(), trainer)
+        for _ in range(3):
+            callback(validated(1.0), trainer)
+        assert trainer.optimizer.param_groups[0]["lr"] == 0.01
+
+    def test_beside_a_scheduler_it_is_refused(self) -> None:
+        with pytest.raises(ConflictingArgumentsError, match=r"lr_scheduler and callbacks=\[ReduceOnPlateau\]"):
+            autoaccum.fit(
+                mlp(), classes(8), effective_batch=8, loss_fn=cross_entropy, validation_data=classes(8),
+                lr_scheduler=lambda optimizer, num_steps: StepLR(optimizer, 1), callbacks=[ReduceOnPlateau()],
+            )  # fmt: skip
+
+
+@pytest.mark.parametrize("callback", [EarlyStopping(), ReduceOnPlateau()])
+def test_without_validations_they_are_refused_before_training(callback: Any) -> None:
+    with pytest.raises(ArgumentError, match=rf"^callbacks='{type(callback).__name__}': expected validation_data"):
+        autoaccum.fit(mlp(), classes(8), effective_batch=8, loss_fn=cross_entropy, callbacks=[callback])
+
+
+@pytest.mark.parametrize(
+    ("options", "argument"),
+    [
+        ({"patience": 0}, "patience"),
+        ({"mode": "least"}, "mode"),
+        ({"min_delta": -1}, "min_delta"),
+        ({"metric": 3}, "metric"),
+        ({"factor": 1}, "factor"),
+        ({"cooldown": -1}, "cooldown"),
+        ({"min_lr": -1.0}, "min_lr"),
+    ],
+)
+def test_arguments_that_are_none_are_named(options: Any, argument: str) -> None:
+    with pytest.raises(ArgumentError) as caught:
+        ReduceOnPlateau(**options)
+    assert caught.value.argument == argument
+
+
+@pytest.mark.parametrize("make", [EarlyStopping, ReduceOnPlateau])
+def test_a_state_that_nobody_wrote_is_refused(make: Any) -> None:
+    callback = make()
+    state = callback.state_dict()
+    callback.load_state_dict(state)
+    assert callback.state_dict() == state
+    for name in state:
+        with pytest.raises(CheckpointCorruptError, match=f"callbacks.state.{name}"):
+            callback.load_state_dict(state | {name: "x"})
