@@ -12,12 +12,14 @@ from cyclopts import App, Parameter
 
 from autoaccum._units import format_bytes
 from autoaccum.cli import options
+from autoaccum.cli.keeping import keeping
 from autoaccum.cli.options import Json, Recipe
 from autoaccum.cli.printing import (
     check_document,
     counted,
     fail,
     fit_document,
+    kept_document,
     plan_document,
     plan_line,
     print_json,
@@ -106,14 +108,24 @@ def _fit(recipe: Recipe, /, *, json: Json = False, **given: Any) -> int:
             raise ArgumentError(
                 "effective_batch", None, "samples", "Pass --effective-batch, or return it from the recipe."
             )
-        result = fit(**arguments)
+        if given.get("progress") is False:
+            arguments["callbacks"] = _with_lines(arguments.get("callbacks", ()))
+        with keeping(recipe, arguments, json=json) as kept:
+            result = fit(**{**arguments, "run_dir": kept.path})
     if json and speaks():
-        print_json(fit_document(result))
+        print_json(fit_document(result) | kept_document(kept))
     # A run that was ended by a signal has come to its last checkpoint, if it has any: 4 says that it can go on.
     finished = [event.reason for event in result.events if isinstance(event, Finished)]  # of each process of the run
     if finished[-1:] != ["interrupted"]:
         return 0
-    return 130 if arguments.get("run_dir") is None else 4
+    return 130 if kept.path is None else 4
+
+
+def _with_lines(callbacks: Any) -> Any:
+    """Return a recipe's callbacks with one that prints a line per epoch; what is none is left to ``fit`` to refuse."""
+    from autoaccum.reporting.epochs import EpochLines
+
+    return [*callbacks, EpochLines()] if isinstance(callbacks, Iterable) else callbacks
 
 
 def _probe(recipe: Recipe, /, *, json: Json = False, **given: Any) -> None:

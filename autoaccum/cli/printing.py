@@ -20,6 +20,7 @@ from autoaccum.planning.plans import Plan
 if TYPE_CHECKING:  # they take torch with them, which `plan` and `--help` have no use for
     from optuna.trial import FrozenTrial
 
+    from autoaccum.cli.keeping import Kept
     from autoaccum.training.check_report import CheckReport
     from autoaccum.training.probing import ProbeReport
     from autoaccum.training.result import FitResult
@@ -67,6 +68,12 @@ def fit_document(result: FitResult) -> dict[str, Any]:
         "history": [dataclasses.asdict(report) for report in result.history],
         "events": [{"type": type(event).__name__, **dataclasses.asdict(event)} for event in result.events],
     }
+
+
+def kept_document(kept: Kept) -> dict[str, Any]:
+    """Return what ``fit --json`` prints of where the run is kept; null where it is not."""
+    place = None if kept.path is None else str(kept.path)
+    return {"run_dir": place, "resume_command": kept.resume_command, "report_command": kept.report_command}
 
 
 def check_document(report: CheckReport) -> dict[str, Any]:

@@ -129,7 +129,7 @@ def test_ctrl_c_ends_the_run_after_the_window_with_the_summary(tiny: Callable[..
         top="from autoaccum import StepReport\n\ndef tell(record):\n"
         "    if isinstance(record, StepReport) and record.step == 3:\n        print('now', flush=True)\n",
     )
-    command = [sys.executable, "-m", "autoaccum", "fit", recipe, "--device", "cpu"]
+    command = [sys.executable, "-m", "autoaccum", "fit", recipe, "--device", "cpu", "--run-dir", "none"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == "now\n"
