@@ -13,7 +13,8 @@ from cyclopts import App, Parameter
 from autoaccum._units import format_bytes
 from autoaccum.cli import options
 from autoaccum.cli.keeping import keeping
-from autoaccum.cli.options import Json, Recipe
+from autoaccum.cli.literals import parameters_of
+from autoaccum.cli.options import Json, Recipe, Settings
 from autoaccum.cli.printing import (
     check_document,
     counted,
@@ -59,12 +60,12 @@ def __getattr__(name: str) -> Any:
     return options.command(_sweep, options.of_declared([*own, *of_fit]))
 
 
-def _check(recipe: Recipe, /, *, json: Json = False, **given: Any) -> int:
+def _check(recipe: Recipe, /, *, settings: Settings = None, json: Json = False, **given: Any) -> int:
     """Measure whether cut windows have the gradient of whole ones; 1 where they have not, or it cannot be measured."""
     from autoaccum.training.checking import check
     from autoaccum.training.options import OF_CHECK
 
-    with stdout_kept(json), opened(recipe) as arguments:
+    with stdout_kept(json), opened(recipe, parameters_of(settings)) as arguments:
         shared = {name: value for name, value in arguments.items() if name in OF_CHECK}
         report = check(**{**shared, "batch": _data_of(arguments), **given})
     if json:
@@ -91,14 +92,14 @@ class _Batches:
         return iter(self._batches)
 
 
-def _fit(recipe: Recipe, /, *, json: Json = False, **given: Any) -> int:
+def _fit(recipe: Recipe, /, *, settings: Settings = None, json: Json = False, **given: Any) -> int:
     """Train what the recipe returns."""
     from autoaccum.ranks.group import speaks
     from autoaccum.training.fitting import fit
     from autoaccum.training.options import OF_FIT
 
     # Trained within the recipe's context, for processes that read data import what stands beside it.
-    with stdout_kept(json), opened(recipe) as arguments:
+    with stdout_kept(json), opened(recipe, parameters_of(settings)) as arguments:
         budgets = {name for name, argument in OF_FIT.items() if argument.decides == "budget"}
         if not given.keys().isdisjoint(budgets):  # one budget replaces another
             arguments = {name: value for name, value in arguments.items() if name not in budgets}
@@ -128,12 +129,12 @@ def _with_lines(callbacks: Any) -> Any:
     return [*callbacks, EpochLines()] if isinstance(callbacks, Iterable) else callbacks
 
 
-def _probe(recipe: Recipe, /, *, json: Json = False, **given: Any) -> None:
+def _probe(recipe: Recipe, /, *, settings: Settings = None, json: Json = False, **given: Any) -> None:
     """Find the largest micro-batch that fits."""
     from autoaccum.training.options import OF_PROBE
     from autoaccum.training.probing import probe
 
-    with stdout_kept(json), opened(recipe) as arguments:
+    with stdout_kept(json), opened(recipe, parameters_of(settings)) as arguments:
         # A recipe serves fit too, which takes more.
         shared = {name: value for name, value in arguments.items() if name in OF_PROBE}
         report = probe(**{**shared, **given})
@@ -148,6 +149,7 @@ def _sweep(
     /,
     *,
     trials: Annotated[int, Parameter(help="finished or pruned ones that the study is to end with.")] = 20,
+    settings: Settings = None,
     json: Json = False,
     **given: Any,
 ) -> int:
@@ -160,7 +162,7 @@ def _sweep(
     positive_int("trials", trials)  # by its name here, which is not that of sweep's argument
     with stdout_kept(json):
         try:
-            study = sweep(recipe, num_trials=trials, **given)
+            study = sweep(recipe, num_trials=trials, recipe_arguments=parameters_of(settings) or None, **given)
         except KeyboardInterrupt:  # not while a window was run: what it has come to is in the storage
             print("interrupted: the same command goes on", file=sys.stderr)
             return 4

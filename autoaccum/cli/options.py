@@ -20,6 +20,16 @@ if TYPE_CHECKING:  # it takes torch with it, which `plan` and `--help` have no u
 _RECIPE_HELP = f"{FORMS}: a function (recipe() when none is named) that returns fit's arguments as a dict."
 
 Recipe = Annotated[str, Parameter(help=_RECIPE_HELP)]
+Settings = Annotated[
+    list[str] | None,
+    Parameter(
+        name="--set",
+        help="a parameter of the recipe's function, as NAME=VALUE: a number, true, false, none, JSON, or else a text. "
+        "It may be given several times.",
+        show_default=False,
+        negative=(),
+    ),
+]
 Json = Annotated[
     bool,
     Parameter(help="print one JSON document on standard output, and nothing else.", show_default=False, negative=()),

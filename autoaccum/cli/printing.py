@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
+import select
 import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from json import dumps
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +26,9 @@ if TYPE_CHECKING:  # they take torch with them, which `plan` and `--help` have n
     from autoaccum.training.check_report import CheckReport
     from autoaccum.training.probing import ProbeReport
     from autoaccum.training.result import FitResult
+
+CLOSED = 128 + 13
+"""The exit code where nobody reads standard output any more: that of a process which SIGPIPE has ended."""
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:
@@ -149,6 +154,23 @@ def study_lines(best: Sequence[FrozenTrial], found: Mapping[str, Any]) -> Iterab
         f"{counted(found['ooms'], 'OOM')}, at most {counted(found['wasted_samples'], 'sample')} of "
         f"{found['num_samples']} run again"
     )
+
+
+def hush() -> bool:
+    """Let what is still printed go nowhere if nobody reads it any more; return whether that is so."""
+    is_gone = False
+    for stream in (sys.stdout, sys.stderr):
+        # Of a stream that is no file, as in a notebook, nobody has gone.
+        with suppress(OSError, ValueError, AttributeError):
+            number = stream.fileno()
+            poll = select.poll()
+            poll.register(number, 0)  # errors are told whatever is asked for
+            if any(what & (select.POLLERR | select.POLLHUP) for _, what in poll.poll(0)):
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, number)  # Python flushes what is left when it ends, and would complain
+                os.close(nowhere)
+                is_gone = True
+    return is_gone
 
 
 def fail(error: Exception, code: int) -> int:
