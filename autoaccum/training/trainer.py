@@ -32,6 +32,7 @@ from autoaccum.ranks.shares import Share
 from autoaccum.ranks.summing import Compression
 from autoaccum.ranks.units import units_of
 from autoaccum.reporting import ProgressBar
+from autoaccum.reporting.following import heard, tell_failure
 from autoaccum.runs.directory import RunDirectory
 from autoaccum.runs.writers import Writers
 from autoaccum.training import notices, saving, setup, together
@@ -192,7 +193,8 @@ class Trainer:
         self._history: list[Any] = []  # these two are empty where there is a run_dir, which has them in a file
         self._events: list[Any] = []
         self._bar = ProgressBar() if arguments.progress and self._is_first else None
-        self._callbacks: list[Callback] = [*([self._bar] if self._bar else []), *checked[_checks.of_callbacks]]
+        told = heard(checked[_checks.of_callbacks], is_first=self._is_first)
+        self._callbacks: list[Callback] = [*([self._bar] if self._bar else []), *told]
         self._stop_reason: str | None = None  # set once the run is to end after its window
         self._followed = Followed(arguments.modules())
         self._wish: str | None = None  # what it will be once all ranks have heard of it
@@ -273,6 +275,7 @@ class Trainer:
                     self._group.fail(error)
                 if self._directory is not None:  # else nothing on the disk would tell it from a run that goes on
                     self._directory.failed(self.step, error)
+                tell_failure(self._callbacks, error)
                 raise
             finally:
                 # What was measured is true of a run that failed too, and spares the next one the same search.

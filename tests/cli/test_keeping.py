@@ -136,9 +136,12 @@ def fit_on_a_rank(recipe: str, base: str) -> dict[str, Any]:
 
 def test_ranks_have_the_directory_of_the_first(tmp_path: Path) -> None:
     path = tmp_path / "tiny.py"
-    path.write_text(TINY.format(more="'effective_batch': 8, 'callbacks': [],"))
+    # Of what writes a run elsewhere only the first rank's is called.
+    top, rows = "from autoaccum.reporting import CSVReporter\n", tmp_path / "rows.csv"
+    path.write_text(top + TINY.format(more=f"'effective_batch': 8, 'callbacks': [CSVReporter({str(rows)!r})],"))
     first, second = launch(fit_on_a_rank, 2, str(path), os.environ[RUNS])
     (place,) = runs()
     assert first["run_dir"] == str(place)
     assert first["resume_command"].startswith("torchrun ... -m autoaccum fit ")
     assert second == {}
+    assert [line.split(",")[1] for line in rows.read_text().splitlines() if "StepReport" in line] == ["1", "2", "3"]
