@@ -48,6 +48,7 @@ from autoaccum.training.pace import Pace
 from autoaccum.training.result import FitResult as FitResult
 from autoaccum.training.run_state import RunState, keeper_of
 from autoaccum.training.sharing import Sharing
+from autoaccum.training.shortages import Shortages, watched
 from autoaccum.training.synonyms import answering
 from autoaccum.training.validation import Validations, Validator
 from autoaccum.training.validation_together import ValidatorOfAll
@@ -193,8 +194,11 @@ class Trainer:
         self._history: list[Any] = []  # these two are empty where there is a run_dir, which has them in a file
         self._events: list[Any] = []
         self._bar = ProgressBar() if arguments.progress and self._is_first else None
+        rank = 0 if self._group is None else self._group.rank
+        self._shortages = None if self._run_dir is None else Shortages(self._run_dir, self._step, self.memory, rank)
         told = heard(checked[_checks.of_callbacks], is_first=self._is_first)
-        self._callbacks: list[Callback] = [*([self._bar] if self._bar else []), *told]
+        ours = [one for one in (self._bar, self._shortages) if one is not None]
+        self._callbacks: list[Callback] = [*ours, *told]
         self._stop_reason: str | None = None  # set once the run is to end after its window
         self._followed = Followed(arguments.modules())
         self._wish: str | None = None  # what it will be once all ranks have heard of it
@@ -263,7 +267,7 @@ class Trainer:
             try:
                 with named("no window was being run"):
                     self._open_directory()
-                    with self._step.limit.kept():
+                    with self._step.limit.kept(), watched(self._shortages):
                         if self._group is not None:
                             begun = self._state, self._arguments, self._source, self.num_steps
                             together.begin(self._group, *begun)
