@@ -90,7 +90,9 @@ def _option(parameter: inspect.Parameter) -> inspect.Parameter | None:
     converter = None if members == (bool,) else _convert
     # With no help at all, even None, the docstring's text is shown.
     shown = Parameter(converter=converter, help=helps[0]) if helps else Parameter(converter=converter)
-    annotation: Any = Annotated[reduce(or_, members), shown]
+    # With None, where that is the default: once anything has imported pydantic, cyclopts has it judge what is left out.
+    accepted = reduce(or_, members) | None if parameter.default is None else reduce(or_, members)
+    annotation: Any = Annotated[accepted, shown]
     return parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=annotation)
 
 
