@@ -194,7 +194,8 @@ def test_what_other_trainers_call_it_is_answered(option: str, told: str, capsys:
 def test_a_reader_that_has_gone_ends_a_command_quietly(argv: str) -> None:
     """More than a pipe holds, which is refused while it is printed, and less, which is refused in the end."""
     command = [sys.executable, "-m", "autoaccum", "plan", "--json", *argv.split()]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=buffered) as child:
         assert child.stdout is not None
         child.stdout.close()
         assert child.stderr is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import sys
 import weakref
 from types import FunctionType
 from typing import Any
@@ -133,6 +134,24 @@ def test_nothing_is_run_drawn_or_pinned() -> None:
         assert torch.rand(1) == random
     finally:
         gc.enable()
+
+
+def test_a_frame_that_somebody_holds_pins_no_batch() -> None:
+    """As that of a generator, or one that a debugger keeps: what was read of it is not kept by it."""
+    frames, batches = [], []
+
+    def add() -> None:
+        batch = torch.ones(3)
+        batches.append(weakref.ref(batch))
+        frames.append(sys._getframe())
+        raise torch.OutOfMemoryError
+
+    add = FunctionType(add.__code__, {**add.__globals__, "__name__": "autoaccum.window.x"}, closure=add.__closure__)
+    job_of = job(Net())
+    with witnessed(lambda error: held(job_of, Full(), error) and None):
+        attempt(add)
+    assert len(frames) == 1
+    assert batches[0]() is None
 
 
 def test_a_tensor_of_the_users_own_class_hears_nothing() -> None:
