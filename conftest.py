@@ -1,4 +1,4 @@
-"""What tests and doctests share: no memory of past runs, and a clock that only training moves."""
+"""What tests and doctests share: no memory of past runs, nothing in the working tree, a clock that training moves."""
 
 from __future__ import annotations
 
@@ -49,6 +49,7 @@ def _no_past(monkeypatch: pytest.MonkeyPatch, _pasts: Path) -> None:
     own = _pasts / str(next(_numbers))
     own.mkdir()
     monkeypatch.setenv("AUTOACCUM_CACHE_DIR", str(own / "autoaccum"))
+    monkeypatch.setenv("AUTOACCUM_RUNS_DIR", str(own / "runs"))  # of what the command line keeps by default
 
 
 @pytest.fixture(autouse=True)

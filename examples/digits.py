@@ -1,6 +1,7 @@
 """A convolutional net on scikit-learn's handwritten digits, 8x8 pixels each; nothing is downloaded.
 
     autoaccum fit examples/digits.py --effective-batch 128
+    autoaccum fit examples/digits.py --effective-batch 128 --set width=64
     python examples/digits.py
 
 Shapes: B images in a micro-batch, one channel, 8x8 pixels; 10 classes.
@@ -30,19 +31,19 @@ def load() -> tuple[TensorDataset, TensorDataset]:
     return TensorDataset(images[train], labels[train]), TensorDataset(images[held_out], labels[held_out])
 
 
-def make_model() -> nn.Sequential:
+def make_model(width: int = 32) -> nn.Sequential:
     # GroupNorm, not BatchNorm: batch statistics would depend on the micro-batch, and so on the memory there is.
     return nn.Sequential(
-        nn.Conv2d(1, 32, 3, padding=1),  # (B, 32, 8, 8)
-        nn.GroupNorm(8, 32),
+        nn.Conv2d(1, width, 3, padding=1),  # (B, width, 8, 8)
+        nn.GroupNorm(8, width),
         nn.ReLU(),
-        nn.Conv2d(32, 64, 3, padding=1),
-        nn.GroupNorm(8, 64),
+        nn.Conv2d(width, 2 * width, 3, padding=1),
+        nn.GroupNorm(8, 2 * width),
         nn.ReLU(),
-        nn.MaxPool2d(2),  # (B, 64, 4, 4)
+        nn.MaxPool2d(2),  # (B, 2 * width, 4, 4)
         nn.Flatten(),
         nn.Dropout(0.25),
-        nn.Linear(64 * 4 * 4, 10),
+        nn.Linear(2 * width * 4 * 4, 10),
     )
 
 
@@ -71,10 +72,10 @@ def print_accuracy(model: nn.Module, held_out: TensorDataset) -> Callable[[Recor
     return callback
 
 
-def recipe() -> dict[str, Any]:
+def recipe(width: int = 32) -> dict[str, Any]:
     torch.manual_seed(0)
     train, held_out = load()
-    model = make_model()
+    model = make_model(width)
     return {
         "model": model,
         "data": train,

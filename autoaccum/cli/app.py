@@ -6,7 +6,8 @@ cannot fall behind them. ``cache`` shows and clears what is kept of past runs; `
 recorded.
 
 Exit codes: 0 done; 2 usage; 3 not even one sample fits; 4 stopped by a signal, with a checkpoint written; 130 by
-Ctrl-C without one; 1 anything else, of ``check`` a gradient that is not exact, or that could not be measured.
+Ctrl-C where nothing is kept; 141 where nobody read on what was printed; 1 anything else, of ``check`` a gradient that
+is not exact, or that could not be measured.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from collections.abc import Sequence
 from cyclopts import App, CycloptsError, UnknownOptionError
 
 from autoaccum._version import __version__
-from autoaccum.cli.printing import fail, show_warning
+from autoaccum.cli.keeping import typed
+from autoaccum.cli.printing import CLOSED, fail, hush, show_warning
 from autoaccum.errors import ArgumentError, AutoaccumError, MemoryLimitError, RecipeError, ResumeError
 from autoaccum.training.recipes import RecipeRaised
 from autoaccum.training.synonyms import elsewhere
@@ -32,12 +34,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code."""
     with warnings.catch_warnings():  # puts showwarning back: main may be called from Python
         warnings.showwarning = show_warning
+        words = sys.argv[1:] if argv is None else list(argv)
+        typed.set(words)
         try:
             # Parsed here and called here, so that cyclopts is in no traceback.
-            command, bound, _ = _app().parse_args(
-                sys.argv[1:] if argv is None else list(argv), print_error=False, exit_on_error=False
-            )
-            return command(*bound.args, **bound.kwargs) or 0
+            command, bound, _ = _app().parse_args(words, print_error=False, exit_on_error=False)
+            code: int = command(*bound.args, **bound.kwargs) or 0
+            # Here and not at the end of the process, where nobody could tell of a reader that has gone.
+            sys.stdout.flush()
+            return code
         except UnknownOptionError as error:
             option = (error.token.keyword or error.token.value).split("=")[0]
             # What is spelt alike is not what is meant: batch-size is near to batch-dim.
@@ -59,6 +64,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         except KeyboardInterrupt as error:
             sys.last_value = error
             return 130
+        # ``autoaccum report --json | head``: nothing failed. A pipe of the recipe's own is another matter.
+        except BrokenPipeError:
+            if hush():
+                return CLOSED
+            traceback.print_exc()
+            return 1
+        except SystemExit as end:
+            # What prints the help has found the same, and has seen to it by itself.
+            if isinstance(end.__context__, BrokenPipeError):
+                return CLOSED
+            raise
         except Exception:
             traceback.print_exc()
             return 1

@@ -12,12 +12,15 @@ from cyclopts import App, Parameter
 
 from autoaccum._units import format_bytes
 from autoaccum.cli import options
-from autoaccum.cli.options import Json, Recipe
+from autoaccum.cli.keeping import keeping
+from autoaccum.cli.literals import parameters_of
+from autoaccum.cli.options import Json, Recipe, Settings
 from autoaccum.cli.printing import (
     check_document,
     counted,
     fail,
     fit_document,
+    kept_document,
     plan_document,
     plan_line,
     print_json,
@@ -57,12 +60,12 @@ def __getattr__(name: str) -> Any:
     return options.command(_sweep, options.of_declared([*own, *of_fit]))
 
 
-def _check(recipe: Recipe, /, *, json: Json = False, **given: Any) -> int:
+def _check(recipe: Recipe, /, *, settings: Settings = None, json: Json = False, **given: Any) -> int:
     """Measure whether cut windows have the gradient of whole ones; 1 where they have not, or it cannot be measured."""
     from autoaccum.training.checking import check
     from autoaccum.training.options import OF_CHECK
 
-    with stdout_kept(json), opened(recipe) as arguments:
+    with stdout_kept(json), opened(recipe, parameters_of(settings)) as arguments:
         shared = {name: value for name, value in arguments.items() if name in OF_CHECK}
         report = check(**{**shared, "batch": _data_of(arguments), **given})
     if json:
@@ -89,14 +92,14 @@ class _Batches:
         return iter(self._batches)
 
 
-def _fit(recipe: Recipe, /, *, json: Json = False, **given: Any) -> int:
+def _fit(recipe: Recipe, /, *, settings: Settings = None, json: Json = False, **given: Any) -> int:
     """Train what the recipe returns."""
     from autoaccum.ranks.group import speaks
     from autoaccum.training.fitting import fit
     from autoaccum.training.options import OF_FIT
 
     # Trained within the recipe's context, for processes that read data import what stands beside it.
-    with stdout_kept(json), opened(recipe) as arguments:
+    with stdout_kept(json), opened(recipe, parameters_of(settings)) as arguments:
         budgets = {name for name, argument in OF_FIT.items() if argument.decides == "budget"}
         if not given.keys().isdisjoint(budgets):  # one budget replaces another
             arguments = {name: value for name, value in arguments.items() if name not in budgets}
@@ -106,22 +109,32 @@ def _fit(recipe: Recipe, /, *, json: Json = False, **given: Any) -> int:
             raise ArgumentError(
                 "effective_batch", None, "samples", "Pass --effective-batch, or return it from the recipe."
             )
-        result = fit(**arguments)
+        if given.get("progress") is False:
+            arguments["callbacks"] = _with_lines(arguments.get("callbacks", ()))
+        with keeping(recipe, arguments, json=json) as kept:
+            result = fit(**{**arguments, "run_dir": kept.path})
     if json and speaks():
-        print_json(fit_document(result))
+        print_json(fit_document(result) | kept_document(kept))
     # A run that was ended by a signal has come to its last checkpoint, if it has any: 4 says that it can go on.
     finished = [event.reason for event in result.events if isinstance(event, Finished)]  # of each process of the run
     if finished[-1:] != ["interrupted"]:
         return 0
-    return 130 if arguments.get("run_dir") is None else 4
+    return 130 if kept.path is None else 4
 
 
-def _probe(recipe: Recipe, /, *, json: Json = False, **given: Any) -> None:
+def _with_lines(callbacks: Any) -> Any:
+    """Return a recipe's callbacks with one that prints a line per epoch; what is none is left to ``fit`` to refuse."""
+    from autoaccum.reporting.epochs import EpochLines
+
+    return [*callbacks, EpochLines()] if isinstance(callbacks, Iterable) else callbacks
+
+
+def _probe(recipe: Recipe, /, *, settings: Settings = None, json: Json = False, **given: Any) -> None:
     """Find the largest micro-batch that fits."""
     from autoaccum.training.options import OF_PROBE
     from autoaccum.training.probing import probe
 
-    with stdout_kept(json), opened(recipe) as arguments:
+    with stdout_kept(json), opened(recipe, parameters_of(settings)) as arguments:
         # A recipe serves fit too, which takes more.
         shared = {name: value for name, value in arguments.items() if name in OF_PROBE}
         report = probe(**{**shared, **given})
@@ -136,6 +149,7 @@ def _sweep(
     /,
     *,
     trials: Annotated[int, Parameter(help="finished or pruned ones that the study is to end with.")] = 20,
+    settings: Settings = None,
     json: Json = False,
     **given: Any,
 ) -> int:
@@ -148,7 +162,7 @@ def _sweep(
     positive_int("trials", trials)  # by its name here, which is not that of sweep's argument
     with stdout_kept(json):
         try:
-            study = sweep(recipe, num_trials=trials, **given)
+            study = sweep(recipe, num_trials=trials, recipe_arguments=parameters_of(settings) or None, **given)
         except KeyboardInterrupt:  # not while a window was run: what it has come to is in the storage
             print("interrupted: the same command goes on", file=sys.stderr)
             return 4

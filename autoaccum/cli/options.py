@@ -20,6 +20,16 @@ if TYPE_CHECKING:  # it takes torch with it, which `plan` and `--help` have no u
 _RECIPE_HELP = f"{FORMS}: a function (recipe() when none is named) that returns fit's arguments as a dict."
 
 Recipe = Annotated[str, Parameter(help=_RECIPE_HELP)]
+Settings = Annotated[
+    list[str] | None,
+    Parameter(
+        name="--set",
+        help="a parameter of the recipe's function, as NAME=VALUE: a number, true, false, none, JSON, or else a text. "
+        "It may be given several times.",
+        show_default=False,
+        negative=(),
+    ),
+]
 Json = Annotated[
     bool,
     Parameter(help="print one JSON document on standard output, and nothing else.", show_default=False, negative=()),
@@ -80,7 +90,9 @@ def _option(parameter: inspect.Parameter) -> inspect.Parameter | None:
     converter = None if members == (bool,) else _convert
     # With no help at all, even None, the docstring's text is shown.
     shown = Parameter(converter=converter, help=helps[0]) if helps else Parameter(converter=converter)
-    annotation: Any = Annotated[reduce(or_, members), shown]
+    # With None, where that is the default: once anything has imported pydantic, cyclopts has it judge what is left out.
+    accepted = reduce(or_, members) | None if parameter.default is None else reduce(or_, members)
+    annotation: Any = Annotated[accepted, shown]
     return parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=annotation)
 
 

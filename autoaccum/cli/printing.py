@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
+import select
 import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from json import dumps
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +22,13 @@ from autoaccum.planning.plans import Plan
 if TYPE_CHECKING:  # they take torch with them, which `plan` and `--help` have no use for
     from optuna.trial import FrozenTrial
 
+    from autoaccum.cli.keeping import Kept
     from autoaccum.training.check_report import CheckReport
     from autoaccum.training.probing import ProbeReport
     from autoaccum.training.result import FitResult
+
+CLOSED = 128 + 13
+"""The exit code where nobody reads standard output any more: that of a process which SIGPIPE has ended."""
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:
@@ -67,6 +73,12 @@ def fit_document(result: FitResult) -> dict[str, Any]:
         "history": [dataclasses.asdict(report) for report in result.history],
         "events": [{"type": type(event).__name__, **dataclasses.asdict(event)} for event in result.events],
     }
+
+
+def kept_document(kept: Kept) -> dict[str, Any]:
+    """Return what ``fit --json`` prints of where the run is kept; null where it is not."""
+    place = None if kept.path is None else str(kept.path)
+    return {"run_dir": place, "resume_command": kept.resume_command, "report_command": kept.report_command}
 
 
 def check_document(report: CheckReport) -> dict[str, Any]:
@@ -142,6 +154,23 @@ def study_lines(best: Sequence[FrozenTrial], found: Mapping[str, Any]) -> Iterab
         f"{counted(found['ooms'], 'OOM')}, at most {counted(found['wasted_samples'], 'sample')} of "
         f"{found['num_samples']} run again"
     )
+
+
+def hush() -> bool:
+    """Let what is still printed go nowhere if nobody reads it any more; return whether that is so."""
+    is_gone = False
+    for stream in (sys.stdout, sys.stderr):
+        # Of a stream that is no file, as in a notebook, nobody has gone.
+        with suppress(OSError, ValueError, AttributeError):
+            number = stream.fileno()
+            poll = select.poll()
+            poll.register(number, 0)  # errors are told whatever is asked for
+            if any(what & (select.POLLERR | select.POLLHUP) for _, what in poll.poll(0)):
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, number)  # Python flushes what is left when it ends, and would complain
+                os.close(nowhere)
+                is_gone = True
+    return is_gone
 
 
 def fail(error: Exception, code: int) -> int:

@@ -228,6 +228,32 @@ def without_frames(error: E) -> E:
     return error
 
 
+Witness = Callable[[Exception], None]
+"""Looks at what is in memory while what has failed is still there; it is given the error."""
+# For the whole process, as memory runs out deep inside of what one run does, and no more than one runs in it.
+_witness: Witness | None = None
+
+
+@contextmanager
+def witnessed(look: Witness) -> Iterator[None]:
+    """Have ``attempt`` call a function within it when memory has run out, before anything is given back."""
+    global _witness
+    before, _witness = _witness, look
+    try:
+        yield
+    finally:
+        _witness = before
+
+
+def _have_witnessed(error: Exception) -> None:
+    """Call the witness, if there is one; what fails in it, for want of memory say, is of no concern."""
+    if _witness is not None:
+        try:
+            _witness(error)
+        except Exception as failure:
+            without_frames(failure)
+
+
 @dataclass(frozen=True, slots=True)
 class RanOut:
     """What ``attempt`` returns when memory ran out."""
@@ -248,6 +274,7 @@ def attempt(function: Callable[[], T]) -> T | RanOut:
     except Exception as error:
         if not is_out_of_memory(error):
             raise
+        _have_witnessed(error)
         return RanOut(without_frames(error))
 
 

@@ -19,6 +19,7 @@ from autoaccum._units import format_bytes
 from autoaccum.memory import clock
 from autoaccum.reporting.columns import Run
 from autoaccum.reporting.lines import cut_text, is_scheduled, metrics_text
+from autoaccum.runs.oom_files import oom_files
 
 CLOSE = 0.05
 """Call a prediction good that is off by at most this fraction of what was measured."""
@@ -199,6 +200,10 @@ def _memory(run: Run) -> Answer:
         if waited := len(run.events["Waiting"]["step"]):
             text += f"; it waited {_times(waited)} for memory to come back"
         text += "."
+        # Of the first occasions, in files beside the page: too much for it, and what whoever wonders will look for.
+        if files := oom_files(run.path):
+            more = f" and {_many(len(files) - 1, 'more file')}" if len(files) > 1 else ""
+            text += f" What held the memory then is in {files[0].name}{more}."
     text = f"{'Not always' if over or failed else 'Yes'}: {text[0].lower()}{text[1:]}"
     return Answer(question="Did it stay within memory?", text=text, good=not over and not failed)
 

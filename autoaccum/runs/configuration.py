@@ -15,6 +15,8 @@ from autoaccum.ranks.units import class_of
 ONLY_HOW = ("foreach", "fused", "capturable", "differentiable")
 """Options of optimizers that decide how a step is computed, which may depend on the device, and not what comes of it.
 A run may go on with others, so they are left out."""
+PARAMETERS = "recipe parameters"
+"""What a recipe was called with, where that differs from its defaults; left out where nothing does."""
 _LONGEST_SHOWN = 8
 """Write out a list, tuple or dict of at most so many entries."""
 
@@ -96,7 +98,8 @@ def differing(before: Mapping[str, Any], now: Mapping[str, Any], name: str = "")
 
 def known_then(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
     """Return what is asked for now of what an earlier version has written down: it did not know the other arguments."""
-    return {name: value for name, value in now.items() if name in before}
+    # A run that has not kept the parameters of its recipe was called with none, whatever version it was.
+    return {name: value for name, value in now.items() if name in before or name == PARAMETERS}
 
 
 def check_plain(value: Any, entry: str) -> None:

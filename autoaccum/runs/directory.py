@@ -9,6 +9,7 @@
         environment.json    on what it runs, and what tells that code or data have changed: see details.py
         window              the window that is being run, in a few bytes that outlive the process: see window_mark.py
         kills.json          how often the kernel had killed for lack of memory when the run began
+        oom-7.json          what held the memory when it ran out in window 7: see oom_files.py
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from autoaccum.memory import clock
 from autoaccum.runs import checkpoint, details
 from autoaccum.runs.checkpoint import Checkpoint, Checkpoints
 from autoaccum.runs.configuration import check_plain, differing, known_then
+from autoaccum.runs.oom_files import oom_files
 from autoaccum.runs.records import HISTORY, RecordWriter, environment, read_records, write_json
 from autoaccum.runs.window_mark import WindowMark
 from autoaccum.runs.writers import Writers
@@ -271,7 +273,7 @@ OURS = ("checkpoints", HISTORY, "config.json", "environment.json", "window", "ki
 
 def _put_away(path: Path) -> None:
     """Move what an earlier run has left into ``before-1``, or one more than the highest such number."""
-    found = [path / name for name in OURS if (path / name).exists()]
+    found = [path / name for name in OURS if (path / name).exists()] + oom_files(path)
     if not found:
         return
     Checkpoints(path / "checkpoints").close()  # raises where a run is going on, from under which nothing is moved

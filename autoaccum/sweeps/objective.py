@@ -28,7 +28,7 @@ from autoaccum.errors import (
     RecipeResultError,
 )
 from autoaccum.memory.oom import is_out_of_memory
-from autoaccum.runs.configuration import differing, known_then
+from autoaccum.runs.configuration import PARAMETERS, differing, known_then
 from autoaccum.sweeps import draw
 from autoaccum.sweeps.facts import SETTINGS
 from autoaccum.sweeps.options import Arguments
@@ -38,6 +38,8 @@ from autoaccum.training.options import OF_FIT
 
 DATA = ("data", "validation_data")
 """What is the same whatever is searched for."""
+COMPARED = (*DATA, PARAMETERS)
+"""What two calls have to have in common even where they search for something else."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +47,8 @@ class Objective:
     """All that the trials of a study have in common."""
 
     recipe: Callable[..., Arguments]
+    fixed: tuple[str, ...]
+    """Names of the recipe's parameters that have a value already, the same for all trials."""
     lr: LearningRates
     effective_batch: Batches
     search_space: Callable[[Trial], Arguments] | None
@@ -71,6 +75,10 @@ class Objective:
             ArgumentError: something that was chosen goes nowhere.
         """
         chosen = draw.chosen_by(trial, self.lr, self.effective_batch, self.search_space)
+        for name in self.fixed:
+            if name in chosen:
+                cure = "Search for it, or pass it to all trials alike."
+                raise ConflictingArgumentsError(name, chosen[name], "recipe_arguments", cure)
         taken = draw.taken_by(self.recipe, chosen)
         returned = self.recipe(**{name: chosen[name] for name in taken})
         arguments = {**recipes.checked(returned, recipes.name_of(self.recipe)), **self.fit_arguments}
@@ -203,7 +211,7 @@ class Objective:
         # With another range the first draw is another one. That is no other recipe, but its model and its learning rate
         # may be others, so that only the data can be compared.
         if before and now and before["first draw"] != now["first draw"]:
-            before, now = ({name: facts[name] for name in DATA} for facts in (before, now))
+            before, now = ({name: facts[name] for name in facts if name in COMPARED} for facts in (before, now))
         if before and now and (differences := list(differing(before, known_then(before, now)))):
             accepted = f"what study {study.study_name!r} was begun with ({'; '.join(differences)})"
             cure = "Trials of one study are compared: choose another study_name and directory."

@@ -96,6 +96,12 @@ def of_jobs(jobs: object) -> None:
     _checks.positive_int("jobs", jobs)
 
 
+def of_recipe_arguments(recipe_arguments: object) -> None:
+    """Check that they are named; whether the recipe takes them is seen when it is imported."""
+    if recipe_arguments is not None and not isinstance(recipe_arguments, Mapping):
+        raise ArgumentTypeError("recipe_arguments", recipe_arguments, "a mapping of names to values")
+
+
 def of_recipe(recipe: object) -> None:
     """Check the kind of recipe; whether there is one of that name is seen when it is imported."""
     # Whatever can be called will do: a class, a partial.
@@ -158,6 +164,7 @@ CHECKS: tuple[Callable[..., Any], ...] = (
     of_jobs,
     _checks.of_seed,
     of_recipe,
+    of_recipe_arguments,
     of_search_space,
     of_study_name,
     of_directory,
@@ -181,6 +188,10 @@ class SweepArguments:
         "which the command line names it.",
         check=of_recipe,
         is_positional=True,
+    )
+    # By itself, for what is among the arguments of ``fit`` too may mean something else to a recipe.
+    recipe_arguments: Mapping[str, Any] | None = option(
+        "what the recipe's function is called with in all trials, by name.", default=None, check=of_recipe_arguments
     )
     # What is searched. A tuple is a range and a list a choice; texts are for the command line.
     lr: float | tuple[float, float] | list[float] | str | None = option(

@@ -13,7 +13,7 @@ import pickle
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from functools import partial
 from pathlib import Path
@@ -44,6 +44,7 @@ from autoaccum.training.declarations import Checked
 def sweep(
     recipe: Recipe,
     *,
+    recipe_arguments: Mapping[str, Any] | None = None,
     lr: float | tuple[float, float] | list[float] | str | None = None,
     effective_batch: int | tuple[int, int] | list[int] | str | None = None,
     search_space: Callable[[Trial], Arguments] | None = None,
@@ -76,6 +77,7 @@ def sweep(
     Args:
         recipe: a function that returns the keyword arguments of ``fit``, a new model among them each time; or the text
             by which the command line names it.
+        recipe_arguments: what the recipe's function is called with in all trials, by name.
         lr: (low, high), or "low:high": searched for on a logarithmic scale; [1e-4, 1e-3] or "1e-4,1e-3": one of these;
             a number is taken by all trials.
         effective_batch: [32, 64, 128] or "32,64,128": one of these; (low, high) or "low:high": powers of two where both
@@ -115,10 +117,10 @@ def sweep(
             a callback stopped before its samples has not: it is pruned.
     """
     given = SweepArguments(
-        recipe=recipe, lr=lr, effective_batch=effective_batch, search_space=search_space, num_trials=num_trials,
-        samples=samples, metric=metric, direction=direction, sampler=sampler, pruner=pruner, storage=storage,
-        study_name=study_name, directory=directory, jobs=jobs, seed=seed, progress=progress,
-        fit_arguments=fit_arguments,
+        recipe=recipe, recipe_arguments=recipe_arguments, lr=lr, effective_batch=effective_batch,
+        search_space=search_space, num_trials=num_trials, samples=samples, metric=metric, direction=direction,
+        sampler=sampler, pruner=pruner, storage=storage, study_name=study_name, directory=directory, jobs=jobs,
+        seed=seed, progress=progress, fit_arguments=fit_arguments,
     )  # fmt: skip
     return _sweep(given)
 
@@ -138,9 +140,12 @@ def _swept(given: SweepArguments, checked: Checked, crew: Crew | None) -> optuna
     sampling = checked[of_sampler]
     name = given.study_name or recipes.name_of(recipe)
     # Open until the last trial has ended: what reads its data imports what stands beside the recipe.
-    with recipes.imported(recipe) if isinstance(recipe, str) else nullcontext(recipe) as function:
+    fixed = dict(given.recipe_arguments or {})
+    opened = recipes.imported(recipe, fixed) if isinstance(recipe, str) else recipes.binding(recipe, fixed, name)
+    with opened as function:
         objective = Objective(
             recipe=function,
+            fixed=tuple(fixed),
             lr=spaces.learning_rates(given.lr),
             effective_batch=spaces.batches(given.effective_batch),
             search_space=given.search_space,

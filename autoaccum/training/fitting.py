@@ -175,7 +175,8 @@ def fit(
         metrics: what else validations report, {"accuracy": function}: (outputs, targets) beside loss_fn, (model, batch)
             beside training_step, which takes a forward of its own, (outputs, batch) where the model returns its loss ->
             a tensor of one value per sample or item (a token that counts), over all of which the mean is taken.
-        run_dir: directory for checkpoints and records; the same call again goes on where the last one was killed.
+        run_dir: directory for checkpoints and records; the same call again goes on where the last one was killed. On
+            the command line a new one below runs when left out, and 'none' for no directory.
         checkpoint_every: steps, a time such as "30s" or "10m", or "epoch"; ten minutes when left out. One more is
             written after the first window, after each validation that is the best so far, and at the end.
         keep_checkpoints: how many of the newest stay; the best stays besides.

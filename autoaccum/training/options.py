@@ -486,7 +486,8 @@ class FitArguments:
     )
     # What outlives the process. Each trial of a sweep has a directory that the sweep finds again after a kill.
     run_dir: str | os.PathLike[str] | None = option(
-        "directory for checkpoints and records; the same call again goes on where the last one was killed.",
+        "directory for checkpoints and records; the same call again goes on where the last one was killed. On the "
+        "command line a new one below runs when left out, and 'none' for no directory.",
         default=None,
         check=_checks.of_run_directory,
         in_sweeps="own",

@@ -1,8 +1,8 @@
 """Recipes: the Python functions from which the command line learns what to train.
 
 A recipe is written ``path/to/file.py[:function]`` or ``package.module[:function]``; the function, ``recipe`` when none
-is named, returns the keyword arguments of ``autoaccum.fit`` as a dict. What parameters it has need defaults, but for
-those that a sweep gives it.
+is named, returns the keyword arguments of ``autoaccum.fit`` as a dict. It may have parameters, for which whoever calls
+it may pass values: ``--set`` on the command line, and a sweep. Those for which nobody does need defaults.
 """
 
 from __future__ import annotations
@@ -13,20 +13,24 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from difflib import get_close_matches
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any, TypeVar
 
 from autoaccum._units import shown
-from autoaccum.errors import RecipeNotFoundError, RecipeResultError
+from autoaccum.errors import ArgumentError, RecipeNotFoundError, RecipeResultError
 
 # Shown in the help and in errors, so that both say the same.
 FORMS = "path/to/file.py[:function] or package.module[:function]"
 T = TypeVar("T")
+# Not an argument of ``fit``, which knows nothing of recipes: a run's directory keeps what the recipe was called with.
+passed: ContextVar[Mapping[str, Any]] = ContextVar("passed", default=MappingProxyType({}))
+"""What the recipe that is open was called with, where that differs from its defaults."""
 
 
 class RecipeRaised(Exception):
@@ -34,26 +38,36 @@ class RecipeRaised(Exception):
 
 
 @contextmanager
-def opened(recipe: str) -> Iterator[dict[str, Any]]:
+def opened(recipe: str, parameters: Mapping[str, Any] | None = None) -> Iterator[dict[str, Any]]:
     """Import the recipe, call its function and give the arguments it returned, within a context: see ``imported``.
 
+    Args:
+        recipe: as it is written on a command line.
+        parameters: what its function is called with, by name.
+
     Raises:
+        ArgumentError: it has no such parameter, or one without a default for which there is no value.
         RecipeNotFoundError: there is no such file, module or function.
         RecipeResultError: what the function returned is not a dict of ``fit``'s arguments, model and data included.
         RecipeRaised: the recipe's own code raised.
     """
-    with imported(recipe) as function:
+    with imported(recipe, parameters) as function:
+        for name, parameter in _settable(function).items():
+            if parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD:
+                cure = f"Pass --set {name}=VALUE, or give it a default."
+                raise ArgumentError(name, None, f"a value, as {recipe} takes it", cure)
         yield function()
 
 
 @contextmanager
-def imported(recipe: str) -> Iterator[Callable[..., dict[str, Any]]]:
+def imported(recipe: str, parameters: Mapping[str, Any] | None = None) -> Iterator[Callable[..., dict[str, Any]]]:
     """Import the recipe and give its function, which raises RecipeResultError and RecipeRaised when it is called.
 
     Within the context the recipe's folder is on ``sys.path``, as under ``python file.py``, and its module is in
     ``sys.modules``, so that data loading processes can unpickle its classes and import what stands beside it.
 
     Raises:
+        ArgumentError: the function has no such parameter.
         RecipeNotFoundError: there is no such file, module or function.
         RecipeRaised: the recipe's own code raised.
     """
@@ -73,13 +87,62 @@ def imported(recipe: str) -> Iterator[Callable[..., dict[str, Any]]]:
         def call(**given: Any) -> dict[str, Any]:
             return checked(_run(lambda: found(**given)), f"{target}:{function}")
 
-        yield call
+        with binding(call, parameters or {}, recipe) as bound:
+            yield bound
     finally:
         # The recipe may have changed the path itself.
         with suppress(ValueError):
             sys.path.remove(folder)
         if is_file:
             sys.modules.pop(name, None)
+
+
+@contextmanager
+def binding(
+    function: Callable[..., dict[str, Any]], parameters: Mapping[str, Any], recipe: str
+) -> Iterator[Callable[..., dict[str, Any]]]:
+    """Give a recipe's function with values for some of its parameters; ``passed`` tells of them within the context.
+
+    Args:
+        function: of the recipe.
+        parameters: the values, by name.
+        recipe: its name, for errors.
+
+    Raises:
+        ArgumentError: the function has no such parameter; it lists those that it has.
+    """
+    # Nothing is looked at where nothing is passed: a callable need not have a signature that can be read.
+    settable = _settable(function) if parameters else {}
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in settable.values())
+    for name, value in parameters.items():
+        if name not in settable and not takes_any:
+            listed = ", ".join(str(parameter.replace(annotation=parameter.empty)) for parameter in settable.values())
+            takes = f"takes {listed}" if listed else "takes none"
+            cure = _suggest(name, list(settable)).strip()
+            raise ArgumentError(name, value, f"a parameter of the recipe {recipe}, which {takes}", cure)
+    # What repeats a default is no other run than one in which it was not passed.
+    differing = {n: v for n, v in parameters.items() if n not in settable or not _is_same(v, settable[n].default)}
+    bound = function
+    if parameters:
+        bound = partial(function, **parameters)
+        bound.__name__ = name_of(function)  # type: ignore[attr-defined]  # by which errors and studies call it
+    token = passed.set(differing)
+    try:
+        yield bound
+    finally:
+        passed.reset(token)
+
+
+def _settable(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """Return the parameters that can be passed by name and have no value yet, and one that takes any."""
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
+    found = inspect.signature(function).parameters
+    return {name: parameter for name, parameter in found.items() if parameter.kind in by_name}
+
+
+def _is_same(value: Any, default: Any) -> bool:
+    """Return whether a plain value is the default; of what is no plain value nobody can tell."""
+    return type(value) is type(default) and isinstance(value, bool | int | float | str | None) and value == default
 
 
 def name_of(recipe: str | Callable[..., Any]) -> str:

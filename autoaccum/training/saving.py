@@ -27,6 +27,7 @@ from autoaccum.runs.details import details_of
 from autoaccum.runs.directory import RunDirectory
 from autoaccum.runs.states import pack
 from autoaccum.runs.writers import Writers
+from autoaccum.training import recipes
 from autoaccum.training.declarations import values_of
 from autoaccum.training.options import OF_FIT, FitArguments
 from autoaccum.training.validation import Validations
@@ -90,6 +91,9 @@ def configuration_of(
             {name: given[name] for name, argument in OF_FIT.items() if argument.decides == "training"}
         ),
     }
+    # Of a run by the command line. Not among those that came later, for a run without them had defaults alone.
+    if parameters := recipes.passed.get():
+        trained[configuration.PARAMETERS] = configuration.plain(parameters)
     names = ("loss_fn", "training_step", "num_items", "before_window", "collate_fn", "embed")
     # Those that came later are described where they are given alone.
     late = ("before_window", "embed")

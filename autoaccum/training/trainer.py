@@ -32,6 +32,7 @@ from autoaccum.ranks.shares import Share
 from autoaccum.ranks.summing import Compression
 from autoaccum.ranks.units import units_of
 from autoaccum.reporting import ProgressBar
+from autoaccum.reporting.following import heard, tell_failure
 from autoaccum.runs.directory import RunDirectory
 from autoaccum.runs.writers import Writers
 from autoaccum.training import data_notices, notices, saving, setup, together
@@ -49,6 +50,7 @@ from autoaccum.training.result import FitResult as FitResult
 from autoaccum.training.result import cut_last
 from autoaccum.training.run_state import RunState, keeper_of
 from autoaccum.training.sharing import Sharing
+from autoaccum.training.shortages import Shortages, watched
 from autoaccum.training.synonyms import answering
 from autoaccum.training.validation import Validations, Validator
 from autoaccum.training.validation_together import ValidatorOfAll
@@ -196,7 +198,10 @@ class Trainer:
         self._history: list[Any] = []  # these two are empty where there is a run_dir, which has them in a file
         self._events: list[Any] = []
         self._bar = ProgressBar() if arguments.progress and self._is_first else None
-        self._callbacks: list[Callback] = [*([self._bar] if self._bar else []), *checked[_checks.of_callbacks]]
+        rank = 0 if self._group is None else self._group.rank
+        self._shortages = None if self._run_dir is None else Shortages(self._run_dir, self._step, self.memory, rank)
+        ours = [one for one in (self._bar, self._shortages) if one is not None]
+        self._callbacks: list[Callback] = [*ours, *heard(checked[_checks.of_callbacks], is_first=self._is_first)]
         self._stop_reason: str | None = None  # set once the run is to end after its window
         self._followed = Followed(arguments.modules())
         self._wish: str | None = None  # what it will be once all ranks have heard of it
@@ -220,16 +225,9 @@ class Trainer:
         called: Any = torch.compile(self.model) if arguments.compile else self.model
         noise = setup.noise_of(arguments, self.schedule)
         self._step = step = setup.step_of(
-            arguments,
-            checked,
-            place,
-            called,
-            self.optimizer,
-            epoch_samples,
-            self._emit,
-            noise_scale=noise is not None,
-            group=self._group,
-        )
+            arguments, checked, place, called, self.optimizer, epoch_samples, self._emit,
+            noise_scale=noise is not None, group=self._group,
+        )  # fmt: skip
         self._tuner = step.tuner
         self._noise = None if noise is None else MeasuredNoise(noise, step, is_shared=self._group is not None)
         # Of fewer samples a rank can compute no loss.
@@ -266,7 +264,7 @@ class Trainer:
             try:
                 with named("no window was being run"):
                     self._open_directory()
-                    with self._step.limit.kept():
+                    with self._step.limit.kept(), watched(self._shortages):
                         if self._group is not None:
                             begun = self._state, self._arguments, self._source, self.num_steps
                             together.begin(self._group, *begun)
@@ -278,6 +276,7 @@ class Trainer:
                     self._group.fail(error)
                 if self._directory is not None:  # else nothing on the disk would tell it from a run that goes on
                     self._directory.failed(self.step, error)
+                tell_failure(self._callbacks, error)
                 raise
             finally:
                 # What was measured is true of a run that failed too, and spares the next one the same search.

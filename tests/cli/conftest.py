@@ -11,7 +11,7 @@ import pytest
 
 from autoaccum.cli.app import main
 
-QUIET = ("--no-progress", "--device", "cpu")
+QUIET = ("--no-progress", "--run-dir", "none", "--device", "cpu")
 TINY = """
 import torch
 from torch import nn

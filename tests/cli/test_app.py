@@ -129,7 +129,7 @@ def test_ctrl_c_ends_the_run_after_the_window_with_the_summary(tiny: Callable[..
         top="from autoaccum import StepReport\n\ndef tell(record):\n"
         "    if isinstance(record, StepReport) and record.step == 3:\n        print('now', flush=True)\n",
     )
-    command = [sys.executable, "-m", "autoaccum", "fit", recipe, "--device", "cpu"]
+    command = [sys.executable, "-m", "autoaccum", "fit", recipe, "--device", "cpu", "--run-dir", "none"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == "now\n"
@@ -183,3 +183,29 @@ def test_a_recipe_serves_from_its_folder_under_any_working_directory(
 def test_what_other_trainers_call_it_is_answered(option: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fit", "recipe.py", option, *([] if "=" in option else ["3"])]) == 2
     assert f"error: Unknown option: {option.split('=')[0]}. {told}" in capsys.readouterr().err
+
+
+# Whoever reads the output.
+
+
+@pytest.mark.parametrize(
+    "argv", ["--effective-batch 300000 --max-micro-batch 1", "--effective-batch 8 --max-micro-batch 8"]
+)
+def test_a_reader_that_has_gone_ends_a_command_quietly(argv: str) -> None:
+    """More than a pipe holds, which is refused while it is printed, and less, which is refused in the end."""
+    command = [sys.executable, "-m", "autoaccum", "plan", "--json", *argv.split()]
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=buffered) as child:
+        assert child.stdout is not None
+        child.stdout.close()
+        assert child.stderr is not None
+        assert child.stderr.read() == ""
+    assert child.returncode == 141
+
+
+def test_a_pipe_of_the_recipes_own_is_an_error_like_any_other(
+    tiny: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    top = "def loss(outputs, targets):\n    raise BrokenPipeError('a worker has gone')\n"
+    assert main(["fit", tiny("'effective_batch': 8, 'loss_fn': loss,", top=top), *QUIET]) == 1
+    assert capsys.readouterr().err.endswith("BrokenPipeError: a worker has gone\n")

@@ -13,6 +13,7 @@ from autoaccum.training.checking import check
 from autoaccum.training.fitting import fit
 from autoaccum.training.probing import probe
 from autoaccum.training.trainer import Trainer
+from tests.cli.conftest import QUIET
 
 
 def scalar_parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
@@ -98,3 +99,9 @@ def test_a_wrong_value_is_a_usage_error_that_names_it(
     assert err.startswith("error: ")
     assert err.count("\n") == (3 if "at character" in err else 1)  # a text is shown, with a caret
     assert wrong[0].partition("=")[0].strip("-") in err.replace("_", "-")
+
+
+def test_pydantic_finds_no_fault_with_what_is_left_out(tiny: Callable[..., str]) -> None:
+    """Once it is imported, by a recipe or a library beside it, cyclopts has it judge each value."""
+    pytest.importorskip("pydantic")
+    assert main(["fit", tiny("'effective_batch': 8,"), *QUIET]) == 0

@@ -14,7 +14,16 @@ import torch
 
 from autoaccum.errors import DataError, LimitBelowModelError, MemoryLimitError, NothingFitsError
 from autoaccum.memory.devices import memory_of
-from autoaccum.memory.oom import RanOut, asked_bytes, attempt, insist, is_out_of_memory, named, room_for_model
+from autoaccum.memory.oom import (
+    RanOut,
+    asked_bytes,
+    attempt,
+    insist,
+    is_out_of_memory,
+    named,
+    room_for_model,
+    witnessed,
+)
 from autoaccum.testing import simulated_memory
 from tests.processes import in_turn
 
@@ -462,3 +471,42 @@ def test_memory_that_ran_out_before_all_was_there_says_that_more_is_needed() -> 
     ):
         raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {used * 3} bytes.")
     assert caught.value.needed_bytes == pytest.approx(4 * used, rel=0.2)
+
+
+class TestWitness:
+    def test_it_is_called_while_what_failed_is_there(self) -> None:
+        found: list[Any] = []
+
+        def fail() -> None:
+            held = torch.zeros(3)
+            raise torch.OutOfMemoryError(str(len(held)))
+
+        def look(error: Exception) -> None:
+            trace = error.__traceback__
+            assert trace is not None
+            assert trace.tb_next is not None
+            found.append(list(trace.tb_next.tb_frame.f_locals))
+
+        with witnessed(look):
+            outcome = attempt(fail)
+        assert isinstance(outcome, RanOut)
+        assert outcome.error.__traceback__ is None
+        attempt(fail)
+        assert found == [["held"]], "and not behind the context"
+
+    def test_one_that_fails_is_not_heard(self) -> None:
+        def look(error: Exception) -> None:
+            raise MemoryError
+
+        def fail() -> None:
+            raise torch.OutOfMemoryError
+
+        with witnessed(look):
+            assert isinstance(attempt(fail), RanOut)
+
+    def test_other_errors_have_none(self) -> None:
+        def fail() -> None:
+            raise ValueError("other")
+
+        with witnessed(lambda error: pytest.fail("it was called")), pytest.raises(ValueError, match="other"):
+            attempt(fail)

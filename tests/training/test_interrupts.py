@@ -237,7 +237,7 @@ class TestCommandLine:
     def test_without_a_run_dir_there_is_nothing_to_go_on_from(self, recipe: Path, tmp_path: Path) -> None:
         for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 128 + signal.SIGTERM)):
             (tmp_path / "inside").unlink(missing_ok=True)
-            pid = self.fit(recipe, "--epochs", 1000)
+            pid = self.fit(recipe, "--epochs", 1000, "--run-dir", "none")
             self.wait((tmp_path / "inside").exists)
             os.kill(pid, number)
             assert self.code(pid) == code

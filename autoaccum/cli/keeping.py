@@ -1,0 +1,178 @@
+"""Where ``fit`` keeps a run for which nobody has named a directory, and what is said of it at the end."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from autoaccum.errors import ArgumentError
+from autoaccum.memory import clock
+from autoaccum.training.recipes import name_of
+
+RUNS = "AUTOACCUM_RUNS_DIR"
+"""The environment variable that names the folder of new directories; ``runs`` below the current folder without it."""
+NONE = "none"
+"""What ``--run-dir`` takes for no directory at all."""
+
+typed: ContextVar[Sequence[str]] = ContextVar("typed", default=("fit",))
+"""What was typed behind ``autoaccum``, of which the command that goes on is made."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kept:
+    """Where a run is kept, and what to type about it."""
+
+    path: str | os.PathLike[str] | None
+    """The directory; None where nothing is kept."""
+    resume_command: str | None
+    """What goes on with the run."""
+    report_command: str | None
+    """What draws it."""
+
+    def lines(self) -> list[str]:
+        """Return what is said of it at the end of a run; nothing where nothing is kept."""
+        if self.path is None:
+            return []
+        place = os.fspath(self.path)
+        return [f"kept in {place}, to go on: {self.resume_command}", f"to look at it: {self.report_command}"]
+
+
+@contextmanager
+def keeping(recipe: str, arguments: Mapping[str, Any], *, json: bool) -> Iterator[Kept]:
+    """Give the directory of a run, and say at its end where it is, what goes on with it and what draws it.
+
+    A directory that was made here is removed if the run has ended in an error before it had anything to go on from.
+
+    Args:
+        recipe: by which a new directory is named.
+        arguments: of ``fit``; a new directory is made where ``run_dir`` is not among them, the same for all ranks.
+        json: whether all of that is in the document that is printed, and need not be said.
+
+    Raises:
+        ArgumentError: no directory can be made.
+    """
+    from autoaccum.ranks.group import speaks
+
+    # Who insists on a checkpoint means that of a run that is there: ``fit`` tells that it has to be named.
+    is_new = "run_dir" not in arguments and arguments.get("resume") is not True
+    run_dir = arguments.get("run_dir")
+    if isinstance(run_dir, str) and run_dir.lower() == NONE:
+        run_dir = None
+    base = Path(os.environ.get(RUNS) or "runs")
+    is_first_there = not base.exists()
+    made: Path | None = None
+    if is_new:
+        run_dir = made = _of_all_ranks(lambda: _made(base, name_of(recipe)), arguments)
+    kept = _kept(run_dir)
+    try:
+        yield kept
+    except BaseException:
+        # Of a directory that was named the user knows, and the error is all there is to say.
+        if made is not None and speaks():
+            _remove_if_useless(made, base if is_first_there else None)
+            if made.is_dir():
+                _say(kept)
+        raise
+    if not json:
+        _say(kept)
+
+
+def _kept(run_dir: Any) -> Kept:
+    """Return what there is to say of a run in that directory."""
+    # Commands are made here and not where they are printed: lines and JSON have the same.
+    if run_dir is None:
+        return Kept(path=None, resume_command=None, report_command=None)
+    report = shlex.join(["autoaccum", "report", os.fspath(run_dir)])
+    return Kept(path=run_dir, resume_command=_command(typed.get(), os.fspath(run_dir)), report_command=report)
+
+
+def _command(words: Sequence[str], run_dir: str) -> str:
+    """Return the command line that goes on with a run, made of the one that has begun it.
+
+    >>> _command(["fit", "a.py", "--resume", "false", "--lr", "1"], "runs/my run")
+    "autoaccum fit a.py --lr 1 --run-dir 'runs/my run'"
+    """
+    from autoaccum.ranks.launcher import is_launched
+
+    found: list[str] = []
+    skip = False
+    for word in words:
+        # Both are said anew, for the directory may have been none, and what begins anew does not go on.
+        if not skip and word.split("=")[0] not in ("--run-dir", "--resume"):
+            found.append(word)
+        skip = not skip and word in ("--run-dir", "--resume")
+    # How many processes there were, and where they met, only the user knows.
+    start = "torchrun ... -m autoaccum" if is_launched() else "autoaccum"
+    return f"{start} {shlex.join([*found, '--run-dir', run_dir])}"
+
+
+def _made(base: Path, name: str) -> Path:
+    """Make a directory that was not there, named after a recipe and the time of day, and return its path."""
+    # Local time, as people look for what they have begun by the clock on their wall.
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(clock.stamp()))
+    for number in count(1):
+        path = base / (f"{name}-{stamp}" if number == 1 else f"{name}-{stamp}-{number}")
+        try:
+            # Of two processes that begin in the same second one finds it there: no run ever takes up another's.
+            path.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            accepted = f"a place that can be written to ({error.strerror})"
+            cure = f"Pass --run-dir DIRECTORY, or --run-dir {NONE} to keep nothing."
+            raise ArgumentError("run_dir", str(path), accepted, cure) from None
+        return path
+    raise AssertionError
+
+
+def _of_all_ranks(function: Callable[[], Path], arguments: Mapping[str, Any]) -> Path:
+    """Return what a function returns, on several ranks that train together what it does on the first, for all."""
+    from autoaccum.memory.devices import current_device_kept, find_device
+    from autoaccum.ranks.group import join
+    from autoaccum.ranks.launcher import is_launched, own_device
+
+    if not is_launched() or arguments.get("ranks", "together") != "together":
+        return function()
+    # The device is that of the run, which joins the same group again: only one is ever made.
+    with current_device_kept():
+        device = arguments.get("device")
+        group = join(find_device(own_device() if device is None else device))
+    if group is None:
+        return function()
+    try:
+        return Path(group.from_first(lambda: str(function())))
+    except BaseException as error:  # that no directory can be made: the others wait to hear of one
+        group.fail(error)
+        raise
+
+
+def _remove_if_useless(path: Path, base: Path | None) -> None:
+    """Remove a new directory without a checkpoint and without anything of the user's, and its folder if that is new."""
+    from autoaccum.runs.directory import OURS
+
+    # What a callback of the user's has put there is no less worth than a checkpoint.
+    has_checkpoint = any((path / "checkpoints").glob("step-*"))
+    if not has_checkpoint and {entry.name for entry in path.iterdir()} <= set(OURS):
+        shutil.rmtree(path, ignore_errors=True)
+        if base is not None:
+            with suppress(OSError):  # another run has one there by now
+                base.rmdir()
+
+
+def _say(kept: Kept) -> None:
+    """Print where a run is kept to standard error, once for all ranks."""
+    from autoaccum.ranks.group import speaks
+
+    if speaks():
+        for line in kept.lines():
+            print(line, file=sys.stderr)

@@ -1,0 +1,63 @@
+"""A run in a line per epoch, for logs of jobs, in which a bar would be noise."""
+
+from __future__ import annotations
+
+import sys
+
+from autoaccum.events import Event, Resumed, Started, StepReport, Validated
+from autoaccum.reporting.following import Follower
+from autoaccum.reporting.lines import cut_text, metrics_text
+
+
+class EpochLines(Follower):
+    """Callback that prints a line per epoch: its loss, what was validated, samples/s, micro-batch x steps.
+
+    It writes to standard error, as the progress bar does; of several ranks the first alone.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._forget()
+
+    def _forget(self) -> None:
+        """Forget the epoch before."""
+        self._last: StepReport | None = None  # of the epoch that goes on; None before its first window
+        self._validated: Validated | None = None
+        # Sums over its windows: of losses, each as often as it has samples, of samples and of seconds.
+        self._loss, self._samples, self._seconds = 0.0, 0, 0.0
+
+    def _begin(self, started: Started | None, resumed: Resumed | None) -> None:
+        self._forget()
+
+    def _window(self, report: StepReport) -> None:
+        # Nothing says that an epoch is over: it is when another one has begun, and was validated by then.
+        if self._last is not None and report.epoch != self._last.epoch:
+            self._tell(self._last)
+        self._last = report
+        self._loss += report.loss * report.effective_batch
+        self._samples += report.effective_batch
+        self._seconds += report.seconds
+
+    def _validation(self, validated: Validated) -> None:
+        self._validated = validated
+
+    def _told(self, event: Event) -> None:
+        pass  # a line is of windows alone
+
+    def _end(self, reason: str) -> None:
+        # Also where an error ends it: what it has trained of the epoch is not lost on whoever reads the log.
+        if self._last is not None:
+            self._tell(self._last)
+
+    def _tell(self, last: StepReport) -> None:
+        """Print the line of the epoch that ends with that window, and begin the next one."""
+        parts = [f"epoch {last.epoch}: loss {self._loss / self._samples:.4f}"]
+        if self._validated is not None:
+            parts.append(f"validation loss {self._validated.loss:.4f}")
+            if self._validated.metrics:
+                parts.append(metrics_text(self._validated.metrics))
+        if self._seconds > 0:
+            parts.append(f"{self._samples / self._seconds:.0f} samples/s")
+        parts.append(f"micro-batch {cut_text(last.micro_batches)}")
+        print(", ".join(parts), file=sys.stderr, flush=True)
+        self._forget()

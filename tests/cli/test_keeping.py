@@ -1,0 +1,147 @@
+"""Where the command line keeps a run, what it says of it, and what it leaves of one that failed."""
+
+import json
+import os
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autoaccum.cli.app import main
+from autoaccum.cli.keeping import RUNS
+from autoaccum.memory.clock import ManualClock, using
+from tests.cli.conftest import TINY
+from tests.ranks.launching import launch
+
+PLAIN = ("--no-progress", "--device", "cpu")
+
+
+def runs() -> list[Path]:
+    """The directories that were made, in order."""
+    base = Path(os.environ[RUNS])
+    return sorted(base.iterdir()) if base.exists() else []
+
+
+def fit(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
+    assert main(["fit", *argv, *PLAIN, "--json"]) == 0
+    return dict(json.loads(capsys.readouterr().out))
+
+
+def test_a_run_is_kept_by_default_and_gone_on_with_as_it_says(
+    tiny: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tiny("'effective_batch': 8,")
+    assert main(["fit", recipe, *PLAIN, "--epochs", "2"]) == 0
+    (place,) = runs()
+    _, _, kept, drawn = capsys.readouterr().err.splitlines()
+    resume = shlex.join(["autoaccum", "fit", recipe, *PLAIN, "--epochs", "2", "--run-dir", str(place)])
+    assert kept == f"kept in {place}, to go on: {resume}"
+    assert drawn == f"to look at it: autoaccum report {place}"
+    assert main([*shlex.split(resume.replace("--epochs 2", "--epochs 3"))[1:], "--json"]) == 0
+    further = json.loads(capsys.readouterr().out)
+    assert [report["step"] for report in further["history"]] == list(range(1, 10))
+    assert runs() == [place]
+    assert main(shlex.split(drawn.partition(": ")[2])[1:]) == 0
+    assert (place / "report.html").exists()
+
+
+def test_a_second_run_never_takes_up_the_first(tiny: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = tiny("'effective_batch': 8,")
+    # The clock stands still, so that both have the same name to begin with.
+    with using(ManualClock(stamp=1e9)):
+        first, second = fit(capsys, recipe), fit(capsys, recipe)
+    assert second["run_dir"] == f"{first['run_dir']}-2"
+    assert [event["type"] for run in (first, second) for event in run["events"]].count("Resumed") == 0
+    assert second["num_steps"] == len(second["history"]) == 3
+
+
+def test_json_has_the_commands_as_fields_and_standard_error_no_lines(
+    tiny: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tiny("'effective_batch': 8,")
+    assert main(["fit", recipe, *PLAIN, "--json", "--resume", "auto"]) == 0
+    out, err = capsys.readouterr()
+    run, (place,) = json.loads(out), runs()
+    assert run["run_dir"] == str(place)
+    command = ["autoaccum", "fit", recipe, *PLAIN, "--json", "--run-dir", str(place)]
+    assert run["resume_command"] == shlex.join(command)
+    assert run["report_command"] == f"autoaccum report {place}"
+    assert "kept in" not in err
+
+
+def test_none_keeps_nothing(tiny: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:
+    run = fit(capsys, tiny("'effective_batch': 8,"), "--run-dir", "none")
+    assert [run[name] for name in ("run_dir", "resume_command", "report_command")] == [None] * 3
+    assert runs() == []
+    assert fit(capsys, tiny("'effective_batch': 8, 'run_dir': None,"))["run_dir"] is None, "the recipe says so"
+    assert runs() == []
+
+
+def test_a_directory_that_is_named_is_taken(
+    tiny: Callable[..., str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    run = fit(capsys, tiny(f"'effective_batch': 8, 'run_dir': {str(tmp_path / 'own')!r},"))
+    assert run["run_dir"] == str(tmp_path / "own")
+    assert runs() == []
+    # A checkpoint to go on from is insisted on, and none is named.
+    assert main(["fit", tiny("'effective_batch': 8,"), *PLAIN, "--resume", "true"]) == 2
+    assert "run_dir beside it" in capsys.readouterr().err
+    assert runs() == []
+
+
+@pytest.mark.parametrize("failure", ["'lr': -1,", "'loss_fn': lambda y, t: y - t,", "'callbacks': 5,"])
+def test_a_run_that_fails_before_a_checkpoint_leaves_nothing(
+    failure: str, tiny: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["fit", tiny(f"'effective_batch': 8, {failure}"), *PLAIN]) in (1, 2)
+    assert not Path(os.environ[RUNS]).exists()
+    assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_a_run_that_fails_later_is_kept_and_says_so(
+    tiny: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    top = "def stop(record):\n    if getattr(record, 'loss', None) and record.step == 2:\n        raise RuntimeError\n"
+    assert main(["fit", tiny("'effective_batch': 8, 'callbacks': [stop],", top=top), *PLAIN]) == 1
+    (place,) = runs()
+    assert f"kept in {place}, to go on: autoaccum fit " in capsys.readouterr().err
+    assert [path.name for path in (place / "checkpoints").glob("step-*")] == ["step-00000001"]
+
+
+def test_where_nothing_can_be_written_the_way_out_is_told(
+    tiny: Callable[..., str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(RUNS, str(tmp_path / "file"))
+    assert main(["fit", tiny("'effective_batch': 8,"), *PLAIN]) == 2
+    assert "--run-dir none to keep nothing" in capsys.readouterr().err
+
+
+def fit_on_a_rank(recipe: str, base: str) -> dict[str, Any]:
+    """What the first of several ranks prints of its run; others print nothing."""
+    import contextlib
+    import io
+
+    os.environ[RUNS] = base  # that of a process which was begun before this test
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        assert main(["fit", recipe, *PLAIN, "--json"]) == 0
+    return json.loads(out.getvalue() or "{}")
+
+
+def test_ranks_have_the_directory_of_the_first(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.py"
+    # Of what writes a run elsewhere only the first rank's is called.
+    top, rows = "from autoaccum.reporting import CSVReporter\n", tmp_path / "rows.csv"
+    path.write_text(top + TINY.format(more=f"'effective_batch': 8, 'callbacks': [CSVReporter({str(rows)!r})],"))
+    first, second = launch(fit_on_a_rank, 2, str(path), os.environ[RUNS])
+    (place,) = runs()
+    assert first["run_dir"] == str(place)
+    assert first["resume_command"].startswith("torchrun ... -m autoaccum fit ")
+    assert second == {}
+    assert [line.split(",")[1] for line in rows.read_text().splitlines() if "StepReport" in line] == ["1", "2", "3"]

@@ -1,0 +1,50 @@
+"""The line of an epoch: what it adds up, when it is printed."""
+
+from __future__ import annotations
+
+import pytest
+
+from autoaccum.events import Finished, Validated
+from autoaccum.reporting.epochs import EpochLines
+from tests.reporting.synthetic import report, started
+
+
+def validated(step: int, loss: float, **metrics: float) -> Validated:
+    return Validated(step=step, epoch=0, loss=loss, metrics=metrics, num_samples=5, micro_batch=3, seconds=1.0)
+
+
+def test_a_line_adds_up_the_windows_of_its_epoch(capsys: pytest.CaptureFixture[str]) -> None:
+    tell = EpochLines()
+    tell(started())
+    tell(report(1, (4, 4), loss=1.0, seconds=0.5))
+    tell(report(2, (2,), loss=6.0, seconds=0.5))  # a shorter window counts for less: (8 x 1 + 2 x 6) / 10
+    tell(validated(2, 0.25, accuracy=0.75))
+    assert capsys.readouterr().err == "", "another validation may follow"
+    tell(report(3, (4, 4), epoch=1, loss=0.5, seconds=0.0))
+    line = "epoch 0: loss 2.0000, validation loss 0.2500, accuracy 0.75, 10 samples/s, micro-batch 2 x 1\n"
+    assert capsys.readouterr() == ("", line)
+    tell(Finished(step=3, reason="budget"))
+    assert capsys.readouterr() == ("", "epoch 1: loss 0.5000, micro-batch 4 x 2\n")
+
+
+def test_the_last_validation_of_an_epoch_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    tell = EpochLines()
+    for record in (report(1), validated(1, 3.0), report(2), validated(2, 0.5), Finished(step=2, reason="budget")):
+        tell(record)
+    assert ", validation loss 0.5000, " in capsys.readouterr().err
+
+
+def test_a_second_run_begins_anew(capsys: pytest.CaptureFixture[str]) -> None:
+    tell = EpochLines()
+    for record in (report(1, loss=100.0), started(), report(1, loss=1.0), Finished(step=1, reason="budget")):
+        tell(record)
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("epoch 0: loss 100.0000, ")
+    assert second.startswith("epoch 0: loss 1.0000, ")
+
+
+def test_a_run_that_has_trained_nothing_has_no_line(capsys: pytest.CaptureFixture[str]) -> None:
+    tell = EpochLines()
+    tell(started())
+    tell(Finished(step=3, reason="budget"))
+    assert capsys.readouterr().err == ""

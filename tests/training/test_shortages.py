@@ -1,0 +1,140 @@
+"""A run out of memory leaves a file that says what held it, and is otherwise the run that it would have been."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autoaccum
+from autoaccum.errors import NothingFitsError
+from autoaccum.events import OutOfMemory, StepReport
+from autoaccum.reporting.columns import load_run
+from autoaccum.reporting.facts import facts_of
+from autoaccum.runs.oom_files import MOST, oom_files
+from autoaccum.testing import simulated_memory
+from autoaccum.training import shortages
+
+
+class Failing:
+    """A loss that runs out of memory in its call of that number, once."""
+
+    def __init__(self, call: int) -> None:
+        self.left = call
+
+    def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        self.left -= 1
+        if self.left == 0:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return nn.functional.mse_loss(outputs, targets)
+
+
+def train(run_dir: Path | None, fails_at: int = 0, **options: Any) -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 1))
+    data = torch.randn(48, 8), torch.randn(48, 1)
+    given = {
+        "loss_fn": Failing(fails_at),
+        "effective_batch": 16,
+        "micro_batch": 8,
+        "steps": 6,
+        "verify": False,
+        "cache": False,
+        **options,
+    }
+    return autoaccum.fit(model, data, device="cpu", progress=False, run_dir=run_dir, **given)
+
+
+def weights(result: Any) -> list[Any]:
+    return [parameter.tolist() for parameter in result.model.parameters()]
+
+
+def test_a_replay_leaves_a_file_and_the_run_is_the_same_to_the_bit(tmp_path: Path) -> None:
+    plain, kept = train(None, 6), train(tmp_path / "run", 6)  # the second micro-batch of window 3
+    (event,) = [event for event in kept.events if isinstance(event, OutOfMemory)]
+    assert event == OutOfMemory(step=3, phase="training", micro_batch=8)
+    assert [event for event in plain.events if isinstance(event, OutOfMemory)] == [event]
+    assert weights(kept) == weights(plain)
+    assert [report.loss for report in kept.history] == [report.loss for report in plain.history]
+    (path,) = oom_files(tmp_path / "run")
+    assert path.name == f"oom-{event.step}.json"
+    found = json.loads(path.read_text())
+    assert (found["step"], found["phase"], found["micro_batch"]) == (event.step, event.phase, event.micro_batch)
+    assert found["limit_bytes"] > 0
+    assert found["bytes_by_kind"]["parameters"] == 4 * (8 * 16 + 16 + 16 + 1)
+    assert found["bytes_by_kind"]["inputs"] == 4 * 8 * (8 + 1)
+    assert found["asked_bytes"] == 2 * 2**30
+
+
+def test_what_does_not_fit_at_all_is_told_too_and_inputs_are_known(tmp_path: Path) -> None:
+    def wide(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return (outputs * torch.ones(100_000)).mean()
+
+    with simulated_memory("40KiB"), pytest.raises(NothingFitsError):
+        train(tmp_path, loss_fn=wide, micro_batch=1, patience=0)
+    (path,) = oom_files(tmp_path)
+    found = json.loads(path.read_text())
+    assert found["asked_bytes"] == 400_000
+    assert found["bytes_by_kind"]["inputs"] == 4 * (8 + 1)
+    assert found["peak_bytes"] <= found["limit_bytes"] == 40 * 2**10
+    # The report of the run leads there, once a window of it has committed.
+    assert facts_of(load_run(tmp_path)).num_out_of_memory == 1
+
+
+def test_the_report_names_the_file(tmp_path: Path) -> None:
+    train(tmp_path, 6)
+    (answer, *_) = facts_of(load_run(tmp_path)).answers
+    (path,) = oom_files(tmp_path)
+    assert f"no sample lost. What held the memory then is in {path.name}." in answer.text
+    (tmp_path / "oom-90.json").write_text("{}")
+    (answer, *_) = facts_of(load_run(tmp_path)).answers
+    assert answer.text.endswith(f"is in {path.name} and 1 more file.")
+
+
+def test_without_a_directory_nobody_looks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    looks: list[Any] = []
+    monkeypatch.setattr(shortages, "held", lambda *_: looks.append(_) or {})
+    train(None, 6)
+    assert looks == []
+    train(tmp_path, 6)
+    assert len(looks) == 1
+    assert oom_files(tmp_path) == [], "nothing was seen"
+
+
+def test_a_look_that_fails_is_no_failure_of_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    expected = weights(train(None, 6))
+    monkeypatch.setattr(shortages, "held", fail)
+    assert weights(train(tmp_path, 6)) == expected
+    assert oom_files(tmp_path) == []
+
+
+def test_a_device_that_is_always_full_is_looked_at_so_often(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    looks: list[Any] = []
+    monkeypatch.setattr(shortages, "held", lambda *_: looks.append(_) or {"seen": len(looks)})
+    loss = Failing(1)
+
+    def refill(record: Any) -> None:
+        if isinstance(record, StepReport):  # each window fails once
+            loss.left = 1
+
+    torch.manual_seed(0)
+    autoaccum.fit(
+        nn.Linear(8, 1), (torch.randn(48, 8), torch.randn(48, 1)), effective_batch=4, micro_batch=[(2, 2)] * 12,
+        loss_fn=loss, device="cpu", progress=False, run_dir=tmp_path, cache=False, callbacks=[refill], verify=False,
+    )  # fmt: skip
+    assert len(oom_files(tmp_path)) == len(looks) == MOST
+
+
+def test_a_run_that_begins_anew_puts_them_away(tmp_path: Path) -> None:
+    train(tmp_path, 6)
+    (path,) = oom_files(tmp_path)
+    train(tmp_path, resume=False)
+    assert oom_files(tmp_path) == []
+    assert (tmp_path / "before-1" / path.name).exists()
