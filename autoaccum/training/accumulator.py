@@ -28,6 +28,7 @@ from autoaccum.memory.devices import being_current, current_device_kept
 from autoaccum.memory.limit import MemoryLimit
 from autoaccum.memory.oom import insist, room_for_model
 from autoaccum.ranks.summing import Compression
+from autoaccum.runs.cost_key import describe
 from autoaccum.training import together
 from autoaccum.training.alone import Ranks, only_run
 from autoaccum.training.declarations import check
@@ -285,6 +286,27 @@ class Accumulator:
             gradient = self._run(self._part(batch, "backward"))
         self._step.number += 1  # the caller steps, and windows are numbered by steps in what is announced
         return gradient.loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was found out about the loss, about memory and about time, as plain values for a checkpoint.
+
+        Weights, the optimizer's state and random numbers are the loop's own to keep.
+        """
+        return {
+            "device": describe(self._device),
+            "largest_batch": self._largest_batch,
+            "lengths": self._length_of.state_dict(),
+            "step": self._step.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what ``state_dict`` returned; on another device memory and time are to be found out again."""
+        is_same_device = state["device"] == describe(self._device)
+        self._step.load_state_dict(dict(state["step"]), is_same_device=is_same_device)
+        self._length_of.load_state_dict(state["lengths"])
+        if is_same_device:
+            # What it was searched for: a batch as large begins no other search.
+            self._largest_batch = state["largest_batch"]
 
     def _telling(self) -> AbstractContextManager[None]:
         """Return a context whose errors are told to other ranks, where there are any."""
