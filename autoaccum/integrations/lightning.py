@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from autoaccum._checks import positive_int
 from autoaccum.errors import ArgumentTypeError
 from autoaccum.integrations.lightning_checks import OPTIONS, refuse_module, refuse_trainer
-from autoaccum.integrations.lightning_data import package_of, remade
+from autoaccum.integrations.lightning_data import remade
 from autoaccum.integrations.lightning_evaluation import Evaluation
 from autoaccum.integrations.lightning_windows import Windows
 from autoaccum.training.synonyms import elsewhere
@@ -124,7 +124,7 @@ class AutoAccum(Callback):  # type: ignore[misc]
         source, size = trainer.fit_loop._data_source, self.effective_batch
         stock = source.dataloader
         # Where it is asked for, for a hook may make a new one each epoch, and its length is read at once.
-        self._put(source, "dataloader", lambda: remade(stock(), size, trainer.world_size, package_of(trainer)))
+        self._put(source, "dataloader", lambda: remade(stock(), size, trainer.world_size))
 
     def _hold_batches(self, strategy: Any, windows: Windows, trainer: Any) -> None:
         """Have batches of training stay on the host while they are whole."""

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from torchmetrics import Metric
+import torch
+from torchmetrics import MeanMetric, Metric
 
 
 def is_metric(value: object) -> bool:
@@ -46,12 +47,27 @@ class Metrics:
                 found.append(_state(metric) if metric._update_count else None)
                 _put_back(metric, state)
 
-    def join(self, parts: Sequence[list[Any]]) -> None:
+    def join(self, parts: Sequence[list[Any]], sizes: Sequence[int]) -> None:
         """Add to each metric what parts of a batch have of it, as if it had been updated once with the batch."""
         for index, metric in enumerate(self._all()):
-            those = [found[index] for found in parts if found[index] is not None]
+            those = [(found[index], size) for found, size in zip(parts, sizes, strict=True) if found[index] is not None]
+            if len(those) > 1 and isinstance(metric, MeanMetric):
+                those = _weighted(those)
             if those:
-                _join(metric, those)
+                _join(metric, [found for found, _ in those])
+
+
+def _weighted(parts: list[tuple[Any, int]]) -> list[tuple[Any, int]]:
+    """Return states of a mean in which parts weigh by their samples, where each was told one value without a weight."""
+    alike = torch.stack([found[0]["weight"] == found[1] for found, _ in parts]).all()
+    whole = sum(size for _, size in parts)
+    if whole == len(parts):  # one sample each, which say the same by either reading
+        return parts
+    weighted = []
+    for (held, updates, value), size in parts:
+        share = torch.where(alike, size / whole, 1.0)
+        weighted.append((({name: entry * share for name, entry in held.items()}, updates, value), size))
+    return weighted
 
 
 def _join(metric: Metric, parts: list[Any]) -> None:

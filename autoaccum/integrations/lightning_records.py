@@ -116,7 +116,7 @@ class Records:
 
     def log(self, parts: Sequence[tuple[Record, int]], loss: torch.Tensor | None = None) -> None:
         """Tell Lightning what parts of a batch come to; each has its number of samples beside it."""
-        self._metrics.join([record.metrics for record, _ in parts])
+        self._metrics.join([record.metrics for record, _ in parts], [size for _, size in parts])
         told: dict[tuple[str, str, int], list[tuple[Record, int, dict[str, Any]]]] = {}
         for record, size in parts:
             for key, options in record.logs:
@@ -176,7 +176,7 @@ def _or_loss(
 ) -> torch.Tensor:
     """Return a mean over samples, or the loss of the batch where the values are the losses of its micro-batches."""
     losses = [record.loss for record in records if record.loss is not None]
-    if loss is None or len(losses) < len(values) or len(values) == 1:
+    if loss is None or len(losses) < len(values):
         return value
     # The loss may be a mean over tokens, of which parts have more or fewer: it is told by its values, for what is logged
     # is a copy. Nothing is read off the device.

@@ -103,7 +103,9 @@ class Windows:
         with self._records.taking() as record:
             batch = self.to_device(batch, dataloader_idx=0)
             kwargs = {**self._kwargs, "batch": batch}
-            returned = call._call_strategy_hook(trainer, "training_step", *kwargs.values())
+            # The module itself, and not what DDP has wrapped it in: ranks add up their gradients once for a window.
+            with trainer.precision_plugin.train_step_context():
+                returned = call._call_lightning_module_hook(trainer, "training_step", *kwargs.values())
         if returned is None:
             raise _NothingReturned
         if not isinstance(returned, Mapping) or "loss" not in returned:
