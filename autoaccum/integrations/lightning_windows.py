@@ -62,11 +62,11 @@ class Windows:
     def run(self, kwargs: Mapping[str, Any], optimizer: Any, batch_idx: int) -> Any:
         """Leave the gradient of a batch in ``.grad``; return what ``training_step`` returned, as Lightning keeps it."""
         trainer, call = self._trainer, self._call
+        accumulator = self._made()
         self._loop._on_before_zero_grad(optimizer)
         self._loop._optimizer_zero_grad(batch_idx, optimizer)
         self._kwargs = dict(kwargs)
         batch = self._kwargs["batch"]
-        accumulator = self._made()
         self._records.begin()
         try:
             loss = accumulator.backward(batch)

@@ -34,6 +34,7 @@ from autoaccum.training.alone import Ranks, only_run
 from autoaccum.training.declarations import check
 from autoaccum.training.meeting import meeting_of
 from autoaccum.training.options import CHECKS, OF_ACCUMULATOR, modules_of
+from autoaccum.training.prepared import unprepared
 from autoaccum.training.setup import make_step, place_of
 from autoaccum.training.step_samples import StepSamples
 from autoaccum.training.synonyms import answering
@@ -163,6 +164,7 @@ class Accumulator:
             ArgumentError: an argument cannot be used; it names the argument, the value and the cure.
             LimitBelowModelError: the limit is below what is needed before the first sample.
         """
+        optimizer = unprepared(optimizer)
         checked = check(
             OF_ACCUMULATOR, CHECKS, model=model, optimizer=optimizer, loss_fn=loss_fn, training_step=training_step,
             num_items=num_items, reduction=reduction, before_window=before_window, loss_scope=loss_scope, embed=embed,

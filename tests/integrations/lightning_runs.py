@@ -7,14 +7,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
 from torch.utils.data import DataLoader, Dataset, TensorDataset
-from transformers import GPT2Config, GPT2LMHeadModel
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 IGNORED = -100
+
+
+QUIET = [*map(pytest.mark.filterwarnings, ("ignore::UserWarning", "ignore::FutureWarning"))]
+"""Marks of tests that train by Lightning, which warns of much."""
 
 
 class Stock(pl.LightningModule):
@@ -90,6 +94,8 @@ class LanguageModel(Stock):
 
     def __init__(self) -> None:
         super().__init__()
+        from transformers import GPT2Config, GPT2LMHeadModel  # seconds, which processes of other modules do without
+
         config = GPT2Config(vocab_size=19, n_positions=8, n_embd=8, n_layer=1, n_head=2, loss_type="ForCausalLM")
         config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
         config.use_cache = False
@@ -171,6 +177,7 @@ class Watch(pl.Callback):
     """Keeps the gradients, losses, rates and logged values of each step."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.gradients: list[list[torch.Tensor]] = []
         self.losses: list[float] = []
         self.rates: list[float] = []
