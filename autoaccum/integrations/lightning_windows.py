@@ -75,7 +75,6 @@ class Windows:
                 raise _some_returned_nothing() from None
             return self._loop.output_result_cls(None)
         outputs = dict(accumulator.outputs)
-        loss = loss / self._scale()
         returned = self._records.commit(outputs, accumulator.micro_batches, loss)
         # Once, with the loss of the batch: there is a backward for each micro-batch, and which of them hold is known late.
         call._call_callback_hooks(trainer, "on_before_backward", loss)
@@ -115,14 +114,11 @@ class Windows:
         else:
             loss, extra = returned["loss"], {name: value for name, value in returned.items() if name != "loss"}
         outputs = self._records.take(record, loss, extra)
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
-        # By the factor of the window, which Lightning takes out of the gradient before it clips and steps.
-        return (loss if scaler is None else scaler.scale(loss)), outputs
-
-    def _scale(self) -> float:
-        """Return the factor that losses have on their way into the backward pass."""
-        scaler = getattr(self._trainer.precision_plugin, "scaler", None)
-        return 1.0 if scaler is None else float(scaler.get_scale())
+        if (scaler := getattr(trainer.precision_plugin, "scaler", None)) is not None and loss.requires_grad:
+            # Lightning takes the scale out of the gradient before it clips and steps. In a loss that is multiplied by it
+            # it would be read as a part of what the loss divides by, and be lost to float16, for which it is there.
+            loss.register_hook(scaler.scale)
+        return loss, outputs
 
 
 class _Closure:
