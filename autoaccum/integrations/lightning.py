@@ -36,8 +36,8 @@ class AutoAccum(Callback):  # type: ignore[misc]
 
     Lightning's loop sees one batch for each step of the optimizer, and stays on the host with it. Where Lightning would
     run ``training_step`` on all of it, it is run on micro-batches, and leaves the gradient of the whole batch; memory
-    that runs out has it run again in smaller ones. Clipping, stepping, schedules, checkpoints and hooks are Lightning's,
-    once for each batch, and what ``self.log`` was told of its micro-batches is logged as one value.
+    that runs out has it run again in smaller ones. Clipping, stepping, schedules, checkpoints and hooks are Lightning's
+    own, once for each batch, and what ``self.log`` was told of its micro-batches is logged as one value.
 
     A batch of validation or test in which memory runs out is run again in two halves, and those after it in pieces of
     that size; training hears nothing of it.

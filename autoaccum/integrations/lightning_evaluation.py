@@ -46,27 +46,31 @@ class Evaluation:
         if trainer._results is None or hasattr(batch, "__next__"):  # an iterator over batches has nothing to cut
             return self._stock(batch, *rest, **kwargs)
         records = Records(trainer._results, trainer.lightning_module)
-        size = self._split.count(batch, "batch") if self.largest is not None else None
-        parts: _Parts = []
-        done, most = 0, self.largest
-        # Outside of any handler, which would pin what the failed forward has computed.
-        while size is None or done < size:
-            whole = most is None or size is None
-            piece = batch if whole else self._split(batch, done, min(most or 1, size - done))
-            outcome = attempt(partial(self._run, records, piece, rest, kwargs))
-            if isinstance(outcome, RanOut):
-                size = self._split.count(batch, "batch") if size is None else size
-                tried = size if whole else min(most or 1, size - done)
-                most = self.largest = self._smaller(tried, outcome)
-                continue
-            record, returned = outcome
-            if whole:
-                records.log([(record, 1)])
-                return returned
-            parts.append((record, min(most or 1, size - done), returned))
-            done += parts[-1][1]
+        if self.largest is None:
+            # Outside of any handler, which would pin what the failed forward has computed.
+            outcome = attempt(partial(self._run, records, batch, rest, kwargs))
+            if not isinstance(outcome, RanOut):
+                records.log([(outcome[0], 1)])
+                return outcome[1]
+            self._shrink(self._split.count(batch, "batch"), outcome)
+        parts = self._in_pieces(records, batch, rest, kwargs)
         records.log([(record, samples) for record, samples, _ in parts])
         return joined([returned for *_, returned in parts], [samples for _, samples, _ in parts])
+
+    def _in_pieces(self, records: Records, batch: Any, rest: Sequence[Any], kwargs: Mapping[str, Any]) -> _Parts:
+        """Return what the step has left and returned of each piece of a batch, with the samples of the piece."""
+        size, done = self._split.count(batch, "batch"), 0
+        parts: _Parts = []
+        while done < size:
+            samples = min(self.largest or size, size - done)
+            piece = self._split(batch, done, samples)
+            outcome = attempt(partial(self._run, records, piece, rest, kwargs))
+            if isinstance(outcome, RanOut):
+                self._shrink(samples, outcome)
+                continue
+            parts.append((outcome[0], samples, outcome[1]))
+            done += samples
+        return parts
 
     def _run(self, records: Records, piece: Any, rest: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Record, Any]:
         """Run the step on a piece; where it fails, random numbers are those of before."""
@@ -79,11 +83,12 @@ class Evaluation:
             randomness.set_state(before, device)
             raise
 
-    def _smaller(self, tried: int, outcome: RanOut) -> int:
+    def _shrink(self, tried: int, outcome: RanOut) -> None:
+        """Let pieces from now on be half as large as one that has run out of memory."""
         if tried < 2:
             error = NothingFitsError(phase=self._name, micro_batch=1, peak_bytes=None, limit_bytes=None)
             raise error from outcome.error
-        return (tried + 1) // 2
+        self.largest = (tried + 1) // 2
 
 
 def joined(parts: Sequence[Any], sizes: Sequence[int]) -> Any:

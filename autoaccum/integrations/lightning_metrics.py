@@ -107,8 +107,9 @@ def _state(metric: Metric) -> tuple[dict[str, Any], int, Any]:
 def _clear(metric: Metric) -> None:
     # In the place of its lists and tensors, which are kept: reset() empties the very lists.
     for name, default in metric._defaults.items():
-        held = getattr(metric, name)
-        setattr(metric, name, [] if isinstance(held, list) else default.detach().clone().to(held.device))
+        held: Any = getattr(metric, name)
+        anew: Any = default
+        setattr(metric, name, [] if isinstance(held, list) else anew.detach().clone().to(held.device))
     metric._update_count, metric._forward_cache, metric._computed = 0, None, None
 
 

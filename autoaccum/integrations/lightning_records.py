@@ -1,4 +1,4 @@
-"""What the micro-batches of a batch log and return in Lightning, made into what one run of the whole batch would have."""
+"""What micro-batches log and return in Lightning, made into what one run of the whole batch would have."""
 
 from __future__ import annotations
 
@@ -65,12 +65,12 @@ class Records:
         results = self._results
         times: dict[tuple[str, str], int] = {}
 
-        @torch.compiler.disable
         def keep(fx: str, name: str, value: Any, **options: Any) -> None:
             number = times[fx, name] = times.get((fx, name), -1) + 1
             record.logs.append(((fx, name, number), {"value": value, **options}))
 
-        results.log = keep
+        eager: Any = torch.compiler.disable
+        results.log = eager(keep)
         try:
             with self._metrics.apart(record.metrics):
                 yield record
@@ -178,8 +178,8 @@ def _or_loss(
     losses = [record.loss for record in records if record.loss is not None]
     if loss is None or len(losses) < len(values):
         return value
-    # The loss may be a mean over tokens, of which parts have more or fewer: it is told by its values, for what is logged
-    # is a copy. Nothing is read off the device.
+    # The loss may be a mean over tokens, of which parts have more or fewer. It is told by its values, for what is
+    # logged is a copy; nothing is read off the device.
     stacked = torch.stack(values)
     is_loss = torch.isclose(stacked, torch.stack(losses).to(stacked), rtol=0, atol=0, equal_nan=True).all()
     return torch.where(is_loss, loss.to(stacked), value)

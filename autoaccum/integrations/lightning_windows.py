@@ -76,7 +76,8 @@ class Windows:
             return self._loop.output_result_cls(None)
         outputs = dict(accumulator.outputs)
         returned = self._records.commit(outputs, accumulator.micro_batches, loss)
-        # Once, with the loss of the batch: there is a backward for each micro-batch, and which of them hold is known late.
+        # Once, with the loss of the batch: there is a backward for each micro-batch, and which of them hold is told
+        # at the end.
         call._call_callback_hooks(trainer, "on_before_backward", loss)
         call._call_lightning_module_hook(trainer, "on_before_backward", loss)
         call._call_callback_hooks(trainer, "on_after_backward")
@@ -115,8 +116,8 @@ class Windows:
             loss, extra = returned["loss"], {name: value for name, value in returned.items() if name != "loss"}
         outputs = self._records.take(record, loss, extra)
         if (scaler := getattr(trainer.precision_plugin, "scaler", None)) is not None and loss.requires_grad:
-            # Lightning takes the scale out of the gradient before it clips and steps. In a loss that is multiplied by it
-            # it would be read as a part of what the loss divides by, and be lost to float16, for which it is there.
+            # Lightning takes the scale out of the gradient before it clips and steps. Multiplied into the loss it would
+            # be read as a part of what the loss divides by, and be lost to float16, for which it is there.
             loss.register_hook(scaler.scale)
         return loss, outputs
 

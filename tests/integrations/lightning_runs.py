@@ -168,9 +168,7 @@ def data_of(kind: type, dtype: torch.dtype = torch.float64, samples: int = 60) -
         tags[torch.arange(6) >= torch.randint(2, 7, (samples, 1), generator=drawn)] = IGNORED
         return Rows(tokens=tokens, **{"tags" if kind is Tagger else "labels": tags})
     shape = (samples, 1, 6, 6) if kind is Convolutional else (samples, 8)
-    return TensorDataset(
-        torch.randn(shape, generator=drawn).to(dtype), torch.randint(3, (samples,), generator=drawn)
-    )
+    return TensorDataset(torch.randn(shape, generator=drawn).to(dtype), torch.randint(3, (samples,), generator=drawn))
 
 
 class Watch(pl.Callback):

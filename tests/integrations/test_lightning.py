@@ -233,9 +233,7 @@ class TestWhatLightningExpectsOfAccumulation:
                 raise KeyError("own")
 
         with pytest.raises(KeyError, match="own"):
-            trainer_of([callback], max_steps=3).fit(
-                module_of(Failing), DataLoader(data_of(Classifier), batch_size=4)
-            )
+            trainer_of([callback], max_steps=3).fit(module_of(Failing), DataLoader(data_of(Classifier), batch_size=4))
         assert callback.accumulator is not None
 
 
