@@ -65,7 +65,7 @@ class AutoAccum(Callback):  # type: ignore[misc]
         self._options = options
         self._windows: Windows | None = None
         self._found: dict[str, Any] = {}  # what a checkpoint had, until there is somebody to take it
-        self._wiring = ExitStack()
+        self._wiring = ExitStack()  # what is to be undone at the end of a run
 
     @property
     def accumulator(self) -> Any:
@@ -81,11 +81,14 @@ class AutoAccum(Callback):  # type: ignore[misc]
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Take the place of what runs a batch, until ``teardown``."""
+        # A run that was killed by an error of another callback may have left something.
         self._unwire()
         strategy = trainer.strategy
         if stage == "fit":
             refuse_trainer(trainer)
             refuse_module(pl_module)
+            # There is no hook between a batch and its optimizer step: what makes the closure of that step is replaced,
+            # on this one object. What is counted and saved stays where Lightning looks for it.
             self._windows = Windows(trainer, self._options)
             self._put(trainer.fit_loop.epoch_loop.automatic_optimization, "_make_closure", self._windows.make_closure)
             self._remake_data(trainer)
@@ -104,6 +107,7 @@ class AutoAccum(Callback):  # type: ignore[misc]
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin, now that weights and optimizers are those to go on from."""
+        # Not in setup: there optimizers are not made yet, nor is their state read from a checkpoint.
         if self._windows is not None:
             self._windows.begin(self._found)
 
@@ -130,6 +134,7 @@ class AutoAccum(Callback):  # type: ignore[misc]
         """Have batches of training stay on the host while they are whole."""
         windows.to_device = stock = strategy.batch_to_device
 
+        # On the object, for any strategy; batches of validation are moved as ever, for callbacks look at them.
         def batch_to_device(batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
             return batch if trainer.training else stock(batch, device=device, dataloader_idx=dataloader_idx)
 

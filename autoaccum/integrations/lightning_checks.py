@@ -30,9 +30,11 @@ def refuse_trainer(trainer: Any) -> None:
     Raises:
         ArgumentError: it names what is in the way, and the cure.
     """
+    # It would have Lightning step on every so-manieth window alone.
     if trainer.accumulate_grad_batches != 1:
         cure = "Leave it out: effective_batch is the samples of a step, however many fit at once."
         raise ConflictingArgumentsError("accumulate_grad_batches", trainer.accumulate_grad_batches, "AutoAccum", cure)
+    # By the very class: what is derived from one may do anything in a backward.
     strategy = type(trainer.strategy).__name__
     if strategy not in _STRATEGIES:
         cure = "Parts of a model that lie on other ranks are run by autoaccum.fit, under torchrun."
@@ -53,6 +55,7 @@ def refuse_module(module: Any) -> None:
     if not module.automatic_optimization:
         cure = "In a training_step that steps itself make an autoaccum.Accumulator, and call its step(batch)."
         raise ArgumentError("automatic_optimization", False, f"True: {name} is stepped by Lightning", cure)
+    # It fetches what it wants, so that there is no batch to cut.
     if "dataloader_iter" in inspect.signature(module.training_step).parameters:
         raise ArgumentError(
             "training_step", f"{name}.training_step(dataloader_iter)", "one that takes a batch, which can be cut"

@@ -26,6 +26,7 @@ def remade(loader: Any, effective_batch: int, num_ranks: int) -> Any:
     if effective_batch % num_ranks:
         cure = "Each rank's loader yields as many samples as any other's."
         raise ArgumentError("effective_batch", effective_batch, f"a multiple of the {num_ranks} ranks", cure)
+    # How batches of another kind are made is not known, and so neither how larger ones would be.
     size, why = effective_batch // num_ranks, ""
     if not isinstance(loader, DataLoader):
         why = f"train_dataloader is a {type(loader).__name__}, and no DataLoader"

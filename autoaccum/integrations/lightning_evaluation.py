@@ -59,13 +59,15 @@ class Evaluation:
 
     def _in_pieces(self, records: Records, batch: Any, rest: Sequence[Any], kwargs: Mapping[str, Any]) -> _Parts:
         """Return what the step has left and returned of each piece of a batch, with the samples of the piece."""
+        # Not by the tuner: validations differ in length and shape from training, and are seldom at the edge. A size that
+        # fits is found in a few halvings and kept.
         size, done = self._split.count(batch, "batch"), 0
         parts: _Parts = []
         while done < size:
             samples = min(self.largest or size, size - done)
             piece = self._split(batch, done, samples)
             outcome = attempt(partial(self._run, records, piece, rest, kwargs))
-            if isinstance(outcome, RanOut):
+            if isinstance(outcome, RanOut):  # what came before it holds
                 self._shrink(samples, outcome)
                 continue
             parts.append((outcome[0], samples, outcome[1]))
@@ -74,6 +76,7 @@ class Evaluation:
 
     def _run(self, records: Records, piece: Any, rest: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Record, Any]:
         """Run the step on a piece; where it fails, random numbers are those of before."""
+        # Training goes on with the random numbers that it would have without the failure.
         device = self._trainer.strategy.root_device
         before = randomness.get_state(device)
         try:

@@ -43,6 +43,7 @@ class Metrics:
         try:
             yield
         finally:
+            # After an error too: what was updated before memory ran out is not to be counted twice.
             for metric, state in zip(metrics, before, strict=True):
                 found.append(_state(metric) if metric._update_count else None)
                 _put_back(metric, state)
@@ -59,6 +60,7 @@ class Metrics:
 
 def _weighted(parts: list[tuple[Any, int]]) -> list[tuple[Any, int]]:
     """Return states of a mean in which parts weigh by their samples, where each was told one value without a weight."""
+    # Told so by the weights: as many as there were updates, where none was passed. It is not read off the device.
     alike = torch.stack([found[0]["weight"] == found[1] for found, _ in parts]).all()
     whole = sum(size for _, size in parts)
     if whole == len(parts):  # one sample each, which say the same by either reading
@@ -79,6 +81,7 @@ def _join(metric: Metric, parts: list[Any]) -> None:
         metric._update_count = number  # some states are means over updates
         metric._reduce_states(so_far[0])
     value = metric._forward_cache
+    # What callers of forward() want is the value of this batch alone, which is not the mean of those of its parts.
     if len(parts) > 1 and value is not None:
         value = _value_here(metric)
     metric._update_count = before[1] + 1

@@ -61,6 +61,8 @@ class Records:
     @contextmanager
     def taking(self) -> Iterator[Record]:
         """Keep what is logged within it, and what metrics have then, from Lightning."""
+        # Where Lightning collects, and not in the module: log, log_dict and what users derive from them all end there,
+        # with the checks of Lightning passed.
         record = Record(next(self._serials))
         results = self._results
         times: dict[tuple[str, str], int] = {}
@@ -84,6 +86,7 @@ class Records:
             OutputError: ``training_step`` has returned what no window can have one of.
         """
         record.loss = loss.detach()
+        # Rows go the way of outputs, which gives their memory back when a window is run again.
         rows = {}
         for name, value in extra.items():
             if isinstance(value, torch.Tensor) and value.ndim:
@@ -103,6 +106,7 @@ class Records:
             sizes: of its micro-batches, on all ranks.
             loss: of the window.
         """
+        # Of other ranks the serials are told too, in the order of the joined batch; their records are theirs.
         serials: list[int] = outputs["serials"].tolist()
         own = [
             (self._records[serial], size)
@@ -124,6 +128,7 @@ class Records:
         for (fx, name, _), calls in told.items():
             options = dict(calls[-1][2])
             stated = [call["batch_size"] for _, _, call in calls]
+            # One run of the whole batch would have passed the sum; left out, Lightning reads it off the batch.
             if None not in stated:
                 options["batch_size"] = sum(stated)
             value = options.pop("value")

@@ -63,6 +63,7 @@ class Windows:
         """Leave the gradient of a batch in ``.grad``; return what ``training_step`` returned, as Lightning keeps it."""
         trainer, call = self._trainer, self._call
         accumulator = self._made()
+        # Before the forward and not between it and the backward, for there are several of either.
         self._loop._on_before_zero_grad(optimizer)
         self._loop._optimizer_zero_grad(batch_idx, optimizer)
         self._kwargs = dict(kwargs)
@@ -86,6 +87,7 @@ class Windows:
 
     def _made(self) -> Accumulator:
         """Return the accumulator; another one where what is trained, or what steps, has changed."""
+        # Callbacks unfreeze layers, and a finder of learning rates puts another optimizer there for a while.
         optimizer = self._trainer.optimizers[0]
         key = optimizer, {id(p) for group in optimizer.param_groups for p in group["params"]}
         if self.accumulator is None or key != self._key:
@@ -106,6 +108,7 @@ class Windows:
             # The module itself, and not what DDP has wrapped it in: ranks add up their gradients once for a window.
             with trainer.precision_plugin.train_step_context():
                 returned = call._call_lightning_module_hook(trainer, "training_step", *kwargs.values())
+        # There is no loss to go on with; whatever has run of the window is rolled back.
         if returned is None:
             raise _NothingReturned
         if not isinstance(returned, Mapping) or "loss" not in returned:

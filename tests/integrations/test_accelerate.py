@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -248,3 +250,46 @@ class TestPrepared:
         assert loader.device is None
         accumulator = Accumulator(own.model, own.optimizer, training_step=loss_of, micro_batch=5)
         assert accumulator.step(next(iter(loader))).item() > 0
+
+
+_RANKS = """
+import sys, warnings
+warnings.simplefilter("ignore")
+import torch
+from accelerate import Accelerator
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
+from autoaccum import Accumulator, errors
+from tests.integrations.lightning_runs import Classifier, data_of, module_of
+
+accelerator, net = Accelerator(cpu=True), module_of(Classifier).net
+optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+loader = DataLoader(data_of(Classifier, samples=64), batch_size=8)
+model, optimizer, loader = accelerator.prepare(net, optimizer, loader)
+try:
+    Accumulator(model, optimizer, loss_fn=cross_entropy)
+except errors.ArgumentError as error:
+    assert "module within it" in str(error)
+accumulator = Accumulator(accelerator.unwrap_model(model), optimizer, loss_fn=cross_entropy, micro_batch=3)
+losses = [accumulator.step(batch).item() for batch in loader]
+torch.save(losses, f"{sys.argv[1]}/{accelerator.process_index}.pt")
+"""
+
+
+class TestRanks:
+    def test_step_on_the_gradient_of_the_joined_batch(self, tmp_path: Path) -> None:
+        script = tmp_path / "train.py"
+        script.write_text(_RANKS)
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        subprocess.run([*launch, str(script), str(tmp_path)], check=True, capture_output=True, timeout=600)
+        net = module_of(Classifier).net
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+        expected = []
+        for inputs, targets in DataLoader(data_of(Classifier, samples=64), batch_size=16):
+            optimizer.zero_grad()
+            loss = cross_entropy(net(inputs), targets)
+            loss.backward()
+            optimizer.step()
+            expected.append(loss.item())
+        for rank in (0, 1):
+            assert torch.load(tmp_path / f"{rank}.pt") == pytest.approx(expected, rel=1e-10)
