@@ -59,8 +59,8 @@ class Evaluation:
 
     def _in_pieces(self, records: Records, batch: Any, rest: Sequence[Any], kwargs: Mapping[str, Any]) -> _Parts:
         """Return what the step has left and returned of each piece of a batch, with the samples of the piece."""
-        # Not by the tuner: validations differ in length and shape from training, and are seldom at the edge. A size that
-        # fits is found in a few halvings and kept.
+        # Not by the tuner: batches of validation are seldom at the edge, and a size that fits is found in a few
+        # halvings, and kept.
         size, done = self._split.count(batch, "batch"), 0
         parts: _Parts = []
         while done < size:
@@ -76,7 +76,7 @@ class Evaluation:
 
     def _run(self, records: Records, piece: Any, rest: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Record, Any]:
         """Run the step on a piece; where it fails, random numbers are those of before."""
-        # Training goes on with the random numbers that it would have without the failure.
+        # A run that failed has drawn nothing: the pieces draw what they would have drawn at first.
         device = self._trainer.strategy.root_device
         before = randomness.get_state(device)
         try:

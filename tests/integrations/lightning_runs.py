@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,6 +17,9 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 IGNORED = -100
+ROOT = Path(__file__).parents[2]
+OF_CHILDREN = {**os.environ, "PYTHONPATH": str(ROOT)}
+"""The environment of processes that import these modules."""
 
 
 QUIET = [*map(pytest.mark.filterwarnings, ("ignore::UserWarning", "ignore::FutureWarning"))]

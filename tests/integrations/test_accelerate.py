@@ -24,6 +24,7 @@ from autoaccum import Accumulator, errors
 from autoaccum.events import OutOfMemory, Verified
 from autoaccum.testing import oom_at, simulated_memory
 from tests.integrations.lightning_runs import (
+    OF_CHILDREN,
     QUIET,
     Classifier,
     Convolutional,
@@ -281,7 +282,8 @@ class TestRanks:
         script = tmp_path / "train.py"
         script.write_text(_RANKS)
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        subprocess.run([*launch, str(script), str(tmp_path)], check=True, capture_output=True, timeout=600)
+        command = [*launch, str(script), str(tmp_path)]
+        subprocess.run(command, check=True, capture_output=True, timeout=600, env=OF_CHILDREN)
         net = module_of(Classifier).net
         optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
         expected = []

@@ -22,6 +22,7 @@ from autoaccum.integrations.lightning import AutoAccum
 from autoaccum.testing import oom_at, simulated_memory
 from tests.integrations.lightning_runs import (
     MODULES,
+    OF_CHILDREN,
     QUIET,
     Classifier,
     Convolutional,
@@ -264,7 +265,7 @@ class TestRanks:
         script = tmp_path / "train.py"
         script.write_text(_DDP)
         command = [sys.executable, str(script), str(tmp_path)]
-        subprocess.run(command, check=True, capture_output=True, timeout=600)
+        subprocess.run(command, check=True, capture_output=True, timeout=600, env=OF_CHILDREN)
         ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in (0, 1)]
         # One process on the batches of both, joined: their loss is a mean over tokens of all of them.
         pairs = zip(*(rank["batches"] for rank in ranks), strict=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from autoaccum import errors
 from autoaccum.integrations.lightning import AutoAccum
-from autoaccum.integrations.lightning_evaluation import joined
+from autoaccum.integrations.lightning_evaluation import Evaluation, joined
 from tests.integrations.lightning_runs import QUIET, Classifier, Watch, data_of, module_of, trainer_of
 
 pytestmark = [pytest.mark.integrations, *QUIET]
@@ -98,6 +99,28 @@ class TestOutOfMemory:
             trainer_of([AutoAccum()]).validate(
                 module_of(Failing), DataLoader(data_of(Classifier), batch_size=25), verbose=False
             )
+
+
+class TestRandomNumbers:
+    def test_of_a_run_that_failed_are_drawn_again(self) -> None:
+        drawn = []
+
+        def stock(batch: torch.Tensor) -> None:
+            drawn.append((len(batch), torch.rand(1).item()))
+            if len(batch) > 2:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+
+        trainer = SimpleNamespace(
+            _results=SimpleNamespace(), lightning_module=torch.nn.Linear(1, 1), strategy=SimpleNamespace()
+        )
+        trainer.strategy.root_device = torch.device("cpu")
+        torch.manual_seed(1)
+        first, second = torch.rand(1).item(), torch.rand(1).item()
+        torch.manual_seed(1)
+        evaluation = Evaluation(trainer, "validation_step", stock, {})
+        assert evaluation.step(torch.zeros(4, 1)) is None
+        assert drawn == [(4, first), (2, first), (2, second)]
+        assert evaluation.largest == 2
 
 
 class TestJoined:
