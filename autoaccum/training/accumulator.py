@@ -29,11 +29,13 @@ from autoaccum.memory.devices import being_current, current_device_kept
 from autoaccum.memory.limit import MemoryLimit
 from autoaccum.memory.oom import insist, room_for_model
 from autoaccum.ranks.summing import Compression
+from autoaccum.runs.cost_key import describe
 from autoaccum.training import together
 from autoaccum.training.alone import Ranks, only_run
 from autoaccum.training.declarations import check
 from autoaccum.training.meeting import meeting_of
 from autoaccum.training.options import CHECKS, OF_ACCUMULATOR, modules_of
+from autoaccum.training.prepared import unprepared
 from autoaccum.training.setup import make_step, place_of
 from autoaccum.training.step_samples import StepSamples
 from autoaccum.training.synonyms import answering
@@ -163,6 +165,7 @@ class Accumulator:
             ArgumentError: an argument cannot be used; it names the argument, the value and the cure.
             LimitBelowModelError: the limit is below what is needed before the first sample.
         """
+        optimizer = unprepared(optimizer)
         checked = check(
             OF_ACCUMULATOR, CHECKS, model=model, optimizer=optimizer, loss_fn=loss_fn, training_step=training_step,
             num_items=num_items, reduction=reduction, before_window=before_window, loss_scope=loss_scope, embed=embed,
@@ -288,6 +291,27 @@ class Accumulator:
         self._step.strays.expect()
         self._step.number += 1  # the caller steps, and windows are numbered by steps in what is announced
         return gradient.loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was found out about the loss, about memory and about time, as plain values for a checkpoint.
+
+        Weights, the optimizer's state and random numbers are the loop's own to keep.
+        """
+        return {
+            "device": describe(self._device),
+            "largest_batch": self._largest_batch,
+            "lengths": self._length_of.state_dict(),
+            "step": self._step.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what ``state_dict`` returned; on another device memory and time are to be found out again."""
+        is_same_device = state["device"] == describe(self._device)
+        self._step.load_state_dict(dict(state["step"]), is_same_device=is_same_device)
+        self._length_of.load_state_dict(state["lengths"])
+        if is_same_device:
+            # What it was searched for: a batch as large begins no other search.
+            self._largest_batch = state["largest_batch"]
 
     def _telling(self) -> AbstractContextManager[None]:
         """Return a context whose errors are told to other ranks, where there are any."""

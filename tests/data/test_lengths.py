@@ -165,3 +165,14 @@ def test_an_empty_sample_is_as_long_as_one_of_one() -> None:
     assert lengths_of(items_of(0, 3, 0)) == [1, 3, 1]
     length_of_batch = BatchLengths()
     assert [length_of_batch(torch.zeros(4, length), 4) for length in (3, 0, 5, 0)] == [None, 1, 5, 1]
+
+
+def test_what_was_seen_of_batches_outlives_the_process() -> None:
+    first, second = BatchLengths(), BatchLengths()
+    short, long = torch.zeros(2, 3), torch.zeros(2, 5)
+    assert first(short, 2) is None
+    second.load_state_dict(first.state_dict())
+    assert second(long, 2) == 5  # the first of its own, but not the first
+    third = BatchLengths()
+    third.load_state_dict(second.state_dict())
+    assert third(short, 2) == 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from contextlib import nullcontext
 from typing import Any
 
@@ -370,3 +371,51 @@ def test_fit_points_here_for_closures() -> None:
             device="cpu",
             progress=False,
         )
+
+
+class TestState:
+    def test_goes_on_to_the_bit_without_a_search(self) -> None:
+        data = batches([40] * 8)
+
+        def made() -> tuple[nn.Module, torch.optim.Optimizer, Accumulator]:
+            model = mlp(torch.float64)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+            return model, optimizer, Accumulator(model, optimizer, loss_fn=cross_entropy, max_micro_batch=16)
+
+        model, optimizer, accumulator = made()
+        for batch in data[:4]:
+            accumulator.step(batch)
+        kept = accumulator.state_dict(), model.state_dict(), optimizer.state_dict()
+        kept = torch.load(io.BytesIO(saved(kept)), weights_only=True)
+        losses = [accumulator.step(batch).item() for batch in data[4:]]
+        again, own, resumed = made()
+        resumed.load_state_dict(kept[0])
+        again.load_state_dict(kept[1])
+        own.load_state_dict(kept[2])
+        assert [resumed.step(batch).item() for batch in data[4:]] == losses
+        assert resumed.micro_batches == accumulator.micro_batches
+        # A new one begins by measuring, and by sizes that grow.
+        assert [event for event in resumed.events if isinstance(event, Planned | Verified)] == []
+        assert any(isinstance(event, Verified) for event in accumulator.events)
+
+    def test_of_another_device_is_searched_for_anew(self) -> None:
+        data, sizes = batches([40] * 6), []
+        for device in ("cpu of somebody", None):
+            model = mlp(torch.float64)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+            accumulator = Accumulator(model, optimizer, loss_fn=cross_entropy)
+            for batch in data:
+                accumulator.step(batch)
+            state = accumulator.state_dict()
+            resumed = Accumulator(model, optimizer, loss_fn=cross_entropy)
+            resumed.load_state_dict(state if device is None else state | {"device": device})
+            resumed.step(data[0])
+            sizes.append(resumed.micro_batches)
+        assert sizes[1] == (40,)
+        assert len(sizes[0]) > 1  # micro-batches that grow
+
+
+def saved(thing: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(thing, file)
+    return file.getvalue()

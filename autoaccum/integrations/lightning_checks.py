@@ -1,0 +1,83 @@
+"""What of a Lightning run cannot be run in windows, refused before it begins."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from autoaccum.errors import ArgumentError, ConflictingArgumentsError
+from autoaccum.training.options import OF_ACCUMULATOR
+
+_OF_OTHERS = (
+    *("model", "optimizer", "loss_fn", "training_step", "collate_fn"),  # the LightningModule's and its loader's
+    *("precision", "clip_norm"),  # the Trainer's
+    *("before_window", "embed", "loss_scope", "ranks"),
+)
+OPTIONS = tuple(name for name in OF_ACCUMULATOR if name not in _OF_OTHERS)
+"""Arguments of ``Accumulator`` that are passed on."""
+
+# By their names, for each of the two packages has classes of its own.
+_STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy")
+_CALLBACKS = {
+    "GradientAccumulationScheduler": "Leave it out: micro-batches are found, and effective_batch is the batch.",
+    "BatchSizeFinder": "Leave it out: what fits is found by AutoAccum, and the batch of a step stays what it is.",
+}
+
+
+def refuse_trainer(trainer: Any) -> None:
+    """Refuse a Trainer that cuts batches itself, or whose ranks share what one of them computes.
+
+    Raises:
+        ArgumentError: it names what is in the way, and the cure.
+    """
+    # It would have Lightning step on every so-manieth window alone.
+    if trainer.accumulate_grad_batches != 1:
+        cure = "Leave it out: effective_batch is the samples of a step, however many fit at once."
+        raise ConflictingArgumentsError("accumulate_grad_batches", trainer.accumulate_grad_batches, "AutoAccum", cure)
+    # By the very class: what is derived from one may do anything in a backward.
+    strategy = type(trainer.strategy).__name__
+    if strategy not in _STRATEGIES:
+        cure = "Parts of a model that lie on other ranks are run by autoaccum.fit, under torchrun."
+        raise ArgumentError("strategy", strategy, "one of one device, or DDP", cure)
+    for callback in trainer.callbacks:
+        name = type(callback).__name__
+        if name in _CALLBACKS:
+            raise ConflictingArgumentsError("callbacks", name, "AutoAccum", _CALLBACKS[name])
+
+
+def refuse_module(module: Any) -> None:
+    """Refuse a LightningModule whose batches are not run as one loss and one backward.
+
+    Raises:
+        ArgumentError: it names what is in the way, and the cure.
+    """
+    name = type(module).__name__
+    if not module.automatic_optimization:
+        cure = "In a training_step that steps itself make an autoaccum.Accumulator, and call its step(batch)."
+        raise ArgumentError("automatic_optimization", False, f"True: {name} is stepped by Lightning", cure)
+    # It fetches what it wants, so that there is no batch to cut.
+    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
+        raise ArgumentError(
+            "training_step", f"{name}.training_step(dataloader_iter)", "one that takes a batch, which can be cut"
+        )
+    # Defined by Lightning itself where nobody has written another.
+    if not _is_lightnings(type(module).backward):
+        cure = "What it does to a gradient do in on_after_backward, which has that of the whole batch."
+        raise ArgumentError("backward", f"{name}.backward", "the one of LightningModule", cure)
+
+
+def refuse_optimizers(optimizers: list[Any]) -> None:
+    """Refuse several optimizers, or none.
+
+    Raises:
+        ArgumentError: there is not exactly one.
+    """
+    if len(optimizers) != 1:
+        cure = "Let configure_optimizers return one, with a group of parameters for each rate."
+        raise ArgumentError("configure_optimizers", len(optimizers), "one optimizer", cure)
+
+
+def _is_lightnings(method: Any) -> bool:
+    """Return whether a method comes from Lightning itself."""
+    module: str = getattr(method, "__module__", "")
+    return module.split(".")[0] in ("lightning", "pytorch_lightning")
