@@ -113,6 +113,14 @@ class BatchLengths:
         self._vary = self._vary or length != self._first
         return length if self._vary else None
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return what batches have shown."""
+        return {"first": self._first, "vary": self._vary}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Put back what ``state_dict`` returned."""
+        self._first, self._vary = state["first"], state["vary"]
+
 
 class Padding:
     """What a collate_fn makes of samples of different lengths, learned by collating a few of them alone.

@@ -28,6 +28,7 @@ from autoaccum.memory.devices import being_current, current_device_kept
 from autoaccum.memory.limit import MemoryLimit
 from autoaccum.memory.oom import insist, room_for_model
 from autoaccum.ranks.summing import Compression
+from autoaccum.runs.cost_key import describe
 from autoaccum.training import together
 from autoaccum.training.alone import Ranks, only_run
 from autoaccum.training.declarations import check
@@ -285,6 +286,26 @@ class Accumulator:
             gradient = self._run(self._part(batch, "backward"))
         self._step.number += 1  # the caller steps, and windows are numbered by steps in what is announced
         return gradient.loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what has been found out: how batches are cut, and what their losses average over, as plain values.
+
+        It is of use beside the states of the model and of the optimizer, which are the caller's to keep: a program that
+        goes on with it cuts batches as the one before would have, and searches for nothing again.
+        """
+        return {
+            "device": describe(self._device),
+            "largest_batch": self._largest_batch,
+            "lengths": self._length_of.state_dict(),
+            "step": self._step.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Put back what ``state_dict`` returned, before the first batch; sizes hold on the device they were found on."""
+        is_same_device = state["device"] == describe(self._device)
+        self._step.load_state_dict(state["step"], is_same_device=is_same_device)
+        self._length_of.load_state_dict(state["lengths"])
+        self._largest_batch = state["largest_batch"] if is_same_device else 0
 
     def _telling(self) -> AbstractContextManager[None]:
         """Return a context whose errors are told to other ranks, where there are any."""
