@@ -17,6 +17,9 @@ class Layout(Protocol):
     def back(self, rows: Any) -> Any:
         """Return such a batch, or some samples of it, as the trainer has them."""
 
+    def weights(self, batch: Any) -> Mapping[str, int]:
+        """Return what means in a trainer's notes are over, by name, where that is not what its loss is over."""
+
 
 class AsTheyAre:
     """Batches whose rows are samples already, as nearly all are."""
@@ -28,6 +31,10 @@ class AsTheyAre:
     def back(self, rows: Any) -> Any:
         """Return a batch whose entries may be taken out without a trace."""
         return dict(rows) if isinstance(rows, Mapping) else rows
+
+    def weights(self, batch: Any) -> Mapping[str, int]:
+        """Return nothing: notes are over the same items as losses."""
+        return {}
 
 
 class InHalves:
@@ -47,7 +54,7 @@ class InHalves:
         # What has one row for each pair already, such as log probabilities of a reference model, stays.
         for name, value in batch.items():
             if isinstance(value, torch.Tensor) and value.ndim and len(value) == num_answers:
-                found[name] = value.unflatten(0, (2, num_answers // 2)).transpose(0, 1)
+                found[name] = value.reshape(2, num_answers // 2, *value.shape[1:]).transpose(0, 1)
                 self._halved.add(name)
         return found
 
@@ -57,6 +64,15 @@ class InHalves:
         for name in self._halved & found.keys():
             found[name] = found[name].transpose(0, 1).flatten(0, 1)
         return found
+
+    def weights(self, batch: Any) -> Mapping[str, int]:
+        """Return how many words of answers the notes on words are over; the loss, and all others, are over pairs."""
+        if "completion_mask" not in batch:
+            return {}
+        # The first word of a text is never predicted.
+        chosen, rejected = (int(half[:, 1:].sum()) for half in batch["completion_mask"].chunk(2))
+        of_chosen = {"mean_token_accuracy": chosen, "logits/chosen": chosen}
+        return {"entropy": chosen + rejected, "logits/rejected": rejected, **of_chosen}
 
 
 _IN_HALVES = ("DPOTrainer", "RewardTrainer")

@@ -71,9 +71,8 @@ class Evaluation:
     def _halve(self, tried: int, outcome: RanOut) -> None:
         """Take half as many samples from here on."""
         if tried < 2:
-            raise NothingFitsError(
-                phase="evaluation", micro_batch=1, peak_bytes=None, limit_bytes=None
-            ) from outcome.error
+            error = NothingFitsError(phase="evaluation", micro_batch=1, peak_bytes=None, limit_bytes=None)
+            raise error from outcome.error
         self.micro_batch = (tried + 1) // 2
         gc.collect()
         memory_of(self._trainer.args.device).release()
@@ -95,13 +94,17 @@ class Evaluation:
         found: list[Predicted] = []
         noted: list[dict[str, float]] = []
         weights: list[float] = []
+        of_notes: list[Mapping[str, int]] = []
         for piece in pieces:
             batch = self._layout.back(piece)
             weights.append(weight(self._trainer, piece, batch))
+            of_notes.append(self._layout.weights(batch))
             with logging_of(self._trainer, "eval") as logged:
                 found.append(step(batch))
             noted.append(logged.means())
-        self._log({name: _mean([one[name] for one in noted], weights) for name in noted[0]})
+        for name in noted[0]:
+            own = [of.get(name, usual) for of, usual in zip(of_notes, weights, strict=True)]
+            self._log({name: _mean([one[name] for one in noted], own)})
         losses, logits, labels = zip(*found, strict=True)
         return _mean(losses, weights), _joined(logits), _joined(labels)
 

@@ -35,7 +35,9 @@ class LossOfTrainer:
         items = trainer._get_num_items_in_batch([batch], trainer.args.device)
         with alone(trainer), trainer.compute_loss_context_manager(), logging_of(trainer, "train") as logged:
             loss = trainer.compute_loss(model, batch, num_items_in_batch=items)
-        return (loss, logged.beside(weight(trainer, rows, batch), num_rows(rows))) if logged.found else loss
+        if not logged.found:
+            return loss
+        return loss, logged.beside(weight(trainer, rows, batch), self._layout.weights(batch), num_rows(rows))
 
 
 @contextmanager
@@ -72,11 +74,12 @@ class Logged:
         """Return the mean of each; the count of tokens is none."""
         return {name: sum(values) / len(values) for name, values in self.found.items() if name != "num_tokens"}
 
-    def beside(self, items: float, num_samples: int) -> dict[str, Any]:
+    def beside(self, items: float, weights: Mapping[str, int], num_samples: int) -> dict[str, Any]:
         """Return them as what stands beside a loss: means over the items of the micro-batch, and a count to add up."""
         # Rows are joined and not averaged, so that their sum is that of the window, on all ranks.
         counted = {_TOKENS: torch.full((num_samples,), self.tokens / num_samples, dtype=torch.float64)}
-        return {name: (value, items) for name, value in self.means().items()} | (counted if self.tokens else {})
+        means = {name: (value, weights.get(name, items)) for name, value in self.means().items()}
+        return means | (counted if self.tokens else {})
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Trainers of sentence-transformers: their losses compare all samples of a window, which is embedded in micro-batches."""
+"""Trainers of sentence-transformers: their losses compare all samples of a window, embedded in micro-batches."""
 
 from __future__ import annotations
 

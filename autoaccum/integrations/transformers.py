@@ -53,11 +53,13 @@ class AutoAccumMixin(Trainer):  # type: ignore[misc]  # of no known type where t
         self.window_options = options_in(keywords)
         self.accumulator: Accumulator | None = None
         """What runs the windows; its ``events`` tell how they were cut. None before the first step."""
+        self._of: tuple[Any, Any] | None = None  # the model and the optimizer that it was made for
         self._found: dict[str, Any] | None = None  # of a checkpoint, until there is an accumulator to take it
         super().__init__(*arguments, **keywords)
         refuse(self)
         # Not before the trainer has made them where there are none.
-        self.args = with_one_batch_per_window(self.args, effective_batch)
+        given: Any = vars(self)["args"]
+        self.args: Any = with_one_batch_per_window(given, effective_batch)
         self._train_batch_size = self.args.train_batch_size
         self._layout = layout_of(self)
         self._sentences = None if "loss_scope" in self.window_options else sentence_losses_of(self)
@@ -99,7 +101,7 @@ class AutoAccumMixin(Trainer):  # type: ignore[misc]  # of no known type where t
 
     def _accumulator_of(self, model: nn.Module) -> Accumulator:
         """Return what runs the windows of a model and the optimizer as they are now: each training may have others."""
-        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)
         if self.accumulator is None or self._of != (model, optimizer):
             self._of = (model, optimizer)
             self.accumulator = Accumulator(model, optimizer, **self._loss_arguments(model, optimizer))

@@ -301,7 +301,7 @@ class Accumulator:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Put back what ``state_dict`` returned, before the first batch; sizes hold on the device they were found on."""
+        """Put back what ``state_dict`` returned, before the first batch; sizes are put back on the same device."""
         is_same_device = state["device"] == describe(self._device)
         self._step.load_state_dict(state["step"], is_same_device=is_same_device)
         self._length_of.load_state_dict(state["lengths"])
