@@ -13,7 +13,7 @@ from transformers.trainer_pt_utils import nested_concat
 from autoaccum.data.splits import split_of
 from autoaccum.errors import AutoaccumWarning, NothingFitsError
 from autoaccum.integrations.trainer_batches import Layout
-from autoaccum.integrations.trainer_loss import logging_of, num_rows, weight
+from autoaccum.integrations.trainer_loss import TOKENS_SEEN, Logged, logging_of, num_rows, weight
 from autoaccum.memory.devices import memory_of
 from autoaccum.memory.oom import RanOut, attempt
 
@@ -65,7 +65,7 @@ class Evaluation:
         # Of a step that fails half-way nothing may be noted, for it is run again.
         with logging_of(self._trainer, "eval") as logged:
             found = step(dict(batch) if isinstance(batch, Mapping) else batch)  # steps take entries out
-        self._log(logged.means())
+        self._log(logged.means(), logged)
         return found
 
     def _halve(self, tried: int, outcome: RanOut) -> None:
@@ -104,14 +104,17 @@ class Evaluation:
             noted.append(logged.means())
         for name in noted[0]:
             own = [of.get(name, usual) for of, usual in zip(of_notes, weights, strict=True)]
-            self._log({name: _mean([one[name] for one in noted], own)})
+            self._log({name: _mean([one[name] for one in noted], own)}, logged)
         losses, logits, labels = zip(*found, strict=True)
         return _mean(losses, weights), _joined(logits), _joined(labels)
 
-    def _log(self, means: dict[str, Any]) -> None:
+    def _log(self, means: dict[str, Any], logged: Logged) -> None:
         """Note metrics once for the whole batch."""
         for name, value in means.items():
             self._trainer._metrics["eval"][name].append(value)
+        # How many words were trained on is no mean, and is not appended either.
+        if TOKENS_SEEN in logged.found:
+            self._trainer._metrics["eval"][TOKENS_SEEN] = logged.found[TOKENS_SEEN]
 
 
 def _mean(values: Sequence[Any], weights: Sequence[float]) -> Any:

@@ -15,6 +15,9 @@ from autoaccum.integrations.trainer_batches import Layout
 _TOKENS = "autoaccum_tokens"
 """The name by which the tokens of micro-batches are handed on, beside what a trainer calls its metrics."""
 
+TOKENS_SEEN = "num_tokens"
+"""The one note of TRL's trainers that is no mean: how many tokens have been trained on so far."""
+
 
 class LossOfTrainer:
     """The loss of micro-batches by a trainer's own ``compute_loss``, and what that would have logged of them."""
@@ -72,7 +75,7 @@ class Logged:
 
     def means(self) -> dict[str, float]:
         """Return the mean of each; the count of tokens is none."""
-        return {name: sum(values) / len(values) for name, values in self.found.items() if name != "num_tokens"}
+        return {name: sum(values) / len(values) for name, values in self.found.items() if name != TOKENS_SEEN}
 
     def beside(self, items: float, weights: Mapping[str, int], num_samples: int) -> dict[str, Any]:
         """Return them as what stands beside a loss: means over the items of the micro-batch, and a count to add up."""
@@ -109,7 +112,7 @@ def log_window(trainer: Any, outputs: Mapping[str, Any]) -> None:
     if _TOKENS in outputs:
         trainer._total_train_tokens += round(float(outputs[_TOKENS].sum()))
     if hasattr(trainer, "_total_train_tokens"):
-        metrics["train"]["num_tokens"] = [trainer._total_train_tokens]
+        metrics["train"][TOKENS_SEEN] = [trainer._total_train_tokens]
     for name, value in outputs.items():
         if name != _TOKENS:
             metrics["train"][name].append(float(value))

@@ -122,7 +122,9 @@ def wav2vec2() -> nn.Module:
 def lora() -> nn.Module:
     import peft
 
-    config = peft.LoraConfig(r=2, target_modules=["c_attn"], lora_dropout=0, init_lora_weights=False, fan_in_fan_out=True)
+    config = peft.LoraConfig(
+        r=2, target_modules=["c_attn"], lora_dropout=0, init_lora_weights=False, fan_in_fan_out=True
+    )
     return peft.get_peft_model(gpt2(), config)
 
 
