@@ -35,8 +35,8 @@ class LossOfTrainer:
         trainer, batch = self._trainer, self._layout.back(rows)
         # Counted in the micro-batch: its loss is then a mean over what its own graph divides by, which is read and
         # measured, whether the model divides by the count that it is passed or, as many do, by one of its own.
-        items = trainer._get_num_items_in_batch([batch], trainer.args.device)
         with alone(trainer), trainer.compute_loss_context_manager(), logging_of(trainer, "train") as logged:
+            items = trainer._get_num_items_in_batch([batch], trainer.args.device)
             loss = trainer.compute_loss(model, batch, num_items_in_batch=items)
         if not logged.found:
             return loss

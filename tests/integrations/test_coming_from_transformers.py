@@ -37,7 +37,9 @@ def test_both_halves_of_a_diff_train_the_same(diff: str, monkeypatch: pytest.Mon
         exec(blocks("python")[0] + half(diff, sign), names)
         assert names["trainer"].state.global_step == 6
         losses.append(names["trainer"].state.log_history[-1]["train_loss"])
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    # What the page says of the stock trainer: its accumulated means of BERT's are added up, and never divided.
+    too_large = 4 if "gradient_accumulation_steps" in diff else 1
+    assert losses[0] == pytest.approx(losses[1] * too_large, rel=1e-5)
 
 
 def test_the_classes_of_the_page_are_trainers() -> None:
