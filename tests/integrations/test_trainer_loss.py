@@ -35,10 +35,15 @@ def test_what_is_noted_within_a_micro_batch_is_not_noted_by_the_trainer() -> Non
 
 def test_nothing_is_noted_of_one_that_failed() -> None:
     trainer = noting()
-    with pytest.raises(torch.OutOfMemoryError), logging_of(trainer, "train"):
-        trainer._metrics["train"]["entropy"].append(3.0)
-        trainer._total_train_tokens += 6
-        raise torch.OutOfMemoryError
+
+    def fail() -> None:
+        with logging_of(trainer, "train"):
+            trainer._metrics["train"]["entropy"].append(3.0)
+            trainer._total_train_tokens += 6
+            raise torch.OutOfMemoryError
+
+    with pytest.raises(torch.OutOfMemoryError):
+        fail()
     assert (trainer._metrics["train"], trainer._total_train_tokens) == ({"entropy": [1.0]}, 10)
 
 
