@@ -84,6 +84,7 @@ def with_one_batch_per_window(args: Any, effective_batch: int | None) -> Any:
     said = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
     if effective_batch is None:
         effective_batch = said
+    # Before it is compared with anything, so that the error is about what was passed.
     _checks.positive_int("effective_batch", effective_batch)
     # The usual batch of 8 is no word of the user's, unless it stands beside accumulation steps, which are.
     is_said = args.per_device_train_batch_size != _USUAL_BATCH or args.gradient_accumulation_steps != 1
@@ -99,6 +100,7 @@ def with_one_batch_per_window(args: Any, effective_batch: int | None) -> Any:
         raise ArgumentError("effective_batch", effective_batch, f"a multiple of {args.world_size}", cure)
     # A copy, for the same arguments may be given to another trainer.
     changed = copy.copy(args)
+    # From here on the loop's own batch is a window, of which each rank reads its share.
     changed.per_device_train_batch_size = effective_batch // args.world_size
     changed.gradient_accumulation_steps = 1
     return changed

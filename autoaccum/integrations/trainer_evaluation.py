@@ -74,6 +74,7 @@ class Evaluation:
             error = NothingFitsError(phase="evaluation", micro_batch=1, peak_bytes=None, limit_bytes=None)
             raise error from outcome.error
         self.micro_batch = (tried + 1) // 2
+        # What has failed may lie in circles of references, and the allocator keeps what it had.
         gc.collect()
         memory_of(self._trainer.args.device).release()
         warnings.warn(
@@ -95,6 +96,7 @@ class Evaluation:
         noted: list[dict[str, float]] = []
         weights: list[float] = []
         of_notes: list[Mapping[str, int]] = []
+        # Cut from one batch, all pieces are padded alike, so that logits and labels of them can be joined.
         for piece in pieces:
             batch = self._layout.back(piece)
             weights.append(weight(self._trainer, piece, batch))

@@ -70,6 +70,8 @@ class AutoAccumMixin(Trainer):  # type: ignore[misc]  # of no known type where t
 
     def get_train_dataloader(self) -> Any:
         """Return the loader of windows, which stay on the host: only their micro-batches are moved."""
+        # A loader is prepared with the placement of its accelerator, and puts all that it yields there. Without one it
+        # yields each rank's share from the rank's own copy of the data, those without a length included.
         placement, self.accelerator.device_placement = self.accelerator.device_placement, False
         try:
             return super().get_train_dataloader()
@@ -85,6 +87,7 @@ class AutoAccumMixin(Trainer):  # type: ignore[misc]  # of no known type where t
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Leave the gradient of a window in ``.grad``, and return its loss, 0-dim and detached."""
+        # Those of the trainer's own step that are not about the loss: modes of the model, and of optimizers that have some.
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
@@ -94,6 +97,7 @@ class AutoAccumMixin(Trainer):  # type: ignore[misc]  # of no known type where t
         # TRL's own step keeps activations on the host within this.
         with getattr(self, "maybe_activation_offload_context", nullcontext()):
             loss = accumulator.backward(self._layout.rows(inputs))
+        # Only now, for the window has committed: whatever was run again, or to be measured, has left no note.
         log_window(self, accumulator.outputs)
         if self._sentences is not None and accumulator.outputs:
             self.track_loss_components(accumulator.outputs)
@@ -101,6 +105,7 @@ class AutoAccumMixin(Trainer):  # type: ignore[misc]  # of no known type where t
 
     def _accumulator_of(self, model: nn.Module) -> Accumulator:
         """Return what runs the windows of a model and the optimizer as they are now: each training may have others."""
+        # Accelerate's wrapper steps, and is the trainer's; gradients are left for the optimizer that it wraps.
         optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)
         if self.accumulator is None or self._of != (model, optimizer):
             self._of = (model, optimizer)
@@ -139,6 +144,7 @@ class AutoAccumMixin(Trainer):  # type: ignore[misc]  # of no known type where t
     # Checkpoints.
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        # Beside what a training goes on from, and so not where weights alone are saved.
         super()._save_optimizer_and_scheduler(output_dir)
         if self.accumulator is not None:
             path = os.path.join(output_dir, _FILE.format(self.args.process_index))
@@ -160,6 +166,7 @@ class AutoAccumTrainer(AutoAccumMixin):
 @contextmanager
 def _unwrapped(accelerator: Any) -> Iterator[None]:
     """Let an accelerator prepare models for autocast and compilation alone."""
+    # In DDP each backward would wait for other ranks, of which each has as many micro-batches as its memory asks for.
     accelerator.prepare_model = partial(accelerator.prepare_model, evaluation_mode=True)
     try:
         yield
