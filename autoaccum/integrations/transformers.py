@@ -87,7 +87,7 @@ class AutoAccumMixin(Trainer):  # type: ignore[misc]  # of no known type where t
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Leave the gradient of a window in ``.grad``, and return its loss, 0-dim and detached."""
-        # Those of the trainer's own step that are not about the loss: modes of the model, and of optimizers that have some.
+        # What the stock step does beside the loss: modes of the model, and of optimizers that have some.
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
