@@ -419,3 +419,23 @@ def saved(thing: Any) -> bytes:
     file = io.BytesIO()
     torch.save(thing, file)
     return file.getvalue()
+
+
+def test_another_one_goes_on_with_what_was_found_out() -> None:
+    # As in a program that was ended and started again: the sizes are not searched for, the loss is not measured again.
+    found: list[tuple[set[type], int]] = []
+    state: dict[str, Any] = {}
+    for num_windows in (40, 2):
+        model = wide()
+        with simulated_memory("2MiB"):
+            accumulator = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn=cross_entropy)
+            if state:
+                accumulator.load_state_dict(state)
+            for batch in batches([300] * num_windows, torch.float32):
+                accumulator.backward(batch)
+        state = accumulator.state_dict()
+        found.append(({type(event) for event in accumulator.events}, max(accumulator.micro_batches)))
+    (first, size), (second, again) = found
+    assert {Verified, Planned} <= first
+    assert not {Verified, Planned, OutOfMemory} & second
+    assert 20 < size == again < 300

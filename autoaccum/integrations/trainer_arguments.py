@@ -1,0 +1,106 @@
+"""What the arguments of a Trainer of transformers mean where its windows are run here, and which cannot be heeded."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from transformers import Trainer
+
+from autoaccum import _checks
+from autoaccum.errors import ArgumentError, ConflictingArgumentsError
+
+OPTIONS = (
+    *("micro_batch", "max_micro_batch", "min_micro_batch", "memory_limit", "headroom", "patience", "state"),
+    *("batch_norm", "verify", "strict", "compression", "split", "batch_dim", "loss_scope", "embed", "loss_fn"),
+)
+"""Arguments of ``Accumulator`` that a trainer takes beside its own: the others are said by TrainingArguments."""
+_USUAL_BATCH = 8
+"""What transformers takes for per_device_train_batch_size where nobody says it: nothing tells whether somebody did."""
+_STEPS_INSIDE = ("lomo", "layerwise")
+"""In the names of optimizers that step while a backward runs: there is no gradient of a whole window to leave them."""
+
+
+def options_in(keywords: dict[str, Any]) -> dict[str, Any]:
+    """Take the arguments of ``Accumulator`` out of those of a trainer, and return them."""
+    return {name: keywords.pop(name) for name in OPTIONS if name in keywords}
+
+
+def refuse(trainer: Any) -> None:
+    """Refuse what would train something else, or nothing, where the trainer sees one batch per window.
+
+    Raises:
+        ArgumentError: a way to train that a window cannot be run in.
+        ConflictingArgumentsError: an argument that says otherwise how windows are cut.
+    """
+    args = trainer.args
+    if args.auto_find_batch_size:
+        cure = "The micro-batch is found anyway, and the effective batch stays: leave auto_find_batch_size out."
+        raise ConflictingArgumentsError("auto_find_batch_size", True, "effective_batch", cure)
+    if args.fp16:
+        cure = "Its scaler has to leave out steps that only it knows of: take bf16=True, or fit(precision='fp16')."
+        raise ArgumentError("fp16", True, "False", cure)
+    if args.n_gpu > 1:
+        cure = "Start one process for each, torchrun --nproc-per-node, or show it one by CUDA_VISIBLE_DEVICES."
+        raise ArgumentError("n_gpu", args.n_gpu, "one device in one process", cure)
+    # Each cuts the model, or its steps, in a way of its own: what is in .grad is not the gradient of its parameters.
+    taken = {
+        "deepspeed": trainer.is_deepspeed_enabled,
+        "fsdp": trainer.is_fsdp_enabled or trainer.is_fsdp_xla_enabled,
+        "parallelism_config": trainer.accelerator.parallelism_config is not None,
+        "device_map": trainer.is_model_parallel,
+    }
+    for name, is_taken in taken.items():
+        if is_taken:
+            cure = "Several ranks that each hold the whole model are fine; for FSDP2 take autoaccum.fit."
+            raise ArgumentError(name, "given", "a model that each process holds as a whole, on one device", cure)
+    if any(part in str(args.optim).lower() for part in _STEPS_INSIDE):
+        raise ArgumentError("optim", str(args.optim), "an optimizer that steps after the backward")
+    _refuse_batches(trainer)
+
+
+def _refuse_batches(trainer: Any) -> None:
+    """Refuse trainers whose batches are not those that their loader yields, or cannot be cut by samples."""
+    if getattr(trainer, "padding_free", False) and "split" not in trainer.window_options:
+        cure = "All samples of such a batch lie in one row: leave it out, with packing_strategy='wrapped' if packed."
+        raise ArgumentError("padding_free", True, "False, or a split beside it", cure)
+    # Those that generate while they train make their own batches of what they are given, some steps at a time.
+    if type(trainer)._prepare_inputs is not Trainer._prepare_inputs:
+        cure = "Trainers such as those of GRPO make their batches themselves; here a batch is what the loader yields."
+        raise ArgumentError("trainer", type(trainer).__name__, "a trainer that leaves batches as they are", cure)
+
+
+def with_one_batch_per_window(args: Any, effective_batch: int | None) -> Any:
+    """Return a copy of training arguments by which a trainer's loop sees one batch for each of its steps.
+
+    Args:
+        args: as the user gave them; they stay.
+        effective_batch: samples per step over all ranks; None: as many as ``args`` would have come to.
+
+    Raises:
+        ArgumentError: it is no positive int, or cannot be shared out evenly among the ranks.
+        ConflictingArgumentsError: ``args`` say another one.
+    """
+    said = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+    if effective_batch is None:
+        effective_batch = said
+    # Before it is compared with anything, so that the error is about what was passed.
+    _checks.positive_int("effective_batch", effective_batch)
+    # The usual batch of 8 is no word of the user's, unless it stands beside accumulation steps, which are.
+    is_said = args.per_device_train_batch_size != _USUAL_BATCH or args.gradient_accumulation_steps != 1
+    if is_said and said != effective_batch:
+        name = "gradient_accumulation_steps" if args.gradient_accumulation_steps != 1 else "per_device_train_batch_size"
+        cure = (
+            f"It comes to {said} samples per step: leave it out, or leave out effective_batch; "
+            "micro_batch= fixes the samples of one forward."
+        )
+        raise ConflictingArgumentsError(name, getattr(args, name), f"effective_batch={effective_batch}", cure)
+    if effective_batch % args.world_size:
+        cure = f"The loader of each of the {args.world_size} ranks yields batches of one size."
+        raise ArgumentError("effective_batch", effective_batch, f"a multiple of {args.world_size}", cure)
+    # A copy, for the same arguments may be given to another trainer.
+    changed = copy.copy(args)
+    # From here on the loop's own batch is a window, of which each rank reads its share.
+    changed.per_device_train_batch_size = effective_batch // args.world_size
+    changed.gradient_accumulation_steps = 1
+    return changed

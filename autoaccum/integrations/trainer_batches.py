@@ -1,0 +1,89 @@
+"""How batches of trainers are laid out: whose rows are samples, and those whose samples lie in two halves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+
+
+class Layout(Protocol):
+    """What turns batches of a trainer into such as have one row for each sample, and back."""
+
+    def rows(self, batch: Any) -> Any:
+        """Return a batch as one whose tensors have one row for each sample."""
+
+    def back(self, rows: Any) -> Any:
+        """Return such a batch, or some samples of it, as the trainer has them."""
+
+    def weights(self, batch: Any) -> Mapping[str, int]:
+        """Return what means in a trainer's notes are over, by name, where that is not what its loss is over."""
+
+
+class AsTheyAre:
+    """Batches whose rows are samples already, as nearly all are."""
+
+    def rows(self, batch: Any) -> Any:
+        """Return the batch, as a plain dict where it is a mapping."""
+        return dict(batch) if isinstance(batch, Mapping) else batch
+
+    def back(self, rows: Any) -> Any:
+        """Return a batch whose entries may be taken out without a trace."""
+        return dict(rows) if isinstance(rows, Mapping) else rows
+
+    def weights(self, batch: Any) -> Mapping[str, int]:
+        """Return nothing: notes are over the same items as losses."""
+        return {}
+
+
+class InHalves:
+    """Batches of preferences as TRL makes them: all chosen answers, and below them all that were rejected.
+
+    Cut by rows, chosen answers would meet the rejected ones of other prompts, or none.
+    """
+
+    def __init__(self) -> None:
+        """Begin; which entries lie in halves shows in the first batch."""
+        self._halved: set[str] = set()
+
+    def rows(self, batch: Any) -> Any:
+        """Return the batch with the two answers to each prompt in one row, (2N, ...) as (N, 2, ...)."""
+        num_answers = len(batch["input_ids"])
+        found = dict(batch)
+        # What has one row for each pair already, such as log probabilities of a reference model, stays.
+        for name, value in batch.items():
+            if isinstance(value, torch.Tensor) and value.ndim and len(value) == num_answers:
+                found[name] = value.reshape(2, num_answers // 2, *value.shape[1:]).transpose(0, 1)
+                self._halved.add(name)
+        return found
+
+    def back(self, rows: Any) -> Any:
+        """Return the batch in halves again."""
+        found = dict(rows)
+        for name in self._halved & found.keys():
+            found[name] = found[name].transpose(0, 1).flatten(0, 1)
+        return found
+
+    def weights(self, batch: Any) -> Mapping[str, int]:
+        """Return how many words of answers the notes on words are over; the loss, and all others, are over pairs."""
+        if "completion_mask" not in batch:
+            return {}
+        # The first word of a text is never predicted.
+        chosen, rejected = (int(half[:, 1:].sum()) for half in batch["completion_mask"].chunk(2))
+        of_chosen = {"mean_token_accuracy": chosen, "logits/chosen": chosen}
+        return {"entropy": chosen + rejected, "logits/rejected": rejected, **of_chosen}
+
+
+_IN_HALVES = ("DPOTrainer", "RewardTrainer")
+"""Trainers of TRL whose batches are such; by name, for TRL may not be installed."""
+
+
+def layout_of(trainer: Any) -> Layout:
+    """Return how the batches of a trainer are laid out."""
+    return InHalves() if is_one_of(trainer, _IN_HALVES) else AsTheyAre()
+
+
+def is_one_of(trainer: Any, names: tuple[str, ...]) -> bool:
+    """Return whether a trainer is of a class with one of these names, or made after it."""
+    return any(base.__name__ in names for base in type(trainer).__mro__)

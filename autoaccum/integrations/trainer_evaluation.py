@@ -1,0 +1,135 @@
+"""Batches of evaluation and prediction, run in pieces once one has not fitted; training is not told of it."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from transformers.trainer_pt_utils import nested_concat
+
+from autoaccum.data.splits import split_of
+from autoaccum.errors import AutoaccumWarning, NothingFitsError
+from autoaccum.integrations.trainer_batches import Layout
+from autoaccum.integrations.trainer_loss import TOKENS_SEEN, Logged, logging_of, num_rows, weight
+from autoaccum.memory.devices import memory_of
+from autoaccum.memory.oom import RanOut, attempt
+
+Predicted = tuple[Any, Any, Any]
+"""The loss of a batch, its logits and its labels, as a trainer's ``prediction_step`` returns them; each may be None."""
+
+
+class Evaluation:
+    """The evaluations of one trainer, with the most samples that have fitted in them."""
+
+    def __init__(self, trainer: Any, layout: Layout) -> None:
+        """Set up for the batches of a trainer, which are laid out so."""
+        self._trainer = trainer
+        self._layout = layout
+        self._split = split_of(trainer.window_options.get("split"), 0, None, None)
+        self.micro_batch: int | None = None
+        """Samples of a piece; None as long as all batches have fitted as they were."""
+
+    def predict(
+        self,
+        batch: Any,
+        step: Callable[[Any], Predicted],
+        loss_of_pieces: Callable[[list[Any]], Any] | None = None,
+    ) -> Predicted:
+        """Return what a prediction step returns for a batch, in as many pieces as it takes.
+
+        Args:
+            batch: of the loader.
+            step: the trainer's own, on a batch.
+            loss_of_pieces: the loss of a batch that was cut, where that is no mean over its pieces.
+
+        Raises:
+            NothingFitsError: not even one sample fits.
+        """
+        # As long as all fits nothing is cut, and nothing has to be known of how it could be.
+        if self.micro_batch is None:
+            outcome = attempt(partial(self._whole, batch, step))
+            if not isinstance(outcome, RanOut):
+                return outcome
+            self._halve(num_rows(self._layout.rows(batch)), outcome)
+        rows = self._layout.rows(batch)
+        while True:
+            outcome = attempt(partial(self._in_pieces, rows, step, loss_of_pieces))
+            if not isinstance(outcome, RanOut):
+                return outcome
+            self._halve(min(self.micro_batch or 1, num_rows(rows)), outcome)
+
+    def _whole(self, batch: Any, step: Callable[[Any], Predicted]) -> Predicted:
+        # Of a step that fails half-way nothing may be noted, for it is run again.
+        with logging_of(self._trainer, "eval") as logged:
+            found = step(dict(batch) if isinstance(batch, Mapping) else batch)  # steps take entries out
+        self._log(logged.means(), logged)
+        return found
+
+    def _halve(self, tried: int, outcome: RanOut) -> None:
+        """Take half as many samples from here on."""
+        if tried < 2:
+            error = NothingFitsError(phase="evaluation", micro_batch=1, peak_bytes=None, limit_bytes=None)
+            raise error from outcome.error
+        self.micro_batch = (tried + 1) // 2
+        # What has failed may lie in circles of references, and the allocator keeps what it had.
+        gc.collect()
+        memory_of(self._trainer.args.device).release()
+        warnings.warn(
+            f"Memory ran out in an evaluation of {tried} samples at once. They are evaluated {self.micro_batch} at a "
+            f"time from here on, with the same results; training goes on as it did. Pass per_device_eval_batch_size="
+            f"{self.micro_batch} to begin so.",
+            AutoaccumWarning,
+            stacklevel=2,
+        )
+
+    def _in_pieces(
+        self, rows: Any, step: Callable[[Any], Predicted], loss_of_pieces: Callable[[list[Any]], Any] | None
+    ) -> Predicted:
+        count, size = num_rows(rows), self.micro_batch or 1
+        pieces = [self._split(rows, start, min(size, count - start)) for start in range(0, count, size)]
+        if loss_of_pieces is not None:
+            return loss_of_pieces([self._trainer._prepare_inputs(piece) for piece in pieces]), None, None
+        found: list[Predicted] = []
+        noted: list[dict[str, float]] = []
+        weights: list[float] = []
+        of_notes: list[Mapping[str, int]] = []
+        # Cut from one batch, all pieces are padded alike, so that logits and labels of them can be joined.
+        for piece in pieces:
+            batch = self._layout.back(piece)
+            weights.append(weight(self._trainer, piece, batch))
+            of_notes.append(self._layout.weights(batch))
+            with logging_of(self._trainer, "eval") as logged:
+                found.append(step(batch))
+            noted.append(logged.means())
+        for name in noted[0]:
+            own = [of.get(name, usual) for of, usual in zip(of_notes, weights, strict=True)]
+            self._log({name: _mean([one[name] for one in noted], own)}, logged)
+        losses, logits, labels = zip(*found, strict=True)
+        return _mean(losses, weights), _joined(logits), _joined(labels)
+
+    def _log(self, means: dict[str, Any], logged: Logged) -> None:
+        """Note metrics once for the whole batch."""
+        for name, value in means.items():
+            self._trainer._metrics["eval"][name].append(value)
+        # How many words were trained on is no mean, and is not appended either.
+        if TOKENS_SEEN in logged.found:
+            self._trainer._metrics["eval"][TOKENS_SEEN] = logged.found[TOKENS_SEEN]
+
+
+def _mean(values: Sequence[Any], weights: Sequence[float]) -> Any:
+    """Return the mean of pieces, of which some may have nothing to be a mean over: theirs is no number."""
+    if values[0] is None:
+        return None
+    counting = [(value, weight) for value, weight in zip(values, weights, strict=True) if weight]
+    return sum(value * weight for value, weight in counting) / sum(weights) if counting else values[0]
+
+
+def _joined(parts: Sequence[Any]) -> Any:
+    """Return the logits or labels of pieces below each other, in their order."""
+    found = parts[0]
+    for part in parts[1:]:
+        found = None if found is None else nested_concat(found, part, padding_index=-100)
+    return found

@@ -1,0 +1,153 @@
+"""The loss of a micro-batch, as a trainer of transformers computes it for a whole batch; and what it logs beside it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoaccum.integrations.trainer_batches import Layout
+
+_TOKENS = "autoaccum_tokens"
+"""The name by which the tokens of micro-batches are handed on, beside what a trainer calls its metrics."""
+
+TOKENS_SEEN = "num_tokens"
+"""The one note of TRL's trainers that is no mean: how many tokens have been trained on so far."""
+
+
+class LossOfTrainer:
+    """The loss of micro-batches by a trainer's own ``compute_loss``, and what that would have logged of them."""
+
+    # An object of this package, and no method of the trainer's: what hangs on a trainer of the user's own class, its
+    # state and its callbacks, is no part of a window, and is not to be put back with it.
+
+    def __init__(self, trainer: Any, layout: Layout) -> None:
+        """Set up for the batches of a trainer, which are laid out so."""
+        self._trainer = trainer
+        self._layout = layout
+
+    def __call__(self, model: Any, rows: Any) -> Any:
+        """Return the loss of a micro-batch, with what was logged beside it."""
+        trainer, batch = self._trainer, self._layout.back(rows)
+        # Counted in the micro-batch: its loss is then a mean over what its own graph divides by, which is read and
+        # measured, whether the model divides by the count that it is passed or, as many do, by one of its own.
+        with alone(trainer), trainer.compute_loss_context_manager(), logging_of(trainer, "train") as logged:
+            items = trainer._get_num_items_in_batch([batch], trainer.args.device)
+            loss = trainer.compute_loss(model, batch, num_items_in_batch=items)
+        if not logged.found:
+            return loss
+        return loss, logged.beside(weight(trainer, rows, batch), self._layout.weights(batch), num_rows(rows))
+
+
+@contextmanager
+def alone(trainer: Any) -> Iterator[None]:
+    """Let a trainer compute the loss of what this rank has, as if there were no others: windows join the ranks."""
+    args, accelerator = trainer.args, trainer.accelerator
+    averages, args.average_tokens_across_devices = args.average_tokens_across_devices, False
+    # Metrics gather from all ranks, of which each has as many micro-batches as it likes: they would wait for ever.
+    if accelerator.num_processes > 1:
+        accelerator.gather = accelerator.gather_for_metrics = _as_it_is
+    try:
+        yield
+    finally:
+        args.average_tokens_across_devices = averages
+        for name in ("gather", "gather_for_metrics"):
+            vars(accelerator).pop(name, None)
+
+
+def _as_it_is(found: Any, *_: Any, **__: Any) -> Any:
+    return found
+
+
+class Logged:
+    """What a trainer of TRL has noted of a micro-batch in its ``_metrics``, taken out of them."""
+
+    def __init__(self) -> None:
+        """Begin with nothing."""
+        self.found: dict[str, list[float]] = {}
+        """What was noted, by name."""
+        self.tokens = 0
+        """By how much the count of tokens grew."""
+
+    def means(self) -> dict[str, float]:
+        """Return the mean of each; the count of tokens is none."""
+        return {name: sum(values) / len(values) for name, values in self.found.items() if name != TOKENS_SEEN}
+
+    def beside(self, items: float, weights: Mapping[str, int], num_samples: int) -> dict[str, Any]:
+        """Return them as what stands beside a loss: means over the items of the micro-batch, and a count to add up."""
+        # Rows are joined and not averaged, so that their sum is that of the window, on all ranks.
+        counted = {_TOKENS: torch.full((num_samples,), self.tokens / num_samples, dtype=torch.float64)}
+        means = {name: (value, weights.get(name, items)) for name, value in self.means().items()}
+        return means | (counted if self.tokens else {})
+
+
+@contextmanager
+def logging_of(trainer: Any, mode: str) -> Iterator[Logged]:
+    """Keep what a trainer notes within this apart; its own notes are found as they were."""
+    # A window may be run again, and some samples of it are run to be measured: notes of these are none of training.
+    logged, metrics = Logged(), getattr(trainer, "_metrics", None)
+    if not isinstance(metrics, dict) or mode not in metrics:
+        yield logged
+        return
+    kept, tokens = metrics[mode], getattr(trainer, "_total_train_tokens", 0)
+    metrics[mode] = defaultdict(list)
+    try:
+        yield logged
+        logged.found, logged.tokens = dict(metrics[mode]), getattr(trainer, "_total_train_tokens", 0) - tokens
+    finally:
+        metrics[mode] = kept
+        if tokens or hasattr(trainer, "_total_train_tokens"):
+            trainer._total_train_tokens = tokens
+
+
+def log_window(trainer: Any, outputs: Mapping[str, Any]) -> None:
+    """Note once for the whole window what micro-batches would have noted each, where a trainer does so."""
+    metrics = getattr(trainer, "_metrics", None)
+    if not isinstance(metrics, dict) or not outputs:
+        return
+    if _TOKENS in outputs:
+        trainer._total_train_tokens += round(float(outputs[_TOKENS].sum()))
+    if hasattr(trainer, "_total_train_tokens"):
+        metrics["train"][TOKENS_SEEN] = [trainer._total_train_tokens]
+    for name, value in outputs.items():
+        if name != _TOKENS:
+            metrics["train"][name].append(float(value))
+
+
+def num_rows(rows: Any) -> int:
+    """Return how many samples a micro-batch has."""
+    tensors = [value for value in rows.values() if isinstance(value, torch.Tensor) and value.ndim]
+    return len(tensors[0])
+
+
+def weight(trainer: Any, rows: Any, batch: Any) -> float:
+    """Return what a batch weighs in a mean: the labels that count, or its samples where it has no labels of tokens."""
+    labels = batch.get("shift_labels", batch.get("labels")) if isinstance(batch, Mapping) else None
+    if not isinstance(labels, torch.Tensor) or labels.is_floating_point():
+        return num_rows(rows)
+    # As the trainer counts them, who knows whether its model shifts them.
+    is_shifted = trainer._loss_shifts_labels and "shift_labels" not in batch
+    return int((labels[..., 1:] if is_shifted else labels).ne(-100).sum())
+
+
+def showing(function: Callable[[Any, Any], Any], modules: Sequence[nn.Module]) -> Callable[[Any, Any], Any]:
+    """Return a loss by which the modules are found that it trains beside the model."""
+
+    def loss_of(model: Any, batch: Any) -> Any:
+        return function(model, batch)
+
+    # What a function holds is looked for where its user would have put it: an object of this package shows nothing.
+    loss_of.modules = tuple(modules)  # type: ignore[attr-defined]
+    return loss_of
+
+
+def trained_beside(trainer: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[nn.Module]:
+    """Return modules that a trainer holds and its optimizer trains, and that are no part of the model."""
+    own = {id(parameter) for parameter in model.parameters()}
+    others = {id(p) for group in optimizer.param_groups for p in group["params"]} - own
+    held = [value for value in vars(trainer).values() if isinstance(value, nn.Module)] if others else []
+    return [module for module in held if any(id(parameter) in others for parameter in module.parameters())]

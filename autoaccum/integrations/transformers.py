@@ -1,0 +1,174 @@
+"""``AutoAccumTrainer``: the Trainer of transformers, at an exact effective batch in whatever memory there is.
+
+::
+
+    trainer = AutoAccumTrainer(model, args, train_dataset=dataset, effective_batch=256)
+    trainer.train()
+
+    class AutoAccumSFTTrainer(AutoAccumMixin, SFTTrainer): ...     # TRL's and sentence-transformers' trainers likewise
+
+The trainer's loop sees one batch for each of its steps, the window: it clips, steps, logs and saves as it always does.
+Here the window is cut into micro-batches, and run again in smaller ones when memory runs out.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Trainer
+
+from autoaccum.integrations.trainer_arguments import options_in, refuse, with_one_batch_per_window
+from autoaccum.integrations.trainer_batches import layout_of
+from autoaccum.integrations.trainer_evaluation import Evaluation
+from autoaccum.integrations.trainer_loss import LossOfTrainer, log_window, showing, trained_beside
+from autoaccum.integrations.trainer_sentences import sentence_losses_of
+from autoaccum.training.accumulator import Accumulator
+
+_FILE = "autoaccum_{}.pt"
+"""What a rank has found out about memory and about the loss, beside its random states in a checkpoint's folder."""
+
+
+class AutoAccumMixin(Trainer):  # type: ignore[misc]  # of no known type where transformers is not installed
+    """A mixin for trainers made after that of transformers, placed before them, which runs their steps as windows.
+
+    It takes the arguments of the trainer, and besides, by name: effective_batch, the samples of each step over all
+    ranks, which is per_device_train_batch_size times gradient_accumulation_steps times the ranks when left out; and
+    those of ``Accumulator`` that say how windows are run: micro_batch, max_micro_batch, min_micro_batch, memory_limit,
+    headroom, patience, state, batch_norm, verify, strict, compression, split, batch_dim, and loss_scope="window" with
+    its embed and loss_fn.
+    """
+
+    def __init__(self, *arguments: Any, effective_batch: int | None = None, **keywords: Any) -> None:
+        """Set up the trainer with its own arguments, and these.
+
+        Raises:
+            ArgumentError: an argument cannot be used; it names the argument, the value and the cure.
+        """
+        self.window_options = options_in(keywords)
+        self.accumulator: Accumulator | None = None
+        """What runs the windows; its ``events`` tell how they were cut. None before the first step."""
+        self._of: tuple[Any, Any] | None = None  # the model and the optimizer that it was made for
+        self._found: dict[str, Any] | None = None  # of a checkpoint, until there is an accumulator to take it
+        super().__init__(*arguments, **keywords)
+        refuse(self)
+        # Not before the trainer has made them where there are none.
+        given: Any = vars(self)["args"]
+        self.args: Any = with_one_batch_per_window(given, effective_batch)
+        self._train_batch_size = self.args.train_batch_size
+        self._layout = layout_of(self)
+        self._sentences = None if "loss_scope" in self.window_options else sentence_losses_of(self)
+        self.evaluation = Evaluation(self, self._layout)
+        """How evaluations are run; its ``micro_batch`` is None as long as their batches have fitted as they were."""
+
+    # How the loop comes by its batches and its model.
+
+    def get_train_dataloader(self) -> Any:
+        """Return the loader of windows, which stay on the host: only their micro-batches are moved."""
+        # A loader is prepared with the placement of its accelerator, and puts all that it yields there. Without one it
+        # yields each rank's share from the rank's own copy of the data, those without a length included.
+        placement, self.accelerator.device_placement = self.accelerator.device_placement, False
+        try:
+            return super().get_train_dataloader()
+        finally:
+            self.accelerator.device_placement = placement
+
+    def _prepare_for_training(self, *arguments: Any, **keywords: Any) -> Any:
+        """Prepare as the trainer does, without wrapping the model for several ranks: windows join these themselves."""
+        with _unwrapped(self.accelerator):
+            return super()._prepare_for_training(*arguments, **keywords)
+
+    # One window.
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        """Leave the gradient of a window in ``.grad``, and return its loss, 0-dim and detached."""
+        # What the stock step does beside the loss: modes of the model, and of optimizers that have some.
+        model.train()
+        if callable(getattr(self.optimizer, "train", None)):
+            self.optimizer.train()
+        accumulator = self._accumulator_of(model)
+        if self._sentences is not None:
+            self._sentences.begin(inputs)
+        # TRL's own step keeps activations on the host within this.
+        with getattr(self, "maybe_activation_offload_context", nullcontext()):
+            loss = accumulator.backward(self._layout.rows(inputs))
+        # Only now, for the window has committed: whatever was run again, or to be measured, has left no note.
+        log_window(self, accumulator.outputs)
+        if self._sentences is not None and accumulator.outputs:
+            self.track_loss_components(accumulator.outputs)
+        return loss
+
+    def _accumulator_of(self, model: nn.Module) -> Accumulator:
+        """Return what runs the windows of a model and the optimizer as they are now: each training may have others."""
+        # Accelerate's wrapper steps, and is the trainer's; gradients are left for the optimizer that it wraps.
+        optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)
+        if self.accumulator is None or self._of != (model, optimizer):
+            self._of = (model, optimizer)
+            self.accumulator = Accumulator(model, optimizer, **self._loss_arguments(model, optimizer))
+        if self._found is not None:
+            self.accumulator.load_state_dict(self._found)
+            self._found = None
+        return self.accumulator
+
+    def _loss_arguments(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        if self._sentences is not None:
+            return self.window_options | self._sentences.arguments()
+        if "loss_scope" in self.window_options:
+            return self.window_options
+        loss_of = LossOfTrainer(self, self._layout)
+        return self.window_options | {"training_step": showing(loss_of, trained_beside(self, model, optimizer))}
+
+    # Evaluation, whose batches have a size of their own.
+
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> Any:
+        """Return what the trainer does for a batch; where it does not fit, of its pieces."""
+        step = partial(
+            super().prediction_step, model, prediction_loss_only=prediction_loss_only, ignore_keys=ignore_keys
+        )
+        # Ranks wait for each other in a step of evaluation: pieces of one would be waited for by nobody. And of a loss
+        # over the whole batch nobody has said here how it is put together again.
+        if self.accelerator.num_processes > 1 or "loss_scope" in self.window_options:
+            return step(inputs)
+        if self._sentences is None:
+            return self.evaluation.predict(inputs, step)
+        self._sentences.begin(inputs)
+        return self.evaluation.predict(inputs, step, partial(self._sentences.of_pieces, self, model))
+
+    # Checkpoints.
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        # Beside what a training goes on from, and so not where weights alone are saved.
+        super()._save_optimizer_and_scheduler(output_dir)
+        if self.accumulator is not None:
+            path = os.path.join(output_dir, _FILE.format(self.args.process_index))
+            torch.save(self.accumulator.state_dict(), path)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        path = None if checkpoint is None else os.path.join(checkpoint, _FILE.format(self.args.process_index))
+        # A checkpoint of the stock trainer has none: then all is found out anew.
+        if path is not None and os.path.isfile(path):
+            self._found = torch.load(path, weights_only=True)
+            self.accumulator = None
+
+
+class AutoAccumTrainer(AutoAccumMixin):
+    """The Trainer of transformers, whose steps are windows; see ``AutoAccumMixin``."""
+
+
+@contextmanager
+def _unwrapped(accelerator: Any) -> Iterator[None]:
+    """Let an accelerator prepare models for autocast and compilation alone."""
+    # In DDP each backward would wait for other ranks, of which each has as many micro-batches as its memory asks for.
+    accelerator.prepare_model = partial(accelerator.prepare_model, evaluation_mode=True)
+    try:
+        yield
+    finally:
+        del accelerator.prepare_model

@@ -1,0 +1,89 @@
+"""What training arguments mean beside an effective batch, and which are refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from transformers import Trainer
+
+from autoaccum.errors import ArgumentError, ConflictingArgumentsError
+from autoaccum.integrations.transformers import AutoAccumMixin, AutoAccumTrainer
+from tests.integrations.trainer_runs import arguments, collate, gpt2, made, texts
+
+pytestmark = [pytest.mark.integrations, pytest.mark.filterwarnings("ignore::FutureWarning")]
+
+
+def trainer(path: Path, kind: type = AutoAccumTrainer, args: Any = None, **options: Any) -> Any:
+    given = arguments(path, **(args or {}))
+    return kind(made(gpt2), given, train_dataset=texts(), data_collator=collate, **options)
+
+
+def test_the_effective_batch_is_what_is_said_or_what_the_arguments_come_to(tmp_path: Path) -> None:
+    for args, options, expected in (
+        ({"per_device_train_batch_size": 4, "gradient_accumulation_steps": 3}, {}, 12),
+        ({}, {}, 8),
+        ({}, {"effective_batch": 48}, 48),
+        ({"per_device_train_batch_size": 4, "gradient_accumulation_steps": 3}, {"effective_batch": 12}, 12),
+    ):
+        found = trainer(tmp_path, args=args, **options)
+        assert found.get_total_train_batch_size(found.args) == expected
+        assert found.args.gradient_accumulation_steps == 1
+        assert next(iter(found.get_train_dataloader()))["input_ids"].shape[0] == expected
+
+
+def test_the_arguments_that_were_given_stay(tmp_path: Path) -> None:
+    given = arguments(tmp_path, per_device_train_batch_size=4, gradient_accumulation_steps=3)
+    AutoAccumTrainer(made(gpt2), given)
+    assert (given.per_device_train_batch_size, given.gradient_accumulation_steps) == (4, 3)
+
+
+@pytest.mark.parametrize(
+    ("args", "options", "argument"),
+    [
+        ({"per_device_train_batch_size": 4}, {"effective_batch": 64}, "per_device_train_batch_size"),
+        ({"gradient_accumulation_steps": 2}, {"effective_batch": 64}, "gradient_accumulation_steps"),
+        ({"auto_find_batch_size": True}, {"effective_batch": 64}, "auto_find_batch_size"),
+    ],
+)
+def test_what_says_another_batch_is_refused(args: Any, options: Any, argument: str, tmp_path: Path) -> None:
+    with pytest.raises(ConflictingArgumentsError) as refused:
+        trainer(tmp_path, args=args, **options)
+    assert refused.value.argument == argument
+
+
+def test_what_cannot_be_run_as_a_window_is_refused(tmp_path: Path) -> None:
+    class Generating(AutoAccumMixin, Trainer):
+        def _prepare_inputs(self, inputs: Any) -> Any:
+            return inputs
+
+    for argument, kind, args, options in (
+        ("optim", AutoAccumTrainer, {"optim": "galore_adamw_layerwise"}, {}),
+        ("trainer", Generating, {}, {}),
+        ("effective_batch", AutoAccumTrainer, {}, {"effective_batch": 0}),
+    ):
+        with pytest.raises(ArgumentError) as refused:
+            trainer(tmp_path, kind, args, **options)
+        assert refused.value.argument == argument
+
+
+def test_two_ranks_train_what_the_stock_trainer_does_on_two(tmp_path: Path) -> None:
+    script, found = Path(__file__).parent / "ranks_of_trainers.py", {}
+    for kind in ("stock", "ours"):
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+        done = subprocess.run([*command, str(tmp_path), kind, "3"], capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stderr[-2000:]
+        found[kind] = [json.loads((tmp_path / f"{kind}{rank}.json").read_text()) for rank in range(2)]
+    for ours, stock in zip(found["ours"], found["stock"], strict=True):
+        assert ours["norms"] == pytest.approx(stock["norms"], rel=1e-10)
+        logged = [entry["loss"] for entry in stock["logged"] if "loss" in entry]  # the mean of the ranks' own
+        assert ours["losses"] == pytest.approx(logged, rel=1e-6)
+    assert found["ours"][0]["losses"] == found["ours"][1]["losses"]
+    assert (tmp_path / "checkpoint-3" / "autoaccum_1.pt").exists()

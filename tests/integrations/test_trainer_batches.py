@@ -1,0 +1,141 @@
+"""Batches of preferences, whose samples lie in two halves: TRL's DPOTrainer, beside its SFTTrainer."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("trl")
+
+import datasets
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+
+from autoaccum.errors import ArgumentError, AutoaccumWarning
+from autoaccum.integrations.trainer_batches import InHalves
+from autoaccum.integrations.transformers import AutoAccumMixin
+from autoaccum.testing import oom_at
+from tests.integrations.trainer_runs import WORDS, Run, farthest, gpt2, made, texts, train
+
+pytestmark = [
+    pytest.mark.integrations,
+    *map(pytest.mark.filterwarnings, ("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")),
+]
+
+
+class AutoAccumSFTTrainer(AutoAccumMixin, SFTTrainer):
+    pass
+
+
+class AutoAccumDPOTrainer(AutoAccumMixin, DPOTrainer):
+    pass
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer of as many words as the models know."""
+    words = {f"w{index}": index for index in range(WORDS)}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="w0")), pad_token="w0", eos_token="w1"
+    )
+
+
+def preferences(count: int = 40) -> datasets.Dataset:
+    generator = torch.Generator().manual_seed(0)
+    rows = []
+    for _ in range(count):
+        parts = []
+        for _ in range(3):
+            length = int(torch.randint(2, 6, (1,), generator=generator))
+            parts.append(torch.randint(3, WORDS, (length,), generator=generator).tolist())
+        said = [" ".join(f"w{word}" for word in part) for part in parts]
+        rows.append({"prompt": said[0], "chosen": " " + said[1], "rejected": " " + said[2]})
+    return datasets.Dataset.from_list(rows)
+
+
+def options(kind: type, path: Path, **more: Any) -> Any:
+    usual = {"max_steps": 4, "learning_rate": 0.05, "optim": "sgd", "save_strategy": "no", "report_to": []}
+    usual |= {"disable_tqdm": True, "logging_steps": 1, "use_cpu": True, "log_level": "error", "bf16": False}
+    usual |= {"activation_checkpointing": False}
+    return kind(output_dir=str(path), **usual | more)
+
+
+def of_answers(path: Path, kind: type, more: dict[str, Any], **args: Any) -> Run:
+    data = datasets.Dataset.from_list([{**one, "attention_mask": [1] * len(one["input_ids"])} for one in texts(40)])
+    given = options(SFTConfig, path, dataset_kwargs={"skip_prepare_dataset": True}, **args)
+    return train(kind, made(gpt2), given, data, processing_class=tokenizer(), data_collator=None, **more)
+
+
+def of_preferences(path: Path, kind: type, more: dict[str, Any], **args: Any) -> Run:
+    given = options(DPOConfig, path, **args)
+    reference = {"ref_model": made(lambda: gpt2(initializer_range=0.03))}
+    more = more | reference
+    return train(kind, made(gpt2), given, preferences(), processing_class=tokenizer(), data_collator=None, **more)
+
+
+@pytest.mark.parametrize(
+    ("run", "stock", "windows"),
+    [(of_answers, SFTTrainer, AutoAccumSFTTrainer), (of_preferences, DPOTrainer, AutoAccumDPOTrainer)],
+    ids=["sft", "dpo"],
+)
+def test_it_trains_and_logs_what_the_big_batch_does(
+    run: Callable[..., Run], stock: type, windows: type, tmp_path: Path
+) -> None:
+    # TRL's kernels know single precision alone.
+    expected = run(tmp_path, stock, {}, per_device_train_batch_size=16)
+    found = run(tmp_path, windows, {"effective_batch": 16, "micro_batch": 3})
+    assert len(found.trainer.accumulator.micro_batches) > 1
+    assert found.losses == pytest.approx(expected.losses, rel=1e-5)
+    assert farthest(found.gradients, expected.gradients) < 1e-5
+    for one, other in zip(found.logged, expected.logged, strict=True):
+        assert one.keys() == other.keys()
+        assert one == pytest.approx(other, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("run", "stock", "windows"),
+    [(of_answers, SFTTrainer, AutoAccumSFTTrainer), (of_preferences, DPOTrainer, AutoAccumDPOTrainer)],
+    ids=["sft", "dpo"],
+)
+def test_an_evaluation_that_ran_out_of_memory_logs_what_it_would_have(
+    run: Callable[..., Run], stock: type, windows: type, tmp_path: Path
+) -> None:
+    found = []
+    for kind in (stock, windows):
+
+        class Evaluated(kind):  # type: ignore[misc]
+            def prediction_step(self, *rest: Any, **options: Any) -> Any:
+                is_first = isinstance(self, windows) and self.evaluation.micro_batch is None
+                with oom_at(50) if is_first else contextlib.nullcontext():
+                    return super().prediction_step(*rest, **options)
+
+        expects = pytest.warns(AutoaccumWarning) if kind is windows else contextlib.nullcontext()
+        trainer = run(tmp_path, Evaluated, {}, per_device_eval_batch_size=12, max_steps=1).trainer
+        with expects:
+            found.append(trainer.evaluate(trainer.train_dataset.select(range(20))))
+    assert found[0].keys() == found[1].keys()
+    assert trainer.evaluation.micro_batch == 6
+    for name, value in found[0].items():
+        if not name.endswith(("runtime", "per_second", "preparation_time")):
+            assert found[1][name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+
+
+def test_halves_are_paired_and_parted_again() -> None:
+    batch = {"input_ids": torch.arange(12).reshape(6, 2), "ref_chosen_logps": torch.arange(3.0), "use": True}
+    layout = InHalves()
+    rows = layout.rows(batch)
+    assert rows["input_ids"].tolist()[1] == [[2, 3], [8, 9]]
+    assert rows["ref_chosen_logps"].tolist() == [0, 1, 2]
+    back = layout.back({name: value[1:] if name != "use" else value for name, value in rows.items()})
+    assert back["input_ids"].tolist() == [[2, 3], [4, 5], [8, 9], [10, 11]]
+    assert back["ref_chosen_logps"].tolist() == [1, 2]
+
+
+def test_samples_in_one_row_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match="padding_free=True"):
+        of_answers(tmp_path, AutoAccumSFTTrainer, {}, padding_free=True, max_length=None)
