@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.optim.lr_scheduler import LinearLR
+from torch.utils.data import DataLoader
 
 import autoaccum
 from autoaccum.errors import LimitBelowModelError, NothingFitsError, OptimizerOutOfMemoryError
@@ -502,7 +503,7 @@ class Numbers(torch.utils.data.Dataset):
 DATA: dict[str, Callable[[int], Any]] = {
     "tensors": torch.arange,
     "dataset": Numbers,
-    "batches": lambda num_samples: list(torch.arange(num_samples).split(3)),
+    "batches": lambda num_samples: DataLoader(list(torch.arange(num_samples).split(3)), batch_size=None),
 }
 
 
