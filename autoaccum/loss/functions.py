@@ -253,17 +253,4 @@ def _losses(computed: Any, source: str) -> Computed:
     # A model in inference mode, frozen or detached, would train nothing, and say so nowhere else.
     if torch.is_grad_enabled() and not loss.requires_grad:  # in validation no loss needs a gradient
         raise LossWithoutGradError(source)
-    if torch.is_grad_enabled():
-        _refuse_constants(computed, terms, source)
     return Computed(loss, losses)
-
-
-def _refuse_constants(computed: Any, terms: Mapping[str, Any], source: str) -> None:
-    """Raise where what stands beside losses is no loss: an accuracy, say, would be added to what is reported."""
-    for name, term in terms.items():
-        if isinstance(term, torch.Tensor) and term.requires_grad:
-            continue
-        # 0 stands where there is nothing to compute a loss of. What is on a device is waited for; there is seldom any.
-        value = term.item() if isinstance(term, torch.Tensor) else term
-        if value:
-            raise mistakes.constant(source, computed, name, value)

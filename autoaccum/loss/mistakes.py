@@ -86,16 +86,6 @@ def in_outputs(outputs: Any, found: str) -> NonScalarLossError:
     )
 
 
-def constant(source: str, returned: Any, name: str, value: object) -> NonScalarLossError:
-    """Return the error for an entry beside losses that no gradient comes from, and that is not 0."""
-    entries = entries_of(returned)
-    losses = [other for other, entry in entries.items() if is_loss(entry)]
-    others = [other for other in entries if other not in losses]
-    found = f"{describe(returned)} whose {name!r} is {_valued(value)}, from which no gradient comes"
-    cure = "It would be added to the loss. What is only to be seen goes beside it: "
-    return NonScalarLossError(source, found, f"{cure}{_written(returned, losses, others)}.")
-
-
 def entries_of(returned: Any) -> dict[str, Any]:
     """Return what a dict, a list or a tuple holds, by names, or by places."""
     pairs = returned.items() if isinstance(returned, Mapping) else enumerate(returned)
@@ -133,11 +123,6 @@ def _names(entries: Mapping[str, Any]) -> str:
 
 def _kind(returned: object) -> str:
     return type(returned).__name__
-
-
-def _valued(value: object) -> str:
-    """Say what a number is; what a tensor of a device is was read already."""
-    return f"{value:g}" if isinstance(value, int | float) else describe(value)
 
 
 def _reduced(tensor: torch.Tensor) -> str:

@@ -346,6 +346,7 @@ READ: dict[str, Make] = {
     "sampler and workers": lambda: {
         "data": DataLoader(Samples(), batch_size=4, shuffle=True, num_workers=1, drop_last=True),
         "effective_batch": 12,
+        "epochs": 2,
     },
     "lengths": lambda: {"model": Mean(), "data": Texts(), "collate_fn": pad, "epochs": 2},
     "stream of samples": lambda: {"data": Stream(Samples()), "epochs": 2},
@@ -577,6 +578,9 @@ def test_of_windows() -> None:
 NOT_KEPT = {
     "Strays.windows": "whose steps are watched: those of this process",
     # Of this process alone.
+    "Shortages._looks": "what is written of them is in files",
+    "Shortages._seen": "of the last error, until its event is told",
+    "Trainer._callbacks": "those that were passed; what they keep is saved by Hooks",
     "Trainer._resumed": "an event of the process that goes on",
     "Trainer._ran": "told again by the reports that are kept",
     "Trainer._mark": "a reading of the clock",
