@@ -148,6 +148,8 @@ class AutoAccumMixin(Trainer):  # type: ignore[misc]  # of no known type where t
         super()._save_optimizer_and_scheduler(output_dir)
         if self.accumulator is not None:
             path = os.path.join(output_dir, _FILE.format(self.args.process_index))
+            # The rank that makes the directory may be yet to do so.
+            os.makedirs(output_dir, exist_ok=True)
             torch.save(self.accumulator.state_dict(), path)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:

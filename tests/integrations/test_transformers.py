@@ -88,7 +88,7 @@ class TestMemory:
                 recovered += any(isinstance(event, OutOfMemory) for event in found.trainer.accumulator.events)
                 assert found.losses == pytest.approx(expected.losses, rel=1e-10)
                 assert found.calls == ["begin", "end"] * 3
-            assert recovered >= 4  # what runs between micro-batches is simply done again
+            assert recovered >= 3  # what runs between micro-batches is simply done again
 
     def test_a_batch_that_does_not_fit_is_cut_by_itself(self, tmp_path: Path) -> None:
         args, data = arguments(tmp_path, per_device_train_batch_size=64, max_steps=4), texts(128)
