@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -76,9 +77,11 @@ def test_what_cannot_be_run_as_a_window_is_refused(tmp_path: Path) -> None:
 
 def test_two_ranks_train_what_the_stock_trainer_does_on_two(tmp_path: Path) -> None:
     script, found = Path(__file__).parent / "ranks_of_trainers.py", {}
+    environment = {**os.environ, "PYTHONPATH": str(script.parents[2])}
     for kind in ("stock", "ours"):
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-        done = subprocess.run([*command, str(tmp_path), kind, "3"], capture_output=True, text=True, timeout=240)
+        command += [str(tmp_path), kind, "3"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
         assert done.returncode == 0, done.stderr
         found[kind] = [json.loads((tmp_path / f"{kind}{rank}.json").read_text()) for rank in range(2)]
     for ours, stock in zip(found["ours"], found["stock"], strict=True):
