@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from autoaccum.training.checking import check as check
     from autoaccum.training.converting import convert_batch_norm as convert_batch_norm
     from autoaccum.training.evaluating import evaluate as evaluate
-    from autoaccum.training.evaluating import predict as predict
     from autoaccum.training.fitting import fit as fit
     from autoaccum.training.loading import load_best as load_best
     from autoaccum.training.mixture_of_experts import moe_balancing as moe_balancing
+    from autoaccum.training.predicting import predict as predict
     from autoaccum.training.probing import ProbeReport as ProbeReport
     from autoaccum.training.probing import probe as probe
     from autoaccum.training.result import FitResult as FitResult
@@ -57,7 +57,7 @@ _HOMES = {
     "load_best": "training.loading",
     "moe_balancing": "training.mixture_of_experts",
     "plan": "planning.plans",
-    "predict": "training.evaluating",
+    "predict": "training.predicting",
     "probe": "training.probing",
     "sweep": "sweeps.sweep",
 }

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +119,9 @@ def _made(base: Path, name: str) -> Path:
     """Make a directory that was not there, named after a recipe and the time of day, and return its path."""
     # Local time, as people look for what they have begun by the clock on their wall.
     stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(clock.stamp()))
-    for number in count(1):
+    number = 0
+    while True:
+        number += 1
         path = base / (f"{name}-{stamp}" if number == 1 else f"{name}-{stamp}-{number}")
         try:
             # Of two processes that begin in the same second one finds it there: no run ever takes up another's.
@@ -132,7 +133,6 @@ def _made(base: Path, name: str) -> Path:
             cure = f"Pass --run-dir DIRECTORY, or --run-dir {NONE} to keep nothing."
             raise ArgumentError("run_dir", str(path), accepted, cure) from None
         return path
-    raise AssertionError
 
 
 def _of_all_ranks(function: Callable[[], Path], arguments: Mapping[str, Any]) -> Path:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from autoaccum._kinds import a, entries, optional, whole
 from autoaccum.data import batches, objects
 from autoaccum.data.base import Item
 from autoaccum.memory.oom import is_out_of_memory
@@ -120,6 +121,10 @@ class BatchLengths:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Put back what ``state_dict`` returned."""
         self._first, self._vary = state["first"], state["vary"]
+
+
+LENGTHS = entries({"first": optional(whole()), "vary": a(bool)})
+"""What the state of ``BatchLengths`` may be."""
 
 
 class Padding:

@@ -10,7 +10,7 @@ import torch
 
 from autoaccum.data import randomness
 from autoaccum.data.splits import split_of
-from autoaccum.errors import NothingFitsError
+from autoaccum.integrations.evaluation_sizes import smaller
 from autoaccum.integrations.lightning_records import Record, Records, mean
 from autoaccum.memory.oom import RanOut, attempt
 
@@ -59,8 +59,6 @@ class Evaluation:
 
     def _in_pieces(self, records: Records, batch: Any, rest: Sequence[Any], kwargs: Mapping[str, Any]) -> _Parts:
         """Return what the step has left and returned of each piece of a batch, with the samples of the piece."""
-        # Not by the tuner: batches of validation are seldom at the edge, and a size that fits is found in a few
-        # halvings, and kept.
         size, done = self._split.count(batch, "batch"), 0
         parts: _Parts = []
         while done < size:
@@ -88,10 +86,8 @@ class Evaluation:
 
     def _shrink(self, tried: int, outcome: RanOut) -> None:
         """Let pieces from now on be half as large as one that has run out of memory."""
-        if tried < 2:
-            error = NothingFitsError(phase=self._name, micro_batch=1, peak_bytes=None, limit_bytes=None)
-            raise error from outcome.error
-        self.largest = (tried + 1) // 2
+        cure = "Let the DataLoader of evaluation have batch_size={size} to begin so."
+        self.largest = smaller(tried, outcome, self._name, self._trainer.strategy.root_device, cure)
 
 
 def joined(parts: Sequence[Any], sizes: Sequence[int]) -> Any:

@@ -7,6 +7,8 @@ from typing import Any, Protocol
 
 import torch
 
+from autoaccum.data.splits import split_of
+
 
 class Layout(Protocol):
     """What turns batches of a trainer into such as have one row for each sample, and back."""
@@ -20,9 +22,19 @@ class Layout(Protocol):
     def weights(self, batch: Any) -> Mapping[str, int]:
         """Return what means in a trainer's notes are over, by name, where that is not what its loss is over."""
 
+    def count(self, rows: Any) -> int:
+        """Return how many samples such a batch has."""
+
+    def piece(self, rows: Any, start: int, size: int) -> Any:
+        """Return ``size`` samples of it from ``start`` on."""
+
 
 class AsTheyAre:
     """Batches whose rows are samples already, as nearly all are."""
+
+    def __init__(self, split: Any) -> None:
+        """Set up for batches that are cut by ``split``."""
+        self.count, self.piece = split.count, split
 
     def rows(self, batch: Any) -> Any:
         """Return the batch, as a plain dict where it is a mapping."""
@@ -43,8 +55,9 @@ class InHalves:
     Cut by rows, chosen answers would meet the rejected ones of other prompts, or none.
     """
 
-    def __init__(self) -> None:
-        """Begin; which entries lie in halves shows in the first batch."""
+    def __init__(self, split: Any) -> None:
+        """Set up for batches that are cut by ``split``; which entries lie in halves shows in the first one."""
+        self.count, self.piece = split.count, split
         self._halved: set[str] = set()
 
     def rows(self, batch: Any) -> Any:
@@ -81,7 +94,10 @@ _IN_HALVES = ("DPOTrainer", "RewardTrainer")
 
 def layout_of(trainer: Any) -> Layout:
     """Return how the batches of a trainer are laid out."""
-    return InHalves() if is_one_of(trainer, _IN_HALVES) else AsTheyAre()
+    options = trainer.window_options
+    # As the accumulator does, of the same options: an evaluation is cut as windows are.
+    split = split_of(options.get("split"), options.get("batch_dim", 0), None, None)
+    return InHalves(split) if is_one_of(trainer, _IN_HALVES) else AsTheyAre(split)
 
 
 def is_one_of(trainer: Any, names: tuple[str, ...]) -> bool:

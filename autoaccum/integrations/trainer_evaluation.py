@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import gc
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from transformers.trainer_pt_utils import nested_concat
 
-from autoaccum.data.splits import split_of
-from autoaccum.errors import AutoaccumWarning, NothingFitsError
+from autoaccum.integrations.evaluation_sizes import smaller
 from autoaccum.integrations.trainer_batches import Layout
-from autoaccum.integrations.trainer_loss import TOKENS_SEEN, Logged, logging_of, num_rows, weight
-from autoaccum.memory.devices import memory_of
+from autoaccum.integrations.trainer_loss import TOKENS_SEEN, Logged, logging_of, weight
 from autoaccum.memory.oom import RanOut, attempt
 
 Predicted = tuple[Any, Any, Any]
@@ -28,7 +24,6 @@ class Evaluation:
         """Set up for the batches of a trainer, which are laid out so."""
         self._trainer = trainer
         self._layout = layout
-        self._split = split_of(trainer.window_options.get("split"), 0, None, None)
         self.micro_batch: int | None = None
         """Samples of a piece; None as long as all batches have fitted as they were."""
 
@@ -53,13 +48,13 @@ class Evaluation:
             outcome = attempt(partial(self._whole, batch, step))
             if not isinstance(outcome, RanOut):
                 return outcome
-            self._halve(num_rows(self._layout.rows(batch)), outcome)
+            self._shrink(self._layout.count(self._layout.rows(batch)), outcome)
         rows = self._layout.rows(batch)
         while True:
             outcome = attempt(partial(self._in_pieces, rows, step, loss_of_pieces))
             if not isinstance(outcome, RanOut):
                 return outcome
-            self._halve(min(self.micro_batch or 1, num_rows(rows)), outcome)
+            self._shrink(min(self.micro_batch or 1, self._layout.count(rows)), outcome)
 
     def _whole(self, batch: Any, step: Callable[[Any], Predicted]) -> Predicted:
         # Of a step that fails half-way nothing may be noted, for it is run again.
@@ -68,28 +63,16 @@ class Evaluation:
         self._log(logged.means(), logged)
         return found
 
-    def _halve(self, tried: int, outcome: RanOut) -> None:
+    def _shrink(self, tried: int, outcome: RanOut) -> None:
         """Take half as many samples from here on."""
-        if tried < 2:
-            error = NothingFitsError(phase="evaluation", micro_batch=1, peak_bytes=None, limit_bytes=None)
-            raise error from outcome.error
-        self.micro_batch = (tried + 1) // 2
-        # What has failed may lie in circles of references, and the allocator keeps what it had.
-        gc.collect()
-        memory_of(self._trainer.args.device).release()
-        warnings.warn(
-            f"Memory ran out in an evaluation of {tried} samples at once. They are evaluated {self.micro_batch} at a "
-            f"time from here on, with the same results; training goes on as it did. Pass per_device_eval_batch_size="
-            f"{self.micro_batch} to begin so.",
-            AutoaccumWarning,
-            stacklevel=2,
-        )
+        cure = "Pass per_device_eval_batch_size={size} to begin so."
+        self.micro_batch = smaller(tried, outcome, "evaluation", self._trainer.args.device, cure)
 
     def _in_pieces(
         self, rows: Any, step: Callable[[Any], Predicted], loss_of_pieces: Callable[[list[Any]], Any] | None
     ) -> Predicted:
-        count, size = num_rows(rows), self.micro_batch or 1
-        pieces = [self._split(rows, start, min(size, count - start)) for start in range(0, count, size)]
+        count, size = self._layout.count(rows), self.micro_batch or 1
+        pieces = [self._layout.piece(rows, start, min(size, count - start)) for start in range(0, count, size)]
         if loss_of_pieces is not None:
             return loss_of_pieces([self._trainer._prepare_inputs(piece) for piece in pieces]), None, None
         found: list[Predicted] = []
@@ -99,7 +82,7 @@ class Evaluation:
         # Cut from one batch, all pieces are padded alike, so that logits and labels of them can be joined.
         for piece in pieces:
             batch = self._layout.back(piece)
-            weights.append(weight(self._trainer, piece, batch))
+            weights.append(weight(self._trainer, batch, self._layout.count(piece)))
             of_notes.append(self._layout.weights(batch))
             with logging_of(self._trainer, "eval") as logged:
                 found.append(step(batch))

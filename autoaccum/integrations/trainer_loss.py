@@ -40,7 +40,8 @@ class LossOfTrainer:
             loss = trainer.compute_loss(model, batch, num_items_in_batch=items)
         if not logged.found:
             return loss
-        return loss, logged.beside(weight(trainer, rows, batch), self._layout.weights(batch), num_rows(rows))
+        num_samples = self._layout.count(rows)
+        return loss, logged.beside(weight(trainer, batch, num_samples), self._layout.weights(batch), num_samples)
 
 
 @contextmanager
@@ -118,17 +119,11 @@ def log_window(trainer: Any, outputs: Mapping[str, Any]) -> None:
             metrics["train"][name].append(float(value))
 
 
-def num_rows(rows: Any) -> int:
-    """Return how many samples a micro-batch has."""
-    tensors = [value for value in rows.values() if isinstance(value, torch.Tensor) and value.ndim]
-    return len(tensors[0])
-
-
-def weight(trainer: Any, rows: Any, batch: Any) -> float:
+def weight(trainer: Any, batch: Any, num_samples: int) -> float:
     """Return what a batch weighs in a mean: the labels that count, or its samples where it has no labels of tokens."""
     labels = batch.get("shift_labels", batch.get("labels")) if isinstance(batch, Mapping) else None
     if not isinstance(labels, torch.Tensor) or labels.is_floating_point():
-        return num_rows(rows)
+        return num_samples
     # As the trainer counts them, who knows whether its model shifts them.
     is_shifted = trainer._loss_shifts_labels and "shift_labels" not in batch
     return int((labels[..., 1:] if is_shifted else labels).ne(-100).sum())

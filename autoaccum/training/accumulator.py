@@ -10,16 +10,16 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from autoaccum import _checks
+from autoaccum._kinds import a, entries, whole
 from autoaccum.data import batches, foreign
 from autoaccum.data.arrays import converted, is_plain
 from autoaccum.data.base import Window
-from autoaccum.data.lengths import BatchLengths
+from autoaccum.data.lengths import LENGTHS, BatchLengths
 from autoaccum.data.randomness import mix
 from autoaccum.data.splits import SplitLike, is_said, split_of, tensors
-from autoaccum.errors import ArgumentError, ConflictingArgumentsError, EmptyDatasetError
+from autoaccum.errors import ConflictingArgumentsError, EmptyDatasetError
 from autoaccum.events import Event
 from autoaccum.loss.coupling import batch_norms, smallest_micro_batch
 from autoaccum.loss.functions import loss_function, stated
@@ -33,10 +33,11 @@ from autoaccum.runs.cost_key import describe
 from autoaccum.training import together
 from autoaccum.training.alone import Ranks, only_run
 from autoaccum.training.declarations import check
+from autoaccum.training.lazy import refuse_lazy
 from autoaccum.training.meeting import meeting_of
 from autoaccum.training.options import CHECKS, OF_ACCUMULATOR, modules_of
 from autoaccum.training.prepared import unprepared
-from autoaccum.training.setup import make_step, place_of
+from autoaccum.training.setup import device_of, make_step, place_of
 from autoaccum.training.step_samples import StepSamples
 from autoaccum.training.synonyms import answering
 from autoaccum.window.batch_norm import statistics_of
@@ -52,6 +53,7 @@ from autoaccum.window.optimizers import (
 )
 from autoaccum.window.outputs import on_device, placed
 from autoaccum.window.precision import Precision
+from autoaccum.window.restoring import engine
 
 
 class Accumulator:
@@ -183,7 +185,10 @@ class Accumulator:
         check_optimizer(optimizer, parameters, functions=(loss_fn, training_step, embed))
         _refuse(model, optimizer, parameters, precision)
         with current_device_kept():
-            place = place_of(_device_of(optimizer, self._modules, parameters), memory_limit)
+            # Where the caller has put it: to move it would leave an optimizer's state, or a compiled model, behind.
+            # Where nothing of it is trained, it is the frozen parameters that tell, or what the optimizer holds.
+            held = parameters or [p for module in self._modules for p in module.parameters()]
+            place = place_of(device_of(model, held or bare_tensors(optimizer, self._modules)), memory_limit)
         self._device = place.device
         self._meeting = meeting_of(ranks, self._modules, optimizer, place.device)
         # From here on others wait for this rank: what ends it is told to them.
@@ -305,7 +310,12 @@ class Accumulator:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what ``state_dict`` returned; on another device memory and time are to be found out again."""
+        """Go on from what ``state_dict`` returned; on another device memory and time are to be found out again.
+
+        Raises:
+            CheckpointCorruptError: the state is not one of an Accumulator; its entry is named. Nothing was changed.
+        """
+        _SAVED(state, "state_dict")
         is_same_device = state["device"] == describe(self._device)
         self._step.load_state_dict(dict(state["step"]), is_same_device=is_same_device)
         self._length_of.load_state_dict(state["lengths"])
@@ -385,6 +395,10 @@ class Accumulator:
             callback(event)
 
 
+_SAVED = entries({"device": a(str), "largest_batch": whole(), "lengths": LENGTHS, "step": engine(has_scaler=None)})
+"""What the state of an accumulator may be."""
+
+
 def _refuse(
     model: nn.Module, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor], precision: str
 ) -> None:
@@ -392,33 +406,13 @@ def _refuse(
 
     Raises:
         ConflictingArgumentsError: an optimizer that asks for a closure, and a gradient scaler.
-        ArgumentError: the model is not there yet.
+        ArgumentError: layers of the model are not built yet.
     """
     if needs_closure(optimizer) and precision == "fp16":
         cure = "It looks at the loss between its own updates, which no gradient scaler can follow: take 'bf16'."
         raise ConflictingArgumentsError("precision", precision, f"optimizer={type(optimizer).__name__}", cure)
     # Its layers are built by a first forward, which is not ours to make in a loop of the caller's.
-    if any(map(is_lazy, parameters)):
-        cure = "Call it once on a batch: model(inputs)."
-        raise ArgumentError("model", type(model).__name__, "a model whose lazy layers know their shapes", cure)
-
-
-def _device_of(
-    optimizer: torch.optim.Optimizer, modules: Sequence[nn.Module], parameters: Sequence[torch.Tensor]
-) -> torch.device:
-    """Return the device that everything is on.
-
-    Raises:
-        ArgumentError: it is on several.
-    """
-    # Where the caller has put it: to move the model would leave an optimizer's state, or a compiled model, behind.
-    # Where nothing of it is trained, it is the frozen parameters that tell, or what the optimizer holds.
-    placed = parameters or [p for module in modules for p in module.parameters()]
-    devices = {p.device for p in placed or bare_tensors(optimizer, modules)}
-    if len(devices) > 1:
-        found = " and ".join(sorted(map(str, devices)))
-        raise ArgumentError("model", type(modules[0]).__name__, "a model on one device", f"It is on {found}.")
-    return devices.pop()
+    refuse_lazy(model, parameters)
 
 
 @dataclass(slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -76,6 +76,17 @@ def build_lazy_layers(
     # A branch that this batch did not take would be built in some window: its parameters would be in no optimizer.
     if left := _unbuilt(modules):
         raise _refusal(model, f"a forward on an example batch did not come to {', '.join(left)}")
+
+
+def refuse_lazy(model: nn.Module, tensors: Iterable[torch.Tensor]) -> None:
+    """Refuse a model whose layers are not built yet, where a first forward is not ours to make.
+
+    Raises:
+        ArgumentError: one of its tensors has no shape.
+    """
+    if any(map(is_lazy, tensors)):
+        cure = "Call it once on a batch: model(inputs)."
+        raise ArgumentError("model", type(model).__name__, "a model whose lazy layers know their shapes", cure)
 
 
 class _Trace:

@@ -6,7 +6,7 @@ their parameters, and the optimizer's state is allocated before a plan counts on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -90,6 +90,19 @@ def place_of(device: str | torch.device | None, memory_limit: MemoryLimit) -> Pl
     memory = memory_of(found)
     # A user's function for the limit is asked here, so that one that fails does so before anything is moved.
     return Place(device=found, memory=memory, limit=Limit(memory, memory_limit))
+
+
+def device_of(model: nn.Module, tensors: Iterable[torch.Tensor]) -> torch.device | None:
+    """Return the device that tensors of a model are on, or of what else a caller has placed; None of none.
+
+    Raises:
+        ArgumentError: they are on several.
+    """
+    devices = {tensor.device for tensor in tensors}
+    if len(devices) > 1:
+        found = " and ".join(sorted(map(str, devices)))
+        raise ArgumentError("model", type(model).__name__, "a model on one device", f"It is on {found}.")
+    return devices.pop() if devices else None
 
 
 def open_data(arguments: FitArguments, place: Place, split: Any = None) -> Source:

@@ -113,8 +113,9 @@ _RUNNER = entries(
 )
 
 
-def engine(*, has_scaler: bool) -> Check:
-    """Return the check of the state of ``Step``."""
+def engine(*, has_scaler: bool | None) -> Check:
+    """Return the check of the state of ``Step``, with that of a gradient scaler or without; None: either."""
+    scaler = optional(_SCALER) if has_scaler is None else _SCALER if has_scaler else one_of(None)
     return entries(
         {
             "step": whole(),
@@ -122,7 +123,7 @@ def engine(*, has_scaler: bool) -> Check:
             "announced of windows": every(a(str)),
             "plan": PLAN,
             "runner": _RUNNER,
-            "scaler": _SCALER if has_scaler else one_of(None),
+            "scaler": scaler,
             "tuner": TUNER,
         },
         optionally={"uncompiled": a(bool)},

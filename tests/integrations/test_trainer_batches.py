@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +18,9 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
+from autoaccum.data.splits import split_of
 from autoaccum.errors import ArgumentError, AutoaccumWarning
-from autoaccum.integrations.trainer_batches import InHalves
+from autoaccum.integrations.trainer_batches import InHalves, layout_of
 from autoaccum.integrations.transformers import AutoAccumMixin
 from autoaccum.testing import oom_at
 from tests.integrations.trainer_runs import WORDS, Run, farthest, gpt2, made, texts, train
@@ -127,13 +129,20 @@ def test_an_evaluation_that_ran_out_of_memory_logs_what_it_would_have(
 
 def test_halves_are_paired_and_parted_again() -> None:
     batch = {"input_ids": torch.arange(12).reshape(6, 2), "ref_chosen_logps": torch.arange(3.0), "use": True}
-    layout = InHalves()
+    layout = InHalves(split_of(None, 0, None, None))
     rows = layout.rows(batch)
     assert rows["input_ids"].tolist()[1] == [[2, 3], [8, 9]]
     assert rows["ref_chosen_logps"].tolist() == [0, 1, 2]
     back = layout.back({name: value[1:] if name != "use" else value for name, value in rows.items()})
     assert back["input_ids"].tolist() == [[2, 3], [4, 5], [8, 9], [10, 11]]
     assert back["ref_chosen_logps"].tolist() == [1, 2]
+
+
+def test_samples_lie_where_the_options_say() -> None:
+    layout = layout_of(SimpleNamespace(window_options={"batch_dim": 1}))
+    rows = layout.rows({"input_ids": torch.arange(12).reshape(2, 6)})
+    assert layout.count(rows) == 6
+    assert layout.piece(rows, 4, 2)["input_ids"].tolist() == [[4, 5], [10, 11]]
 
 
 def test_samples_in_one_row_are_refused(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def test_nothing_is_noted_of_one_that_failed() -> None:
 def test_a_batch_weighs_what_its_labels_count() -> None:
     labels = torch.tensor([[5, -100, 7], [1, 2, -100]])
     batch = {"input_ids": labels, "labels": labels}
-    assert weight(SimpleNamespace(_loss_shifts_labels=True), batch, batch) == 2
-    assert weight(SimpleNamespace(_loss_shifts_labels=False), batch, batch) == 4
+    assert weight(SimpleNamespace(_loss_shifts_labels=True), batch, 2) == 2
+    assert weight(SimpleNamespace(_loss_shifts_labels=False), batch, 2) == 4
     scores = {"input_ids": labels, "labels": torch.rand(2)}
-    assert weight(SimpleNamespace(_loss_shifts_labels=False), scores, scores) == 2
+    assert weight(SimpleNamespace(_loss_shifts_labels=False), scores, 2) == 2

@@ -1,0 +1,42 @@
+"""The size of the pieces that an evaluation is run in, from the first batch on that has not fitted as it was."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+
+import torch
+
+from autoaccum.errors import AutoaccumWarning, NothingFitsError
+from autoaccum.memory.devices import memory_of
+from autoaccum.memory.oom import RanOut
+
+
+def smaller(tried: int, outcome: RanOut, phase: str, device: torch.device, cure: str) -> int:
+    """Return how many samples to run at once after so many have run out of memory: half of them; say so.
+
+    Args:
+        tried: the samples that were run at once.
+        outcome: that they have run out of memory.
+        phase: in which, as an error calls it.
+        device: where they were run, which is given back what the allocator keeps.
+        cure: how a user begins with fewer; "{size}" stands for the size that is returned.
+
+    Raises:
+        NothingFitsError: it was a single one.
+    """
+    # By halves and not by a search as in training: batches of evaluation are seldom at the edge.
+    if tried < 2:
+        error = NothingFitsError(phase=phase, micro_batch=1, peak_bytes=None, limit_bytes=None)
+        raise error from outcome.error
+    size = (tried + 1) // 2
+    # What has failed may lie in circles of references.
+    gc.collect()
+    memory_of(device).release()
+    warnings.warn(
+        f"Memory ran out in an evaluation of {tried} samples at once. They are evaluated {size} at a time from here "
+        f"on, with the same results; training goes on as it did. {cure.format(size=size)}",
+        AutoaccumWarning,
+        stacklevel=3,
+    )
+    return size
