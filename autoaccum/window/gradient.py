@@ -332,9 +332,11 @@ class Gradients:
         """Return a backward after which no gradient lies where another one does: what is next is done in place."""
 
         def accumulate_own() -> None:
+            # To those that are there a backward adds in their place, which is their own already.
+            new = [p for p in self.trained() if p.grad is None]
             accumulate()
-            if not self.are_in_use():
-                make_own(self.trained())
+            if new and not self.are_in_use():
+                make_own(new)
 
         return accumulate_own
 
