@@ -213,6 +213,9 @@ class Examiner:
             if self._verify:
                 is_surprising = self._is_surprising(gradient, number)
                 reason = self._occasions.reason(window.num_samples, number, is_surprising=is_surprising)
+            joins = reason == "whole" or (
+                reason is not None and self._occasions.is_for_joined(window.num_samples, number)
+            )
             if reason is not None:
                 with aside():
                     self._measure(window, gradient, number, most, reason, said)
@@ -241,7 +244,7 @@ class Examiner:
             is_passed = self._occasions.status == "passed" and self._verify and not is_weighed_otherwise
             here = gradient.of_first_samples(window.num_samples)
             is_larger = max(here.sizes, default=0) > self._kinds.largest_joined
-            if is_passed and here.sizes and (reason is not None or is_larger):
+            if is_passed and here.sizes and (joins or is_larger):
                 with aside():
                     found = self._micro_batches.joined(
                         self._transaction.shared or window,
@@ -249,7 +252,7 @@ class Examiner:
                         after,
                         number=number,
                         most=most,
-                        is_due=reason is not None,
+                        is_due=joins,
                         suspicion=lambda: readings.suspicion(self._job, self._met, self._shown),
                         rewind=self._rewind,
                         like=self._remembered,

@@ -30,6 +30,8 @@ class Occasions:
         """Whether a smaller one was measured after it."""
         self.next_round = 2
         """The number of the window at which losses are compared next, whatever it shows."""
+        self.next_joined = 10
+        """The number of the window at which two of its micro-batches are joined next, whatever it shows."""
         self.next_look = 1
         """The number of the next window whose forwards are looked at."""
         self.tries = _MOST_SURPRISES
@@ -64,14 +66,21 @@ class Occasions:
                 return "whole"
         return "losses" if number >= self.next_round or num_samples < self.short_below else None
 
+    def is_for_joined(self, num_samples: int, number: int) -> bool:
+        """Return whether in a window that is measured by its losses two micro-batches are joined too."""
+        # It takes as long as half a window, and not as a few samples: seldom enough to be nothing beside a short run.
+        return number >= self.next_joined or num_samples < self.short_below
+
     def measured(self, num_samples: int, number: int) -> None:
         """Take that a window is measured."""
         self.is_short_measured = self.is_short_measured or num_samples < self.largest
         self.largest = max(self.largest, num_samples)
         if number >= self.next_round:
-            # 2, 3, 5, 10, 20, 50, 100, ...
+            # 2, 3, 5, 10, 20, 50, 100, ...; and 10, 100, ... the others
             power = 10 ** (len(str(number)) - 1)
             self.next_round = number + 1 if number < 3 else next(n * power for n in (2, 5, 10) if n * power > number)
+        if number >= self.next_joined:
+            self.next_joined = 10 ** len(str(number))
 
     def looked(self, number: int) -> None:
         """Take that a window was looked at: the next one is, and after the hundredth one in ten, in a hundred, ..."""
@@ -81,8 +90,11 @@ class Occasions:
     def state_dict(self) -> dict[str, Any]:
         """Return all of it, for a checkpoint."""
         state = dict(vars(self))
-        if not self.is_changed:  # which came later than the rest
+        # Which came later than the rest, and are there once they say something.
+        if not self.is_changed:
             del state["is_changed"]
+        if self.next_joined == 10:
+            del state["next_joined"]
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -70,7 +70,7 @@ _OCCASIONS = entries(
         # Of measurements that came to nothing there may be any number.
         "tries": whole(-MOST),
     },
-    optionally={"is_changed": a(bool)},
+    optionally={"is_changed": a(bool), "next_joined": whole(1)},
 )
 _VERIFIED = entries(
     {

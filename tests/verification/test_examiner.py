@@ -148,8 +148,8 @@ class TestMeasuring:
             made.examine(3, 3, 2)
             counts.append(len(calls) - 3)
         # The first in full: the whole, and three cuts of three. Then, as in others, some samples whole and in one cut,
-        # and two micro-batches joined and apart.
-        assert counts == [17, 7, 7, 0, 7, 0, 0, 0, 0, 7, 0]
+        # and in the tenth window two micro-batches joined and apart.
+        assert counts == [17, 4, 4, 0, 4, 0, 0, 0, 0, 7, 0]
 
 
 class TestMeasuringAgain:

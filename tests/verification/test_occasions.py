@@ -33,6 +33,16 @@ def test_losses_are_compared_in_rounds() -> None:
     assert rounds == [2, 3, 5, 10, 20, 50, 100, 200, 500, 1000]
 
 
+def test_micro_batches_are_joined_in_windows_of_powers_of_ten_and_in_the_first_short_one() -> None:
+    made, joined = passed(), []
+    for number in range(1, 1002):
+        if made.reason(8, number, is_surprising=False) == "losses":
+            joined += [number] if made.is_for_joined(8, number) else []
+            made.measured(8, number)
+    assert joined == [10, 100, 1000]
+    assert made.is_for_joined(5, 1002)
+
+
 def test_until_something_was_measured_it_is_tried_four_times() -> None:
     made = Occasions()
     reasons = []
@@ -71,6 +81,6 @@ def test_what_is_foreseen_is_what_comes_round(number: int, is_foreseen: bool) ->
 
 
 def test_all_of_it_is_kept() -> None:
-    made, again = passed(surprises=3, tries=-2, is_short_measured=True, next_look=7), Occasions()
+    made, again = passed(surprises=3, tries=-2, is_short_measured=True, next_look=7, next_joined=100), Occasions()
     again.load_state_dict(made.state_dict())
     assert vars(again) == vars(made) != vars(Occasions())
