@@ -91,7 +91,7 @@ from sentence_transformers.sentence_transformer.losses import MultipleNegativesR
 from tests.loss.test_image_text import MODELS, images_and_texts, made
 from tests.loss.test_sentences import Encoder, sentences
 
-clip, images_and_texts = made(MODELS["CLIP"]), images_and_texts()
+image_text, images_and_texts = made(MODELS["CLIP"]), images_and_texts()
 encoder, pairs = SentenceTransformer(modules=[Encoder()], device="cpu"), sentences()
 """
 GIVEN = {("README.md", 0): OF_THE_READER, ("ranks.md", 0): OF_THE_READER, ("window_losses.md", 1): OF_TWO_LIBRARIES}
