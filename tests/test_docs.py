@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
@@ -118,6 +119,22 @@ def test_pages_whose_code_is_not_run_here_have_some() -> None:
     assert len(with_code) >= 20
 
 
+@pytest.mark.parametrize("notebook", sorted((ROOT / "examples").glob("*.ipynb")), ids=lambda notebook: notebook.name)
+def test_notebook_runs_and_prints_what_it_shows(notebook: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cells = [cell for cell in json.loads(notebook.read_text())["cells"] if cell["cell_type"] == "code"]
+    assert len(cells) >= 3
+    namespace: dict[str, Any] = {}
+    for cell in cells:
+        exec("".join(cell["source"]), namespace)
+        shown = "".join("".join(output["text"]) for output in cell["outputs"])
+        # Of numbers that depend on rounding the words are the same.
+        assert re.sub(r"\d+%", "%", capsys.readouterr().out) == re.sub(r"\d+%", "%", shown)
+
+
+def test_there_is_a_notebook() -> None:
+    assert (ROOT / "examples" / "quick_start.ipynb").exists()
+
+
 def rows_of_windows() -> list[tuple[str, str, str]]:
     """(arguments, windows, validated after) of the table in docs/schedules.md."""
     text = (ROOT / "docs" / "schedules.md").read_text()
@@ -171,6 +188,33 @@ def test_quick_start_begins_with_two_commands_of_one_line() -> None:
 def test_the_table_of_exactness_is_the_one_that_was_measured() -> None:
     _, measured = (ROOT / "benchmarks" / "results" / "exactness.md").read_text().split("\n\n", 1)
     assert measured in (ROOT / "docs" / "exactness.md").read_text()
+
+
+def test_the_tables_of_the_comparison_are_those_that_were_measured() -> None:
+    page = (ROOT / "docs" / "comparison.md").read_text()
+    results = ROOT / "benchmarks" / "results"
+    (table,) = re.findall(
+        r"^\| finder \| answers.*?\n\n", (results / "search.md").read_text(), re.DOTALL | re.MULTILINE
+    )
+    assert table in page
+    for name, shown in {
+        "autoaccum fit": "autoaccum `fit`",
+        "Lightning power": "Lightning, power",
+        "Lightning binsearch": "Lightning, binsearch",
+        "Accelerate find_executable_batch_size": "Accelerate `find_executable_batch_size`",
+        "Transformers auto_find_batch_size": "Transformers `auto_find_batch_size`",
+    }.items():
+        rows = [
+            [cell.strip() for cell in line.strip("|").split("|")]
+            for line in (results / "time_to_train.md").read_text().splitlines()
+            if f"| {name} |" in line
+        ]
+        ratios = sorted({f"{float(row[4]):.2f}" for row in rows if row[4]})
+        asked = {"small GPT": "256", "wide MLP": "4096"}
+        is_kept = all(row[6] == asked[row[0]] for row in rows if row[4])
+        span = " to ".join([*ratios[:1], *ratios[1:][-1:]])
+        failed = sum(row[3].startswith("failed") for row in rows)
+        assert f"| {shown} | {span} | {'yes' if is_kept else 'no'} | {failed} |" in page
 
 
 def test_tests_mirror_the_package() -> None:

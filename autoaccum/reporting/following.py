@@ -1,5 +1,7 @@
 """What the callbacks that write a run somewhere have in common: when they begin, what they write, when they end.
 
+::
+
     Started, Resumed, Notice    kept until something is trained, for a run that is finished has nothing to write
     any other record            begins; a Resumed among those kept says that the run goes on
     Finished, an error          ends
