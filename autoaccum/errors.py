@@ -1,5 +1,7 @@
 """Every error that autoaccum raises on purpose, with the facts that it carries.
 
+::
+
     AutoaccumError
     ├── ArgumentError (ValueError)            an argument that cannot be used: .argument .value .accepted
     │   ├── ArgumentTypeError (TypeError)     ... because of its type

@@ -30,6 +30,8 @@ _STEPS = ("validation_step", "test_step")
 class AutoAccum(Callback):  # type: ignore[misc]
     """A callback by which each batch of Lightning's loop is one optimizer step, in as many micro-batches as it takes.
 
+    ::
+
         trainer = Trainer(callbacks=[AutoAccum(effective_batch=256)])
 
     Lightning's loop sees one batch for each step of the optimizer, and stays on the host with it. Where Lightning would

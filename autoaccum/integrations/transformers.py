@@ -1,5 +1,7 @@
 """``AutoAccumTrainer``: the Trainer of transformers, at an exact effective batch in whatever memory there is.
 
+::
+
     trainer = AutoAccumTrainer(model, args, train_dataset=dataset, effective_batch=256)
     trainer.train()
 

@@ -86,6 +86,8 @@ def fit(
 ) -> FitResult:
     """Train ``model`` with exactly ``effective_batch`` samples per optimizer step, in whatever memory there is.
 
+    ::
+
         for epoch in epochs:
             for window in windows of effective_batch samples:       # the last one of an epoch may be short
                 remember buffers and random states
