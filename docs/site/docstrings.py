@@ -33,3 +33,7 @@ class Docstrings(griffe.Extension):
         """Rewrite the docstring of an object."""
         if obj.docstring is not None and not obj.is_alias:
             obj.docstring.value = as_markdown(obj.docstring.value)
+
+    def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
+        """Rewrite that of the package, which is an object of its own kind."""
+        self.on_object(obj=pkg)

@@ -12,7 +12,7 @@ import re
 import sys
 import tomllib
 from pathlib import Path
-from posixpath import dirname, normpath, relpath
+from posixpath import dirname, join, normpath, relpath
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -26,7 +26,8 @@ import autoaccum  # noqa: E402
 # Pages and pictures that are not in docs/, by where they lie in the repository; "*" as in a glob. They keep their place
 # on the site but for the README, which is its first page.
 ELSEWHERE = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/results/*.md", "benchmarks/results/*.png")
-SCRIPT = "assets/iframe-worker.js"
+ASSETS = ("iframe-worker.js", "messages.css")
+"""Files beside this one that pages load."""
 
 MODULES = (
     *(f"autoaccum.{name}" for name in autoaccum._MODULES),
@@ -115,7 +116,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         files.append(File.generated(config, place, content=as_markdown(notebook)))
     for module in ("autoaccum", *MODULES):
         files.append(File.generated(config, f"reference/{module}.md", content=reference(module)))
-    files.append(File.generated(config, SCRIPT, abs_src_path=str(Path(__file__).parent / "iframe-worker.js")))
+    for name in ASSETS:
+        files.append(File.generated(config, f"assets/{name}", abs_src_path=str(Path(__file__).with_name(name))))
     return files
 
 
@@ -134,6 +136,8 @@ LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Lead the links of a page to where the same things are on the site, or in the repository."""
+    if page.file.src_uri == "troubleshooting.md":
+        page.meta["search"] = {"boost": 8}  # who looks for a message is to find it before all that speaks of the matter
     of_site = {place: path for path, place in places().items()}
     uri = page.file.src_uri
     own = of_site.get(uri, uri if page.file.generated_by else f"docs/{uri}")
@@ -143,11 +147,12 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         path, hash_sign, anchor = target.partition("#")
         if not path or re.match(r"\w+:", target):
             return link[0]
-        place = place_of(normpath(f"{dirname(own)}/{path}"), files)
+        there = normpath(join(dirname(own), path))
+        place = place_of(there, files)
         if place is not None:
             return f"{bang}[{text}]({relpath(place, dirname(uri) or '.')}{hash_sign}{anchor})"
         where = address()
-        return f"[{text}]({where}{normpath(f'{dirname(own)}/{path}')})" if where else text
+        return f"[{text}]({where}{there})" if where else text
 
     # Code is left as it is: what looks like a link there is an index and a call.
     parts, end = [], 0
