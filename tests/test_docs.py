@@ -78,6 +78,9 @@ EXCERPTS = {"design.md"}
 
 OF_THE_READER = """
 import torch
+
+import autoaccum
+
 model = torch.nn.Linear(4, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 loss_fn = torch.nn.functional.cross_entropy

@@ -5,6 +5,7 @@ It takes the extra ``docs``; without it there is nothing to build, and nothing i
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import subprocess
@@ -101,11 +102,24 @@ def test_the_reference_has_every_public_name(site: Path) -> None:
     assert {"autoaccum.errors.NothingFitsError", "autoaccum.errors.StopTraining"} <= errors.ids
 
 
+def test_docstrings_are_markdown(site: Path) -> None:
+    spec = importlib.util.spec_from_file_location("docs_docstrings", CONFIGURATION.with_name("docstrings.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    text = "Add.\n\n>>> 1 + 1\n2\n\n::\n\n    a picture"
+    assert module.as_markdown(text) == "Add.\n\n```python\n>>> 1 + 1\n2\n```\n\n\n    a picture\n"
+    for page in (site / "reference").glob("*.html"):
+        assert "<blockquote>" not in page.read_text(), page  # which ">>> " is in Markdown
+        assert "<p>::" not in page.read_text(), page
+
+
 def test_links_to_pages_lead_to_pages(site: Path) -> None:
     """Strict building looks at links in Markdown alone, and not at what the hooks have made of them."""
     text = (site / "index.html").read_text()
     assert 'href="guide.html"' in text
     assert 'href="losses.html#losses-of-several-terms"' in text
     assert 'href="benchmarks/results/time_to_train.html"' in text
-    assert "docs/guide" not in text
+    assert 'href="docs/' not in text
     assert not re.findall(r'href="(?!https?:)[^"]*\.(?:py|md|ipynb)"', text)

@@ -12,16 +12,7 @@ EXAMPLE = re.compile(r"(?:^>>> .*\n(?:.+\n)*)+", re.MULTILINE)
 
 
 def as_markdown(text: str) -> str:
-    """Return a docstring with its examples in fences, and without the colons that stand before a picture of text.
-
-    >>> print(as_markdown("Add.\\n\\n>>> 1 + 1\\n2"), end="")
-    Add.
-    <BLANKLINE>
-    ```python
-    >>> 1 + 1
-    2
-    ```
-    """
+    """Return a docstring with its examples in fences, and without the colons that stand before a picture of text."""
     text = re.sub(r"^::\n", "", f"{text}\n", flags=re.MULTILINE)
     return EXAMPLE.sub(r"```python\n\g<0>```\n", text)
 
