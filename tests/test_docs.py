@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
@@ -70,17 +71,71 @@ def test_there_are_commands() -> None:
     assert len(COMMANDS) >= 8
 
 
-@pytest.mark.filterwarnings("ignore:The run in .*runs/a is finished")
-@pytest.mark.parametrize(("page", "fewest"), [("guide.md", 7), ("schedules.md", 4), ("runs.md", 2), ("sweeps.md", 2)])
+BY_OTHER_TESTS = {"coming_from_accelerate.md", "coming_from_lightning.md", "coming_from_transformers.md"}
+"""Pages whose code trains by other libraries: tests/integrations runs it, before and after the change."""
+EXCERPTS = {"design.md"}
+"""Pages whose code is a piece of the package's own, and no example."""
+
+OF_THE_READER = """
+import torch
+
+import autoaccum
+
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loss_fn = torch.nn.functional.cross_entropy
+batch = torch.randn(256, 4), torch.randint(2, (256,))
+data = torch.randn(512, 4), torch.randint(2, (512,))
+loader = [batch, batch]
+"""
+OF_TWO_LIBRARIES = """
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
+
+from tests.loss.test_image_text import MODELS, images_and_texts, made
+from tests.loss.test_sentences import Encoder, sentences
+
+image_text, images_and_texts = made(MODELS["CLIP"]), images_and_texts()
+encoder, pairs = SentenceTransformer(modules=[Encoder()], device="cpu"), sentences()
+"""
+GIVEN = {("README.md", 0): OF_THE_READER, ("ranks.md", 0): OF_THE_READER, ("window_losses.md", 1): OF_TWO_LIBRARIES}
+"""What the reader of a block of a page is taken to have."""
+
+
+@pytest.mark.filterwarnings("ignore:The run in .*runs/a is finished", "ignore:effective_batch=4096 is more than")
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name)
 def test_the_code_of_a_page_runs_from_top_to_bottom(
-    page: str, fewest: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if page.name in BY_OTHER_TESTS | EXCERPTS:
+        return
     monkeypatch.chdir(tmp_path)  # where some of them write
     namespace: dict[str, Any] = {}
-    code = blocks(ROOT / "docs" / page, "python")
-    assert len(code) >= fewest
-    for block in code:
+    for number, block in enumerate(blocks(page, "python")):
+        exec(GIVEN.get((page.name, number), ""), namespace)
         exec(block, namespace)
+
+
+def test_pages_whose_code_is_not_run_here_have_some() -> None:
+    with_code = {page.name for page in PAGES if blocks(page, "python")}
+    assert with_code >= BY_OTHER_TESTS | EXCERPTS | {page for page, _ in GIVEN}
+    assert len(with_code) >= 20
+
+
+@pytest.mark.parametrize("notebook", sorted((ROOT / "examples").glob("*.ipynb")), ids=lambda notebook: notebook.name)
+def test_notebook_runs_and_prints_what_it_shows(notebook: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cells = [cell for cell in json.loads(notebook.read_text())["cells"] if cell["cell_type"] == "code"]
+    assert len(cells) >= 3
+    namespace: dict[str, Any] = {}
+    for cell in cells:
+        exec("".join(cell["source"]), namespace)
+        shown = "".join("".join(output["text"]) for output in cell["outputs"])
+        # Of numbers that depend on rounding the words are the same.
+        assert re.sub(r"\d+%", "%", capsys.readouterr().out) == re.sub(r"\d+%", "%", shown)
+
+
+def test_there_is_a_notebook() -> None:
+    assert (ROOT / "examples" / "quick_start.ipynb").exists()
 
 
 def rows_of_windows() -> list[tuple[str, str, str]]:
@@ -136,6 +191,33 @@ def test_quick_start_begins_with_two_commands_of_one_line() -> None:
 def test_the_table_of_exactness_is_the_one_that_was_measured() -> None:
     _, measured = (ROOT / "benchmarks" / "results" / "exactness.md").read_text().split("\n\n", 1)
     assert measured in (ROOT / "docs" / "exactness.md").read_text()
+
+
+def test_the_tables_of_the_comparison_are_those_that_were_measured() -> None:
+    page = (ROOT / "docs" / "comparison.md").read_text()
+    results = ROOT / "benchmarks" / "results"
+    (table,) = re.findall(
+        r"^\| finder \| answers.*?\n\n", (results / "search.md").read_text(), re.DOTALL | re.MULTILINE
+    )
+    assert table in page
+    for name, shown in {
+        "autoaccum fit": "autoaccum `fit`",
+        "Lightning power": "Lightning, power",
+        "Lightning binsearch": "Lightning, binsearch",
+        "Accelerate find_executable_batch_size": "Accelerate `find_executable_batch_size`",
+        "Transformers auto_find_batch_size": "Transformers `auto_find_batch_size`",
+    }.items():
+        rows = [
+            [cell.strip() for cell in line.strip("|").split("|")]
+            for line in (results / "time_to_train.md").read_text().splitlines()
+            if f"| {name} |" in line
+        ]
+        ratios = sorted({f"{float(row[4]):.2f}" for row in rows if row[4]})
+        asked = {"small GPT": "256", "wide MLP": "4096"}
+        is_kept = all(row[6] == asked[row[0]] for row in rows if row[4])
+        span = " to ".join([*ratios[:1], *ratios[1:][-1:]])
+        failed = sum(row[3].startswith("failed") for row in rows)
+        assert f"| {shown} | {span} | {'yes' if is_kept else 'no'} | {failed} |" in page
 
 
 def test_tests_mirror_the_package() -> None:
