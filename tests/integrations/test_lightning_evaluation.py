@@ -32,6 +32,7 @@ class Evaluated(Classifier):
         self.accuracy = torchmetrics.Accuracy(task="multiclass", num_classes=3)
         self.sizes: list[int] = []
         self.ended: list[Any] = []
+        self.kept: list[torch.Tensor] = []
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
         super().validation_step(batch, batch_idx)
@@ -39,6 +40,7 @@ class Evaluated(Classifier):
         logits = self.net(x)
         self.accuracy(logits, y)
         self.log("val_accuracy", self.accuracy)
+        self.kept.append(logits)
         torch.rand(1)
         if len(x) > self.most:
             raise torch.OutOfMemoryError("CUDA out of memory.")
@@ -70,6 +72,7 @@ class TestOutOfMemory:
         assert {name: float(value) for name, value in trainer.callback_metrics.items()} == pytest.approx(
             {name: float(value) for name, value in expected.callback_metrics.items()}, rel=1e-10
         )
+        assert [len(rows) for rows in module.kept] == [25, 25, 10] * 2
         assert callback.micro_batches == (12,)
         assert watch.losses == stock.losses
         for (rows, outputs), (stock_rows, others) in zip(module.ended, whole.ended, strict=True):
