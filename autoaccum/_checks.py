@@ -332,7 +332,9 @@ def _callbacks(callbacks: object, accepted: str, *, has_trainer: bool) -> list[A
             no_class("callbacks", callback, accepted)
             is_given_two = has_trainer and takes_trainer(callback)
             one = "record" if has_trainer else "event"
-            function("callbacks", callback, (one, "trainer") if is_given_two else (one,), "None")
+            # Those of other trainers are objects with hooks, which nobody here would call.
+            cure = "" if callable(callback) else "Ready ones are in autoaccum.callbacks and autoaccum.reporting."
+            function("callbacks", callback, (one, "trainer") if is_given_two else (one,), "None", cure)
             found.append(callback)
     except ArgumentError:
         raise

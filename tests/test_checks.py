@@ -313,6 +313,13 @@ class TestCallbacks:
         with pytest.raises(ArgumentTypeError, match=r"It is the class: make one, Callable2\(\)"):
             of_callbacks([Callable2])
 
+    def test_a_callback_of_another_trainer_is_told_of_ours(self) -> None:
+        class EarlyStoppingCallback:
+            def on_evaluate(self) -> None: ...
+
+        with pytest.raises(ArgumentTypeError, match=r"Ready ones are in autoaccum\.callbacks"):
+            of_callbacks([EarlyStoppingCallback()])
+
     def test_what_cannot_be_read(self) -> None:
         def fails() -> Any:
             yield print

@@ -11,6 +11,7 @@ is for ``reading`` to tell, by whose word its lists are leaves: that is what ``i
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import numpy as np
@@ -44,7 +45,7 @@ IsLeaf = Callable[[Any], bool]
 
 
 def is_leaf(node: object) -> bool:
-    """Return whether torch's pytree is to stop at a node; teach it, on the way, the mappings it does not know."""
+    """Return whether torch's pytree is to stop at a node; teach it, on the way, mappings and dataclasses."""
     if isinstance(node, list):
         # A list of texts or numbers has one for each sample; one that holds tensors holds several parts of a batch.
         # By the types in it, of which there are few: it may be a column of data, with millions of entries.
@@ -60,6 +61,9 @@ def is_leaf(node: object) -> bool:
         if objects.is_graphs(node):
             return True
         _register(type(node))
+    # As Lightning moves them to a device, field by field; a class that is registered knows better.
+    if is_dataclass(node) and not isinstance(node, type) and type(node) not in pytree.SUPPORTED_NODES:
+        _register_dataclass(type(node))
     return False
 
 
@@ -93,6 +97,25 @@ def _register(cls: type[Any]) -> None:
             [(pytree.MappingKey(key), value) for key, value in node.items()],
             list(node.keys()),
         ),
+    )
+
+
+def _register_dataclass(cls: type[Any]) -> None:
+    """Teach torch's pytree a dataclass, whose fields are parts of a batch."""
+    names = [field.name for field in fields(cls)]
+
+    def made(values: Any, _: Any) -> Any:
+        # Without its __init__, which may check what a part of a batch is not, or take other arguments.
+        found = object.__new__(cls)
+        for name, value in zip(names, values, strict=True):
+            object.__setattr__(found, name, value)  # of a frozen one too
+        return found
+
+    pytree.register_pytree_node(
+        cls,
+        lambda node: ([getattr(node, name) for name in names], None),
+        made,
+        flatten_with_keys_fn=lambda node: ([(pytree.GetAttrKey(name), getattr(node, name)) for name in names], None),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader, Dataset
 
 from autoaccum._units import shown
@@ -26,7 +27,11 @@ def refuse(argument: str, data: Any) -> None:
     if isinstance(data, str | bytes):
         cure = "Read the file, and pass what is in it; a single text would be a list of one, [text]."
         raise ArgumentTypeError(argument, data, _TENSORS, cure)
-    if isinstance(data, Mapping) and data and all(isinstance(part, Dataset) or is_hf(part) for part in data.values()):
+    if isinstance(data, list) and data and isinstance(data[0], DataLoader | Dataset):
+        cure = f"It holds several: pass one, such as {argument}[0], or torch.utils.data.ConcatDataset of datasets."
+        raise ArgumentTypeError(argument, f"a list of {len(data)}", "one dataset or DataLoader", cure)
+    kinds = (Dataset, DataLoader)
+    if isinstance(data, Mapping) and data and all(isinstance(part, kinds) or is_hf(part) for part in data.values()):
         first = next(iter(data))
         cure = f"It holds several datasets: pass one, such as {argument}[{first!r}]."
         raise ArgumentTypeError(argument, _names(data), "one dataset", cure)
@@ -56,6 +61,9 @@ def refuse_as_batch(batch: Any) -> None:
         raise ArgumentTypeError(
             "batch", _named(batch), "one batch", "Pass each that it yields: for batch in loader: ..."
         )
+    if isinstance(batch, torch.Tensor) and not batch.ndim:
+        cure = "The loss is computed here, of the batch: pass what the loader yields."
+        raise ArgumentTypeError("batch", "a single number, such as a loss", "one batch", cure)
     if isinstance(batch, Dataset) or is_hf(batch):
         cure = (
             "Make a loader of it, whose batch_size is the effective batch: for batch in DataLoader(dataset, ...): ..."

@@ -1,4 +1,4 @@
-"""Tells lists of samples, which are a dataset as a DataLoader reads them, from lists of batches."""
+"""Tells lists of samples, which are a dataset as a DataLoader reads them, from lists of batches; so of iterables."""
 
 from __future__ import annotations
 
@@ -87,6 +87,39 @@ def notice(argument: str) -> Notice:
         consequence=f"The list that is passed as {argument} is read as a dataset, as a DataLoader reads it",
         cure=f"Pass DataLoader({argument}, batch_size=None) if each entry is a batch",
     )
+
+
+def refuse_sample(entry: Any, argument: str) -> None:
+    """Raise where what should be a batch can only be a sample: a vector or an image, and the label beside it.
+
+    Raises:
+        DataError: it is one.
+    """
+    parts = list(entry.values()) if isinstance(entry, Mapping) else entry
+    if not isinstance(parts, list | tuple) or batches.is_leaf(entry):
+        return
+    rows = [part for part in parts if batches.has_rows(part)]
+    singles = [part for part in parts if isinstance(part, int | float | np.generic | torch.Tensor | np.ndarray)]
+    singles = [part for part in singles if not batches.has_rows(part) and not isinstance(part, bool)]
+    if len(rows) > 1 or not singles:
+        return
+    # A number beside rows may be one that a batch shares, such as a temperature; beside a vector, or whole and in a
+    # pair, it is a label.
+    is_vector = not rows or getattr(rows[0], "ndim", 1) == 1
+    if is_vector or (isinstance(entry, tuple | list) and any(map(_is_whole, singles))):
+        shapes = ", ".join(f"shape {tuple(np.shape(part))}" if batches.has_rows(part) else "a number" for part in parts)
+        raise DataError(
+            f"{argument}: it yields samples ({shapes}), as zip(inputs, targets) does, and what is iterated over is to "
+            f"yield batches. Pass list({argument}), which is read as a dataset, or an IterableDataset where it is too "
+            f"long; if these are batches, split=autoaccum.splits.tensors beside it."
+        )
+
+
+def _is_whole(number: Any) -> bool:
+    """Return whether a number is an integer, as labels are."""
+    if isinstance(number, torch.Tensor):
+        return not (number.is_floating_point() or number.is_complex())
+    return isinstance(number, int | np.integer) or getattr(getattr(number, "dtype", None), "kind", "") in "iu"
 
 
 def _refuse_parts(chosen: Sequence[Any], argument: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, default_collate
 
-from autoaccum.data import batches
+from autoaccum.data import batches, lists
 from autoaccum.data.arrays import converted
 from autoaccum.data.base import Collate, NextPiece, PlanAt, Reader
 from autoaccum.data.collating import collate_of
@@ -124,7 +124,10 @@ class StreamSource:
                     if not self._of_samples:
                         batch = next(iterator)
                         if self._converts:
+                            if not position:
+                                lists.refuse_sample(batch, self._argument)
                             batch = converted(batch)
+                        position += 1
                         return self._split.count(batch, self._argument), batch
                     items = [(epoch, position + i, sample) for i, sample in enumerate(islice(iterator, wished))]
             except Exception as error:

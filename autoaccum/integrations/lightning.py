@@ -24,7 +24,7 @@ elif "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modul
 else:
     Callback = import_module("lightning.pytorch").Callback
 
-_STEPS = ("validation_step", "test_step")
+_STEPS = ("validation_step", "test_step", "predict_step")
 
 
 class AutoAccum(Callback):  # type: ignore[misc]
@@ -39,8 +39,8 @@ class AutoAccum(Callback):  # type: ignore[misc]
     that runs out has it run again in smaller ones. Clipping, stepping, schedules, checkpoints and hooks are Lightning's
     own, once for each batch, and what ``self.log`` was told of its micro-batches is logged as one value.
 
-    A batch of validation or test in which memory runs out is run again in two halves, and those after it in pieces of
-    that size; training hears nothing of it.
+    A batch of validation, test or prediction in which memory runs out is run again in two halves, and those after it
+    in pieces of that size; training hears nothing of it.
     """
 
     def __init__(self, effective_batch: int | None = None, **options: Any) -> None:

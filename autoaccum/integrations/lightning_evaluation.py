@@ -1,24 +1,31 @@
-"""Batches of validation and test in Lightning, run in pieces once memory has run out in one."""
+"""Batches of validation, test and prediction in Lightning, run in pieces once memory has run out in one."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 
 from autoaccum.data import randomness
 from autoaccum.data.splits import split_of
+from autoaccum.errors import OutputError
 from autoaccum.integrations.evaluation_sizes import smaller
 from autoaccum.integrations.lightning_records import Record, Records, mean
 from autoaccum.memory.oom import RanOut, attempt
 
 _Parts = list[tuple[Record, int, Any]]
+_PREDICT = "predict_step"
+_ROWS = "tensors with a row for each sample, lists with an entry for each, or a dict or tuple of these"
 
 
 class Evaluation:
-    """One kind of step (validation or test), with the size that is known to fit it."""
+    """One kind of step (validation, test or prediction), with the size that is known to fit it."""
 
     def __init__(self, trainer: Any, name: str, stock: Callable[..., Any], options: Mapping[str, Any]) -> None:
         """Set up.
@@ -41,11 +48,14 @@ class Evaluation:
 
         Raises:
             NothingFitsError: not even one sample fits.
+            OutputError: pieces of a prediction cannot be made one.
         """
         trainer = self._trainer
-        if trainer._results is None or hasattr(batch, "__next__"):  # an iterator over batches has nothing to cut
+        if hasattr(batch, "__next__"):  # an iterator over batches has nothing to cut
             return self._stock(batch, *rest, **kwargs)
-        records = Records(trainer._results, trainer.lightning_module)
+        # The loop of predictions has no results, and refuses to log: there metrics alone are kept apart.
+        results = SimpleNamespace() if trainer._results is None else trainer._results
+        records = Records(results, trainer.lightning_module)
         if self.largest is None:
             # Outside of any handler, which would pin what the failed forward has computed.
             outcome = attempt(partial(self._run, records, batch, rest, kwargs))
@@ -55,7 +65,9 @@ class Evaluation:
             self._shrink(self._split.count(batch, "batch"), outcome)
         parts = self._in_pieces(records, batch, rest, kwargs)
         records.log([(record, samples) for record, samples, _ in parts])
-        return joined([returned for *_, returned in parts], [samples for _, samples, _ in parts])
+        returned, sizes = [found for *_, found in parts], [samples for _, samples, _ in parts]
+        # One piece is the whole batch, whose outputs may be anything.
+        return returned[0] if len(parts) == 1 else joined(returned, sizes, is_prediction=self._name == _PREDICT)
 
     def _in_pieces(self, records: Records, batch: Any, rest: Sequence[Any], kwargs: Mapping[str, Any]) -> _Parts:
         """Return what the step has left and returned of each piece of a batch, with the samples of the piece."""
@@ -86,19 +98,65 @@ class Evaluation:
 
     def _shrink(self, tried: int, outcome: RanOut) -> None:
         """Let pieces from now on be half as large as one that has run out of memory."""
-        cure = "Let the DataLoader of evaluation have batch_size={size} to begin so."
+        of_what = "prediction" if self._name == _PREDICT else "evaluation"
+        cure = f"Let the DataLoader of {of_what} have batch_size={{size}} to begin so."
         self.largest = smaller(tried, outcome, self._name, self._trainer.strategy.root_device, cure)
 
 
-def joined(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """Return what pieces of a batch have returned as one: means of scalars, rows joined, anything else as a list."""
+def joined(parts: Sequence[Any], sizes: Sequence[int], *, is_prediction: bool = False, name: str = "output") -> Any:
+    """Return what pieces of a batch have returned as one: rows and entries of samples joined, means of scalars.
+
+    Args:
+        parts: what each piece has returned.
+        sizes: its samples.
+        is_prediction: whether it is what the user asked for, so that it has to be right: else what cannot be made one
+            is a list with an entry for each piece.
+        name: what errors call it.
+
+    Raises:
+        OutputError: pieces of a prediction cannot be made one.
+    """
     first = parts[0]
+    within = partial(joined, sizes=sizes, is_prediction=is_prediction)
     if first is None:
         return None
-    if isinstance(first, torch.Tensor):
-        return torch.cat(list(parts)) if first.ndim else mean(list(parts), sizes)
-    if isinstance(first, Mapping):
-        return {name: joined([part[name] for part in parts], sizes) for name in first}
-    if isinstance(first, tuple):
-        return tuple(joined(column, sizes) for column in zip(*parts, strict=True))
+    if isinstance(first, torch.Tensor | np.ndarray) and first.ndim:
+        if all(len(part) == size for part, size in zip(parts, sizes, strict=True)):
+            return torch.cat(list(parts)) if isinstance(first, torch.Tensor) else np.concatenate(list(parts))
+    elif isinstance(first, torch.Tensor):
+        return mean(list(parts), sizes)
+    elif isinstance(first, Mapping):
+        made: Any = copy.copy(first)  # of its own class: Hugging Face's outputs have attributes too
+        for key in first:
+            made[key] = within([part[key] for part in parts], name=str(key))
+        return made
+    elif is_dataclass(first) and not isinstance(first, type):
+        return replace(first, **{one.name: _of_field(parts, one.name, within) for one in fields(first)})
+    elif isinstance(first, list | tuple) and _has_entries_of_samples(parts, sizes):
+        return type(first)([entry for part in parts for entry in part])
+    elif isinstance(first, list | tuple) and len({len(part) for part in parts}) == 1:
+        columns = [within(column, name=f"{name}[{i}]") for i, column in enumerate(zip(*parts, strict=True))]
+        return type(first)(*columns) if hasattr(first, "_fields") else type(first)(columns)
+    if is_prediction:
+        kind = f"a tensor of shape {tuple(first.shape)}" if hasattr(first, "shape") else f"a {type(first).__name__}"
+        cure = f"Memory ran out in a batch of {sum(sizes)}: let the DataLoader have batch_size={sizes[0]}."
+        raise OutputError(name, f"{kind} for {sizes[0]} samples", _ROWS, cure)
     return list(parts)
+
+
+def _of_field(parts: Sequence[Any], name: str, within: Callable[..., Any]) -> Any:
+    return within([getattr(part, name) for part in parts], name=name)
+
+
+def _has_entries_of_samples(parts: Sequence[Any], sizes: Sequence[int]) -> bool:
+    """Return whether lists have an entry for each sample, as decoded texts are, and not one for each output."""
+    if hasattr(parts[0], "_fields") or any(len(part) != size for part, size in zip(parts, sizes, strict=True)):
+        return False
+    # As many outputs as there are samples in a piece are told by their kinds, and by having rows themselves.
+    kinds = {(type(entry), getattr(entry, "ndim", None)) for part in parts for entry in part}
+    has_rows = all(
+        getattr(entry, "ndim", 0) and len(entry) == size
+        for part, size in zip(parts, sizes, strict=True)
+        for entry in part
+    )
+    return len(kinds) == 1 and not has_rows

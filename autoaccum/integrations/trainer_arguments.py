@@ -17,6 +17,8 @@ OPTIONS = (
 """Arguments of ``Accumulator`` that a trainer takes beside its own: the others are said by TrainingArguments."""
 _USUAL_BATCH = 8
 """What transformers takes for per_device_train_batch_size where nobody says it: nothing tells whether somebody did."""
+_LIBRARIES = ("transformers", "trl", "sentence_transformers", "autoaccum")
+_LOADER = "get_train_dataloader"
 _STEPS_INSIDE = ("lomo", "layerwise")
 """In the names of optimizers that step while a backward runs: there is no gradient of a whole window to leave them."""
 
@@ -26,8 +28,12 @@ def options_in(keywords: dict[str, Any]) -> dict[str, Any]:
     return {name: keywords.pop(name) for name in OPTIONS if name in keywords}
 
 
-def refuse(trainer: Any) -> None:
+def refuse(trainer: Any, step: Any) -> None:
     """Refuse what would train something else, or nothing, where the trainer sees one batch per window.
+
+    Args:
+        trainer: with all that it was given.
+        step: the training_step in whose place windows are run.
 
     Raises:
         ArgumentError: a way to train that a window cannot be run in.
@@ -56,7 +62,42 @@ def refuse(trainer: Any) -> None:
             raise ArgumentError(name, "given", "a model that each process holds as a whole, on one device", cure)
     if any(part in str(args.optim).lower() for part in _STEPS_INSIDE):
         raise ArgumentError("optim", str(args.optim), "an optimizer that steps after the backward")
+    # It would never be called, and what it does beside the loss would be missed by nobody here.
+    if not _is_stock(step):
+        cure = (
+            "Define it in the class that has AutoAccumMixin among its bases, around super().training_step, which runs "
+        )
+        cure += "the window; what it does to the loss, in compute_loss."
+        raise ArgumentError("training_step", step.__qualname__, "the one of transformers, TRL or others", cure)
     _refuse_batches(trainer)
+
+
+def refuse_loop(trainer: Any, loader: Any) -> None:
+    """Refuse a loop whose batches are not its windows, at the begin of a training.
+
+    Raises:
+        ConflictingArgumentsError: it accumulates.
+        ArgumentError: its loader yields batches of another size.
+    """
+    args = trainer.args
+    # Set since then, as by a search over it: each window would drop what the one before it has left.
+    if args.gradient_accumulation_steps != 1:
+        cure = "Each batch is a window, and a step: set, or search over, per_device_train_batch_size, its samples."
+        steps = args.gradient_accumulation_steps
+        raise ConflictingArgumentsError("gradient_accumulation_steps", steps, "AutoAccumMixin", cure)
+    # The stock loader goes by the arguments. Of one that makes its batches by itself the size may not be known.
+    size = getattr(loader, "batch_size", None) or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+    named = [vars(kind)[_LOADER] for kind in type(trainer).__mro__ if _LOADER in vars(kind)]
+    owns = next((function for function in named if not _is_stock(function)), None)
+    if owns is not None and isinstance(size, int) and size != args.per_device_train_batch_size:
+        cure = f"It yields {size}: let it take batch_size=self.args.per_device_train_batch_size, the window's share."
+        window = args.per_device_train_batch_size
+        raise ArgumentError(owns.__qualname__, size, f"a loader that yields {window} samples for each step", cure)
+
+
+def _is_stock(function: Any) -> bool:
+    """Return whether a method of a trainer comes from a library, or from here."""
+    return str(function.__module__).split(".")[0] in _LIBRARIES
 
 
 def _refuse_batches(trainer: Any) -> None:

@@ -10,7 +10,7 @@ from transformers.trainer_pt_utils import nested_concat
 
 from autoaccum.integrations.evaluation_sizes import smaller
 from autoaccum.integrations.trainer_batches import Layout
-from autoaccum.integrations.trainer_loss import TOKENS_SEEN, Logged, logging_of, weight
+from autoaccum.integrations.trainer_loss import EXTREMES, TOKENS_SEEN, Logged, logging_of, weight
 from autoaccum.memory.oom import RanOut, attempt
 
 Predicted = tuple[Any, Any, Any]
@@ -89,7 +89,8 @@ class Evaluation:
             noted.append(logged.means())
         for name in noted[0]:
             own = [of.get(name, usual) for of, usual in zip(of_notes, weights, strict=True)]
-            self._log({name: _mean([one[name] for one in noted], own)}, logged)
+            values = [one[name] for one in noted]
+            self._log({name: EXTREMES[name](values) if name in EXTREMES else _mean(values, own)}, logged)
         losses, logits, labels = zip(*found, strict=True)
         return _mean(losses, weights), _joined(logits), _joined(labels)
 

@@ -15,6 +15,8 @@ from autoaccum.integrations.trainer_batches import Layout
 _TOKENS = "autoaccum_tokens"
 """The name by which the tokens of micro-batches are handed on, beside what a trainer calls its metrics."""
 
+EXTREMES: dict[str, Callable[[Any], Any]] = {"min_reward": min, "max_reward": max}
+"""Notes that are no means: the least and the largest of a batch, as RewardTrainer notes them."""
 TOKENS_SEEN = "num_tokens"
 """The one note of TRL's trainers that is no mean: how many tokens have been trained on so far."""
 
@@ -82,8 +84,12 @@ class Logged:
         """Return them as what stands beside a loss: means over the items of the micro-batch, and a count to add up."""
         # Rows are joined and not averaged, so that their sum is that of the window, on all ranks.
         counted = {_TOKENS: torch.full((num_samples,), self.tokens / num_samples, dtype=torch.float64)}
-        means = {name: (value, weights.get(name, items)) for name, value in self.means().items()}
-        return means | (counted if self.tokens else {})
+        noted = self.means()
+        means = {name: (value, weights.get(name, items)) for name, value in noted.items() if name not in EXTREMES}
+        rows = {
+            name: torch.full((num_samples,), noted[name], dtype=torch.float64) for name in EXTREMES if name in noted
+        }
+        return means | rows | (counted if self.tokens else {})
 
 
 @contextmanager
@@ -116,7 +122,8 @@ def log_window(trainer: Any, outputs: Mapping[str, Any]) -> None:
         metrics["train"][TOKENS_SEEN] = [trainer._total_train_tokens]
     for name, value in outputs.items():
         if name != _TOKENS:
-            metrics["train"][name].append(float(value))
+            # Of the least rewards of micro-batches it is the least that is the window's, and no mean.
+            metrics["train"][name].append(EXTREMES[name](value.tolist()) if name in EXTREMES else float(value))
 
 
 def weight(trainer: Any, batch: Any, num_samples: int) -> float:

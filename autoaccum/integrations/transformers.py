@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from transformers import Trainer
 
-from autoaccum.integrations.trainer_arguments import options_in, refuse, with_one_batch_per_window
+from autoaccum.integrations.trainer_arguments import options_in, refuse, refuse_loop, with_one_batch_per_window
 from autoaccum.integrations.trainer_batches import layout_of
 from autoaccum.integrations.trainer_evaluation import Evaluation
 from autoaccum.integrations.trainer_loss import LossOfTrainer, log_window, showing, trained_beside
@@ -56,7 +56,7 @@ class AutoAccumMixin(Trainer):  # type: ignore[misc]  # of no known type where t
         self._of: tuple[Any, Any] | None = None  # the model and the optimizer that it was made for
         self._found: dict[str, Any] | None = None  # of a checkpoint, until there is an accumulator to take it
         super().__init__(*arguments, **keywords)
-        refuse(self)
+        refuse(self, super().training_step)
         # Not before the trainer has made them where there are none.
         given: Any = vars(self)["args"]
         self.args: Any = with_one_batch_per_window(given, effective_batch)
@@ -81,7 +81,9 @@ class AutoAccumMixin(Trainer):  # type: ignore[misc]  # of no known type where t
     def _prepare_for_training(self, *arguments: Any, **keywords: Any) -> Any:
         """Prepare as the trainer does, without wrapping the model for several ranks: windows join these themselves."""
         with _unwrapped(self.accelerator):
-            return super()._prepare_for_training(*arguments, **keywords)
+            prepared = super()._prepare_for_training(*arguments, **keywords)
+        refuse_loop(self, prepared[1])
+        return prepared
 
     # One window.
 

@@ -30,6 +30,7 @@ from autoaccum.training.lazy import refuse_lazy
 from autoaccum.training.metrics import Metric, Metrics
 from autoaccum.training.options import CHECKS, OF_FIT, modules_of
 from autoaccum.training.setup import Place, device_of, place_of
+from autoaccum.training.synonyms import answering
 from autoaccum.training.validation import Validator
 from autoaccum.window.precision import Precision, autocast
 from autoaccum.window.snapshot import Snapshot
@@ -70,6 +71,7 @@ class Evaluation:
         return facts | {"num_samples": self.num_samples, "micro_batch": self.micro_batch}
 
 
+@answering("evaluate")
 @torch.enable_grad()
 def evaluate(
     model: nn.Module,

@@ -26,11 +26,13 @@ from autoaccum.training.declarations import check
 from autoaccum.training.evaluating import HEADROOM, MOST, own_device, validator_of
 from autoaccum.training.options import CHECKS, OF_FIT, modules_of
 from autoaccum.training.setup import place_of
+from autoaccum.training.synonyms import answering
 from autoaccum.training.validation import Validator
 from autoaccum.training.validation_losses import Loss, OneLoss
 from autoaccum.window.precision import Precision, autocast
 
 
+@answering("predict")
 def predict(
     model: nn.Module,
     data: Any,

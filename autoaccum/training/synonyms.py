@@ -16,8 +16,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 _BATCH = "Pass effective_batch, the samples of an optimizer step; how many of them fit at once is found out"
 _FITS = "Leave it out: it follows from effective_batch and from what fits; micro_batch sets what is computed at once"
 _DATA = "Pass the data as the second argument: tensors, a dataset or a DataLoader"
-_LOG = "Pass callbacks, functions that get every record; run_dir keeps them all, for `autoaccum report`"
-_STOP = "A callback ends the run by raising autoaccum.StopTraining"
+_LOG = "Pass callbacks=[...] with a WandbReporter, MLflowReporter, TensorBoardReporter or CSVReporter of "
+_LOG += "autoaccum.reporting, or any function (record); run_dir keeps all records, for `autoaccum report`"
+_STOP = "Pass callbacks=[autoaccum.callbacks.EarlyStopping(patience=3)] beside validation_data"
+_BEST = "Pass validation_data and run_dir: the best is kept, and autoaccum.load_best(run_dir, model) reads it"
+_OPTIMIZER = "Pass optimizer, such as lambda params: torch.optim.AdamW(params, weight_decay=0.1)"
+_SCHEDULER = "Pass lr_scheduler, (optimizer, num_steps) -> scheduler"
 
 # By what people mean and not by how they spell it: see ``_plain``.
 ELSEWHERE = {
@@ -27,13 +31,17 @@ ELSEWHERE = {
     "maxepochs numtrainepochs numepochs nepochs nbepochs maxduration": "Pass epochs",
     "maxsteps numsteps totalsteps nsteps": "Pass steps, of the optimizer",
     "learningrate baselr": "Pass lr",
-    "scheduler lrscheduler lrschedulertype schedulers": "Pass lr_scheduler, (optimizer) -> scheduler",
+    "scheduler lrscheduler lrschedulertype schedulers warmup warmupsteps warmupratio": _SCHEDULER,
     "optim optimizers configureoptimizers": "Pass optimizer, (parameters) -> optimizer, or one that is made",
+    "weightdecay momentum betas adambeta1 adambeta2 adamepsilon": _OPTIMIZER,
     "criterion loss lossfn lossfunction computeloss": "Pass loss_fn(outputs, targets), or training_step(model, batch)",
     "computemetrics metric evalmetrics": "Pass metrics, by their names, and validation_data",
-    "logger loggers reportto wandb": _LOG,
+    "logger loggers reportto wandb mlflow tensorboard csvlogger": _LOG,
     "callback": "Pass callbacks, a list",
     "earlystopping earlystoppingpatience": _STOP,
+    "ema emadecay useema modelema": "Pass callbacks=[autoaccum.callbacks.EMA(decay=0.999)]",
+    "reducelronplateau": "Pass callbacks=[autoaccum.callbacks.ReduceOnPlateau()] beside validation_data",
+    "savebest savebestonly loadbestmodelatend metricforbestmodel": _BEST,
     "traindataset traindataloader traindataloaders trainloader dataloader dataset trainset": _DATA,
     "evaldataset valdata valdataset valdataloader valdataloaders valloader testdata": "Pass validation_data",
     "evalsteps evalstrategy evaluationstrategy checkvaleverynepoch valcheckinterval": "Pass validate_every",
@@ -46,23 +54,36 @@ ELSEWHERE = {
     "datacollator collate": "Pass collate_fn",
     "dataloadernumworkers workers": "Pass num_workers",
     "maxmemory memory memoryfraction gpumemory": "Pass memory_limit, as '8GiB' or 0.5",
+    "validationsplit valsplit testsize": "Split the data, by torch.utils.data.random_split; pass validation_data",
+    "strategy distributed ddp numnodes": "Start it by torchrun: its processes train together",
     "accelerator devices usecpu": "Pass device; ranks are started by torchrun",
     "ntrials trials": "Pass num_trials to autoaccum.sweep, --trials on the command line",
+    "deterministic": "Call torch.use_deterministic_algorithms(True) before; seed sets what is drawn",
+    "loggingsteps logeverynsteps logsteps logevery": "Leave it out: every window is recorded, and told to callbacks",
     "verbose enableprogressbar disabletqdm": "Pass progress=True or False",
 }
 """What is called otherwise elsewhere, without its punctuation, and what to do here."""
 
+_PASSES = ("evaluate", "predict")
+
 # Classes that hold a training loop or a part of one of their own. By name, for none of them is imported for this.
-_LIGHTNING = "Pass training_step=lambda model, batch: model.training_step(batch, 0) and optimizer=, the one of its "
+_LIGHTNING = "Pass callbacks=[AutoAccum(effective_batch)] of autoaccum.integrations.lightning to Lightning's Trainer; "
+_LIGHTNING += (
+    "or, here, training_step=lambda model, batch: model.training_step(batch, 0) and optimizer=, the one of its "
+)
 _LIGHTNING += "configure_optimizers()"
+_LIGHTNING_TRAINER = "Let it train, with callbacks=[AutoAccum(effective_batch)] of autoaccum.integrations.lightning; "
+_LIGHTNING_TRAINER += "or pass the module that it would train, and its training_step"
+_TRAINER = "Make it an AutoAccumTrainer of autoaccum.integrations.transformers, which takes effective_batch, and train "
+_TRAINER += "by it; or pass trainer.model, trainer.train_dataset and collate_fn=trainer.data_collator"
 _OTHERS = {
     ("lightning", "pytorch_lightning"): {
         "LightningModule": _LIGHTNING,
-        "Trainer": "Pass the module that it would train, and its training_step",
+        "Trainer": _LIGHTNING_TRAINER,
         "LightningDataModule": "Pass the module first, and datamodule.train_dataloader() second",
     },
     ("transformers", "trl", "sentence_transformers"): {
-        "Trainer": "Pass trainer.model, trainer.train_dataset and collate_fn=trainer.data_collator",
+        "Trainer": _TRAINER,
     },
     ("accelerate",): {"Accelerator": "Pass the model; no Accelerator is needed"},
 }
@@ -77,6 +98,10 @@ def answering(name: str) -> Callable[[F], F]:
 
     def decorate(function: F) -> F:
         signature = inspect.signature(function)
+        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        positional = [name for name, parameter in signature.parameters.items() if parameter.kind in kinds]
+        # Whose loss is in the model, or is none, takes a LightningModule as it takes any other.
+        has_loss = "training_step" in signature.parameters
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -85,9 +110,16 @@ def answering(name: str) -> Callable[[F], F]:
                 if argument not in signature.parameters:
                     cure = _cure(argument, name, list(signature.parameters))
                     raise ArgumentTypeError(argument, kwargs[argument], f"an argument that {name} has", cure)
+            # As elsewhere one writes fit(model, inputs, targets).
+            if len(args) > len(positional):
+                cure = "Name it; inputs and targets are one argument, data=(inputs, targets)."
+                given = f"a {type(args[len(positional)]).__name__}"
+                accepted = f"no more than {', '.join(positional)} without a name"
+                raise ArgumentTypeError(f"argument {len(positional) + 1} of {name}", given, accepted, cure)
             model = kwargs["model"] if "model" in kwargs else next((arg for arg in args if _answer_to(arg)), None)
             # With a step of the caller's own a LightningModule is a module like any other.
-            if kwargs.get("training_step") is None and kwargs.get("loss_fn") is None and (cure := _answer_to(model)):
+            is_alone = has_loss and kwargs.get("training_step") is None and kwargs.get("loss_fn") is None
+            if is_alone and (cure := _answer_to(model)):
                 raise ArgumentTypeError("model", type(model).__name__, "a module and its loss", f"{cure}.")
             return function(*args, **kwargs)
 
@@ -102,7 +134,12 @@ def _cure(argument: str, name: str, parameters: list[str]) -> str:
         # An Accumulator has no effective batch, say: whoever passed it next would be told so.
         meant = re.match(r"Pass (\w+)[,.;=(]", cure)
         is_here = meant is None or meant[1] in parameters
+        # What fits is found out there as in training, and is bounded likewise.
+        if name in _PASSES and meant is not None and meant[1] == "effective_batch":
+            return "What fits at once is found out; max_micro_batch bounds it."
         return cure if is_here else f"autoaccum.fit has one like it, and {name} has none."
+    if argument == "effective_batch" and name == "Accumulator":
+        return "It is the batch that step(batch) is given: let the loader yield all samples of a step."
     # What is left may be spelt wrong; two letters of three have to be right, or it is no help.
     plain = _plain(argument)
     spelt = {_plain(parameter): parameter for parameter in parameters}

@@ -76,7 +76,8 @@ def coupling_notice() -> Notice:
     return Notice(
         cause="The loss lets the samples of a batch meet, as contrastive losses and statistics over a batch do",
         consequence="Each sample meets those of its micro-batch only, instead of all in the window: another loss",
-        cure="Compute statistics of the window in before_window=; or pass micro_batch= the whole window if it fits, "
+        cure="Pass loss_scope='window' with embed= and loss_fn=, which compares the embeddings of all of it; compute "
+        "statistics of the window in before_window=; or pass micro_batch= the whole window if it fits, "
         "lower effective_batch if it does not, or let samples meet what does not come from the batch, such as a queue "
         "of past ones or running statistics",
     )

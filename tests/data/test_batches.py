@@ -35,6 +35,18 @@ class Registered:
 pytree.register_dataclass(Registered)
 
 
+@dataclass(frozen=True, slots=True)
+class Told:
+    """A batch that nobody has registered, and that takes nothing but tensors."""
+
+    x: torch.Tensor
+    names: list[str]
+    scale: float = 0.5
+
+    def __post_init__(self) -> None:
+        assert isinstance(self.x, torch.Tensor)
+
+
 class Encoding(UserDict[str, Any]):
     """A Mapping that torch's pytree does not know, made from a dict: so are the batches of Hugging Face tokenizers."""
 
@@ -324,3 +336,16 @@ def test_a_list_without_tensors_is_one_leaf(entries: list[Any]) -> None:
 
 def test_a_list_that_holds_tensors_somewhere_is_structure() -> None:
     assert len(batches.flatten([["a"], [torch.ones(1)]])[0]) == 2
+
+
+def test_dataclasses_are_structure() -> None:
+    whole = Told(matrix(0, 5), list("abcde"))
+    assert batches.sizes_of(whole) == {".x": 5, ".names": 5}
+    part = batches.take(whole, 1, 3)
+    assert (type(part), part.names, part.scale) == (Told, ["b", "c"], 0.5)
+    joined = batches.concat([batches.take(whole, 0, 1), batches.take(whole, 1, 5)])
+    assert torch.equal(joined.x, whole.x)
+    assert joined.names == whole.names
+    moved = batches.to_device({"told": whole}, CPU, copy=True)["told"]
+    assert torch.equal(moved.x, whole.x)
+    assert moved.x.data_ptr() != whole.x.data_ptr()

@@ -45,6 +45,9 @@ def test_pandas() -> None:
     ("data", "cure"),
     [
         ({"train": DATASET, "test": DATASET}, r"pass one, such as data\['train'\]\.$"),
+        ({"train": DataLoader(DATASET), "test": DATASET}, r"pass one, such as data\['train'\]\.$"),
+        ([DataLoader(DATASET)], r"a list of 1.*pass one, such as data\[0\]"),
+        ([DATASET, DATASET], r"ConcatDataset"),
         ("data.csv", r"Read the file"),
         (b"text", r"a list of one"),
     ],
@@ -69,3 +72,8 @@ def test_data_in_the_place_of_a_batch() -> None:
         with pytest.raises(ArgumentTypeError, match=r"batch=.*for batch in"):
             refuse_as_batch(data)
     refuse_as_batch((torch.ones(2), ["a", "b"]))
+
+
+def test_a_loss_is_no_batch() -> None:
+    with pytest.raises(ArgumentTypeError, match=r"such as a loss.*The loss is computed here"):
+        refuse_as_batch(torch.ones(2, requires_grad=True).sum())

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from torch import ones, tensor
 
-from autoaccum.data.lists import Reading, notice, read
+from autoaccum.data.lists import Reading, notice, read, refuse_sample
 from autoaccum.errors import AmbiguousBatchError, DataError
 
 SAMPLES, NEW, BATCHES = Reading(True), Reading(True, is_new=True), Reading(False)
@@ -75,3 +75,41 @@ def test_one_odd_entry_is_seen_wherever_it_is() -> None:
 
 def test_the_notice_has_the_cure() -> None:
     assert notice("validation_data").cure.startswith("Pass DataLoader(validation_data, batch_size=None)")
+
+
+class TestIterables:
+    """Whose entries are batches: a sample among them would be read as a batch of its own numbers."""
+
+    @pytest.mark.parametrize(
+        "entry",
+        [
+            (ones(8), tensor(1)),
+            (ones(8), 0.5),
+            ([0.5, 1.5], 1),
+            {"x": np.ones(8), "y": np.int64(1)},
+            (ones(1, 28, 28), tensor(1)),
+            (ones(1, 28, 28), np.int64(1)),
+            (0, ones(8)),
+            (0.5, 1),
+        ],
+    )
+    def test_a_label_beside_what_it_is_of_is_a_sample(self, entry: Any) -> None:
+        with pytest.raises(DataError, match=r"^train: it yields samples .* Pass list\(train\)"):
+            refuse_sample(entry, "train")
+
+    @pytest.mark.parametrize(
+        "entry",
+        [
+            (ones(8, 4), tensor(0.5)),
+            (ones(8), ones(8)),
+            {"input_ids": ones(8, 4), "num_items": 7},
+            {"x": ones(8), "return_loss": True},
+            (ones(8, 4), ones(8), 3),
+            [ones(8, 4), ["a"] * 8],
+            ones(8),
+            [1, 2, 3],
+            ["a", "b"],
+        ],
+    )
+    def test_what_a_batch_may_hold_is_none(self, entry: Any) -> None:
+        refuse_sample(entry, "train")

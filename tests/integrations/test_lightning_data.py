@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -27,6 +28,14 @@ class Streamed(IterableDataset[Any]):
 
     def __iter__(self) -> Any:
         return iter(DATA)
+
+
+@dataclass
+class Told:
+    """A batch of a class of its own, which Lightning moves field by field."""
+
+    inputs: torch.Tensor
+    targets: torch.Tensor
 
 
 class Own(DataLoader[Any]):
@@ -119,6 +128,23 @@ class TestInARun:
         callback = AutoAccum(micro_batch=5)
         found = run(module_of(OfTwo), 1, callback, data=sequences(16), max_steps=6)
         assert sum(callback.micro_batches) == 16
+        assert found.losses == pytest.approx(expected.losses, rel=1e-10)
+
+    def test_batches_may_be_dataclasses(self) -> None:
+        class OfFields(Classifier):
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                return super().training_step((batch.inputs, batch.targets), batch_idx)
+
+        def told(samples: Any) -> Told:
+            return Told(*map(torch.stack, zip(*samples, strict=True)))
+
+        def loader() -> Any:
+            return DataLoader(DATA, 16, collate_fn=told)
+
+        expected = run(module_of(OfFields), 1, data=loader(), max_steps=6)
+        callback = AutoAccum(micro_batch=5)
+        found = run(module_of(OfFields), 1, callback, data=loader(), max_steps=6)
+        assert callback.micro_batches == (4, 4, 4, 4)
         assert found.losses == pytest.approx(expected.losses, rel=1e-10)
 
     def test_overfitting_takes_the_same_batches(self) -> None:

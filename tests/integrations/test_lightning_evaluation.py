@@ -1,9 +1,10 @@
-"""Validation and test of Lightning where memory runs out: in pieces, and no business of training."""
+"""Validation, test and prediction of Lightning where memory runs out: in pieces, and no business of training."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -31,6 +32,7 @@ class Evaluated(Classifier):
         self.accuracy = torchmetrics.Accuracy(task="multiclass", num_classes=3)
         self.sizes: list[int] = []
         self.ended: list[Any] = []
+        self.kept: list[torch.Tensor] = []
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
         super().validation_step(batch, batch_idx)
@@ -38,6 +40,7 @@ class Evaluated(Classifier):
         logits = self.net(x)
         self.accuracy(logits, y)
         self.log("val_accuracy", self.accuracy)
+        self.kept.append(logits)
         torch.rand(1)
         if len(x) > self.most:
             raise torch.OutOfMemoryError("CUDA out of memory.")
@@ -69,6 +72,7 @@ class TestOutOfMemory:
         assert {name: float(value) for name, value in trainer.callback_metrics.items()} == pytest.approx(
             {name: float(value) for name, value in expected.callback_metrics.items()}, rel=1e-10
         )
+        assert [len(rows) for rows in module.kept] == [25, 25, 10] * 2
         assert callback.micro_batches == (12,)
         assert watch.losses == stock.losses
         for (rows, outputs), (stock_rows, others) in zip(module.ended, whole.ended, strict=True):
@@ -131,3 +135,84 @@ class TestJoined:
         assert joined([torch.tensor(2.0), torch.tensor(4.0)], [3, 1]) == 2.5
         parts = [{"a": (torch.tensor(2.0), "x")}, {"a": (torch.tensor(4.0), "y")}]
         assert joined(parts, [3, 1]) == {"a": (torch.tensor(2.5), ["x", "y"])}
+
+    def test_entries_of_samples_follow_each_other_and_outputs_stand_side_by_side(self) -> None:
+        assert joined([["a", "b"], ["c"]], [2, 1]) == ["a", "b", "c"]
+        assert joined([("a", "b"), ("c", "d")], [2, 2]) == ("a", "b", "c", "d")
+        boxes = [torch.zeros(5, 4), torch.zeros(2, 4)]
+        assert [len(box) for box in joined([boxes, boxes[:1]], [2, 1])] == [5, 2, 5]
+        # Two outputs for two samples: it is their rows that tell.
+        logits, labels = joined([[torch.zeros(2, 3), torch.zeros(2, 3)]] * 2, [2, 2])
+        assert logits.shape == labels.shape == (4, 3)
+
+    def test_of_a_class_of_its_own_it_is_one_of_that_class(self) -> None:
+        @dataclass
+        class Found:
+            logits: torch.Tensor
+            texts: list[str]
+
+        class Pair(NamedTuple):
+            a: torch.Tensor
+            b: torch.Tensor
+
+        found = joined([Found(torch.zeros(2), ["a", "b"]), Found(torch.ones(1), ["c"])], [2, 1])
+        assert (found.logits.tolist(), found.texts) == ([0, 0, 1], ["a", "b", "c"])
+        assert joined([Pair(torch.zeros(2), torch.ones(2)), Pair(torch.ones(1), torch.zeros(1))], [2, 1]).b.sum() == 2
+
+    def test_what_cannot_be_one_is_refused_of_a_prediction_alone(self) -> None:
+        counts = [torch.zeros(3, 3), torch.ones(3, 3)]
+        assert [part.shape for part in joined(counts, [2, 1])] == [(3, 3), (3, 3)]
+        for parts in ([{"counts": part} for part in counts], [{"counts": 1}, {"counts": 2}]):
+            with pytest.raises(errors.OutputError, match=r"'counts'.*batch_size=2"):
+                joined(parts, [2, 1], is_prediction=True)
+
+
+class Predicting(Classifier):
+    """Predicts of so many samples at once, and notes what was run."""
+
+    most = 1000
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+        self.seen = torchmetrics.SumMetric()
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        x, _ = batch
+        logits = self.net(x)
+        noise = torch.rand(len(x), 1)
+        self.seen.update(len(x))
+        if len(x) > self.most:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        self.sizes.append(len(x))
+        classes = logits.argmax(-1)
+        return {"logits": logits, "names": [f"class {one}" for one in classes.tolist()], "pair": (classes, noise)}
+
+
+class TestPrediction:
+    def test_is_made_of_pieces_and_is_what_it_would_have_been(self) -> None:
+        found, sizes, seen = [], [], []
+        for most in (1000, 8):
+            module = module_of(Predicting)
+            module.most = most
+            torch.manual_seed(5)
+            loader = DataLoader(data_of(Classifier), batch_size=25)
+            found.append(trainer_of([AutoAccum()]).predict(module, [loader, loader]))
+            sizes.append(module.sizes)
+            seen.append(module.seen.compute())
+        assert sizes == [[25, 25, 10] * 2, [7, 7, 7, 4, 7, 7, 7, 4, 7, 3] * 2]
+        assert seen == [120, 120]
+        for stock, others in zip(*found, strict=True):
+            assert [len(one["logits"]) for one in others] == [25, 25, 10]
+            for one, other in zip(stock, others, strict=True):
+                assert one["names"] == other["names"]
+                torch.testing.assert_close(one["logits"], other["logits"], rtol=1e-12, atol=1e-14)
+                # What is random was drawn in the pieces as in the whole.
+                assert torch.equal(one["pair"][0], other["pair"][0])
+                assert torch.equal(one["pair"][1], other["pair"][1])
+
+    def test_of_a_single_sample_says_so(self) -> None:
+        module = module_of(Predicting)
+        module.most = 0
+        with pytest.raises(errors.NothingFitsError, match="predict_step"):
+            trainer_of([AutoAccum()]).predict(module, DataLoader(data_of(Classifier), batch_size=25))

@@ -13,6 +13,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
+from torch.utils.data import DataLoader
 from transformers import Trainer
 
 from autoaccum.errors import ArgumentError, ConflictingArgumentsError
@@ -73,6 +74,51 @@ def test_what_cannot_be_run_as_a_window_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ArgumentError) as refused:
             trainer(tmp_path, kind, args, **options)
         assert refused.value.argument == argument
+
+
+def test_a_training_step_that_would_never_be_called_is_refused(tmp_path: Path) -> None:
+    class Own(Trainer):
+        def training_step(self, *rest: Any, **options: Any) -> Any:
+            return super().training_step(*rest, **options)
+
+    class Before(AutoAccumMixin, Own):
+        pass
+
+    with pytest.raises(ArgumentError, match=r"Own.training_step.*around super\(\)\.training_step"):
+        trainer(tmp_path, Before)
+
+
+def test_a_loader_of_other_batches_than_windows_is_refused(tmp_path: Path) -> None:
+    class Loading(Trainer):
+        size: int | None = 8
+
+        def get_train_dataloader(self) -> Any:
+            size = self.size or self.args.per_device_train_batch_size
+            return DataLoader(self.train_dataset, batch_size=size, collate_fn=self.data_collator)
+
+    class Below(AutoAccumMixin, Loading):
+        pass
+
+    class Above(AutoAccumTrainer):
+        size = 8
+        get_train_dataloader = Loading.get_train_dataloader
+
+    for kind in (Below, Above):
+        with pytest.raises(ArgumentError, match=r"get_train_dataloader=8: expected a loader that yields 32 samples"):
+            trainer(tmp_path, kind, effective_batch=32).train()
+    # By the arguments it yields windows, as the stock one does.
+    Below.size = None
+    found = trainer(tmp_path, Below, effective_batch=32)
+    found.train()
+    assert sum(found.accumulator.micro_batches) in (32, 70 % 32)
+
+
+def test_accumulation_that_is_set_later_is_refused(tmp_path: Path) -> None:
+    """As a search over it does, by which each window would drop the gradient of the one before."""
+    found = trainer(tmp_path, effective_batch=16)
+    found.args.gradient_accumulation_steps = 2
+    with pytest.raises(ConflictingArgumentsError, match="gradient_accumulation_steps=2"):
+        found.train()
 
 
 def test_two_ranks_train_what_the_stock_trainer_does_on_two(tmp_path: Path) -> None:

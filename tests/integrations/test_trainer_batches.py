@@ -1,4 +1,4 @@
-"""Batches of preferences, whose samples lie in two halves: TRL's DPOTrainer, beside its SFTTrainer."""
+"""Batches of preferences, whose samples lie in two halves: TRL's DPOTrainer and RewardTrainer, beside SFTTrainer."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ pytest.importorskip("trl")
 
 import datasets
 from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast
-from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from transformers import GPT2Config, GPT2ForSequenceClassification, PreTrainedTokenizerFast
+from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
 from autoaccum.data.splits import split_of
 from autoaccum.errors import ArgumentError, AutoaccumWarning
@@ -36,6 +36,10 @@ class AutoAccumSFTTrainer(AutoAccumMixin, SFTTrainer):
 
 
 class AutoAccumDPOTrainer(AutoAccumMixin, DPOTrainer):
+    pass
+
+
+class AutoAccumRewardTrainer(AutoAccumMixin, RewardTrainer):
     pass
 
 
@@ -80,10 +84,24 @@ def of_preferences(path: Path, kind: type, more: dict[str, Any], **args: Any) ->
     return train(kind, made(gpt2), given, preferences(), processing_class=tokenizer(), data_collator=None, **more)
 
 
+def of_rewards(path: Path, kind: type, more: dict[str, Any], **args: Any) -> Run:
+    def rewarding() -> torch.nn.Module:
+        sizes = {"vocab_size": WORDS, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32}
+        still = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
+        return GPT2ForSequenceClassification(GPT2Config(**sizes, **still, num_labels=1, pad_token_id=0))
+
+    given = options(RewardConfig, path, center_rewards_coefficient=0.1, **args)
+    return train(kind, made(rewarding), given, preferences(), processing_class=tokenizer(), data_collator=None, **more)
+
+
 @pytest.mark.parametrize(
     ("run", "stock", "windows"),
-    [(of_answers, SFTTrainer, AutoAccumSFTTrainer), (of_preferences, DPOTrainer, AutoAccumDPOTrainer)],
-    ids=["sft", "dpo"],
+    [
+        (of_answers, SFTTrainer, AutoAccumSFTTrainer),
+        (of_preferences, DPOTrainer, AutoAccumDPOTrainer),
+        (of_rewards, RewardTrainer, AutoAccumRewardTrainer),
+    ],
+    ids=["sft", "dpo", "reward"],
 )
 def test_it_trains_and_logs_what_the_big_batch_does(
     run: Callable[..., Run], stock: type, windows: type, tmp_path: Path
@@ -101,8 +119,12 @@ def test_it_trains_and_logs_what_the_big_batch_does(
 
 @pytest.mark.parametrize(
     ("run", "stock", "windows"),
-    [(of_answers, SFTTrainer, AutoAccumSFTTrainer), (of_preferences, DPOTrainer, AutoAccumDPOTrainer)],
-    ids=["sft", "dpo"],
+    [
+        (of_answers, SFTTrainer, AutoAccumSFTTrainer),
+        (of_preferences, DPOTrainer, AutoAccumDPOTrainer),
+        (of_rewards, RewardTrainer, AutoAccumRewardTrainer),
+    ],
+    ids=["sft", "dpo", "reward"],
 )
 def test_an_evaluation_that_ran_out_of_memory_logs_what_it_would_have(
     run: Callable[..., Run], stock: type, windows: type, tmp_path: Path

@@ -166,11 +166,11 @@ class Run(TrainerCallback):  # type: ignore[misc]
         ]
 
 
-def arguments(path: Path, **options: Any) -> TrainingArguments:
+def arguments(path: Path, kind: type = TrainingArguments, **options: Any) -> Any:
     """Return arguments of a short training on the CPU that writes nothing."""
     usual = {"max_steps": 3, "learning_rate": 0.05, "optim": "sgd", "save_strategy": "no", "report_to": []}
     usual |= {"disable_tqdm": True, "logging_steps": 1, "use_cpu": True, "log_level": "error"}
-    return TrainingArguments(output_dir=str(path), **usual | options)
+    return kind(output_dir=str(path), **usual | options)
 
 
 def train(

@@ -26,7 +26,14 @@ DATA = torch.randn(8, 4), torch.randint(0, 2, (8,))
         ("max_epochs", "epochs"),
         ("num_train_epochs", "epochs"),
         ("compute_metrics", "metrics"),
-        ("logger", "callbacks"),
+        ("logger", "callbacks.*autoaccum.reporting"),
+        ("early_stopping_patience", r"EarlyStopping\(.*validation_data"),
+        ("ema_decay", r"autoaccum.callbacks.EMA"),
+        ("load_best_model_at_end", "autoaccum.load_best"),
+        ("weight_decay", "Pass optimizer"),
+        ("warmup_steps", "Pass lr_scheduler"),
+        ("validation_split", "random_split"),
+        ("strategy", "torchrun"),
         ("learning_rate", "lr"),
         ("clipNorm", "clip_norm"),
         ("efective_batch", "effective_batch"),
@@ -55,6 +62,34 @@ def test_a_function_that_has_nothing_like_it_says_so() -> None:
         autoaccum.Accumulator(model, optimizer, loss_fn=cross_entropy, max_grad_norm=1.0)  # type: ignore[call-arg]
 
 
+def test_an_accumulator_has_the_effective_batch_that_it_is_given() -> None:
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ArgumentTypeError, match=r"the batch that step\(batch\) is given"):
+        autoaccum.Accumulator(model, optimizer, loss_fn=cross_entropy, effective_batch=8)  # type: ignore[call-arg]
+
+
+def test_inputs_and_targets_are_one_argument() -> None:
+    with pytest.raises(
+        ArgumentTypeError, match=r"^argument 3 of fit='a Tensor'.*model, data.*data=\(inputs, targets\)"
+    ):
+        autoaccum.fit(nn.Linear(4, 2), *DATA, effective_batch=4, loss_fn=cross_entropy)  # type: ignore[misc,arg-type]
+
+
+def test_evaluate_and_predict_answer_too() -> None:
+    model = nn.Linear(4, 2)
+    told = r"^batch_size=8: .*max_micro_batch bounds it\.$"
+    with pytest.raises(ArgumentTypeError, match=told):
+        autoaccum.evaluate(model, DATA, loss_fn=cross_entropy, batch_size=8)  # type: ignore[call-arg]
+    with pytest.raises(ArgumentTypeError, match=told):
+        autoaccum.predict(model, DATA[0], batch_size=8)  # type: ignore[call-arg]
+    module = made_by("lightning.pytorch.core.module", "LightningModule", nn.Module)
+    own = type("Own", (module,), {"__module__": "__main__", "forward": lambda self, x: x * 2})()
+    with pytest.raises(ArgumentTypeError, match="AutoAccum"):
+        autoaccum.evaluate(own, DATA)
+    assert torch.equal(autoaccum.predict(own, DATA[0]), DATA[0] * 2), "no loss is asked of it"
+
+
 def test_every_name_is_as_it_is_compared_and_none_is_ours() -> None:
     names = [name for names in ELSEWHERE for name in names.split()]
     assert len(names) == len(set(names))
@@ -71,12 +106,14 @@ def test_a_module_or_trainer_of_another_library_is_told_what_to_pass() -> None:
     module = made_by("lightning.pytorch.core.module", "LightningModule", nn.Module)
     own = type("Own", (module,), {"__module__": "__main__", "forward": lambda self, x: self.linear(x)})()
     own.linear = nn.Linear(4, 2)
-    with pytest.raises(ArgumentTypeError, match=r"^model='Own': .*model.training_step\(batch, 0\)"):
+    with pytest.raises(
+        ArgumentTypeError, match=r"^model='Own': .*AutoAccum\(effective_batch\).*model.training_step\(batch, 0\)"
+    ):
         autoaccum.fit(own, DATA, effective_batch=4)
     result = autoaccum.fit(own, DATA, effective_batch=4, loss_fn=cross_entropy, progress=False, cache=False)
     assert result.num_samples == 8, "with a loss it is a module like any other"
     trainer = made_by("transformers.trainer", "Trainer")()
-    with pytest.raises(ArgumentTypeError, match=r"^model='Trainer': .*trainer.train_dataset"):
+    with pytest.raises(ArgumentTypeError, match=r"^model='Trainer': .*AutoAccumTrainer.*trainer.train_dataset"):
         autoaccum.fit(trainer, DATA, effective_batch=4)
     with pytest.raises(ArgumentTypeError, match="trainer.model"):
         autoaccum.fit(model=trainer, data=DATA, effective_batch=4)
