@@ -14,6 +14,8 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from autoaccum.reporting.plots import INK
+
 GLYPHS = {"o": "●", "X": "✖", "x": "\u00d7", "v": "▼", "s": "■", ">": "▶", "D": "◆", "|": "|", "+": "+"}
 """Characters that look like the markers that pictures have, for legends."""
 _STYLES = {"-": "solid", "--": "dashed", ":": "dotted"}
@@ -108,11 +110,13 @@ def _key(handle: Any) -> str:
         return f'<i class="band" style="color: {colour}"></i>'
     style, marker = _STYLES.get(handle.get_linestyle()), str(handle.get_marker())
     colour = to_hex(handle.get_color() if style else handle.get_markeredgecolor())
+    if colour == INK:  # as dark or light as the page's text
+        colour = "currentColor"
     # Hollow markers have a glyph of the outline alone.
     is_hollow = handle.get_markerfacecolor() == "none"
     glyph = {"o": "○", "D": "◇"}.get(marker, "") if is_hollow else ""
     glyph = glyph or GLYPHS.get(marker, "")
     line = f' style="border-top-style: {style}"' if style else ' class="none"'
     faint = handle.get_alpha()
-    opacity = "" if faint is None else f"; opacity: {faint}"
+    opacity = "" if faint is None else f"; opacity: {max(faint, 0.5)}"  # there it is a few pixels
     return f'<i style="color: {colour}{opacity}"><b{line}></b>{glyph}</i>'

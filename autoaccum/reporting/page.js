@@ -40,14 +40,14 @@
       this.values = figure.appendChild(document.createElement("div"));
       this.values.className = "values";
       this.values.hidden = true;
+      this.clicked = -Infinity; // when it was last clicked
       this.svg.addEventListener("pointermove", (event) => this.moved(event));
       this.svg.addEventListener("pointerleave", () => this.left_alone());
       if (!this.about.zooms) return;
       this.svg.classList.add("zooms");
       this.svg.addEventListener("pointerdown", (event) => this.pressed(event));
-      this.svg.addEventListener("pointerup", () => this.released());
+      this.svg.addEventListener("pointerup", (event) => this.released(event));
       this.svg.addEventListener("pointercancel", () => this.left_alone());
-      this.svg.addEventListener("dblclick", () => zoom(this, null));
     }
 
     // Places in the picture of values, and values of places.
@@ -143,12 +143,15 @@
       this.svg.setPointerCapture(event.pointerId);
       event.preventDefault(); // no text is selected meanwhile
     }
-    released() {
+    released(event) {
       const [x, width] = ["x", "width"].map((name) => Number(this.chosen.getAttribute(name)));
-      const is_meant = this.start !== undefined && width > 4;
+      const is_drag = this.start !== undefined && width > 4;
       this.start = undefined;
       this.chosen.setAttribute("width", 0);
-      if (is_meant) zoom(this, [this.value(x), this.value(x + width)]);
+      if (is_drag) zoom(this, [this.value(x), this.value(x + width)]);
+      // Counted here, for a finger that taps twice is no double click in every browser.
+      else if (event.timeStamp - this.clicked < 500) zoom(this, null);
+      this.clicked = is_drag ? -Infinity : event.timeStamp;
     }
     left_alone() {
       this.start = undefined;

@@ -38,7 +38,7 @@ def row_of(at: int, facts: Facts, label: str) -> list[str]:
         number_cell(facts.limit_share, ".0%"),
         number_cell(facts.num_out_of_memory),
         number_cell(facts.num_replans),
-        number_cell(facts.prediction_error, "+.1%"),
+        number_cell(facts.prediction_error, "+z.1%"),
         number_cell(facts.gradient_error, ".1e"),
         number_cell(facts.num_ranks),
     ]
@@ -90,9 +90,9 @@ def without_trained(config: Mapping[str, Any]) -> dict[str, Any]:
     trained = config.get("trained")
     if isinstance(trained, Mapping):
         for name, value in trained.items():
-            # An argument may be None, and what was made of it a description: then both say something.
+            # What was made of an argument, entry by entry, says more than the argument, which may be None.
             if name not in asked or isinstance(value, Mapping):
-                asked[f"trained {name}" if name in asked else name] = value
+                asked[name] = value
     return asked
 
 

@@ -26,7 +26,7 @@ Curve = tuple[Values, Values]
 
 _COLOURS = "viridis"
 """Name of the colour map: as bright to those who see few colours, and read in greys too."""
-_FAINT = 0.35
+_FAINT = 0.5
 """Opacity of what is there to compare with."""
 _BARS = 12
 """Draw at most so many bars."""

@@ -12,7 +12,7 @@ pytest.importorskip("matplotlib")
 from matplotlib.figure import Figure
 
 from autoaccum.reporting.hover import described, html_legend, name_points
-from autoaccum.reporting.plots import svg
+from autoaccum.reporting.plots import INK, svg
 
 
 @pytest.fixture
@@ -74,4 +74,6 @@ def test_a_legend_is_text_of_the_page(figure: Figure) -> None:
     assert re.findall(r"</i>([^<]*)</span>", found) == ["a &lt;b&gt;", "event", "band"]
     assert "border-top-style: solid" in found
     assert found.count("#112233") == found.count("#778899") == found.count("#abcdef") == 1
+    figure.axes[0].plot([1], [1], "o", color=INK, label="validation")
+    assert '<i style="color: currentColor"><b class="none"></b>●</i>validation' in html_legend(figure), "dark or light"
     assert html_legend(Figure(figsize=(1, 1)).add_subplot().figure) == ""

@@ -14,6 +14,7 @@ from autoaccum.memory import clock
 from autoaccum.memory.clock import ManualClock
 from autoaccum.reporting.live import EVERY, follow
 from tests.reporting.synthetic import report, write
+from tests.sweeps.studies import storage, study, trial
 
 
 class Writing:
@@ -74,3 +75,23 @@ def test_the_command_follows_a_run_to_its_end(
     assert "16 samples in 2 steps" in page.read_text()
     assert (run_dir / "report-loss.png").exists()
     assert capsys.readouterr().out == ""
+
+
+def test_the_command_follows_a_sweep_until_it_is_interrupted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = study(trial(0.5), storage=storage(tmp_path), study_name="a")
+    said: list[str] = []
+
+    class Time(ManualClock):
+        def sleep(self, seconds: float) -> None:
+            said.append((tmp_path / "report.html").read_text())
+            made.add_trial(trial(0.25))
+            if len(said) == 2:
+                raise KeyboardInterrupt
+
+    with clock.using(Time()):
+        assert main(["report", str(tmp_path), "--follow"]) == 0
+    assert [text.count("1 ended") + 2 * text.count("2 ended") for text in said] == [1, 2]
+    assert "3 ended" in (tmp_path / "report.html").read_text()
+    assert capsys.readouterr().out == f"{tmp_path / 'report.html'}\n"
