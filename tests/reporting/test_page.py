@@ -182,10 +182,12 @@ def test_nothing_that_was_written_is_taken_for_html(tmp_path: Path) -> None:
     )
     write_json(folder / "config.json", {NASTY: NASTY, "model": NASTY, "effective_batch": NASTY, "headroom": NASTY})
     write_json(folder / "environment.json", {NASTY: {NASTY: [NASTY]}, "device": NASTY})
-    other = write(tmp_path / "$x^$ _other", report(1))
-    for page in (page_of(folder), page_of(folder, other, output=tmp_path / "both")):
+    other = write(tmp_path / '$x^$ _"&quot;<b>', report(1))
+    for page in (page_of(folder), both := page_of(folder, other, output=tmp_path / "both")):
         assert page.runs_nothing_foreign()
         assert NASTY in page.text
+    names = {curve["name"] for curve in both.pictures[0]["curves"]}
+    assert names == {f"1: {folder.name}", '2: $x^$ _"&quot;<b>'}
 
 
 def test_of_a_ramp_the_table_has_what_is_news(tmp_path: Path) -> None:
