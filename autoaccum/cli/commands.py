@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol, TypeVar
 
 from cyclopts import App, Parameter
 
@@ -245,17 +246,24 @@ def report(
     *,
     study: Annotated[str | None, Parameter(help="which one, of a storage with several.", show_default=False)] = None,
     output: Annotated[str | None, Parameter(help="where to write; the (first) RUN_DIR.", show_default=False)] = None,
+    follow: Annotated[
+        bool,
+        Parameter(negative=(), help="write the page anew, and have browsers load it, until the run ends or Ctrl-C."),
+    ] = False,
     json: Json = False,
 ) -> int:
     """Make a page of runs or of a sweep, and print where it is."""
     # Whoever names a study means a sweep; else what the places hold tells.
     if study is not None or any(map(_is_sweep, run_dirs)):
-        return _report_study(run_dirs, study, output, json)
+        return _report_study(run_dirs, study, output, follow=follow, json=json)
     # Imported here, for it takes matplotlib with it, which no other command has a use for.
-    from autoaccum.reporting.page import write_report
+    from autoaccum.reporting.page import Report, write_report
+
+    def goes_on(page: Report) -> bool:
+        return not all(facts.is_over for facts in page.runs)
 
     try:
-        page = write_report(run_dirs, output)
+        page = _written(partial(write_report, run_dirs, output), goes_on if follow else None, json=json)
     except OSError as error:
         return fail(error, 1)
     if json:
@@ -266,9 +274,33 @@ def report(
                 "runs": [dataclasses.asdict(facts) for facts in page.runs],
             }
         )
-    else:
-        print(page.path)
     return 0
+
+
+class _Page(Protocol):
+    """What a page is known by, whatever it is about."""
+
+    @property
+    def path(self) -> Path:
+        """Return where it is."""
+
+
+P = TypeVar("P", bound=_Page)
+
+
+def _written(write: Callable[[float | None], P], goes_on: Callable[[P], bool] | None, *, json: bool) -> P:
+    """Write a page, again and again while that is asked for, and print where it is unless JSON will say so."""
+    from autoaccum.reporting.live import follow
+
+    def told(page: P) -> None:
+        if not json:
+            print(page.path, flush=True)  # whoever follows it opens it now
+
+    if goes_on is not None:
+        return follow(write, goes_on, told)
+    page = write(None)
+    told(page)
+    return page
 
 
 def _is_sweep(place: str) -> bool:
@@ -279,7 +311,7 @@ def _is_sweep(place: str) -> bool:
     return "://" in place or place.startswith("journal:") or place.endswith(".log")
 
 
-def _report_study(places: Sequence[str], name: str | None, output: str | None, json: bool) -> int:
+def _report_study(places: Sequence[str], name: str | None, output: str | None, *, follow: bool, json: bool) -> int:
     """Make a page of a study, and print where it is."""
     from autoaccum.sweeps.page import write_study_report
     from autoaccum.sweeps.studies import load_study
@@ -287,13 +319,13 @@ def _report_study(places: Sequence[str], name: str | None, output: str | None, j
     if len(places) > 1:
         raise ArgumentError("RUN_DIR", ", ".join(places), "one sweep", "Make a page of each.")
     study, directory = load_study(places[0], name)
+    # Nothing tells whether another process will run more trials: a sweep is followed until Ctrl-C.
+    goes_on = (lambda page: True) if follow else None
     try:
-        page = write_study_report(study, directory, output)
+        page = _written(partial(write_study_report, study, directory, output), goes_on, json=json)
     except OSError as error:
         return fail(error, 1)
     if json:
         images = [str(image) for image in page.images]
         print_json({"path": str(page.path), "images": images, "study": dataclasses.asdict(page.study)})
-    else:
-        print(page.path)
     return 0

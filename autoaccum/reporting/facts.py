@@ -1,6 +1,6 @@
 """A run in numbers and sentences: what people ask of it first, computed from its records.
 
-Did it stay within memory, was that foreseen, what changed, how fast was it, did it learn?
+Did it stay within memory, was that foreseen, what changed, is it exact, how fast was it, did it learn?
 """
 
 from __future__ import annotations
@@ -56,6 +56,8 @@ class Facts:
     name: str
     state: str
     """``finished``, ``interrupted``, ``stopped``, the name of an error, or a text with the age of the last record"""
+    is_over: bool
+    """Whether its end was recorded; that of a killed run is not."""
     model: str
     effective_batch: str
     """The one that was asked for, as far as the configuration tells; else the range of those in the records."""
@@ -82,6 +84,9 @@ class Facts:
     """Number of re-plans that were not the schedule's."""
     prediction_error: float | None
     """(predicted - measured) / measured, of the last prediction that can be compared; None without one."""
+    gradient_error: float | None
+    """The most that gradients of cut windows were off whole ones', as fractions; None where none was measured."""
+    num_ranks: int
     answers: tuple[Answer, ...]
 
 
@@ -98,6 +103,7 @@ def facts_of(run: Run, now: float | None = None) -> Facts:
     error, prediction = _prediction(run)
     return Facts(
         name=run.path.resolve().name,
+        is_over=run.finished is not None,
         state=_state(run, clock.stamp() if now is None else now),
         model=str(run.config.get("model", "")),
         effective_batch=str(run.config.get("effective_batch", _range(windows["effective_batch"]))),
@@ -118,9 +124,11 @@ def facts_of(run: Run, now: float | None = None) -> Facts:
         num_out_of_memory=len(events["OutOfMemory"]["step"]),
         num_replans=len(replans(run)),
         prediction_error=error,
+        gradient_error=float(events["Verified"]["error"].max()) if len(events["Verified"]["error"]) else None,
+        num_ranks=len(events["Shared"]["micro_batches"][-1]) if len(events["Shared"]["step"]) else 1,
         # In the order in which people ask; before the first window none of them can be answered.
         answers=(
-            (_memory(run), prediction, _changes(run), _speed(run), _learning(run))
+            (_memory(run), prediction, _changes(run), _verified(run), _speed(run), _learning(run))
             if len(run)
             else (Answer(question="Has it begun?", text="No window has committed yet.", good=None),)
         ),
@@ -274,6 +282,26 @@ def _changes(run: Run) -> Answer:
         repeated = f"; {_many(run.voided, 'window')} had to be run again" if run.voided else ""
         sentences.append(f"It was resumed {_times(resumed)}{repeated}.")
     return Answer(question="What changed, and why?", text=" ".join(sentences), good=None)
+
+
+def _verified(run: Run) -> Answer:
+    """Say how far gradients of cut windows were off those of whole ones, where that was measured."""
+    question = "Are its gradients exact?"
+    measured = run.events["Verified"]
+    errors, allowed = measured["error"], measured["tolerance"]
+    if not len(errors):
+        return Answer(question=question, text="No cut window was measured against a whole one.", good=None)
+    failed = int((errors > allowed).sum())
+    # The worst by what was allowed it, which is not the same for all types of numbers.
+    worst = int((errors / allowed).argmax())
+    text = (
+        f"cut windows were measured against whole ones {_times(len(errors))}, and were off by {errors[worst]:.1e} at "
+        f"most, where {allowed[worst]:.0e} is allowed."
+    )
+    # A measurement that fails is followed by others of what the run does about it, which the notices tell.
+    if failed:
+        text += f" {_many(failed, 'measurement')} failed, the last in step {measured['step'][errors > allowed][-1]:,}."
+    return Answer(question=question, text=f"{'Not always' if failed else 'Yes'}: {text}", good=not failed)
 
 
 def _speed(run: Run) -> Answer:

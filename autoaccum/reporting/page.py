@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import html
 import json
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,52 +14,28 @@ from autoaccum._units import format_bytes
 from autoaccum._version import __version__
 from autoaccum.memory import clock
 from autoaccum.reporting.columns import Run, load_run
-from autoaccum.reporting.facts import Answer, Facts, facts_of, format_rate, format_seconds
+from autoaccum.reporting.facts import Answer, Facts, facts_of, format_seconds
+from autoaccum.reporting.hover import described, html_legend
 from autoaccum.reporting.lines import News, cut_text, is_scheduled
-from autoaccum.reporting.plots import COLORS, comparison, pictures, png, svg
+from autoaccum.reporting.plots import comparison, pictures, png, svg
+from autoaccum.reporting.tables import (
+    compared,
+    differences,
+    escaped,
+    flat,
+    html_table,
+    number_cell,
+    row_of,
+    value_text,
+    without_details,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-ROWS = 200
-"""Show at most so many rows of a table; of more, the first and the last ones."""
-
-# Light or dark as the reader's system is; on paper always light. Pictures take the colour of the text.
-_CSS = """
-:root { color-scheme: light dark; --ink: #24282e; --soft: #667; --paper: #fff; --card: #f6f7f9; --line: #dde1e6;
-  --good: #2f9e77; --bad: #d1495b; --none: #8a8f98; }
-@media screen and (prefers-color-scheme: dark) { :root { --ink: #dfe3e8; --soft: #98a1ac; --paper: #14171b;
-  --card: #1d2126; --line: #343a42; } }
-* { box-sizing: border-box; }
-body { margin: 0 auto; padding: 1.5rem; max-width: 1240px; background: var(--paper); color: var(--ink);
-  font: 15px/1.5 system-ui, sans-serif; }
-h1 { margin: 0; font-size: 1.5rem; overflow-wrap: anywhere; }
-h2 { margin: 2rem 0 .5rem; font-size: 1.1rem; }
-.what { margin: .2rem 0 1.2rem; color: var(--soft); overflow-wrap: anywhere; }
-.state { display: inline-block; margin-left: .5rem; padding: .1rem .6rem; border-radius: 1rem; background: var(--card);
-  border: 1px solid var(--line); font-size: .8rem; font-weight: normal; vertical-align: middle; }
-dl.answers { display: grid; grid-template-columns: max-content 1fr; gap: .45rem 1.2rem; margin: 0;
-  padding: 1rem 1.2rem; background: var(--card); border-radius: .5rem; }
-.answers dt { font-weight: 600; } .answers dt::before { content: ""; display: inline-block; width: .6rem; height: .6rem;
-  margin-right: .6rem; border-radius: 50%; background: var(--none); }
-.answers dt.good::before { background: var(--good); } .answers dt.bad::before { background: var(--bad); }
-.answers dd { margin: 0; overflow-wrap: anywhere; }
-.pictures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 520px), 1fr)); gap: 1rem;
-  margin-top: 1.2rem; }
-figure { margin: 0; padding: .6rem; border: 1px solid var(--line); border-radius: .5rem; break-inside: avoid; }
-figure svg { display: block; width: 100%; height: auto; }
-.wide { overflow-x: auto; }
-table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
-th, td { padding: .3rem .9rem .3rem 0; border-bottom: 1px solid var(--line); text-align: left; vertical-align: top; }
-.number { text-align: right; } td.cut, td.number { white-space: nowrap; }
-.swatch { display: inline-block; width: .8rem; height: .8rem; margin-right: .5rem; border-radius: 2px; }
-details { margin-top: 1rem; border-top: 1px solid var(--line); padding-top: .6rem; }
-summary { cursor: pointer; font-weight: 600; }
-footer { margin-top: 2rem; color: var(--soft); font-size: .8rem; }
-@media (max-width: 640px) { dl.answers { grid-template-columns: 1fr; gap: .1rem; }
-  .answers dd { margin-bottom: .6rem; } }
-@media print { body { max-width: none; padding: 0; font-size: 11px; } .pictures { grid-template-columns: 1fr 1fr; } }
-"""
+_CSS = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
+_SCRIPT = Path(__file__).with_name("page.js").read_text(encoding="utf-8")
+"""The one script of a page, the same in all: what is shown is in attributes, where nothing of it can be run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,8 +49,14 @@ class Report:
     runs: tuple[Facts, ...]
 
 
-def write_report(run_dirs: Sequence[str | os.PathLike[str]], output: str | os.PathLike[str] | None = None) -> Report:
+def write_report(
+    run_dirs: Sequence[str | os.PathLike[str]],
+    output: str | os.PathLike[str] | None = None,
+    reload_every: float | None = None,
+) -> Report:
     """Write ``report.html`` and ``report-*.png`` about the runs, to ``output`` or the first run's directory.
+
+    With ``reload_every`` the page alone is written, which browsers load again after so many seconds.
 
     Raises:
         NoHistoryError: a directory holds no ``history.jsonl``.
@@ -91,45 +72,64 @@ def write_report(run_dirs: Sequence[str | os.PathLike[str]], output: str | os.Pa
     # Drawn once for the page, where they take the colours of the reader's system, and once more for the files.
     shown = html_pictures(figures)
     body = _one(runs[0], facts[0], shown) if len(runs) == 1 else _several(runs, facts, labels, shown)
-    path, images = write_page(folder, ", ".join(one.name for one in facts), body, figures)
+    path, images = write_page(folder, ", ".join(one.name for one in facts), body, figures, reload_every)
     return Report(path=path, images=images, runs=facts)
 
 
-def write_page(folder: Path, title: str, body: str, figures: Mapping[str, Figure]) -> tuple[Path, tuple[Path, ...]]:
-    """Write the page and its pictures to the folder, made where there is none; return the paths of both."""
+def write_page(
+    folder: Path, title: str, body: str, figures: Mapping[str, Figure], reload_every: float | None = None
+) -> tuple[Path, tuple[Path, ...]]:
+    """Write the page and its pictures to the folder, made where there is none; return the paths of both.
+
+    A page that is loaded again every so many seconds has no pictures beside it, for it will be written again.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "report.html"
-    path.unlink(missing_ok=True)  # a link could lead anywhere
-    path.write_text(_page(title, body), encoding="utf-8", errors="replace")  # names of files may hold any bytes
+    # Put in its place when it is whole, for a browser may load it meanwhile; and a link there could lead anywhere.
+    beside = folder / f".report-{os.getpid()}.html"
+    try:
+        # Names of files may hold any bytes.
+        beside.write_text(_page(title, body, reload_every), encoding="utf-8", errors="replace")
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+    if reload_every is not None:
+        return path, ()
     images = tuple(folder / f"report-{name}.png" for name in figures)
     for image, figure in zip(images, figures.values(), strict=True):
         png(figure, image)
     return path, images
 
 
-def _page(title: str, body: str) -> str:
-    """Return the document; there is no script in it, and nothing that is loaded from elsewhere."""
+def _page(title: str, body: str, reload_every: float | None) -> str:
+    """Return the document; nothing in it is loaded from elsewhere."""
     # In UTC, since nobody knows where the page is read.
     written = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(clock.stamp()))
+    # The script keeps the reader's place; where none is run the browser loads the page again by itself.
+    again, live = "", ""
+    if reload_every is not None:
+        again = f'<noscript><meta http-equiv="refresh" content="{reload_every:g}"></noscript>\n'
+        live = f' data-live="{reload_every:g}"'
     return (
-        f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n{again}'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{escaped(title)}</title>\n'
-        f"<style>{_CSS}</style>\n</head>\n<body>\n{body}\n"
-        f"<footer>autoaccum {escaped(__version__)}, written {written}</footer>\n</body>\n</html>\n"
+        f"<style>{_CSS}</style>\n</head>\n<body{live}>\n{body}\n"
+        f"<footer>autoaccum {escaped(__version__)}, written {written}</footer>\n<script>{_SCRIPT}</script>\n"
+        f"</body>\n</html>\n"
     )
 
 
 def _one(run: Run, facts: Facts, figures: str) -> str:
     """Return the body of a page about one run."""
     parts = [
-        html_head(facts.name, facts.state, _what(facts), facts.answers),
+        html_head(facts.name, facts.state, _what(facts), facts.answers, _origin(run.environment)),
         figures,
         _plans(run),
         _notices(run),
         _measurements(run),
         _ranks(run),
-        _folded("Configuration", run.config),
-        _folded("Environment", run.environment),
+        _folded("Configuration", flat(run.config)),
+        _folded("Environment", flat(without_details(run.environment))),
     ]
     if run.garbled:  # one line is usual after a kill; many tell of a disk, or of another file
         parts.append(f"<p>Lines of the history that could not be read: {run.garbled:,}.</p>")
@@ -139,44 +139,16 @@ def _one(run: Run, facts: Facts, figures: str) -> str:
 def _several(runs: Sequence[Run], facts: Sequence[Facts], labels: Sequence[str], figures: str) -> str:
     """Return the body of a page about several runs: a row for each, and what is said of each folded below."""
     # In the order of the arguments, by which people know them.
-    rows = [_row(at, one, label) for at, (one, label) in enumerate(zip(facts, labels, strict=True))]
-    head = (
-        "run", "state", "effective batch", "samples", "steps", "training time", "samples/s", "loss at the end",
-        "best validation", "peak", "most of the limit", "out of memory", "re-plans", "prediction off by",
-    )  # fmt: skip
-    parts = [
-        f"<h1>{len(runs)} runs</h1>",
-        html_table(head, rows, numbers=range(3, 14), cuts={0, 2}),
-        figures,
-        _differences(runs, labels),
-    ]
+    rows = [row_of(at, one, label) for at, (one, label) in enumerate(zip(facts, labels, strict=True))]
+    parts = [f"<h1>{len(runs)} runs</h1>", compared(rows), figures, differences(runs, labels)]
     for run, one, label in zip(runs, facts, labels, strict=True):
         answers = "".join(f"<p><b>{escaped(a.question)}</b> {escaped(a.text)}</p>" for a in one.answers)
         plans = _plans(run) + _notices(run) + _measurements(run) + _ranks(run)
         parts.append(
-            f"<details><summary>{escaped(label)}</summary><p>{escaped(_what(one))}</p>{answers}{plans}</details>"
+            f"<details><summary>{escaped(label)}</summary><p>{escaped(_what(one))}</p>{_origin(run.environment)}"
+            f"{answers}{plans}</details>"
         )
     return "\n".join(filter(None, parts))
-
-
-def _row(at: int, facts: Facts, label: str) -> list[str]:
-    """Return the cells of the run at this place, beside a swatch of the colour that it has in the pictures."""
-    return [
-        f'<span class="swatch" style="background: {COLORS[at % len(COLORS)]}"></span>{escaped(label)}',
-        escaped(facts.state),
-        escaped(facts.effective_batch),
-        number_cell(facts.num_samples),
-        number_cell(facts.num_steps),
-        escaped(format_seconds(facts.seconds)),
-        "-" if facts.samples_per_second is None else format_rate(facts.samples_per_second),
-        number_cell(facts.loss, ".4g"),
-        number_cell(facts.best_validation_loss, ".4g"),
-        escaped(format_bytes(facts.peak_bytes)),
-        number_cell(facts.limit_share, ".0%"),
-        number_cell(facts.num_out_of_memory),
-        number_cell(facts.num_replans),
-        number_cell(facts.prediction_error, "+.1%"),
-    ]
 
 
 def _what(facts: Facts) -> str:
@@ -185,11 +157,21 @@ def _what(facts: Facts) -> str:
     parts = [
         facts.model,
         f"effective batch {facts.effective_batch}",
-        f"on {facts.device}",
+        f"on {facts.device}" + (f", {facts.num_ranks} ranks" if facts.num_ranks > 1 else ""),
         f"{facts.num_samples:,} samples in {facts.num_steps:,} steps",
         f"{format_seconds(facts.seconds)} of training",
     ]
     return " · ".join(filter(None, parts))
+
+
+def _origin(environment: Mapping[str, Any]) -> str:
+    """Return by what the run was started, with which versions and of which commit; nothing where nothing is known."""
+    # Of the last process, where there were several. Runs of earlier versions have kept neither command nor commit.
+    names = [name for name in ("autoaccum", "torch", "python", "commit") if environment.get(name)]
+    said = " · ".join(f"{name} {value_text(environment[name])}" for name in names)
+    command = environment.get("command")
+    parts = [f"<code>{escaped(value_text(command))}</code>" if command else "", escaped(said)]
+    return "".join(f'<p class="origin">{part}</p>\n' for part in parts if part)
 
 
 def _plans(run: Run) -> str:
@@ -229,10 +211,25 @@ def _measurements(run: Run) -> str:
     for step, hypothesis, error, tolerance, tensor, samples, cuts in shown_once:
         off = f"{error:.1e} ({tolerance:.0e} allowed)"
         shown = ", ".join("+".join(map(str, sizes)) for sizes in cuts)
-        cells = [escaped(cell) for cell in (hypothesis, off, tensor or "", f"{samples} samples cut {shown}")]
+        cells = [escaped(cell) for cell in (_by(hypothesis), off, tensor or "", f"{samples} samples cut {shown}")]
         rows.append([number_cell(int(step)), *cells])
     heads = ("step", "the loss, by", "the gradient is off", "most in", "measured on")
     return f"<h2>Cut windows and whole ones</h2>\n{html_table(heads, rows, numbers={0})}" if rows else ""
+
+
+def _by(hypothesis: str) -> str:
+    """Return a hypothesis as people read it: of several terms each with what it is by.
+
+    >>> _by("items"), _by('terms {"words": "items", "0": "sum"}')
+    ('items', 'words: items, 0: sum')
+    """
+    try:
+        terms = json.loads(hypothesis.removeprefix("terms "))
+    except ValueError:
+        return hypothesis
+    if not isinstance(terms, dict):
+        return hypothesis
+    return ", ".join(f"{name}: {how}" for name, how in terms.items())
 
 
 def _ranks(run: Run) -> str:
@@ -260,31 +257,17 @@ _NOTICE = ("cause", "consequence", "cure")
 """Fields of a notice, and the heads of their columns."""
 
 
-def _differences(runs: Sequence[Run], labels: Sequence[str]) -> str:
-    """Return the table of what the runs' configurations do not have in common; nothing where they are the same."""
-    # Compared as the texts that are shown. A key that a configuration lacks is null in it.
-    keys = dict.fromkeys(key for run in runs for key in run.config)
-    rows = []
-    for key in keys:
-        values = [_value(run.config.get(key)) for run in runs]
-        if len(set(values)) > 1:
-            rows.append([escaped(key), *map(escaped, values)])
-    if not rows:
-        return ""
-    return f"<h2>What differs in the configuration</h2>\n{html_table(('', *labels), rows)}"
-
-
 def _folded(title: str, values: Mapping[str, Any]) -> str:
     """Return a table that is shown when its title is clicked; nothing without values."""
-    # By an element of HTML's own: the page has no script.
+    # By an element of HTML's own, which needs no script.
     if not values:
         return ""
-    rows = [[escaped(key), escaped(_value(value))] for key, value in values.items()]
+    rows = [[escaped(key), escaped(value_text(value))] for key, value in values.items()]
     return f"<details><summary>{escaped(title)}</summary>\n{html_table(('', ''), rows)}</details>"
 
 
-def html_head(title: str, state: str, what: str, answers: Sequence[Answer]) -> str:
-    """Return the head of a page, what it is about and the answers; all arguments are text and not HTML."""
+def html_head(title: str, state: str, what: str, answers: Sequence[Answer], origin: str = "") -> str:
+    """Return the head of a page, what it is about and the answers; all arguments are text, but for ``origin``."""
     listed = "\n".join(
         f'<dt class="{ {True: "good", False: "bad", None: "none"}[answer.good] }">{escaped(answer.question)}</dt>'
         f"<dd>{escaped(answer.text)}</dd>"
@@ -292,55 +275,22 @@ def html_head(title: str, state: str, what: str, answers: Sequence[Answer]) -> s
     )
     return (
         f'<h1>{escaped(title)}<span class="state">{escaped(state)}</span></h1>\n'
-        f'<p class="what">{escaped(what)}</p>\n<dl class="answers">\n{listed}\n</dl>'
+        f'<p class="what">{escaped(what)}</p>\n{origin}<dl class="answers">\n{listed}\n</dl>'
     )
 
 
 def html_pictures(figures: Mapping[str, Figure]) -> str:
     """Return the figures as a block of pictures; nothing without one."""
-    # Salted by their names, for ids in a page have to differ from picture to picture.
-    elements = "".join(f"<figure>{svg(figure, salt=name)}</figure>\n" for name, figure in figures.items())
-    return f'<div class="pictures">\n{elements}</div>' if elements else ""
+    elements = []
+    for name, figure in figures.items():
+        # Salted by their names, for ids in a page have to differ from picture to picture.
+        drawn = svg(figure, salt=name)
+        # What the script knows of it is read off the figure once it is drawn, and is in an attribute: no name that is
+        # a stranger's stands in a script.
+        known = escaped(json.dumps(described(figure), allow_nan=False, separators=(",", ":")))
+        elements.append(f'<figure data-picture="{known}">{drawn}{html_legend(figure)}</figure>\n')
+    return f'<p class="hint">{_HINT}</p>\n<div class="pictures">\n{"".join(elements)}</div>' if elements else ""
 
 
-def html_table(
-    head: Sequence[str], rows: list[list[str]], *, numbers: Iterable[int] = (), cuts: Iterable[int] = ()
-) -> str:
-    """Return a table, whose cells are HTML already and whose head is text.
-
-    Args:
-        head: titles of the columns; all empty for a table without a head.
-        rows: of as many cells.
-        numbers: columns that are aligned to the right.
-        cuts: columns whose cells are not broken into lines.
-    """
-    # By the column's index; a column of both kinds is one of numbers.
-    kinds = {**dict.fromkeys(cuts, ' class="cut"'), **dict.fromkeys(numbers, ' class="number"')}
-
-    def line(cells: Sequence[str], tag: str) -> str:
-        filled = "".join(f"<{tag}{kinds.get(at, '')}>{cell}</{tag}>" for at, cell in enumerate(cells))
-        return f"<tr>{filled}</tr>\n"
-
-    # A run with thousands of re-plans is told by how it began and how it ended.
-    shown = rows if len(rows) <= ROWS else [*rows[: ROWS // 2], *rows[-ROWS // 2 :]]
-    lines = [line(row, "td") for row in shown]
-    if len(rows) > ROWS:
-        lines.insert(ROWS // 2, f'<tr><td colspan="{len(head)}">… {len(rows) - ROWS:,} more …</td></tr>\n')
-    # A table of names and values explains itself.
-    header = line([escaped(title) for title in head], "th") if any(head) else ""
-    return f'<div class="wide"><table>\n{header}{"".join(lines)}</table></div>'
-
-
-def _value(value: Any) -> str:
-    """Return a value of a configuration as a text."""
-    return value if isinstance(value, str) else json.dumps(value)  # as it stands in config.json
-
-
-def number_cell(value: float | None, form: str = ",") -> str:
-    """Return a number as the text of a cell, a dash for None."""
-    return "-" if value is None else escaped(format(value, form))
-
-
-def escaped(text: object) -> str:
-    """Return a text as it stands in a page, whatever is in it: names of files and models are a stranger's."""
-    return html.escape(str(text))
+_HINT = "Point at a picture for its values. Drag across one to look closer, and click it twice to see all of it again."
+"""What is said above the pictures where the script runs."""

@@ -29,6 +29,10 @@ MARKS = 120
 """Draw at most so many marks of one kind of event in a picture."""
 MOST_OUTPUTS = 24
 """Draw at most so many outputs, those that came first."""
+FAR = 6.7
+"""Leave out a limit that is so many times the greatest peak: it would press the peaks onto the axis."""
+SIZE = (5.4, 2.9)
+"""Size of a picture in inches: so small that its texts can be read on a phone, where the picture is smaller still."""
 WIDE = 8.0
 """Give values a logarithmic axis whose greatest is so many times the least."""
 
@@ -49,7 +53,7 @@ STYLE: dict[str, Any] = {
     "axes.titlelocation": "left",
     "axes.titlesize": 11,
     "axes.titleweight": "bold",
-    "font.size": 9,
+    "font.size": 9.5,
     "grid.alpha": 0.15,
     "grid.color": INK,
     "grid.linewidth": 0.6,
@@ -153,7 +157,10 @@ def comparison(runs: Sequence[Run], labels: Sequence[str]) -> dict[str, Figure]:
                     axes.plot(*smoothed(x, run.windows["loss"]), color=color, label=label)
                     events = run.events["Validated"]
                     at = np.searchsorted(run.windows["step"], events["step"], "right")
-                    axes.plot(np.concatenate(([0], x))[at], events["loss"], "o", color=color, markersize=4)
+                    at_validations = np.concatenate(([0], x))[at]
+                    axes.plot(
+                        at_validations, events["loss"], "o", color=color, markersize=4, label=f"_{label}, validation"
+                    )
                 # Points of all runs are named once in the legend, by one that is not there.
                 if any(len(run.events["Validated"]["step"]) for run, _, _ in shown):
                     axes.plot([], [], "o", color=INK, markersize=4, label="validation")
@@ -167,14 +174,19 @@ def comparison(runs: Sequence[Run], labels: Sequence[str]) -> dict[str, Figure]:
             for run, label, color in shown:
                 axes.plot(*_mean_rate(run), color=color, label=label)
             axes.set_ylim(bottom=0)
+            axes.yaxis.set_major_formatter(EngFormatter(sep=""))
         found["throughput"] = figure
-        with _axes("Device memory: peak, and limit (dashed)", None) as (figure, axes):
-            unit, unit_name = _unit(max(float(run.windows["peak_bytes"].max()) for run, _, _ in shown))
+        with _axes("Device memory: peak of a window", None) as (figure, axes):
+            peak = max(float(run.windows["peak_bytes"].max()) for run, _, _ in shown)
+            unit, unit_name = _unit(peak)
             for run, label, color in shown:
                 x = _samples(run)
                 for name, style, wide in (("peak_bytes", "-", 1.5), ("limit_bytes", "--", 1.0)):
-                    at, held = thinned(x, run.windows[name] / unit)
-                    named = label if style == "-" else None
+                    held = run.windows[name]
+                    if style == "--" and held.min() > FAR * peak:
+                        continue  # it would press all peaks onto the axis
+                    at, held = thinned(x, held / unit)
+                    named = label if style == "-" else f"{label}, limit"
                     axes.plot(at, held, style, color=color, drawstyle="steps-pre", linewidth=wide, label=named)
             axes.set_ylabel(unit_name)
             axes.set_ylim(bottom=0)
@@ -188,37 +200,51 @@ def svg(figure: Figure, salt: str) -> str:
     ``salt`` keeps its ids its own, for several figures share a page.
     """
     file = io.StringIO()
+    # What moves when a reader looks closer is told by its class; see page.js.
+    axes = figure.axes[0]
+    axes.xaxis.set_gid("x-axis")
+    for artist in (*axes.lines, *axes.collections):
+        artist.set_gid("curve" if artist in axes.lines else "band")
+    # The page has a legend of its own, beside the picture: in here its texts would shrink with it.
+    legends, figure.legends = figure.legends, []
     # Without a date and with a fixed salt the same run makes the same page, byte for byte but for its footer.
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": salt}):
         figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    figure.legends = legends
     text = file.getvalue()
     text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
-    # A tenth of a point is enough for a place, and takes half the bytes.
-    text = re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\.\d)\d+", r"\1", path[0]), text)
+    # A hundredth of a point is enough for a place, also where a reader looks closer, and takes half the bytes.
+    text = re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]), text)
+    text = re.sub(r'<g id="(x-axis|curve|band|[xy]tick)[^"]*"', r'<g class="\1"', text)
     # Ids that nothing refers to would be the same in every figure.
-    text = re.sub(r'<g id="(?:figure|axes|patch|line2d|text|matplotlib|xtick|ytick|legend)[^"]*"', "<g", text)
+    text = re.sub(r'<g id="(?:figure|axes|patch|line2d|text|matplotlib|legend)[^"]*"', "<g", text)
     return text.replace(INK, "currentColor")
 
 
 def png(figure: Figure, path: Path) -> None:
     """Write a figure to a file of its own."""
     with matplotlib.rc_context(STYLE):
-        figure.savefig(path, dpi=150, facecolor="white", metadata={"Software": None})
+        figure.savefig(path, dpi=200, facecolor="white", metadata={"Software": None})
 
 
 @contextmanager
 def _axes(title: str, run: Run | None, x_label: str = "samples") -> Iterator[tuple[Figure, Axes]]:
     """Give a figure to draw in; afterwards the events are marked above the axes, and all is named below."""
-    figure = Figure(figsize=(7.2, 3.4), layout="constrained")
+    figure = Figure(figsize=SIZE, layout="constrained")
     axes = figure.add_subplot()
     yield figure, axes
     axes.set_xlabel(x_label)
-    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    axes.margins(x=0.01)  # the first and the last window stand off the frame
+    if x_label == "samples":  # 50m seconds would be 50 ms
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    if run is None:
+        axes.margins(x=0.01)  # the first and the last window stand off the frame
+    else:  # the same in all pictures of a run, also where there are values of a part of it alone
+        last = float(_samples(run)[-1])
+        axes.set_xlim(-0.01 * last, 1.01 * last)
     # Once all is drawn, so that the marks lie on the final axis; they take the room of the title's first line.
     marked = run is not None and _mark_events(axes, run)
     axes.set_title(title, pad=18 if marked else 8)
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower left", ncols=5, handlelength=1.6)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower left", ncols=3, handlelength=1.6)
 
 
 def _mark_events(axes: Axes, run: Run) -> bool:
@@ -267,17 +293,16 @@ def _draw_loss(axes: Axes, run: Run) -> None:
 
 
 def _outputs(run: Run) -> dict[str, Figure]:
-    """Draw what was returned beside the loss, each mean in a picture of its own, with what validations report of it."""
+    """Draw what was returned beside the loss, and metrics of validations: those of one name in a picture of its own."""
     found: dict[str, Figure] = {}
-    finite = {name: values for name, values in run.outputs.items() if np.isfinite(values).any()}
-    for output, values in list(finite.items())[:MOST_OUTPUTS]:
+    for output in _names_of([run])[:MOST_OUTPUTS]:
         with _axes(output, run) as (figure, axes):
-            _faint(axes, _samples(run), values, BLUE)
-            axes.plot(*smoothed(_samples(run), values), color=BLUE, label="training")
-            validated = run.events["Validated"]
-            means = np.array([metrics.get(output, np.nan) for metrics in validated["metrics"]], np.float64)
+            values = run.outputs.get(output, _NOTHING)
+            if np.isfinite(values).any():
+                _faint(axes, _samples(run), values, BLUE)
+                axes.plot(*smoothed(_samples(run), values), color=BLUE, label="training")
+            x, means = _validated(run, output)
             if np.isfinite(means).any():
-                x = run.samples_at(validated["step"])
                 axes.plot(x, means, "o-", color=ORANGE, markersize=4, linewidth=1.2, label="in validation")
             scale_loss(axes, np.concatenate((values, means)))
         found[_name_of(output, found)] = figure
@@ -285,19 +310,49 @@ def _outputs(run: Run) -> dict[str, Figure]:
 
 
 def _compared_outputs(shown: Sequence[tuple[Run, str, str]]) -> dict[str, Figure]:
-    """Draw what was returned beside the losses of several runs, each mean in a picture of its own."""
+    """Draw the same of several runs, each name in a picture of its own."""
     found: dict[str, Figure] = {}
-    for output in list(dict.fromkeys(name for run, _, _ in shown for name in run.outputs))[:MOST_OUTPUTS]:
+    for output in _names_of([run for run, _, _ in shown])[:MOST_OUTPUTS]:
         curves = []
         with _axes(f"{output} over samples", None) as (figure, axes):
             for run, label, color in shown:
-                if output in run.outputs:
+                style: dict[str, Any] = {"color": color, "label": label}
+                is_trained = output in run.outputs
+                if is_trained:
                     x, y = smoothed(_samples(run), run.outputs[output])
-                    axes.plot(x, y, color=color, label=label)
+                    axes.plot(x, y, **style)
                     curves.append(y)
+                at, means = _validated(run, output)
+                # Where training has a curve of the name, validations are points beside it, as those of losses are.
+                if np.isfinite(means).any():
+                    if is_trained:
+                        style["label"] = f"_{label}, validation"
+                    axes.plot(at, means, "o" if is_trained else "o-", markersize=4, linewidth=1.2, **style)
+                    curves.append(means)
             scale_loss(axes, np.concatenate(curves))
         found[_name_of(output, found)] = figure
     return found
+
+
+_NOTHING = np.zeros(0)
+
+
+def _names_of(runs: Sequence[Run]) -> list[str]:
+    """Return the names of outputs and of metrics that runs have finite values of, outputs first."""
+    outputs = [name for run in runs for name, values in run.outputs.items() if np.isfinite(values).any()]
+    metrics = []
+    for run in runs:
+        for name in dict.fromkeys(name for values in run.events["Validated"]["metrics"] for name in values):
+            if np.isfinite(_validated(run, name)[1]).any():
+                metrics.append(name)
+    return list(dict.fromkeys([*outputs, *metrics]))
+
+
+def _validated(run: Run, metric: str) -> tuple[Values, Values]:
+    """Return what validations report of that name, over samples; NaN where they report none."""
+    validated = run.events["Validated"]
+    means = [metrics.get(metric, np.nan) for metrics in validated["metrics"]]
+    return run.samples_at(validated["step"]), np.array(means, np.float64)
 
 
 def _name_of(output: str, others: Container[str]) -> str:
@@ -337,7 +392,7 @@ def _draw_memory(axes: Axes, run: Run) -> None:
     """Draw the peaks of windows, what was predicted of them, and the limit with its headroom."""
     x, peak, limit = _samples(run), run.windows["peak_bytes"], run.windows["limit_bytes"]
     # A limit far above would press the peaks onto the axis: then it is only named.
-    near = peak.max() > 0.15 * limit.min()
+    near = limit.min() < FAR * peak.max()
     unit, name = _unit(float(limit.max() if near else peak.max()))
     axes.plot(*thinned(x, peak / unit), color=BLUE, drawstyle="steps-pre", label="peak of a window")
     edges = np.concatenate(([0], x))  # samples at which windows begin, and the last one ends
@@ -345,7 +400,7 @@ def _draw_memory(axes: Axes, run: Run) -> None:
     for index, period in enumerate([p for p in periods(run) if p.predicted_bytes is not None]):
         predicted = (period.predicted_bytes or 0) / unit
         span = [edges[period.first], edges[period.end]]
-        label = "predicted" if index == 0 else None
+        label = "_predicted" if index else "predicted"
         axes.plot(span, [predicted] * 2, "--", color=ORANGE, linewidth=1.8, label=label)
     if near:
         at, allowed = thinned(x, limit / unit)

@@ -6,7 +6,7 @@
         checkpoints/        the last few whole ones and the best: see checkpoint.py
         history.jsonl       every StepReport and event as they happened: see records.py
         config.json         what was asked for: see configuration.py
-        environment.json    on what it runs, and what tells that code or data have changed: see details.py
+        environment.json    on what it runs and by which command: see origin.py; what tells of changes: see details.py
         window              the window that is being run, in a few bytes that outlive the process: see window_mark.py
         kills.json          how often the kernel had killed for lack of memory when the run began
         oom-7.json          what held the memory when it ran out in window 7: see oom_files.py

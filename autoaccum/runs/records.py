@@ -20,6 +20,7 @@ from autoaccum._version import __version__
 from autoaccum.events import Record
 from autoaccum.memory import clock
 from autoaccum.runs.files import open_regular
+from autoaccum.runs.origin import command_line, commit
 
 HISTORY = "history.jsonl"
 """Name of the file in a run's directory."""
@@ -288,7 +289,10 @@ def write_json(path: str | os.PathLike[str], document: Any) -> None:
 
 
 def environment() -> dict[str, Any]:
-    """Return what a run runs on: versions, operating system, device; nothing that names the machine or its user."""
+    """Return what a run runs on and by what it was started: versions, device, command line and commit.
+
+    Nothing names the machine or its user but what was typed.
+    """
     # Here, so that to read records takes no torch.
     import numpy
     import torch
@@ -309,5 +313,7 @@ def environment() -> dict[str, Any]:
         "cpu_count": os.cpu_count(),
         "device": device,
         "cuda": torch.version.cuda,
+        "command": command_line(),
+        "commit": commit(),
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(clock.stamp())),
     }

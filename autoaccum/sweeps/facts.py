@@ -78,6 +78,8 @@ class StudyFacts:
     best_lrs: tuple[BestLr, ...]
     growth: Growth | None
     """None with fewer than two effective batches to compare."""
+    ranges: Mapping[str, tuple[float, float]]
+    """The least and the greatest number that was searched, of each parameter that is one."""
     trials: tuple[TrialFacts, ...]
     """The best first."""
     answers: tuple[Answer, ...]
@@ -128,6 +130,7 @@ def facts_of(study: optuna.Study) -> StudyFacts:
         best=tuple(best),
         best_lrs=best_lrs,
         growth=growth,
+        ranges={name: ends for name, searched in space.items() if (ends := _ends(searched)) is not None},
         trials=tuple(trials),
         answers=(
             _searched(space, settings["samples"], metrics, signs),
@@ -241,6 +244,16 @@ def _space(trials: Sequence[FrozenTrial]) -> dict[str, BaseDistribution]:
             if old != new and isinstance(new, IntDistribution | FloatDistribution):
                 space[name] = type(new)(min(old.low, new.low), max(old.high, new.high), log=new.log)
     return space
+
+
+def _ends(distribution: Any) -> tuple[float, float] | None:
+    """Return the least and the greatest number that a distribution has; None where it has others than numbers."""
+    if not isinstance(distribution, CategoricalDistribution):
+        return distribution.low, distribution.high
+    choices = distribution.choices
+    if any(isinstance(choice, bool) or not isinstance(choice, int | float) for choice in choices):
+        return None
+    return min(choices), max(choices)  # type: ignore[type-var, return-value]
 
 
 def _range(distribution: BaseDistribution) -> str:

@@ -10,7 +10,8 @@ import optuna
 
 from autoaccum.reporting.facts import Answer, format_seconds
 from autoaccum.reporting.lines import cut_text
-from autoaccum.reporting.page import escaped, html_head, html_pictures, html_table, number_cell, write_page
+from autoaccum.reporting.page import html_head, html_pictures, write_page
+from autoaccum.reporting.tables import escaped, html_table, number_cell
 from autoaccum.sweeps.facts import StudyFacts, TrialFacts, facts_of, importances_of, runs_of, shown
 from autoaccum.sweeps.plots import pictures
 
@@ -27,7 +28,10 @@ class StudyReport:
 
 
 def write_study_report(
-    study: optuna.Study, directory: str | os.PathLike[str], output: str | os.PathLike[str] | None = None
+    study: optuna.Study,
+    directory: str | os.PathLike[str],
+    output: str | os.PathLike[str] | None = None,
+    reload_every: float | None = None,
 ) -> StudyReport:
     """Write ``report.html`` and ``report-*.png`` about a study that a sweep has made.
 
@@ -36,6 +40,7 @@ def write_study_report(
         directory: of the sweep, where its trials' records are; without one nothing is shown over
             seconds, and of several metrics no curves.
         output: where to write; ``directory`` when left out.
+        reload_every: seconds after which browsers load the page again; there are no pictures beside such a page.
 
     Raises:
         OSError: something cannot be read or written.
@@ -53,7 +58,7 @@ def write_study_report(
             _trials(facts),
         )
     )
-    path, images = write_page(folder, facts.name, body, figures)
+    path, images = write_page(folder, facts.name, body, figures, reload_every)
     return StudyReport(path=path, images=images, study=facts)
 
 
@@ -79,9 +84,11 @@ def _trials(facts: StudyFacts) -> str:
         return ""
     # Of all trials, for search_space may draw something in one and not in another.
     names = list(dict.fromkeys(name for trial in facts.trials for name in trial.params))
-    # Optuna takes no reports of several metrics: then there is no such column.
-    last = [f"last {facts.reported}"] if any(trial.reports for trial in facts.trials) else []
-    head = ("trial", "state", *names, *facts.metrics, *last, "samples", "training time", "OOMs", "micro-batches")
+    # What trials report has a column of its own only where it is not what is searched for; and so has what they take.
+    last = [facts.reported] if any(trial.reports for trial in facts.trials) else []
+    last = [f"last {name}" for name in last if name not in facts.metrics]
+    took = [_TOOK[name] for name in _TOOK if name not in facts.metrics]
+    head = ("trial", "state", *names, *facts.metrics, *last, *took, "OOMs", "micro-batches")
     rows = [_row(facts, trial, names, has_last=bool(last)) for trial in facts.trials]
     # All columns are numbers but the state and the micro-batches, which are not broken into lines.
     numbers = {0, *range(2, len(head) - 1)}
@@ -94,14 +101,21 @@ def _row(facts: StudyFacts, trial: TrialFacts, names: list[str], *, has_last: bo
     cells = [str(trial.number), escaped(trial.state) + (" (Pareto front)" if is_on_front else "")]
     for name in names:
         cells.append(escaped(shown(trial.params[name])) if name in trial.params else "-")
-    for value in trial.values or [None] * len(facts.metrics):
-        cells.append(number_cell(value, ".4g"))
+    seen, report = trial.reports[-1] if trial.reports else (0, None)
+    for at, name in enumerate(facts.metrics):
+        if not trial.values and name == facts.reported and report is not None:
+            cells.append(f"{number_cell(report, '.4g')} after {seen:,}")  # it has not come to the end
+        else:
+            cells.append(number_cell(trial.values[at] if trial.values else None, ".4g"))
     if has_last:
-        cells.append(number_cell(trial.reports[-1][1] if trial.reports else None, ".4g"))
-    return [
-        *cells,
-        number_cell(trial.num_samples),
-        "-" if trial.seconds is None else escaped(format_seconds(trial.seconds)),
-        number_cell(trial.ooms),
-        escaped(cut_text(trial.micro_batches)) if trial.micro_batches else "-",
-    ]
+        cells.append(number_cell(report, ".4g"))
+    if "samples" not in facts.metrics:
+        cells.append(number_cell(trial.num_samples))
+    if "seconds" not in facts.metrics:
+        cells.append("-" if trial.seconds is None else escaped(format_seconds(trial.seconds)))
+    micro_batches = escaped(cut_text(trial.micro_batches)) if trial.micro_batches else "-"
+    return [*cells, number_cell(trial.ooms), micro_batches]
+
+
+_TOOK = {"samples": "samples", "seconds": "training time"}
+"""Columns of what trials have taken, by the metric that says the same."""

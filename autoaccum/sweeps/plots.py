@@ -17,7 +17,8 @@ from matplotlib.ticker import EngFormatter, FixedLocator, FuncFormatter, LogLoca
 
 from autoaccum.reporting.columns import Run
 from autoaccum.reporting.curves import Values, thinned
-from autoaccum.reporting.plots import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, RED, STYLE, scale_loss
+from autoaccum.reporting.hover import name_points
+from autoaccum.reporting.plots import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, RED, SIZE, STYLE, scale_loss
 from autoaccum.sweeps.facts import StudyFacts, TrialFacts, shown
 
 Curve = tuple[Values, Values]
@@ -25,7 +26,7 @@ Curve = tuple[Values, Values]
 
 _COLOURS = "viridis"
 """Name of the colour map: as bright to those who see few colours, and read in greys too."""
-_FAINT = 0.35
+_FAINT = 0.5
 """Opacity of what is there to compare with."""
 _BARS = 12
 """Draw at most so many bars."""
@@ -79,8 +80,12 @@ def _drawn(title: str, draw: Callable[[Axes, StudyFacts], None], facts: StudyFac
     """Draw a picture of lr over the effective batch, both logarithmic."""
     with _axes(title) as (figure, axes):
         draw(axes, facts)
-        _scale_batches(axes, [trial.place[0] for trial in facts.trials if trial.place])
+        places = [trial.place for trial in facts.trials if trial.place]
+        # All that was searched, and not only where trials have been so far: what is empty says something too.
+        _scale_batches(axes, [batch for batch, _ in places], facts.ranges.get("effective_batch"))
+        searched = [lr for _, lr in places] + [end for end in facts.ranges.get("lr", ()) if end > 0]
         axes.set_yscale("log")
+        axes.set_ylim(min(searched) / 1.4, max(searched) * 1.4)
         axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=10))
         axes.yaxis.set_minor_locator(NullLocator())
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
@@ -91,18 +96,19 @@ def _drawn(title: str, draw: Callable[[Axes, StudyFacts], None], facts: StudyFac
 @contextmanager
 def _axes(title: str) -> Iterator[tuple[Figure, Axes]]:
     """Give a figure to draw in; afterwards it is named above, and what is drawn is named below."""
-    figure = Figure(figsize=(7.2, 3.8), layout="constrained")
+    figure = Figure(figsize=SIZE, layout="constrained")
     axes = figure.add_subplot()
     yield figure, axes
     axes.set_title(title, pad=8)
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower left", ncols=5, handlelength=1.6)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower left", ncols=3, handlelength=1.6)
 
 
-def _scale_batches(axes: Axes, batches: Sequence[int]) -> None:
-    """Scale the axis of effective batches, with ticks where there are trials, or at powers of two."""
-    low, high = min(batches), max(batches)
+def _scale_batches(axes: Axes, batches: Sequence[int], searched: tuple[float, float] | None) -> None:
+    """Scale the axis of effective batches, with ticks where there are trials and at its ends, or at powers of two."""
+    ends = [int(end) for end in searched or () if end >= 1]
+    low, high = min([*batches, *ends]), max([*batches, *ends])
     axes.set_xscale("log", base=2)
-    places = sorted(set(batches))
+    places = sorted({*batches, *ends})
     if len(places) > _TICKS:
         places = [2**power for power in range(low.bit_length() - 1, high.bit_length() + 1)]
     axes.xaxis.set_major_locator(FixedLocator(places))
@@ -121,7 +127,8 @@ def _draw_map(axes: Axes, facts: StudyFacts) -> None:
         (("running",), "+", "running"),
     ):
         if some := [trial for trial in placed if trial.state in states]:
-            axes.plot(*_places(some), label=label, **_mark(marker, GREY, size=6))
+            (points,) = axes.plot(*_places(some), label=label, **_mark(marker, GREY, size=6))
+            name_points(points, [f"trial {trial.number}: {trial.state}" for trial in some])
     complete = [trial for trial in placed if trial.values and np.isfinite(trial.values[0])]
     if not complete:  # nothing to colour, and no bar
         return
@@ -143,6 +150,7 @@ def _draw_map(axes: Axes, facts: StudyFacts) -> None:
         linewidths=0.6,
         zorder=3,
     )
+    name_points(drawn, _named(complete))
     # The bar has an arrow where values lie beyond its end.
     beyond = "neither"
     if values.min() < low:
@@ -163,14 +171,9 @@ def _draw_map(axes: Axes, facts: StudyFacts) -> None:
 
 def _draw_best_lrs(axes: Axes, facts: StudyFacts) -> None:
     """Draw the best lr of each effective batch, the line fitted to them, and the two rules beside it."""
-    axes.plot(
-        *_places([trial for trial in facts.trials if trial.values]),
-        "o",
-        color=GREY,
-        alpha=_FAINT,
-        markersize=4,
-        label="complete trials",
-    )
+    ended = [trial for trial in facts.trials if trial.values and trial.place]
+    (points,) = axes.plot(*_places(ended), "o", color=GREY, alpha=_FAINT, markersize=4, label="complete trials")
+    name_points(points, _named(ended))
     x, y = np.array([(best.effective_batch, best.lr) for best in facts.best_lrs]).T
     if (growth := facts.growth) is not None:
         # Through the middle of the points, as the fitted line is.
@@ -185,7 +188,8 @@ def _draw_best_lrs(axes: Axes, facts: StudyFacts) -> None:
     edge = np.array([best.is_edge for best in facts.best_lrs])
     for which, face, label in ((~edge, ORANGE, "best"), (edge, "none", "best, at the edge of what was tried")):
         if which.any():
-            axes.plot(x[which], y[which], zorder=3, label=label, **_mark("D", ORANGE, size=8, face=face))
+            (points,) = axes.plot(x[which], y[which], zorder=3, label=label, **_mark("D", ORANGE, size=8, face=face))
+            name_points(points, label)
 
 
 def _curves(facts: StudyFacts, runs: Mapping[int, Run]) -> Iterator[tuple[str, str, str, dict[int, Curve]]]:
@@ -216,26 +220,36 @@ def _draw_curves(axes: Axes, facts: StudyFacts, curves: Mapping[int, Curve], met
         style = "-" if is_complete else "--"
         # A curve of a point or two would hardly be seen.
         marker: dict[str, Any] = {"marker": "o", "markersize": 2.5} if len(x) < 3 else {}
-        axes.plot(x, y, style, color=BLUE if is_complete else GREY, alpha=_FAINT, linewidth=1, **marker, **named)
+        colour = BLUE if is_complete else GREY
+        (line,) = axes.plot(x, y, style, color=colour, alpha=_FAINT, linewidth=1, **marker, **named)
+        name_points(line, f"trial {number}: {state_of[number]}")
     for at, number in enumerate(best):
         name = None if at else _of_best(facts, metric)
-        axes.plot(*curves[number], color=RED, linewidth=2.2, marker="o", markersize=3, zorder=3, label=name)
+        (line,) = axes.plot(*curves[number], color=RED, linewidth=2.2, marker="o", markersize=3, zorder=3, label=name)
+        name_points(line, f"trial {number}: {state_of[number]}")
     maximised = metric == facts.metrics[0] and facts.is_maximised()
     scale_loss(axes, np.concatenate([y for _, y in curves.values()]), logarithmic=not maximised)
     axes.set_xlim(left=0)  # where every trial began
+    axes.set_ylabel(_worded(metric))
 
 
 def _draw_front(axes: Axes, facts: StudyFacts, complete: Sequence[TrialFacts], at: int) -> None:
     """Draw what complete trials came to in two metrics, and the front that none of them has beaten in all."""
-    beaten = [trial.values for trial in complete if trial.number not in facts.best]
-    front = sorted((trial.values[at], trial.values[0]) for trial in complete if trial.number in facts.best)
-    axes.plot([v[at] for v in beaten], [v[0] for v in beaten], "o", color=GREY, alpha=0.6, label="beaten in all")
+    beaten = [trial for trial in complete if trial.number not in facts.best]
+    best = sorted(
+        (trial for trial in complete if trial.number in facts.best), key=lambda t: (t.values[at], t.values[0])
+    )
+    front = [(trial.values[at], trial.values[0]) for trial in best]
+    places = [trial.values[at] for trial in beaten], [trial.values[0] for trial in beaten]
+    (points,) = axes.plot(*places, "o", color=GREY, alpha=0.6, label="beaten in all")
+    name_points(points, _numbered(beaten))
     # Nothing beyond the steps has been reached: each goes from its trial to where x is worse.
     steps = "steps-pre" if facts.is_maximised(at) else "steps-post"
     # Of three metrics and more the front is no line in two of them.
     style: dict[str, Any] = {"drawstyle": steps} if len(facts.metrics) == 2 else {"linestyle": "none"}
     x, y = [x for x, _ in front], [y for _, y in front]
-    axes.plot(x, y, marker="D", color=RED, label="Pareto front", clip_on=False, **style)
+    (line,) = axes.plot(x, y, marker="D", color=RED, label="Pareto front", clip_on=False, **style)
+    name_points(line, _numbered(best))
     if len(complete) <= _NUMBERED:
         # Trials of the same values are one point, and one number stands beside it.
         number_of = {(trial.values[at], trial.values[0]): trial.number for trial in complete}
@@ -318,6 +332,16 @@ def _validated(run: Run, metric: str) -> tuple[Curve, Curve] | None:
     # A validation comes after a window: at the seconds of training that there were then.
     seconds = np.concatenate(([0.0], run.seconds))[np.searchsorted(run.windows["step"], steps, "right")]
     return thinned(run.samples_at(steps).astype(float), values), thinned(seconds, values)
+
+
+def _named(trials: Sequence[TrialFacts]) -> list[str]:
+    """Return the names of complete trials where their values are not on an axis."""
+    return [f"trial {trial.number}: {shown(trial.values[0])}" for trial in trials]
+
+
+def _numbered(trials: Sequence[TrialFacts]) -> list[str]:
+    """Return the names of trials."""
+    return [f"trial {trial.number}" for trial in trials]
 
 
 def _places(trials: Sequence[TrialFacts]) -> tuple[list[int], list[float]]:

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
@@ -24,7 +25,8 @@ from autoaccum.cli.app import main
 from autoaccum.errors import NoHistoryError
 from autoaccum.events import Finished, Notice, OutOfMemory, Replanned, Resumed, Saved, Validated
 from autoaccum.reporting import RecordWriter, environment, write_json
-from autoaccum.reporting.page import ROWS, write_report
+from autoaccum.reporting.page import write_report
+from autoaccum.reporting.tables import ROWS
 from autoaccum.testing import simulated_memory
 from tests.models import classes, wide
 from tests.reporting.synthetic import planned, report, shared, started, verified, write
@@ -72,6 +74,20 @@ class Page(HTMLParser):
     def text(self) -> str:
         return " ".join(self.texts)
 
+    @property
+    def pictures(self) -> list[dict[str, Any]]:
+        """What the script knows of each picture."""
+        return [json.loads(value or "") for name, value in self.attributes if name == "data-picture"]
+
+    def runs_nothing_foreign(self) -> bool:
+        """Whether the one script is ours, and no element has one of its own."""
+        ours = Path(autoaccum.__file__).parent / "reporting" / "page.js"
+        return (
+            self.tags.count("script") == 1
+            and ours.read_text() in self.texts
+            and not [name for name, _ in self.attributes if name.startswith("on")]
+        )
+
 
 @pytest.fixture
 def real_images() -> None:
@@ -112,7 +128,7 @@ def test_the_page_says_what_the_run_was_and_answers_what_people_ask(run_dir: Pat
     assert "MLP · effective batch 8 · on cpu x86_64 · 240 samples in 30 steps · 3.0 s of training" in page.texts
     assert "finished" in page.texts
     asked = [page.texts.index(text) for text in page.texts if text.endswith("?")]
-    assert len(asked) == 5
+    assert len(asked) == 6
     assert "Not always: it used at most 3% of the limit" in page.text
     assert page.tags.count("figure") == page.tags.count("svg") == 5
     assert page.tags.count("details") == 2
@@ -132,7 +148,8 @@ def test_tables(run_dir: Path) -> None:
 
 def test_the_page_needs_nothing_but_itself(run_dir: Path) -> None:
     page = page_of(run_dir)
-    assert not {"script", "link", "img", "iframe", "object"} & set(page.tags)
+    assert page.runs_nothing_foreign()
+    assert not {"link", "img", "iframe", "object"} & set(page.tags)
     links = [value for name, value in page.attributes if name in ("src", "href", "xlink:href")]
     assert links
     assert all(link is not None and link.startswith("#") for link in links)
@@ -165,10 +182,12 @@ def test_nothing_that_was_written_is_taken_for_html(tmp_path: Path) -> None:
     )
     write_json(folder / "config.json", {NASTY: NASTY, "model": NASTY, "effective_batch": NASTY, "headroom": NASTY})
     write_json(folder / "environment.json", {NASTY: {NASTY: [NASTY]}, "device": NASTY})
-    other = write(tmp_path / "$x^$ _other", report(1))
-    for page in (page_of(folder), page_of(folder, other, output=tmp_path / "both")):
-        assert "script" not in page.tags
+    other = write(tmp_path / '$x^$ _"&quot;<b>', report(1))
+    for page in (page_of(folder), both := page_of(folder, other, output=tmp_path / "both")):
+        assert page.runs_nothing_foreign()
         assert NASTY in page.text
+    names = {curve["name"] for curve in both.pictures[0]["curves"]}
+    assert names == {f"1: {folder.name}", '2: $x^$ _"&quot;<b>'}
 
 
 def test_of_a_ramp_the_table_has_what_is_news(tmp_path: Path) -> None:
@@ -248,13 +267,65 @@ def test_runs_side_by_side(run_dir: Path, tmp_path: Path) -> None:
         "re-plans": "0",
         "prediction off by": "-",
     }
-    assert page.rows[3:6] == [
+    assert "gradient off by" not in head, "neither has measured it"
+    assert page.rows[3:8] == [
         ["", "1: first", "2: second"],
         ["effective_batch", "8", "10"],
         ["headroom", "0.05", "null"],
+        ["device", "cpu x86_64", "null"],
+        ["torch", "2.13", "null"],
     ]
     assert page.tags.count("svg") == 4
     assert (run_dir / "report-loss-seconds.png").exists()
+
+
+def test_the_command_the_commit_and_the_versions_are_at_the_head(run_dir: Path) -> None:
+    known = {"autoaccum": "0.1.0", "torch": "2.13", "python": "3.11.7", "commit": "abc-dirty", "command": f"a {NASTY}"}
+    write_json(run_dir / "environment.json", {**known, "device": "cpu", "details": {"code": {"loss": "f00"}}})
+    page = page_of(run_dir)
+    assert f"a {NASTY}" in page.texts
+    assert "autoaccum 0.1.0 · torch 2.13 · python 3.11.7 · commit abc-dirty" in page.texts
+    assert "f00" not in page.text, "a digest is nothing to read"
+    assert page.runs_nothing_foreign()
+
+
+def test_pictures_have_their_values_and_names_in_attributes(tmp_path: Path) -> None:
+    metrics = Validated(step=2, epoch=0, loss=0.5, metrics={NASTY: 0.25}, num_samples=5, micro_batch=3, seconds=1.0)
+    page = page_of(write(tmp_path, report(1, loss=float("nan")), report(2), metrics))
+    loss, metric = page.pictures[:2]
+    training, validation = loss["curves"][:2]
+    assert (training["name"], training["x"], training["y"]) == ("training", [8, 16], [None, 1])
+    assert (validation["name"], validation["x"], validation["y"]) == ("validation loss", [16], [0.5])
+    assert [(curve["x"], curve["y"]) for curve in metric["curves"]] == [([16], [0.25]), ([16], None)]
+    assert NASTY in page.texts, "the title"
+    assert "each window" in page.texts, "the legend is text of the page"
+    assert page.runs_nothing_foreign()
+
+
+def test_a_page_that_is_followed_is_loaded_again_with_or_without_the_script(run_dir: Path) -> None:
+    assert "data-live" not in dict(page_of(run_dir).attributes)
+    for image in run_dir.glob("*.png"):
+        image.unlink()
+    made = write_report([run_dir], reload_every=2.5)
+    page = Page(made.path.read_text())
+    assert dict(page.attributes)["data-live"] == "2.5"
+    assert ("http-equiv", "refresh") in page.attributes
+    assert made.images == ()
+    assert sorted(path.name for path in run_dir.iterdir()) == [
+        "config.json", "environment.json", "history.jsonl", "report.html",
+    ]  # fmt: skip
+
+
+def test_a_link_in_the_place_of_the_page_is_not_followed(run_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("mine")
+    (run_dir / "report.html").symlink_to(tmp_path / "mine")
+    assert page_of(run_dir).tags.count("html") == 1
+    assert (tmp_path / "mine").read_text() == "mine"
+
+
+def test_terms_are_told_each_with_what_it_is_by(tmp_path: Path) -> None:
+    said = replace(verified(1e-7), hypothesis='terms {"words": "items", "<b>": "sum"}')
+    assert page_of(write(tmp_path, said, report(1))).rows[1][1] == "words: items, <b>: sum"
 
 
 def test_a_run_without_a_window_has_a_page(tmp_path: Path) -> None:

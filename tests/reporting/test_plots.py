@@ -116,6 +116,40 @@ def test_outputs_have_pictures_after_the_loss(tmp_path: Path) -> None:
     assert len([name for name in pictures(many) if name.startswith("output-")]) == MOST_OUTPUTS
 
 
+def test_metrics_of_validations_have_pictures(tmp_path: Path) -> None:
+    said = [
+        Validated(step=step, epoch=0, loss=0.5, metrics=metrics, num_samples=5, micro_batch=3, seconds=1.0)
+        for step, metrics in ((1, {"f1": 0.25, "bad": np.nan}), (3, {"f1": 0.75}))
+    ]
+    one = load_run(write(tmp_path / "one", *(report(step, outputs={"a": 1.0}) for step in (1, 2, 3)), *said))
+    found = pictures(one)
+    assert list(found)[:4] == ["loss", "output-a", "output-f1", "memory"], "outputs first, and nothing of NaN alone"
+    assert drawn(found["output-f1"], "in validation") == [(8, 0.25), (24, 0.75)]
+    assert len({figure.axes[0].get_xlim() for figure in found.values()}) == 1, "over the same samples"
+    other = load_run(write(tmp_path / "other", report(1, outputs={"f1": 0.5}), said[0]))
+    both = comparison([one, other], ["1: one", "2: other"])["output-f1"]
+    assert drawn(both, "1: one") == [(8, 0.25), (24, 0.75)]
+    assert drawn(both, "2: other") == [(8, 0.5)]
+    assert drawn(both, "_2: other, validation") == [(8, 0.25)]
+
+
+def test_a_limit_far_above_all_peaks_is_not_compared(tmp_path: Path) -> None:
+    near, far = (
+        load_run(write(tmp_path / name, report(1, peak_bytes=MIB, limit_bytes=limit)))
+        for name, limit in (("near", 2 * MIB), ("far", 64 * GIB))
+    )
+    figure = comparison([near, far], ["1", "2"])["memory"]
+    assert [line.get_label() for line in figure.axes[0].lines] == ["1", "1, limit", "2"]
+    assert drawn(figure, "1, limit") == [(8, 2)]
+
+
+def test_seconds_are_plain_numbers(tmp_path: Path) -> None:
+    run = load_run(write(tmp_path, *(report(step, seconds=0.05) for step in range(1, 4))))
+    found = comparison([run], ["1"])
+    assert found["loss-seconds"].axes[0].xaxis.get_major_formatter()(0.05) != "50m"
+    assert found["loss"].axes[0].xaxis.get_major_formatter()(5000) == "5k"
+
+
 def test_outputs_of_several_runs_share_their_axes(tmp_path: Path) -> None:
     one, two = (
         load_run(write(tmp_path / name, report(1, outputs=given)))
@@ -168,6 +202,17 @@ def test_runs_are_compared_in_the_same_axes(run: Run, tmp_path: Path) -> None:
     assert comparison([empty], ["1: b"]) == {}
 
 
+def test_in_an_svg_what_moves_has_a_class_and_the_legend_is_left_to_the_page(run: Run) -> None:
+    figure = pictures(run)["memory"]
+    text = svg(figure, salt="memory")
+    assert text.count('class="curve"') == len(figure.axes[0].lines)
+    assert text.count('class="band"') == 1
+    assert text.count('class="x-axis"') == 1
+    assert 'class="xtick"' in text
+    assert "peak of a window" not in text
+    assert len(figure.legends) == 1, "the file has it"
+
+
 def test_an_svg_takes_the_colour_of_the_text_and_shares_no_id(run: Run) -> None:
     found = [svg(figure, salt=name) for name, figure in pictures(run).items()]
     ids = [part.split('"')[0] for text in found for part in text.split(' id="')[1:]]
@@ -187,7 +232,7 @@ def test_a_picture_is_a_file(run: Run, tmp_path: Path) -> None:
 
     png(pictures(run)["loss"], tmp_path / "loss.png")
     with Image.open(tmp_path / "loss.png") as image:
-        assert image.size == (1080, 510)
+        assert image.size == (1080, 580)
         assert image.convert("RGB").getpixel((0, 0)) == (255, 255, 255)
 
 

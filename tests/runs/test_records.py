@@ -306,6 +306,7 @@ def test_a_json_file_is_whole_or_the_old_one(tmp_path: Path, monkeypatch: pytest
 def test_the_environment_names_neither_machine_nor_user(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.node", lambda: "a-host-of-mine")
     found = environment()
-    assert list(found) == ["autoaccum", "python", "torch", "numpy", "os", "cpu_count", "device", "cuda", "started"]
+    on = ["autoaccum", "python", "torch", "numpy", "os", "cpu_count", "device", "cuda"]
+    assert list(found) == [*on, "command", "commit", "started"]
     assert found["autoaccum"] == autoaccum.__version__
     assert "a-host-of-mine" not in json.dumps(found)

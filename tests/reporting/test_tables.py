@@ -1,0 +1,69 @@
+"""Tables of runs side by side: what is the same in all of them is told once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("matplotlib")
+
+from autoaccum.reporting import Run, load_run
+from autoaccum.reporting.facts import facts_of
+from autoaccum.reporting.tables import compared, differences, row_of
+from tests.reporting.synthetic import report, shared, verified, write
+from tests.reporting.test_page import Page
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return load_run(write(tmp_path / "run", report(1), shared(), verified(1e-7)))
+
+
+def test_columns_that_are_the_same_are_told_below(run: Run) -> None:
+    rows = [row_of(at, replace(facts_of(run), loss=loss), str(at)) for at, loss in enumerate((0.5, 0.25))]
+    page = Page(compared(rows))
+    assert page.rows == [["run", "loss at the end"], ["0", "0.5"], ["1", "0.25"]]
+    assert "gradient off by 1.0e-07 · ranks 2" in page.text
+    assert "steps 1 ·" in page.text
+    assert "best validation" not in page.text, "nobody has one"
+
+
+def test_numbers_stand_to_the_right_whatever_is_left_out(run: Run) -> None:
+    rows = [row_of(at, replace(facts_of(run), loss=loss), str(at)) for at, loss in enumerate((0.5, 0.25))]
+    assert compared(rows).count('<td class="number">') == 2
+    assert compared(rows).count('<td class="cut">') == 2
+
+
+def difference(run: Run, *settings: tuple[dict[str, Any], dict[str, Any]]) -> list[list[str]]:
+    runs = [replace(run, config=config, environment=environment) for config, environment in settings]
+    return Page(differences(runs, [str(at) for at in range(len(runs))])).rows
+
+
+def test_only_what_differs_is_shown_each_entry_by_itself(run: Run) -> None:
+    one = {
+        "lr": 0.1,
+        "seed": 0,
+        "run_dir": "a",
+        "trained": {"seed": 0, "model": {"0.weight": "(2, 3)", "0.bias": "(3,)"}},
+    }
+    two = {
+        "lr": 0.2,
+        "seed": 1,
+        "run_dir": "b",
+        "trained": {"seed": 1, "model": {"0.weight": "(2, 4)", "0.bias": "(3,)"}},
+    }
+    known = {"torch": "2.13", "started": "1", "commit": "a", "details": {"content": "f00"}}
+    assert difference(run, (one, known), (two, {**known, "started": "2", "commit": "<b>", "details": {}})) == [
+        ["", "0", "1"],
+        ["lr", "0.1", "0.2"],
+        ["seed", "0", "1"],
+        ["model 0.weight", "(2, 3)", "(2, 4)"],
+        ["commit", "a", "<b>"],
+    ]  # fmt: skip
+
+
+def test_where_nothing_differs_there_is_no_table(run: Run) -> None:
+    assert difference(run, ({"lr": 0.1}, {}), ({"lr": 0.1}, {})) == []
