@@ -14,12 +14,11 @@ import statistics
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
-from results import write_table
+from results import RESULTS, write_table
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -202,7 +201,7 @@ def draw(runs: list[Run]) -> None:
                 panel.axvline(event.step, color="black", linewidth=0.8, linestyle="--")
     panels[-1].set_xlabel("window")
     figure.tight_layout()
-    figure.savefig(Path(__file__).parent / "results" / "pressure.png", dpi=110)
+    figure.savefig(RESULTS / "pressure.png", dpi=110)
 
 
 def main() -> None:

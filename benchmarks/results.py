@@ -13,6 +13,10 @@ import torch
 
 import autoaccum
 
+COMMITTED = Path(__file__).parent / "results"
+RESULTS = Path(os.environ.get("AUTOACCUM_RESULTS", COMMITTED))
+"""Where tables are written: quick runs of ``run_all.py`` leave those alone that are committed."""
+
 
 def write_table(
     name: str,
@@ -28,7 +32,7 @@ def write_table(
     page = "\n".join([text, "", *lines, "", f"Measured on {_machine(threads)}.", ""])
     if not quiet:
         print(f"# {name}\n\n{page}")
-    (Path(__file__).parent / "results" / f"{name}.md").write_text(f"# {name}\n\n{page}")
+    (RESULTS / f"{name}.md").write_text(f"# {name}\n\n{page}")
     return page
 
 

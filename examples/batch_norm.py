@@ -1,6 +1,6 @@
 """The same curve in any memory: a convolutional net with BatchNorm, whose statistics are those of fixed groups.
 
-    python examples/batch_norm.py        # half a minute on one core
+    python examples/batch_norm.py        # half a minute on one core of an Intel Xeon
 
 BatchNorm normalises a sample by those beside it, so that a smaller micro-batch is another model. With
 ``batch_norm="ghost:16"`` the statistics are those of each 16 samples of a window, and micro-batches hold whole groups:

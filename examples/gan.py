@@ -1,6 +1,6 @@
 """A GAN with two Accumulators: a generator and a discriminator, each with an optimizer of its own, both exact.
 
-    python examples/gan.py        # half a minute on one core
+    python examples/gan.py        # half a minute on one core of an Intel Xeon at 2.5 GHz
 
 The generator learns eight blobs on a circle. Each step of either network is that of the whole batch, though no more
 than a part of it is run at once; where memory runs out, the step is run again in smaller pieces. The noise is drawn

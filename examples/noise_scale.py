@@ -1,6 +1,6 @@
 """Is a batch that follows the gradient's noise worth it? The character GPT, to the same validation loss, three ways.
 
-    python examples/noise_scale.py                    # about five minutes on one core; writes noise_scale.png
+    python examples/noise_scale.py       # about five minutes on one core of an AMD EPYC; writes noise_scale.png
 
 A small batch needs few samples and many steps, a large one few steps and many samples. The noise scale says how large
 a batch may be before its samples are wasted: it is small at first and grows while the loss falls.

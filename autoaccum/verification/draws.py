@@ -279,7 +279,8 @@ def state_of(generator: torch.Generator | None = None) -> list[bytes]:
     if generator is not None:
         return [_bytes(generator.get_state())]
     states = [_bytes(torch.default_generator.get_state())]
-    device = torch.accelerator.current_accelerator()
+    # A build for CUDA names its accelerator where there is no driver too, and reading that one's state would fail.
+    device = torch.accelerator.current_accelerator(check_available=True)
     if device is not None:
         states.append(_bytes(torch.get_device_module(device).get_rng_state()))
     return states

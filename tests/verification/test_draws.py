@@ -14,7 +14,15 @@ from torch.nn import functional as F
 import autoaccum
 from autoaccum.errors import AutoaccumWarning
 from autoaccum.events import Verified
-from autoaccum.verification.draws import Constants, Recording, Replaying, UnalignedError, UnsettledError, name_of
+from autoaccum.verification.draws import (
+    Constants,
+    Recording,
+    Replaying,
+    UnalignedError,
+    UnsettledError,
+    name_of,
+    state_of,
+)
 from tests.devices import DEVICE
 
 pytestmark = pytest.mark.usefixtures("made_there")
@@ -243,3 +251,13 @@ def test_what_is_drawn_on_a_device_is_given_to_parts_by_rows(kind: type[Noisy], 
     events = [event for event in result.events if isinstance(event, Verified)]
     assert [event.passed for event in events] == [passed]
     assert (events[0].error < 2e-5) is passed
+
+
+def test_an_accelerator_without_a_driver_has_no_generator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A build for CUDA names one on every machine, and raises where its state is read."""
+
+    def named(check_available: bool = False) -> torch.device | None:
+        return None if check_available else torch.device("cuda")
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", named)
+    assert len(state_of()) == 1
