@@ -75,6 +75,11 @@ def of_compression(compression: object) -> None:
     one_of("compression", compression, ("none", "bf16"))
 
 
+def of_memory_saving(memory_saving: object) -> None:
+    """Raise unless memory is saved in a way that there is."""
+    one_of("memory_saving", memory_saving, ("auto", "off", "checkpoint"))
+
+
 def of_state(state: object) -> None:
     """Check how often state moves."""
     one_of("state", state, ("micro-batch", "window"))

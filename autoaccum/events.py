@@ -55,6 +55,8 @@ class StepReport:
     outputs: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """What was returned beside the loss, by name: means, which are floats, and on the host ``torch.Tensor``s, joined in
     the order in which the window's samples are served; empty where nothing was."""
+    memory_saving: str = "off"
+    """How memory was saved, in the words of ``MemorySaving``."""
 
     def __eq__(self, other: object) -> bool:
         """Return whether all fields are equal; tensors are by their values, for they have no truth value."""
@@ -94,6 +96,8 @@ class Planned:
     prediction_error: float | None
     """How far the model's last prediction was from what was measured then, as a fraction of that."""
     limit_bytes: int
+    memory_saving: str = "off"
+    """How memory is saved, in the words of ``MemorySaving``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,6 +124,38 @@ class OutOfMemory:
     """``"training"``, ``"validation"`` or ``"optimizer"``."""
     micro_batch: int
     """Samples in the micro-batch that failed; 0 in the optimizer's step."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemorySaving:
+    """From this window on memory is saved in another way, which changes no number."""
+
+    # Down where not even the smallest micro-batch fits, and up as memory comes back. Sizes are then found out anew.
+
+    step: int
+    old: str
+    """``"off"``, or which blocks compute their forward once more in backward."""
+    new: str
+    """Likewise."""
+    reason: str
+    blocks: int
+    """How many blocks compute their forward twice now."""
+    held_bytes: int | None
+    """The most that a backward of the smallest micro-batch is expected to hold at once; None where nothing is saved."""
+    recomputed_bytes: int
+    """What is computed twice: bytes that a forward of the smallest micro-batch saves within these blocks."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recomputed:
+    """What is computed twice was compared in two windows, and came to the same bits: so the gradient is the same."""
+
+    step: int
+    """The second of these windows."""
+    saving: str
+    """How memory was saved, in the words of ``MemorySaving``."""
+    operations: int
+    """How many operations of the second window were compared."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -292,6 +328,8 @@ Event = (
     | Planned
     | Replanned
     | OutOfMemory
+    | MemorySaving
+    | Recomputed
     | Waiting
     | Compiled
     | Validated

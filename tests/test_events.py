@@ -79,6 +79,7 @@ def test_the_fields_that_users_rely_on() -> None:
         "gradient_squared",
         "gradient_variance",
         "outputs",
+        "memory_saving",
     ]
 
 

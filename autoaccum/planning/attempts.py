@@ -239,6 +239,12 @@ class Attempt:
         same.replays = self.replays + 1
         return same
 
+    def following(self, other: Attempt) -> Attempt:
+        """Return this as the attempt after another one at the same window, which ran out of memory."""
+        # The tuner has begun anew in between, so that it is no smaller attempt of the other's.
+        self.replays, self.is_timed = other.replays + 1, False
+        return self
+
     def repeated(self, sizes: Sequence[int]) -> Attempt:
         """Return another attempt in the sizes that this one came to; memory was enough for them."""
         # Not in those that the tuner would choose by now, which may be others: the window is only to be run once more.

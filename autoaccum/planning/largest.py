@@ -19,13 +19,11 @@ from autoaccum.planning.cuts import Lengths
 from autoaccum.planning.cutter import Cutter
 from autoaccum.planning.fastest import Fastest
 from autoaccum.planning.limits import Limits
-from autoaccum.planning.patience import Pressure
+from autoaccum.planning.patience import SURELY_MORE, Pressure
 from autoaccum.planning.searching import ENDLESS, Searching
 
 WORTHWHILE = 1.2
 """Give way to a limit that fell, or to strain, by this factor at least, and grow again only for as much."""
-SURELY_MORE = 1.05
-"""Try what did not fit again under a limit that is larger by this factor."""
 
 
 class Largest:

@@ -16,6 +16,8 @@ MOST_PATIENCE = 2**12
 """Looks that patience grows to at most: however often memory has gone, its return is noticed in the end."""
 LASTING = 64
 """Do not double the patience where a growth has lasted for this many times the patience: it was not in vain."""
+SURELY_MORE = 1.05
+"""Try what did not fit again under a limit that is larger by this factor."""
 STRAIN_COMES_BACK = 100
 """Looks within which memory has to be strained a second time before plans give way."""
 

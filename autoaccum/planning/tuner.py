@@ -86,6 +86,9 @@ class Tuner:
         """The trials of an earlier run."""
         self.told: Trial | None = None
         """What ran out of memory in an earlier run, and would again."""
+        self._given = largest  # a user's own micro-batch
+        self.saves_memory = False
+        """Whether micro-batches take less than they would by themselves, so that no other run is to know of them."""
         self._last_cut: tuple[object, tuple[Piece, ...]] = (None, ())  # (what decided it, the pieces of a window)
 
     # What is known.
@@ -193,10 +196,12 @@ class Tuner:
 
     def refused(self) -> Trial | None:
         """Return the smallest trial that ran out of memory; not that of the smallest size, which is tried always."""
-        return self._cutter.history.refused(above=self.smallest)
+        return None if self.saves_memory else self._cutter.history.refused(above=self.smallest)
 
     def learnt(self) -> tuple[Trial, ...]:
         """Return what a later run may begin from: the trials, with the seconds that windows of them took."""
+        if self.saves_memory:
+            return ()
         return learnt(self._cutter.history, self._fastest.model, has_lengths=bool(self.search.has_lengths))
 
     # How windows are cut.
@@ -241,6 +246,16 @@ class Tuner:
 
     def _may_try(self, num_samples: int, lengths: Lengths) -> bool:
         return self.search.may_try(num_samples, lengths, self.plan(num_samples, lengths)[0])
+
+    def start_over(self, *, saves: bool) -> None:
+        """Forget what was tried, for micro-batches take other memory from now on; ``saves`` is ``saves_memory``."""
+        self.saves_memory, self.past, self.told = saves, (), None
+        self._cutter.history, self.search.known = History(), 0
+        # A user's own size is tried once more: what was too much for one way may not be for another.
+        self._largest.weight = max(self._given, self.smallest)
+        if self._learns:
+            self._largest.forget()
+        self.limits.learn_least(0)
 
     def _start_over(self, *, has_lengths: bool) -> None:
         """Drop what is known: a stream has begun, or ceased, to tell how long its samples are, and so units change."""

@@ -161,6 +161,8 @@ class _Loading:
     def _event(self, name: str, document: dict[str, Any]) -> None:
         if name == "Validated":
             document.setdefault("metrics", {})  # older versions wrote none
+        if name == "Planned":
+            document.setdefault("memory_saving", "off")  # likewise
         # Before anything is changed by it: an event whose values cannot be read is garbled, and nothing else.
         values = [value_of(document[field], kind) for field, kind in FIELDS[name].items()]
         if name == "Resumed":

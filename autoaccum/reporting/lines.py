@@ -9,9 +9,11 @@ from autoaccum.events import (
     Compiled,
     Event,
     Finished,
+    MemorySaving,
     Notice,
     OutOfMemory,
     Planned,
+    Recomputed,
     Record,
     Replanned,
     Resumed,
@@ -131,9 +133,15 @@ def line(event: Event) -> str | None:
         if event.prediction_error is not None:
             predicted += f" ({event.prediction_error:.1%} off last time)"
         memory = ", ".join(filter(None, (predicted, f"limit {format_bytes(event.limit_bytes)}")))
-        return f"plan: {cut_text(event.sizes)}, for {event.reason}; {memory}"
+        saving = "" if event.memory_saving == "off" else f"; {event.memory_saving}"
+        return f"plan: {cut_text(event.sizes)}, for {event.reason}; {memory}{saving}"
     if isinstance(event, Replanned):
         return f"step {event.step}: {event.reason}: {cut_text(event.old)} -> {cut_text(event.new)}"
+    if isinstance(event, MemorySaving):
+        return f"step {event.step}: {event.reason}: memory saving {event.old} -> {event.new}"
+    if isinstance(event, Recomputed):
+        operations = counted(event.operations, "operation")
+        return f"step {event.step}: what is computed twice comes to the same bits, measured on {operations}"
     if isinstance(event, Validated):
         metrics = f", {metrics_text(event.metrics)}" if event.metrics else ""
         return f"epoch {event.epoch}: validation loss {event.loss:.4f}{metrics}"

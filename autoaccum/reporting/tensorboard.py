@@ -8,6 +8,7 @@ from typing import Any
 from autoaccum.errors import MissingExtraError
 from autoaccum.events import (
     Finished,
+    MemorySaving,
     Notice,
     OutOfMemory,
     Planned,
@@ -58,7 +59,7 @@ class TensorBoardReporter:
             self._writer = self._open(self._directory, purge_step=record.step + 1)
         elif isinstance(record, Finished):
             self._writer.flush()  # and not closed, for a callback may be passed to a second run
-        if isinstance(record, Planned | Replanned | OutOfMemory | Waiting | Resumed):
+        if isinstance(record, Planned | Replanned | MemorySaving | OutOfMemory | Waiting | Resumed):
             if (text := line(record)) is not None:
                 self._writer.add_text("plans", text, record.step)
         elif isinstance(record, Notice):

@@ -13,7 +13,7 @@ from torch import nn
 from autoaccum.data.base import Window
 from autoaccum.memory.oom import is_out_of_memory
 from autoaccum.planning.costs import Trial
-from autoaccum.planning.largest import SURELY_MORE
+from autoaccum.planning.patience import SURELY_MORE
 from autoaccum.planning.tuner import Tuner
 from autoaccum.runs.cost_key import describe, key
 from autoaccum.runs.past import Past

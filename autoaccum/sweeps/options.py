@@ -20,6 +20,7 @@ from autoaccum.data.splits import SplitLike
 from autoaccum.errors import ArgumentError, ArgumentTypeError
 from autoaccum.loss.stated import CountItems, LossScope, Reducing
 from autoaccum.memory.limit import MemoryLimit
+from autoaccum.planning.ladder import SavingMode
 from autoaccum.ranks.balance import Balance
 from autoaccum.ranks.summing import Compression
 from autoaccum.sweeps import spaces, storages
@@ -58,6 +59,7 @@ class PassedOn(TypedDict, total=False):
     min_micro_batch: int | None
     memory_limit: MemoryLimit
     headroom: float
+    memory_saving: SavingMode
     patience: float
     precision: Precision
     clip_norm: float | None

@@ -28,6 +28,7 @@ from autoaccum.loss.windowed import window_loss_of
 from autoaccum.memory.devices import being_current, current_device_kept
 from autoaccum.memory.limit import MemoryLimit
 from autoaccum.memory.oom import insist, room_for_model
+from autoaccum.planning.ladder import SavingMode
 from autoaccum.ranks.summing import Compression
 from autoaccum.runs.cost_key import describe
 from autoaccum.training import together
@@ -94,6 +95,7 @@ class Accumulator:
         min_micro_batch: int | None = None,
         memory_limit: MemoryLimit = None,
         headroom: float = 0.05,
+        memory_saving: SavingMode = "auto",
         patience: float = 60.0,
         precision: Precision = "fp32",
         clip_norm: float | None = None,
@@ -138,6 +140,8 @@ class Accumulator:
             memory_limit: device memory this process may use, as bytes, "8GiB", a share such as 0.5, or a function () ->
                 one of these, asked again as training goes on.
             headroom: fraction of the limit that plans leave free.
+            memory_saving: auto: where not even the smallest micro-batch fits, blocks of the model compute their forward
+                once more in backward instead of keeping it, to the same bits; off: never; checkpoint: always.
             patience: seconds to wait for memory that others hold where not even the smallest micro-batch fits beside
                 it.
             precision: fp32 (as the model is), bf16 or fp16 (both by autocast).
@@ -172,9 +176,10 @@ class Accumulator:
             OF_ACCUMULATOR, CHECKS, model=model, optimizer=optimizer, loss_fn=loss_fn, training_step=training_step,
             num_items=num_items, reduction=reduction, before_window=before_window, loss_scope=loss_scope, embed=embed,
             micro_batch=micro_batch, max_micro_batch=max_micro_batch, min_micro_batch=min_micro_batch,
-            memory_limit=memory_limit, headroom=headroom, patience=patience, precision=precision, clip_norm=clip_norm,
-            state=state, batch_norm=batch_norm, verify=verify, strict=strict, ranks=ranks, compression=compression,
-            collate_fn=collate_fn, split=split, batch_dim=batch_dim, callbacks=callbacks,
+            memory_limit=memory_limit, headroom=headroom, memory_saving=memory_saving, patience=patience,
+            precision=precision, clip_norm=clip_norm, state=state, batch_norm=batch_norm, verify=verify, strict=strict,
+            ranks=ranks, compression=compression, collate_fn=collate_fn, split=split, batch_dim=batch_dim,
+            callbacks=callbacks,
         )  # fmt: skip
         counts = num_items if before_window is None else counting(num_items)
         loss_of, reduction = stated(checked[loss_function], counts, reduction)
@@ -226,17 +231,15 @@ class Accumulator:
             batch_norm=checked[statistics_of],
         )  # fmt: skip
         # What decides what is computed has to be the same on all ranks; how windows are cut is each one's own.
-        self._given: dict[str, Any] = {"clip_norm": clip_norm, "precision": precision, "state": state}
-        self._given |= {"reduction": reduction, "compression": compression, "batch_norm": batch_norm}
-        self._given |= {"loss_scope": loss_scope}
+        self._given: dict[str, Any] = {"reduction": reduction, "compression": compression, "batch_norm": batch_norm}
+        self._given |= {"clip_norm": clip_norm, "precision": precision, "state": state, "loss_scope": loss_scope}
         with self._telling():
             self._step = make_step(
                 job,
                 micro_batch=micro_batch if isinstance(micro_batch, int) else None,
                 max_micro_batch=max_micro_batch,
                 full_window=None,
-                memory=place.memory,
-                limit=place.limit,
+                place=place,
                 headroom=headroom,
                 patience=patience,
                 clip_norm=clip_norm,
@@ -245,6 +248,7 @@ class Accumulator:
                 emit=self._emit,
                 group=None if self._meeting is None else self._meeting.group,
                 compression=compression,
+                memory_saving=memory_saving,
             )
 
     def step(self, batch: Any) -> torch.Tensor:

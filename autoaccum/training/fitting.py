@@ -12,6 +12,7 @@ from torch import nn
 from autoaccum.data.splits import SplitLike
 from autoaccum.loss.stated import CountItems, LossScope, Reducing
 from autoaccum.memory.limit import MemoryLimit
+from autoaccum.planning.ladder import SavingMode
 from autoaccum.planning.schedules import Progress, Schedule
 from autoaccum.ranks.balance import Balance
 from autoaccum.ranks.summing import Compression
@@ -53,6 +54,7 @@ def fit(
     min_micro_batch: int | None = None,
     memory_limit: MemoryLimit = None,
     headroom: float = 0.05,
+    memory_saving: SavingMode = "auto",
     patience: float = 60.0,
     precision: Precision = "fp32",
     clip_norm: float | None = None,
@@ -141,6 +143,8 @@ def fit(
         memory_limit: device memory this process may use, as bytes, "8GiB", a share such as 0.5, or a function () -> one
             of these, asked again as training goes on.
         headroom: fraction of the limit that plans leave free.
+        memory_saving: auto: where not even the smallest micro-batch fits, blocks of the model compute their forward
+            once more in backward instead of keeping it, to the same bits; off: never; checkpoint: always.
         patience: seconds to wait for memory that others hold where not even the smallest micro-batch fits beside it.
         precision: fp32 (as the model is), bf16 or fp16 (both by autocast).
         clip_norm: clip each window's gradient to this 2-norm.
@@ -212,9 +216,9 @@ def fit(
         num_items=num_items, reduction=reduction, before_window=before_window, loss_scope=loss_scope, embed=embed,
         optimizer=optimizer, lr=lr, lr_scheduler=lr_scheduler, lr_scaling=lr_scaling, base_batch=base_batch,
         epochs=epochs, steps=steps, samples=samples, micro_batch=micro_batch, max_micro_batch=max_micro_batch,
-        min_micro_batch=min_micro_batch, memory_limit=memory_limit, headroom=headroom, patience=patience,
-        precision=precision, clip_norm=clip_norm, state=state, batch_norm=batch_norm, verify=verify, strict=strict,
-        compile=compile, device=device, ranks=ranks, balance=balance, compression=compression, seed=seed,
+        min_micro_batch=min_micro_batch, memory_limit=memory_limit, headroom=headroom, memory_saving=memory_saving,
+        patience=patience, precision=precision, clip_norm=clip_norm, state=state, batch_norm=batch_norm, verify=verify,
+        strict=strict, compile=compile, device=device, ranks=ranks, balance=balance, compression=compression, seed=seed,
         shuffle=shuffle, drop_last=drop_last, collate_fn=collate_fn, split=split, batch_dim=batch_dim,
         num_workers=num_workers, validation_data=validation_data, validate_every=validate_every, metrics=metrics,
         run_dir=run_dir, checkpoint_every=checkpoint_every, keep_checkpoints=keep_checkpoints, resume=resume,

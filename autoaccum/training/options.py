@@ -28,6 +28,7 @@ from autoaccum.loss.stated import CountItems, LossScope, Reducing
 from autoaccum.loss.windowed import window_loss_of
 from autoaccum.memory.limit import MemoryLimit
 from autoaccum.planning.budget import Budget
+from autoaccum.planning.ladder import SavingMode
 from autoaccum.planning.schedules import Progress, Schedule, schedule_of
 from autoaccum.ranks.balance import Balance
 from autoaccum.ranks.summing import Compression
@@ -60,6 +61,7 @@ CHECKS: tuple[Callable[..., Any], ...] = (
     _checks.of_num_items,
     _checks.of_reduction,
     _checks.of_patience,
+    _checks.of_memory_saving,
     _checks.of_micro_batch,
     _checks.of_num_workers,
     _checks.of_collate_fn,
@@ -307,6 +309,14 @@ class FitArguments:
         default=0.05,
         check=_checks.of_windows,
         probe=Own(text="fraction of the limit to leave free."),
+        accumulator=Own(),
+    )
+    # What it does changes no number, so that it is no choice of the user's unless something else is to be found out.
+    memory_saving: SavingMode = option(
+        "auto: where not even the smallest micro-batch fits, blocks of the model compute their forward once more in "
+        "backward instead of keeping it, to the same bits; off: never; checkpoint: always.",
+        default="auto",
+        check=_checks.of_memory_saving,
         accumulator=Own(),
     )
     # A minute, in which a neighbour's validation or the end of a process gives back what it held.

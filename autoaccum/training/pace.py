@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import pairwise, repeat
-from typing import Any
+from typing import Any, Protocol
 
 from autoaccum._kinds import Check, a, below, every, number, of_record, optional, parts, refuse, whole
 from autoaccum.data.base import Reader, Window
@@ -16,7 +16,16 @@ from autoaccum.events import Notice, StepReport
 from autoaccum.planning.budget import Budget
 from autoaccum.planning.saved import PLAN
 from autoaccum.planning.schedules import REPORTS, Constant, Progress, Schedule
-from autoaccum.window.step import Step
+from autoaccum.planning.tuner import Tuner
+from autoaccum.window.announcer import Announcer
+
+
+class Counts(Protocol):
+    """What takes the steps, as far as a pace has to know of it."""
+
+    number: int
+    tuner: Tuner
+    announcer: Announcer
 
 
 class Pace:
@@ -30,7 +39,7 @@ class Pace:
         num_samples: int | None,
         drop_last: bool,
         plans: Sequence[tuple[int, ...]],
-        step: Step,
+        step: Counts,
     ) -> None:
         """Begin with nothing trained.
 

@@ -32,6 +32,8 @@ from autoaccum.memory.devices import find_device, memory_of
 from autoaccum.memory.limit import Limit, MemoryLimit
 from autoaccum.memory.oom import room_for_model
 from autoaccum.planning.budget import Budget
+from autoaccum.planning.granules import MICRO
+from autoaccum.planning.ladder import SavingMode
 from autoaccum.planning.noise import Smoothed
 from autoaccum.planning.schedules import SMOOTHING, NoiseScale, Progress, Schedule, schedule_of
 from autoaccum.planning.tuner import Tuner
@@ -59,6 +61,7 @@ from autoaccum.window.joining import SharedTransaction
 from autoaccum.window.meter import Meter
 from autoaccum.window.optimizers import allocate_state, make_optimizer, move, trainable_parameters
 from autoaccum.window.precision import autocast
+from autoaccum.window.saving import Saving
 from autoaccum.window.sharding import ShardedTransaction
 from autoaccum.window.step import Step
 from autoaccum.window.transaction import Transaction
@@ -267,8 +270,7 @@ def make_step(
     micro_batch: int | None,
     max_micro_batch: int | None,
     full_window: int | None,
-    memory: Memory,
-    limit: Limit,
+    place: Place,
     headroom: float,
     patience: float,
     clip_norm: float | None,
@@ -278,6 +280,7 @@ def make_step(
     noise_scale: bool = False,
     group: Group | None = None,
     compression: Compression = "none",
+    memory_saving: SavingMode = "auto",
 ) -> Step:
     """Return what takes the steps of a run.
 
@@ -286,8 +289,7 @@ def make_step(
         micro_batch: its samples; None to find them.
         max_micro_batch: the most samples to try at once.
         full_window: samples of the largest window of the run, where that is known.
-        memory: of the device.
-        limit: what may be used of it.
+        place: the device, its memory, and what may be used of that.
         headroom: fraction of the limit that plans leave free.
         patience: seconds to wait for memory that others hold.
         clip_norm: 2-norm to clip each window's gradient to.
@@ -297,11 +299,13 @@ def make_step(
         noise_scale: whether windows that are cut tell of the noise in their gradient.
         group: the ranks that share each window; None where there is one.
         compression: of what they send each other of gradients.
+        memory_saving: whether blocks are computed twice where nothing fits otherwise.
 
     Raises:
-        ArgumentError: BatchNorm, and micro-batches of one sample; or a model that was compiled to CUDA graphs.
+        ArgumentError: BatchNorm, and micro-batches of one sample; memory saving that cannot be had; or a model that was
+            compiled to CUDA graphs.
     """
-    compiled = compiled_of(job)
+    compiled, memory, limit = compiled_of(job), place.memory, place.limit
     is_shared, is_sharded = group is not None, group is not None and bool(units_of(job.modules[0]))
     refuse_unseen(job.batch_norm, job.model, job.modules, is_shared=is_shared, is_sharded=is_sharded)
     smallest = smallest_micro_batch(job.modules, job.batch_norm)
@@ -331,6 +335,9 @@ def make_step(
     # Sizes of the user's own are few, and the compiler's to see: code for one size is faster than code for all.
     if compiled and micro_batch is None:
         job = replace(job, loss_of=compilations.sparing(job.loss_of))
+    reason = _why_nothing_is_saved(job, compiled=bool(compiled), is_shared=is_shared)
+    if memory_saving == "checkpoint" and reason is not None:
+        raise ArgumentError("memory_saving", memory_saving, '"auto" or "off"', f"It cannot be had: {reason}.")
     options: dict[str, Any] = {"clip_norm": clip_norm, "noise_scale": noise_scale, "sharing": sharing_of(job)}
     transaction: Transaction
     if job.window_loss is not None and group is not None:
@@ -345,18 +352,33 @@ def make_step(
         transaction = ShardedTransaction(job, group, **options)
     else:
         transaction = SharedTransaction(job, group, compression=compression, **options)
+    examiner = Examiner(job, transaction, measure, verify=verify, strict=strict)
     return Step(
         job,
         transaction=transaction,
-        examiner=Examiner(job, transaction, measure, verify=verify, strict=strict),
+        examiner=examiner,
         tuner=tuner,
         meter=Meter(memory, job.device, is_enforced=limit.is_enforced, needs_room=tuner.needs_room),
         compilations=compilations,
+        saving=Saving(job, memory_saving, is_possible=reason is None, users=(transaction, examiner)),
         memory=memory,
         limit=limit,
         patience=patience,
         emit=emit,
     )
+
+
+def _why_nothing_is_saved(job: Job, *, compiled: bool, is_shared: bool) -> str | None:
+    """Return why no block of a run is computed twice, whatever memory there is; None where some may be."""
+    if compiled:
+        return "what is compiled takes no notice of what is wrapped around a block"
+    if is_shared:
+        return "ranks that share a window would have to go down together"
+    if job.window_loss is not None:
+        return 'loss_scope="window" computes forwards twice by itself'
+    if job.batch_norm != MICRO:
+        return f"batch_norm={str(job.batch_norm)!r} computes forwards of its own"
+    return None
 
 
 def step_of(
@@ -407,8 +429,7 @@ def step_of(
         max_micro_batch=arguments.max_micro_batch,
         # No micro-batch need be larger than a window, and no window is larger than the data.
         full_window=min((n for n in (schedule.largest, epoch_samples) if n is not None), default=None),
-        memory=place.memory,
-        limit=place.limit,
+        place=place,
         headroom=arguments.headroom,
         patience=arguments.patience,
         clip_norm=arguments.clip_norm,
@@ -418,6 +439,7 @@ def step_of(
         emit=emit,
         group=group,
         compression=arguments.compression,
+        memory_saving=arguments.memory_saving,
     )
     step.transaction.outputs.rows_to_host = True  # where reports have them
     # Said here, where the smallest micro-batch is known; the schedule's own checks know no model.

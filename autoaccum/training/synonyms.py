@@ -16,6 +16,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 _BATCH = "Pass effective_batch, the samples of an optimizer step; how many of them fit at once is found out"
 _FITS = "Leave it out: it follows from effective_batch and from what fits; micro_batch sets what is computed at once"
 _DATA = "Pass the data as the second argument: tensors, a dataset or a DataLoader"
+_SAVING = "Pass memory_saving='checkpoint'; left out, it is done where nothing fits otherwise"
 _LOG = "Pass callbacks=[...] with a WandbReporter, MLflowReporter, TensorBoardReporter or CSVReporter of "
 _LOG += "autoaccum.reporting, or any function (record); run_dir keeps all records, for `autoaccum report`"
 _STOP = "Pass callbacks=[autoaccum.callbacks.EarlyStopping(patience=3)] beside validation_data"
@@ -57,6 +58,7 @@ ELSEWHERE = {
     "validationsplit valsplit testsize": "Split the data, by torch.utils.data.random_split; pass validation_data",
     "strategy distributed ddp numnodes": "Start it by torchrun: its processes train together",
     "accelerator devices usecpu": "Pass device; ranks are started by torchrun",
+    "gradientcheckpointing activationcheckpointing usegradientcheckpointing": _SAVING,
     "ntrials trials": "Pass num_trials to autoaccum.sweep, --trials on the command line",
     "deterministic": "Call torch.use_deterministic_algorithms(True) before; seed sets what is drawn",
     "loggingsteps logeverynsteps logsteps logevery": "Leave it out: every window is recorded, and told to callbacks",

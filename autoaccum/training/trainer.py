@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,8 +20,9 @@ from autoaccum.loss.stated import CountItems, LossScope, Reducing
 from autoaccum.memory import clock
 from autoaccum.memory.devices import being_current, current_device_kept
 from autoaccum.memory.limit import MemoryLimit
-from autoaccum.memory.oom import insist, named
+from autoaccum.memory.oom import named
 from autoaccum.planning.budget import Budget
+from autoaccum.planning.ladder import SavingMode
 from autoaccum.planning.plans import Plan
 from autoaccum.planning.schedules import Progress, Schedule, schedule_of
 from autoaccum.ranks.balance import Balance
@@ -54,11 +54,10 @@ from autoaccum.training.shortages import Shortages, watched
 from autoaccum.training.synonyms import answering
 from autoaccum.training.validation import Validations, Validator
 from autoaccum.training.validation_together import ValidatorOfAll
-from autoaccum.window.gradient import Gradient
+from autoaccum.window.gradient import read_end
 from autoaccum.window.joining import SharedTransaction
 from autoaccum.window.modules import State
 from autoaccum.window.optimizers import OptimizerLike, trainable_parameters
-from autoaccum.window.outputs import read
 from autoaccum.window.precision import Precision
 
 
@@ -96,6 +95,7 @@ class Trainer:
         min_micro_batch: int | None = None,
         memory_limit: MemoryLimit = None,
         headroom: float = 0.05,
+        memory_saving: SavingMode = "auto",
         patience: float = 60.0,
         precision: Precision = "fp32",
         clip_norm: float | None = None,
@@ -133,13 +133,14 @@ class Trainer:
             num_items=num_items, reduction=reduction, before_window=before_window, loss_scope=loss_scope, embed=embed,
             optimizer=optimizer, lr=lr, lr_scheduler=lr_scheduler, lr_scaling=lr_scaling, base_batch=base_batch,
             epochs=epochs, steps=steps, samples=samples, micro_batch=micro_batch, max_micro_batch=max_micro_batch,
-            min_micro_batch=min_micro_batch, memory_limit=memory_limit, headroom=headroom, patience=patience,
-            precision=precision, clip_norm=clip_norm, state=state, batch_norm=batch_norm, verify=verify, strict=strict,
-            compile=compile, device=device, ranks=ranks, balance=balance, compression=compression, seed=seed,
-            shuffle=shuffle, drop_last=drop_last, collate_fn=collate_fn, split=split, batch_dim=batch_dim,
-            num_workers=num_workers, validation_data=validation_data, validate_every=validate_every, metrics=metrics,
-            run_dir=run_dir, checkpoint_every=checkpoint_every, keep_checkpoints=keep_checkpoints, resume=resume,
-            noise_scale=noise_scale, cache=cache, callbacks=callbacks, progress=progress,
+            min_micro_batch=min_micro_batch, memory_limit=memory_limit, headroom=headroom, memory_saving=memory_saving,
+            patience=patience, precision=precision, clip_norm=clip_norm, state=state, batch_norm=batch_norm,
+            verify=verify, strict=strict, compile=compile, device=device, ranks=ranks, balance=balance,
+            compression=compression, seed=seed, shuffle=shuffle, drop_last=drop_last, collate_fn=collate_fn,
+            split=split, batch_dim=batch_dim, num_workers=num_workers, validation_data=validation_data,
+            validate_every=validate_every, metrics=metrics, run_dir=run_dir, checkpoint_every=checkpoint_every,
+            keep_checkpoints=keep_checkpoints, resume=resume, noise_scale=noise_scale, cache=cache, callbacks=callbacks,
+            progress=progress,
         )  # fmt: skip
         with current_device_kept(), named("the run was set up"):
             self._set_up(given)
@@ -379,10 +380,10 @@ class Trainer:
             return False
         # The kernel left no error to learn from: the mark of the window is all there is of it.
         if self._directory is not None and (died := self._directory.window_mark.died_of_memory) is not None:
-            self._step.killed(*died, self._pace.asked())
+            self._step.plans.killed(*died, self._pace.asked())
         # A search ends with a plan that is announced then.
         if not self._tuner.searching:
-            self._step.announce_plan(max(1, self._own_samples(self._pace.asked())))
+            self._step.plans.announce(max(1, self._own_samples(self._pace.asked())))
         return True
 
     def _end_epoch(self) -> None:
@@ -419,7 +420,7 @@ class Trainer:
             plan = window.own_part(plan) or None
         is_full = window.lengths is None or num_there == asked  # samples that are alike need not be there
         if is_full and num_asked and num_asked != self._tuner.full_window[0]:
-            self._step.resize(num_asked, window.lengths, reason=why)
+            self._step.plans.resize(num_asked, window.lengths, reason=why)
         # After that, for it may begin to try sizes again, which are then left as they are.
         if self._noise is not None:
             plan = self._noise.begin(window, plan)
@@ -442,7 +443,7 @@ class Trainer:
         noise = {} if self._noise is None else self._noise.report(gradient)
         now = clock.now()
         # Reading the loss waits for the device, which the optimizer's step has been given to by now.
-        loss, grad_norm, outputs = self._read(gradient)
+        loss, grad_norm, outputs = read_end(gradient)
         report = StepReport(
             step=self.step,
             epoch=self._pace.epoch,
@@ -456,6 +457,7 @@ class Trainer:
             peak_bytes=self._step.meter.peak_bytes,
             limit_bytes=self._step.limit.bytes,
             replays=replays,
+            memory_saving=self._step.saving.name,
             outputs=outputs,
             **noise,
         )
@@ -473,13 +475,6 @@ class Trainer:
         self._agree(after_window=True)
         self._validate_if_due()
         self._save()
-
-    def _read(self, gradient: Gradient) -> tuple[float, float | None, Mapping[str, Any]]:
-        """Return the loss of a window, its gradient's norm and its outputs on the host."""
-        if gradient.outputs or not gradient.loss.is_cpu:
-            return insist(partial(read, gradient.loss, gradient.grad_norm, gradient.outputs), "the loss was read")
-        loss, norm = insist(gradient.loss.item, "the loss was read"), gradient.grad_norm
-        return loss, None if norm is None else insist(norm.item, "the norm was read"), {}
 
     def _validate_if_due(self) -> None:
         """Validate after a window that passed another ``validate_every`` samples."""

@@ -23,6 +23,7 @@ from autoaccum.loss.conclusions import DIFFERING
 from autoaccum.loss.coupling import Crossing, crossings
 from autoaccum.loss.hypotheses import Hypothesis
 from autoaccum.loss.reductions import read, without_graph
+from autoaccum.loss.stated import LossOf
 from autoaccum.loss.terms import Reduction
 from autoaccum.memory import clock
 from autoaccum.memory.oom import insist
@@ -119,6 +120,10 @@ class Examiner:
         job = self._job
         self._remembered = State(job.modules, job.functions, job.device, self._transaction.trained())
         self._remembered_of, self._is_to_remember = self._number, False
+
+    def compute_by(self, loss_of: LossOf) -> None:
+        """Compute the losses of what is measured by this from now on."""
+        self._job = self._micro_batches.job = self._job.computed_by(loss_of)
 
     def break_off(self) -> None:
         """Forget how a window began that an error has ended: the next one has its number, and begins otherwise."""

@@ -38,7 +38,8 @@ class MicroBatches:
             kinds: what is known of its batches.
             drops_gradients: returns whether what has no finite gradient is left out.
         """
-        self._job = job
+        self.job = job
+        """What is computed."""
         self._kinds = kinds
         self._drops_gradients = drops_gradients
 
@@ -131,10 +132,10 @@ class MicroBatches:
         self._kinds.accept_joined(largest)
         pair = [of_them[(number + index) % len(of_them)] for index in range(2)]
         # One that ends within a group, as a window may, has no other behind it.
-        first, second = sorted(pair, key=lambda one: one[0][1] % self._job.batch_norm.group != 0)
+        first, second = sorted(pair, key=lambda one: one[0][1] % self.job.batch_norm.group != 0)
         parts = tuple(range(start, start + size) for (start, size), _ in (first, second))
         error = measure_joined(
-            self._job,
+            self.job,
             window,
             hypothesis,
             (parts[0], parts[1]),
@@ -145,7 +146,7 @@ class MicroBatches:
         )
         if not error:
             return None
-        embeds = self._job.window_loss is not None
+        embeds = self.job.window_loss is not None
         return notices.joined_notice(error, sum(map(len, parts)), suspicion(), embeds=embeds), error
 
     def _error_of(
@@ -164,7 +165,7 @@ class MicroBatches:
         # Those first of which the most samples count.
         others.sort(key=lambda other: -other[0])
         return measure_part(
-            self._job,
+            self.job,
             window,
             hypothesis,
             range(start, start + size),

@@ -21,10 +21,11 @@ from autoaccum.data.batches import flatten
 from autoaccum.errors import Advice, NothingFitsError
 from autoaccum.loss.stated import LossOf, total
 from autoaccum.memory.base import Memory
+from autoaccum.window.blocks import candidates, choose, named_blocks
 from autoaccum.window.job import Job
 from autoaccum.window.optimizers import sparsely_trained
 from autoaccum.window.precision import Precision, autocast
-from autoaccum.window.tape import Entry, lists_of_blocks, most_held, no_trace, record
+from autoaccum.window.tape import Entry, most_held, no_trace, record
 
 WORTH_SAYING = 0.01
 """Leave out a cure that saves less than this share of the bytes needed."""
@@ -54,10 +55,20 @@ class Refused:
     """Bytes that may be used."""
     peak_bytes: int | None
     """The most bytes that were in use; None if that was not read."""
+    computed_twice: tuple[str, ...] = ()
+    """The names of blocks that were computed twice already."""
+    how_to_compute_twice: str | None = ""
+    """How to have blocks computed twice; empty for the code that does, None where that was tried."""
 
 
 def advised(
-    error: NothingFitsError, job: Job, batch: Callable[[int], Any], memory: Memory, limit_bytes: int
+    error: NothingFitsError,
+    job: Job,
+    batch: Callable[[int], Any],
+    memory: Memory,
+    limit_bytes: int,
+    computed_twice: tuple[str, ...] = (),
+    how_to_compute_twice: str | None = "",
 ) -> NothingFitsError:
     """Return an error with what would make the smallest micro-batch of a job fit, and with the cause that it had.
 
@@ -67,6 +78,8 @@ def advised(
         batch: (samples) -> the micro-batch.
         memory: of the job's device.
         limit_bytes: what may be used of it.
+        computed_twice: see ``Refused``.
+        how_to_compute_twice: see there.
     """
     samples = error.micro_batch or 1
     refused = Refused(
@@ -80,6 +93,8 @@ def advised(
         memory=memory,
         limit_bytes=limit_bytes,
         peak_bytes=error.peak_bytes,
+        computed_twice=computed_twice,
+        how_to_compute_twice=how_to_compute_twice,
     )
     found = error.advised(advise(refused))
     found.__cause__ = error.__cause__
@@ -119,12 +134,15 @@ def _advise(refused: Refused) -> tuple[Advice, ...]:
     in_bf16 = _measure(refused, "bf16") if _can_take_bf16(refused) else None
     if in_bf16 is not None:
         tapes.append(in_bf16[1])
+    # What is computed twice already is so under each of the other cures.
+    twice = refused.computed_twice
+    held = most_held(tape, checkpointed=twice)
     # Needed in all = ``rest``, which no cure below makes smaller but a smaller state, + the most held for a backward.
     # Gradients that are there already are in what is used.
     rest = used_bytes + sum(p.nbytes for p in trained if p.grad is None)
     # It did not fit, so what is not reckoned (workspaces, fragments) makes up the difference; no cure makes it smaller.
-    rest = max(rest, refused.limit_bytes + 1 - most_held(tape), (refused.peak_bytes or 0) - most_held(tape))
-    now = rest + most_held(tape)
+    rest = max(rest, refused.limit_bytes + 1 - held, (refused.peak_bytes or 0) - held)
+    now = rest + held
 
     def cure(name: str, needed: int, how: str) -> Advice:
         """Make the advice that needs so many bytes in all."""
@@ -132,35 +150,35 @@ def _advise(refused: Refused) -> tuple[Advice, ...]:
             name=name, saves_bytes=now - needed, needed_bytes=needed, fits=needed <= refused.limit_bytes, how=how
         )
 
-    blocks = list(lists_of_blocks(refused.modules))
+    how_twice = refused.how_to_compute_twice
+    best = None if how_twice is None else choose(tape, candidates(refused.modules))
     offloads = refused.device.type != "cpu"  # to the CPU, which is another memory only then
     cures = [cure(name, now - saves, how) for name, saves, how in states]
-    if blocks:
-        best = min(blocks, key=lambda name: most_held(tape, checkpointed=name))
-        how = _how_to_checkpoint(refused.model, best)
-        cures.append(cure("activation checkpointing", rest + most_held(tape, checkpointed=best), how))
+    if best is not None:
+        how = how_twice or _how_to_checkpoint(refused.model, best.name)
+        cures.append(cure("activation checkpointing", rest + best.held_bytes, how))
     if offloads:
         how = "with torch.autograd.graph.save_on_cpu(pin_memory=True): around the forward"
-        cures.append(cure("save_on_cpu", rest + most_held(tape, elsewhere=True), how))
+        cures.append(cure("save_on_cpu", rest + most_held(tape, checkpointed=twice, elsewhere=True), how))
     if in_bf16 is not None:
-        cures.append(cure("bf16", rest + most_held(in_bf16[1]), "precision='bf16'"))
+        cures.append(cure("bf16", rest + most_held(in_bf16[1], checkpointed=twice), "precision='bf16'"))
     cures = sorted((c for c in cures if c.saves_bytes > WORTH_SAYING * now), key=lambda c: -c.saves_bytes)
     # All together is worth saying only where it may be the one way out.
     if not cures or any(c.fits for c in cures):
         return tuple(cures)
     state = max((saves for _, saves, _ in states), default=0)
-    least = _least_held(tapes, blocks, offloads)
+    least = _least_held(tapes, [twice] if best is None else [twice, best.blocks], offloads)
     together = cure("all together", rest + least - state, "these at once, with SGD" if state else "these at once")
     if together.saves_bytes > max(c.saves_bytes for c in cures):
         cures.append(together)
     return tuple(cures)
 
 
-def _least_held(tapes: Sequence[tuple[Entry, ...]], blocks: Sequence[str], offloads: bool) -> int:
+def _least_held(tapes: Sequence[tuple[Entry, ...]], choices: Sequence[tuple[str, ...]], offloads: bool) -> int:
     """Return the least bytes held for a backward over all ways to compute the forward, checkpoint and offload."""
     least = []
     for tape in tapes:
-        for checkpointed in (None, *blocks):
+        for checkpointed in choices:
             least.append(most_held(tape, checkpointed=checkpointed))
             if offloads:
                 least.append(most_held(tape, checkpointed=checkpointed, elsewhere=True))
@@ -175,9 +193,12 @@ def _measure(refused: Refused, precision: Precision) -> tuple[int, tuple[Entry, 
             warnings.simplefilter("ignore")  # what there is to warn of was said before
             batch = refused.batch()
             used_bytes = refused.memory.used()
+            named = named_blocks(refused.modules)
+            names = {name for blocks in candidates(refused.modules).values() for name in blocks}
+            blocks = {name: named[name] for name in (*names, *refused.computed_twice)}
             with autocast(precision, refused.device)():
                 forward = lambda: total(refused.loss_of(refused.model, batch))  # noqa: E731
-                return used_bytes, record(forward, refused.modules, batch, refused.device)
+                return used_bytes, record(forward, refused.modules, batch, refused.device, blocks)
     except Exception:
         return None
 

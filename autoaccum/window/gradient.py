@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,9 @@ from autoaccum.loss.hypotheses import Conclusion
 from autoaccum.loss.reductions import is_one, kinds_of
 from autoaccum.loss.terms import Reduction
 from autoaccum.loss.weighting import make_own
+from autoaccum.memory.oom import insist
 from autoaccum.planning.noise import Noise, Part
+from autoaccum.window.outputs import read
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -375,3 +378,12 @@ class Gradients:
         norm = self.norm() if norm is None else norm
         clip_grads_with_norm_(self.stepped(), max_norm, norm)
         return norm
+
+
+def read_end(gradient: Gradient) -> tuple[float, float | None, Mapping[str, Any]]:
+    """Return the loss of a window, its gradient's norm and its outputs on the host."""
+    # On a CPU there is nothing to wait for, and one number after the other costs the least.
+    if gradient.outputs or not gradient.loss.is_cpu:
+        return insist(partial(read, gradient.loss, gradient.grad_norm, gradient.outputs), "the loss was read")
+    loss, norm = insist(gradient.loss.item, "the loss was read"), gradient.grad_norm
+    return loss, None if norm is None else insist(norm.item, "the norm was read"), {}

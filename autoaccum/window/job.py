@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -67,6 +67,10 @@ class Job:
         before = None if self.before_window is None else self.before_window.function
         of_window = [] if self.window_loss is None else [self.window_loss.embed, self.window_loss.loss_fn]
         return [self.loss_of, *of_each, self.collate_fn, before, *of_window]
+
+    def computed_by(self, loss_of: LossOf) -> Job:
+        """Return the same with another function for its loss."""
+        return replace(self, loss_of=loss_of)
 
     @property
     def autocast(self) -> Autocast:

@@ -91,3 +91,21 @@ def not_finite(step: int, loss: float) -> Notice:
         consequence="The step was taken, and the parameters may not be finite any more",
         cure="Lower lr, pass clip_norm, or look for log(0) or a division by 0 in the loss",
     )
+
+
+def not_repeatable(kinds: Sequence[str], reason: str) -> Notice:
+    """Say that blocks are not computed twice, for the second time they do not come to what they came to."""
+    return Notice(
+        cause=f"Blocks were to be computed once more in backward, which memory asks for. {reason}",
+        consequence=f"No forward of {', '.join(kinds)} is computed twice in this run",
+        cure="Let it draw from PyTorch's generators, change no state but its own, and write to none of its inputs",
+    )
+
+
+def nothing_to_compute_twice(reason: str) -> Notice:
+    """Say that memory cannot be saved as it was asked for."""
+    return Notice(
+        cause=f'memory_saving="checkpoint" was passed, and {reason}',
+        consequence="Nothing is computed twice, and nothing is saved by that",
+        cure='Pass memory_saving="off", or call torch.utils.checkpoint.checkpoint in the model',
+    )

@@ -113,6 +113,18 @@ _RUNNER = entries(
 )
 
 
+_SAVING = entries(
+    {
+        # A name, the blocks, the bytes that are held and those that are computed twice.
+        "rungs": every(parts(a(str), every(a(str)), whole(), whole())),
+        "refused": every(a(str)),
+        "left": by_name(whole()),
+        "guards": a(bool),
+        "wanted": every(whole()),
+    }
+)
+
+
 def engine(*, has_scaler: bool | None) -> Check:
     """Return the check of the state of ``Step``, with that of a gradient scaler or without; None: either."""
     scaler = optional(_SCALER) if has_scaler is None else _SCALER if has_scaler else one_of(None)
@@ -126,7 +138,7 @@ def engine(*, has_scaler: bool | None) -> Check:
             "scaler": scaler,
             "tuner": TUNER,
         },
-        optionally={"uncompiled": a(bool)},
+        optionally={"uncompiled": a(bool), "saving": _SAVING},
     )
 
 

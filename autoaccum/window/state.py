@@ -80,7 +80,7 @@ class State:
         self._moving = _distinct([*others, *self._to_copy(written, trained)])
         own = [value for layer in self.layers for value in vars(layer).values() if isinstance(value, GENERATORS)]
         generators = {id(generator): generator for generator in (*held.generators, *own)}.values()
-        self._generators = [(generator, _state_of(generator)) for generator in generators]
+        self._generators = [(generator, generator_state(generator)) for generator in generators]
         known = {} if like is None else dict(zip(map(id, like._moving), like._values, strict=True))
         self._values: list[torch.Tensor] = insist(partial(self._copy, known), "the state was laid aside")
 
@@ -135,7 +135,7 @@ class State:
             return None
         now = copy(self)
         now._random = randomness.get_state(self._device)
-        now._generators = [(generator, _state_of(generator)) for generator, _ in self._generators]
+        now._generators = [(generator, generator_state(generator)) for generator, _ in self._generators]
         return now
 
     @torch.no_grad()
@@ -153,7 +153,7 @@ class State:
         if now[1] != self._random[1] or pickle.dumps(now[2]) != pickle.dumps(self._random[2]):
             return True
         own = [(one, state) for one, state in self._generators if not isinstance(one, torch.Generator)]
-        return any(pickle.dumps(_state_of(one)) != pickle.dumps(state) for one, state in own)
+        return any(pickle.dumps(generator_state(one)) != pickle.dumps(state) for one, state in own)
 
     def generators(self) -> list[torch.Generator]:
         """Return PyTorch's generators among what is remembered."""
@@ -164,7 +164,7 @@ class State:
         if random:
             randomness.set_state(self._random, self._device)
             for generator, state in self._generators:
-                _set_state(generator, state)
+                set_generator_state(generator, state)
         insist(self._restore, "the state was put back")
 
     @torch.no_grad()
@@ -208,13 +208,15 @@ class Gradients:
             p.grad = gradient.to(p.device)
 
 
-def _state_of(generator: Any) -> Any:
+def generator_state(generator: Any) -> Any:
+    """Return the state of a generator of PyTorch's, NumPy's or Python's."""
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state
     return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
 
 
-def _set_state(generator: Any, state: Any) -> None:
+def set_generator_state(generator: Any, state: Any) -> None:
+    """Put back what ``generator_state`` returned."""
     if isinstance(generator, np.random.Generator):
         generator.bit_generator.state = state
     elif isinstance(generator, random.Random):

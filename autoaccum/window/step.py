@@ -14,14 +14,13 @@ from typing import Any, NamedTuple
 
 from autoaccum.data.base import Window
 from autoaccum.errors import NothingFitsError
-from autoaccum.events import Event, Notice, OutOfMemory, Planned, Replanned, StepSkipped
+from autoaccum.events import Event, Notice, OutOfMemory, StepSkipped
 from autoaccum.memory import clock
 from autoaccum.memory.base import Memory
 from autoaccum.memory.limit import Limit
 from autoaccum.memory.oom import RanOut, attempt, without_frames
 from autoaccum.memory.waiting import Patience, Shortage
 from autoaccum.planning.attempts import Attempt, Piece
-from autoaccum.planning.costs import prediction_error
 from autoaccum.planning.cuts import Lengths
 from autoaccum.planning.tuner import Tuner
 from autoaccum.ranks.balance import Stint
@@ -39,7 +38,9 @@ from autoaccum.window.gradient import Gradient, Repeat
 from autoaccum.window.job import Job
 from autoaccum.window.joining import Outcome, SharedTransaction, share_of_one
 from autoaccum.window.meter import Meter
-from autoaccum.window.optimizers import needs_closure, refuse_closure
+from autoaccum.window.optimizers import needs_closure
+from autoaccum.window.plans import Plans
+from autoaccum.window.saving import Saving
 from autoaccum.window.single_samples import Refusal, SingleSampleError
 from autoaccum.window.stepping import Stepper, WithoutClosureError
 from autoaccum.window.transaction import Transaction
@@ -54,8 +55,15 @@ class Failure(NamedTuple):
     """What was reached, and the error."""
 
 
+class NotSaved(NamedTuple):
+    """An attempt in which it showed that memory cannot be saved as it was to be."""
+
+    error: Exception
+    """Without frames, likewise."""
+
+
 class Step:
-    """Takes the steps of one run. All plans, and all changes of plan, are told by this."""
+    """Takes the steps of one run."""
 
     def __init__(
         self,
@@ -66,6 +74,7 @@ class Step:
         tuner: Tuner,
         meter: Meter,
         compilations: Compilations,
+        saving: Saving,
         memory: Memory,
         limit: Limit,
         patience: float,
@@ -80,6 +89,7 @@ class Step:
             tuner: decides how windows are cut.
             meter: measures them.
             compilations: notices what is compiled while they run.
+            saving: saves memory where nothing fits otherwise.
             memory: of the device.
             limit: what may be used of it.
             patience: seconds to wait for memory that others hold, before nothing fits.
@@ -94,10 +104,16 @@ class Step:
         self.tuner = tuner
         self.meter = meter
         self.compilations = compilations
+        self.saving = saving
         self.limit = limit
         self.number = 0
         """Windows that were run and stepped on."""
         self.announcer = Announcer(emit)
+        self.plans = Plans(
+            tuner, saving, meter=meter, memory=memory, limit=limit, announcer=self.announcer, emit=emit,
+            number=lambda: self.number,
+        )  # fmt: skip
+        """Tells how windows are cut."""
         self._examiner = examiner
         self._stepper = Stepper(job.optimizer, memory, emit)
         self.strays = self._stepper.strays
@@ -105,11 +121,6 @@ class Step:
         self._memory = memory
         self._patience = patience
         self._emit = emit
-        # The time from which on memory is looked at again: a look may cost as much as a window of a tiny model.
-        self._next_look = 0.0
-        # What was announced for full windows, so that the same is not announced twice; empty before the first.
-        self._plan: tuple[int, ...] = ()
-        self._growing_from: tuple[int, ...] | None = None  # the plan when growth began; None while nothing grows
         self._refusal: Refusal | None = None  # of this window
         self._piece = Piece(0, 0, 1, False)  # what runs at this moment
         self._is_given = not tuner.searching  # the size of micro-batches, by the user
@@ -138,8 +149,8 @@ class Step:
         # A size of it has run out of memory in this run.
         if plan is not None and max(plan) > self.tuner.largest:
             plan = None
-        if clock.now() >= self._next_look:
-            self._look(window)
+        if clock.now() >= self.plans.next_look:
+            self.plans.look(window)
         # What would help is measured, which takes memory: only after the handler, when nothing pins the window.
         try:
             gradient, replays = self._run(window, plan)
@@ -165,7 +176,10 @@ class Step:
         if refused is not None and self._sharded is not None:
             raise refused  # what would help is measured by forwards, which one rank cannot run alone
         if refused is not None:
-            raise advised(refused, self.job, partial(self.transaction.alone, window), self._memory, self.limit.bytes)
+            batch, twice = partial(self.transaction.alone, window), (self.saving.blocks, self.saving.how_to)
+            raise advised(refused, self.job, batch, self._memory, self.limit.bytes, *twice)
+        if not self.saving.is_off and (measured := self.saving.committed(self.number + 1)) is not None:
+            self._emit(measured)
         return gradient, replays
 
     def _forget(self, refusal: Refusal | None) -> None:
@@ -191,6 +205,8 @@ class Step:
         tuner, meter, lengths = self.tuner, self.meter, window.lengths
         meter.begin_window(is_searching=tuner.search.is_on)
         self.transaction.begin(window)
+        if self.saving.wants_begin and window.num_samples:
+            self.plans.saves(self.saving.begin(self._smallest_batch(window), self.number + 1))
         # Of a window with fewer samples than ranks some have none.
         is_empty = not window.num_samples
         pieces = Attempt(tuner, 0, None, ()) if is_empty else tuner.window(window.num_samples, lengths, plan)
@@ -213,7 +229,11 @@ class Step:
                 self.meter.release()
                 step = self.number + 1
                 patience = patience or Patience(self.limit, self._patience, self._emit, step=step, phase="training")
-                pieces = self._after(outcome, pieces, patience)
+                rung = self.saving.name
+                pieces = self._after(outcome, pieces, patience, window)
+                patience = patience if self.saving.name == rung else None  # what fails there may pass, too
+            elif isinstance(outcome, NotSaved):
+                pieces = self._without(outcome, pieces, window)
             elif outcome.sizes or not window.num_samples:
                 pieces = pieces.repeated(outcome.sizes)
             else:  # cut anew, for single samples do not do
@@ -223,7 +243,7 @@ class Step:
                 pieces = tuner.window(window.num_samples, lengths)
         if self._refusal is not None:  # told now that two samples do
             why = single_samples.reason(self._refusal.error)
-            self._replanned(self._refusal.sizes, tuner.plan(window.num_samples, lengths), why)
+            self.plans.replanned(self._refusal.sizes, tuner.plan(window.num_samples, lengths), why)
             self._refusal = None
         # The tuner hears of the window before anything is said of it, and so before a callback can raise.
         if outcome.own:
@@ -238,7 +258,7 @@ class Step:
                 self._keep_limit(outcome.own, lengths, peak_bytes)
         return outcome, pieces.replays
 
-    def _try(self, pieces: Attempt, window: Window) -> Gradient | Repeat | Failure | Elsewhere:
+    def _try(self, pieces: Attempt, window: Window) -> Gradient | Repeat | Failure | Elsewhere | NotSaved:
         """Run a window once."""
         number, signs = self.number + 1, self.transaction.signs
         group = self.transaction.group
@@ -247,6 +267,8 @@ class Step:
             self._examiner.begin_attempt(number, self.announcer.say_once)
         sharded = self._sharded
         outcome: Gradient | Repeat | RanOut | Failure
+        if not self.saving.is_off:
+            self.saving.begin_attempt()
         try:
             # Where ranks wait for each other in each micro-batch, a failure of this one is made up for first.
             add_all = partial(self._add_all, pieces)
@@ -265,6 +287,10 @@ class Step:
             cause = without_frames(error).refused
             self._refusal = Refusal(pieces.sizes or (1,) * window.num_samples, self.tuner.largest, cause)
             outcome = Repeat(sizes=())
+        except Exception as error:
+            if not self.saving.refuses(error):
+                raise
+            return NotSaved(without_frames(error))
         if isinstance(self.transaction, SharedTransaction):
             outcome = self._voted(self.transaction, outcome, pieces)
         # Whether there is a look is decided alike on all ranks, so by the samples of whoever looks.
@@ -382,8 +408,8 @@ class Step:
         self.transaction.roll_back()
         self.meter.release()
 
-    def _after(self, failure: Failure, pieces: Attempt, patience: Patience) -> Attempt:
-        """Return the next attempt after one that ran out of memory: a smaller one, or the same once more.
+    def _after(self, failure: Failure, pieces: Attempt, patience: Patience, window: Window) -> Attempt:
+        """Return the next attempt after one that ran out of memory: a smaller one, the same, or one that saves memory.
 
         Raises:
             NothingFitsError: there is none, and it is of no use to wait.
@@ -393,18 +419,42 @@ class Step:
             self._emit(OutOfMemory(step=self.number + 1, phase="training", micro_batch=piece.size))
         # That of a window which is cut as small as it can be: where no micro-batch may have one sample, 5 are cut 3, 2.
         smallest = max(self.tuner.cut(max(1, pieces.num_samples), 1))
-        if piece.size <= smallest and patience.may_pass(shortage, self.tuner.limits.least_bytes):
+        # A rung that has done before is gone back to at once: it may be had now, and what is waited for may not come.
+        waits = piece.size <= smallest and not self.saving.has_risen
+        if waits and patience.may_pass(shortage, self.tuner.limits.least_bytes):
             self.tuner.limits.heed(self.limit.read())
             return pieces.again()
-        if shortage.ran:
-            raise shortage.error
-        try:
-            # The limit is read anew: that it has fallen may be why there was not enough.
-            smaller = pieces.ran_out(piece.size, piece.length, shortage.peak_bytes, self.limit.now())
-        except NothingFitsError as error:
-            raise error from shortage.error
-        self._replanned(smaller.replaced, smaller.sizes, "out of memory")
-        return smaller
+        refused = shortage.error
+        if not shortage.ran:
+            try:
+                # The limit is read anew: that it has fallen may be why there was not enough.
+                smaller = pieces.ran_out(piece.size, piece.length, shortage.peak_bytes, self.limit.now())
+            except NothingFitsError as error:
+                refused = without_frames(error)
+                refused.__cause__ = shortage.error
+            else:
+                self.plans.replanned(smaller.replaced, smaller.sizes, "out of memory")
+                return smaller
+        batch, number = self._smallest_batch(window), self.number + 1
+        told = self.saving.lower(batch, number, self.limit.bytes, shortage.needed_bytes)
+        if told is None:
+            raise refused
+        self.plans.saves(told)
+        return self.tuner.window(window.num_samples, window.lengths).following(pieces)
+
+    def _without(self, refused: NotSaved, pieces: Attempt, window: Window) -> Attempt:
+        """Return another attempt at a window of which blocks cannot be computed twice."""
+        notice, told = self.saving.refuse(refused.error, self.number + 1)
+        self.announcer.say(notice)
+        self.plans.saves(told)
+        if self.saving.is_asked_for:
+            self.plans.saves(self.saving.begin(self._smallest_batch(window), self.number + 1))
+        # Where it does not fit without, other blocks are looked for once that has shown.
+        return self.tuner.window(window.num_samples, window.lengths).following(pieces)
+
+    def _smallest_batch(self, window: Window) -> Callable[[], Any]:
+        """Return what reads the smallest micro-batch of a window."""
+        return partial(self.transaction.alone, window, max(self.tuner.cut(window.num_samples, 1)))
 
     def _keep_limit(self, sizes: tuple[int, ...], lengths: Lengths, peak_bytes: int) -> None:
         """Give memory back after a window that passed the limit, which nobody else keeps; cut the next ones smaller."""
@@ -413,7 +463,7 @@ class Step:
             self.meter.release()
         smaller = self.tuner.measured(sizes, lengths, peak_bytes)
         if smaller is not None:
-            self._replanned(sizes, smaller, "over the memory limit")
+            self.plans.replanned(sizes, smaller, "over the memory limit")
 
     def apply(self, gradient: Gradient, again: Callable[[], Gradient] | None = None) -> bool:
         """Step the optimizer; return False when that was left out, for there was nothing to step on.
@@ -439,7 +489,11 @@ class Step:
                 refused, skipped = error, None
             if refused is not None:  # out here, where no error is being handled that would pin what a replay needs
                 self.number -= 1
-                self._find_closure(refused, gradient, again)
+                again = again if self.transaction.scaler is None else None
+                restore, limit_bytes = self.transaction.snapshot.restore, self.limit.bytes
+                self._stepper.find_closure(refused, gradient, again, restore, self.number + 1, limit_bytes)
+                self._closes = True
+                self.number += 1
             self.transaction.is_unscaled = False
             if self.meter.floor_bytes > self.tuner.limits.floor_bytes:
                 self.tuner.limits.learn_floor(self.meter.floor_bytes)
@@ -456,112 +510,13 @@ class Step:
         self._stepper.take_by_closure(closure, self.number + 1, self.limit.bytes)
         self.number += 1
 
-    def _find_closure(
-        self, failed: WithoutClosureError, gradient: Gradient, again: Callable[[], Gradient] | None
-    ) -> None:
-        """Step with a closure where the very first step has failed without one, before anything was written.
-
-        Raises:
-            ArgumentTypeError: with one it would not have failed, and there is none to give.
-            Exception: what it failed with, for a closure is not what it lacks.
-        """
-        refused = failed.refused
-        if again is None or self.transaction.scaler is not None:
-            raise refuse_closure(self.job.optimizer) if self._stepper.does_with(gradient.loss) else refused
-        if not failed.has_gradient:  # which it has dropped, and may begin by the next time
-            self.transaction.snapshot.restore()
-            gradient = again()
-        closure = Closure(gradient, self.job.optimizer, again, self.transaction.snapshot.restore)
-        try:
-            self._stepper.take_by_closure(closure, self.number + 1, self.limit.bytes)
-        except Exception:
-            if closure.is_called:
-                raise
-        else:
-            self._closes = True
-            self.number += 1
-            return
-        raise refused  # whatever it was, it was not for want of what is not asked for
-
-    def _look(self, window: Window) -> None:
-        """Look at the memory before a window, for one that is short of it costs more than a look."""
-        tuner, num_samples, lengths = self.tuner, window.num_samples, window.lengths
-        if lengths is None:  # a short window is cut in passing: plans are those of full ones
-            num_samples = max(num_samples, tuner.full_window[0])
-        was_searching, old = tuner.search.is_on, tuner.plan(num_samples, lengths)
-        limit_bytes, strain = self.limit.read(), self._memory.strained()
-        if strain is not None and self._memory.can_enforce:  # only allocators with a cache have a limit of their own
-            self.announcer.say_once(notices.cache_emptied(strain))
-        reason = tuner.look(limit_bytes, strain, is_enforced=self.limit.is_enforced)
-        if reason is not None:
-            self._growing_from = None
-            self.meter.release()  # for whoever needs it
-            self._replanned(old, tuner.plan(num_samples, lengths), reason)
-        elif tuner.search.is_on and not was_searching:
-            self._growing_from = old  # the change is told when it is known to what
-        if tuner.limits.least_bytes > self.limit.bytes:
-            self.announcer.say_once(notices.above_limit(self.limit.bytes, tuner.limits.least_bytes))
-        self._next_look = clock.now() + self._memory.reading_seconds
-
     def settle(self, num_samples: int, lengths: Lengths = None) -> None:
         """End the search, or the timing of plans, after a full window that left nothing to be found out."""
         tuner = self.tuner
         if tuner.settle(num_samples, lengths):
-            # What the first search ends with is the plan of the run; what growth ends with is a change of it, if any.
-            if self._growing_from is None:
-                self.announce_plan(num_samples, lengths)
-            elif (new := tuner.plan(num_samples, lengths)) != self._growing_from:
-                self._replanned(self._growing_from, new, "there is room for more", step=self.number)
+            self.plans.settled(num_samples, lengths)
         if not (tuner.search.is_on or tuner.is_timing):
-            self._growing_from = None
-
-    def resize(self, num_samples: int, lengths: Lengths = None, *, reason: str = "") -> None:
-        """Make ready for full windows of so many samples; ``reason`` is told where it is not the effective batch."""
-        tuner = self.tuner
-        old = tuner.plan(*tuner.full_window) if self._plan and tuner.full_window[0] else None
-        tuner.resize(num_samples, lengths)
-        self._growing_from = None  # what grew was a plan of other windows
-        if old is not None:  # else there is no plan yet to give up
-            self._plan = tuner.plan(num_samples, lengths)
-            self._replanned(old, self._plan, reason or f"the effective batch is {num_samples} now")
-
-    def killed(self, micro_batch: int, length: int, num_samples: int) -> None:
-        """Heed that the kernel killed the last process for its memory, in such a micro-batch.
-
-        The next window has ``num_samples``.
-        """
-        tuner = self.tuner
-        if micro_batch <= tuner.smallest:
-            self.announcer.say(notices.killed_at_the_smallest(micro_batch))
-            return
-        tuner.killed(micro_batch, length)
-        old = tuner.cut(num_samples, min(micro_batch, num_samples), 1)
-        self._replanned(old, tuner.plan(num_samples), "the kernel killed the last process for its memory")
-
-    def announce_plan(self, num_samples: int, lengths: Lengths = None) -> None:
-        """Say how such windows are cut, unless that was said before."""
-        tuner = self.tuner
-        sizes = tuner.plan(num_samples, lengths)
-        if sizes == self._plan:
-            return
-        self._plan = sizes
-        # With what it is expected to take, so that the record shows how good the memory model was.
-        self._emit(
-            Planned(
-                step=self.number,
-                sizes=sizes,
-                reason=tuner.reason(),
-                predicted_bytes=tuner.predicted_bytes(max(tuner.weights(sizes, lengths))),
-                prediction_error=prediction_error(tuner.history),
-                limit_bytes=self.limit.bytes,
-            )
-        )
-
-    def _replanned(self, old: tuple[int, ...], new: tuple[int, ...], reason: str, *, step: int | None = None) -> None:
-        """Tell that plans have changed, as of the coming window unless another step is said."""
-        if old == new:  # what was tried beyond the plan has failed, and the plan holds
-            return
-        self._emit(Replanned(step=self.number + 1 if step is None else step, old=old, new=new, reason=reason))
+            self.plans.growing_from = None
 
     def announce_if_not_finite(self, loss: float) -> None:
         """Say once that a loss after the first window, which was stepped on, is not finite."""
@@ -578,11 +533,12 @@ class Step:
             "step": self.number,
             "announced": [],  # was once kept apart from the other
             "announced of windows": self.announcer.state_dict(),
-            "plan": self._plan,
+            "plan": self.plans.announced,
             "runner": {name: value for name, value in found.items() if name != "scaler"},
             "scaler": transaction["scaler"],
             "tuner": self.tuner.state_dict(),
             **({"uncompiled": True} if self.compilations.are_forgone else {}),
+            **self.saving.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any], *, is_same_device: bool) -> None:
@@ -591,7 +547,10 @@ class Step:
         self.announcer.load_state_dict([*state["announced"], *state["announced of windows"]])
         self._examiner.load_state_dict(state["runner"])
         self.transaction.load_state_dict(state["runner"] | {"scaler": state["scaler"]})
-        self._plan = state["plan"]
+        self.plans.announced = state["plan"]
         if state.get("uncompiled", False):
             self.compilations.forgo()
-        self.tuner.load_state_dict(state["tuner"], is_same_device=is_same_device)
+        # What was found out on a rung is true of that rung.
+        is_same = self.saving.load_state_dict(state) if is_same_device else False
+        self.tuner.saves_memory = not self.saving.is_off
+        self.tuner.load_state_dict(state["tuner"], is_same_device=is_same)

@@ -14,7 +14,8 @@ from autoaccum.events import OutOfMemory
 from autoaccum.memory.base import Memory
 from autoaccum.memory.oom import RanOut, attempt, insist
 from autoaccum.window.closures import Closure, Mark
-from autoaccum.window.optimizers import is_pytorchs, may_need_closure
+from autoaccum.window.gradient import Gradient
+from autoaccum.window.optimizers import is_pytorchs, may_need_closure, refuse_closure
 
 
 class WithoutClosureError(Exception):
@@ -137,6 +138,45 @@ class Stepper:
             outcome = attempt(lambda: self._optimizer.step(closure))  # type: ignore[arg-type]
         if isinstance(outcome, RanOut):
             raise self._out_of_memory(step, limit_bytes, is_untouched=False) from outcome.error
+
+    def find_closure(
+        self,
+        failed: WithoutClosureError,
+        gradient: Gradient,
+        again: Callable[[], Gradient] | None,
+        restore: Callable[[], None],
+        step: int,
+        limit_bytes: int,
+    ) -> None:
+        """Step with a closure where the very first step has failed without one, before anything was written.
+
+        Args:
+            failed: what that has raised.
+            gradient: of the window, which ``again`` runs once more; None where that cannot be done.
+            again: see there.
+            restore: puts the buffers and random states back that the window began with.
+            step: the number of the step.
+            limit_bytes: what may be used.
+
+        Raises:
+            ArgumentTypeError: with one it would not have failed, and there is none to give.
+            Exception: what it failed with, for a closure is not what it lacks.
+        """
+        refused = failed.refused
+        if again is None:
+            raise refuse_closure(self._optimizer) if self.does_with(gradient.loss) else refused
+        if not failed.has_gradient:  # which it has dropped, and may begin by the next time
+            restore()
+            gradient = again()
+        closure = Closure(gradient, self._optimizer, again, restore)
+        try:
+            self.take_by_closure(closure, step, limit_bytes)
+        except Exception:
+            if closure.is_called:
+                raise
+        else:
+            return
+        raise refused  # whatever it was, it was not for want of what is not asked for
 
     def does_with(self, loss: torch.Tensor) -> bool:
         """Return whether a step that has failed without a closure does not fail with one; it is undone."""

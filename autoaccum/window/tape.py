@@ -8,9 +8,10 @@ its largest parameter.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -34,9 +35,9 @@ class Entry:
     working_bytes: int = 0
     """Bytes of gradients in this moment's backward, besides those of parameters that are accumulated."""
     input_of: str = ""
-    """The list of blocks to one of which it is an input, which is held where that is checkpointed."""
+    """The block to which it is an input, which is held where that is checkpointed."""
     within: tuple[tuple[str, int], ...] = ()
-    """The blocks whose forward it lies in, from the outermost: the name of the list, the number of the call."""
+    """The blocks whose forward it lies in, from the outermost: its name, the number of the call."""
 
 
 class _Tape:
@@ -86,12 +87,12 @@ class _Tape:
         """Write down a tensor that autograd saves; return nothing, so that the graph holds nothing."""
         self._note(tensor, is_saved=True)
 
-    def enter(self, blocks: str, inputs: Any) -> None:
-        """Write down the inputs of a block whose forward begins, one of the list of that name."""
+    def enter(self, block: str, inputs: Any) -> None:
+        """Write down the inputs of a block of that name, whose forward begins."""
         for tensor in _tensors(inputs):
-            self._note(tensor, input_of=blocks)
+            self._note(tensor, input_of=block)
         # The length of the tape tells calls apart as well as a counter would, but for two blocks without any entry.
-        self._within.append((blocks, len(self.entries)))
+        self._within.append((block, len(self.entries)))
 
     def leave(self) -> None:
         """Go on behind the innermost block."""
@@ -110,27 +111,17 @@ def _tensors(values: Any) -> list[torch.Tensor]:
     return [leaf for leaf in flatten(values)[0] if isinstance(leaf, torch.Tensor)]
 
 
-def lists_of_blocks(modules: Sequence[nn.Module]) -> dict[str, list[nn.Module]]:
-    """Return the children of each ModuleList and Sequential of several, by its name: "model.layers"."""
-    found: dict[str, nn.Module] = {}
-    # The first module is the model: where a loss has something of the same name, the model's is meant.
-    for root in reversed(modules):
-        found |= dict(root.named_modules(prefix="model"))
-    lists = {}
-    for name, module in found.items():
-        blocks = list(module) if isinstance(module, nn.ModuleList | nn.Sequential) else []
-        if len(blocks) > 1:
-            lists[name] = blocks
-    return lists
-
-
 def _unpack(_: object) -> torch.Tensor:
     """Refuse a backward: there is nothing to give it."""
     raise RuntimeError("a backward within a forward of which nothing was kept")
 
 
 def record(
-    forward: Callable[[], Any], modules: Sequence[nn.Module], batch: Any, device: torch.device
+    forward: Callable[[], Any],
+    modules: Sequence[nn.Module],
+    batch: Any,
+    device: torch.device,
+    blocks: Mapping[str, nn.Module] = MappingProxyType({}),
 ) -> tuple[Entry, ...]:
     """Run a forward, and return what it saves on the device, in order; it must not go through a backward itself.
 
@@ -139,6 +130,7 @@ def record(
         modules: those that it uses; their parameters and buffers are there anyway.
         batch: what it computes the loss of, which is there anyway too.
         device: where to look.
+        blocks: what might be checkpointed, by names.
     """
     there_anyway = _tensors(batch)
     layers: dict[int, nn.Module] = {}  # each once, by its id
@@ -147,14 +139,13 @@ def record(
         layers |= {id(m): m for m in root.modules()}
     tape = _Tape(device, there_anyway)
     with ExitStack() as stack:
-        for name, blocks in lists_of_blocks(modules).items():
+        for name, block in blocks.items():
 
             def enter(_: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
                 tape.enter(name, (args, kwargs))
 
-            for block in blocks:
-                stack.enter_context(block.register_forward_pre_hook(enter, with_kwargs=True))
-                stack.enter_context(block.register_forward_hook(lambda *_: tape.leave()))
+            stack.enter_context(block.register_forward_pre_hook(enter, with_kwargs=True))
+            stack.enter_context(block.register_forward_hook(lambda *_: tape.leave()))
         # These hooks run after those of the blocks: what a block that is itself a layer works on is written behind it.
         for layer in layers.values():
             if any(p.requires_grad for p in layer.parameters(recurse=False)):
@@ -164,12 +155,12 @@ def record(
     return tuple(tape.entries)
 
 
-def most_held(entries: Sequence[Entry], *, checkpointed: str | None = None, elsewhere: bool = False) -> int:
+def most_held(entries: Sequence[Entry], *, checkpointed: Collection[str] = (), elsewhere: bool = False) -> int:
     """Return the most bytes that are held at once for a backward, and by it.
 
     Args:
         entries: the tape of its forward.
-        checkpointed: the list of blocks of which each keeps its inputs, and the rest while it is computed again.
+        checkpointed: the blocks of which each keeps its inputs, and the rest while it is computed again.
         elsewhere: whether what the forward saves is kept on the CPU, and comes back one tensor at a time.
     """
     # A backward goes through the tape from its end, and what a moment needs is held from the forward on: so at each
@@ -183,8 +174,8 @@ def most_held(entries: Sequence[Entry], *, checkpointed: str | None = None, else
         before, call = call, _call_within(entry, checkpointed)
         if call != before:
             inner, inner_bytes = set(), 0
-        # Inputs are held by checkpoints alone. Of nested blocks of one list only the outermost is checkpointed.
-        if entry.input_of and (entry.input_of != checkpointed or call is not None):
+        # Inputs are held by checkpoints alone. Of nested blocks only the outermost is checkpointed.
+        if entry.input_of and (entry.input_of not in checkpointed or call is not None):
             continue
         if call is None and entry.storage not in outer:
             outer.add(entry.storage)
@@ -202,10 +193,21 @@ def most_held(entries: Sequence[Entry], *, checkpointed: str | None = None, else
     return most
 
 
-def _call_within(entry: Entry, blocks: str | None) -> int | None:
-    """Return the number of the outermost call of a block of that list that the entry lies in; None for none."""
+def most_recomputed(entries: Sequence[Entry], checkpointed: Collection[str]) -> int:
+    """Return the bytes that forwards of these blocks save, and come to once more: of each call, each storage once."""
+    # A call that comes twice computes twice as much; a tensor that is saved twice within it is one.
+    found = {}
+    for entry in entries:
+        call = None if entry.input_of else _call_within(entry, checkpointed)
+        if call is not None and entry.storage:
+            found[call, entry.storage] = entry.held_bytes
+    return sum(found.values())
+
+
+def _call_within(entry: Entry, blocks: Collection[str]) -> int | None:
+    """Return the number of the outermost call of one of these blocks that the entry lies in; None for none."""
     for name, number in entry.within:
-        if name == blocks:
+        if name in blocks:
             return number
     return None
 

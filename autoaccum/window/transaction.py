@@ -28,7 +28,7 @@ from autoaccum.loss.counting import count_each, count_items
 from autoaccum.loss.hypotheses import OF_ONE, STATED, SUMS, Conclusion, Hypothesis
 from autoaccum.loss.reductions import has_some, read_by, without_graph
 from autoaccum.loss.shared import Sharer
-from autoaccum.loss.stated import Computed
+from autoaccum.loss.stated import Computed, LossOf
 from autoaccum.loss.terms import NOTHING, Count, Reduction
 from autoaccum.loss.values import Values
 from autoaccum.loss.weighting import Foresight, Seeds, Tally, conclude_by, counting_nothing, weighted_backward
@@ -129,6 +129,10 @@ class Transaction:
         """Return what gets gradients."""
         return self._gradients.trained()
 
+    def compute_by(self, loss_of: LossOf) -> None:
+        """Compute losses by this from now on."""
+        self._job = self._job.computed_by(loss_of)
+
     def begin(self, window: Window) -> None:
         """Begin a window: remember what it may change."""
         self._window = window
@@ -142,8 +146,7 @@ class Transaction:
         self.snapshot.take()
         self.signs.of_modes(self.snapshot.modes())
         self._begun = self._found = self._state() if self._job.state == "window" else None
-        self.is_open = True
-        self._is_foretold = self.several.opens = False
+        self.is_open, self._is_foretold, self.several.opens = True, False, False
         self._begin_anew(window.num_samples)
 
     def _state(self) -> State:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -40,9 +39,9 @@ class WithCount:
         return torch.cat(parts).flip(0)
 
 
-@dataclass
 class Opaque:
-    rows: torch.Tensor
+    def __init__(self, rows: torch.Tensor) -> None:
+        self.rows = rows
 
 
 class Sized(Opaque):

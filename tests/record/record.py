@@ -32,6 +32,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 if __name__ == "__main__":  # as a script it has the tests to find by itself
     sys.path.insert(0, str(Path(__file__).parent.parent.parent))
@@ -394,8 +395,10 @@ def surroundings(place: Path) -> Iterator[list[warnings.WarningMessage]]:
     gc.collect()
     gc.freeze()  # what is there already need not be looked through again and again
     gc.disable()
+    # A run notes how its process was started, which is one way or another way to run these.
+    command = mock.patch("autoaccum.runs.records.command_line", return_value="python train.py")
     try:
-        with given_clock(Clock()), warnings.catch_warnings(record=True) as caught:
+        with command, given_clock(Clock()), warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for category in (DeprecationWarning, PendingDeprecationWarning, ResourceWarning, ImportWarning):
                 warnings.simplefilter("ignore", category)

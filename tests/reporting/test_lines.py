@@ -11,8 +11,10 @@ from autoaccum.events import (
     Compiled,
     Event,
     Finished,
+    MemorySaving,
     Notice,
     OutOfMemory,
+    Recomputed,
     Replanned,
     Resumed,
     Saved,
@@ -31,6 +33,12 @@ LINES: dict[Any, str | None] = {
     OutOfMemory(step=2, phase="training", micro_batch=4): None,
     OutOfMemory(step=2, phase="validation", micro_batch=4): (
         "step 2: out of memory in validation at a micro-batch of 4"
+    ),
+    MemorySaving(
+        step=2, old="off", new="checkpoint, model.h", reason="out of memory", blocks=4, held_bytes=9, recomputed_bytes=8
+    ): "step 2: out of memory: memory saving off -> checkpoint, model.h",
+    Recomputed(step=3, saving="checkpoint, model.h", operations=120): (
+        "step 3: what is computed twice comes to the same bits, measured on 120 operations"
     ),
     Validated(step=2, epoch=1, loss=0.5, num_samples=5, micro_batch=3, seconds=1.0): "epoch 1: validation loss 0.5000",
     Validated(

@@ -44,6 +44,13 @@ EVERY: tuple[Record, ...] = (
     Resumed(step=3, num_samples=24, checkpoint="a/b"),
     Finished(step=3, reason="budget"),
     autoaccum.events.Waiting(step=2, phase="training", micro_batch=1, needed_bytes=3, limit_bytes=2, seconds=60.0),
+    autoaccum.events.MemorySaving(
+        step=2, old="off", new="checkpoint, model.h", reason="r", blocks=4, held_bytes=9, recomputed_bytes=8
+    ),
+    autoaccum.events.MemorySaving(
+        step=9, old="checkpoint, model.h", new="off", reason="r", blocks=0, held_bytes=None, recomputed_bytes=0
+    ),
+    autoaccum.events.Recomputed(step=3, saving="checkpoint, model.h", operations=120),
     Compiled(step=1, micro_batch=16, compilations=2, seconds=1.5),
 )
 

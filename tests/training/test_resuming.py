@@ -586,8 +586,9 @@ NOT_KEPT = {
     "Trainer._mark": "a reading of the clock",
     "Trainer._stop_reason": "why the first process ended",
     "Validations.is_unsaved_best": "said to the checkpoint while it is written",
-    "Step._next_look": "a reading of the clock",
-    "Step._growing_from": "an event is worded by it",
+    "Saving._users": "those of this process",
+    "Plans.next_look": "a reading of the clock",
+    "Plans.growing_from": "an event is worded by it",
     "Step._piece": "what runs at this moment",
     "Step._is_timed": "of the window that runs",
     "Transaction._is_foretold": "of the window that runs",
@@ -735,7 +736,7 @@ def test_a_resumed_run_holds_what_the_first_one_held(tmp_path: Path) -> None:
     assert {"Largest.weight", "Searching.is_on", "Pace.samples_seen", "Pace.epoch", "Validations.best_loss"} <= changed
     assert {
         "Step.number",
-        "Step._plan",
+        "Plans.announced",
         "History.trials",
         "Smoothed.gradient_squared",
         "Examiner._is_checked",

@@ -36,6 +36,7 @@ DATA = torch.randn(8, 4), torch.randint(0, 2, (8,))
         ("strategy", "torchrun"),
         ("learning_rate", "lr"),
         ("clipNorm", "clip_norm"),
+        ("gradient_checkpointing", "memory_saving='checkpoint'"),
         ("efective_batch", "effective_batch"),
     ],
 )

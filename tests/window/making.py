@@ -15,7 +15,7 @@ from autoaccum.loss.stated import CountItems, LossOf
 from autoaccum.memory.base import Memory
 from autoaccum.memory.devices import memory_of
 from autoaccum.memory.limit import Limit
-from autoaccum.training.setup import make_step
+from autoaccum.training.setup import Place, make_step
 from autoaccum.window.job import Job
 from autoaccum.window.precision import Precision
 from autoaccum.window.step import Step
@@ -74,8 +74,11 @@ def step_of(
         micro_batch=micro_batch,
         max_micro_batch=None,
         full_window=full_window,
-        memory=memory,
-        limit=Limit(Within(memory, ENDLESS), limit_now),  # type: ignore[arg-type]
+        place=Place(
+            device=HERE,
+            memory=memory,
+            limit=Limit(Within(memory, ENDLESS), limit_now),  # type: ignore[arg-type]
+        ),
         headroom=headroom,
         patience=patience,
         clip_norm=clip_norm,

@@ -72,6 +72,7 @@ def fit(limit: int, *, checkpointed: bool = False, **options: Any) -> int:
                 "optimizer": adamw,
                 "device": "cpu",
                 "progress": False,
+                "memory_saving": "off",
                 **options,
             },
         )
@@ -174,7 +175,7 @@ def test_probe_and_accumulator_say_the_same() -> None:
     with simulated_memory(between), pytest.raises(NothingFitsError, match="probe: ") as probed:
         autoaccum.probe(model, samples, loss_fn=F.mse_loss, optimizer=adamw, device="cpu")
     with simulated_memory(between), pytest.raises(NothingFitsError, match="training: ") as stepped:
-        autoaccum.Accumulator(model, adamw(model.parameters()), loss_fn=F.mse_loss).step(samples)
+        autoaccum.Accumulator(model, adamw(model.parameters()), loss_fn=F.mse_loss, memory_saving="off").step(samples)
     for error in (probed.value, stepped.value):
         assert list(by_name(error)) == list(fitted)
         for name, advice in by_name(error).items():
@@ -208,6 +209,7 @@ def test_hugging_face_models() -> None:
                 optimizer=adamw,
                 device="cpu",
                 progress=False,
+                memory_saving="off",
             )
         return device.peak
 
@@ -215,7 +217,7 @@ def test_hugging_face_models() -> None:
     with pytest.raises(NothingFitsError) as caught:
         train((now + then) // 2)
     advice = by_name(caught.value)["activation checkpointing"]
-    assert (advice.fits, advice.how) == (True, f"model.{enable}()")
+    assert (advice.fits, advice.how) == (True, 'memory_saving="auto"')
     assert advice.needed_bytes == pytest.approx(then, rel=0.05)
 
 
@@ -245,7 +247,8 @@ def raising(error: Exception) -> Callable[[], None]:
 def refused_by(step: Callable[[Any, Any], torch.Tensor], optimizer: Callable[[Any], torch.optim.Optimizer]) -> None:
     model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 3))
     with simulated_memory("1MiB"):
-        made = autoaccum.Accumulator(model, optimizer(model.parameters()), training_step=step, patience=0)
+        options = {"patience": 0, "memory_saving": "off"}
+        made = autoaccum.Accumulator(model, optimizer(model.parameters()), training_step=step, **options)
         made.step(classes(1))
 
 
@@ -280,7 +283,8 @@ def test_it_leaves_no_trace() -> None:
         model[0].calls = len(asked)
 
     model = noisy()
-    accumulator = autoaccum.Accumulator(model, adamw(model.parameters()), training_step=failing(draw), patience=0)
+    optimizer, options = adamw(model.parameters()), {"patience": 0, "memory_saving": "off"}
+    accumulator = autoaccum.Accumulator(model, optimizer, training_step=failing(draw), **options)
     before = [t.clone() for t in (*model.parameters(), *model.buffers())]
     state, names = torch.get_rng_state(), [set(vars(m)) for m in model.modules()]
     with pytest.raises(NothingFitsError):

@@ -129,7 +129,7 @@ def test_a_plan_that_gives_way_before_a_short_window_is_told_of_full_ones() -> N
     made.tuner.settle(8)
     assert made.tuner.plan(8) == (8,)
     limit["now"] = 550
-    made._look(window(3))
+    made.plans.look(window(3))
     (told,) = [event for event in events if isinstance(event, Replanned)]
     assert (told.old, told.new, told.reason) == ((8,), (4, 4), "the limit fell to 550 B")
 
@@ -137,9 +137,9 @@ def test_a_plan_that_gives_way_before_a_short_window_is_told_of_full_ones() -> N
 def test_a_plan_that_holds_although_more_was_tried_is_not_told_as_another() -> None:
     events: list[Event] = []
     made = step(events)
-    made._replanned((4, 4), (4, 4), "out of memory")
+    made.plans.replanned((4, 4), (4, 4), "out of memory")
     assert events == []
-    made._replanned((4, 4), (3, 3, 2), "out of memory")
+    made.plans.replanned((4, 4), (3, 3, 2), "out of memory")
     assert len(events) == 1
 
 
@@ -149,10 +149,10 @@ def test_a_limit_below_the_smallest_micro_batch_is_said_once() -> None:
     made = step(events, micro_batch=None, limit_now=lambda: limit["now"])
     made.run(window())
     limit["now"] = made.tuner.limits.least_bytes - 1
-    made._next_look = 0.0
+    made.plans.next_look = 0.0
     with pytest.warns(AutoaccumWarning, match="Training goes on above the limit"):
         made.run(window())
-    made._next_look = 0.0
+    made.plans.next_look = 0.0
     made.run(window())
     assert sum(isinstance(event, Notice) for event in events) == 1
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from autoaccum.window.tape import Entry, lists_of_blocks, most_held, no_trace, record
+from autoaccum.window.tape import Entry, most_held, most_recomputed, no_trace, record
 from tests.models import noisy
 
 CPU = torch.device("cpu")
@@ -65,12 +65,16 @@ def test_gradients_that_a_backward_works_on() -> None:
 
 def test_checkpointed_blocks_keep_their_inputs_and_one_its_inside() -> None:
     deep = nn.Sequential(*(chain(4) for _ in range(5)))
-    entries = tape(deep, torch.randn(ROWS, WIDTH))
+    blocks = {str(index): block for index, block in enumerate(deep)}
+    batch = torch.randn(ROWS, WIDTH)
+    entries = record(lambda: deep(batch).sum(), [deep], batch, CPU, blocks)
     gradients = 3 * ONE  # of the last layer: weight's, input's and output's
     weight = WIDTH * WIDTH * 4
     assert most_held(entries) == pytest.approx(20 * ONE + gradients, abs=ONE + weight)
     inputs, inside = 4 * ONE, 4 * ONE
-    assert most_held(entries, checkpointed="model") == pytest.approx(inputs + inside + gradients, abs=ONE + weight)
+    assert most_held(entries, checkpointed=set(blocks)) == pytest.approx(inputs + inside + gradients, abs=ONE + weight)
+    assert most_recomputed(entries, set(blocks)) == 20 * ONE + inputs
+    assert most_recomputed(entries, {"1"}) == 4 * ONE + ONE
 
 
 def test_what_is_already_checkpointed_saves_nothing_more() -> None:
@@ -91,24 +95,16 @@ def test_what_is_elsewhere_comes_back_one_by_one() -> None:
 
 def test_blocks_inside_are_held_even_if_their_inputs_are_elsewhere() -> None:
     entries = [
-        Entry(storage=1, held_bytes=8, input_of="blocks"),
-        Entry(storage=2, held_bytes=5, within=(("blocks", 1),)),
-        Entry(storage=3, held_bytes=6, within=(("blocks", 1),), working_bytes=1),
-        Entry(storage=3, held_bytes=6, input_of="blocks"),
-        Entry(storage=4, held_bytes=9, within=(("blocks", 2),)),
+        Entry(storage=1, held_bytes=8, input_of="one"),
+        Entry(storage=2, held_bytes=5, within=(("one", 1),)),
+        Entry(storage=3, held_bytes=6, within=(("one", 1),), working_bytes=1),
+        Entry(storage=3, held_bytes=6, input_of="other"),
+        Entry(storage=4, held_bytes=9, within=(("other", 2),)),
     ]
     assert most_held(entries) == 5 + 6 + 9
-    assert most_held(entries, checkpointed="blocks") == 8 + 6 + 9
-    assert most_held(entries, checkpointed="blocks", elsewhere=True) == 5 + 6 + 1
-    assert most_held(entries, checkpointed="others") == 5 + 6 + 9
-
-
-def test_lists_of_blocks_have_the_names_that_they_have_in_the_model() -> None:
-    model = nn.Module()
-    model.encoder = nn.Module()
-    model.encoder.layers = nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)])
-    model.head = nn.Sequential(nn.Linear(1, 1))  # one is no list
-    assert lists_of_blocks([model]) == {"model.encoder.layers": list(model.encoder.layers)}
+    assert most_held(entries, checkpointed={"one", "other"}) == 8 + 6 + 9
+    assert most_held(entries, checkpointed={"one", "other"}, elsewhere=True) == 5 + 6 + 1
+    assert most_held(entries, checkpointed={"others"}) == 5 + 6 + 9
 
 
 def test_a_backward_in_the_forward_is_refused() -> None:

@@ -1,0 +1,151 @@
+"""Finds the blocks of a model whose forward is worth computing again: by what that saves, as one forward has shown.
+
+Candidates are the children of each list, the members of each class of modules that are made of others, and unions of
+these, as a model of two towers needs. Which of them is best is not guessed: of each it is reckoned, from the tape of a
+forward, what is held at once, and what is computed twice.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from autoaccum.window.tape import Entry, most_held, most_recomputed
+
+WORTHWHILE = 0.01
+"""Take no candidate, and no rung, that saves less than this share of what is held at once."""
+AS_GOOD = 0.02
+"""Of candidates that are this near to each other in what is held, the one that computes the least twice is taken."""
+_STARTS = 8
+"""Look for unions from so many of the candidates on, of which the least is held."""
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chosen:
+    """Blocks to compute twice."""
+
+    name: str
+    """What they are, for people to read."""
+    blocks: tuple[str, ...]
+    """Their names, in the order in which their forwards were run."""
+    held_bytes: int
+    """The most that is held for a backward at once, by the tape."""
+    recomputed_bytes: int
+    """What their forwards save, which is computed once more."""
+
+
+def named_blocks(modules: Sequence[nn.Module]) -> dict[str, nn.Module]:
+    """Return all modules below these by their names, "model.layers.0", each once."""
+    found: dict[str, nn.Module] = {}
+    # The first module is the model: where a loss has something of the same name, the model's is meant.
+    for root in reversed(modules):
+        inner = dict(root.named_modules(prefix="model"))
+        inner.pop("model", None)  # all of it is no block
+        found |= inner
+    return {name: module for name, module in found.items() if not isinstance(module, torch.jit.ScriptModule)}
+
+
+def candidates(modules: Sequence[nn.Module], without: Collection[str] = ()) -> dict[str, tuple[str, ...]]:
+    """Return the names of the blocks of each candidate, none within another, by what the candidate is.
+
+    Args:
+        modules: the model, and the loss if it is one too.
+        without: names of classes that cannot be computed again.
+    """
+    named = named_blocks(modules)
+    usable = {name: module for name, module in named.items() if type(module).__name__ not in without}
+    names = {id(module): name for name, module in usable.items()}
+    roots = {"model": modules[0]} if modules else {}
+    found: dict[str, tuple[str, ...]] = {}
+    for name, module in {**roots, **named}.items():
+        if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 1:
+            children = [names[id(child)] for child in module if id(child) in names]
+            found[name] = tuple(dict.fromkeys(children))
+    # Also those that occur once, for they may be called again and again; the tape shows what comes of that.
+    classes: dict[type, list[str]] = defaultdict(list)
+    for name, module in usable.items():
+        if not isinstance(module, _CONTAINERS) and next(module.children(), None) is not None:
+            classes[type(module)].append(name)
+    for kind, members in classes.items():
+        found[f"every {kind.__name__}"] = tuple(_outermost(members))
+    return {name: blocks for name, blocks in found.items() if blocks}
+
+
+def _outermost(names: Iterable[str]) -> list[str]:
+    """Return those that lie within no other of them."""
+    kept: list[str] = []
+    # By depth, so that what others lie in comes before them.
+    for name in sorted(names, key=lambda name: name.count(".")):
+        if not any(name.startswith(f"{other}.") for other in kept):
+            kept.append(name)
+    return kept
+
+
+def choose(tape: Sequence[Entry], found: dict[str, tuple[str, ...]]) -> Chosen | None:
+    """Return the candidate of which the least is held at once for what is computed twice; None where none saves much.
+
+    Args:
+        tape: of a forward, with every candidate's blocks.
+        found: the candidates.
+    """
+    plain = most_held(tape)
+    # Lists and classes may have the same members.
+    singles = {frozenset(blocks): _reckoned(tape, name, blocks) for name, blocks in reversed(found.items())}
+    likely = sorted(singles.values(), key=lambda choice: choice.held_bytes)[:_STARTS]
+    best = _best([_joined(tape, start, list(singles.values()), plain) for start in likely])
+    return best if best is not None and best.held_bytes <= (1 - WORTHWHILE) * plain else None
+
+
+def _joined(tape: Sequence[Entry], best: Chosen, others: Sequence[Chosen], plain: int) -> Chosen:
+    """Return a choice with others that lie apart from it, one tower after the other, as long as each is worth it."""
+    while True:
+        unions = [
+            _reckoned(tape, f"{best.name} and {other.name}", (*best.blocks, *other.blocks))
+            for other in others
+            if other.blocks and _are_apart(best.blocks, other.blocks)
+        ]
+        union = _best(unions)
+        if union is None or union.held_bytes > best.held_bytes - WORTHWHILE * plain:
+            return best
+        best = union
+
+
+def every(tape: Sequence[Entry], chosen: Chosen, k: int) -> Chosen:
+    """Return every k-th block of a choice, from the first one on."""
+    return _reckoned(tape, f"every {k}. block of {chosen.name}", chosen.blocks[::k])
+
+
+def _reckoned(tape: Sequence[Entry], name: str, blocks: Sequence[str]) -> Chosen:
+    wanted = set(blocks)
+    # In the order of the forward, of which every k-th is taken: modules may be listed in another one.
+    order: dict[str, None] = {}
+    for entry in tape:
+        for block, _ in entry.within:
+            if block in wanted:
+                order.setdefault(block)
+    return Chosen(
+        name=name,
+        blocks=tuple(order),  # what is not run, or saves nothing, need not be computed again
+        held_bytes=most_held(tape, checkpointed=wanted),
+        recomputed_bytes=most_recomputed(tape, wanted),
+    )
+
+
+def _best(choices: Sequence[Chosen]) -> Chosen | None:
+    if not choices:
+        return None
+    # The least held is what makes a sample fit; what is computed twice decides among those that are as good as equal.
+    least = min(choice.held_bytes for choice in choices)
+    near = [choice for choice in choices if choice.held_bytes <= (1 + AS_GOOD) * least]
+    return min(near, key=lambda choice: (choice.recomputed_bytes, choice.held_bytes))
+
+
+def _are_apart(blocks: Sequence[str], others: Sequence[str]) -> bool:
+    """Return whether none of these lies within one of the others, or is one of them."""
+    both = [*blocks, *others]
+    return len(_outermost(both)) == len(both) == len(set(both))

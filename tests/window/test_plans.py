@@ -1,0 +1,64 @@
+"""What is told of plans, and when memory is looked at."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from autoaccum.events import Event, MemorySaving, Notice, Planned, Replanned
+from tests.models import mlp
+from tests.window.making import step_of
+
+
+def made_of(events: list[Event], **options: Any) -> Any:
+    return step_of(mlp(), emit=events.append, **options)
+
+
+def test_a_plan_is_told_once_and_says_how_memory_is_saved() -> None:
+    events: list[Event] = []
+    plans = made_of(events).plans
+    plans.announce(8)
+    plans.announce(8)
+    (told,) = events
+    assert isinstance(told, Planned)
+    assert (told.sizes, told.memory_saving) == ((4, 4), "off")
+
+
+def test_once_memory_is_saved_otherwise_the_plan_is_told_anew_and_nothing_is_known_of_sizes() -> None:
+    events: list[Event] = []
+    step = made_of(events, micro_batch=None)
+    for size in (1, 2, 4, 8):
+        step.tuner.observe(size, 100 + 100 * size)
+    step.settle(8)
+    assert [event.sizes for event in events if isinstance(event, Planned)] == [(8,)]
+    assert step.tuner.limits.least_bytes == 200
+    change = MemorySaving(
+        step=1, old="off", new="on", reason="a test", blocks=1, held_bytes=1, recomputed_bytes=1
+    )  # fmt: skip
+    step.saving.is_off = False
+    step.plans.saves(change)
+    assert events[-1] is change
+    assert step.tuner.search.is_on
+    assert (step.tuner.history, step.tuner.limits.least_bytes, step.tuner.micro_batch) == ([], 0, 1)
+    step.tuner.observe(1, 50)
+    assert step.tuner.learnt() == (), "no other run is to begin from that"
+    assert step.plans.announced == ()
+
+
+def test_that_memory_cannot_be_saved_is_said_and_changes_nothing() -> None:
+    events: list[Event] = []
+    step = made_of(events)
+    with pytest.warns(UserWarning, match="a. b. c."):
+        step.plans.saves(Notice(cause="a", consequence="b", cure="c"))
+    assert len(events) == 1
+    assert step.tuner.micro_batch == 4
+
+
+def test_a_change_to_the_same_is_none() -> None:
+    events: list[Event] = []
+    plans = made_of(events).plans
+    plans.replanned((4, 4), (4, 4), "out of memory")
+    assert events == []
+    plans.replanned((4, 4), (2, 2, 2, 2), "out of memory")
+    assert events == [Replanned(step=1, old=(4, 4), new=(2, 2, 2, 2), reason="out of memory")]

@@ -1,0 +1,419 @@
+"""What is computed twice comes to the same bits: gradients, buffers, random states, counters; or it is refused."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils.parametrizations import spectral_norm
+from torch.utils.checkpoint import CheckpointError
+
+from autoaccum.testing import oom_at
+from autoaccum.window.blocks import candidates, named_blocks
+from autoaccum.window.recomputing import NotRepeatableError, Recomputing, is_refusal
+
+CPU = torch.device("cpu")
+WIDTH = 8
+
+
+class Block(nn.Module):
+    """A layer whose forward does something besides."""
+
+    def __init__(self, does: str = "") -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.does = does
+        self.calls = 0
+        self.generator = torch.Generator().manual_seed(3)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.seen: list[float] = []
+        if does == "spectral norm":
+            spectral_norm(self.linear)
+        if does == "BatchNorm":
+            self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.linear(x)
+        if self.does == "dropout":
+            y = F.dropout(y, 0.5)
+        elif self.does == "Python's random":
+            y = y * random.random()
+        elif self.does == "NumPy's random":
+            y = y * float(np.random.rand())
+        elif self.does == "a generator of its own":
+            y = y * torch.rand(WIDTH, generator=self.generator)
+        elif self.does == "a counter":
+            self.calls += 1
+            y = y / self.calls
+        elif self.does == "a list":
+            self.seen.append(float(y.detach().mean()))
+            y = y * len(self.seen)
+        elif self.does == "a moving average":
+            self.mean.mul_(0.9).add_(y.detach().mean(0), alpha=0.1)
+            y = y - self.mean
+        elif self.does == "a moving average by .data":
+            self.mean.data.mul_(0.9).add_(y.detach().mean(0), alpha=0.1)
+            y = y - self.mean
+        elif self.does == "another buffer in its place":
+            self.mean = 0.9 * self.mean + 0.1 * y.detach().mean(0)
+            y = y - self.mean
+        elif self.does == "BatchNorm":
+            y = self.norm(y)
+        return y.tanh()
+
+
+class Stack(nn.Module):
+    def __init__(self, does: str = "", depth: int = 3) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(does) for _ in range(depth))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class CalledTwice(Stack):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in (*self.blocks, *self.blocks):
+            x = block(x)
+        return x
+
+
+class Tied(Stack):
+    def __init__(self) -> None:
+        super().__init__("dropout")
+        for block in self.blocks:
+            block.linear.weight = self.blocks[0].linear.weight
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.LSTM(WIDTH, WIDTH, batch_first=True) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x, _ = block(x)
+        return x
+
+
+def transformer() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.2, batch_first=True)
+    return nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+
+
+def conv() -> nn.Module:
+    def block(inputs: int) -> nn.Sequential:
+        return nn.Sequential(nn.Conv2d(inputs, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Dropout())
+
+    return nn.Sequential(block(1), block(4), block(4))
+
+
+DOES = [
+    "", "dropout", "Python's random", "NumPy's random", "a generator of its own", "a counter", "a list", "spectral norm",
+    "a moving average", "a moving average by .data", "another buffer in its place", "BatchNorm",
+]  # fmt: skip
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    **{does or "nothing besides": (partial(Stack, does), (4, WIDTH)) for does in DOES},
+    "called twice": (partial(CalledTwice, "dropout"), (4, WIDTH)),
+    "a counter, called twice": (partial(CalledTwice, "a counter"), (4, WIDTH)),
+    "tied": (Tied, (4, WIDTH)),
+    "LSTM": (Recurrent, (4, 5, WIDTH)),
+    "transformer": (transformer, (4, 5, WIDTH)),
+    "conv": (conv, (4, 1, 6, 6)),
+}
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    return [module for name, module in named_blocks([model]).items() if name.rpartition(".")[2].isdigit()
+            and "." not in name.removeprefix("model.").removeprefix("blocks.").removeprefix("layers.")]  # fmt: skip
+
+
+def plain(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).square().mean()  # type: ignore[no-any-return]
+
+
+def train(
+    model: nn.Module, batches: list[Any], loss_of: Callable[..., Any], recomputing: Recomputing | None
+) -> list[Any]:
+    """Return all that there is after a backward of each batch."""
+    torch.manual_seed(5)
+    random.seed(5)
+    np.random.seed(5)
+    found: list[Any] = []
+    for batch in batches:
+        loss = (loss_of if recomputing is None else recomputing.of_loss(loss_of))(model, batch)
+        loss.backward()
+        found.append(loss.detach())
+        found.extend(p.grad.clone() for p in model.parameters() if p.grad is not None)
+        found.extend(b.clone() for b in model.buffers())
+        found.append(torch.get_rng_state())
+        found.append((random.random(), np.random.rand()))
+        for module in model.modules():
+            if isinstance(module, Block):
+                found.append((module.calls, tuple(module.seen), module.generator.get_state().tolist()))
+        with torch.no_grad():
+            for p in model.parameters():
+                p.sub_(0.1 * p.grad if p.grad is not None else 0.0)
+                p.grad = None
+    return found
+
+
+def same(first: list[Any], second: list[Any]) -> bool:
+    def alike(a: Any, b: Any) -> bool:
+        return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+    return len(first) == len(second) and all(map(alike, first, second))
+
+
+def recomputing_of(model: nn.Module, loss_of: Callable[..., Any] = plain, *, is_compared: bool = True) -> Recomputing:
+    made = Recomputing([model], [loss_of], CPU)
+    made.blocks, made.is_compared = blocks_of(model), is_compared
+    return made
+
+
+class TestBits:
+    @pytest.mark.parametrize("is_compared", [True, False])
+    @pytest.mark.parametrize("name", MODELS)
+    def test_are_the_same(self, name: str, is_compared: bool) -> None:
+        make, shape = MODELS[name]
+        torch.manual_seed(0)
+        model = make()
+        other = copy.deepcopy(model)
+        batches = [torch.randn(shape) for _ in range(3)]
+        recomputing = recomputing_of(other, is_compared=is_compared)
+        assert len(recomputing.blocks) == 3
+        assert same(train(model, batches, plain, None), train(other, batches, plain, recomputing))
+        assert bool(recomputing.compared) is is_compared
+        assert type(other) is type(model)
+        assert other.state_dict().keys() == model.state_dict().keys()
+
+    def test_under_autocast(self) -> None:
+        def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return plain(model, batch)
+
+        torch.manual_seed(0)
+        model = Stack("dropout")
+        other, batches = copy.deepcopy(model), [torch.randn(4, WIDTH)]
+        assert same(
+            train(model, batches, loss_of, None), train(other, batches, loss_of, recomputing_of(other, loss_of))
+        )
+
+    def test_of_a_generator_that_a_function_holds(self) -> None:
+        def losses(generator: torch.Generator) -> Callable[..., Any]:
+            class Draws(nn.Module):
+                def __init__(self) -> None:
+                    super().__init__()
+                    self.linear = nn.Linear(WIDTH, WIDTH)
+
+                def forward(self, x: torch.Tensor) -> torch.Tensor:
+                    return self.linear(x) * torch.rand(WIDTH, generator=generator)  # type: ignore[no-any-return]
+
+            torch.manual_seed(0)
+            blocks = nn.Sequential(Draws(), Draws())
+
+            def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+                torch.rand(1, generator=generator)
+                return plain(model, batch)
+
+            loss_of.blocks = blocks  # type: ignore[attr-defined]
+            return loss_of
+
+        found = []
+        for is_on in (False, True):
+            generator = torch.Generator().manual_seed(1)
+            loss_of = losses(generator)
+            model = loss_of.blocks  # type: ignore[attr-defined]
+            made = Recomputing([model], [loss_of], CPU)
+            made.blocks, made.is_compared = list(model) if is_on else [], True
+            found.append(train(model, [torch.ones(2, WIDTH)], loss_of, made))
+        assert same(*found)
+
+    def test_a_counter_that_lies_elsewhere_is_put_back_once_it_was_seen(self) -> None:
+        class Elsewhere(nn.Module):
+            def __init__(self, counts: list[int]) -> None:
+                super().__init__()
+                self.linear, self.counts = nn.Linear(WIDTH, WIDTH), [counts]
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                self.counts[0].append(1)
+                return self.linear(x).tanh()  # type: ignore[no-any-return]
+
+        counts: list[int] = []
+
+        def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+            return plain(model, batch) + 0 * len(counts)
+
+        model = nn.Sequential(Elsewhere(counts), Elsewhere(counts))
+        made = Recomputing([model], [loss_of], CPU)
+        made.blocks, made.is_compared = list(model), True
+        train(model, [torch.ones(2, WIDTH)], loss_of, made)
+        assert len(counts) == 2
+        made.is_compared = False
+        train(model, [torch.ones(2, WIDTH)] * 3, loss_of, made)
+        assert len(counts) == 8
+
+
+class TestRefusals:
+    def refused(self, model: nn.Module) -> Exception:
+        with pytest.raises((NotRepeatableError, CheckpointError)) as caught:
+            train(model, [torch.ones(2, WIDTH)] * 2, plain, recomputing_of(model))
+        assert is_refusal(caught.value)
+        return caught.value
+
+    def test_what_draws_from_elsewhere(self) -> None:
+        class Foreign(Block):
+            numbers = itertools.count(1)
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return super().forward(x * next(self.numbers))
+
+        model = nn.Sequential(Foreign(), Foreign())
+        error = self.refused(model)
+        assert isinstance(error, NotRepeatableError)
+        assert isinstance(error.block, Foreign)
+        assert "aten.mul.Tensor comes to other bits" in str(error)
+
+    def test_what_writes_to_its_input(self) -> None:
+        class Writes(Block):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return x.add_(self.linear(x.detach().clone()))
+
+        model = nn.Sequential(Writes(), Writes())
+        with pytest.raises(RuntimeError, match="modified by an inplace operation|is written to"):
+            train(model, [torch.ones(2, WIDTH)], plain, recomputing_of(model))
+
+    def test_what_writes_to_a_parameter(self) -> None:
+        class Moves(Block):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                with torch.no_grad():
+                    self.bias.add_(1)
+                return super().forward(x) + self.bias
+
+            def __init__(self) -> None:
+                super().__init__()
+                self.bias = nn.Parameter(torch.zeros(WIDTH), requires_grad=False)
+
+        assert "bias is written to" in str(self.refused(nn.Sequential(Moves(), Moves())))
+
+    def test_what_takes_another_way_the_second_time(self) -> None:
+        class Turns(Block):
+            ways = itertools.cycle([True, False])
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return super().forward(x) if next(self.ways) else x[:1].sigmoid()
+
+        made = recomputing_of(model := nn.Sequential(Turns(), nn.Identity()))
+        made.blocks, made.is_compared = [model[0]], False
+        with pytest.raises(CheckpointError) as caught:
+            train(model, [torch.ones(2, WIDTH)], plain, made)
+        assert is_refusal(caught.value)
+
+    def test_running_out_of_memory_is_no_refusal_and_leaves_no_trace(self) -> None:
+        model, batch = Stack("a moving average"), torch.randn(4, WIDTH)
+        made = recomputing_of(model, is_compared=False)
+        means = [block.mean for block in model.blocks]
+        with oom_at(None) as count:
+            made.of_loss(plain)(model, batch).backward()
+        for n in range(1, count.operations + 1):
+            before = [mean.clone() for mean in means]
+            with pytest.raises(torch.OutOfMemoryError), oom_at(n):
+                made.of_loss(plain)(model, batch).backward()
+            assert [block.mean for block in model.blocks] == means, "the very tensors"
+            assert not any("forward" in vars(block) for block in model.blocks)
+            for block, mean in zip(model.blocks, before, strict=True):
+                block.mean.copy_(mean)
+
+
+class TestNoTrace:
+    def test_between_windows(self) -> None:
+        model = Stack()
+        before = [dict(vars(module)) for module in model.modules()]
+        recomputing_of(model).of_loss(plain)(model, torch.ones(2, WIDTH)).backward()
+        assert [list(vars(module)) for module in model.modules()] == [list(one) for one in before]
+        other = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+        plain(other, torch.ones(2, WIDTH)).backward()
+        assert all(p.grad is not None for p in other.parameters())
+
+    def test_a_forward_of_the_instances_own_is_wrapped_and_stays(self) -> None:
+        model = Stack("dropout")
+        called: list[int] = []
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            called.append(1)
+            return type(model.blocks[0]).forward(model.blocks[0], x)
+
+        model.blocks[0].forward = forward
+        recomputing_of(model).of_loss(plain)(model, torch.ones(2, WIDTH)).backward()
+        assert model.blocks[0].forward is forward
+        assert len(called) == 2
+
+    def test_of_an_error(self) -> None:
+        model = Stack()
+        with pytest.raises(RuntimeError):
+            recomputing_of(model).of_loss(plain)(model, torch.ones(2, 3))
+        assert not any("forward" in vars(module) for module in model.modules())
+
+    def test_without_a_graph_nothing_is_wrapped(self) -> None:
+        model = Stack()
+        made = recomputing_of(model)
+        with torch.no_grad():
+            made.of_loss(lambda model, batch: [vars(b).get("forward") for b in model.blocks])(model, None)
+            found = made.of_loss(lambda model, batch: [vars(b).get("forward") for b in model.blocks])(model, None)
+        assert found == [None] * 3
+        assert None not in made.of_loss(lambda model, batch: [vars(b).get("forward") for b in model.blocks])(
+            model, None
+        )
+
+
+def hugging_face() -> dict[str, tuple[Any, dict[str, torch.Tensor]]]:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    ids = torch.randint(5, 50, (2, 7))
+    small = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2}
+    llama = {**small, "intermediate_size": 32, "num_key_value_heads": 1, "max_position_embeddings": 16}
+    gpt = {"vocab_size": 50, "n_embd": 16, "n_layer": 3, "n_head": 2, "n_positions": 16}
+    t5 = {"vocab_size": 50, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+    bert = {**small, "intermediate_size": 32, "max_position_embeddings": 16}
+    t = transformers
+    return {
+        "GPT2": (t.GPT2LMHeadModel(t.GPT2Config(**gpt)), {"input_ids": ids, "labels": ids}),
+        "Llama": (t.LlamaForCausalLM(t.LlamaConfig(**llama)), {"input_ids": ids, "labels": ids}),
+        "BERT": (t.BertForMaskedLM(t.BertConfig(**bert)), {"input_ids": ids, "labels": ids}),
+        "T5": (
+            t.T5ForConditionalGeneration(t.T5Config(**t5, decoder_start_token_id=0)),
+            {"input_ids": ids, "labels": ids},
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", ["GPT2", "Llama", "BERT", "T5"])
+def test_of_hugging_face(name: str) -> None:
+    """Their configurations ask for a cache, which a second forward would append to once more."""
+
+    def loss_of(model: nn.Module, batch: Any) -> Any:
+        return model(**batch).loss
+
+    model, batch = hugging_face()[name]
+    model.train()
+    other = copy.deepcopy(model)
+    made = Recomputing([other], [loss_of], CPU)
+    named, found = named_blocks([other]), candidates([other])
+    kind = {"GPT2": "GPT2Block", "Llama": "LlamaDecoderLayer", "BERT": "BertLayer", "T5": "T5Block"}[name]
+    made.blocks, made.is_compared = [named[block] for block in found[f"every {kind}"]], True
+    use_cache = getattr(other.config, "use_cache", None)
+    assert same(train(model, [batch] * 2, loss_of, None), train(other, [batch] * 2, loss_of, made))
+    assert made.compared
+    assert getattr(other.config, "use_cache", None) is use_cache
