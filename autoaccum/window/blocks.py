@@ -115,14 +115,14 @@ def _joined(tape: Sequence[Entry], best: Chosen, others: Sequence[Chosen], plain
         best = union
 
 
-def every(tape: Sequence[Entry], chosen: Chosen, k: int) -> Chosen:
-    """Return every k-th block of a choice, from the first one on."""
-    return _reckoned(tape, f"every {k}. block of {chosen.name}", chosen.blocks[::k])
+def every_second(tape: Sequence[Entry], chosen: Chosen) -> Chosen:
+    """Return every second block of a choice, from the first one on."""
+    return _reckoned(tape, f"every 2nd of {chosen.name}", chosen.blocks[::2])
 
 
 def _reckoned(tape: Sequence[Entry], name: str, blocks: Sequence[str]) -> Chosen:
     wanted = set(blocks)
-    # In the order of the forward, of which every k-th is taken: modules may be listed in another one.
+    # In the order of the forward, of which every second is taken: modules may be listed in another one.
     order: dict[str, None] = {}
     for entry in tape:
         for block, _ in entry.within:

@@ -21,7 +21,7 @@ from autoaccum.loss.stated import LossOf, total
 from autoaccum.memory.oom import insist
 from autoaccum.planning.ladder import Ladder, SavingMode
 from autoaccum.window import notices
-from autoaccum.window.blocks import WORTHWHILE, Chosen, candidates, choose, every, named_blocks
+from autoaccum.window.blocks import WORTHWHILE, Chosen, candidates, choose, every_second, named_blocks
 from autoaccum.window.job import Job
 from autoaccum.window.recomputing import NotRepeatableError, Recomputing, is_refusal
 from autoaccum.window.tape import Entry, most_held, record
@@ -30,8 +30,6 @@ OFF = "off"
 """The name of the highest rung."""
 MEASURED = 2
 """Windows in a row in which what is computed twice is compared."""
-_SOME = 2
-"""On the rung between, every so many blocks are computed twice."""
 
 
 class Computes(Protocol):
@@ -206,12 +204,12 @@ class Saving:
         # Then what is held is held elsewhere: in one layer, in the loss, in parameters.
         if chosen is None:
             return
-        some, plain = every(tape, chosen, _SOME), most_held(tape)
+        some, plain = every_second(tape, chosen), most_held(tape)
         # A rung is worth a window that is run in vain where it saves some, and the next one saves more.
         is_between = (1 - WORTHWHILE) * plain > some.held_bytes > (1 + WORTHWHILE) * chosen.held_bytes
         if is_between and self._mode == "auto":
-            self._rungs.append(_rung(f"checkpoint, every {_SOME}nd of {chosen.name}", some))
-        self._rungs.append(_rung(f"checkpoint, {chosen.name}", chosen))
+            self._rungs.append(_rung(some))
+        self._rungs.append(_rung(chosen))
 
     # Whether they are exact.
 
@@ -298,5 +296,5 @@ class Saving:
         return True
 
 
-def _rung(name: str, chosen: Chosen) -> Rung:
-    return Rung(name, chosen.blocks, chosen.held_bytes, chosen.recomputed_bytes)
+def _rung(chosen: Chosen) -> Rung:
+    return Rung(f"checkpoint, {chosen.name}", chosen.blocks, chosen.held_bytes, chosen.recomputed_bytes)

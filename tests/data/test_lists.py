@@ -7,9 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 from torch import ones, tensor
+from torch.nn.functional import cross_entropy
 
+import autoaccum
 from autoaccum.data.lists import Reading, notice, read, refuse_sample
 from autoaccum.errors import AmbiguousBatchError, DataError
+from tests.models import classes, mlp
 
 SAMPLES, NEW, BATCHES = Reading(True), Reading(True, is_new=True), Reading(False)
 
@@ -113,3 +116,12 @@ class TestIterables:
     )
     def test_what_a_batch_may_hold_is_none(self, entry: Any) -> None:
         refuse_sample(entry, "train")
+
+    def test_a_run_over_samples_says_so_before_a_step(self) -> None:
+        model = mlp()
+        before = [p.detach().clone() for p in model.parameters()]
+        with pytest.raises(DataError, match=r"^data: it yields samples .* Pass list\(data\)"):
+            autoaccum.fit(
+                model, zip(*classes(8), strict=True), effective_batch=4, loss_fn=cross_entropy, progress=False
+            )
+        assert all(p.equal(old) for p, old in zip(model.parameters(), before, strict=True))

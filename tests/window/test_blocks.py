@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from autoaccum.window.blocks import Chosen, candidates, choose, every, named_blocks
+from autoaccum.window.blocks import Chosen, candidates, choose, every_second, named_blocks
 from autoaccum.window.tape import Entry, most_held, record
 
 CPU = torch.device("cpu")
@@ -96,7 +96,7 @@ def test_of_a_list() -> None:
     assert chosen.blocks == tuple(f"model.layers.{index}" for index in range(6))
     assert share < 0.45
     tape = tape_of(Tower(Block))
-    half = every(tape, chosen, 2)
+    half = every_second(tape, chosen)
     assert half.blocks == ("model.layers.0", "model.layers.2", "model.layers.4")
     assert chosen.held_bytes < half.held_bytes < most_held(tape)
     assert half.recomputed_bytes == pytest.approx(chosen.recomputed_bytes / 2, rel=0.1)
