@@ -75,9 +75,24 @@ def of_compression(compression: object) -> None:
     one_of("compression", compression, ("none", "bf16"))
 
 
+_SAVING = {
+    "checkpoint": ("recompute", "activation_checkpointing", "gradient_checkpointing"),
+    "offload": ("cpu", "host", "cpu_offload", "save_on_cpu"),
+}
+"""Ways of saving memory, and what these are called elsewhere."""
+
+
 def of_memory_saving(memory_saving: object) -> None:
-    """Raise unless memory is saved in a way that there is."""
-    one_of("memory_saving", memory_saving, ("auto", "off", "checkpoint"))
+    """Raise unless memory is saved in a way that there is, or in several."""
+    several = memory_saving if isinstance(memory_saving, list | tuple) else ()
+    if several and all(isinstance(one, str) and one in _SAVING for one in several):
+        return
+    if any(_is(memory_saving, word) for word in ("auto", "off", *_SAVING)):
+        return
+    meant = [way for way, words in _SAVING.items() if any(_is(memory_saving, word) for word in words)]
+    cure = f"Did you mean {meant[0]!r}?" if meant else ""
+    accepted = "'auto', 'off', 'checkpoint', 'offload' or ['checkpoint', 'offload']"
+    raise ArgumentError("memory_saving", memory_saving, accepted, cure)
 
 
 def of_state(state: object) -> None:

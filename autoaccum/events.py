@@ -134,7 +134,7 @@ class MemorySaving:
 
     step: int
     old: str
-    """``"off"``, or which blocks compute their forward once more in backward."""
+    """``"off"``, or which blocks compute their forward once more in backward, and what is kept on the host."""
     new: str
     """Likewise."""
     reason: str
@@ -144,18 +144,24 @@ class MemorySaving:
     """The most that a backward of the smallest micro-batch is expected to hold at once; None where nothing is saved."""
     recomputed_bytes: int
     """What is computed twice: bytes that a forward of the smallest micro-batch saves within these blocks."""
+    offloaded_bytes: int = 0
+    """What such a forward saves on the host instead of on the device."""
+    state_bytes: int = 0
+    """What of the optimizer's state is on the host while a window runs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recomputed:
-    """What is computed twice was compared in two windows, and came to the same bits: so the gradient is the same."""
+    """What is computed twice, and what was on the host, was the same to the bit in two windows: so is the gradient."""
 
     step: int
     """The second of these windows."""
     saving: str
     """How memory was saved, in the words of ``MemorySaving``."""
     operations: int
-    """How many operations of the second window were compared."""
+    """How many operations of the second window were computed twice, and compared."""
+    storages: int = 0
+    """How many storages of tensors came back from the host in it, and were compared."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

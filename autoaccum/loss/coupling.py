@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from autoaccum.loss.graph import is_linear_operation, is_parameter, only_parameters, operation_of, signed
+from autoaccum.loss.graph import is_computed_again, is_linear_operation, is_parameter, only_parameters, operation_of, signed
 from autoaccum.memory.oom import is_out_of_memory
 from autoaccum.planning.granules import MICRO, Statistics
 
@@ -134,10 +134,8 @@ def _crossings_of(node: Any, num_samples: int, is_linear: bool) -> set[Crossing]
 
 
 def _saved(node: Any, name: str) -> torch.Tensor | None:
-    """Return a tensor that a node saved; None where a hook would have to bring it back."""
-    # Checkpointing brings a tensor back by computing its block again, which costs more than this is worth.
-    raw = getattr(node, f"_raw_saved_{name}", None)
-    if raw is None or raw.unpack_hook is not None:
+    """Return a tensor that a node saved; None where a checkpointed block would be computed again to bring it back."""
+    if not hasattr(node, f"_raw_saved_{name}") or is_computed_again(node, f"_saved_{name}"):
         return None
     saved = getattr(node, f"_saved_{name}")
     return saved if isinstance(saved, torch.Tensor) else None

@@ -27,6 +27,13 @@ for _name, _kind in {"time": float, **FIELDS["StepReport"], "micro_batch": int, 
         _WINDOWS[_name] = np.dtype(np.int64 if _kind is int else np.float64)
 _OPTIONAL = [name for name, kind in FIELDS["StepReport"].items() if kind == float | None]
 """Names of columns that a run need not have: older versions wrote fewer of them."""
+_LATER: dict[str, dict[str, Any]] = {
+    "Validated": {"metrics": {}},
+    "Planned": {"memory_saving": "off"},
+    "MemorySaving": {"offloaded_bytes": 0, "state_bytes": 0},
+    "Recomputed": {"storages": 0},
+}
+"""Fields that older versions did not write, and what these stand for there."""
 _OUTPUT = "output"
 """First part of the key of an output's column, beside its name, which is the user's and may be that of a field."""
 _ROWS = 20_000
@@ -159,10 +166,8 @@ class _Loading:
         self._rows.append(document)
 
     def _event(self, name: str, document: dict[str, Any]) -> None:
-        if name == "Validated":
-            document.setdefault("metrics", {})  # older versions wrote none
-        if name == "Planned":
-            document.setdefault("memory_saving", "off")  # likewise
+        for field, value in _LATER.get(name, {}).items():
+            document.setdefault(field, value)
         # Before anything is changed by it: an event whose values cannot be read is garbled, and nothing else.
         values = [value_of(document[field], kind) for field, kind in FIELDS[name].items()]
         if name == "Resumed":

@@ -140,8 +140,7 @@ def line(event: Event) -> str | None:
     if isinstance(event, MemorySaving):
         return f"step {event.step}: {event.reason}: memory saving {event.old} -> {event.new}"
     if isinstance(event, Recomputed):
-        operations = counted(event.operations, "operation")
-        return f"step {event.step}: what is computed twice comes to the same bits, measured on {operations}"
+        return f"step {event.step}: {_recomputed_text(event)}"
     if isinstance(event, Validated):
         metrics = f", {metrics_text(event.metrics)}" if event.metrics else ""
         return f"epoch {event.epoch}: validation loss {event.loss:.4f}{metrics}"
@@ -197,6 +196,17 @@ def verified_text(event: Verified) -> str:
         f"step {event.step}: {verdict}: {event.error:.1e} off{where} ({event.tolerance:.0e} allowed), measured on "
         f"{event.samples} samples cut {cuts}, by {by}"
     )
+
+
+def _recomputed_text(event: Recomputed) -> str:
+    found = []
+    if event.operations:
+        operations = counted(event.operations, "operation")
+        found.append(f"what is computed twice comes to the same bits, measured on {operations}")
+    if event.storages:
+        storages = counted(event.storages, "storage")
+        found.append(f"what was on the host comes back with the same bits, measured on {storages}")
+    return "; ".join(found)
 
 
 def metrics_text(metrics: Mapping[str, float]) -> str:

@@ -313,8 +313,8 @@ class FitArguments:
     )
     # What it does changes no number, so that it is no choice of the user's unless something else is to be found out.
     memory_saving: SavingMode = option(
-        "auto: where not even the smallest micro-batch fits, blocks of the model compute their forward once more in "
-        "backward instead of keeping it, to the same bits; off: never; checkpoint: always.",
+        "auto: where not even the smallest micro-batch fits, blocks compute their forward twice (checkpoint), then "
+        "tensors go to the host (offload), to the same bits; off: never; one of these, or both: always.",
         default="auto",
         check=_checks.of_memory_saving,
         accumulator=Own(),

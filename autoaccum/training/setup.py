@@ -33,7 +33,7 @@ from autoaccum.memory.limit import Limit, MemoryLimit
 from autoaccum.memory.oom import room_for_model
 from autoaccum.planning.budget import Budget
 from autoaccum.planning.granules import MICRO
-from autoaccum.planning.ladder import SavingMode
+from autoaccum.planning.ladder import SavingMode, kinds_asked_for
 from autoaccum.planning.noise import Smoothed
 from autoaccum.planning.schedules import SMOOTHING, NoiseScale, Progress, Schedule, schedule_of
 from autoaccum.planning.tuner import Tuner
@@ -59,6 +59,7 @@ from autoaccum.window.compilations import Compilations, captures, compiled_parts
 from autoaccum.window.job import Job
 from autoaccum.window.joining import SharedTransaction
 from autoaccum.window.meter import Meter
+from autoaccum.window.offloading import has_host_memory
 from autoaccum.window.optimizers import allocate_state, make_optimizer, move, trainable_parameters
 from autoaccum.window.precision import autocast
 from autoaccum.window.saving import Saving
@@ -299,7 +300,7 @@ def make_step(
         noise_scale: whether windows that are cut tell of the noise in their gradient.
         group: the ranks that share each window; None where there is one.
         compression: of what they send each other of gradients.
-        memory_saving: whether blocks are computed twice where nothing fits otherwise.
+        memory_saving: whether, and how, memory is saved where nothing fits otherwise.
 
     Raises:
         ArgumentError: BatchNorm, and micro-batches of one sample; memory saving that cannot be had; or a model that was
@@ -335,9 +336,7 @@ def make_step(
     # Sizes of the user's own are few, and the compiler's to see: code for one size is faster than code for all.
     if compiled and micro_batch is None:
         job = replace(job, loss_of=compilations.sparing(job.loss_of))
-    reason = _why_nothing_is_saved(job, compiled=bool(compiled), is_shared=is_shared)
-    if memory_saving == "checkpoint" and reason is not None:
-        raise ArgumentError("memory_saving", memory_saving, '"auto" or "off"', f"It cannot be had: {reason}.")
+    kinds = _kinds_of_saving(job, memory_saving, compiled=bool(compiled), is_shared=is_shared)
     options: dict[str, Any] = {"clip_norm": clip_norm, "noise_scale": noise_scale, "sharing": sharing_of(job)}
     transaction: Transaction
     if job.window_loss is not None and group is not None:
@@ -360,7 +359,7 @@ def make_step(
         tuner=tuner,
         meter=Meter(memory, job.device, is_enforced=limit.is_enforced, needs_room=tuner.needs_room),
         compilations=compilations,
-        saving=Saving(job, memory_saving, is_possible=reason is None, users=(transaction, examiner)),
+        saving=Saving(job, memory_saving, kinds=kinds, users=(transaction, examiner)),
         memory=memory,
         limit=limit,
         patience=patience,
@@ -368,8 +367,30 @@ def make_step(
     )
 
 
+def _kinds_of_saving(job: Job, mode: SavingMode, *, compiled: bool, is_shared: bool) -> frozenset[str]:
+    """Return in which ways a run can save memory.
+
+    Raises:
+        ArgumentError: one of those that are asked for is none of these.
+    """
+    reason = _why_nothing_is_saved(job, compiled=compiled, is_shared=is_shared)
+    reasons = {"checkpoint": reason, "offload": reason or _why_nothing_is_moved(job.device)}
+    for kind in sorted(kinds_asked_for(mode)):
+        if reasons[kind] is not None:
+            accepted = '"auto" or "off"' if reason else '"auto", "off" or "checkpoint"'
+            raise ArgumentError("memory_saving", mode, accepted, f"It cannot be had: {reasons[kind]}.")
+    return frozenset(kind for kind, why in reasons.items() if why is None)
+
+
+def _why_nothing_is_moved(device: torch.device) -> str | None:
+    """Return why no tensor goes to the host; None where it has another memory than the device."""
+    if has_host_memory(device):
+        return None
+    return f"tensors would be moved to the host, and all that {device.type} has of memory is the host's"
+
+
 def _why_nothing_is_saved(job: Job, *, compiled: bool, is_shared: bool) -> str | None:
-    """Return why no block of a run is computed twice, whatever memory there is; None where some may be."""
+    """Return why no memory of a run is saved, however little there is; None where some may be."""
     if compiled:
         return "what is compiled takes no notice of what is wrapped around a block"
     if is_shared:

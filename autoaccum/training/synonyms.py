@@ -17,6 +17,7 @@ _BATCH = "Pass effective_batch, the samples of an optimizer step; how many of th
 _FITS = "Leave it out: it follows from effective_batch and from what fits; micro_batch sets what is computed at once"
 _DATA = "Pass the data as the second argument: tensors, a dataset or a DataLoader"
 _SAVING = "Pass memory_saving='checkpoint'; left out, it is done where nothing fits otherwise"
+_OFFLOAD = "Pass memory_saving='offload'; left out, it is done on an accelerator where nothing fits otherwise"
 _LOG = "Pass callbacks=[...] with a WandbReporter, MLflowReporter, TensorBoardReporter or CSVReporter of "
 _LOG += "autoaccum.reporting, or any function (record); run_dir keeps all records, for `autoaccum report`"
 _STOP = "Pass callbacks=[autoaccum.callbacks.EarlyStopping(patience=3)] beside validation_data"
@@ -59,6 +60,8 @@ ELSEWHERE = {
     "strategy distributed ddp numnodes": "Start it by torchrun: its processes train together",
     "accelerator devices usecpu": "Pass device; ranks are started by torchrun",
     "gradientcheckpointing activationcheckpointing usegradientcheckpointing": _SAVING,
+    "offload cpuoffload offloadactivations activationoffload activationoffloading saveoncpu": _OFFLOAD,
+    "offloadoptimizer optimizeroffload offloadoptimizerdevice offloadparam": _OFFLOAD,
     "ntrials trials": "Pass num_trials to autoaccum.sweep, --trials on the command line",
     "deterministic": "Call torch.use_deterministic_algorithms(True) before; seed sets what is drawn",
     "loggingsteps logeverynsteps logsteps logevery": "Leave it out: every window is recorded, and told to callbacks",

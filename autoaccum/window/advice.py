@@ -12,7 +12,7 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -23,12 +23,28 @@ from autoaccum.loss.stated import LossOf, total
 from autoaccum.memory.base import Memory
 from autoaccum.window.blocks import candidates, choose, named_blocks
 from autoaccum.window.job import Job
+from autoaccum.window.offloading import ABOVE_BYTES, has_host_memory
 from autoaccum.window.optimizers import sparsely_trained
 from autoaccum.window.precision import Precision, autocast
 from autoaccum.window.tape import Entry, most_held, no_trace, record
 
 WORTH_SAYING = 0.01
 """Leave out a cure that saves less than this share of the bytes needed."""
+
+
+class SavedAlready(NamedTuple):
+    """How memory is saved already, and how to have it saved in the ways that are left."""
+
+    blocks: tuple[str, ...] = ()
+    """The names of blocks that are computed twice."""
+    is_elsewhere: bool = False
+    """Whether saved tensors are on the host."""
+    state_bytes: int = 0
+    """What of the optimizer's state is there while a window runs."""
+    how_to_compute_twice: str | None = ""
+    """How to have blocks computed twice; empty for the code that does, None where that was tried."""
+    how_to_offload: str | None = ""
+    """How to have tensors on the host, likewise."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,10 +71,8 @@ class Refused:
     """Bytes that may be used."""
     peak_bytes: int | None
     """The most bytes that were in use; None if that was not read."""
-    computed_twice: tuple[str, ...] = ()
-    """The names of blocks that were computed twice already."""
-    how_to_compute_twice: str | None = ""
-    """How to have blocks computed twice; empty for the code that does, None where that was tried."""
+    saved: SavedAlready = SavedAlready()
+    """How memory was saved already."""
 
 
 def advised(
@@ -67,8 +81,7 @@ def advised(
     batch: Callable[[int], Any],
     memory: Memory,
     limit_bytes: int,
-    computed_twice: tuple[str, ...] = (),
-    how_to_compute_twice: str | None = "",
+    saved: SavedAlready = SavedAlready(),
 ) -> NothingFitsError:
     """Return an error with what would make the smallest micro-batch of a job fit, and with the cause that it had.
 
@@ -78,8 +91,7 @@ def advised(
         batch: (samples) -> the micro-batch.
         memory: of the job's device.
         limit_bytes: what may be used of it.
-        computed_twice: see ``Refused``.
-        how_to_compute_twice: see there.
+        saved: how memory was saved.
     """
     samples = error.micro_batch or 1
     refused = Refused(
@@ -93,8 +105,7 @@ def advised(
         memory=memory,
         limit_bytes=limit_bytes,
         peak_bytes=error.peak_bytes,
-        computed_twice=computed_twice,
-        how_to_compute_twice=how_to_compute_twice,
+        saved=saved,
     )
     found = error.advised(advise(refused))
     found.__cause__ = error.__cause__
@@ -118,7 +129,9 @@ def advise(refused: Refused) -> tuple[Advice, ...]:
 
 def _advise(refused: Refused) -> tuple[Advice, ...]:
     """Return the advice of ``advise``, without its guard."""
-    states = _smaller_states(refused.optimizer)
+    saved = refused.saved
+    # A smaller state makes no more room where none of it is on the device.
+    states = [] if saved.state_bytes else _smaller_states(refused.optimizer)
     trained = _densely_trained(refused)
     measured = _measure(refused, refused.precision)
     if measured is None:
@@ -134,12 +147,18 @@ def _advise(refused: Refused) -> tuple[Advice, ...]:
     in_bf16 = _measure(refused, "bf16") if _can_take_bf16(refused) else None
     if in_bf16 is not None:
         tapes.append(in_bf16[1])
-    # What is computed twice already is so under each of the other cures.
-    twice = refused.computed_twice
-    held = most_held(tape, checkpointed=twice)
+    # What is done already is done under each of the other cures. By hand, small tensors are moved as well.
+    above_bytes = -1 if saved.how_to_offload == "" else ABOVE_BYTES
+
+    def held_by(entries: Sequence[Entry], blocks: Sequence[str], *, elsewhere: bool = saved.is_elsewhere) -> int:
+        """Return the most held for a backward."""
+        return most_held(entries, checkpointed=blocks, elsewhere=elsewhere, above_bytes=above_bytes)
+
+    twice = saved.blocks
+    held = held_by(tape, twice)
     # Needed in all = ``rest``, which no cure below makes smaller but a smaller state, + the most held for a backward.
     # Gradients that are there already are in what is used.
-    rest = used_bytes + sum(p.nbytes for p in trained if p.grad is None)
+    rest = used_bytes - saved.state_bytes + sum(p.nbytes for p in trained if p.grad is None)
     # It did not fit, so what is not reckoned (workspaces, fragments) makes up the difference; no cure makes it smaller.
     rest = max(rest, refused.limit_bytes + 1 - held, (refused.peak_bytes or 0) - held)
     now = rest + held
@@ -150,39 +169,35 @@ def _advise(refused: Refused) -> tuple[Advice, ...]:
             name=name, saves_bytes=now - needed, needed_bytes=needed, fits=needed <= refused.limit_bytes, how=how
         )
 
-    how_twice = refused.how_to_compute_twice
+    how_twice, how_elsewhere = saved.how_to_compute_twice, saved.how_to_offload
     best = None if how_twice is None else choose(tape, candidates(refused.modules))
-    offloads = refused.device.type != "cpu"  # to the CPU, which is another memory only then
+    offloads = has_host_memory(refused.device) and how_elsewhere is not None
     cures = [cure(name, now - saves, how) for name, saves, how in states]
     if best is not None:
         how = how_twice or _how_to_checkpoint(refused.model, best.name)
-        cures.append(cure("activation checkpointing", rest + best.held_bytes, how))
-    if offloads:
+        cures.append(cure("activation checkpointing", rest + held_by(tape, best.blocks), how))
+    if offloads and how_elsewhere:
+        # The state too, which has to be back for the step.
+        away = max((saves for _, saves, _ in states), default=0)
+        needed = max(rest, rest - away + held_by(tape, twice, elsewhere=True))
+        cures.append(cure("offload", needed, how_elsewhere))
+    elif offloads:
         how = "with torch.autograd.graph.save_on_cpu(pin_memory=True): around the forward"
-        cures.append(cure("save_on_cpu", rest + most_held(tape, checkpointed=twice, elsewhere=True), how))
+        cures.append(cure("save_on_cpu", rest + held_by(tape, twice, elsewhere=True), how))
     if in_bf16 is not None:
-        cures.append(cure("bf16", rest + most_held(in_bf16[1], checkpointed=twice), "precision='bf16'"))
+        cures.append(cure("bf16", rest + held_by(in_bf16[1], twice), "precision='bf16'"))
     cures = sorted((c for c in cures if c.saves_bytes > WORTH_SAYING * now), key=lambda c: -c.saves_bytes)
     # All together is worth saying only where it may be the one way out.
     if not cures or any(c.fits for c in cures):
         return tuple(cures)
     state = max((saves for _, saves, _ in states), default=0)
-    least = _least_held(tapes, [twice] if best is None else [twice, best.blocks], offloads)
+    choices = [twice] if best is None else [twice, best.blocks]
+    ways = {saved.is_elsewhere, saved.is_elsewhere or offloads}
+    least = min(held_by(of, blocks, elsewhere=way) for of in tapes for blocks in choices for way in ways)
     together = cure("all together", rest + least - state, "these at once, with SGD" if state else "these at once")
     if together.saves_bytes > max(c.saves_bytes for c in cures):
         cures.append(together)
     return tuple(cures)
-
-
-def _least_held(tapes: Sequence[tuple[Entry, ...]], choices: Sequence[tuple[str, ...]], offloads: bool) -> int:
-    """Return the least bytes held for a backward over all ways to compute the forward, checkpoint and offload."""
-    least = []
-    for tape in tapes:
-        for checkpointed in choices:
-            least.append(most_held(tape, checkpointed=checkpointed))
-            if offloads:
-                least.append(most_held(tape, checkpointed=checkpointed, elsewhere=True))
-    return min(least)
 
 
 def _measure(refused: Refused, precision: Precision) -> tuple[int, tuple[Entry, ...]] | None:
@@ -195,7 +210,7 @@ def _measure(refused: Refused, precision: Precision) -> tuple[int, tuple[Entry, 
             used_bytes = refused.memory.used()
             named = named_blocks(refused.modules)
             names = {name for blocks in candidates(refused.modules).values() for name in blocks}
-            blocks = {name: named[name] for name in (*names, *refused.computed_twice)}
+            blocks = {name: named[name] for name in (*names, *refused.saved.blocks)}
             with autocast(precision, refused.device)():
                 forward = lambda: total(refused.loss_of(refused.model, batch))  # noqa: E731
                 return used_bytes, record(forward, refused.modules, batch, refused.device, blocks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
 from autoaccum._units import format_bytes
@@ -102,10 +103,24 @@ def not_repeatable(kinds: Sequence[str], reason: str) -> Notice:
     )
 
 
-def nothing_to_compute_twice(reason: str) -> Notice:
+def not_restored(reason: str) -> Notice:
+    """Say that nothing is kept on the host, for it does not come back as it was."""
+    return Notice(
+        cause=f"Tensors were to be kept on the host until backward, which memory asks for. {reason}",
+        consequence="Nothing is kept on the host in this run",
+        cure="Write to no tensor through .data, and to none in a kernel of your own, once a forward has used it",
+    )
+
+
+def nothing_to_save(mode: str | list[str], reason: str) -> Notice:
     """Say that memory cannot be saved as it was asked for."""
     return Notice(
-        cause=f'memory_saving="checkpoint" was passed, and {reason}',
-        consequence="Nothing is computed twice, and nothing is saved by that",
+        cause=f"memory_saving={as_written(mode)} was passed, and {reason}",
+        consequence="Nothing is computed twice or kept on the host, and nothing is saved by that",
         cure='Pass memory_saving="off", or call torch.utils.checkpoint.checkpoint in the model',
     )
+
+
+def as_written(mode: str | list[str]) -> str:
+    """Return a way of saving memory as it is written in a program."""
+    return json.dumps(mode)

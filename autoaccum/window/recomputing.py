@@ -8,7 +8,7 @@ finds what it found: random states, buffers and attributes are as of then, and t
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import wraps
 from typing import Any, cast
@@ -49,13 +49,20 @@ def is_refusal(error: BaseException) -> bool:
 class Recomputing:
     """The blocks of one run whose forward is computed again, and how."""
 
-    def __init__(self, modules: Sequence[nn.Module], functions: Iterable[object], device: torch.device) -> None:
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        functions: Iterable[object],
+        device: torch.device,
+        is_elsewhere: Callable[[torch.Tensor], bool] = lambda tensor: False,
+    ) -> None:
         """Set up without any block.
 
         Args:
             modules: all that forwards may run.
             functions: of the user's, which may hold generators and state of their own.
             device: whose random states there are.
+            is_elsewhere: whether a tensor that a block is given is kept elsewhere, as it is now.
         """
         self.device = device
         self.blocks: list[nn.Module] = []
@@ -66,7 +73,7 @@ class Recomputing:
         """Operations that were compared, and found to come to the same bits."""
         self.guards_all = False
         """Whether blocks were seen to change what lies outside of them, which is put back then in all windows."""
-        self._modules, self._functions = tuple(modules), tuple(functions)
+        self._modules, self._functions, self._is_elsewhere = tuple(modules), tuple(functions), is_elsewhere
         self._is_within = False  # a block's forward
         self._held: list[Any] = []  # generators that functions hold
 
@@ -141,7 +148,9 @@ class Recomputing:
         """Return how things stand before a forward of these layers that is called with these values."""
         # Looked for anew each time, for a forward may make them: twenty attributes of each layer.
         own = [value for layer in layers for value in vars(layer).values() if isinstance(value, GENERATORS)]
-        return _Moment(layers, values, _Random([*own, *self._held], self.device))
+        # To look at their versions would hold them, and whoever writes to them now writes to no copy.
+        copied = {id(value) for value in values if isinstance(value, torch.Tensor) and self._is_elsewhere(value)}
+        return _Moment(layers, values, _Random([*own, *self._held], self.device), copied)
 
     @contextmanager
     def guarding(self, block: nn.Module) -> Iterator[None]:
@@ -250,11 +259,14 @@ class _Call:
 class _Moment:
     """How things stood when the forward of a block began."""
 
-    def __init__(self, layers: Sequence[nn.Module], values: Sequence[Any], random: _Random) -> None:
+    def __init__(
+        self, layers: Sequence[nn.Module], values: Sequence[Any], random: _Random, copied: Container[int] = ()
+    ) -> None:
+        """Remember it; ``copied`` are the ids of values that will be as they are now, whatever is written to them."""
         self.random = random
         # What is passed may be written to as well: a list that is appended to, a cache.
         leaves = flatten(values)[0]
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and id(leaf) not in copied]
         self.objects = [leaf for leaf in leaves if _has_attributes(leaf)]
         """Those among the arguments that have attributes."""
         self.containers = [value for value in values if type(value) in CONTAINERS]

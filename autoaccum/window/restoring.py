@@ -121,7 +121,9 @@ _SAVING = entries(
         "left": by_name(whole()),
         "guards": a(bool),
         "wanted": every(whole()),
-    }
+    },
+    # Which came later: ways that were asked for; of each rung the bytes on the host, of saved tensors and of a state.
+    optionally={"asked": every(one_of("checkpoint", "offload")), "elsewhere": every(parts(whole(), whole()))},
 )
 
 

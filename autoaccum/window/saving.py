@@ -1,11 +1,12 @@
-"""What a run does where not even its smallest micro-batch fits: compute blocks twice, rung by rung, to the same bits.
+"""What a run does where not even its smallest micro-batch fits: it saves memory, rung by rung and to the same bits.
 
-Which blocks, ``blocks`` says, and how, ``recomputing``; when, ``planning.ladder``. A rung is stepped on and measured
-at once: a window that needs it cannot be run without it, so there is no gradient to compare with. What can be measured
-there is what a gradient is made of. The graph is that of the first forward, and the tensors that it would have saved
-come from the second one; so the gradient is the same to the bit if each operation of the second forward comes to the
-bits that it came to in the first. That is compared, by checksums, for all micro-batches of two windows in a row: the
-second shows what state is left behind by the first. What else forwards move, such as a counter in an enclosing
+Which rungs there are, ``rungs`` says; how memory is saved, ``recomputing``, ``offloading`` and ``optimizer_state``; when,
+``planning.ladder``. A rung is stepped on and measured at once: a window that needs it cannot be run without it, so there
+is no gradient to compare with. What can be measured there is what a gradient is made of. The graph is that of the first
+forward, and the tensors that it would have saved come from a second one, or back from the host; so the gradient is the
+same to the bit if each operation of the second forward comes to the bits that it came to in the first, and if each
+storage comes back with the bits that it had. That is compared, by checksums, for all micro-batches of two windows in a
+row: the second shows what state is left behind by the first. What else forwards move, such as a counter in an enclosing
 function, is looked at before and after, and put back. After these two windows nothing is compared any more.
 """
 
@@ -13,23 +14,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from autoaccum.errors import AutoaccumError
 from autoaccum.events import MemorySaving, Notice, Recomputed
 from autoaccum.loss.stated import LossOf, total
 from autoaccum.memory.oom import insist
-from autoaccum.planning.ladder import Ladder, SavingMode
+from autoaccum.planning.ladder import Ladder, SavingMode, kinds_asked_for
 from autoaccum.window import notices
-from autoaccum.window.blocks import WORTHWHILE, Chosen, candidates, choose, every_second, named_blocks
+from autoaccum.window.advice import SavedAlready
+from autoaccum.window.blocks import candidates, named_blocks
 from autoaccum.window.job import Job
+from autoaccum.window.offloading import NotRestoredError, Offloading
+from autoaccum.window.optimizer_state import OptimizerState
 from autoaccum.window.recomputing import NotRepeatableError, Recomputing, is_refusal
-from autoaccum.window.tape import Entry, most_held, record
+from autoaccum.window.rungs import HIGHEST, Rung, rungs_of
+from autoaccum.window.tape import Entry, record
 
-OFF = "off"
-"""The name of the highest rung."""
 MEASURED = 2
-"""Windows in a row in which what is computed twice is compared."""
+"""Windows in a row in which what is computed twice, and what comes back, is compared."""
+ON_HOST = "what is kept on the host"
+"""Stands among the names of classes that were refused; it is no name of a class."""
 
 
 class Computes(Protocol):
@@ -39,58 +44,50 @@ class Computes(Protocol):
         """Compute them by this from now on."""
 
 
-class Rung(NamedTuple):
-    """A way of saving memory."""
-
-    name: str
-    blocks: tuple[str, ...]
-    """The names of those that are computed twice."""
-    held_bytes: int
-    """The most that a backward of the smallest micro-batch is expected to hold at once."""
-    recomputed_bytes: int
-    """What is computed twice of that."""
-
-
 class Saving:
     """The rungs of one run, and the one that it stands on."""
 
-    def __init__(self, job: Job, mode: SavingMode, *, is_possible: bool, users: Sequence[Computes] = ()) -> None:
+    def __init__(self, job: Job, mode: SavingMode, *, kinds: frozenset[str], users: Sequence[Computes] = ()) -> None:
         """Set up on the highest rung.
 
         Args:
             job: what is computed, with the loss as it is written.
             mode: as the user wants it.
-            is_possible: whether blocks can be computed twice: not where they are compiled, say.
+            kinds: in which ways memory can be saved: no block is computed twice where they are compiled, say.
             users: what computes losses, and is told by which function.
         """
         self._job = job
         self._mode = mode
-        self._is_had = is_possible  # whatever the user wants
-        self._is_possible = is_possible and mode != "off"
-        self._recomputing = Recomputing(job.modules, job.functions, job.device)
+        self._had = kinds  # whatever the user wants
+        self._asked = kinds_asked_for(mode)
+        self._kinds = frozenset() if mode == "off" else kinds & (self._asked or kinds)
+        self._offloading = Offloading(job.modules, job.device)
+        self._recomputing = Recomputing(job.modules, job.functions, job.device, is_elsewhere=self._offloading.takes)
+        self._state = OptimizerState(job.optimizer, job.modules, job.device)
         self._users = users
-        self.name = OFF
+        self.name = HIGHEST.name
         """The name of the rung."""
         self.is_off = True
         """Whether nothing is saved, as in nearly all windows of nearly all runs."""
-        self.wants_begin = mode == "checkpoint" and is_possible
+        self.wants_begin = bool(self._asked and self._kinds)
         """Whether the first window has to begin on a lower rung: see ``begin``."""
         self._ladder = Ladder()
         self._rungs: list[Rung] = []  # below the highest, once they are known
-        self._refused: set[str] = set()  # names of classes whose forward cannot be computed again
+        self._are_all_found = False  # not where they come from a run that knew fewer ways
+        self._refused: set[str] = set()  # names of classes whose forward cannot be computed again; ``ON_HOST``
         self._done = 0  # the lowest rung on which a window has committed
         # By the name of the rung, for a run may come to stand on it once more: it is not measured again then.
         self._left: dict[str, int] = {}  # windows that are still to be compared
 
     @property
     def is_measured(self) -> bool:
-        """Return whether what this rung computes twice was found to come to the same bits."""
+        """Return whether what this rung changes was found to come to the same bits."""
         return not self._left.get(self.name, 0)
 
     @property
     def is_asked_for(self) -> bool:
-        """Return whether the user wants blocks to be computed twice, whatever fits."""
-        return self._mode == "checkpoint"
+        """Return whether the user wants memory to be saved, whatever fits."""
+        return bool(self._asked)
 
     @property
     def has_risen(self) -> bool:
@@ -98,16 +95,24 @@ class Saving:
         return self._done > self._ladder.rung
 
     @property
-    def blocks(self) -> tuple[str, ...]:
-        """Return the names of the blocks that are computed twice."""
-        return () if self.is_off else self._rungs[self._ladder.rung - 1].blocks
+    def saved(self) -> SavedAlready:
+        """Return what is saved already, and how to have more saved than that."""
+        rung = self._rung
+        ways = self._how_to("checkpoint"), self._how_to("offload")
+        return SavedAlready(rung.blocks, bool(rung.offloaded_bytes), rung.state_bytes, *ways)
 
     @property
-    def how_to(self) -> str | None:
-        """Return how to have blocks computed twice; empty where it cannot be had, None where it was tried."""
-        if self._mode == "off" and self._is_had:
+    def _rung(self) -> Rung:
+        return self._rungs[self._ladder.rung - 1] if self._ladder.rung else HIGHEST
+
+    def _how_to(self, kind: str) -> str | None:
+        """Return how to have memory saved in a way; empty where that cannot be had, None where it was tried."""
+        if kind not in self._had:
+            return ""
+        if self._mode == "off":
             return 'memory_saving="auto"'
-        return None if self._is_had else ""
+        is_left_out = bool(self._asked) and kind not in self._asked
+        return 'memory_saving=["checkpoint", "offload"]' if is_left_out else None
 
     # Changes of the rung. Each returns what is to be told of it.
 
@@ -115,14 +120,15 @@ class Saving:
         """Go to the lowest rung before the first window, as the user wants it; say so where there is none."""
         self.wants_begin = False
         self._find(batch)
+        wanted = self._mode if isinstance(self._mode, str) else list(self._mode)
         # Not an error: until this window nobody knew, and the run itself is fine.
         if not self._rungs:
-            self._is_possible = False
-            return notices.nothing_to_compute_twice(self._reasons())
+            self._kinds = frozenset()
+            return notices.nothing_to_save(wanted, self._reasons())
         # As if each rung had failed under a limit of nothing; how much there is makes no difference to who asks for it.
         for _ in self._rungs:
             self._ladder.fall(0, 0)
-        return self._moved(step, OFF, 'memory_saving="checkpoint" was passed')
+        return self._moved(step, HIGHEST.name, f"memory_saving={notices.as_written(wanted)} was passed")
 
     def lower(self, batch: Callable[[], Any], step: int, limit_bytes: int, needed_bytes: int) -> MemorySaving | None:
         """Go down a rung, memory being as it was before the window; return None where there is none.
@@ -133,10 +139,10 @@ class Saving:
             limit_bytes: what may be used.
             needed_bytes: what it needs at least.
         """
-        if not self._is_possible:
+        if not self._kinds:
             return None
-        # Only now, for most runs never come here; and once, for what blocks save does not depend on the limit.
-        if not self._rungs:
+        # Only now, for most runs never come here; and once, for what is saved does not depend on the limit.
+        if self._ladder.rung == len(self._rungs) and not self._are_all_found:
             self._find(batch)
         if self._ladder.rung == len(self._rungs):
             return None
@@ -154,8 +160,8 @@ class Saving:
 
     def _moved(self, step: int, before: str, reason: str) -> MemorySaving:
         self._stand()
-        rung = None if self.is_off else self._rungs[self._ladder.rung - 1]
-        if rung is not None:
+        rung = self._rung
+        if not self.is_off:
             self._left.setdefault(rung.name, MEASURED)
         return MemorySaving(
             step=step,
@@ -163,19 +169,28 @@ class Saving:
             new=self.name,
             reason=reason,
             blocks=len(self._recomputing.blocks),
-            held_bytes=None if rung is None else rung.held_bytes,
-            recomputed_bytes=0 if rung is None else rung.recomputed_bytes,
+            held_bytes=None if self.is_off else rung.held_bytes,
+            recomputed_bytes=rung.recomputed_bytes,
+            offloaded_bytes=rung.offloaded_bytes,
+            state_bytes=rung.state_bytes,
         )
 
     def _stand(self) -> None:
         """Have losses computed as the ladder's rung has it."""
-        recomputing, named = self._recomputing, named_blocks(self._job.modules)
-        self.is_off = not self._ladder.rung
-        self.name = OFF if self.is_off else self._rungs[self._ladder.rung - 1].name
-        recomputing.blocks = [named[name] for name in self.blocks]
-        recomputing.is_compared = False
+        rung, named = self._rung, named_blocks(self._job.modules)
+        self.is_off, self.name = rung is HIGHEST, rung.name
+        self._recomputing.blocks = [named[name] for name in rung.blocks]
+        for part in self._parts:
+            part.is_compared = False
+        if not rung.state_bytes:
+            self.end_window()
         # Where nothing is saved it is the user's own function again, and nothing around it.
-        loss_of = self._job.loss_of if self.is_off else recomputing.of_loss(self._job.loss_of)
+        loss_of = self._job.loss_of
+        if rung.blocks:
+            loss_of = self._recomputing.of_loss(loss_of)
+        # Around the other, so that what the blocks are given goes to the host as well.
+        if rung.offloaded_bytes:
+            loss_of = self._offloading.of_loss(loss_of)
         for user in self._users:
             user.compute_by(loss_of)
 
@@ -183,11 +198,21 @@ class Saving:
 
     def _find(self, batch: Callable[[], Any]) -> None:
         """Find the rungs, by a forward of which nothing is kept; none where that cannot be run either."""
-        self._rungs = []
-        job, found = self._job, candidates(self._job.modules, self._refused)
-        if not found:
+        is_twice, is_host = "checkpoint" in self._kinds, "offload" in self._kinds and ON_HOST not in self._refused
+        found = candidates(self._job.modules, self._refused) if is_twice else {}
+        tape = self._tape(batch, found) if found or is_host else None
+        if tape is None:
             return
-        named = named_blocks(job.modules)
+        rungs = rungs_of(tape, found, self._state.num_bytes() if is_host else None)
+        if self._asked:
+            rungs = rungs[-1:]
+        # What a run of before has found is kept: of it are the sizes, and what was measured.
+        self._rungs += [rung for rung in rungs if not self._rungs or "offload" in rung.kinds]
+        self._are_all_found = bool(self._rungs)
+
+    def _tape(self, batch: Callable[[], Any], found: dict[str, tuple[str, ...]]) -> tuple[Entry, ...] | None:
+        """Return the tape of a forward that keeps nothing; None where that cannot be run either."""
+        job, named = self._job, named_blocks(self._job.modules)
         blocks = {name: named[name] for names in found.values() for name in names}
 
         def look() -> tuple[Entry, ...]:
@@ -197,81 +222,103 @@ class Saving:
                 return record(lambda: total(job.loss_of(job.model, given)), job.modules, given, job.device, blocks)
 
         try:
-            tape = insist(look, "a forward was looked at")
+            return insist(look, "a forward was looked at")
         except Exception:  # the same forward is run again, and says what there is to say
-            return
-        chosen = choose(tape, found)
-        # Then what is held is held elsewhere: in one layer, in the loss, in parameters.
-        if chosen is None:
-            return
-        some, plain = every_second(tape, chosen), most_held(tape)
-        # A rung is worth a window that is run in vain where it saves some, and the next one saves more.
-        is_between = (1 - WORTHWHILE) * plain > some.held_bytes > (1 + WORTHWHILE) * chosen.held_bytes
-        if is_between and self._mode == "auto":
-            self._rungs.append(_rung(some))
-        self._rungs.append(_rung(chosen))
+            return None
 
     # Whether they are exact.
 
+    @property
+    def _parts(self) -> tuple[Recomputing, Offloading, OptimizerState]:
+        return self._recomputing, self._offloading, self._state
+
     def begin_attempt(self) -> None:
-        """Compare what is computed twice in an attempt at a window, where this rung is still to be measured."""
-        self._recomputing.is_compared = not self.is_measured
-        self._recomputing.compared = 0
+        """Make room for an attempt at a window, and compare what comes of that where it is still to be measured."""
+        for part in self._parts:
+            part.is_compared, part.compared = not self.is_measured, 0
+        if self._rung.state_bytes:
+            self._state.take_out()
+
+    def end_attempt(self) -> None:
+        """Have the optimizer's state back on the device; what is there already stays."""
+        self._state.put_back()
+
+    def end_window(self) -> None:
+        """Have it back however the window has ended.
+
+        Raises:
+            MemoryLimitError: the device has no memory for it.
+        """
+        insist(self._state.put_back, "the optimizer's state was brought back from the host")
 
     def committed(self, step: int) -> Recomputed | None:
         """Take it that a window has committed; return what was measured, once it is enough."""
         # What has done once is gone back to without any wait.
         self._done = max(self._done, self._ladder.rung)
-        recomputing = self._recomputing
+        storages = self._offloading.compared + self._state.compared
         # A window in which nothing counts has no backward, and says nothing.
-        if not (recomputing.is_compared and recomputing.compared):
+        if self.is_measured or not (self._recomputing.compared or storages):
             return None
-        recomputing.is_compared = False
         self._left[self.name] -= 1
         if not self.is_measured:
             return None
-        return Recomputed(step=step, saving=self.name, operations=recomputing.compared)
+        for part in self._parts:
+            part.is_compared = False
+        return Recomputed(step=step, saving=self.name, operations=self._recomputing.compared, storages=storages)
 
     def refuses(self, error: Exception) -> bool:
         """Return whether an error in a window is the doing of this rung, as far as can be told."""
         # One that is new with the rung is taken for it: without the rung the window does not fit, whatever it raises.
         # What this library raises says itself what is wrong.
-        is_known = isinstance(error, AutoaccumError)
-        return not (self.is_off or is_known) and (is_refusal(error) or not self.is_measured)
+        if self.is_off or isinstance(error, AutoaccumError):
+            return False
+        return is_refusal(error) or isinstance(error, NotRestoredError) or not self.is_measured
 
     def refuse(self, error: Exception, step: int) -> tuple[Notice, MemorySaving]:
-        """Give up the rungs, whose blocks cannot be computed again; others may be found. Return what is to be told."""
-        before = self.name
-        # Checkpoint does not say which block it was: then all of them are given up.
-        at_fault = [error.block] if isinstance(error, NotRepeatableError) else self._recomputing.blocks
-        kinds = sorted({type(block).__name__ for block in at_fault})
-        self._refused.update(kinds)
-        self._rungs, self._left, self._done = [], {}, 0
+        """Give up the rungs, which are not exact; others may be found. Return what is to be told."""
+        before, reason = self.name, f"{error}".partition("\n")[0]
+        is_host = isinstance(error, NotRestoredError) or not is_refusal(error)
+        if is_host and "offload" in self._rung.kinds:
+            self._refused.add(ON_HOST)
+            notice, why = notices.not_restored(reason), "what is kept on the host is not restored"
+        else:
+            # Checkpoint does not say which block it was: then all of them are given up.
+            at_fault = [error.block] if isinstance(error, NotRepeatableError) else self._recomputing.blocks
+            kinds = sorted({type(block).__name__ for block in at_fault})
+            self._refused.update(kinds)
+            notice, why = notices.not_repeatable(kinds, reason), f"{', '.join(kinds)} cannot be computed again"
+        self._rungs, self._left, self._done, self._are_all_found = [], {}, 0, False
         self._ladder.leave()
-        told = self._moved(step, before, f"{', '.join(kinds)} cannot be computed again")
-        return notices.not_repeatable(kinds, f"{error}".partition("\n")[0]), told
+        return notice, self._moved(step, before, why)
 
     def _reasons(self) -> str:
-        if self._refused:
-            return f"{', '.join(sorted(self._refused))} cannot be computed again"
-        return "none of the model's blocks saves memory by that"
+        classes = ", ".join(sorted(self._refused - {ON_HOST}))
+        found = [f"{classes} cannot be computed again"] if classes else []
+        found += ["what is kept on the host is not restored"] if ON_HOST in self._refused else []
+        if found:
+            return ", and ".join(found)
+        what = {"checkpoint": "none of the model's blocks saves memory by that"}
+        what["offload"] = "no tensor that a forward saves, or the optimizer keeps, is large enough for that"
+        return ", and ".join(text for kind, text in what.items() if kind in self._asked)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the rungs, the one that the run stands on, and what was refused; nothing where that says nothing."""
         # So that checkpoints of runs that fit are what they were before there was anything to save.
         if not self._rungs and not self._refused:
             return {}
-        return {
-            "saving": {
-                "rungs": [
-                    (rung.name, list(rung.blocks), rung.held_bytes, rung.recomputed_bytes) for rung in self._rungs
-                ],
-                "refused": sorted(self._refused),
-                "left": dict(self._left),
-                "guards": self._recomputing.guards_all,
-                **self._ladder.state_dict(),
-            }
+        found: dict[str, Any] = {
+            "rungs": [(rung.name, list(rung.blocks), rung.held_bytes, rung.recomputed_bytes) for rung in self._rungs],
+            "refused": sorted(self._refused),
+            "left": dict(self._left),
+            "guards": self._recomputing.guards_all,
+            **self._ladder.state_dict(),
         }
+        # What came later.
+        if self._asked:
+            found["asked"] = sorted(self._asked)
+        if any("offload" in rung.kinds for rung in self._rungs):
+            found["elsewhere"] = [(rung.offloaded_bytes, rung.state_bytes) for rung in self._rungs]
+        return {"saving": found}
 
     def load_state_dict(self, state: dict[str, Any]) -> bool:
         """Put back what ``state_dict`` returned; return whether this stands on the rung of then.
@@ -281,20 +328,26 @@ class Saving:
         found, named = state.get("saving"), named_blocks(self._job.modules)
         # Sizes that were found on one rung are not those of another.
         if found is None:
-            return self._mode != "checkpoint"
-        rungs = [Rung(name, tuple(blocks), held, twice) for name, blocks, held, twice in found["rungs"]]
+            return not self._asked
+        elsewhere = found.get("elsewhere", [(0, 0)] * len(found["rungs"]))
+        rungs = [
+            Rung(name, tuple(blocks), held, twice, *moved)
+            for (name, blocks, held, twice), moved in zip(found["rungs"], elsewhere, strict=True)
+        ]
         is_known = all(block in named for rung in rungs for block in rung.blocks)
+        is_known = is_known and all(rung.kinds <= self._kinds for rung in rungs)
         is_lowest = len(found["wanted"]) == len(rungs) > 0
         is_known = is_known and len(found["wanted"]) <= len(rungs)
-        if not (self._is_possible and is_known) or (self._mode == "checkpoint" and not is_lowest):
-            return not found["wanted"] and self._mode != "checkpoint"
+        # Before there was more than one way to ask for, what was asked for is what the lowest rung does.
+        if self._asked and is_known:
+            asked = found.get("asked", rungs[-1].kinds if rungs else ())
+            is_known = is_lowest and frozenset(asked) == self._asked
+        if not (self._kinds and is_known):
+            return not found["wanted"] and not self._asked
         self._rungs, self._refused, self._left = rungs, set(found["refused"]), dict(found["left"])
+        self._are_all_found = "elsewhere" in found or bool(self._asked)
         self._ladder.load_state_dict(found)
         self._done, self._recomputing.guards_all = self._ladder.rung, found["guards"]
         self.wants_begin = False
         self._stand()
         return True
-
-
-def _rung(chosen: Chosen) -> Rung:
-    return Rung(f"checkpoint, {chosen.name}", chosen.blocks, chosen.held_bytes, chosen.recomputed_bytes)

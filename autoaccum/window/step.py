@@ -170,14 +170,16 @@ class Step:
             self._forget(self._refusal)
             raise
         self.transaction.commit()
+        if not self.saving.is_off:
+            self.saving.end_window()
         if refused is not None and self._refusal is not None:
             self._forget(self._refusal)
             raise single_samples.beyond_memory(self._refusal.error)
         if refused is not None and self._sharded is not None:
             raise refused  # what would help is measured by forwards, which one rank cannot run alone
         if refused is not None:
-            batch, twice = partial(self.transaction.alone, window), (self.saving.blocks, self.saving.how_to)
-            raise advised(refused, self.job, batch, self._memory, self.limit.bytes, *twice)
+            batch, saved = partial(self.transaction.alone, window), self.saving.saved
+            raise advised(refused, self.job, batch, self._memory, self.limit.bytes, saved)
         if not self.saving.is_off and (measured := self.saving.committed(self.number + 1)) is not None:
             self._emit(measured)
         return gradient, replays
@@ -221,7 +223,7 @@ class Step:
         group = self.transaction.group
         if group is not None:
             self._began, self._waited = clock.now(), group.waited_seconds
-        while not isinstance(outcome := self._try(pieces, window), Gradient):
+        while not isinstance(outcome := self._saving_memory(pieces, window), Gradient):
             self.transaction.roll_back()
             if isinstance(outcome, Elsewhere):
                 pieces = pieces.again()
@@ -258,7 +260,25 @@ class Step:
                 self._keep_limit(outcome.own, lengths, peak_bytes)
         return outcome, pieces.replays
 
-    def _try(self, pieces: Attempt, window: Window) -> Gradient | Repeat | Failure | Elsewhere | NotSaved:
+    def _saving_memory(self, pieces: Attempt, window: Window) -> Gradient | Repeat | Failure | Elsewhere | NotSaved:
+        """Run a window once, with memory saved as far as it has to be."""
+        if self.saving.is_off:
+            return self._try(pieces, window)
+        try:
+            outcome = self._try(pieces, window)
+            # Only now, when nothing of the window is there but its gradient, as in the step that is to come.
+            back = attempt(self.saving.end_attempt) if isinstance(outcome, Gradient) else None
+        except Exception as error:
+            if not self.saving.refuses(error):
+                raise
+            return NotSaved(without_frames(error))
+        return self._failure(back) if isinstance(back, RanOut) else outcome
+
+    def _failure(self, ran_out: RanOut) -> Failure:
+        shortage = Shortage(micro_batch=self._piece.size, peak_bytes=self.meter.peak(), error=ran_out.error)
+        return Failure(self._piece, shortage)
+
+    def _try(self, pieces: Attempt, window: Window) -> Gradient | Repeat | Failure | Elsewhere:
         """Run a window once."""
         number, signs = self.number + 1, self.transaction.signs
         group = self.transaction.group
@@ -267,8 +287,6 @@ class Step:
             self._examiner.begin_attempt(number, self.announcer.say_once)
         sharded = self._sharded
         outcome: Gradient | Repeat | RanOut | Failure
-        if not self.saving.is_off:
-            self.saving.begin_attempt()
         try:
             # Where ranks wait for each other in each micro-batch, a failure of this one is made up for first.
             add_all = partial(self._add_all, pieces)
@@ -287,10 +305,6 @@ class Step:
             cause = without_frames(error).refused
             self._refusal = Refusal(pieces.sizes or (1,) * window.num_samples, self.tuner.largest, cause)
             outcome = Repeat(sizes=())
-        except Exception as error:
-            if not self.saving.refuses(error):
-                raise
-            return NotSaved(without_frames(error))
         if isinstance(self.transaction, SharedTransaction):
             outcome = self._voted(self.transaction, outcome, pieces)
         # Whether there is a look is decided alike on all ranks, so by the samples of whoever looks.
@@ -300,14 +314,13 @@ class Step:
                 self.announcer.say_once(notices.not_measured())
             elif signs.want_a_look(number, measured):
                 return self._examined(window, outcome)
-        if not isinstance(outcome, RanOut):
-            return outcome
-        shortage = Shortage(micro_batch=self._piece.size, peak_bytes=self.meter.peak(), error=outcome.error)
-        return Failure(self._piece, shortage)
+        return self._failure(outcome) if isinstance(outcome, RanOut) else outcome
 
     def _add_all(self, pieces: Attempt) -> Gradient | Repeat:
         """Accumulate: this is the loop that a training step is."""
         sizes: list[int] = []
+        if not self.saving.is_off:
+            self.saving.begin_attempt()
         for piece in pieces if self._sharded is None else self._sharded.cut(pieces):
             self._piece = piece  # what is to blame if it runs out of memory
             if not sizes:
@@ -407,6 +420,7 @@ class Step:
     def _roll_back(self) -> None:
         self.transaction.roll_back()
         self.meter.release()
+        self.saving.end_window()
 
     def _after(self, failure: Failure, pieces: Attempt, patience: Patience, window: Window) -> Attempt:
         """Return the next attempt after one that ran out of memory: a smaller one, the same, or one that saves memory.
@@ -443,7 +457,7 @@ class Step:
         return self.tuner.window(window.num_samples, window.lengths).following(pieces)
 
     def _without(self, refused: NotSaved, pieces: Attempt, window: Window) -> Attempt:
-        """Return another attempt at a window of which blocks cannot be computed twice."""
+        """Return another attempt at a window in which memory was not saved to the same bits."""
         notice, told = self.saving.refuse(refused.error, self.number + 1)
         self.announcer.say(notice)
         self.plans.saves(told)

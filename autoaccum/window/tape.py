@@ -155,13 +155,16 @@ def record(
     return tuple(tape.entries)
 
 
-def most_held(entries: Sequence[Entry], *, checkpointed: Collection[str] = (), elsewhere: bool = False) -> int:
+def most_held(
+    entries: Sequence[Entry], *, checkpointed: Collection[str] = (), elsewhere: bool = False, above_bytes: int = -1
+) -> int:
     """Return the most bytes that are held at once for a backward, and by it.
 
     Args:
         entries: the tape of its forward.
         checkpointed: the blocks of which each keeps its inputs, and the rest while it is computed again.
         elsewhere: whether what the forward saves is kept on the CPU, and comes back one tensor at a time.
+        above_bytes: of storages that are larger than that; -1: of all, and of what is there anyway too.
     """
     # A backward goes through the tape from its end, and what a moment needs is held from the forward on: so at each
     # moment there is all that the tape had up to it. Storages, each counted once: those held from the forward on
@@ -177,20 +180,29 @@ def most_held(entries: Sequence[Entry], *, checkpointed: Collection[str] = (), e
         # Inputs are held by checkpoints alone. Of nested blocks only the outermost is checkpointed.
         if entry.input_of and (entry.input_of not in checkpointed or call is not None):
             continue
+        goes = elsewhere and entry.held_bytes > above_bytes
         if call is None and entry.storage not in outer:
             outer.add(entry.storage)
-            outer_bytes += entry.held_bytes
-        elif call is not None and entry.storage not in outer and entry.storage not in inner:
+            outer_bytes += 0 if goes else entry.held_bytes
+        elif call is not None and (goes or entry.storage not in outer) and entry.storage not in inner:
             inner.add(entry.storage)
             inner_bytes += entry.held_bytes
         # What is computed again inside a block is on the device in any case.
-        held = inner_bytes
-        if not elsewhere:
-            held += outer_bytes
-        elif call is None:
-            held = entry.loaded_bytes
+        held = inner_bytes + outer_bytes
+        if goes and call is None:
+            held += entry.loaded_bytes
         most = max(most, held + entry.working_bytes)
     return most
+
+
+def most_elsewhere(entries: Sequence[Entry], *, checkpointed: Collection[str] = (), above_bytes: int = -1) -> int:
+    """Return the bytes that a forward keeps on the CPU, of each storage once, where ``most_held`` has some elsewhere."""
+    found = {}
+    for entry in entries:
+        is_inside = _call_within(entry, checkpointed) is not None or entry.input_of not in ("", *checkpointed)
+        if entry.storage and not is_inside and entry.held_bytes > above_bytes:
+            found[entry.storage] = entry.held_bytes
+    return sum(found.values())
 
 
 def most_recomputed(entries: Sequence[Entry], checkpointed: Collection[str]) -> int:

@@ -40,6 +40,13 @@ LINES: dict[Any, str | None] = {
     Recomputed(step=3, saving="checkpoint, model.h", operations=120): (
         "step 3: what is computed twice comes to the same bits, measured on 120 operations"
     ),
+    Recomputed(step=3, saving="offload, saved tensors", operations=0, storages=1): (
+        "step 3: what was on the host comes back with the same bits, measured on 1 storage"
+    ),
+    Recomputed(step=3, saving="both", operations=2, storages=2): (
+        "step 3: what is computed twice comes to the same bits, measured on 2 operations; what was on the host comes back "
+        "with the same bits, measured on 2 storages"
+    ),
     Validated(step=2, epoch=1, loss=0.5, num_samples=5, micro_batch=3, seconds=1.0): "epoch 1: validation loss 0.5000",
     Validated(
         step=2, epoch=1, loss=0.25, metrics={"accuracy": 0.953, "f1": 1 / 3}, num_samples=5, micro_batch=3, seconds=1.0

@@ -473,6 +473,15 @@ void finish_in(const void* storage) {  // in their order, up to the last that wr
   num_late_in = all.size();
   finish(due, done);
 }
+void finish_out(const void* storage) {  // as finish_in: what reads there later on the stream finds it written
+  std::vector<Pending> done;
+  std::lock_guard<std::recursive_mutex> l(late_m);
+  auto& all = late_out();
+  auto last = std::find_if(all.rbegin(), all.rend(), [&](auto& one) { return one.storage == storage; });
+  std::vector<Pending> due(std::make_move_iterator(all.begin()), std::make_move_iterator(last.base()));
+  all.erase(all.begin(), last.base());
+  finish(due, done);
+}
 void finish_copies() {
   std::vector<Pending> done;
   std::lock_guard<std::recursive_mutex> l(late_m);
@@ -703,9 +712,13 @@ Tensor copy_from(const Tensor& self, const Tensor& dst, bool non_blocking) {
       std::lock_guard<std::recursive_mutex> l(late_m);
       auto d = host(dst);
       num_late_in++;
-      late_in().push_back({dst.storage().unsafeGetStorageImpl(), [self, d] { d.copy_(self); }});
+      late_in().push_back({dst.storage().unsafeGetStorageImpl(), [self, d] {
+                             finish_out(self.storage().unsafeGetStorageImpl());
+                             d.copy_(self);
+                           }});
     } else {
       if (!non_blocking) wait_for_device("copy to the device");
+      finish_out(self.storage().unsafeGetStorageImpl());
       host(dst).copy_(self);
     }
   } else if (ours(self) && !ours(dst)) {
@@ -715,7 +728,7 @@ Tensor copy_from(const Tensor& self, const Tensor& dst, bool non_blocking) {
       auto kept = host(self).clone();
       if (dst.is_non_overlapping_and_dense()) memset(dst.data_ptr(), 0xFD, dst.nbytes());
       std::lock_guard<std::recursive_mutex> l(late_m);
-      late_out().push_back({nullptr, [kept, dst] { dst.copy_(kept); }});
+      late_out().push_back({dst.storage().unsafeGetStorageImpl(), [kept, dst] { dst.copy_(kept); }});
     } else {
       if (!non_blocking) wait_for_device("copy to the host");
       dst.copy_(host(self));

@@ -73,6 +73,14 @@ class TestCopies:
         source.fill_(7)
         assert copy.tolist() == [7.0] * 4
 
+    def test_they_are_done_in_their_order(self) -> None:
+        """What is on its way to the host is there for a later copy from there, and for nobody else."""
+        between = torch.empty(4, pin_memory=True)
+        between.copy_(torch.arange(4.0, device="standin"), non_blocking=True)
+        copy = between.to("standin", non_blocking=True)
+        assert between.tolist() != [0.0, 1.0, 2.0, 3.0]
+        assert copy.tolist() == [0.0, 1.0, 2.0, 3.0]
+
     def test_one_from_pageable_memory_is_done_at_once(self) -> None:
         source = torch.zeros(4)
         copy = source.to("standin", non_blocking=True)

@@ -37,6 +37,8 @@ DATA = torch.randn(8, 4), torch.randint(0, 2, (8,))
         ("learning_rate", "lr"),
         ("clipNorm", "clip_norm"),
         ("gradient_checkpointing", "memory_saving='checkpoint'"),
+        ("offload_optimizer", "memory_saving='offload'"),
+        ("cpu_offload", "memory_saving='offload'"),
         ("efective_batch", "effective_batch"),
     ],
 )

@@ -252,7 +252,7 @@ class TestRefusals:
         told = [event.consequence for event in of(found, Notice)]
         assert told[:2] == [
             "No forward of Draws is computed twice in this run",
-            "Nothing is computed twice, and nothing is saved by that",
+            "Nothing is computed twice or kept on the host, and nothing is saved by that",
         ]
 
     def test_what_is_wrong_with_a_loss_is_not_put_down_to_it(self) -> None:
@@ -262,8 +262,24 @@ class TestRefusals:
     def test_where_it_cannot_be_had(self) -> None:
         with pytest.raises(ArgumentError, match="memory_saving"):
             fit(UNLIMITED, memory_saving="checkpoint", batch_norm="frozen")
-        with pytest.raises(ArgumentError, match="memory_saving"):
-            fit(UNLIMITED, memory_saving="sometimes")
+        for wrong in ("sometimes", [], ["checkpoint", "auto"], True, None):
+            with pytest.raises(ArgumentError, match="memory_saving"):
+                fit(UNLIMITED, memory_saving=wrong)
+        with pytest.raises(ArgumentError, match="Did you mean 'offload'"):
+            fit(UNLIMITED, memory_saving="cpu_offload")
+
+    @pytest.mark.parametrize("mode", ["offload", ["checkpoint", "offload"]])
+    def test_a_cpu_has_no_other_memory(self, mode: Any) -> None:
+        with pytest.raises(ArgumentError, match="all that cpu has of memory is the host's") as caught:
+            fit(UNLIMITED, memory_saving=mode)
+        assert '"checkpoint"' in str(caught.value)
+
+    def test_a_list_of_one_is_the_same(self, unlimited: FitResult) -> None:
+        found, _ = fit(UNLIMITED, memory_saving=["checkpoint"])
+        assert same(state_of(found), state_of(unlimited))
+        (change,) = of(found, MemorySaving)
+        assert (change.new, change.reason) == ("checkpoint, model.blocks", 'memory_saving=["checkpoint"] was passed')
+        assert (change.offloaded_bytes, change.state_bytes) == (0, 0)
 
 
 class TestMovingMemory:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from autoaccum.window.tape import Entry, most_held, most_recomputed, no_trace, record
+from autoaccum.window.tape import Entry, most_elsewhere, most_held, most_recomputed, no_trace, record
 from tests.models import noisy
 
 CPU = torch.device("cpu")
@@ -105,6 +105,23 @@ def test_blocks_inside_are_held_even_if_their_inputs_are_elsewhere() -> None:
     assert most_held(entries, checkpointed={"one", "other"}) == 8 + 6 + 9
     assert most_held(entries, checkpointed={"one", "other"}, elsewhere=True) == 5 + 6 + 1
     assert most_held(entries, checkpointed={"others"}) == 5 + 6 + 9
+
+
+def test_small_storages_stay_where_others_are_elsewhere() -> None:
+    entries = [
+        Entry(storage=1, held_bytes=8, loaded_bytes=8),
+        Entry(storage=2, held_bytes=3, loaded_bytes=3),
+        Entry(storage=1, held_bytes=8, loaded_bytes=2, working_bytes=1),
+        Entry(loaded_bytes=7),
+        Entry(storage=3, held_bytes=9, within=(("one", 1),)),
+        Entry(storage=1, held_bytes=8, loaded_bytes=8, within=(("one", 1),)),
+    ]
+    assert most_held(entries, checkpointed={"one"}) == 8 + 3 + 9
+    assert most_held(entries[:4], elsewhere=True, above_bytes=3) == 8, "and what is there anyway is not brought back"
+    assert most_held(entries[1:4], elsewhere=True, above_bytes=3) == 3 + 2 + 1
+    assert most_held(entries, checkpointed={"one"}, elsewhere=True, above_bytes=3) == 3 + 9 + 8
+    assert most_elsewhere(entries, checkpointed={"one"}, above_bytes=3) == 8
+    assert most_elsewhere(entries) == 8 + 3 + 9
 
 
 def test_a_backward_in_the_forward_is_refused() -> None:
