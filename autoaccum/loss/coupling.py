@@ -15,7 +15,14 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from autoaccum.loss.graph import is_computed_again, is_linear_operation, is_parameter, only_parameters, operation_of, signed
+from autoaccum.loss.graph import (
+    is_computed_again,
+    is_linear_operation,
+    is_parameter,
+    only_parameters,
+    operation_of,
+    signed,
+)
 from autoaccum.memory.oom import is_out_of_memory
 from autoaccum.planning.granules import MICRO, Statistics
 

@@ -15,11 +15,11 @@ from autoaccum.planning.patience import SURELY_MORE, Pressure
 SavingKind = Literal["checkpoint", "offload"]
 """Blocks that are computed twice; saved tensors and the optimizer's state on the host."""
 SavingMode = Literal["auto", "off", "checkpoint", "offload"] | Sequence[SavingKind]
-"""Whether memory is saved where nothing fits otherwise, never, or always: in one of these ways, or in several at once."""
+"""Whether memory is saved where nothing fits otherwise, never, or always: in one of these ways, or in several."""
 
 
 def kinds_asked_for(mode: SavingMode) -> frozenset[str]:
-    """Return in which ways memory is to be saved whatever fits: in none where that is left to the run, or switched off."""
+    """Return in which ways memory is to be saved whatever fits; none where that is left to the run, or switched off."""
     if isinstance(mode, str):
         return frozenset() if mode in ("auto", "off") else frozenset((mode,))
     return frozenset(mode)

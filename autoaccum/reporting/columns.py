@@ -166,8 +166,8 @@ class _Loading:
         self._rows.append(document)
 
     def _event(self, name: str, document: dict[str, Any]) -> None:
-        for field, value in _LATER.get(name, {}).items():
-            document.setdefault(field, value)
+        for later, value in _LATER.get(name, {}).items():
+            document.setdefault(later, value)
         # Before anything is changed by it: an event whose values cannot be read is garbled, and nothing else.
         values = [value_of(document[field], kind) for field, kind in FIELDS[name].items()]
         if name == "Resumed":

@@ -143,8 +143,9 @@ def fit(
         memory_limit: device memory this process may use, as bytes, "8GiB", a share such as 0.5, or a function () -> one
             of these, asked again as training goes on.
         headroom: fraction of the limit that plans leave free.
-        memory_saving: auto: where not even the smallest micro-batch fits, blocks of the model compute their forward
-            once more in backward instead of keeping it, to the same bits; off: never; checkpoint: always.
+        memory_saving: auto: where not even the smallest micro-batch fits, blocks compute their forward twice
+            (checkpoint), then tensors go to the host (offload), to the same bits; off: never; one of these, or both:
+            always.
         patience: seconds to wait for memory that others hold where not even the smallest micro-batch fits beside it.
         precision: fp32 (as the model is), bf16 or fp16 (both by autocast).
         clip_norm: clip each window's gradient to this 2-norm.

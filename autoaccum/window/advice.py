@@ -47,6 +47,9 @@ class SavedAlready(NamedTuple):
     """How to have tensors on the host, likewise."""
 
 
+NOTHING_SAVED = SavedAlready()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refused:
     """The smallest micro-batch, which did not fit, and what it was trained with; memory is as before it."""
@@ -71,7 +74,7 @@ class Refused:
     """Bytes that may be used."""
     peak_bytes: int | None
     """The most bytes that were in use; None if that was not read."""
-    saved: SavedAlready = SavedAlready()
+    saved: SavedAlready = NOTHING_SAVED
     """How memory was saved already."""
 
 
@@ -81,7 +84,7 @@ def advised(
     batch: Callable[[int], Any],
     memory: Memory,
     limit_bytes: int,
-    saved: SavedAlready = SavedAlready(),
+    saved: SavedAlready = NOTHING_SAVED,
 ) -> NothingFitsError:
     """Return an error with what would make the smallest micro-batch of a job fit, and with the cause that it had.
 

@@ -46,9 +46,7 @@ class _Away(NamedTuple):
 class OptimizerState:
     """The state of one run's optimizer, on the device or, within windows, on the host."""
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, modules: Sequence[nn.Module], device: torch.device
-    ) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, modules: Sequence[nn.Module], device: torch.device) -> None:
         """Set up, with nothing moved.
 
         Args:

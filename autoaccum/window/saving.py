@@ -1,12 +1,12 @@
 """What a run does where not even its smallest micro-batch fits: it saves memory, rung by rung and to the same bits.
 
-Which rungs there are, ``rungs`` says; how memory is saved, ``recomputing``, ``offloading`` and ``optimizer_state``; when,
-``planning.ladder``. A rung is stepped on and measured at once: a window that needs it cannot be run without it, so there
-is no gradient to compare with. What can be measured there is what a gradient is made of. The graph is that of the first
-forward, and the tensors that it would have saved come from a second one, or back from the host; so the gradient is the
-same to the bit if each operation of the second forward comes to the bits that it came to in the first, and if each
-storage comes back with the bits that it had. That is compared, by checksums, for all micro-batches of two windows in a
-row: the second shows what state is left behind by the first. What else forwards move, such as a counter in an enclosing
+Which rungs there are, ``rungs`` says; how memory is saved, ``recomputing``, ``offloading`` and ``optimizer_state``;
+when, ``planning.ladder``. A rung is stepped on and measured at once: a window that needs it cannot be run without it,
+so there is no gradient to compare with. What can be measured there is what a gradient is made of. The graph is that of
+the first forward, and the tensors that it would have saved come from a second one, or back from the host; so the
+gradient is the same to the bit if each operation of the second forward comes to the bits that it came to in the first,
+and if each storage comes back with the bits that it had. That is compared, by checksums, for all micro-batches of two
+windows in a row: the second shows what state is left behind by the first. What else forwards move, such as a counter in an enclosing
 function, is looked at before and after, and put back. After these two windows nothing is compared any more.
 """
 

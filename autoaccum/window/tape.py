@@ -196,7 +196,7 @@ def most_held(
 
 
 def most_elsewhere(entries: Sequence[Entry], *, checkpointed: Collection[str] = (), above_bytes: int = -1) -> int:
-    """Return the bytes that a forward keeps on the CPU, of each storage once, where ``most_held`` has some elsewhere."""
+    """Return the bytes that a forward keeps on the CPU, of each storage once; with the arguments of ``most_held``."""
     found = {}
     for entry in entries:
         is_inside = _call_within(entry, checkpointed) is not None or entry.input_of not in ("", *checkpointed)

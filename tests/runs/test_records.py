@@ -51,9 +51,16 @@ EVERY: tuple[Record, ...] = (
         step=9, old="checkpoint, model.h", new="off", reason="r", blocks=0, held_bytes=None, recomputed_bytes=0
     ),
     autoaccum.events.MemorySaving(
-        step=9, old="off", new="offload, saved tensors", reason="r", blocks=0, held_bytes=1, recomputed_bytes=0,
-        offloaded_bytes=5, state_bytes=7,
-    ),  # fmt: skip
+        step=9,
+        old="off",
+        new="offload, saved tensors",
+        reason="r",
+        blocks=0,
+        held_bytes=1,
+        recomputed_bytes=0,
+        offloaded_bytes=5,
+        state_bytes=7,
+    ),
     autoaccum.events.Recomputed(step=3, saving="checkpoint, model.h", operations=120, storages=3),
     Compiled(step=1, micro_batch=16, compilations=2, seconds=1.5),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from autoaccum.window import offloading as module
-from autoaccum.window.offloading import ABOVE_BYTES, NotRestoredError, Offloading, has_host_memory
+from autoaccum.window.offloading import NotRestoredError, Offloading, has_host_memory
 from autoaccum.window.recomputing import Recomputing
 from tests.devices import DEVICE
 from tests.models import same
@@ -37,7 +37,7 @@ def offloading() -> Offloading:
 
 
 @pytest.fixture
-def copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[weakref.ref[torch.Tensor]]]:
+def copies(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[torch.Tensor]]:
     """What was taken of the host's memory."""
     taken: list[weakref.ref[torch.Tensor]] = []
     original = module.host_bytes
@@ -48,7 +48,7 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[weakref.ref[torch.T
         return found
 
     monkeypatch.setattr(module, "host_bytes", host_bytes)
-    yield taken
+    return taken
 
 
 def attention(x: torch.Tensor) -> torch.Tensor:
@@ -73,7 +73,8 @@ def gradient(function: Callable[[torch.Tensor], torch.Tensor], offloading: Offlo
 
 def test_gradients_are_the_same_to_the_bit(offloading: Offloading, copies: list[Any]) -> None:
     assert same(gradient(attention, offloading), gradient(attention))
-    assert len(copies) == offloading.compared > 5
+    assert len(copies) == 5, "x * 2 and the rest of the three in one, and four results"
+    assert offloading.compared >= 5, "one that nobody holds any more comes back once more"
     assert not [copy for copy in copies if copy() is not None], "the graph is gone, and so are its copies"
 
 
@@ -91,7 +92,7 @@ def test_views_of_one_storage_are_one_copy_and_come_back_as_one(offloading: Offl
     assert (first.stride(), first.storage_offset()) == (a.stride(), a.storage_offset())
     assert second.stride() == b.t().stride()
     assert torch.equal(product.grad_fn._saved_self, both[: ROWS // 2])
-    assert len(copies) == 2, "of both, and of what was repeated"
+    assert len(copies) == 1, "of both; what was repeated is small"
 
 
 def test_what_is_written_to_between_two_saves_is_two_copies(offloading: Offloading, copies: list[Any]) -> None:
@@ -103,7 +104,7 @@ def test_what_is_written_to_between_two_saves_is_two_copies(offloading: Offloadi
         loss = (y * a).sum()
         y.mul_(2)
         loss = loss + (y * b).sum()
-    assert len(copies) == 2 + 0 * ABOVE_BYTES
+    assert len(copies) == 2
     loss.backward()
     assert torch.equal(a.grad, before)
     assert torch.equal(b.grad, before * 2)
@@ -112,13 +113,17 @@ def test_what_is_written_to_between_two_saves_is_two_copies(offloading: Offloadi
 @pytest.mark.parametrize("when", ["before it is saved again", "before it comes back"])
 def test_what_is_written_uncounted_is_found_out(when: str, offloading: Offloading) -> None:
     y, a, b = large(1), large(2, requires_grad=True), large(3, requires_grad=True)
-    with pytest.raises(NotRestoredError, match="PyTorch counts no write"):
+
+    def run() -> None:
         with offloading.taking(()):
             loss = (y * a).sum()
             y.data.mul_(2)
             if when == "before it is saved again":
                 (y * b).sum()
         loss.backward()
+
+    with pytest.raises(NotRestoredError, match="PyTorch counts no write"):
+        run()
 
 
 def test_what_comes_back_with_other_bits_is_found_out(offloading: Offloading, copies: list[Any]) -> None:

@@ -27,7 +27,9 @@ def tape(inner: int = 3, size: int = BIG) -> list[Entry]:
 
 def test_all_rungs_in_their_order() -> None:
     rungs = rungs_of(tape(), FOUND, state_bytes=BIG)
-    assert [(rung.name, rung.held_bytes // BIG, rung.offloaded_bytes // BIG, rung.state_bytes // BIG) for rung in rungs] == [
+    assert [
+        (rung.name, rung.held_bytes // BIG, rung.offloaded_bytes // BIG, rung.state_bytes // BIG) for rung in rungs
+    ] == [
         ("checkpoint, every 2nd of model.blocks", 8, 0, 0),
         ("checkpoint, model.blocks", 7, 0, 0),
         ("checkpoint, model.blocks; offload, saved tensors", 3, 4, 0),
@@ -50,7 +52,11 @@ def test_without_blocks_nothing_is_computed_twice() -> None:
 
 @pytest.mark.parametrize(
     ("size", "state_bytes", "expected"),
-    [(ABOVE_BYTES, BIG, ["offload, optimizer state"]), (ABOVE_BYTES, 0, []), (BIG, BIG // 200, ["offload, saved tensors"])],
+    [
+        (ABOVE_BYTES, BIG, ["offload, optimizer state"]),
+        (ABOVE_BYTES, 0, []),
+        (BIG, BIG // 200, ["offload, saved tensors"]),
+    ],
 )
 def test_what_is_not_worth_it_is_left_out(size: int, state_bytes: int, expected: list[str]) -> None:
     """Storages of no more than 1 MiB stay; and so does a state that is less than a hundredth of what is held."""
