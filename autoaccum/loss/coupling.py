@@ -15,14 +15,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from autoaccum.loss.graph import (
-    is_computed_again,
-    is_linear_operation,
-    is_parameter,
-    only_parameters,
-    operation_of,
-    signed,
-)
+from autoaccum.loss.graph import is_linear_operation, is_parameter, only_parameters, operation_of, signed
 from autoaccum.memory.oom import is_out_of_memory
 from autoaccum.planning.granules import MICRO, Statistics
 
@@ -141,11 +134,18 @@ def _crossings_of(node: Any, num_samples: int, is_linear: bool) -> set[Crossing]
 
 
 def _saved(node: Any, name: str) -> torch.Tensor | None:
-    """Return a tensor that a node saved; None where a checkpointed block would be computed again to bring it back."""
-    if not hasattr(node, f"_raw_saved_{name}") or is_computed_again(node, f"_saved_{name}"):
+    """Return a tensor that a node saved; None where a hook would have to bring it back."""
+    # Checkpointing brings a tensor back by computing its block again, and from the host it is copied, which costs more
+    # than this is worth. Hooks of our own put what stays where it is in the first place: see ``window.offloading``.
+    raw = getattr(node, f"_raw_saved_{name}", None)
+    if raw is None or (raw.unpack_hook is not None and not _is_kept(raw.data)):
         return None
     saved = getattr(node, f"_saved_{name}")
     return saved if isinstance(saved, torch.Tensor) else None
+
+
+def _is_kept(packed: object) -> bool:
+    return isinstance(packed, tuple) and isinstance(packed[0], torch.Tensor)
 
 
 def _shape(node: Any) -> tuple[int, ...]:

@@ -133,7 +133,7 @@ def only_parameters(root: Any) -> bool:
             if not is_parameter(node.variable):
                 return False
             shapes.add(tuple(node.variable.shape))
-        elif operation_of(node) not in _OF_PENALTIES or any(is_computed_again(node, name) for name in _CONSTANTS):
+        elif operation_of(node) not in _OF_PENALTIES or any(_is_computed_again(node, name) for name in _CONSTANTS):
             return False
         else:
             saved: list[Any] = [getattr(node, name, None) for name in _CONSTANTS]
@@ -142,7 +142,7 @@ def only_parameters(root: Any) -> bool:
     return constants <= shapes
 
 
-def is_computed_again(node: Any, name: str) -> bool:
+def _is_computed_again(node: Any, name: str) -> bool:
     """Return whether asking for a saved tensor would run a checkpointed block again, and hold what it had not kept."""
     raw = getattr(node, f"_raw{name}", None)
     # Other hooks, as our own and those of save_on_cpu, keep the tensor itself, or one on the CPU and what it was.

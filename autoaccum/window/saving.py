@@ -6,8 +6,9 @@ so there is no gradient to compare with. What can be measured there is what a gr
 the first forward, and the tensors that it would have saved come from a second one, or back from the host; so the
 gradient is the same to the bit if each operation of the second forward comes to the bits that it came to in the first,
 and if each storage comes back with the bits that it had. That is compared, by checksums, for all micro-batches of two
-windows in a row: the second shows what state is left behind by the first. What else forwards move, such as a counter in an enclosing
-function, is looked at before and after, and put back. After these two windows nothing is compared any more.
+windows in a row: the second shows what state is left behind by the first. What else forwards move, such as a counter
+in an enclosing function, is looked at before and after, and put back. After these two windows nothing is compared any
+more.
 """
 
 from __future__ import annotations

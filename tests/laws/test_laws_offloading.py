@@ -42,7 +42,7 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.mean.mul_(0.9).add_(x.detach().mean((0, 1)), alpha=0.1)
         h = F.relu(self.up(x))
-        h = h * (h + 0.5)
+        h = h * h.sigmoid()
         drawn = F.dropout(torch.ones_like(x[..., :4]), 0.1)
         return x + self.down(h) * drawn.repeat(1, 1, WIDTH // 4)
 
