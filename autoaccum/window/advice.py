@@ -12,7 +12,7 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ from autoaccum.data.batches import flatten
 from autoaccum.errors import Advice, NothingFitsError
 from autoaccum.loss.stated import LossOf, total
 from autoaccum.memory.base import Memory
-from autoaccum.window.blocks import candidates, choose, named_blocks
+from autoaccum.window.blocks import NOTHING_SAVED, SavedAlready, candidates, choose, named_blocks
 from autoaccum.window.job import Job
 from autoaccum.window.offloading import ABOVE_BYTES, has_host_memory
 from autoaccum.window.optimizers import sparsely_trained
@@ -30,24 +30,6 @@ from autoaccum.window.tape import Entry, most_held, no_trace, record
 
 WORTH_SAYING = 0.01
 """Leave out a cure that saves less than this share of the bytes needed."""
-
-
-class SavedAlready(NamedTuple):
-    """How memory is saved already, and how to have it saved in the ways that are left."""
-
-    blocks: tuple[str, ...] = ()
-    """The names of blocks that are computed twice."""
-    is_elsewhere: bool = False
-    """Whether saved tensors are on the host."""
-    state_bytes: int = 0
-    """What of the optimizer's state is there while a window runs."""
-    how_to_compute_twice: str | None = ""
-    """How to have blocks computed twice; empty for the code that does, None where that was tried."""
-    how_to_offload: str | None = ""
-    """How to have tensors on the host, likewise."""
-
-
-NOTHING_SAVED = SavedAlready()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

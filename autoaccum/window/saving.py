@@ -1,6 +1,6 @@
 """What a run does where not even its smallest micro-batch fits: it saves memory, rung by rung and to the same bits.
 
-Which rungs there are, ``rungs`` says; how memory is saved, ``recomputing``, ``offloading`` and ``optimizer_state``;
+Which rungs there are, ``blocks`` says; how memory is saved, ``recomputing``, ``offloading`` and ``optimizer_state``;
 when, ``planning.ladder``. A rung is stepped on and measured at once: a window that needs it cannot be run without it,
 so there is no gradient to compare with. What can be measured there is what a gradient is made of. The graph is that of
 the first forward, and the tensors that it would have saved come from a second one, or back from the host; so the
@@ -23,13 +23,11 @@ from autoaccum.loss.stated import LossOf, total
 from autoaccum.memory.oom import insist
 from autoaccum.planning.ladder import Ladder, SavingMode, kinds_asked_for
 from autoaccum.window import notices
-from autoaccum.window.advice import SavedAlready
-from autoaccum.window.blocks import candidates, named_blocks
+from autoaccum.window.blocks import HIGHEST, Rung, SavedAlready, candidates, named_blocks, rungs_of
 from autoaccum.window.job import Job
 from autoaccum.window.offloading import NotRestoredError, Offloading
 from autoaccum.window.optimizer_state import OptimizerState
 from autoaccum.window.recomputing import NotRepeatableError, Recomputing, is_refusal
-from autoaccum.window.rungs import HIGHEST, Rung, rungs_of
 from autoaccum.window.tape import Entry, record
 
 MEASURED = 2

@@ -226,7 +226,7 @@ def accumulator(mode: Any, **options: Any) -> tuple[Any, nn.Module, torch.optim.
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
     given: dict[str, Any] = {"micro_batch": 1, "memory_saving": mode, "verify": False, "patience": 0, **options}
     made = autoaccum.Accumulator(model, optimizer, training_step=loss_of, **given)
-    batch = [part[:, : LENGTH // 2].clone() for part in data(2)]
+    batch = tuple(part[:, : LENGTH // 2].clone() for part in data(2))
     return made, model, optimizer, batch
 
 

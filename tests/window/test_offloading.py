@@ -17,9 +17,8 @@ from autoaccum.window.recomputing import Recomputing
 from tests.devices import DEVICE
 from tests.models import same
 
-pytestmark = pytest.mark.device
-
 HERE = torch.device(DEVICE)
+of_device = pytest.mark.device
 ROWS, WIDTH = 4096, 96
 """A tensor of these takes 1.5 MiB."""
 
@@ -71,6 +70,7 @@ def gradient(function: Callable[[torch.Tensor], torch.Tensor], offloading: Offlo
     return [loss.detach(), x.grad]
 
 
+@of_device
 def test_gradients_are_the_same_to_the_bit(offloading: Offloading, copies: list[Any]) -> None:
     assert same(gradient(attention, offloading), gradient(attention))
     assert len(copies) == 5, "x * 2 and the rest of the three in one, and four results"
@@ -78,6 +78,7 @@ def test_gradients_are_the_same_to_the_bit(offloading: Offloading, copies: list[
     assert not [copy for copy in copies if copy() is not None], "the graph is gone, and so are its copies"
 
 
+@of_device
 def test_views_of_one_storage_are_one_copy_and_come_back_as_one(offloading: Offloading, copies: list[Any]) -> None:
     with offloading.taking(()):
         both = large(requires_grad=True) * 2
@@ -95,6 +96,7 @@ def test_views_of_one_storage_are_one_copy_and_come_back_as_one(offloading: Offl
     assert len(copies) == 1, "of both; what was repeated is small"
 
 
+@of_device
 def test_what_is_written_to_between_two_saves_is_two_copies(offloading: Offloading, copies: list[Any]) -> None:
     """Plainly it is an error: the first operation's input is gone."""
     offloading.is_compared = False
@@ -110,6 +112,7 @@ def test_what_is_written_to_between_two_saves_is_two_copies(offloading: Offloadi
     assert torch.equal(b.grad, before * 2)
 
 
+@of_device
 @pytest.mark.parametrize("when", ["before it is saved again", "before it comes back"])
 def test_what_is_written_uncounted_is_found_out(when: str, offloading: Offloading) -> None:
     y, a, b = large(1), large(2, requires_grad=True), large(3, requires_grad=True)
@@ -126,6 +129,7 @@ def test_what_is_written_uncounted_is_found_out(when: str, offloading: Offloadin
         run()
 
 
+@of_device
 def test_what_comes_back_with_other_bits_is_found_out(offloading: Offloading, copies: list[Any]) -> None:
     a = large(2, requires_grad=True)
     with offloading.taking(()):
@@ -137,6 +141,7 @@ def test_what_comes_back_with_other_bits_is_found_out(offloading: Offloading, co
         loss.backward()
 
 
+@of_device
 def test_what_is_there_anyway_and_what_is_small_stays(copies: list[Any]) -> None:
     layer = nn.Linear(WIDTH, ROWS * 2, device=HERE)
     layer.register_buffer("scale", large(1))
@@ -153,6 +158,7 @@ def test_what_is_there_anyway_and_what_is_small_stays(copies: list[Any]) -> None
     outputs.sum().backward()
 
 
+@of_device
 def test_what_stays_is_not_to_be_written_to(offloading: Offloading) -> None:
     """Where hooks are, autograd looks at no version; without them it raises the same."""
     small = torch.ones(3, device=HERE)
@@ -164,6 +170,7 @@ def test_what_stays_is_not_to_be_written_to(offloading: Offloading) -> None:
         loss.backward()
 
 
+@of_device
 def test_nothing_of_it_is_held_on_the_device(offloading: Offloading) -> None:
     with offloading.taking(()):
         y = large(requires_grad=True).sin() * 2
@@ -177,6 +184,7 @@ def test_nothing_of_it_is_held_on_the_device(offloading: Offloading) -> None:
     loss.backward()
 
 
+@of_device
 def test_a_backward_may_be_repeated(offloading: Offloading) -> None:
     x = large(requires_grad=True)
     with offloading.taking(()):
@@ -188,6 +196,7 @@ def test_a_backward_may_be_repeated(offloading: Offloading) -> None:
     assert torch.equal(x.grad, first)
 
 
+@of_device
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.float64])
 def test_other_types(dtype: torch.dtype, offloading: Offloading) -> None:
     if DEVICE != "cpu" and dtype.is_complex:
@@ -200,6 +209,7 @@ def test_other_types(dtype: torch.dtype, offloading: Offloading) -> None:
     assert same(gradient(function, offloading), gradient(function))
 
 
+@of_device
 def test_blocks_that_are_computed_again_hold_no_input() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(0.1)) for _ in range(4)))
@@ -233,6 +243,7 @@ def test_blocks_that_are_computed_again_hold_no_input() -> None:
     assert same(plain[1:], both[1:])
 
 
+@of_device
 def test_a_validation_goes_by(offloading: Offloading, copies: list[Any]) -> None:
     with torch.no_grad():
         assert gradient_free(offloading) == gradient_free(None)
