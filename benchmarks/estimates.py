@@ -1,6 +1,6 @@
 """What ``estimate`` predicts, beside what a run takes: counted on a simulated device, and as a process on a CPU.
 
-    python benchmarks/estimates.py [--quick] [--only NAME]
+    python benchmarks/estimates.py [--quick] [--table TABLE] [--only NAME]
 
 On each rung of saving memory the same micro-batch is estimated and trained. The first table has the bytes of tensors,
 which a simulated memory counts. The second has the memory of a process of its own for each rung (its largest resident
@@ -11,6 +11,7 @@ predicted from two trials of a fourth and of half of the micro-batch, by a line 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import subprocess
 import sys
@@ -34,9 +35,9 @@ from autoaccum.testing import simulated_memory
 from autoaccum.window.saving import Saving
 
 RUNGS = ("off", "every 2nd block", "all blocks")
-COUNTED, RESIDENT = "128MiB", "256MiB"
+COUNTED, RESIDENT = "64MiB", "192MiB"
 """Memory of the devices whose largest micro-batch is taken, in the first and in the second table."""
-STEPS = 4
+STEPS = 3
 """Windows of a run: what is computed twice is compared in the first two, and the last is what is looked at."""
 
 
@@ -91,8 +92,8 @@ def trained(subject: Subject, rung: str, size: int) -> autoaccum.StepReport:
     data = subject.batch(2 * size)
     with standing_on(rung):
         result = autoaccum.fit(
-            subject.model(), data, effective_batch=2 * size, micro_batch=size, steps=STEPS, **options_of(subject),
-            device="cpu", verify=False, cache=False, progress=False, shuffle=False,
+            subject.model(), data, effective_batch=2 * size, micro_batch=size, min_micro_batch=size, steps=STEPS,
+            **options_of(subject), device="cpu", verify=False, cache=False, progress=False, shuffle=False,
         )  # fmt: skip
     return result.history[-1]
 
@@ -132,12 +133,10 @@ def process_bytes() -> tuple[int, int]:
 
 
 def resident(name: str, rung: str, sizes: list[int]) -> list[int]:
-    """Return what processes take for these micro-batches, each in one of its own."""
-    found = []
-    for size in sizes:
-        command = [sys.executable, __file__, "--row", name, rung, str(size)]
-        run = subprocess.run(command, capture_output=True, text=True, check=True)
-        found.append(int(json.loads(run.stdout.splitlines()[-1])))
+    """Return what a process takes for each of these micro-batches, one after the other from the smallest on."""
+    command = [sys.executable, __file__, "--row", name, rung, *map(str, sizes)]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    found: list[int] = json.loads(run.stdout.splitlines()[-1])
     return found
 
 
@@ -161,50 +160,76 @@ def resident_rows(name: str, subject: Subject) -> list[tuple[list[object], float
         predicted = second + slope * (estimate.peak_bytes - (held + sizes[1] * each))
         ratio, off = real / estimate.peak_bytes, predicted / real - 1
         cells = [format_bytes(value) for value in (estimate.peak_bytes, real)]
-        rows.append(([name, size, rung, *cells, f"{ratio:.2f}", format_bytes(predicted), f"{100 * off:+.1f} %"], ratio, off))
+        rows.append(
+            ([name, size, rung, *cells, f"{ratio:.2f}", format_bytes(predicted), f"{100 * off:+.1f} %"], ratio, off)
+        )
         print(*rows[-1][0], sep=" | ", flush=True)
     return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--row", nargs=3, help="a model, a rung and a micro-batch: print what this process takes")
+    parser.add_argument("--row", nargs="+", help="a model, a rung and micro-batches: print what this process takes")
     parser.add_argument("--quick", action="store_true", help="three models, and no processes")
+    parser.add_argument("--table", choices=["estimates", "estimates_resident"], help="one of the two")
     parser.add_argument("--only", help="part of the names of models")
     given = parser.parse_args()
     every = subjects()
     if given.row:
-        name, rung, size = given.row
+        name, rung, *sizes = given.row
         trained(every[name], rung, 2)  # which imports what there is to import
-        before, _ = process_bytes()
-        trained(every[name], rung, int(size))
-        print(json.dumps(process_bytes()[1] - before))
+        before, peaks = process_bytes()[0], []
+        for size in map(int, sizes):
+            Path("/proc/self/clear_refs").write_text("5")  # begins a new peak
+            trained(every[name], rung, size)
+            gc.collect()
+            peaks.append(process_bytes()[1] - before)
+        print(json.dumps(peaks))
         return
     every = {name: subject for name, subject in every.items() if given.only is None or given.only in name}
     if given.quick:
         every = dict(list(every.items())[:3])
+    if given.table != "estimates_resident":
+        write_counted(every)
+    if given.table != "estimates" and not given.quick:
+        write_resident(every)
+
+
+def write_counted(every: dict[str, Subject]) -> None:
+    """Write the first table."""
     rows = [row for name, subject in every.items() for row in counted_rows(name, subject)]
     errors = [abs(float(str(row[6]).split()[0])) for row in rows if row[5]]
     write_table(
         "estimates",
         f"`estimate` beside `fit` on a simulated device, in bytes of tensors, for the largest micro-batch that was "
-        f"estimated to fit in {COUNTED} with nothing computed twice. The median of the errors is {median(errors):.2f} %, the "
-        f"worst {max(errors):.2f} %, of {len(errors)} rungs. What has no figures cannot be estimated: the operation that needs "
-        "values stands in place of the error. Seconds are those of one estimate.",
+        f"estimated to fit in {COUNTED} with nothing computed twice. The median of the errors is "
+        f"{median(errors):.2f} %, the worst {max(errors):.2f} %, of {len(errors)} rungs. What has no figures cannot be "
+        "estimated: the operation that needs values stands in place of the error. Seconds are those of one estimate.",
         ["model", "parameters", "micro-batch", "computed twice", "estimated", "counted", "off by", "seconds"],
         rows,
     )
-    if given.quick:
-        return
+
+
+def write_resident(every: dict[str, Subject]) -> None:
+    """Write the second table."""
     measured = [row for name, subject in every.items() for row in resident_rows(name, subject)]
     ratios, offs = [ratio for _, ratio, _ in measured], [abs(100 * off) for _, _, off in measured]
     write_table(
         "estimates_resident",
-        f"The memory of a process beside what was estimated for it, at the largest micro-batch that was estimated to fit in "
-        f"{RESIDENT}: its largest resident set, less what it was before there was a model. As a ratio, {min(ratios):.2f} to "
-        f"{max(ratios):.2f}; and predicted from two trials, of a fourth and of half of the micro-batch: off by "
-        f"{median(offs):.1f} % in the median, {max(offs):.1f} % at worst, of {len(offs)} rungs.",
-        ["model", "micro-batch", "computed twice", "estimated", "process", "ratio", "predicted by two trials", "off by"],
+        f"The memory of a process beside what was estimated for it, at the largest micro-batch that was estimated to "
+        f"fit in {RESIDENT}: its largest resident set, less what it was before there was a model. As a ratio, "
+        f"{min(ratios):.2f} to {max(ratios):.2f}; and predicted from two trials, of a fourth and of half of the "
+        f"micro-batch: off by {median(offs):.1f} % in the median, {max(offs):.1f} % at worst, of {len(offs)} rungs.",
+        [
+            "model",
+            "micro-batch",
+            "computed twice",
+            "estimated",
+            "process",
+            "ratio",
+            "predicted by two trials",
+            "off by",
+        ],
         [row for row, _, _ in measured],
     )
 

@@ -184,7 +184,7 @@ class Experts(nn.Module):
 
 def deep() -> nn.Module:
     return nn.Sequential(
-        nn.Linear(256, 1024), *[nn.Sequential(nn.Linear(1024, 1024), nn.GELU()) for _ in range(6)], nn.Linear(1024, 10)
+        nn.Linear(256, 512), *[nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(6)], nn.Linear(512, 10)
     )
 
 
@@ -197,9 +197,7 @@ OWN: dict[str, Subject] = {
     "ViT": Subject(lambda: Encoder(of_images=True), images(), F.cross_entropy),
     "MLP-Mixer": Subject(Mixer, images(), F.cross_entropy),
     "encoder and decoder": Subject(Translator, next_tokens, of_tokens),
-    "LSTM": Subject(
-        lambda: Recurrent(nn.LSTM), lambda n: (token_ids(n), torch.randint(10, (n,))), F.cross_entropy
-    ),
+    "LSTM": Subject(lambda: Recurrent(nn.LSTM), lambda n: (token_ids(n), torch.randint(10, (n,))), F.cross_entropy),
     "GRU": Subject(lambda: Recurrent(nn.GRU), lambda n: (token_ids(n), torch.randint(10, (n,))), F.cross_entropy),
     "all experts": Subject(lambda: Experts(is_sparse=False), next_tokens, of_tokens),
     "routed experts": Subject(lambda: Experts(is_sparse=True), next_tokens, of_tokens),
@@ -228,7 +226,8 @@ def hugging_face() -> dict[str, Subject]:
 
     return {
         "GPT-2 (HF)": Subject(
-            lambda: hf.GPT2LMHeadModel(hf.GPT2Config(**text, n_embd=128, n_layer=4, n_head=4, n_positions=LENGTH)), texts
+            lambda: hf.GPT2LMHeadModel(hf.GPT2Config(**text, n_embd=128, n_layer=4, n_head=4, n_positions=LENGTH)),
+            texts,
         ),
         "Llama (HF)": Subject(
             lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**text, **layers, num_key_value_heads=2)), texts
@@ -245,9 +244,14 @@ def hugging_face() -> dict[str, Subject]:
         "T5 (HF)": Subject(
             lambda: hf.T5ForConditionalGeneration(
                 hf.T5Config(
-                    vocab_size=VOCABULARY, d_model=128, d_kv=32, d_ff=256, num_layers=3, num_heads=4,
+                    vocab_size=VOCABULARY,
+                    d_model=128,
+                    d_kv=32,
+                    d_ff=256,
+                    num_layers=3,
+                    num_heads=4,
                     decoder_start_token_id=0,
-                )  # fmt: skip
+                )
             ),
             texts,
         ),
@@ -258,9 +262,10 @@ def hugging_face() -> dict[str, Subject]:
         "CLIP (HF)": Subject(
             lambda: hf.CLIPModel(
                 hf.CLIPConfig(
-                    text_config={**layers, **text, "max_position_embeddings": 16}, vision_config=picture,
+                    text_config={**layers, **text, "max_position_embeddings": 16},
+                    vision_config=picture,
                     projection_dim=64,
-                )  # fmt: skip
+                )
             ),
             ids_and_pixels,
         ),

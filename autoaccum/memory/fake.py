@@ -1,8 +1,9 @@
 """Fake tensors, which have shapes and no values, and a count of the memory that they would take on a device.
 
-Operations on them compute nothing and take no time to speak of, so that a step can be run of a model, and at a size, for
-which there is no memory on any machine at hand. They are PyTorch's own (``torch._subclasses``), which ``torch.compile``
-traces by, and say that they lie on the CPU: those that say "cuda" end the process of a build without CUDA.
+Operations on them compute nothing and take no time to speak of, so that a step can be run of a model, and at a
+size, for which there is no memory on any machine at hand. They are PyTorch's own (``torch._subclasses``), which
+``torch.compile`` traces by, and say that they lie on the CPU: those that say "cuda" end the process of a build without
+CUDA.
 """
 
 # PyTorch's dispatch modes carry no annotations.
@@ -31,6 +32,8 @@ from autoaccum.memory.simulated import MemorySimulation
 
 BLOCK_BYTES = 512
 """An allocation of PyTorch's caching allocators is a multiple of so many bytes (kMinBlockSize)."""
+_LSTM_BYTES = 63
+"""Workspace of oneDNN's kernel of LSTMs for each element of its output, as measured: its fake tells of none."""
 _BOUNDLESS = 2**62
 _CPU = torch.device("cpu")
 _OF_VALUES = re.compile(r"fake ?tensor|data pointer|tensor subclass|storage of Tensor", re.IGNORECASE)
@@ -59,12 +62,18 @@ class FakeMemory(MemorySimulation):
     ) -> Any:
         _refuse_real((args, tuple((kwargs or {}).values())))
         try:
-            return super().__torch_dispatch__(func, types, args, kwargs)
+            result = super().__torch_dispatch__(func, types, args, kwargs)
         except DataDependentOutputException:
             # An optimizer reads its count of steps, or a norm, and computes with it; it decides nothing by them.
             if self.answers_items and func is torch.ops.aten._local_scalar_dense.default:
                 return _one(args[0].dtype)
             raise
+        if func is torch.ops.aten.mkldnn_rnn_layer.default:
+            outputs = result[0]
+            workspace = outputs.new_empty(_LSTM_BYTES * outputs.numel(), dtype=torch.uint8)
+            self.hold([workspace])
+            return (*result[:3], workspace)
+        return result
 
 
 class RealParameterError(Exception):
@@ -114,7 +123,7 @@ class Fakes:
             self._kept.append(storage)
             self._storages[key] = torch.UntypedStorage(storage.nbytes(), device="meta")
         bare = torch.empty(0, dtype=tensor.dtype, device="meta")
-        bare.set_(self._storages[key], tensor.storage_offset(), tensor.size(), tensor.stride())  # type: ignore[call-overload]
+        bare.set_(self._storages[key], tensor.storage_offset(), tensor.size(), tensor.stride())
         fake: torch.Tensor = FakeTensor(self._mode, bare, _CPU)
         if not isinstance(tensor, nn.Parameter):
             return fake.requires_grad_(tensor.requires_grad)

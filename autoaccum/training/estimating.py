@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -109,6 +110,32 @@ def estimate(
 
     Args:
         model: the module to train.
+        batch: a batch of any number of samples, any pytree whose tensors have one row per sample; or a Dataset, a
+            DataLoader or another iterable of batches, of which a few samples are read. Batches of other sizes are made
+            of these, without values: shapes alone count.
+        device_memory: memory of the device that a process may use, as bytes or a text such as "24GiB".
+        effective_batch: samples per optimizer step, the most of them where it is a schedule: no larger micro-batch is
+            tried, and a plan is made.
+        loss_fn: (outputs, targets) -> loss, a mean or a sum, for batches that are (inputs, targets); or a loss and a
+            dict of what is to be seen beside it: ``return loss, {"accuracy": ...}``.
+        training_step: (model, batch) -> loss, for any batch, or several that are added, in a dict or a list. With
+            neither, the model returns its loss, as ``.loss`` or ``["loss"]``.
+        before_window: (batch) -> what micro-batches get besides, of all samples of a window, on the host: statistics of
+            the window itself. (batch, in_pieces) runs the model on them too, by in_pieces(function) with
+            function(model, micro_batch). A mapping is merged into micro-batches that are mappings; anything else is the
+            third argument of training_step and loss_fn.
+        optimizer: an Optimizer or a function (parameters) -> Optimizer; AdamW when left out. Its state must fit too.
+        max_micro_batch: the most samples to try at once.
+        min_micro_batch: the fewest samples of one forward and backward.
+        headroom: fraction of the limit to leave free.
+        precision: fp32 (as the model is), bf16 or fp16 (both by autocast).
+        collate_fn: makes a batch of a list of samples.
+        split: (batch, start, size) -> micro-batch, which cuts batches of any form, or one of autoaccum.splits: samples,
+            graphs, packed, flattened(...), tensors. Read off the batches when left out.
+        batch_dim: the dim in which samples lie, 1 in time-first tensors, of each leaf that has the batch's extent there
+            (others, such as labels, have it in dim 0); or the dim of each leaf, in the structure of a batch.
+        memory_saving: auto: where not even the smallest micro-batch fits, blocks of the model compute their forward
+            once more in backward instead of keeping it, to the same bits; off: never; checkpoint: always.
 
     Returns:
         the estimate; printed, it is a page that says whether it fits.
@@ -131,6 +158,9 @@ def estimate(
     """
     checked = check(
         OF_ESTIMATE, (*CHECKS, of_device_memory), model=model, batch=batch, device_memory=device_memory,
+        effective_batch=effective_batch, loss_fn=loss_fn, training_step=training_step, before_window=before_window,
+        optimizer=optimizer, max_micro_batch=max_micro_batch, min_micro_batch=min_micro_batch, headroom=headroom,
+        precision=precision, collate_fn=collate_fn, split=split, batch_dim=batch_dim, memory_saving=memory_saving,
     )  # fmt: skip
     started, schedule, limit_bytes = clock.now(), checked[schedule_if_any], checked[of_device_memory]
     fewest = min_micro_batch or 1
@@ -148,8 +178,8 @@ def estimate(
     with _no_trace(modules, functions.values()), _naming(model), torch.enable_grad():
         fakes, split = Fakes(), checked[split_of]
         window, examples = open_samples(batch, collate_fn, _CPU, split)
-        # Of a batch all samples are there; of data some are read.
-        few = window.num_samples if window is examples else min(window.num_samples, max(_FEW, fewest))
+        given: object = examples  # the window itself, where a batch was passed: of data a few samples are read
+        few = window.num_samples if window is given else min(window.num_samples, max(_FEW, fewest))
         step = FakeStep(fakes, FakeSamples(fakes, examples, few, split), modules, functions, precision)
         smallest = min(max(smallest_micro_batch(modules), fewest), ceiling)
         limits = Limits(limit_bytes, headroom)
@@ -171,9 +201,7 @@ def estimate(
     )
 
 
-def _largest(
-    step: FakeStep, rung: Rung, peaks: dict[int, Peak], smallest: int, ceiling: int, limits: Limits
-) -> int:
+def _largest(step: FakeStep, rung: Rung, peaks: dict[int, Peak], smallest: int, ceiling: int, limits: Limits) -> int:
     """Return the largest micro-batch that fits, as a probe finds it; ``peaks`` gets what each size takes."""
     # Here every trial tells what it takes, also one that does not fit.
     limits.learn_least(peaks[smallest].bytes)
@@ -215,11 +243,16 @@ def _no_trace(modules: Sequence[nn.Module], functions: Any) -> Iterator[None]:
 @contextmanager
 def _naming(model: nn.Module) -> Iterator[None]:
     """Say of a model whose run needs values which operation does."""
+    # It prints the whole stack of each operation that fails, as one of a mistaken user's does.
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    was_disabled, log.disabled = log.disabled, True
     try:
         yield
     except RealParameterError as error:
         accepted = "a model whose parameters lie in it, or in the functions that are passed"
-        cure = "One is used that a hook or another object holds, of which there is no copy: autoaccum probe measures it."
+        cure = (
+            "One is used that a hook or another object holds, of which there is no copy: autoaccum probe measures it."
+        )
         raise ArgumentError("model", type(model).__name__, accepted, cure) from error
     except Exception as error:
         link: BaseException | None = error
@@ -228,3 +261,5 @@ def _naming(model: nn.Module) -> Iterator[None]:
         if link is None:
             raise
         raise ValuesNeededError(model, operation or "") from error
+    finally:
+        log.disabled = was_disabled

@@ -46,7 +46,7 @@ class FakeCopies:
         self._fake(Attributes(layers.values()).tensors())
         return [self._copied(module, "model") for module in modules]
 
-    def of_function(self, function: T, argument: str) -> T:
+    def of_function(self, function: Any, argument: str) -> Any:
         """Return a function that holds copies where this one holds modules or tensors; one that holds none, as it is.
 
         Raises:
@@ -55,7 +55,7 @@ class FakeCopies:
         if isinstance(function, torch.optim.Optimizer):
             return self._of_optimizer(function)
         if isinstance(function, types.FunctionType):
-            return self._of_plain_function(function, argument)  # type: ignore[return-value]
+            return self._of_plain_function(function, argument)
         return self._copied(function, argument) if self._holds_tensors(function) else function
 
     def _holds_tensors(self, thing: object) -> bool:
@@ -123,13 +123,13 @@ class FakeSamples:
             num_samples: how many of them to take.
             split: what cuts them, and joins them.
         """
-        self._fakes, self._split = fakes, split
+        self._fakes = fakes
         batch = examples.example(num_samples)
         # By values a split cuts packed sequences, graphs and what is flattened: then real samples are cut.
         leaves = batches.flatten(batch)[0]
         self._is_cut_as_fakes = isinstance(split, Automatic | AtDim) and not any(map(objects.has_samples, leaves))
+        self._split = split.known(batch, num_samples)
         if self._is_cut_as_fakes:
-            split.count(batch)  # by which it learns what lists are
             batch = self._faked(batch)
         self._doubled = [(num_samples, batch)]  # and twice, four times, eight times as many
 

@@ -62,7 +62,9 @@ def test_probe_ignores_what_only_fit_takes(tiny: Callable[..., str], capsys: pyt
 
 
 def test_estimate_prints_what_fits(tiny: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:
-    recipe = tiny("'model': nn.Linear(4, 1024), 'effective_batch': 6000, 'epochs': 3,")
+    recipe = tiny(
+        "'model': nn.Sequential(nn.Linear(4, 1024), nn.Linear(1024, 1)), 'effective_batch': 6000, 'epochs': 3,"
+    )
     assert main(["estimate", recipe, "--device-memory", "1MiB"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert main(["estimate", recipe, "--device-memory", "1MiB", "--json"]) == 0
@@ -78,10 +80,18 @@ def test_estimate_prints_what_fits(tiny: Callable[..., str], capsys: pytest.Capt
     assert lines[0] == f"FITS: micro-batches of {report['micro_batch']} samples in 1.00 MiB"
 
 
-def test_estimate_ends_with_3_where_nothing_fits(
-    tiny: Callable[..., str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["estimate", tiny("'model': nn.Linear(4, 1024),"), "--device-memory", "4KiB"]) == 3
+def test_estimate_ends_with_3_where_nothing_fits(tiny: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main(
+            [
+                "estimate",
+                tiny("'model': nn.Sequential(nn.Linear(4, 1024), nn.Linear(1024, 1)),"),
+                "--device-memory",
+                "4KiB",
+            ]
+        )
+        == 3
+    )
     assert capsys.readouterr().out.startswith("DOES NOT FIT: 1 sample would take ")
 
 

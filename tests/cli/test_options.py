@@ -34,7 +34,8 @@ def scalar_parameters(function: Callable[..., Any]) -> dict[str, inspect.Paramet
 
 
 @pytest.mark.parametrize(
-    ("command", "function", "fewest"), [("fit", Trainer, 18), ("probe", probe, 6), ("check", check, 2), ("estimate", estimate, 7)]
+    ("command", "function", "fewest"),
+    [("fit", Trainer, 18), ("probe", probe, 6), ("check", check, 2), ("estimate", estimate, 7)],
 )
 def test_every_scalar_parameter_is_an_option_with_its_default_and_its_docstring(
     command: str, function: Callable[..., Any], fewest: int, capsys: pytest.CaptureFixture[str]

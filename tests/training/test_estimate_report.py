@@ -32,7 +32,12 @@ def test_in_a_page() -> None:
     lines = str(report(accumulation_steps=4)).splitlines()
     assert lines[0] == "FITS: micro-batches of 8 samples in 10.00 GiB"
     shown = "\n".join(lines)
-    for words in ("accumulation steps    4", "memory saving         off", "gradients               1.00 GiB", "512.00 MiB"):
+    for words in (
+        "accumulation steps    4",
+        "memory saving         off",
+        "gradients               1.00 GiB",
+        "512.00 MiB",
+    ):
         assert words in shown
     assert "DOES NOT FIT: 1 sample would take 9.00 GiB, and there are 8.00 GiB" in str(
         report(fits=False, micro_batch=1, device_memory_bytes=8 * GIB)

@@ -126,6 +126,7 @@ def bytes_of(data: Any) -> int:
 
 
 class TestBytes:
+    @pytest.mark.filterwarnings("ignore::autoaccum.errors.AutoaccumWarning")
     @pytest.mark.parametrize("kind", KINDS)
     @pytest.mark.parametrize("memory_saving", ["off", "checkpoint"])
     def test_are_those_of_a_run_within_a_percent(self, kind: str, memory_saving: Any) -> None:
@@ -142,7 +143,13 @@ class TestBytes:
         off = estimate(gpt(), tokens(4), loss_fn=of_tokens, max_micro_batch=32, memory_saving="off").peak_bytes
         limit = int(0.9 * off)
         found = estimate(
-            gpt(), tokens(4), loss_fn=of_tokens, min_micro_batch=32, max_micro_batch=32, device_memory=limit, headroom=0.0
+            gpt(),
+            tokens(4),
+            loss_fn=of_tokens,
+            min_micro_batch=32,
+            max_micro_batch=32,
+            device_memory=limit,
+            headroom=0.0,
         )
         real = counted(gpt(), data, 32, limit + bytes_of(data), loss_fn=of_tokens)
         assert "every 2nd" in found.memory_saving
@@ -175,11 +182,11 @@ class TestBytes:
         assert found.peak_bytes == pytest.approx(real.peak_bytes - bytes_of(data), rel=0.02)
 
     def test_of_an_lstm(self) -> None:
-        """Its kernel's workspace is not seen; what it keeps is."""
+        """Whose kernel keeps a workspace, of which its fake tells nothing."""
         data = series(64)
         found = estimate(recurrent(), series(2), max_micro_batch=32)
         real = counted(recurrent(), data, 32, loss_fn=cross_entropy)
-        assert found.peak_bytes == pytest.approx(real.peak_bytes - bytes_of(data), rel=0.25)
+        assert found.peak_bytes == pytest.approx(real.peak_bytes - bytes_of(data), rel=0.01)
 
     def test_parts_add_up_to_the_peak(self) -> None:
         found = estimate(gpt(), tokens(4), loss_fn=of_tokens, max_micro_batch=32)
@@ -217,7 +224,7 @@ class TestAnswer:
         off = estimate(gpt(), tokens(4), **options, max_micro_batch=32)
         some = estimate(gpt(), tokens(4), **options, device_memory=off.peak_bytes - 1)
         all_blocks = estimate(gpt(), tokens(4), **options, device_memory=some.peak_bytes * 4 // 5)
-        assert off.fits and some.fits and all_blocks.fits
+        assert all(found.fits for found in (off, some, all_blocks))
         assert off.memory_saving == "off"
         assert some.memory_saving.startswith("checkpoint, every 2nd of ")
         assert all_blocks.memory_saving == "checkpoint, " + some.memory_saving.removeprefix("checkpoint, every 2nd of ")
@@ -262,7 +269,6 @@ class TestAnswer:
         expected = estimate(deep(), rows(4), loss_fn=mse_loss, max_micro_batch=100).peak_bytes
         for data in (
             Rows(), DataLoader(Rows(), batch_size=3), {"x": torch.randn(5, 64), "y": torch.randn(5, 256)},
-            [Rows()[0] for _ in range(10)],
         ):  # fmt: skip
             found = estimate(deep(), data, loss_fn=None, training_step=step, max_micro_batch=100)
             assert found.peak_bytes == expected
@@ -285,6 +291,7 @@ class TestNoTrace:
         values = {name: tensor.clone() for name, tensor in tensors.items()}
         gradient = next(model.parameters()).grad = torch.ones(32, 3, 3, 3)
         np.random.seed(0)
+        batch = images(4)
         states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()  # type: ignore[index]
 
         def step(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -293,7 +300,7 @@ class TestNoTrace:
             return cross_entropy(nn.functional.dropout(model(batch[0])), batch[1])
 
         optimizer = torch.optim.Adam(model.parameters())
-        estimate(model, images(4), loss_fn=None, training_step=step, optimizer=optimizer, max_micro_batch=8)
+        estimate(model, batch, loss_fn=None, training_step=step, optimizer=optimizer, max_micro_batch=8)
         now = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         assert all(now[name] is tensor for name, tensor in tensors.items())
         assert all(torch.equal(now[name], value) for name, value in values.items())
@@ -366,7 +373,7 @@ class TestWhatNeedsValues:
         assert any(word in caught.value.operation for word in operation.split("|")), caught.value.operation
 
     def test_an_error_of_the_users_own_is_as_it_is(self) -> None:
-        with pytest.raises(RuntimeError, match="shapes cannot be multiplied|must match|mat1") as caught:
+        with pytest.raises(RuntimeError, match="reduction dim|mat1") as caught:
             estimate(mlp(), (torch.randn(4, 9), torch.zeros(4, dtype=torch.long)))
         assert not isinstance(caught.value, errors.AutoaccumError)
 

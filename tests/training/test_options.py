@@ -75,7 +75,9 @@ def test_help_shows_every_text(function: Callable[..., Any], declared: dict[str,
         assert f"{argument.name}: {argument.text}" in shown
 
 
-@pytest.mark.parametrize("function", [autoaccum.fit, autoaccum.Trainer, autoaccum.probe, autoaccum.check, autoaccum.estimate])
+@pytest.mark.parametrize(
+    "function", [autoaccum.fit, autoaccum.Trainer, autoaccum.probe, autoaccum.check, autoaccum.estimate]
+)
 def test_the_types_in_signatures_are_known_where_they_stand(function: Callable[..., Any]) -> None:
     declared = dict(CALLS)[function]
     for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
