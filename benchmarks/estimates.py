@@ -196,8 +196,15 @@ def main() -> None:
 
 
 def write_counted(every: dict[str, Subject]) -> None:
-    """Write the first table."""
-    rows = [row for name, subject in every.items() for row in counted_rows(name, subject)]
+    """Write the first table, after each model: what has been measured stays."""
+    rows: list[list[object]] = []
+    for name, subject in every.items():
+        rows += counted_rows(name, subject)
+        write_counted_rows(rows)
+
+
+def write_counted_rows(rows: list[list[object]]) -> None:
+    """Write the first table with these rows."""
     errors = [abs(float(str(row[6]).split()[0])) for row in rows if row[5]]
     write_table(
         "estimates",
@@ -207,12 +214,20 @@ def write_counted(every: dict[str, Subject]) -> None:
         "estimated: the operation that needs values stands in place of the error. Seconds are those of one estimate.",
         ["model", "parameters", "micro-batch", "computed twice", "estimated", "counted", "off by", "seconds"],
         rows,
+        quiet=True,
     )
 
 
 def write_resident(every: dict[str, Subject]) -> None:
-    """Write the second table."""
-    measured = [row for name, subject in every.items() for row in resident_rows(name, subject)]
+    """Write the second table, after each model: what has been measured stays."""
+    measured: list[tuple[list[object], float, float]] = []
+    for name, subject in every.items():
+        measured += resident_rows(name, subject)
+        write_resident_rows(measured)
+
+
+def write_resident_rows(measured: list[tuple[list[object], float, float]]) -> None:
+    """Write the second table with these rows."""
     ratios, offs = [ratio for _, ratio, _ in measured], [abs(100 * off) for _, _, off in measured]
     write_table(
         "estimates_resident",
@@ -231,6 +246,7 @@ def write_resident(every: dict[str, Subject]) -> None:
             "off by",
         ],
         [row for row, _, _ in measured],
+        quiet=True,
     )
 
 

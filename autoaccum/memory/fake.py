@@ -36,8 +36,11 @@ _LSTM_BYTES = 63
 """Workspace of oneDNN's kernel of LSTMs for each element of its output, as measured: its fake tells of none."""
 _BOUNDLESS = 2**62
 _CPU = torch.device("cpu")
-_OF_VALUES = re.compile(r"fake ?tensor|data pointer|tensor subclass|storage of Tensor", re.IGNORECASE)
-"""What PyTorch says where Python code asks a tensor without values for them: ``.numpy()``, ``.data_ptr()``."""
+_OF_VALUES = re.compile(
+    r"fake ?tensor|data pointer|tensor subclass|storage of Tensor|inputs of BF16 type", re.IGNORECASE
+)
+"""What PyTorch says where Python code asks a tensor without values for them: ``.numpy()``, ``.data_ptr()``; or where a
+fake refuses what its kernel takes: the grouped matrices of experts, in 32 bits."""
 
 
 class FakeMemory(MemorySimulation):

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from autoaccum._units import format_bytes
 from autoaccum.reporting.shown import Facts, as_line, as_table
 
-LEAST, MOST = 1.0, 2.4
-"""What a process has been seen to take for as many bytes of tensors: the least and the most of the models of
-``benchmarks/results/estimates.md``, whose processes ran on a CPU."""
+MOST = 3.3
+"""How many times the bytes of tensors a process has been measured to take at most, in
+``benchmarks/results/estimates_resident.md``: on a CPU, whose heap holds more in fragments than a device's allocator."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +35,7 @@ class Estimate:
 
     ``peak_bytes`` counts tensors, as a device's allocator rounds them. A process takes more: kernels have workspaces,
     an allocator holds fragments that nobody can use. By how much is not known of a device on which nothing was run:
-    ``range_bytes`` is from the least to the most that processes have been measured to take for as many.
+    ``range_bytes`` is from the tensors alone to the most that processes have been measured to take for as many.
     """
 
     fits: bool
@@ -58,7 +58,7 @@ class Estimate:
     @property
     def range_bytes(self) -> tuple[int, int]:
         """Return the least and the most bytes that a process may take, nothing having been measured on the device."""
-        return int(LEAST * self.peak_bytes), int(MOST * self.peak_bytes)
+        return self.peak_bytes, int(MOST * self.peak_bytes)
 
     @property
     def is_sure(self) -> bool:

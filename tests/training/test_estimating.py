@@ -220,8 +220,8 @@ class TestAnswer:
 
     def test_goes_down_the_rungs_of_a_run(self) -> None:
         """Of 32 samples at once: each limit is a little below what the rung above takes."""
-        options: dict[str, Any] = {"loss_fn": of_tokens, "min_micro_batch": 32, "headroom": 0.0}
-        off = estimate(gpt(), tokens(4), **options, max_micro_batch=32)
+        options: dict[str, Any] = {"loss_fn": of_tokens, "min_micro_batch": 32, "max_micro_batch": 32, "headroom": 0.0}
+        off = estimate(gpt(), tokens(4), **options)
         some = estimate(gpt(), tokens(4), **options, device_memory=off.peak_bytes - 1)
         all_blocks = estimate(gpt(), tokens(4), **options, device_memory=some.peak_bytes * 4 // 5)
         assert all(found.fits for found in (off, some, all_blocks))
