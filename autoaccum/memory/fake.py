@@ -71,6 +71,7 @@ class FakeMemory(MemorySimulation):
             if self.answers_items and func is torch.ops.aten._local_scalar_dense.default:
                 return _one(args[0].dtype)
             raise
+        # Its size depends on the kernel; without one an LSTM seemed to take a third of what it does.
         if func is torch.ops.aten.mkldnn_rnn_layer.default:
             outputs = result[0]
             workspace = outputs.new_empty(_LSTM_BYTES * outputs.numel(), dtype=torch.uint8)
@@ -117,6 +118,7 @@ class Fakes:
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a fake tensor in the place of one that may lie anywhere, on the meta device too."""
+        # Others are made of several tensors, which PyTorch's own converter knows.
         is_plain = tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
         if not is_plain or is_traceable_wrapper_subclass(tensor):
             return cast("torch.Tensor", self._mode.from_tensor(tensor))
@@ -125,6 +127,7 @@ class Fakes:
         if key not in self._storages:
             self._kept.append(storage)
             self._storages[key] = torch.UntypedStorage(storage.nbytes(), device="meta")
+        # A view of the same storage, wherever the real one is a view of its own.
         bare = torch.empty(0, dtype=tensor.dtype, device="meta")
         bare.set_(self._storages[key], tensor.storage_offset(), tensor.size(), tensor.stride())
         fake: torch.Tensor = FakeTensor(self._mode, bare, _CPU)
@@ -143,6 +146,7 @@ def asked_for(error: BaseException) -> str | None:
         return str(error.func)
     if isinstance(error, UnsupportedFakeTensorException):
         return str(error.reason)
+    # Untyped, for it is raised before any operation is dispatched.
     if isinstance(error, RuntimeError | NotImplementedError | TypeError) and _OF_VALUES.search(str(error)):
         return str(error).partition("\n")[0]
     return None

@@ -75,6 +75,7 @@ class Estimate:
         return as_table("Estimate", self._facts())
 
     def _facts(self) -> Facts:
+        # What decides comes first; the parts are for the page.
         facts: Facts = {"fits": self.fits, "micro_batch": self.micro_batch}
         if self.accumulation_steps is not None:
             facts["accumulation_steps"] = self.accumulation_steps
@@ -84,6 +85,7 @@ class Estimate:
         return facts | {"device_memory": format_bytes(self.device_memory_bytes)}
 
     def _lines(self) -> Iterator[str]:
+        # The first line answers the question, as that of a check does.
         device, samples = format_bytes(self.device_memory_bytes), "sample" if self.micro_batch == 1 else "samples"
         if self.fits:
             yield f"FITS: micro-batches of {self.micro_batch} {samples} in {device}"
@@ -97,6 +99,7 @@ class Estimate:
             yield f"  accumulation steps    {self.accumulation_steps}"
         yield f"  memory saving         {self.memory_saving}"
         yield f"  peak of tensors       {format_bytes(self.peak_bytes)}"
+        # Said wherever the figure is read: it is no measurement, and looks like one.
         least, most = map(format_bytes, self.range_bytes)
         yield f"  a process may take    {least} to {most}: nothing was measured on the device"
         yield ""

@@ -167,6 +167,7 @@ def estimate(
     _checks.of_smallest_window(min_micro_batch, None if schedule is None else schedule.smallest)
     most = None if schedule is None else schedule.largest
     ceiling = min(n for n in (max_micro_batch, most, 2**20) if n is not None)
+    # Before anything is copied: what is no module has no parameters to look at.
     if not isinstance(model, nn.Module):
         trainable_parameters(model, ())  # which refuses it
     bare = getattr(model, "_orig_mod", model)  # what torch.compile wraps: it is run eagerly
@@ -183,11 +184,13 @@ def estimate(
         step = FakeStep(fakes, FakeSamples(fakes, examples, few, split), modules, functions, precision)
         smallest = min(max(smallest_micro_batch(modules), fewest), ceiling)
         limits = Limits(limit_bytes, headroom)
+        # As a run goes down them: the first on which the smallest micro-batch fits is the one that it would stand on.
         for rung in step.rungs(smallest, memory_saving):
             peaks = {smallest: step.peak(smallest, rung)}
             if fits := limits.allows(peaks[smallest].bytes, is_smallest=True):
                 break
         largest = _largest(step, rung, peaks, smallest, ceiling, limits) if fits else smallest
+    # Of a schedule the largest batch: smaller ones take no more of these.
     sizes = () if most is None or not fits else cut(most, largest, fewest)
     return Estimate(
         fits=fits,
@@ -217,6 +220,7 @@ def _parts(peaks: Mapping[int, Peak], size: int) -> EstimateParts:
     """Return what a peak consists of: what a sample adds is read off two sizes, the rest is what is left."""
     peak = peaks[size]
     other = max((one for one in peaks if one < size), default=None)
+    # Bounded by what all samples add, for a loss may cost more from some size on, and the rest would be below 0.
     each = (peak.bytes - peak.held) // size
     if other is not None:  # where the first samples take the least, the rest is nothing
         each = min(each, (peak.bytes - peaks[other].bytes) // (size - other))
@@ -232,6 +236,8 @@ def _parts(peaks: Mapping[int, Peak], size: int) -> EstimateParts:
 @contextmanager
 def _no_trace(modules: Sequence[nn.Module], functions: Any) -> Iterator[None]:
     """Put back, at its end, what the user's functions keep in lists and variables, and all random states."""
+    # Lists and objects that hold no tensor are not copied, so functions write to the user's own. Fake operations draw
+    # nothing, but Python and NumPy do within them.
     outside, state = Outside(modules, functions), randomness.get_state()
     try:
         yield
@@ -255,6 +261,7 @@ def _naming(model: nn.Module) -> Iterator[None]:
         )
         raise ArgumentError("model", type(model).__name__, accepted, cure) from error
     except Exception as error:
+        # The library's own wrappers, and the user's, may have put errors of their own around it.
         link: BaseException | None = error
         while link is not None and (operation := asked_for(link)) is None:
             link = link.__cause__ or link.__context__

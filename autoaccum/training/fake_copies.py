@@ -56,9 +56,11 @@ class FakeCopies:
             return self._of_optimizer(function)
         if isinstance(function, types.FunctionType):
             return self._of_plain_function(function, argument)
+        # Methods, partials and objects that can be called are copied with all that they hold.
         return self._copied(function, argument) if self._holds_tensors(function) else function
 
     def _holds_tensors(self, thing: object) -> bool:
+        # On the way their tensors are replaced, so that deepcopy allocates none of them.
         held = surroundings_of([thing])
         layers = {id(layer): layer for module in held.modules for layer in module.modules()}
         self._fake([*Attributes(layers.values()).tensors(), *held.tensors])
@@ -137,6 +139,7 @@ class FakeSamples:
         """Return so many samples, in memory of their own."""
         if not self._is_cut_as_fakes:
             return self._faked(self._cut(num_samples))
+        # Copied, for a slice would hold the memory of all that it was cut from.
         with self._fakes.within():
             return batches.to_device(self._cut(num_samples), torch.device("cpu"), copy=True)
 
@@ -150,5 +153,6 @@ class FakeSamples:
         return self._split(enough, 0, num_samples)
 
     def _faked(self, batch: Any) -> Any:
+        # Texts and numbers have no memory on a device: they go along as they are.
         leaves, spec = batches.flatten(batch)
         return spec.unflatten([self._fakes.of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])

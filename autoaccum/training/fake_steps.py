@@ -67,6 +67,7 @@ class FakeStep:
             precision: that forwards compute in.
         """
         self._fakes, self._samples = fakes, samples
+        # Modules first: what functions and the optimizer hold of them is then the same copies.
         copies = FakeCopies(fakes)
         self._modules = copies.of_modules(modules)
         self._model = self._modules[0]
@@ -118,6 +119,7 @@ class FakeStep:
             yield Rung(OFF, (), 0, 0)
         if mode == "off":
             return
+        # The forward of the copies, so that blocks are compared at this size whatever memory there is.
         found, named = candidates(self._modules), named_blocks(self._modules)
         blocks = {name: named[name] for names in found.values() for name in names}
         batch = self._samples.batch(size)
@@ -129,6 +131,7 @@ class FakeStep:
             if mode == "checkpoint":
                 yield Rung(OFF, (), 0, 0)
             return
+        # By the rule of a run: a rung between is worth it where it saves some, and the last one saves more.
         some = every_second(tape, chosen)
         is_between = (1 - WORTHWHILE) * most_held(tape) > some.held_bytes > (1 + WORTHWHILE) * chosen.held_bytes
         if is_between and mode == "auto":
@@ -142,6 +145,7 @@ class FakeStep:
         self._recomputing.blocks = [named[name] for name in rung.blocks]
         loss_of = self._recomputing.of_loss(self._loss_of) if rung.blocks else self._loss_of
         batch = self._samples.batch(size)
+        # A count of its own for each size: what an earlier one has left is counted when it is used, as on a device.
         memory = FakeMemory()
         with self._fakes.within():
             held = [memory.hold(tensors) for tensors in self._held()]
@@ -151,6 +155,7 @@ class FakeStep:
                 # The call of training itself, so that it takes the same.
                 torch.autograd.backward(loss)
                 del loss, batch
+            # Its copies may be the peak, where samples take little: no plan makes that smaller.
             self._step(memory)
         return Peak(memory.peak, *held)
 
