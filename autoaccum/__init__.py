@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from autoaccum.training.check_report import CheckReport as CheckReport
     from autoaccum.training.checking import check as check
     from autoaccum.training.converting import convert_batch_norm as convert_batch_norm
+    from autoaccum.training.estimate_report import Estimate as Estimate
+    from autoaccum.training.estimating import estimate as estimate
     from autoaccum.training.evaluating import evaluate as evaluate
     from autoaccum.training.fitting import fit as fit
     from autoaccum.training.loading import load_best as load_best
@@ -44,6 +46,7 @@ _HOMES = {
     "AutoaccumError": "errors",
     "AutoaccumWarning": "errors",
     "CheckReport": "training.check_report",
+    "Estimate": "training.estimate_report",
     "FitResult": "training.result",
     "Plan": "planning.plans",
     "ProbeReport": "training.probing",
@@ -52,6 +55,7 @@ _HOMES = {
     "Trainer": "training.trainer",
     "check": "training.checking",
     "convert_batch_norm": "training.converting",
+    "estimate": "training.estimating",
     "evaluate": "training.evaluating",
     "fit": "training.fitting",
     "load_best": "training.loading",

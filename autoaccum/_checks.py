@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from autoaccum._units import shown
+from autoaccum._units import parse_bytes, shown
 from autoaccum.errors import ArgumentError, ArgumentTypeError, ConflictingArgumentsError
 
 
@@ -195,6 +195,20 @@ def number_between(argument: str, value: object, low: float, high: float = math.
 def positive_number(argument: str, value: object) -> float:
     """Return a finite number above 0."""
     return number_between(argument, value, sys.float_info.min)
+
+
+def num_bytes(argument: str, value: object, accepted: str, least: int = 1) -> int:
+    """Return the bytes that an int, or a text such as "24GiB", stands for."""
+    # A share has nothing to be one of: there is no device whose memory it would be.
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise ArgumentTypeError(argument, value, accepted)
+    try:
+        found = parse_bytes(value)
+    except ValueError:
+        found = -1  # refused below, like a number that is too low: with one error for both
+    if found < least:
+        raise ArgumentError(argument, value, accepted)
+    return found
 
 
 def one_of(argument: str, value: object, choices: tuple[str, ...]) -> str:

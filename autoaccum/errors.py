@@ -10,6 +10,7 @@
     │   ├── ForeignOptimizerError             ... an optimizer that holds none of the model's parameters
     │   ├── UnknownDeviceError                ... a device that this machine does not have
     │   ├── NoHistoryError                    ... a run's directory without the record of one
+    │   ├── ValuesNeededError                 ... a model that needs values, of which an estimate has none: .operation
     │   └── ScheduleError                     ... a schedule's text that cannot be read: .position
     ├── DataError (ValueError)                data that cannot be cut into windows
     │   ├── EmptyDatasetError                 ... no sample in it
@@ -145,6 +146,15 @@ class NoHistoryError(ArgumentError):
         # As a text: it may be any path, and a repr would name its class.
         cure = "Pass the run_dir that was passed to fit, or the folder in which a RecordWriter wrote."
         super().__init__("run_dir", str(run_dir), f"a directory that holds {name}", cure)
+
+
+class ValuesNeededError(ArgumentError):
+    """A model that no estimate can be made of: ``operation`` depends on values, and is run without any."""
+
+    def __init__(self, model: object, operation: str) -> None:
+        self.operation = operation
+        accepted = f"a model whose step can be run without values, and {operation} depends on them"
+        super().__init__("model", type(model).__name__, accepted, "Measure it on the device, with autoaccum probe.")
 
 
 class ScheduleError(ArgumentError):
@@ -318,9 +328,8 @@ class Advice:
     """What to write, and where."""
 
     def __str__(self) -> str:
-        if self.needed_bytes is None:
-            verdict = "whether that is enough is not known"
-        else:
+        verdict = "whether that is enough is not known"
+        if self.needed_bytes is not None:
             verdict = f"{format_bytes(self.needed_bytes)} needed: {'fits' if self.fits else 'not enough'}"
         return f"{self.name}: saves {format_bytes(self.saves_bytes)}, {verdict} ({self.how})"
 
@@ -403,13 +412,7 @@ class OptimizerOutOfMemoryError(MemoryLimitError):
     # and state, for which there is no memory either; the last checkpoint is whole.
 
     def __init__(
-        self,
-        *,
-        optimizer: str,
-        step: int,
-        peak_bytes: int | None,
-        limit_bytes: int | None,
-        is_untouched: bool = False,
+        self, *, optimizer: str, step: int, peak_bytes: int | None, limit_bytes: int | None, is_untouched: bool = False
     ) -> None:
         self.step = step
         self.is_untouched = is_untouched
@@ -523,14 +526,11 @@ class AlreadyRunningError(AutoaccumError, RuntimeError):
 
     def __init__(self, refused: str, running: str, *, is_within: bool) -> None:
         self.running = running
-        where = "in another thread"
-        if is_within:
-            where = "which has called it (in a callback, a metric or a loss, say)"
-        cure = "Call it when the other has returned, or in a process of its own (autoaccum.sweep has jobs=...)."
+        where = "which has called it (in a callback, a metric or a loss, say)" if is_within else "in another thread"
         super().__init__(
             f"{refused} cannot begin while {running} goes on in this process, {where}. Both would draw from the same "
             f"random states, put them back and read the same memory, so that neither would train what it trains alone. "
-            f"{cure}"
+            "Call it when the other has returned, or in a process of its own (autoaccum.sweep has jobs=...)."
         )
 
 

@@ -35,9 +35,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from autoaccum._checks import number_between
-from autoaccum._units import parse_bytes
-from autoaccum.errors import ArgumentError, ArgumentTypeError
+from autoaccum._checks import num_bytes, number_between
+from autoaccum.errors import ArgumentError
 from autoaccum.memory.clock import ManualClock, using
 from autoaccum.memory.simulated import MemorySimulation, OutOfMemoryAt
 
@@ -64,18 +63,9 @@ def simulated_memory(limit_bytes: int | str) -> MemorySimulation:
     """
     # 0 bytes are accepted: on such a device the first operation fails, which is a case to test too.
     accepted = "a number of bytes, as an int or a text such as '64MiB'"
-    # A share has nothing to be one of: there is no device whose memory it would be.
-    if isinstance(limit_bytes, bool) or not isinstance(limit_bytes, int | str):
-        raise ArgumentTypeError("limit_bytes", limit_bytes, accepted)
-    try:
-        limit = parse_bytes(limit_bytes)
-    except ValueError:
-        limit = -1  # refused below, like a number that is below 0: with one error for both
-    if limit < 0:
-        raise ArgumentError("limit_bytes", limit_bytes, accepted)
     # Nothing happens before it is entered: tensors that are there already are counted when they are first used.
     # The simulation is the context itself, so that what it counted can still be asked for when it is over.
-    return MemorySimulation(limit)
+    return MemorySimulation(num_bytes("limit_bytes", limit_bytes, accepted, least=0))
 
 
 def oom_at(n: int | None) -> OutOfMemoryAt:

@@ -71,6 +71,7 @@ STAGES = [
     Stage(name="batch_norm", tables=("batch_norm",), quick=ONE_ROUND),
     Stage(name="checkpoints", tables=("checkpoints",), quick=ONE_ROUND),
     Stage(name="compiled", tables=("compiled",)),
+    Stage(name="estimates", tables=("estimates", "estimates_resident"), quick=("--quick",), peers=("transformers",)),
     Stage(name="fuzz_arguments", tables=("fuzz_arguments",), quick=("--calls", "100")),
     Stage(name="fuzz_checkpoints", tables=("fuzz_checkpoints",)),
     Stage(name="long_run", tables=("long_run",)),

@@ -49,6 +49,7 @@ DECLARED_ONCE = {
     "Trainer.__init__": "the same, made from training/options",
     "probe": "those of them that decide on a trial",
     "check": "those of them that decide on a gradient",
+    "estimate": "those of a probe, and the device",
     "Accumulator.__init__": "those of them that decide on a window",
     "sweep": "what is searched over, and what all trials are told",
 }

@@ -16,6 +16,7 @@ from pathlib import Path
 import autoaccum
 from autoaccum.sweeps.options import OF_SWEEP, PASSED_ON
 from autoaccum.training.declarations import Argument
+from autoaccum.training.estimating import OF_ESTIMATE
 from autoaccum.training.options import OF_ACCUMULATOR, OF_CHECK, OF_FIT, OF_PROBE
 
 PACKAGE = Path(autoaccum.__file__).parent
@@ -26,6 +27,7 @@ FUNCTIONS: list[tuple[str, str, Mapping[str, Argument], str]] = [
     ("training/trainer.py", "Trainer.__init__", OF_FIT, "FitArguments"),
     ("training/probing.py", "probe", OF_PROBE, "check"),
     ("training/checking.py", "check", OF_CHECK, "check_arguments"),
+    ("training/estimating.py", "estimate", OF_ESTIMATE, "check"),
     ("training/accumulator.py", "Accumulator.__init__", OF_ACCUMULATOR, "check"),
     ("sweeps/sweep.py", "sweep", OF_SWEEP, "SweepArguments"),
 ]

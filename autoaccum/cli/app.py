@@ -1,9 +1,9 @@
 """The command line: parse and dispatch.
 
-``check``, ``fit``, ``probe``, ``plan`` and ``sweep`` have no option of their own besides ``--json`` (and ``--trials``):
-the others are the arguments of the functions they call, as far as these can be written on a command line, and so
-cannot fall behind them. ``cache`` shows and clears what is kept of past runs; ``report`` makes a page of what runs have
-recorded.
+``check``, ``estimate``, ``fit``, ``probe``, ``plan`` and ``sweep`` have no option of their own besides ``--json`` (and
+``--trials``): the others are the arguments of the functions they call, as far as these can be written on a command
+line, and so cannot fall behind them. ``cache`` shows and clears what is kept of past runs; ``report`` makes a page of
+what runs have recorded.
 
 Exit codes: 0 done; 2 usage; 3 not even one sample fits; 4 stopped by a signal, with a checkpoint written; 130 by
 Ctrl-C where nothing is kept; 141 where nobody read on what was printed; 1 anything else, of ``check`` a gradient that
@@ -94,6 +94,8 @@ def _app() -> App:
     for name, text in {
         "check": "Measure whether windows that are cut have the gradient of whole ones: the first thing to run.\n\n"
         f"The exit code is 0 where they have, and 1 where they have not or it cannot be measured. {override}",
+        "estimate": "Estimate what fits on a device that is not at hand, without running anything.\n\n"
+        f"The exit code is 3 where not one sample fits. {override}",
         "fit": f"Train what RECIPE returns.\n\n{override}",
         "probe": f"Find the largest micro-batch that fits, without training.\n\n{override}",
         "plan": "Cut a window into micro-batches: arithmetic alone.",

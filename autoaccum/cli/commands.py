@@ -41,13 +41,17 @@ STUDY = "study.db"
 
 def __getattr__(name: str) -> Any:
     """Return a command whose options torch has to be imported for (PEP 562)."""
-    if name not in ("check", "fit", "probe", "sweep"):
+    if name not in ("check", "estimate", "fit", "probe", "sweep"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from autoaccum.training.options import OF_CHECK, OF_FIT, OF_PROBE
 
     # Made anew each time: a process runs one command, and tests call several.
     if name == "check":
         return options.command(_check, options.of_declared(OF_CHECK.values()))
+    if name == "estimate":
+        from autoaccum.training.estimating import OF_ESTIMATE
+
+        return options.command(_estimate, options.of_declared(OF_ESTIMATE.values()))
     if name == "fit":
         return options.command(_fit, options.of_declared(OF_FIT.values()))
     if name == "probe":
@@ -74,6 +78,24 @@ def _check(recipe: Recipe, /, *, settings: Settings = None, json: Json = False, 
     else:
         print(report)
     return 0 if report.passed else 1
+
+
+def _estimate(recipe: Recipe, /, *, settings: Settings = None, json: Json = False, **given: Any) -> int:
+    """Estimate what fits on a device that is not at hand; 3 where nothing does."""
+    from autoaccum.training.estimating import OF_ESTIMATE, estimate
+
+    with stdout_kept(json), opened(recipe, parameters_of(settings)) as arguments:
+        # Not left to estimate, whose TypeError would speak of Python and not of options.
+        if "device_memory" not in given:
+            cure = "Pass --device-memory: no other argument says which device is meant."
+            raise ArgumentError("device_memory", None, "bytes, or a text such as 24GiB", cure)
+        shared = {name: value for name, value in arguments.items() if name in OF_ESTIMATE}
+        report = estimate(**{**shared, "batch": _data_of(arguments), **given})
+    if json:
+        print_json(dataclasses.asdict(report) | {"range_bytes": report.range_bytes})
+    else:
+        print(report)
+    return 0 if report.fits else 3
 
 
 def _data_of(arguments: Mapping[str, Any]) -> Any:

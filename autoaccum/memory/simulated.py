@@ -35,6 +35,9 @@ class MemorySimulation(TorchDispatchMode):
         retries: times that the allocator had to try again; always 0 unless you raise it, as if memory had got short.
     """
 
+    _counts = "cpu"  # the type of the device whose storages are counted
+    _block_bytes = 1  # of which an allocation is a multiple
+
     def __init__(self, limit: int) -> None:
         super().__init__()
         self.limit = limit
@@ -81,11 +84,11 @@ class MemorySimulation(TorchDispatchMode):
 
     def _growth(self, values: Iterable[object]) -> tuple[int, list[tuple[torch.UntypedStorage, int]]]:
         """Return the bytes by which the storages of ``values`` outgrow what is counted, in all and each."""
-        storages = {id(storage): storage for storage in _storages(values)}
+        storages = {id(storage): storage for storage in _storages(values, self._counts)}
         grown = []
         for key, storage in storages.items():
             # Below 0 where ``resize_`` has made a storage smaller.
-            delta = storage.nbytes() - self._counted.get(key, 0)
+            delta = self._rounded(storage.nbytes()) - self._counted.get(key, 0)
             if delta:
                 grown.append((storage, delta))
         return sum(delta for _, delta in grown), grown
@@ -100,6 +103,10 @@ class MemorySimulation(TorchDispatchMode):
             self._counted[key] = self._counted.get(key, 0) + delta
         self.used += more_bytes
         self.peak = max(self.peak, self.used)
+
+    def _rounded(self, num_bytes: int) -> int:
+        """Return the bytes of the blocks that an allocation of so many takes."""
+        return -(-num_bytes // self._block_bytes) * self._block_bytes
 
     def _forget(self, key: int) -> None:
         self.used -= self._counted.pop(key)
@@ -218,32 +225,32 @@ def _written_lists(func: Any) -> tuple[tuple[int, str], ...]:
     return tuple((i, a.name) for i, a in found if a.alias_info is not None and a.alias_info.is_write)
 
 
-def _storages(values: Iterable[object]) -> Iterator[torch.UntypedStorage]:
-    """Yield the CPU storages of all tensors in nested lists and tuples, empty ones left out."""
+def _storages(values: Iterable[object], kind: str) -> Iterator[torch.UntypedStorage]:
+    """Yield the storages on a kind of device of all tensors in nested lists and tuples, empty ones left out."""
     # Operators take and return nothing but lists and tuples, and this runs for each operator: no general pytree.
     for value in values:
         if isinstance(value, list | tuple):
-            yield from _storages(value)
+            yield from _storages(value, kind)
         elif isinstance(value, torch.Tensor):
-            yield from _storages_of(value)
+            yield from _storages_of(value, kind)
 
 
-def _storages_of(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
+def _storages_of(tensor: torch.Tensor, kind: str) -> Iterator[torch.UntypedStorage]:
     """Yield the storages that one tensor is made of: several for sparse layouts and for wrappers of other tensors."""
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
-        yield from _storages([getattr(tensor, name) for name in names])
+        yield from _storages([getattr(tensor, name) for name in names], kind)
     elif tensor.layout == torch.sparse_coo:
-        yield from _storages((tensor._indices(), tensor._values()))
+        yield from _storages((tensor._indices(), tensor._values()), kind)
     elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        yield from _storages((tensor.crow_indices(), tensor.col_indices(), tensor.values()))
+        yield from _storages((tensor.crow_indices(), tensor.col_indices(), tensor.values()), kind)
     elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        yield from _storages((tensor.ccol_indices(), tensor.row_indices(), tensor.values()))
+        yield from _storages((tensor.ccol_indices(), tensor.row_indices(), tensor.values()), kind)
     else:
         try:
             storage = tensor.untyped_storage()
         except (NotImplementedError, RuntimeError):
             return  # an opaque layout (oneDNN's), or a wrapper without a storage: what it holds cannot be asked for
         # The storage's device and not the tensor's: a fake tensor says "cpu" and holds nothing.
-        if storage.device.type == "cpu" and storage.nbytes() > 0:
+        if storage.device.type == kind and storage.nbytes() > 0:
             yield storage

@@ -58,6 +58,51 @@ def test_probe_ignores_what_only_fit_takes(tiny: Callable[..., str], capsys: pyt
     assert json.loads(capsys.readouterr().out)["plan"]["sizes"] == [3, 3]
 
 
+# Estimate.
+
+
+def test_estimate_prints_what_fits(tiny: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = tiny(
+        "'model': nn.Sequential(nn.Linear(4, 1024), nn.Linear(1024, 1)), 'effective_batch': 6000, 'epochs': 3,"
+    )
+    assert main(["estimate", recipe, "--device-memory", "1MiB"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert main(["estimate", recipe, "--device-memory", "1MiB", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["fits"] is True
+    assert report["device_memory_bytes"] == 2**20
+    assert 0.9 * 0.95 * 2**20 < report["peak_bytes"] <= 0.95 * 2**20
+    assert report["accumulation_steps"] == -(-6000 // report["micro_batch"])
+    assert report["parts"].keys() == {
+        "parameters", "gradients", "optimizer", "activations_per_sample", "working"
+    }  # fmt: skip
+    assert report["range_bytes"][0] <= report["peak_bytes"] < report["range_bytes"][1]
+    assert lines[0] == f"FITS: micro-batches of {report['micro_batch']} samples in 1.00 MiB"
+
+
+def test_estimate_ends_with_3_where_nothing_fits(tiny: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main(
+            [
+                "estimate",
+                tiny("'model': nn.Sequential(nn.Linear(4, 1024), nn.Linear(1024, 1)),"),
+                "--device-memory",
+                "4KiB",
+            ]
+        )
+        == 3
+    )
+    assert capsys.readouterr().out.startswith("DOES NOT FIT: 1 sample would take ")
+
+
+@pytest.mark.parametrize("given", [(), ("--device-memory", "much")])
+def test_estimate_wants_to_know_the_device(
+    given: tuple[str, ...], tiny: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["estimate", tiny(), *given]) == 2
+    assert capsys.readouterr().err.startswith("error: device_memory=")
+
+
 # Check.
 
 

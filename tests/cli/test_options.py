@@ -10,6 +10,7 @@ import pytest
 
 from autoaccum.cli.app import main
 from autoaccum.training.checking import check
+from autoaccum.training.estimating import estimate
 from autoaccum.training.fitting import fit
 from autoaccum.training.probing import probe
 from autoaccum.training.trainer import Trainer
@@ -33,7 +34,8 @@ def scalar_parameters(function: Callable[..., Any]) -> dict[str, inspect.Paramet
 
 
 @pytest.mark.parametrize(
-    ("command", "function", "fewest"), [("fit", Trainer, 18), ("probe", probe, 6), ("check", check, 2)]
+    ("command", "function", "fewest"),
+    [("fit", Trainer, 18), ("probe", probe, 6), ("check", check, 2), ("estimate", estimate, 7)],
 )
 def test_every_scalar_parameter_is_an_option_with_its_default_and_its_docstring(
     command: str, function: Callable[..., Any], fewest: int, capsys: pytest.CaptureFixture[str]

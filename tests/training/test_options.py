@@ -25,6 +25,7 @@ from autoaccum.planning.schedules import Constant, schedule_of
 from autoaccum.sweeps.options import CHECKS as CHECKS_OF_SWEEP
 from autoaccum.sweeps.options import OF_SWEEP
 from autoaccum.training.declarations import Argument
+from autoaccum.training.estimating import OF_ESTIMATE
 from autoaccum.training.options import CHECKS, OF_ACCUMULATOR, OF_CHECK, OF_FIT, OF_PROBE, FitArguments
 from tests import write_signatures
 
@@ -35,6 +36,7 @@ CALLS: list[tuple[Callable[..., Any], dict[str, Argument]]] = [
     (autoaccum.probe, OF_PROBE),
     (autoaccum.Accumulator, OF_ACCUMULATOR),
     (autoaccum.check, OF_CHECK),
+    (autoaccum.estimate, OF_ESTIMATE),
     (autoaccum.sweep, OF_SWEEP),
 ]
 
@@ -73,7 +75,9 @@ def test_help_shows_every_text(function: Callable[..., Any], declared: dict[str,
         assert f"{argument.name}: {argument.text}" in shown
 
 
-@pytest.mark.parametrize("function", [autoaccum.fit, autoaccum.Trainer, autoaccum.probe, autoaccum.check])
+@pytest.mark.parametrize(
+    "function", [autoaccum.fit, autoaccum.Trainer, autoaccum.probe, autoaccum.check, autoaccum.estimate]
+)
 def test_the_types_in_signatures_are_known_where_they_stand(function: Callable[..., Any]) -> None:
     declared = dict(CALLS)[function]
     for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
@@ -88,6 +92,7 @@ MISTAKES = {
     "Trainer(model, data, effective_batch=8, step=3)": 'Unexpected keyword argument "step" for "Trainer"',
     "probe(model, data, micro_batch=3)": 'Unexpected keyword argument "micro_batch" for "probe"',
     "check(model, data, lr=3)": 'Unexpected keyword argument "lr" for "check"',
+    "estimate(model, data)": 'Missing named argument "device_memory" for "estimate"',
     "Accumulator(model)": 'Missing positional argument "optimizer" in call to "Accumulator"',
     'sweep("a.py", lr=(1e-4, 1e-2), clip_nrm=1.0)': 'Unexpected keyword argument "clip_nrm" for "sweep"',
     'sweep("a.py", lr=(1e-4, 1e-2), clip_norm="1")': 'Argument "clip_norm" to "sweep" has incompatible type "str"',
@@ -108,7 +113,7 @@ def test_type_checkers_find_misspelt_missing_and_wrongly_typed_arguments(tmp_pat
     (tmp_path / "mypy.ini").write_text(
         f"[mypy]\nstrict = True\nfollow_imports = silent\nmypy_path = {ROOT}\n[mypy-{others}]\nfollow_imports = skip\n"
     )
-    head = "from pathlib import Path\nfrom typing import Any\nfrom autoaccum import Accumulator, Trainer, check, fit, probe, sweep\nmodel: Any\ndata: Any\n"
+    head = "from pathlib import Path\nfrom typing import Any\nfrom autoaccum import Accumulator, Trainer, check, estimate, fit, probe, sweep\nmodel: Any\ndata: Any\n"
     lines = [*MISTAKES, *FINE]
     (tmp_path / "calls.py").write_text(head + "\n".join(lines) + "\n")
     run = subprocess.run(
