@@ -11,12 +11,11 @@ from autoaccum.errors import AutoaccumWarning, NothingFitsError
 from autoaccum.memory.devices import memory_of
 from autoaccum.memory.oom import RanOut
 
-
 SAME = "with the same results"
 """What is said of an evaluation in pieces where its loss is one of the whole batch, however it is run."""
 MEANS = (
-    "with the same outputs, and the same loss where it is a mean over samples or what they count; one that compares the "
-    "samples of a batch is another one in pieces"
+    "with the same outputs, and the same loss where it is a mean over samples or what they count; one that compares "
+    "the samples of a batch is another one in pieces"
 )
 """What is said where nobody knows which loss it is."""
 

@@ -115,7 +115,8 @@ def answering(name: str) -> Callable[[F], F]:
                     raise ArgumentTypeError(argument, kwargs[argument], f"an argument that {name} has", cure)
             # As elsewhere one writes fit(model, inputs, targets).
             if len(args) > len(positional):
-                cure = "Name it; inputs and targets are one argument, data=(inputs, targets)." if "data" in positional else ""
+                takes_data = "data" in positional
+                cure = "Name it; inputs and targets are one argument, data=(inputs, targets)." if takes_data else ""
                 given = f"a {type(args[len(positional)]).__name__}"
                 accepted = f"no more than {', '.join(positional)} without a name"
                 raise ArgumentTypeError(f"argument {len(positional) + 1} of {name}", given, accepted, cure)
@@ -164,6 +165,9 @@ def _cure(argument: str, name: str, parameters: list[str]) -> str:
         # An Accumulator has no effective batch, say: whoever passed it next would be told so.
         meant = re.match(r"Pass (\w+)[,.;=(]", cure)
         is_here = meant is None or meant[1] in parameters
+        # Arithmetic, which finds out nothing.
+        if name == "plan":
+            return "Pass effective_batch, the samples of a step, and max_micro_batch, those that fit at once."
         # What fits is found out there as in training, and is bounded likewise.
         if name in _PASSES and meant is not None and meant[1] == "effective_batch":
             return "What fits at once is found out; max_micro_batch bounds it."
@@ -198,3 +202,4 @@ def _answer_to(thing: object) -> str:
 
 plan = answering("plan")(plans.plan)
 """The plan of an effective batch, as ``planning.plans`` has it, for those who call its arguments otherwise too."""
+plan.__module__ = __name__  # pickled by the name that it is found by

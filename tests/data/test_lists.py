@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from torch import ones, tensor
+from torch import nn, ones, tensor
 from torch.nn.functional import cross_entropy
 
 import autoaccum
@@ -131,15 +131,18 @@ class TestIterables:
         ],
     )
     def test_a_vector_alone_may_be_either(self, entry: Any) -> None:
-        with pytest.raises(DataError, match=r"^train: it yields vectors of 8 numbers, .* Pass list\(train\).*splits.tensors"):
+        with pytest.raises(
+            DataError, match=r"^train: it yields vectors of 8 numbers, .* Pass list\(train\).*splits.tensors"
+        ):
             refuse_sample(entry, "train")
 
     def test_a_run_over_vectors_says_so_and_reads_a_list_of_them(self) -> None:
         vectors = [ones(4) * index for index in range(6)]
         options: Any = {"training_step": lambda model, x: model(x).square().mean(), "progress": False, "cache": False}
         with pytest.raises(DataError, match="it yields vectors of 4 numbers"):
-            autoaccum.fit(torch.nn.Linear(4, 1), iter(vectors), effective_batch=3, **options)
-        result = autoaccum.fit(torch.nn.Linear(4, 1), vectors, effective_batch=3, **options)
+            autoaccum.fit(nn.Linear(4, 1), iter(vectors), effective_batch=3, **options)
+        with pytest.warns(autoaccum.AutoaccumWarning, match="read as a dataset"):
+            result = autoaccum.fit(nn.Linear(4, 1), vectors, effective_batch=3, **options)
         assert result.num_samples == 6
 
     def test_a_run_over_samples_says_so_before_a_step(self) -> None:

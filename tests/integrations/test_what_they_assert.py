@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +86,11 @@ class TestTransformers:
                 return batches, items
 
         args = arguments(
-            tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=5, max_steps=-1, num_train_epochs=epochs
+            tmp_path,
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=5,
+            max_steps=-1,
+            num_train_epochs=epochs,
         )
         trainer = train(Counting, made(gpt2), args, texts(samples)).trainer
         assert len(fetched) == len(trainer.get_train_dataloader()) * epochs == trainer.state.global_step
@@ -256,7 +259,6 @@ class TestLightning:
 
     def test_the_short_window_at_the_end_is_stepped_on_and_early_stopping_counts_epochs(self) -> None:
         found = []
-        make: Callable[..., Any]
         for callbacks, batch in (((), 25), ((AutoAccum(25, micro_batch=4),), 5)):
             watch, stopping = Watch(), EarlyStopping("train_loss_epoch", patience=1, min_delta=1.0)
             trainer = trainer_of([*callbacks, watch, stopping], max_steps=-1, max_epochs=9)
