@@ -6,6 +6,7 @@ holds it against ours, on small models from configs.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 from pathlib import Path
@@ -26,7 +27,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from transformers import Trainer
 
 import autoaccum
-from autoaccum.errors import ArgumentTypeError, MemoryLimitError
+from autoaccum.errors import ArgumentTypeError, AutoaccumWarning, MemoryLimitError
 from autoaccum.events import OutOfMemory
 from autoaccum.integrations.lightning import AutoAccum
 from autoaccum.integrations.transformers import AutoAccumTrainer
@@ -220,8 +221,9 @@ class TestLightning:
         callback = AutoAccum(48)
         trainer = trainer_of([callback], max_steps=5, default_root_dir=tmp_path, limit_val_batches=3)
         before = {name: getattr(trainer, name) for name in names} | {"callbacks": list(trainer.callbacks)}
-        with simulated_memory("13KiB"):
-            trainer.fit(module_of(Classifier), DataLoader(data_of(Classifier), batch_size=4))
+        data, module = data_of(Classifier), module_of(Classifier)
+        with simulated_memory("20KiB"):
+            trainer.fit(module, DataLoader(data, batch_size=4))
         assert len(callback.micro_batches) > 1
         assert {name: getattr(trainer, name) for name in names} | {"callbacks": list(trainer.callbacks)} == before
         assert list(tmp_path.iterdir()) == []
@@ -245,12 +247,15 @@ class TestLightning:
                 return self.net(batch[0])
 
         data, module = data_of(Passing, samples=256), module_of(Passing)
-        found = []
-        for callbacks, memory in (((), "1GiB"), ((AutoAccum(),), "30KiB")):
+        found: list[Any] = []
+        limit = 2**30
+        for callbacks in ((), (AutoAccum(),)):
             trainer = trainer_of(callbacks)
-            with simulated_memory(memory):
+            expects = pytest.warns(AutoaccumWarning, match="64 at a time") if callbacks else contextlib.nullcontext()
+            with simulated_memory(limit) as device, expects:
                 found.append(getattr(trainer, name)(module, DataLoader(data, batch_size=128)))
             assert (trainer.global_step, trainer.current_epoch) == (0, 0)
+            limit = device.peak - 1
             gc.collect()
         if name == "predict":
             torch.testing.assert_close(torch.cat(found[1]), torch.cat(found[0]))
