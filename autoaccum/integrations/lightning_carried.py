@@ -99,14 +99,14 @@ class _Place(NamedTuple):
     """The dict or list that holds it, or that holds the tuple which it is in."""
     key: Any
     value: torch.Tensor
-    index: int | None = None
+    within: int | None = None
     """Within a tuple."""
 
     def now(self) -> Any:
         """Return what lies there; None where there is nothing any more."""
         try:
             held = self.owner[self.key]
-            return held if self.index is None else held[self.index]
+            return held if self.within is None else held[self.within]
         except (LookupError, TypeError):
             return None
 
@@ -120,11 +120,11 @@ class _Place(NamedTuple):
 
     def put(self, tensor: torch.Tensor) -> None:
         """Put a tensor there."""
-        if self.index is None:
+        if self.within is None:
             self.owner[self.key] = tensor
         else:
             parts = list(self.owner[self.key])
-            parts[self.index] = tensor
+            parts[self.within] = tensor
             self.owner[self.key] = tuple(parts)
 
 

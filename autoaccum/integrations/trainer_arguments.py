@@ -79,6 +79,9 @@ def refuse(trainer: Any, step: Any) -> None:
     if args.n_gpu > 1:
         cure = "Start one process for each, torchrun --nproc-per-node, or show it one by CUDA_VISIBLE_DEVICES."
         raise ArgumentError("n_gpu", args.n_gpu, "one device in one process", cure)
+    if args.accelerator_config.dispatch_batches:
+        cure = "One process would read for all, and place whole windows: leave it out, each rank reads its own."
+        raise ArgumentError("dispatch_batches", True, "None or False", cure)
     # Each cuts the model, or its steps, in a way of its own: what is in .grad is not the gradient of its parameters.
     taken = {
         "deepspeed": trainer.is_deepspeed_enabled,

@@ -169,10 +169,14 @@ def showing(
     def loss_of(model: Any, batch: Any) -> Any:
         return function(model, batch)
 
-    def loss_by(model: Any, batch: Any, found: Any) -> Any:
-        return function(model, batch, partial(given, found))  # type: ignore[arg-type]
+    shown: Any = loss_of
+    if given is not None:
+        within = given
 
-    shown: Any = loss_of if given is None else loss_by
+        def loss_by(model: Any, batch: Any, found: Any) -> Any:
+            return function(model, batch, partial(within, found))
+
+        shown = loss_by
     # What a function holds is looked for where its user would have put it: an object of this package shows nothing.
     shown.modules = tuple(modules)
     return cast(Callable[..., Any], shown)

@@ -69,6 +69,7 @@ def test_what_cannot_be_run_as_a_window_is_refused(tmp_path: Path) -> None:
     for argument, kind, args, options in (
         ("optim", AutoAccumTrainer, {"optim": "galore_adamw_layerwise"}, {}),
         ("trainer", Generating, {}, {}),
+        ("dispatch_batches", AutoAccumTrainer, {"accelerator_config": {"dispatch_batches": True}}, {}),
         ("effective_batch", AutoAccumTrainer, {}, {"effective_batch": 0}),
     ):
         with pytest.raises(ArgumentError) as refused:
