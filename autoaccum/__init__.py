@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from autoaccum.errors import StopTraining as StopTraining
     from autoaccum.events import StepReport as StepReport
     from autoaccum.planning.plans import Plan as Plan
-    from autoaccum.planning.plans import plan as plan
     from autoaccum.sweeps.sweep import sweep as sweep
     from autoaccum.training.accumulator import Accumulator as Accumulator
     from autoaccum.training.check_report import CheckReport as CheckReport
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
     from autoaccum.training.probing import ProbeReport as ProbeReport
     from autoaccum.training.probing import probe as probe
     from autoaccum.training.result import FitResult as FitResult
+    from autoaccum.training.synonyms import plan as plan
     from autoaccum.training.trainer import Trainer as Trainer
 
 _HOMES = {
@@ -60,7 +60,7 @@ _HOMES = {
     "fit": "training.fitting",
     "load_best": "training.loading",
     "moe_balancing": "training.mixture_of_experts",
-    "plan": "planning.plans",
+    "plan": "training.synonyms",
     "predict": "training.predicting",
     "probe": "training.probing",
     "sweep": "sweeps.sweep",

@@ -33,7 +33,7 @@ def test_the_graph_is_not_empty() -> None:
 @pytest.mark.parametrize(
     ("source", "expected"),
     [
-        ("from autoaccum import plan", {"planning", "planning.plans"}),
+        ("from autoaccum import Plan", {"planning", "planning.plans"}),
         ("from autoaccum import memory", {"memory"}),
         ("from autoaccum.memory.devices import memory_of", {"memory", "memory.devices"}),
         ("import autoaccum.data.base as base", {"data", "data.base"}),

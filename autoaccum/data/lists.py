@@ -90,11 +90,21 @@ def notice(argument: str) -> Notice:
 
 
 def refuse_sample(entry: Any, argument: str) -> None:
-    """Raise where what should be a batch can only be a sample: a vector or an image, and the label beside it.
+    """Raise where what should be a batch can only be a sample, or is a vector alone, which may be either.
+
+    A sample is a vector or an image with a label beside it, or a text's words by the name that models have for them.
 
     Raises:
         DataError: it is one.
     """
+    # As batches of numbers, vectors have several parts: users, items and ratings. One alone is seldom that.
+    vector = _vector_in(entry)
+    if vector is not None:
+        raise DataError(
+            f"{argument}: it yields vectors of {len(vector)} numbers, and each may be a sample, or a batch of as many "
+            f"samples. Pass list({argument}), which is read as a dataset, if each is a sample, or an IterableDataset "
+            f"where it is too long; if each is a batch, split=autoaccum.splits.tensors beside it."
+        )
     parts = list(entry.values()) if isinstance(entry, Mapping) else entry
     if not isinstance(parts, list | tuple) or batches.is_leaf(entry):
         return
@@ -113,6 +123,25 @@ def refuse_sample(entry: Any, argument: str) -> None:
             f"yield batches. Pass list({argument}), which is read as a dataset, or an IterableDataset where it is too "
             f"long; if these are batches, split=autoaccum.splits.tensors beside it."
         )
+
+
+_WORDS = "input_ids"
+"""What a text's words are called in all of transformers, where a batch of them has two dimensions."""
+
+
+def _vector_in(entry: Any) -> Any:
+    """Return the vector that an entry is, or is made of alone; or the words of one text. None where it is neither."""
+    if isinstance(entry, Mapping):
+        only = next(iter(entry.values())) if len(entry) == 1 else entry.get(_WORDS)
+    elif isinstance(entry, list | tuple) and len(entry) == 1:
+        only = entry[0]
+    else:
+        only = entry
+    if isinstance(only, torch.Tensor | np.ndarray):
+        is_vector = only.ndim == 1 and getattr(getattr(only, "dtype", None), "kind", "f") in "biufc"
+    else:  # lists of texts are batches of them
+        is_vector = isinstance(only, list) and bool(only) and all(isinstance(one, int | float) for one in only)
+    return only if is_vector else None
 
 
 def _is_whole(number: Any) -> bool:

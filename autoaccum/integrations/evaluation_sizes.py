@@ -11,8 +11,16 @@ from autoaccum.errors import AutoaccumWarning, NothingFitsError
 from autoaccum.memory.devices import memory_of
 from autoaccum.memory.oom import RanOut
 
+SAME = "with the same results"
+"""What is said of an evaluation in pieces where its loss is one of the whole batch, however it is run."""
+MEANS = (
+    "with the same outputs, and the same loss where it is a mean over samples or what they count; one that compares "
+    "the samples of a batch is another one in pieces"
+)
+"""What is said where nobody knows which loss it is."""
 
-def smaller(tried: int, outcome: RanOut, phase: str, device: torch.device, cure: str) -> int:
+
+def smaller(tried: int, outcome: RanOut, phase: str, device: torch.device, cure: str, results: str = MEANS) -> int:
     """Return how many samples to run at once after so many have run out of memory: half of them; say so.
 
     Args:
@@ -21,6 +29,7 @@ def smaller(tried: int, outcome: RanOut, phase: str, device: torch.device, cure:
         phase: in which, as an error calls it.
         device: where they were run, which is given back what the allocator keeps.
         cure: how a user begins with fewer; "{size}" stands for the size that is returned.
+        results: what becomes of the results.
 
     Raises:
         NothingFitsError: it was a single one.
@@ -35,7 +44,7 @@ def smaller(tried: int, outcome: RanOut, phase: str, device: torch.device, cure:
     memory_of(device).release()
     warnings.warn(
         f"Memory ran out in an evaluation of {tried} samples at once. They are evaluated {size} at a time from here "
-        f"on, with the same results; training goes on as it did. {cure.format(size=size)}",
+        f"on, {results}; training goes on as it did. {cure.format(size=size)}",
         AutoaccumWarning,
         stacklevel=3,
     )

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import copy
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 
 from autoaccum import _checks
-from autoaccum.errors import ArgumentError, ConflictingArgumentsError
+from autoaccum.errors import ArgumentError, ArgumentTypeError, ConflictingArgumentsError
+from autoaccum.training.options import OF_ACCUMULATOR
+from autoaccum.training.synonyms import elsewhere
 
 OPTIONS = (
-    *("micro_batch", "max_micro_batch", "min_micro_batch", "memory_limit", "headroom", "patience", "state"),
-    *("batch_norm", "verify", "strict", "compression", "split", "batch_dim", "loss_scope", "embed", "loss_fn"),
+    *("micro_batch", "max_micro_batch", "min_micro_batch", "memory_limit", "headroom", "memory_saving"),
+    *("patience", "state", "batch_norm", "verify", "strict", "compression", "split", "batch_dim"),
+    *("loss_scope", "embed", "loss_fn"),
 )
 """Arguments of ``Accumulator`` that a trainer takes beside its own: the others are said by TrainingArguments."""
 _USUAL_BATCH = 8
@@ -26,6 +31,31 @@ _STEPS_INSIDE = ("lomo", "layerwise")
 def options_in(keywords: dict[str, Any]) -> dict[str, Any]:
     """Take the arguments of ``Accumulator`` out of those of a trainer, and return them."""
     return {name: keywords.pop(name) for name in OPTIONS if name in keywords}
+
+
+def refuse_unknown(init: Callable[..., Any], keywords: Mapping[str, Any]) -> None:
+    """Refuse arguments by names that a trainer does not have, where it is known what to do.
+
+    Args:
+        init: what makes the trainer.
+        keywords: its arguments by name.
+
+    Raises:
+        ArgumentTypeError: one is the training arguments', or is called otherwise here.
+    """
+    known = inspect.signature(init).parameters
+    # What the user's own class takes by any name is its matter.
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
+        return
+    for name in keywords.keys() - known.keys():
+        cure = elsewhere(name)
+        if hasattr(TrainingArguments, name) or name in TrainingArguments.__dataclass_fields__:
+            cure = f"It is one of the training arguments: args=TrainingArguments(..., {name}=...)."
+        elif name in OF_ACCUMULATOR:
+            cure = "The trainer says it, and an Accumulator is made with that."
+        elif not cure.startswith("Pass effective_batch"):  # the answers are those of fit
+            continue
+        raise ArgumentTypeError(name, keywords[name], "an argument of the trainer, or one of a window", cure)
 
 
 def refuse(trainer: Any, step: Any) -> None:
@@ -49,6 +79,9 @@ def refuse(trainer: Any, step: Any) -> None:
     if args.n_gpu > 1:
         cure = "Start one process for each, torchrun --nproc-per-node, or show it one by CUDA_VISIBLE_DEVICES."
         raise ArgumentError("n_gpu", args.n_gpu, "one device in one process", cure)
+    if args.accelerator_config.dispatch_batches:
+        cure = "One process would read for all, and place whole windows: leave it out, each rank reads its own."
+        raise ArgumentError("dispatch_batches", True, "None or False", cure)
     # Each cuts the model, or its steps, in a way of its own: what is in .grad is not the gradient of its parameters.
     taken = {
         "deepspeed": trainer.is_deepspeed_enabled,

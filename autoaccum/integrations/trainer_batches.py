@@ -88,8 +88,22 @@ class InHalves:
         return {"entropy": chosen + rejected, "logits/rejected": rejected, **of_chosen}
 
 
+class Unpaired(AsTheyAre):
+    """Batches of KTO: answers each of which was liked or not."""
+
+    def weights(self, batch: Any) -> Mapping[str, int]:
+        """Return how many answers, or how many words of them, notes are over."""
+        words, is_chosen = batch["completion_mask"][:, 1:], batch["label"].bool()  # the first one is never predicted
+        found = {"entropy": int(words.sum())}
+        for name, those in (("chosen", is_chosen), ("rejected", ~is_chosen)):
+            found |= dict.fromkeys((f"rewards/{name}", f"logps/{name}"), int(those.sum()))
+            found[f"logits/{name}"] = int(words[those].sum())
+        return found
+
+
+# Trainers of TRL, by name, for TRL may not be installed.
 _IN_HALVES = ("DPOTrainer", "RewardTrainer")
-"""Trainers of TRL whose batches are such; by name, for TRL may not be installed."""
+KTO = ("KTOTrainer",)
 
 
 def layout_of(trainer: Any) -> Layout:
@@ -97,9 +111,11 @@ def layout_of(trainer: Any) -> Layout:
     options = trainer.window_options
     # As the accumulator does, of the same options: an evaluation is cut as windows are.
     split = split_of(options.get("split"), options.get("batch_dim", 0), None, None)
-    return InHalves(split) if is_one_of(trainer, _IN_HALVES) else AsTheyAre(split)
+    if is_one_of(type(trainer), _IN_HALVES):
+        return InHalves(split)
+    return (Unpaired if is_one_of(type(trainer), KTO) else AsTheyAre)(split)
 
 
-def is_one_of(trainer: Any, names: tuple[str, ...]) -> bool:
-    """Return whether a trainer is of a class with one of these names, or made after it."""
-    return any(base.__name__ in names for base in type(trainer).__mro__)
+def is_one_of(kind: type, names: tuple[str, ...]) -> bool:
+    """Return whether a class has one of these names, or was made after one that has."""
+    return any(base.__name__ in names for base in kind.__mro__)

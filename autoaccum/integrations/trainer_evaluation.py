@@ -8,13 +8,15 @@ from typing import Any
 
 from transformers.trainer_pt_utils import nested_concat
 
-from autoaccum.integrations.evaluation_sizes import smaller
+from autoaccum.integrations.evaluation_sizes import MEANS, SAME, smaller
 from autoaccum.integrations.trainer_batches import Layout
-from autoaccum.integrations.trainer_loss import EXTREMES, TOKENS_SEEN, Logged, logging_of, weight
+from autoaccum.integrations.trainer_loss import EXTREMES, TOKENS_SEEN, Logged, logging_of, weight, with_margins
 from autoaccum.memory.oom import RanOut, attempt
 
 Predicted = tuple[Any, Any, Any]
 """The loss of a batch, its logits and its labels, as a trainer's ``prediction_step`` returns them; each may be None."""
+OfPieces = Callable[[list[Any], Callable[[Any], Predicted]], Callable[[Any], Predicted]]
+"""(pieces, step) -> a step for each of them."""
 
 
 class Evaluation:
@@ -32,6 +34,7 @@ class Evaluation:
         batch: Any,
         step: Callable[[Any], Predicted],
         loss_of_pieces: Callable[[list[Any]], Any] | None = None,
+        step_of_pieces: OfPieces | None = None,
     ) -> Predicted:
         """Return what a prediction step returns for a batch, in as many pieces as it takes.
 
@@ -39,22 +42,25 @@ class Evaluation:
             batch: of the loader.
             step: the trainer's own, on a batch.
             loss_of_pieces: the loss of a batch that was cut, where that is no mean over its pieces.
+            step_of_pieces: (pieces, step) -> the step on each of them, where it goes by what all of them have.
 
         Raises:
             NothingFitsError: not even one sample fits.
         """
+        is_of_batch = loss_of_pieces is not None or step_of_pieces is not None
+        results = SAME if is_of_batch else MEANS
         # As long as all fits nothing is cut, and nothing has to be known of how it could be.
         if self.micro_batch is None:
             outcome = attempt(partial(self._whole, batch, step))
             if not isinstance(outcome, RanOut):
                 return outcome
-            self._shrink(self._layout.count(self._layout.rows(batch)), outcome)
+            self._shrink(self._layout.count(self._layout.rows(batch)), outcome, results)
         rows = self._layout.rows(batch)
         while True:
-            outcome = attempt(partial(self._in_pieces, rows, step, loss_of_pieces))
+            outcome = attempt(partial(self._in_pieces, rows, step, loss_of_pieces, step_of_pieces))
             if not isinstance(outcome, RanOut):
                 return outcome
-            self._shrink(min(self.micro_batch or 1, self._layout.count(rows)), outcome)
+            self._shrink(min(self.micro_batch or 1, self._layout.count(rows)), outcome, results)
 
     def _whole(self, batch: Any, step: Callable[[Any], Predicted]) -> Predicted:
         # Of a step that fails half-way nothing may be noted, for it is run again.
@@ -63,18 +69,24 @@ class Evaluation:
         self._log(logged.means(), logged)
         return found
 
-    def _shrink(self, tried: int, outcome: RanOut) -> None:
+    def _shrink(self, tried: int, outcome: RanOut, results: str) -> None:
         """Take half as many samples from here on."""
         cure = "Pass per_device_eval_batch_size={size} to begin so."
-        self.micro_batch = smaller(tried, outcome, "evaluation", self._trainer.args.device, cure)
+        self.micro_batch = smaller(tried, outcome, "evaluation", self._trainer.args.device, cure, results)
 
     def _in_pieces(
-        self, rows: Any, step: Callable[[Any], Predicted], loss_of_pieces: Callable[[list[Any]], Any] | None
+        self,
+        rows: Any,
+        step: Callable[[Any], Predicted],
+        loss_of_pieces: Callable[[list[Any]], Any] | None,
+        step_of_pieces: OfPieces | None,
     ) -> Predicted:
         count, size = self._layout.count(rows), self.micro_batch or 1
         pieces = [self._layout.piece(rows, start, min(size, count - start)) for start in range(0, count, size)]
         if loss_of_pieces is not None:
             return loss_of_pieces([self._trainer._prepare_inputs(piece) for piece in pieces]), None, None
+        if step_of_pieces is not None:
+            step = step_of_pieces(pieces, step)
         found: list[Predicted] = []
         noted: list[dict[str, float]] = []
         weights: list[float] = []
@@ -87,10 +99,14 @@ class Evaluation:
             with logging_of(self._trainer, "eval") as logged:
                 found.append(step(batch))
             noted.append(logged.means())
-        for name in noted[0]:
-            own = [of.get(name, usual) for of, usual in zip(of_notes, weights, strict=True)]
-            values = [one[name] for one in noted]
-            self._log({name: EXTREMES[name](values) if name in EXTREMES else _mean(values, own)}, logged)
+        parts = list(zip(noted, of_notes, weights, strict=True))
+        means = {}
+        # A piece may have nothing that a note is over, and then has no such note.
+        for name in dict.fromkeys(name for one in noted for name in one):
+            values = [one[name] for one in noted if name in one]
+            own = [of.get(name, usual) for one, of, usual in parts if name in one]
+            means[name] = EXTREMES[name](values) if name in EXTREMES else _mean(values, own)
+        self._log(with_margins(means), logged)
         losses, logits, labels = zip(*found, strict=True)
         return _mean(losses, weights), _joined(logits), _joined(labels)
 

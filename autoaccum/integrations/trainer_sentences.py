@@ -77,6 +77,6 @@ def sentence_losses_of(trainer: Any) -> SentenceLosses | None:
     """
     # A loss that the user's own class computes may be anything: it is run as it is, and measured.
     is_stock = type(trainer).compute_loss.__module__.startswith("sentence_transformers.")
-    if not is_stock or not is_one_of(trainer, ("SentenceTransformerTrainer",)):
+    if not is_stock or not is_one_of(type(trainer), ("SentenceTransformerTrainer",)):
         return None
     return SentenceLosses(trainer.loss)

@@ -23,9 +23,16 @@ import torch
 from torch import nn
 from transformers import Trainer
 
-from autoaccum.integrations.trainer_arguments import options_in, refuse, refuse_loop, with_one_batch_per_window
+from autoaccum.integrations.trainer_arguments import (
+    options_in,
+    refuse,
+    refuse_loop,
+    refuse_unknown,
+    with_one_batch_per_window,
+)
 from autoaccum.integrations.trainer_batches import layout_of
 from autoaccum.integrations.trainer_evaluation import Evaluation
+from autoaccum.integrations.trainer_kto import divergence_of, of_windows
 from autoaccum.integrations.trainer_loss import LossOfTrainer, log_window, showing, trained_beside
 from autoaccum.integrations.trainer_sentences import sentence_losses_of
 from autoaccum.training.accumulator import Accumulator
@@ -40,8 +47,8 @@ class AutoAccumMixin(Trainer):  # type: ignore[misc]  # of no known type where t
     It takes the arguments of the trainer, and besides, by name: effective_batch, the samples of each step over all
     ranks, which is per_device_train_batch_size times gradient_accumulation_steps times the ranks when left out; and
     those of ``Accumulator`` that say how windows are run: micro_batch, max_micro_batch, min_micro_batch, memory_limit,
-    headroom, patience, state, batch_norm, verify, strict, compression, split, batch_dim, and loss_scope="window" with
-    its embed and loss_fn.
+    headroom, memory_saving, patience, state, batch_norm, verify, strict, compression, split, batch_dim, and
+    loss_scope="window" with its embed and loss_fn.
     """
 
     def __init__(self, *arguments: Any, effective_batch: int | None = None, **keywords: Any) -> None:
@@ -51,11 +58,14 @@ class AutoAccumMixin(Trainer):  # type: ignore[misc]  # of no known type where t
             ArgumentError: an argument cannot be used; it names the argument, the value and the cure.
         """
         self.window_options = options_in(keywords)
+        refuse_unknown(super().__init__, keywords)
         self.accumulator: Accumulator | None = None
         """What runs the windows; its ``events`` tell how they were cut. None before the first step."""
         self._of: tuple[Any, Any] | None = None  # the model and the optimizer that it was made for
         self._found: dict[str, Any] | None = None  # of a checkpoint, until there is an accumulator to take it
-        super().__init__(*arguments, **keywords)
+        changed = [of_windows(type(self), value, effective_batch) for value in arguments]
+        keywords = {name: of_windows(type(self), value, effective_batch) for name, value in keywords.items()}
+        super().__init__(*changed, **keywords)
         refuse(self, super().training_step)
         # Not before the trainer has made them where there are none.
         given: Any = vars(self)["args"]
@@ -63,6 +73,7 @@ class AutoAccumMixin(Trainer):  # type: ignore[misc]  # of no known type where t
         self._train_batch_size = self.args.train_batch_size
         self._layout = layout_of(self)
         self._sentences = None if "loss_scope" in self.window_options else sentence_losses_of(self)
+        self._divergence = divergence_of(self)
         self.evaluation = Evaluation(self, self._layout)
         """How evaluations are run; its ``micro_batch`` is None as long as their batches have fitted as they were."""
 
@@ -122,8 +133,11 @@ class AutoAccumMixin(Trainer):  # type: ignore[misc]  # of no known type where t
             return self.window_options | self._sentences.arguments()
         if "loss_scope" in self.window_options:
             return self.window_options
-        loss_of = LossOfTrainer(self, self._layout)
-        return self.window_options | {"training_step": showing(loss_of, trained_beside(self, model, optimizer))}
+        loss_of, beside = LossOfTrainer(self, self._layout), trained_beside(self, model, optimizer)
+        if (divergence := self._divergence) is None:
+            return self.window_options | {"training_step": showing(loss_of, beside)}
+        step = showing(loss_of, beside, divergence.given)
+        return self.window_options | {"training_step": step, "before_window": divergence.of_window}
 
     # Evaluation, whose batches have a size of their own.
 
@@ -138,6 +152,8 @@ class AutoAccumMixin(Trainer):  # type: ignore[misc]  # of no known type where t
         # over the whole batch nobody has said here how it is put together again.
         if self.accelerator.num_processes > 1 or "loss_scope" in self.window_options:
             return step(inputs)
+        if self._divergence is not None:
+            return self.evaluation.predict(inputs, step, step_of_pieces=partial(self._divergence.step_of_pieces, model))
         if self._sentences is None:
             return self.evaluation.predict(inputs, step)
         self._sentences.begin(inputs)

@@ -40,7 +40,7 @@ from autoaccum.training.options import CHECKS, OF_ACCUMULATOR, modules_of
 from autoaccum.training.prepared import unprepared
 from autoaccum.training.setup import device_of, make_step, place_of
 from autoaccum.training.step_samples import StepSamples
-from autoaccum.training.synonyms import answering
+from autoaccum.training.synonyms import answering, of_one_batch
 from autoaccum.window.batch_norm import statistics_of
 from autoaccum.window.before import before_window_of, counting
 from autoaccum.window.gradient import Gradient
@@ -252,6 +252,7 @@ class Accumulator:
                 memory_saving=memory_saving,
             )
 
+    @of_one_batch
     def step(self, batch: Any) -> torch.Tensor:
         """Take one step of the optimizer on the gradient of a batch, which is dropped when the next one begins.
 
@@ -288,6 +289,7 @@ class Accumulator:
         self.outputs = outputs
         return gradient.loss
 
+    @of_one_batch
     def backward(self, batch: Any) -> torch.Tensor:
         """Leave the gradient of a batch in ``.grad`` for a step of one's own; clipped, and nothing before it remains.
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 from autoaccum.errors import ArgumentTypeError
+from autoaccum.planning import plans
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -117,7 +118,8 @@ def answering(name: str) -> Callable[[F], F]:
                     raise ArgumentTypeError(argument, kwargs[argument], f"an argument that {name} has", cure)
             # As elsewhere one writes fit(model, inputs, targets).
             if len(args) > len(positional):
-                cure = "Name it; inputs and targets are one argument, data=(inputs, targets)."
+                takes_data = "data" in positional
+                cure = "Name it; inputs and targets are one argument, data=(inputs, targets)." if takes_data else ""
                 given = f"a {type(args[len(positional)]).__name__}"
                 accepted = f"no more than {', '.join(positional)} without a name"
                 raise ArgumentTypeError(f"argument {len(positional) + 1} of {name}", given, accepted, cure)
@@ -133,12 +135,42 @@ def answering(name: str) -> Callable[[F], F]:
     return decorate
 
 
+def of_one_batch(method: F) -> F:
+    """Make a method (batch) answer to those who call it with inputs and targets, or with nothing.
+
+    Raises:
+        ArgumentTypeError: it is called with anything but one batch; it says how to pass that.
+    """
+    name = method.__qualname__
+
+    @functools.wraps(method)
+    def call(self: Any, *given: Any, **named: Any) -> Any:
+        # As it is meant: a window may take no more than 100 µs, so that nothing else is looked at.
+        if len(given) == 1 and not named:
+            return method(self, given[0])
+        if not given and named.keys() == {"batch"}:
+            return method(self, named["batch"])
+        cure = "Inputs and targets are one batch, a tuple, as a DataLoader yields them: {name}((inputs, targets))."
+        if named:
+            cure = "What a model takes by name is one batch, a dict: {name}({{'input_ids': ..., 'labels': ...}})."
+        elif not given:
+            cure = "It is called with all samples of a step; after backward(batch) it is optimizer.step() that steps."
+        found = ", ".join([type(value).__name__ for value in given] + [f"{key}=..." for key in named]) or "nothing"
+        accepted = "the batch, and nothing else"
+        raise ArgumentTypeError(f"arguments of {name}", found, accepted, cure.format(name=name))
+
+    return cast(F, call)
+
+
 def _cure(argument: str, name: str, parameters: list[str]) -> str:
     """Return what to pass to a function in the place of an argument that it does not have."""
     if cure := elsewhere(argument):
         # An Accumulator has no effective batch, say: whoever passed it next would be told so.
         meant = re.match(r"Pass (\w+)[,.;=(]", cure)
         is_here = meant is None or meant[1] in parameters
+        # Arithmetic, which finds out nothing.
+        if name == "plan":
+            return "Pass effective_batch, the samples of a step, and max_micro_batch, those that fit at once."
         # What fits is found out there as in training, and is bounded likewise.
         if name in _PASSES and meant is not None and meant[1] == "effective_batch":
             return "What fits at once is found out; max_micro_batch bounds it."
@@ -169,3 +201,8 @@ def _answer_to(thing: object) -> str:
             if kind.__module__.split(".")[0] in modules and kind.__name__ in classes:
                 return classes[kind.__name__]
     return ""
+
+
+plan = answering("plan")(plans.plan)
+"""The plan of an effective batch, as ``planning.plans`` has it, for those who call its arguments otherwise too."""
+plan.__module__ = __name__  # pickled by the name that it is found by

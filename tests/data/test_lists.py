@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from torch import ones, tensor
+from torch import nn, ones, tensor
 from torch.nn.functional import cross_entropy
 
 import autoaccum
@@ -109,13 +109,41 @@ class TestIterables:
             {"x": ones(8), "return_loss": True},
             (ones(8, 4), ones(8), 3),
             [ones(8, 4), ["a"] * 8],
-            ones(8),
-            [1, 2, 3],
+            {"user": [1, 2], "item": [3, 4]},
+            ones(8, 1),
             ["a", "b"],
+            np.array(["a", "b"]),
+            {"text": ["a", "b"]},
         ],
     )
     def test_what_a_batch_may_hold_is_none(self, entry: Any) -> None:
         refuse_sample(entry, "train")
+
+    @pytest.mark.parametrize(
+        "entry",
+        [
+            ones(8),
+            np.ones(8),
+            [1, 2, 3, 4, 5, 6, 7, 8],
+            (ones(8),),
+            {"x": ones(8)},
+            {"input_ids": [1] * 8, "attention_mask": [1] * 8, "labels": [1] * 8},
+        ],
+    )
+    def test_a_vector_alone_may_be_either(self, entry: Any) -> None:
+        with pytest.raises(
+            DataError, match=r"^train: it yields vectors of 8 numbers, .* Pass list\(train\).*splits.tensors"
+        ):
+            refuse_sample(entry, "train")
+
+    def test_a_run_over_vectors_says_so_and_reads_a_list_of_them(self) -> None:
+        vectors = [ones(4) * index for index in range(6)]
+        options: Any = {"training_step": lambda model, x: model(x).square().mean(), "progress": False, "cache": False}
+        with pytest.raises(DataError, match="it yields vectors of 4 numbers"):
+            autoaccum.fit(nn.Linear(4, 1), iter(vectors), effective_batch=3, **options)
+        with pytest.warns(autoaccum.AutoaccumWarning, match="read as a dataset"):
+            result = autoaccum.fit(nn.Linear(4, 1), vectors, effective_batch=3, **options)
+        assert result.num_samples == 6
 
     def test_a_run_over_samples_says_so_before_a_step(self) -> None:
         model = mlp()

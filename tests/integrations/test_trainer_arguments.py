@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 from torch.utils.data import DataLoader
 from transformers import Trainer
 
-from autoaccum.errors import ArgumentError, ConflictingArgumentsError
+from autoaccum.errors import ArgumentError, ArgumentTypeError, ConflictingArgumentsError
 from autoaccum.integrations.transformers import AutoAccumMixin, AutoAccumTrainer
 from tests.integrations.trainer_runs import arguments, collate, gpt2, made, texts
 
@@ -69,11 +69,32 @@ def test_what_cannot_be_run_as_a_window_is_refused(tmp_path: Path) -> None:
     for argument, kind, args, options in (
         ("optim", AutoAccumTrainer, {"optim": "galore_adamw_layerwise"}, {}),
         ("trainer", Generating, {}, {}),
+        ("dispatch_batches", AutoAccumTrainer, {"accelerator_config": {"dispatch_batches": True}}, {}),
         ("effective_batch", AutoAccumTrainer, {}, {"effective_batch": 0}),
     ):
         with pytest.raises(ArgumentError) as refused:
             trainer(tmp_path, kind, args, **options)
         assert refused.value.argument == argument
+
+
+@pytest.mark.parametrize(
+    ("name", "cure"),
+    [
+        ("batch_size", "Pass effective_batch"),
+        ("per_device_train_batch_size", "args=TrainingArguments"),
+        ("learning_rate", "args=TrainingArguments"),
+        ("clip_norm", "The trainer says it"),
+    ],
+)
+def test_arguments_by_other_names_are_answered(name: str, cure: str, tmp_path: Path) -> None:
+    with pytest.raises(ArgumentTypeError, match=rf"^{name}=4: .*{cure}"):
+        trainer(tmp_path, **{name: 4})
+
+
+def test_what_nobody_knows_is_the_trainers_own_error(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'quux'") as caught:
+        trainer(tmp_path, quux=4)
+    assert not isinstance(caught.value, ArgumentError)
 
 
 def test_a_training_step_that_would_never_be_called_is_refused(tmp_path: Path) -> None:

@@ -79,6 +79,42 @@ def test_inputs_and_targets_are_one_argument() -> None:
         autoaccum.fit(nn.Linear(4, 2), *DATA, effective_batch=4, loss_fn=cross_entropy)  # type: ignore[misc,arg-type]
 
 
+@pytest.mark.parametrize("call", ["step", "backward"])
+def test_a_step_is_given_one_batch(call: str) -> None:
+    model = nn.Linear(4, 2)
+    accumulator = autoaccum.Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn=cross_entropy)
+    method: Any = getattr(accumulator, call)
+    for given, named, told in (
+        (DATA, {}, rf"^arguments of Accumulator.{call}='Tensor, Tensor': .*Accumulator.{call}\(\(inputs, targets\)\)"),
+        ((), {"input_ids": DATA[0], "labels": DATA[1]}, rf"'input_ids=..., labels=...': .*Accumulator.{call}\(\{{"),
+        ((), {}, "'nothing': .*all samples of a step"),
+        ((DATA,), {"batch": DATA}, "'tuple, batch=...'"),
+    ):
+        with pytest.raises(ArgumentTypeError, match=told):
+            method(*given, **named)
+    expected = cross_entropy(model(DATA[0]), DATA[1]).item()
+    assert method(batch=DATA).item() == pytest.approx(expected, rel=1e-6)
+
+    def own(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return cross_entropy(outputs, targets, 1, 2, 3, 4, 5, 6, 7, 8)  # type: ignore[call-arg,arg-type]
+
+    other: Any = autoaccum.Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn=own)
+    with pytest.raises(TypeError, match="positional argument") as caught:
+        getattr(other, call)(DATA)
+    assert not isinstance(caught.value, autoaccum.AutoaccumError), "what the loss itself raises is its own"
+
+
+def test_a_plan_is_made_of_three_numbers() -> None:
+    for options in ({"batch_size": 256}, {"per_device_train_batch_size": 8}, {"gradient_accumulation_steps": 4}):
+        with pytest.raises(
+            ArgumentTypeError, match=r"an argument that plan has\. Pass effective_batch.*max_micro_batch"
+        ):
+            autoaccum.plan(**options)  # type: ignore[call-arg]
+    with pytest.raises(ArgumentTypeError, match=r"Did you mean max_micro_batch\?"):
+        autoaccum.plan(256, micro_batch=100)  # type: ignore[call-arg]
+    assert autoaccum.plan(256, 100).sizes == (86, 85, 85)
+
+
 def test_evaluate_and_predict_answer_too() -> None:
     model = nn.Linear(4, 2)
     told = r"^batch_size=8: .*max_micro_batch bounds it\.$"
