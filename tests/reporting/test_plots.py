@@ -238,12 +238,13 @@ def test_a_picture_is_a_file(run: Run, tmp_path: Path) -> None:
         assert image.convert("RGB").getpixel((0, 0)) == (255, 255, 255)
 
 
-def test_without_matplotlib() -> None:
+@pytest.mark.parametrize("module", ["reporting.plots", "reporting.page", "sweeps.page"])
+def test_without_matplotlib(module: str) -> None:
     script = (
         "import sys; sys.modules['matplotlib'] = None\n"
         "from autoaccum.errors import MissingExtraError\n"
         "import autoaccum.reporting\n"
-        "try: import autoaccum.reporting.plots\n"
+        f"try: import autoaccum.{module}\n"
         "except MissingExtraError as error: print(error)"
     )
     child = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
