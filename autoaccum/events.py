@@ -54,7 +54,8 @@ class StepReport:
     # Floats and tensors: records are read without torch, whose import takes seconds, and so it is not named here.
     outputs: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """What was returned beside the loss, by name: means, which are floats, and on the host ``torch.Tensor``s, joined in
-    the order in which the window's samples are served; empty where nothing was."""
+    the order in which the window's samples are served; empty where nothing was. Of a loss that is returned as several,
+    each is among them: ``loss/NAME``."""
     memory_saving: str = "off"
     """How memory was saved, in the words of ``MemorySaving``."""
 

@@ -274,6 +274,7 @@ def _changes(run: Run) -> Answer:
         )
     else:
         sentences.append("Nothing made it re-plan.")
+    sentences += _saved(run)
     # The schedule's own re-plans are told by their number: a ramp may have thousands.
     if scheduled := len(run.events["Replanned"]["step"]) - len(changed):
         batches = _range(run.windows["effective_batch"])
@@ -282,6 +283,20 @@ def _changes(run: Run) -> Answer:
         repeated = f"; {_many(run.voided, 'window')} had to be run again" if run.voided else ""
         sentences.append(f"It was resumed {_times(resumed)}{repeated}.")
     return Answer(question="What changed, and why?", text=" ".join(sentences), good=None)
+
+
+def _saved(run: Run) -> list[str]:
+    """Say how memory was saved where a single sample did not fit otherwise, and that this was measured."""
+    saved, measured = run.events["MemorySaving"], run.events["Recomputed"]
+    if not len(saved["step"]):
+        return []
+    name, step, reason = (saved[field][-1] for field in ("new", "step", "reason"))
+    changed = _times(len(saved["step"]))
+    text = f"How memory is saved changed {changed}: it is {name} since step {step:,}, for {reason}"
+    if len(measured["step"]):
+        operations = int(measured["operations"].sum())
+        text += f"; what is computed twice came to the same bits, measured on {_many(operations, 'operation')}"
+    return [f"{text}."]
 
 
 def _verified(run: Run) -> Answer:

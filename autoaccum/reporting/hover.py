@@ -8,15 +8,16 @@ from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from autoaccum.reporting.plots import INK  # first, for it says what to install where there is no matplotlib
+
+# isort: split
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from autoaccum.reporting.plots import INK
-
-GLYPHS = {"o": "●", "X": "✖", "x": "\u00d7", "v": "▼", "s": "■", ">": "▶", "D": "◆", "|": "|", "+": "+"}
+GLYPHS = {"o": "●", "X": "✖", "x": "\u00d7", "P": "✚", "v": "▼", "s": "■", ">": "▶", "D": "◆", "|": "|", "+": "+"}
 """Characters that look like the markers that pictures have, for legends."""
 _STYLES = {"-": "solid", "--": "dashed", ":": "dotted"}
 """Styles of lines, by their names in matplotlib, as CSS calls them."""

@@ -122,7 +122,7 @@ def _page(title: str, body: str, reload_every: float | None) -> str:
 def _one(run: Run, facts: Facts, figures: str) -> str:
     """Return the body of a page about one run."""
     parts = [
-        html_head(facts.name, facts.state, _what(facts), facts.answers, _origin(run.environment)),
+        html_head(facts.name, facts.state, _what(facts), facts.answers, html_origin(run.environment)),
         figures,
         _plans(run),
         _notices(run),
@@ -145,7 +145,7 @@ def _several(runs: Sequence[Run], facts: Sequence[Facts], labels: Sequence[str],
         answers = "".join(f"<p><b>{escaped(a.question)}</b> {escaped(a.text)}</p>" for a in one.answers)
         plans = _plans(run) + _notices(run) + _measurements(run) + _ranks(run)
         parts.append(
-            f"<details><summary>{escaped(label)}</summary><p>{escaped(_what(one))}</p>{_origin(run.environment)}"
+            f"<details><summary>{escaped(label)}</summary><p>{escaped(_what(one))}</p>{html_origin(run.environment)}"
             f"{answers}{plans}</details>"
         )
     return "\n".join(filter(None, parts))
@@ -164,8 +164,8 @@ def _what(facts: Facts) -> str:
     return " · ".join(filter(None, parts))
 
 
-def _origin(environment: Mapping[str, Any]) -> str:
-    """Return by what the run was started, with which versions and of which commit; nothing where nothing is known."""
+def html_origin(environment: Mapping[str, Any]) -> str:
+    """Return by what a run or a sweep was started, which versions and which commit; nothing where nothing is known."""
     # Of the last process, where there were several. Runs of earlier versions have kept neither command nor commit.
     names = [name for name in ("autoaccum", "torch", "python", "commit") if environment.get(name)]
     said = " · ".join(f"{name} {value_text(environment[name])}" for name in names)
@@ -175,15 +175,23 @@ def _origin(environment: Mapping[str, Any]) -> str:
 
 
 def _plans(run: Run) -> str:
-    """Return the table of plans: each and what it gave way to, and of a schedule's ramp what is news."""
-    planned, replanned = run.events["Planned"], run.events["Replanned"]
+    """Return the table of plans: each and what it gave way to, and of a schedule's ramp what is news.
+
+    Where the way in which memory is saved has changed, that stands among them, for sizes are found out anew then.
+    """
+    planned, replanned, saved = (run.events[name] for name in ("Planned", "Replanned", "MemorySaving"))
     # Both kinds as (time, step, sizes, reason, the plan before it), which a plan that was settled on does not name.
     settled = zip(planned["time"], planned["step"], planned["sizes"], planned["reason"], strict=True)
     plans: list[tuple[Any, ...]] = [(*plan, None) for plan in settled]
     plans += zip(*(replanned[field] for field in ("time", "step", "new", "reason", "old")), strict=True)
+    # Texts in place of sizes.
+    plans += zip(*(saved[field] for field in ("time", "step", "new", "reason", "old")), strict=True)
     # By time: the step alone does not tell what came first, and a resumed run has steps twice.
     rows, is_news = [], News()
     for _, step, new, reason, old in sorted(plans, key=lambda plan: plan[0]):
+        if isinstance(new, str):
+            rows.append([number_cell(int(step)), escaped(f"memory saving {old}"), escaped(new), escaped(reason)])
+            continue
         if (old is not None and not is_scheduled(old, new)) or is_news(new):
             before, why = ("", f"planned, for {reason}") if old is None else (cut_text(old), reason)
             rows.append([number_cell(int(step)), escaped(before), escaped(cut_text(new)), escaped(why)])

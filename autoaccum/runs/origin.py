@@ -20,6 +20,9 @@ def command_line() -> str | None:
     """
     words = list(sys.orig_argv)
     # An interpreter that runs a notebook, or reads from a prompt, was started long before anybody thought of the run.
+    # A process of multiprocessing is started by another one, and not by anybody.
+    if "--multiprocessing-fork" in words:
+        return None
     if len(words) < 2 or not sys.argv[:1] or sys.argv[0] in ("", "-") or "ipykernel" in sys.argv[0]:
         return None
     if (

@@ -19,6 +19,8 @@ from autoaccum.sweeps.best_lr import BestLr, Growth, best_lrs_of, growth_answer,
 
 SETTINGS = "autoaccum"
 """Name of the user attribute by which a study is known to be a sweep's, and that holds its settings."""
+ORIGIN = "autoaccum origin"
+"""Name of the user attribute that holds by what the last call of a study was started: versions, command, commit."""
 _ENOUGH = 8
 """Number of complete trials from which on something is said about importance."""
 _TOTALS = ("num_samples", "seconds", "search_trials", "ooms", "replays", "wasted_samples")
@@ -83,6 +85,8 @@ class StudyFacts:
     trials: tuple[TrialFacts, ...]
     """The best first."""
     answers: tuple[Answer, ...]
+    origin: Mapping[str, Any]
+    """By what the last call was started: versions, command, commit; empty of studies of earlier versions."""
 
     @property
     def reported(self) -> str:
@@ -139,6 +143,7 @@ def facts_of(study: optuna.Study) -> StudyFacts:
             _cost(frozen, totals, counts),
             growth_answer(best_lrs, growth),
         ),
+        origin=study.user_attrs.get(ORIGIN, {}),
     )
 
 

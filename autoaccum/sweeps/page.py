@@ -10,7 +10,7 @@ import optuna
 
 from autoaccum.reporting.facts import Answer, format_seconds
 from autoaccum.reporting.lines import cut_text
-from autoaccum.reporting.page import html_head, html_pictures, write_page
+from autoaccum.reporting.page import html_head, html_origin, html_pictures, write_page
 from autoaccum.reporting.tables import escaped, html_table, number_cell
 from autoaccum.sweeps.facts import StudyFacts, TrialFacts, facts_of, importances_of, runs_of, shown
 from autoaccum.sweeps.plots import pictures
@@ -51,9 +51,10 @@ def write_study_report(
     figures = pictures(facts, runs_of(study, Path(directory)), importances)
     # The page stands beside the trials unless it is to go elsewhere.
     folder = Path(directory if output is None else output)
+    answers = [*facts.answers, _important(facts, importances, unknown)]
     body = "\n".join(
         (
-            html_head(facts.name, facts.state, _what(facts), [*facts.answers, _important(facts, importances, unknown)]),
+            html_head(facts.name, facts.state, _what(facts), answers, html_origin(facts.origin)),
             html_pictures(figures),
             _trials(facts),
         )

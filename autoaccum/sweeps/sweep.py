@@ -29,9 +29,11 @@ from tqdm.auto import tqdm
 
 from autoaccum._checks import positive_int
 from autoaccum.errors import ArgumentError, AutoaccumError, AutoaccumWarning
+from autoaccum.runs.records import environment
 from autoaccum.sweeps import spaces
 from autoaccum.sweeps.claims import FINISHED, Claims, directory_of
 from autoaccum.sweeps.crew import Crew, crew_of
+from autoaccum.sweeps.facts import ORIGIN
 from autoaccum.sweeps.objective import Objective
 from autoaccum.sweeps.options import Arguments, PassedOn, Recipe, SweepArguments, of_sampler
 from autoaccum.sweeps.storages import answering, open_storage
@@ -176,6 +178,8 @@ def _swept(given: SweepArguments, checked: Checked, crew: Crew | None) -> optuna
                 load_if_exists=True,
             )
             objective.check_same(study)  # trials of another objective cannot be compared with those to come
+            if _parent is None:  # else nobody has typed anything
+                study.set_user_attr(ORIGIN, environment())
             return study
 
         with _quiet(), answering(storage, path):

@@ -211,12 +211,13 @@ class Validator:
         if num_samples == 0:
             raise EmptyDatasetError("validation_data", _NOTHING)
         metrics = insist(lambda: self._read_all(losses), "the losses and the metrics of a validation were read")
+        loss, named = losses.joined()
         found = self._agreed(
             Validated(
                 step=step,
                 epoch=epoch,
-                loss=losses.joined(),
-                metrics=metrics,
+                loss=loss,
+                metrics=named | metrics,
                 num_samples=num_samples,
                 micro_batch=largest,
                 seconds=clock.now() - started,

@@ -18,13 +18,13 @@ from autoaccum.loss.reading import Numbers
 from autoaccum.loss.terms import Count, Reduction
 from autoaccum.memory.oom import insist
 from autoaccum.window.ending import Late
-from autoaccum.window.terms import Terms
+from autoaccum.window.terms import REST, Terms, named_loss
 
 AT_ONCE = 1024
 """Micro-batches whose losses are read together: a device has few bytes for each, but not without end."""
 
-Part = tuple[str, float, Reduction]
-"""A term of a micro-batch's loss: its name, its value, and how it was reduced."""
+Part = tuple[str, str, float, Reduction]
+"""A term of a micro-batch's losses: that loss and the term by their names, its value, and how it was reduced."""
 
 
 class Loss(Late, Protocol):
@@ -60,7 +60,7 @@ class OneLoss:
         # A mask's count is often kept from 0 by clamp(min=1): a micro-batch where nothing counts is to count nothing.
         if isinstance(self.value, torch.Tensor) and stands_for_none(self.reduction, self.value, self.num_samples)[0]:
             self.reduction = replace(self.reduction, items=0.0)
-        return [("", float(self.value) if self.reduction.items else 0.0, self.reduction)]
+        return [("", "", float(self.value) if self.reduction.items else 0.0, self.reduction)]
 
 
 @dataclass(slots=True)
@@ -81,7 +81,7 @@ class CountedLosses:
 
     def parts(self) -> list[Part]:
         """Return each of them."""
-        return [(name, value.item(), Reduction(self.counts[name])) for name, value in self.values.items()]
+        return [(name, name, value.item(), Reduction(self.counts[name])) for name, value in self.values.items()]
 
 
 @dataclass(slots=True)
@@ -133,15 +133,21 @@ class Losses:
         self._found += found
         self._unread = []
 
-    def joined(self) -> float:
-        """Return the loss over everything, of what was read; NaN where nothing counts."""
+    def joined(self) -> tuple[float, dict[str, float]]:
+        """Return the loss over everything, of what was read, NaN where nothing counts; and each of several, by name."""
         # Each term over its own items, as in training; one that some micro-batches lack is joined over the others.
-        by_name: dict[str, list[tuple[int, float, Reduction]]] = {}
+        of_terms: dict[tuple[str, str], list[tuple[int, float, Reduction]]] = {}
         for size, parts in self._found:
-            for name, value, reduction in parts:
-                by_name.setdefault(name, []).append((size, value, reduction))
-        found = [total for of_term in by_name.values() if (total := _joined_term(of_term)) is not None]
-        return sum(found) if found else math.nan
+            for loss, name, value, reduction in parts:
+                of_terms.setdefault((loss, name), []).append((size, value, reduction))
+        totals = {key: total for key, of_term in of_terms.items() if (total := _joined_term(of_term)) is not None}
+        # What is left of a loss whose terms are seen, and of which none counts anything, is no value of it.
+        seen, counting = ({loss for loss, name in found if name != REST} for found in (of_terms, totals))
+        named: dict[str, float] = {}
+        for (loss, _), total in totals.items():
+            if loss and (loss in counting or loss not in seen):
+                named[named_loss(loss)] = named.get(named_loss(loss), 0.0) + total
+        return sum(totals.values()) if totals else math.nan, named
 
 
 def read(late: Sequence[Late]) -> None:

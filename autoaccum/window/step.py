@@ -337,10 +337,10 @@ class Step:
         self._piece = self._piece._replace(size=max(sizes, default=0))
         outcome = self.transaction.finish()
         # Within the attempt, for to join them takes memory: where there is none, the window is run again.
-        if self.transaction.outputs.are_there and isinstance(outcome, Gradient):
+        if isinstance(outcome, Gradient) and self.transaction.outputs.are_there:
             if self.transaction.outputs.have_missed:
                 return Repeat(sizes=outcome.sizes)
-            outcome = replace(outcome, outputs=self.transaction.outputs.joined())
+            outcome = replace(outcome, outputs={**outcome.outputs, **self.transaction.outputs.joined()})
         is_looked_at = self._sharded is None and self.number + 1 >= self.transaction.signs.next_look
         if isinstance(outcome, Gradient) and is_looked_at:
             self._examiner.check_first(outcome)

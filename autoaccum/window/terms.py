@@ -31,6 +31,8 @@ from autoaccum.loss.weighting import Tally, guarded, weighed
 
 _CONSTANT = "\0"
 """How the names of terms of the parameters alone begin: each counts once a window, whatever it is cut into."""
+REST = f"{_CONSTANT}rest"
+"""Name of what no term of a loss is seen to be."""
 _SAME = 1e-13
 """Relative difference up to which a total is the one that was foretold, where the loss has 64 bits."""
 _SAME_IN_32_BITS = 1e-6
@@ -108,6 +110,7 @@ class Terms:
         self._sizes: list[int] = []
         # What was not seen of losses, by their names: (index of the micro-batch, the rest, of which terms).
         self._rests: dict[str, list[tuple[int, torch.Tensor, list[str]]]] = {}
+        self._loss_of: dict[str, str] = {}  # by the name of each term, that of the loss that it is of
         self._signatures: dict[str, list[Signature]] = {}  # the terms that each loss has had, at most
         self.differs = False
         """Whether a loss has other terms in some micro-batches, and it cannot be told which."""
@@ -160,6 +163,7 @@ class Terms:
                     unseen.append(entry.name)
                 else:
                     rest = rest - value
+                self._loss_of[entry.name] = name
                 weight = self._weigh(entry, value, loss.dtype)
                 if entry.edge is None:
                     seeds[root] = weight
@@ -283,6 +287,7 @@ class Terms:
         """Add the micro-batches of another rank, which come after those that are there; all of it was read."""
         first = len(self._sizes)
         self._sizes += other._sizes
+        self._loss_of.update(other._loss_of)
         for name, column in other._columns.items():
             if name not in self._columns:
                 self._columns[name] = _Column(column.kind, Tally(self._num_samples, deferred=False))
@@ -432,8 +437,8 @@ class Terms:
         """Return whether there is more than one term."""
         return len(self._columns) > 1
 
-    def apart(self) -> list[tuple[str, float, Reduction]]:
-        """Return each term of a single micro-batch: its name, its value, and how it was reduced."""
+    def apart(self) -> list[tuple[str, str, float, Reduction]]:
+        """Return each term of a single micro-batch: its loss, its name, its value, and how it was reduced."""
         # Of validation, which joins them at its end: there is no window whose totals could be wrong.
         found = []
         for name, column in self._columns.items():
@@ -446,32 +451,43 @@ class Terms:
             is_none = stands_for_none(reduction, value, size)[0]
             if is_none or not math.isfinite(number) or not math.isfinite(float(items)):
                 reduction, number = Reduction(0.0), 0.0
-            found.append((name, number, reduction))
+            found.append((self._loss_of[name], name, number, reduction))
         for name, ((_, rest, unseen),) in self._rests.items():
             if math.isfinite(number := rest.item()):
                 items = self._columns[unseen[0]].items[0] if unseen else float(self._sizes[0])
-                found.append((f"{_CONSTANT}rest of {name}", number, Reduction(items)))
+                found.append((name, REST, number, Reduction(items)))
         return found
 
     def leave_out(self, num_samples: int) -> None:
         """Take a micro-batch that has no loss."""
         self._sizes.append(num_samples)
 
-    def loss(self) -> torch.Tensor:
-        """Return the loss of the window."""
+    def losses(self) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Return the loss of the window, and what each of several adds to it, by names such as ``loss/words``."""
         # Each term over its own items, and penalties once: together they are the loss of the whole window.
-        parts: list[torch.Tensor] = []
-        for column in self._columns.values():
+        parts: list[tuple[str, torch.Tensor]] = []
+        for name, column in self._columns.items():
+            of = self._loss_of[name]
             found = [
                 (value, share)
                 for value, share in zip(column.values, self._shares(column), strict=True)
                 if share and value is not None
             ]
             if len(found) == len([count for count in column.tally.read() if count]):
-                parts.extend([column.tally.loss([value for value, _ in found], column.kind == "sum")] if found else [])
+                joined = [column.tally.loss([value for value, _ in found], column.kind == "sum")] if found else []
+                parts.extend((of, part) for part in joined)
             else:
-                parts.extend(value * share for value, share in found)
-        return reduce(add, [*parts, *map(self._rest, self._rests)])  # which may be of several types
+                parts.extend((of, value * share) for value, share in found)
+        parts.extend((of, self._rest(of)) for of in self._rests)
+        # In this order whatever is asked for: the sum of floats depends on it. They may be of several types.
+        total = reduce(add, [part for _, part in parts]).detach()
+        # Without a name it is the loss itself; and of one that counts nothing in this window there is nothing to say.
+        counting = {self._loss_of[name] for name, column in self._columns.items() if any(column.tally.read())}
+        named = {}
+        for name in self._rests:  # in the order of the user's
+            if name and name in counting:
+                named[named_loss(name)] = reduce(add, [part for of, part in parts if of == name]).detach()
+        return total, named
 
     def _shares(self, column: _Column) -> list[float]:
         """Return how much of the window's term each micro-batch is that has it."""
@@ -498,6 +514,11 @@ class Terms:
         seen = weights * found.isfinite()
         total = (found.nan_to_num(0.0, 0.0, 0.0) * seen).sum() * (weights.sum() / seen.sum().clamp(min=1e-30))
         return total.to(wide)
+
+
+def named_loss(name: str) -> str:
+    """Return the name by which a report has one of several losses: that of an output may be the same."""
+    return f"loss/{name}"
 
 
 def _signature(entry: Entry) -> Signature:

@@ -341,8 +341,7 @@ class Transaction:
             self._losses.append(None)
             return
         self._losses.append(loss.detach())
-        share = num_samples / self._num_samples
-        self._backward(partial(self._accumulate, loss, weight, reduction, share), num_samples)
+        self._backward(partial(self._accumulate, loss, weight, reduction, num_samples / self._num_samples), num_samples)
 
     def _counts_nothing(self, loss: torch.Tensor, num_samples: int) -> bool:
         """Return whether the loss of a part of a window is not a number, as a mean over nothing is."""
@@ -501,13 +500,14 @@ class Transaction:
             self.signs.have_changed = True
         doubt = DIFFERING if terms.differs else doubt_of_unknown(self._reductions)
         self.several.learn(terms, whole_of(self._window), sizes)
-        parts, noise = self._parts(counting, False, 1.0, ending)
+        (parts, noise), (loss, named) = self._parts(counting, False, 1.0, ending), terms.losses()
         return Gradient(
             sizes=sizes,
             own=self.own_sizes,
             grad_norm=self._unscaled_and_clipped(1.0, ending),
             overflow=None if ending is None else ending.overflow(),
-            loss=terms.loss().detach(),
+            loss=loss,
+            outputs=named,
             items=sum(counting),
             parts=parts,
             noise=noise,

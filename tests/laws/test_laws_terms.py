@@ -218,6 +218,23 @@ def test_the_gradient_and_the_loss_are_those_of_the_whole_batch(step: Step, plan
     assert all(event.passed for event in told if isinstance(event, Verified))
 
 
+@pytest.mark.device
+@pytest.mark.parametrize(
+    "step", [by_names, one_after_the_other, sums_under_names, smoothed_labels, penalty_by_its_name]
+)
+def test_each_loss_is_reported_as_the_whole_batch_has_it(step: Step) -> None:
+    model, other = heads(), heads()
+    running = accumulator(model, step, [], micro_batch=5)
+    for seed in range(3):
+        batch = batch_of(seed)
+        running.step(batch)
+        losses = step(other, batch)
+        losses = losses if isinstance(losses, Mapping) else dict(enumerate(losses))
+        assert list(running.outputs) == [f"loss/{name}" for name in losses]
+        found = [value.item() for value in running.outputs.values()]
+        assert found == pytest.approx([value.item() for value in losses.values()], rel=1e-6)
+
+
 @pytest.mark.parametrize("step", LOOPS, ids=lambda step: step.__name__)
 def test_a_window_is_run_again_in_the_first_one_alone(step: Step) -> None:
     told: list[Any] = []
@@ -451,5 +468,11 @@ def test_a_validation_loss_is_that_of_all_of_it(step: Step) -> None:
     (validated,) = [event for event in result.events if isinstance(event, autoaccum.events.Validated)]
     model.eval()
     with torch.no_grad():
-        expected = total(two_losses(model, there(DATA))).item()
-    assert validated.loss == pytest.approx(expected, rel=1e-5)
+        losses = two_losses(model, there(DATA))
+    assert validated.loss == pytest.approx(total(losses).item(), rel=1e-5)
+    if step is two_losses:  # those of a sum have no names
+        expected = {f"loss/{name}": value.item() for name, value in losses.items()}
+        assert validated.metrics == pytest.approx(expected, rel=1e-5)
+        assert result.history[-1].outputs.keys() == expected.keys()
+    else:
+        assert validated.metrics == result.history[-1].outputs == {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from autoaccum.events import Planned, Record, Shared, Started, StepReport, Verified
+from autoaccum.events import MemorySaving, Planned, Record, Shared, Started, StepReport, Verified
 from autoaccum.runs.records import HISTORY, line_of
 
 GIB = 2**30
@@ -44,6 +44,13 @@ def verified(error: float, *, step: int = 1, tensor: str | None = None) -> Verif
     return Verified(
         step=step, hypothesis="items", error=error, tolerance=2e-5, tensor=tensor, samples=6,
         cuts=((1, 2, 3), (3, 2, 1), (2, 2, 2)), seconds=0.25,
+    )  # fmt: skip
+
+
+def saving(*, step: int = 1) -> MemorySaving:
+    return MemorySaving(
+        step=step, old="off", new="every second block", reason="out of memory", blocks=2, held_bytes=5,
+        recomputed_bytes=3,
     )  # fmt: skip
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from autoaccum.events import Finished, OutOfMemory, Record, Replanned, Resumed, Validated
+from autoaccum.events import Finished, OutOfMemory, Recomputed, Record, Replanned, Resumed, Validated
 from autoaccum.reporting import load_run, write_json
 from autoaccum.reporting.facts import Facts, Period, facts_of, periods
-from tests.reporting.synthetic import GIB, planned, report, started, write
+from tests.reporting.synthetic import GIB, planned, report, saving, started, write
 
 MIB = 2**20
 
@@ -203,6 +203,17 @@ def test_what_changed(of: Any) -> None:
 
 def test_nothing_changed(of: Any) -> None:
     assert answer(of(report(1)), "What changed")[0] == "Nothing made it re-plan."
+
+
+def test_how_memory_was_saved_is_told(of: Any) -> None:
+    told = "How memory is saved changed once: it is every second block since step 2, for out of memory"
+    assert answer(of(report(1), saving(step=2), report(2)), "What changed")[0] == f"Nothing made it re-plan. {told}."
+
+
+def test_that_a_second_forward_was_measured_is_told(of: Any) -> None:
+    done = Recomputed(step=3, saving="every second block", operations=1200)
+    told = answer(of(report(1), saving(step=2), report(2), done), "What changed")[0]
+    assert "for out of memory; what is computed twice came to the same bits, measured on 1,200 operations." in told
 
 
 def test_how_fast(of: Any) -> None:

@@ -29,7 +29,7 @@ from autoaccum.reporting.page import write_report
 from autoaccum.reporting.tables import ROWS
 from autoaccum.testing import simulated_memory
 from tests.models import classes, wide
-from tests.reporting.synthetic import planned, report, shared, started, verified, write
+from tests.reporting.synthetic import planned, report, saving, shared, started, verified, write
 
 NASTY = "</script><script>alert('&')</script>"
 VOID = {"meta", "link", "br", "img", "input", "hr"}
@@ -114,6 +114,7 @@ def run_dir(tmp_path: Path) -> Path:
         planned(4, 4, step=3, predicted_bytes=2**20, reason="larger ones do not fit"),
         OutOfMemory(step=9, phase="training", micro_batch=4),
         Replanned(step=9, old=(4, 4), new=(2,) * 4, reason="out of memory"),
+        saving(step=12),
         Notice(cause="It rains", consequence="You get wet", cure="Take an umbrella"),
         Validated(step=30, epoch=0, loss=0.1, num_samples=5, micro_batch=3, seconds=1.0),
         Finished(step=30, reason="budget"),
@@ -136,10 +137,11 @@ def test_the_page_says_what_the_run_was_and_answers_what_people_ask(run_dir: Pat
 
 def test_tables(run_dir: Path) -> None:
     rows = page_of(run_dir).rows
-    assert rows[:3] == [
+    assert rows[:4] == [
         ["step", "from", "to", "why"],
         ["3", "", "4 x 2", "planned, for larger ones do not fit"],
         ["9", "4 x 2", "2 x 4", "out of memory"],
+        ["12", "memory saving off", "every second block", "out of memory"],
     ]
     assert ["It rains", "You get wet", "Take an umbrella"] in rows
     assert ["lr", "0.1"] in rows

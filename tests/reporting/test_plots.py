@@ -16,7 +16,7 @@ from autoaccum.errors import MissingExtraError
 from autoaccum.events import OutOfMemory, Replanned, Resumed, Saved, StepSkipped, Validated
 from autoaccum.reporting import Run, load_run, write_json
 from autoaccum.reporting.plots import COLORS, MOST_OUTPUTS, comparison, pictures, png, svg
-from tests.reporting.synthetic import GIB, planned, report, started, write
+from tests.reporting.synthetic import GIB, planned, report, saving, started, write
 
 MIB = 2**20
 
@@ -34,6 +34,7 @@ def run(tmp_path: Path) -> Run:
         Saved(step=2, path="p", seconds=0.1),
         Resumed(step=2, num_samples=16, checkpoint="p"),
         OutOfMemory(step=3, phase="training", micro_batch=4),
+        saving(step=3),
         Replanned(step=3, old=(4, 4), new=(2,) * 4, reason="out of memory"),
         report(3, (2,) * 4, grad_norm=3.0, noise_scale=5.0, limit_bytes=4 * MIB),
         StepSkipped(step=3, reason="overflow"),
@@ -90,6 +91,7 @@ def test_a_limit_far_above_leaves_the_scale_to_the_peak(tmp_path: Path) -> None:
     [
         ("out of memory", 16),
         ("re-plan", 16),
+        ("memory saving", 16),
         ("step skipped", 24),
         ("resume", 16),
         ("checkpoint", 16),
@@ -236,12 +238,13 @@ def test_a_picture_is_a_file(run: Run, tmp_path: Path) -> None:
         assert image.convert("RGB").getpixel((0, 0)) == (255, 255, 255)
 
 
-def test_without_matplotlib() -> None:
+@pytest.mark.parametrize("module", ["reporting.plots", "reporting.page", "sweeps.page"])
+def test_without_matplotlib(module: str) -> None:
     script = (
         "import sys; sys.modules['matplotlib'] = None\n"
         "from autoaccum.errors import MissingExtraError\n"
         "import autoaccum.reporting\n"
-        "try: import autoaccum.reporting.plots\n"
+        f"try: import autoaccum.{module}\n"
         "except MissingExtraError as error: print(error)"
     )
     child = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

@@ -26,6 +26,7 @@ from autoaccum.runs.origin import command_line, commit
             "python s.py postgresql://...@host/db",
         ),
         ([""], ["python"], None),
+        (["/lib/autoaccum/__main__.py", "sweep"], ["python", "-c", "from m", "--multiprocessing-fork"], None),
         (["/lib/ipykernel_launcher.py", "-f", "k.json"], ["python", "-m", "ipykernel_launcher", "-f", "k.json"], None),
     ],
 )

@@ -25,6 +25,22 @@ def page_of(made: optuna.Study, folder: Path) -> Page:
     return Page(write_study_report(made, folder).path.read_text())
 
 
+def test_the_page_says_by_what_the_sweep_was_started(tmp_path: Path) -> None:
+    made = study(trial(0.5))
+    assert "origin" not in [value for name, value in page_of(made, tmp_path).attributes if name == "class"]
+    origin = {
+        "autoaccum": "0.1",
+        "torch": "2.13",
+        "command": "autoaccum sweep <r>.py",
+        "commit": "abc-dirty",
+        "os": "x",
+    }
+    made.set_user_attr("autoaccum origin", origin)
+    texts = page_of(made, tmp_path).texts
+    assert "autoaccum sweep <r>.py" in texts
+    assert "autoaccum 0.1 · torch 2.13 · commit abc-dirty" in texts
+
+
 @pytest.mark.usefixtures("real_images")
 def test_the_page_has_sentences_pictures_and_a_table(tmp_path: Path) -> None:
     made = study(*law(0.5), trial(None, 0.05, 16, ooms=7, reports={500: 1.5}), running())

@@ -26,6 +26,7 @@ from torch import nn
 from autoaccum.cli.app import main
 from autoaccum.errors import ArgumentError, RecipeResultError, StorageError
 from autoaccum.events import Resumed, Started, StepReport
+from autoaccum.runs.origin import command_line, commit
 from autoaccum.runs.records import HISTORY
 from autoaccum.sweeps.sweep import _work
 from autoaccum.testing import simulated_memory
@@ -120,6 +121,8 @@ def test_twenty_trials_where_no_effective_batch_fits_at_once(tmp_path: Path) -> 
     assert len(study.trials) == 20
     assert {trial.state for trial in study.trials} <= {TrialState.COMPLETE, TrialState.PRUNED}
     assert not any("not_fitting" in trial.user_attrs for trial in study.trials)
+    origin = study.user_attrs["autoaccum origin"]
+    assert (origin["torch"], origin["command"], origin["commit"]) == (torch.__version__, command_line(), commit())
     first, *rest = (trial.user_attrs for trial in study.trials)
     # Each looks once at what it was told; what more they try is together no more than what the first did.
     assert sum(found["search_trials"] - 1 for found in rest) <= first["search_trials"]

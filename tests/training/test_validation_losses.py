@@ -24,7 +24,7 @@ def joined(*losses: tuple[int, Any]) -> float:
     for size, loss in losses:
         found.add(size, loss)
     read([found])
-    return found.joined()
+    return found.joined()[0]
 
 
 def test_each_weighs_as_many_items_as_it_has() -> None:
@@ -43,6 +43,14 @@ def test_by_their_names_each_over_its_own_items() -> None:
     assert joined((2, first), (1, second)) == pytest.approx((1 + 9) / 4 + 2)
 
 
+def test_each_that_has_a_name_is_told_by_itself_and_one_that_counts_nothing_is_not() -> None:
+    found, none = Losses(), torch.tensor(math.nan)
+    found.add(2, CountedLosses({"a": torch.tensor(1.0), "b": none}, {"a": 1.0, "b": 0.0}))
+    found.add(1, CountedLosses({"a": torch.tensor(3.0), "b": none}, {"a": 3.0, "b": 0.0}))
+    read([found])
+    assert found.joined() == (2.5, {"loss/a": 2.5})
+
+
 def test_many_are_read_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(validation_losses, "AT_ONCE", 3)
     losses, kept = Losses(), []
@@ -51,7 +59,7 @@ def test_many_are_read_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
         kept.append(len(losses._unread))
     assert kept == [1, 2, 0, 1, 2, 0, 1]
     read([losses])
-    assert losses.joined() == 3.0
+    assert losses.joined() == (3.0, {})
 
 
 def test_a_reading_that_failed_half_way_is_done_again() -> None:
@@ -70,4 +78,4 @@ def test_a_reading_that_failed_half_way_is_done_again() -> None:
     with pytest.raises(torch.OutOfMemoryError):
         losses.take_read(Numbers())
     read([losses])
-    assert losses.joined() == 2.0
+    assert losses.joined() == (2.0, {})

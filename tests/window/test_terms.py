@@ -54,11 +54,28 @@ def test_with_the_true_totals_gradient_and_loss_are_the_windows(form: str) -> No
     loss, gradient = expected()
     assert weight.grad is not None
     assert float(weight.grad) == pytest.approx(gradient, rel=1e-14)
-    assert float(terms.loss()) == pytest.approx(loss, rel=1e-14)
+    assert float(terms.losses()[0]) == pytest.approx(loss, rel=1e-14)
     assert not terms.lacks_values
     assert terms.true_totals(terms.kinds(), is_wide=True) is None
     assert terms.kinds() == dict.fromkeys(names, "items")
     assert terms.counting() == [2.0, 1.0, 3.0]
+
+
+def test_each_loss_that_has_a_name_is_told_by_itself() -> None:
+    terms, _ = run("named", {}, {"a": 6.0, "b": 3.0})
+    total, named = terms.losses()
+    mean, masked = float(X.mean()), float((X * MASK).sum() / MASK.sum())
+    assert {name: float(value) for name, value in named.items()} == pytest.approx(
+        {"loss/a": 0.5 * mean, "loss/b": 0.25 * masked}, rel=1e-14
+    )
+    assert float(sum(named.values())) == pytest.approx(float(total), rel=1e-14)
+    assert not any(value.requires_grad for value in named.values())
+    assert run("plain", {}, {"0": 6.0, "1": 3.0})[0].losses()[1] == {}, "those of a sum have no names"
+
+
+def test_a_loss_that_counts_nothing_in_a_window_has_no_value_there() -> None:
+    terms, _ = run("named", {"a": "samples", "b": "items"}, {"b": 1.0}, [1], 2)
+    assert list(terms.losses()[1]) == ["loss/a"]
 
 
 def test_wrong_totals_are_told() -> None:
@@ -78,7 +95,7 @@ def test_a_count_that_was_kept_from_0_is_in_doubt_until_it_is_known() -> None:
     loss, gradient = expected()
     assert weight.grad is not None
     assert float(weight.grad) == pytest.approx(gradient, rel=1e-14)
-    assert float(known.loss()) == pytest.approx(loss, rel=1e-14)
+    assert float(known.losses()[0]) == pytest.approx(loss, rel=1e-14)
 
 
 def test_without_values_the_loss_is_said_not_to_be_known() -> None:
@@ -113,7 +130,7 @@ def test_a_sum_counts_once_and_a_penalty_in_shares() -> None:
         start += size
     assert weight.grad is not None
     assert weight.grad[[0, -1]].tolist() == pytest.approx([21 + 0.1, 0.4], rel=1e-12)
-    assert float(terms.loss()) == pytest.approx(0.5 * 21 + 0.1 * 4.25, rel=1e-12)
+    assert float(terms.losses()[0]) == pytest.approx(0.5 * 21 + 0.1 * 4.25, rel=1e-12)
 
 
 def test_each_term_of_a_micro_batch_by_itself() -> None:
@@ -123,7 +140,7 @@ def test_each_term_of_a_micro_batch_by_itself() -> None:
     assert isinstance(loss, torch.Tensor)
     terms = Terms(1, {}, {}, deferred=False)
     terms.add(Computed(loss), {}, 1, values, lambda loss: loss)
-    parts = [(name, value, float(reduction.items)) for name, value, reduction in terms.apart()]
+    parts = [(name, value, float(reduction.items)) for _, name, value, reduction in terms.apart()]
     assert parts == [("0", 1.5, 1.0), ("1", 0.0, 0.0)]
 
 
@@ -151,7 +168,7 @@ def test_those_of_several_ranks_are_those_of_one(form: str) -> None:
     assert other.grad is not None
     assert gradient.grad is not None
     assert float(one.grad + other.grad) == pytest.approx(float(gradient.grad), rel=1e-14)
-    assert float(joined.loss()) == pytest.approx(float(whole.loss()), rel=1e-14)
+    assert float(joined.losses()[0]) == pytest.approx(float(whole.losses()[0]), rel=1e-14)
 
 
 def test_guesses_that_differ_between_ranks_are_right_for_none() -> None:
