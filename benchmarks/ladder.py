@@ -4,8 +4,8 @@
     python benchmarks/ladder.py --quick             # few limits, one round: only to see that it works
     python benchmarks/ladder.py --part regret       # or grid, or peers
 
-Four models, each in eight simulated memories, half of which hold no sample plainly. The grid is each near-equal cut of a
-window, with no block computed twice, every second one or all of them, in a loop by hand. Of what fits, the fastest is
+Four models, each in eight simulated memories, half of which hold no sample plainly. The grid is each near-equal cut of
+a window, with no block computed twice, every second one or all of them, in a loop by hand. Of what fits, the fastest is
 what ``fit`` is measured against, window by window once it has settled; its cold start stands by itself. Peers train the
 same number of samples from a cold start, with blocks computed twice, and with finders of their own.
 """
@@ -88,6 +88,10 @@ class Blocks(nn.Module):
         return self.head(x)
 
 
+def gpt() -> nn.Module:
+    return CharGPT(depth=6, dropout=0.0)
+
+
 def conv_block() -> nn.Module:
     return Residual(nn.Conv2d(16, 16, 3, padding=1), nn.GroupNorm(4, 16), nn.GELU())
 
@@ -113,7 +117,12 @@ def deep_mlp() -> nn.Module:
 def task(name: str, windows: int) -> Task:
     """Return a model with the data of so many windows."""
     generator, samples = torch.Generator().manual_seed(1), windows * WINDOW
-    make = {"GPT": lambda: CharGPT(depth=6, dropout=0.0), "conv net": conv_net, "encoder": encoder, "deep MLP": deep_mlp}
+    make = {
+        "GPT": lambda: CharGPT(depth=6, dropout=0.0),
+        "conv net": conv_net,
+        "encoder": encoder,
+        "deep MLP": deep_mlp,
+    }
 
     def make_model() -> nn.Module:
         torch.manual_seed(0)
@@ -178,7 +187,7 @@ def windows_by_hand(work: Task, plan: Plan, windows: int) -> list[float]:
 
 
 def fixed(work: Task, plan: Plan, windows: int) -> Fixed:
-    """Measure a plan; its first window, in which libraries load and the optimizer makes its state, counts for memory."""
+    """Measure a plan; its first window, in which the optimizer makes its state, counts for memory alone."""
     gc.collect()
     with Device() as device:
         seconds = windows_by_hand(work, plan, 1 + windows)
@@ -228,9 +237,7 @@ def by_fit(work: Task, limit_bytes: int) -> Run:
         )
     seconds = [after - before for before, after in zip(ends[-STEADY - 1 :], ends[-STEADY:], strict=False)]
     last, cold = result.history[-1], planned[0] or len(ends) - 1
-    return Run(
-        statistics.median(seconds), max(last.micro_batches), last.memory_saving, ends[cold] - ends[0], cold
-    )
+    return Run(statistics.median(seconds), max(last.micro_batches), last.memory_saving, ends[cold] - ends[0], cold)
 
 
 def measured_grid(name: str, rounds: int) -> dict[Plan, Fixed]:
@@ -258,7 +265,8 @@ def best_within(known: dict[Plan, Fixed], limit_bytes: int) -> Plan:
 
 
 REGRET = [
-    "model", "limit", "plainly", "best by hand", "its ms", "fit", "ms", "ratio", "windows until settled", "seconds until then"
+    "model", "limit", "plainly", "best by hand", "its ms", "fit", "ms", "ratio",
+    "windows until settled", "seconds until then",
 ]  # fmt: skip
 
 
@@ -277,7 +285,9 @@ def regret_rows(name: str, known: dict[Plan, Fixed], only: Sequence[int], rounds
             pairs.append((hand.seconds, ours))
         ratios.append(statistics.median(ours.seconds / hand for hand, ours in pairs))
         ours = sorted((of for _, of in pairs), key=lambda run: run.seconds)[len(pairs) // 2]
-        plainly = [plan.micro_batch for plan, of in known.items() if plan.rung == "off" and of.peak_bytes <= limit_bytes]
+        plainly = [
+            plan.micro_batch for plan, of in known.items() if plan.rung == "off" and of.peak_bytes <= limit_bytes
+        ]
         rows.append(
             [
                 name,
@@ -300,7 +310,7 @@ GRID = ["model", "micro-batch", "ms", "peak", "larger, with blocks computed twic
 
 
 def grid_rows(name: str, known: dict[Plan, Fixed]) -> tuple[list[Any], list[float]]:
-    """Set each plan without anything computed twice beside the fastest with, of a larger micro-batch and no more memory."""
+    """Set each plan that computes nothing twice beside the fastest larger one that does, in no more memory."""
     rows, ratios = [], []
     for plan, of in known.items():
         if plan.rung != "off":
@@ -346,9 +356,7 @@ def twice(run: Callable[..., Outcome]) -> Callable[..., Outcome]:
             compute_twice(model)
             return model
 
-        return run(
-            Task(make_model=make_model, inputs=work.inputs, targets=work.targets, loss_fn=work.loss_fn), *rest
-        )
+        return run(Task(make_model=make_model, inputs=work.inputs, targets=work.targets, loss_fn=work.loss_fn), *rest)
 
     return run_twice
 
@@ -419,7 +427,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--quick", action="store_true", help="only to see that it works; writes ladder_quick.md and others")
+    parser.add_argument("--quick", action="store_true", help="only to see that it works; tables end in _quick")
     parser.add_argument("--model", choices=MODELS, action="append", help="leave the others out")
     parser.add_argument("--part", choices=["regret", "grid", "peers"], action="append", help="leave the others out")
     parser.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
@@ -439,26 +447,24 @@ def main() -> None:
         found = {name: grid_rows(name, known[name]) for name in models}
         ratios = [ratio for _, of in found.values() for ratio in of]
         faster = f"faster in {sum(ratio < 0.98 for ratio in ratios)} of {len(ratios)} cases by more than 2 %"
-        text = f"When a larger micro-batch whose blocks are computed twice beats a smaller one without: {faster}. {about}"
+        text = (
+            f"When a larger micro-batch whose blocks are computed twice beats a smaller one without: {faster}. {about}"
+        )
         write_table(f"ladder_grid{suffix}", text, GRID, [row for rows, _ in found.values() for row in rows], threads=1)
     if "regret" in parts:
         of = {name: limits(known[name])[:: 4 if options.quick else 1] for name in models}
         regrets = {name: regret_rows(name, known[name], of[name], rounds) for name in models}
         ratios = [ratio for _, of_model in regrets.values() for ratio in of_model]
         mean = f"mean {statistics.mean(ratios):.3f}, worst {max(ratios):.3f}"
-        text = f"A steady window of `fit` beside the fastest of {len(grid())} fixed plans by hand that fits: {mean}. {about} "
-        text += "Plainly: the largest micro-batch that fits with nothing computed twice. Until settled sizes and rungs are found."
+        text = f"A steady window of `fit` beside the fastest of {len(grid())} fixed plans by hand that fits: {mean}. "
+        text += f"{about} Plainly: the largest micro-batch that fits with nothing computed twice."
         rows = [row for of_model, _ in regrets.values() for row in of_model]
         write_table(f"ladder{suffix}", text, REGRET, rows, threads=options.threads)
     if "peers" in parts:
         windows = 4 if options.quick else PEERS_WINDOWS
-        rows = [
-            row
-            for name in models[:2]
-            for row in peers_rows(name, known[name], windows, rounds, options.threads)
-        ]
-        text = f"Seconds from a cold start to {windows * WINDOW} samples, at a limit that holds no sample plainly. {about} "
-        text += "Each run is a process of its own. Effective: what an optimizer step got."
+        rows = [row for name in models[:2] for row in peers_rows(name, known[name], windows, rounds, options.threads)]
+        text = f"Seconds from a cold start to {windows * WINDOW} samples, at a limit that holds no sample plainly. "
+        text += f"{about} Each run is a process of its own. Effective: what an optimizer step got."
         write_table(f"ladder_peers{suffix}", text, ["model", "limit", *COLUMNS], rows, threads=options.threads)
 
 

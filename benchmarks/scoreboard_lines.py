@@ -189,8 +189,8 @@ def ladder(table: Table) -> list[Line]:
     below = [row for row in rows if row["plainly"] == "no sample"]
     return [
         Line(
-            what=f"a steady window of `fit` in {len(rows)} limits, {len(below)} of which hold no sample plainly, beside the "
-            "fastest of all fixed plans with blocks computed twice or not",
+            what=f"a steady window of `fit` in {len(rows)} limits, {len(below)} of which hold no sample plainly, "
+            "beside the fastest of all fixed plans with blocks computed twice or not",
             ours=f"{span(row['ratio'] for row in rows)}; where no sample fits {span(row['ratio'] for row in below)}",
             beside="the fastest plan by hand: 1",
         )

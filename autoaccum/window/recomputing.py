@@ -61,7 +61,9 @@ class Recomputing:
         self._modules, self._functions = tuple(modules), tuple(functions)
         self.is_within = False
         """Whether the forward of a block is running."""
-        self._layers: list[tuple[object, ...]] | None = None  # marks of all layers, when last asked whether they changed
+        self._layers: list[tuple[object, ...]] | None = (
+            None  # marks of all layers, when last asked whether they changed
+        )
         self._held: list[Any] = []  # generators that functions hold
 
     def of_loss(self, loss_of: LossOf) -> LossOf:
@@ -204,7 +206,7 @@ class _Forward:
             _assign(block, self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        # Whoever copies a module within a loss, as a teacher that begins as the model, gets one that computes by itself.
+        # Whoever copies a module within a loss, say for a teacher, gets one that computes by itself.
         if self._own is not _ABSENT:
             return deepcopy(self._own, memo)
         other = memo[id(self._block)]

@@ -16,6 +16,7 @@ import autoaccum
 from autoaccum.errors import ArgumentError, AutoaccumWarning, NonFiniteLossError, NothingFitsError
 from autoaccum.events import MemorySaving, Notice, OutOfMemory, Planned, Recomputed, Replanned, Waiting
 from autoaccum.memory.clock import ManualClock
+from autoaccum.memory.simulated import active_simulation
 from autoaccum.testing import manual_clock, oom_at, simulated_memory
 from autoaccum.training.trainer import FitResult
 from autoaccum.window.saving import MEASURED
@@ -202,7 +203,7 @@ def test_models_of_which_one_sample_does_not_fit(make: Callable[[], tuple[nn.Mod
 
 
 class TestFaults:
-    @strides(23)
+    @strides(131)
     @pytest.mark.parametrize("windows_before", [0, MEASURED])
     @pytest.mark.parametrize("rung", ["checkpoint, model.blocks", "checkpoint, every 2nd of model.blocks"])
     def test_at_every_operation_of_a_window(self, rung: str, windows_before: int, stride: int) -> None:
@@ -213,7 +214,7 @@ class TestFaults:
 
         def train(operation: int | None, memory_saving: Any, limit: int) -> tuple[list[Any], int, int]:
             torch.manual_seed(0)
-            model, batch = Stack(depth=4), tuple(part[:, :32].clone() for part in data(2))
+            model, batch = Stack(depth=3), tuple(part[:, :16].clone() for part in data(2))
             made = autoaccum.Accumulator(
                 model, sgd(model.parameters()), loss_fn=F.mse_loss, micro_batch=1, memory_saving=memory_saving,
                 verify=False, patience=0,
@@ -306,9 +307,10 @@ class TestHooks:
         def grows(seen: list[int]) -> Any:
             return lambda layer, inputs, output: seen.append(1) or output * len(seen)
 
-        wanted, called, _ = self.train(grows, memory_saving="off")
-        with pytest.warns(AutoaccumWarning, match="No forward of Block is computed twice"):
-            found, again, events = self.train(grows, memory_saving="checkpoint")
+        wanted, _, _ = self.train(grows, memory_saving="off")
+        with pytest.warns(AutoaccumWarning) as told:
+            found, _, _ = self.train(grows, memory_saving="checkpoint")
+        assert "No forward of Block is computed twice" in str(told[0].message)
         assert same(found, wanted)
 
 
@@ -349,14 +351,14 @@ class TestMovingMemory:
         A rise in vain doubles the wait for the next one, so that their number grows by the logarithm of the windows.
         """
 
-        def run(limit: int, move: Callable[[Any], None], **options: Any) -> tuple[FitResult, Any]:
+        def run(limit: int, steps: int, move: Callable[[Any], None], **options: Any) -> tuple[FitResult, Any]:
             torch.manual_seed(0)
             model, (inputs, targets) = Stack(depth=4), data(8)
             with simulated_memory(limit) as device:
                 devices.append(device)
                 made = autoaccum.fit(
                     model, (inputs[:, :64].clone(), targets[:, :64].clone()), effective_batch=2, micro_batch=1,
-                    steps=windows, loss_fn=F.mse_loss, optimizer=sgd, device="cpu", progress=False, cache=False,
+                    steps=steps, loss_fn=F.mse_loss, optimizer=sgd, device="cpu", progress=False, cache=False,
                     callbacks=[move], **options,
                 )  # fmt: skip
             return made, device
@@ -366,8 +368,9 @@ class TestMovingMemory:
         def tick(record: Any) -> None:
             clock.advance(1.0)
 
-        whole, plainly = run(UNLIMITED, tick, memory_saving="off")
-        chance, least = random.Random(0), int(plainly.peak * 0.7)
+        whole, plainly = run(UNLIMITED, windows, tick, memory_saving="off")
+        _, twice = run(UNLIMITED, 2, tick, memory_saving="checkpoint")
+        chance, least = random.Random(0), int(twice.peak + 0.1 * (plainly.peak - twice.peak))
 
         def jitter(record: Any) -> None:
             tick(record)
@@ -375,12 +378,42 @@ class TestMovingMemory:
                 calm = {0: UNLIMITED, 1: least}.get(record.step // 50 % 5)
                 devices[-1].limit = chance.randrange(least, int(1.2 * plainly.peak)) if calm is None else calm
 
-        found, _ = run(least, jitter)
+        found, _ = run(least, windows, jitter)
         changes = of(found, MemorySaving)
         assert {change.new == "off" for change in changes} == {True, False}, "down and up"
         assert len(changes) <= most
         assert [report.effective_batch for report in found.history] == [2] * windows
         assert same(state_of(found), state_of(whole))
+
+    def test_memory_that_halves_and_quarters_and_returns(self, clock: ManualClock) -> None:
+        """Sizes are looked for on each rung; with room and the same plans everything comes to the same bits."""
+
+        def run(move: Callable[[Any], None], **options: Any) -> FitResult:
+            return fit(UNLIMITED, steps=64, effective_batch=2, callbacks=[move], **options)[0]
+
+        def tick(record: Any) -> None:
+            clock.advance(1.0)
+
+        peaks = [fit(UNLIMITED, steps=2, memory_saving=how)[1].peak for how in ("off", "checkpoint")]
+        room = {5: peaks[0] * 0.9 + peaks[1] * 0.1, 20: peaks[0] * 0.1 + peaks[1] * 0.9, 35: UNLIMITED}
+
+        def move(record: Any) -> None:
+            tick(record)
+            if isinstance(record, autoaccum.StepReport) and record.step in room:
+                simulation = active_simulation()
+                assert simulation is not None
+                simulation.limit = int(room[record.step])
+
+        found = run(move, micro_batch="auto")
+        rungs = [change.new for change in of(found, MemorySaving)]
+        assert rungs == [
+            "checkpoint, every 2nd of model.blocks", "checkpoint, model.blocks",
+            "checkpoint, every 2nd of model.blocks", "off",
+        ]  # fmt: skip
+        assert max(found.history[-1].micro_batches) > 1
+        assert [report.effective_batch for report in found.history] == [2] * 64
+        plans = [report.micro_batches for report in found.history]
+        assert same(state_of(found), state_of(run(tick, micro_batch=plans, memory_saving="off")))
 
     def test_a_resumed_run_stands_on_its_rung(self, tmp_path: Any, needed: dict[str, int]) -> None:
         whole, _ = fit(needed["half"], steps=6)
