@@ -15,6 +15,7 @@ pytest.importorskip("transformers")
 import transformers
 
 import autoaccum
+from autoaccum.data import randomness
 from autoaccum.events import MemorySaving, Notice, Recomputed
 from tests.models import same
 
@@ -165,17 +166,21 @@ class UNet(nn.Module):
         return {"loss": F.mse_loss(x, pixel_values)}
 
 
-def made(name: str) -> tuple[nn.Module, dict[str, Any]]:
-    torch.manual_seed(0)
+def made(name: str, caches: bool = False) -> tuple[nn.Module, dict[str, Any]]:
+    randomness.seed_host(0)  # NumPy's too, of which some draw masks
     if name == "UNet":
         return UNet(), pictures()
     config, sizes, batch = KINDS[name]
-    return getattr(transformers, name)(getattr(transformers, config)(**sizes)), batch()
+    model = getattr(transformers, name)(getattr(transformers, config)(**sizes))
+    # Keys and values lie in memory in another way where they are put into a cache, which changes the last bits.
+    if getattr(model.config, "use_cache", None) is not None:
+        model.config.use_cache = caches
+    return model, batch()
 
 
-def train(name: str, precision: Any, memory_saving: Any) -> tuple[list[torch.Tensor], list[Any]]:
+def train(name: str, precision: Any, memory_saving: Any, caches: bool = False) -> tuple[list[torch.Tensor], list[Any]]:
     """Return the losses, parameters, buffers and random state after three windows of two micro-batches, and the events."""
-    model, batch = made(name)
+    model, batch = made(name, caches)
     model.train()
 
     def step(model: Any, batch: Any) -> Any:
@@ -204,8 +209,17 @@ def test_a_model_is_trained_to_the_same_bits(name: str, precision: str) -> None:
     causes = [event.cause for event in events if isinstance(event, Notice) and "computed once more" in event.cause]
     assert causes == [] if name not in REFUSED else REFUSED[name] in causes[0]
     if name not in REFUSED:
-        assert any(isinstance(event, MemorySaving) and event.blocks >= 2 for event in events)
+        assert any(isinstance(event, MemorySaving) and event.blocks >= 1 for event in events)
         assert any(isinstance(event, Recomputed) and event.operations > 20 for event in events)
+
+
+@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "LlamaForCausalLM", "T5ForConditionalGeneration"])
+def test_one_that_asks_for_a_cache_is_trained_without(name: str) -> None:
+    without, _ = train(name, "fp32", "off")
+    found, _ = train(name, "fp32", "checkpoint", caches=True)
+    assert same(found, without)
+    for a, b in zip(found, train(name, "fp32", "off", caches=True)[0], strict=True):
+        assert torch.allclose(a.double(), b.double(), rtol=1e-5, atol=1e-7)
 
 
 def test_there_are_twenty_one_of_them_and_more() -> None:

@@ -224,7 +224,7 @@ class TestFaults:
                     made.step(batch)
                 with oom_at(operation) as fault:
                     made.backward(batch)
-                found = [*(p.grad.clone() for p in model.parameters()), *(b.clone() for b in model.buffers())]
+            found = [*(p.grad for p in model.parameters()), *model.buffers()]
             changes = [event.new for event in made.events if isinstance(event, MemorySaving)]
             if operation is None and memory_saving == "auto":
                 assert changes == [rung]
@@ -307,11 +307,10 @@ class TestHooks:
         def grows(seen: list[int]) -> Any:
             return lambda layer, inputs, output: seen.append(1) or output * len(seen)
 
-        wanted, _, _ = self.train(grows, memory_saving="off")
         with pytest.warns(AutoaccumWarning) as told:
-            found, _, _ = self.train(grows, memory_saving="checkpoint")
+            _, _, events = self.train(grows, memory_saving="checkpoint")
         assert "No forward of Block is computed twice" in str(told[0].message)
-        assert same(found, wanted)
+        assert [event.step for event in events if isinstance(event, MemorySaving)] == [1, MEASURED + 2]
 
 
 class TestMovingMemory:
