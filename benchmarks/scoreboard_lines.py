@@ -185,7 +185,7 @@ def cold_start(table: Table) -> list[Line]:
 
 
 def ladder(table: Table) -> list[Line]:
-    rows = table.rows()
+    rows = [row for row in table.rows() if row["ratio"]]  # some limits are too low for any plan of ours
     below = [row for row in rows if row["plainly"] == "no sample"]
     return [
         Line(

@@ -115,7 +115,7 @@ def _repeats_itself(func: Callable[..., Any], args: Any, kwargs: Any) -> bool:
     for _ in range(_TRIES):
         # Of what it writes to there are only the values of afterwards, on which it trembles as well.
         given = tree_map_only(torch.Tensor, torch.clone, (args, kwargs)) if func._schema.is_mutable else (args, kwargs)
-        marks.add(_checksum(_come_to(*given, func(*given[0], **given[1]))))
+        marks.add(_checksum(_come_to(given[0], given[1], func(*given[0], **given[1]))))
     return len(marks) == 1
 
 

@@ -384,6 +384,7 @@ class TestMovingMemory:
         assert [report.effective_batch for report in found.history] == [2] * windows
         assert same(state_of(found), state_of(whole))
 
+    @pytest.mark.filterwarnings("ignore:The limit is .* now, and the smallest micro-batch needs")
     def test_memory_that_halves_and_quarters_and_returns(self, clock: ManualClock) -> None:
         """Sizes are looked for on each rung; with room and the same plans everything comes to the same bits."""
 
