@@ -19,7 +19,7 @@ from autoaccum.loss.coupling import smallest_micro_batch
 from autoaccum.memory import clock
 from autoaccum.memory.fake import Fakes, RealParameterError, asked_for
 from autoaccum.planning.cuts import cut
-from autoaccum.planning.ladder import SavingMode
+from autoaccum.planning.ladder import SavingMode, kinds_asked_for
 from autoaccum.planning.limits import Limits
 from autoaccum.planning.schedules import Progress, Schedule
 from autoaccum.planning.trials import Trials
@@ -32,10 +32,10 @@ from autoaccum.training.lazy import refuse_lazy
 from autoaccum.training.options import CHECKS, OF_CHECK, OF_FIT, OF_PROBE, modules_of, schedule_if_any
 from autoaccum.training.probing import GROWTH
 from autoaccum.training.synonyms import answering
+from autoaccum.window.blocks import Rung
 from autoaccum.window.optimizers import OptimizerLike, trainable_parameters
 from autoaccum.window.precision import Precision
 from autoaccum.window.recomputing import Outside
-from autoaccum.window.saving import Rung
 
 _CPU = torch.device("cpu")
 _FEW = 8
@@ -63,6 +63,11 @@ _BATCH = (
     "another iterable of batches, of which a few samples are read. Batches of other sizes are made of these, without "
     "values: shapes alone count."
 )
+_SAVING = (
+    "auto: where not even the smallest micro-batch fits, blocks of the model compute their forward once more in "
+    "backward instead of keeping it, to the same bits; off: never; checkpoint: always. A run on the device also keeps "
+    "tensors on the host below that, which cannot be estimated: there is one memory here."
+)
 _OF_PROBE = (
     "effective_batch", "loss_fn", "training_step", "before_window", "optimizer", "max_micro_batch", "min_micro_batch",
     "headroom", "precision", "collate_fn", "split", "batch_dim",
@@ -73,7 +78,8 @@ _OF_PROBE = (
 def _arguments() -> dict[str, Argument]:
     """Return the arguments of ``estimate``."""
     found = {"model": OF_CHECK["model"], "batch": replace(OF_CHECK["batch"], text=_BATCH)} | arguments_of(_Own)
-    return found | {name: OF_PROBE[name] for name in _OF_PROBE} | {"memory_saving": OF_FIT["memory_saving"]}
+    saving = {"memory_saving": replace(OF_FIT["memory_saving"], text=_SAVING)}
+    return found | {name: OF_PROBE[name] for name in _OF_PROBE} | saving
 
 
 OF_ESTIMATE = _arguments()
@@ -164,6 +170,10 @@ def estimate(
     )  # fmt: skip
     started, schedule, limit_bytes = clock.now(), checked[schedule_if_any], checked[of_device_memory]
     fewest = min_micro_batch or 1
+    asked = kinds_asked_for(memory_saving)
+    if "offload" in asked:
+        cure = "What is kept on the host cannot be estimated: autoaccum fit measures it on the device."
+        raise ArgumentError("memory_saving", memory_saving, '"auto", "off" or "checkpoint"', cure)
     _checks.of_smallest_window(min_micro_batch, None if schedule is None else schedule.smallest)
     most = None if schedule is None else schedule.largest
     ceiling = min(n for n in (max_micro_batch, most, 2**20) if n is not None)
@@ -185,7 +195,7 @@ def estimate(
         smallest = min(max(smallest_micro_batch(modules), fewest), ceiling)
         limits = Limits(limit_bytes, headroom)
         # As a run goes down them: the first on which the smallest micro-batch fits is the one that it would stand on.
-        for rung in step.rungs(smallest, memory_saving):
+        for rung in step.rungs(smallest, "checkpoint" if asked else "off" if memory_saving == "off" else "auto"):
             peaks = {smallest: step.peak(smallest, rung)}
             if fits := limits.allows(peaks[smallest].bytes, is_smallest=True):
                 break

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -12,16 +12,14 @@ from torch import nn
 from autoaccum.loss.functions import loss_function
 from autoaccum.loss.stated import LossOf, total
 from autoaccum.memory.fake import FakeMemory, Fakes
-from autoaccum.planning.ladder import SavingMode
 from autoaccum.training.fake_copies import FakeCopies, FakeSamples
 from autoaccum.window.attributes import is_expanded
 from autoaccum.window.before import before_window_of, loss_alone
-from autoaccum.window.blocks import WORTHWHILE, Chosen, candidates, choose, every_second, named_blocks
+from autoaccum.window.blocks import HIGHEST, Rung, candidates, named_blocks, rungs_of
 from autoaccum.window.optimizers import allocate_state, make_optimizer, sparsely_trained, trainable_parameters
 from autoaccum.window.precision import Precision, autocast
 from autoaccum.window.recomputing import Recomputing
-from autoaccum.window.saving import OFF, Rung
-from autoaccum.window.tape import most_held, record
+from autoaccum.window.tape import record
 
 _CPU = torch.device("cpu")
 
@@ -108,7 +106,7 @@ class FakeStep:
             memory.answers_items = True
             self._optimizer.step()
 
-    def rungs(self, size: int, mode: SavingMode) -> Iterator[Rung]:
+    def rungs(self, size: int, mode: Literal["auto", "off", "checkpoint"]) -> Iterator[Rung]:
         """Yield the ways of saving memory, in the order in which a run tries them: see ``window.saving``.
 
         Args:
@@ -116,7 +114,7 @@ class FakeStep:
             mode: as the user wants it.
         """
         if mode != "checkpoint":
-            yield Rung(OFF, (), 0, 0)
+            yield HIGHEST
         if mode == "off":
             return
         # The forward of the copies, so that blocks are compared at this size whatever memory there is.
@@ -125,18 +123,11 @@ class FakeStep:
         batch = self._samples.batch(size)
         with self._fakes.within(), self._context():
             tape = record(lambda: total(self._loss_of(self._model, batch)), self._modules, batch, _CPU, blocks)
-        chosen = choose(tape, found) if found else None
-        if chosen is None:
-            # Whoever asks for it gets a run without it, and is told.
-            if mode == "checkpoint":
-                yield Rung(OFF, (), 0, 0)
-            return
-        # By the rule of a run: a rung between is worth it where it saves some, and the last one saves more.
-        some = every_second(tape, chosen)
-        is_between = (1 - WORTHWHILE) * most_held(tape) > some.held_bytes > (1 + WORTHWHILE) * chosen.held_bytes
-        if is_between and mode == "auto":
-            yield _rung(some)
-        yield _rung(chosen)
+        rungs = rungs_of(tape, found, None)
+        if mode == "auto":
+            yield from rungs
+        else:  # whoever asks for what the model does not have gets a run without it, and is told
+            yield rungs[-1] if rungs else HIGHEST
 
     def peak(self, size: int, rung: Rung) -> Peak:
         """Run a step with a micro-batch of that size, and return what it takes."""
@@ -166,7 +157,3 @@ class FakeStep:
         state = [value for values in self._optimizer.state.values() for value in values.values()]
         yield [value for value in state if isinstance(value, torch.Tensor)]
         yield self._copies
-
-
-def _rung(chosen: Chosen) -> Rung:
-    return Rung(f"checkpoint, {chosen.name}", chosen.blocks, chosen.held_bytes, chosen.recomputed_bytes)

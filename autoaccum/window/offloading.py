@@ -57,6 +57,10 @@ class Offloading:
         self._modules, self._device = tuple(modules), device
         self._forward: _Forward | None = None  # the one that runs
 
+    def compare(self, is_compared: bool) -> None:
+        """Compare from now on, or do not; nothing was compared yet."""
+        self.is_compared, self.compared = is_compared, 0
+
     def of_loss(self, loss_of: LossOf) -> LossOf:
         """Return a loss whose forward saves its tensors on the host, where it is computed for a backward."""
 

@@ -63,6 +63,10 @@ class OptimizerState:
         # By the first tensor of each storage. Kept between windows, for to pin memory takes longer than to fill it.
         self._staging: Any = WeakTensorKeyDictionary()
 
+    def compare(self, is_compared: bool) -> None:
+        """Compare from now on, or do not; nothing was compared yet."""
+        self.is_compared, self.compared = is_compared, 0
+
     def num_bytes(self) -> int:
         """Return the bytes of the state on the device that would make room."""
         return sum(storage.nbytes() for storage, _ in self._there())

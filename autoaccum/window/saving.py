@@ -24,10 +24,11 @@ from autoaccum.memory.oom import insist
 from autoaccum.planning.ladder import Ladder, SavingMode, kinds_asked_for
 from autoaccum.window import notices
 from autoaccum.window.blocks import HIGHEST, Rung, SavedAlready, candidates, named_blocks, rungs_of
+from autoaccum.window.comparing import NotRepeatableError
 from autoaccum.window.job import Job
 from autoaccum.window.offloading import NotRestoredError, Offloading
 from autoaccum.window.optimizer_state import OptimizerState
-from autoaccum.window.recomputing import NotRepeatableError, Recomputing, is_refusal
+from autoaccum.window.recomputing import Recomputing, is_refusal
 from autoaccum.window.tape import Entry, record
 
 MEASURED = 2
@@ -233,8 +234,11 @@ class Saving:
 
     def begin_attempt(self) -> None:
         """Make room for an attempt at a window, and compare what comes of that where it is still to be measured."""
+        # A hook that was added, or another mode, is another forward, of which nothing was measured.
+        if self._recomputing.layers_have_changed():
+            self._left = dict.fromkeys(self._left, MEASURED)
         for part in self._parts:
-            part.is_compared, part.compared = not self.is_measured, 0
+            part.compare(not self.is_measured)
         if self._rung.state_bytes:
             self._state.take_out()
 
@@ -254,16 +258,16 @@ class Saving:
         """Take it that a window has committed; return what was measured, once it is enough."""
         # What has done once is gone back to without any wait.
         self._done = max(self._done, self._ladder.rung)
-        storages = self._offloading.compared + self._state.compared
-        # A window in which nothing counts has no backward, and says nothing.
-        if self.is_measured or not (self._recomputing.compared or storages):
+        operations, storages = self._recomputing.comparison.operations, self._offloading.compared + self._state.compared
+        # A window in which nothing counts has no backward, and says nothing; nor does one that could not be compared.
+        if self.is_measured or not (operations or storages) or self._recomputing.comparison.has_lost:
             return None
         self._left[self.name] -= 1
         if not self.is_measured:
             return None
         for part in self._parts:
-            part.is_compared = False
-        return Recomputed(step=step, saving=self.name, operations=self._recomputing.compared, storages=storages)
+            part.compare(False)
+        return Recomputed(step=step, saving=self.name, operations=operations, storages=storages)
 
     def refuses(self, error: Exception) -> bool:
         """Return whether an error in a window is the doing of this rung, as far as can be told."""
