@@ -141,7 +141,8 @@ def estimate(
         batch_dim: the dim in which samples lie, 1 in time-first tensors, of each leaf that has the batch's extent there
             (others, such as labels, have it in dim 0); or the dim of each leaf, in the structure of a batch.
         memory_saving: auto: where not even the smallest micro-batch fits, blocks of the model compute their forward
-            once more in backward instead of keeping it, to the same bits; off: never; checkpoint: always.
+            once more in backward instead of keeping it, to the same bits; off: never; checkpoint: always. A run on the
+            device also keeps tensors on the host below that, which cannot be estimated: there is one memory here.
 
     Returns:
         the estimate; printed, it is a page that says whether it fits.
