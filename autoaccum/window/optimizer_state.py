@@ -29,6 +29,7 @@ class _View(NamedTuple):
 
     def move(self, storage: torch.UntypedStorage) -> None:
         """Make it the same view of another storage."""
+        # Through ``.data``: the object, its version and all that refers to it stay what they are.
         moved = torch.empty(0, dtype=self.tensor.dtype, device=storage.device)
         self.tensor.data = moved.set_(storage, self.offset, self.size, self.stride)
 
@@ -121,6 +122,7 @@ class OptimizerState:
         known += [p for group in self._optimizer.param_groups for p in group["params"]]
         # Parameters may be held by a state as well, as those of some averages are.
         stay = {id(tensor.untyped_storage()) for tensor in known if tensor.layout is torch.strided}
+        # Step counts are small, and so are the moments of biases; those that lie on the CPU anyway make no room.
         found: dict[int, tuple[torch.UntypedStorage, list[_View]]] = {}
         tensors = {id(t): t for t in flatten(list(self._optimizer.state.values()))[0] if type(t) is torch.Tensor}
         for tensor in tensors.values():
