@@ -119,7 +119,7 @@ class _Forward:
             copy = self._copies[key] = _Copy(storage, self._offloading)
         elif self._offloading.is_compared:
             copy.compare(storage, _WRITTEN)
-        return _Moved(copy, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
+        return _Moved(copy, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
 
 _WRITTEN = "is written to after a forward has saved it, where PyTorch counts no write: through .data, or by a kernel"

@@ -130,6 +130,6 @@ class OptimizerState:
                 continue
             storage = tensor.untyped_storage()
             if storage.nbytes() > ABOVE_BYTES and id(storage) not in stay:
-                view = _View(tensor, tensor.storage_offset(), tensor.size(), tensor.stride())
+                view = _View(tensor, int(tensor.storage_offset()), tensor.size(), tensor.stride())
                 found.setdefault(id(storage), (storage, []))[1].append(view)
         return list(found.values())
