@@ -84,6 +84,7 @@ _SAVING = {
 
 def of_memory_saving(memory_saving: object) -> None:
     """Raise unless memory is saved in a way that there is, or in several."""
+    # An empty list asks for nothing, for which there is a word.
     several = memory_saving if isinstance(memory_saving, list | tuple) else ()
     if several and all(isinstance(one, str) and one in _SAVING for one in several):
         return

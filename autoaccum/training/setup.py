@@ -374,6 +374,7 @@ def _kinds_of_saving(job: Job, mode: SavingMode, *, compiled: bool, is_shared: b
         ArgumentError: one of those that are asked for is none of these.
     """
     reason = _why_nothing_is_saved(job, compiled=compiled, is_shared=is_shared)
+    # Whatever stands in the way of the one stands in the way of the other, which is wrapped around losses alike.
     reasons = {"checkpoint": reason, "offload": reason or _why_nothing_is_moved(job.device)}
     for kind in sorted(kinds_asked_for(mode)):
         if reasons[kind] is not None:

@@ -112,7 +112,7 @@ def not_restored(reason: str) -> Notice:
     )
 
 
-def nothing_to_save(mode: str | list[str], reason: str) -> Notice:
+def nothing_to_save(mode: str | Sequence[str], reason: str) -> Notice:
     """Say that memory cannot be saved as it was asked for."""
     return Notice(
         cause=f"memory_saving={as_written(mode)} was passed, and {reason}",
@@ -121,6 +121,6 @@ def nothing_to_save(mode: str | list[str], reason: str) -> Notice:
     )
 
 
-def as_written(mode: str | list[str]) -> str:
+def as_written(mode: str | Sequence[str]) -> str:
     """Return a way of saving memory as it is written in a program."""
     return json.dumps(mode)

@@ -75,6 +75,7 @@ class Offloading:
     @contextmanager
     def taking(self, batch: Any) -> Iterator[None]:
         """Keep on the host what is saved within this, but for the batch, which is there anyway."""
+        # Made anew for each forward: parameters may be other tensors by then, and copies are of one graph.
         self._forward = forward = _Forward(self, self._device, _storages(self._modules, batch))
         try:
             with saved_tensors_hooks(forward.pack, _unpack):
@@ -122,7 +123,7 @@ class _Forward:
             copy = self._copies[key] = _Copy(storage, self._offloading)
         elif self._offloading.is_compared:
             copy.compare(storage, _WRITTEN)
-        return _Moved(copy, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
+        return _Moved(copy, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
 
 _WRITTEN = "is written to after a forward has saved it, where PyTorch counts no write: through .data, or by a kernel"
@@ -132,10 +133,11 @@ class _Copy:
     """The bits of a storage as they were at one moment, on the host; brought back once for all who hold them."""
 
     def __init__(self, storage: torch.UntypedStorage, offloading: Offloading) -> None:
+        # Weakly, for to make room for others is what this is for.
         self.original = weakref.ref(storage)
         self._offloading = offloading
         self.device = storage.device
-        # None where nothing is compared.
+        # Of the device's bits and not of the copy's, which may not have arrived. None where nothing is compared.
         self._mark = checksum(storage) if offloading.is_compared else None
         self._host = host_bytes(storage.nbytes(), storage.device)
         self._host.copy_(bytes_of(storage), non_blocking=self._host.is_pinned())

@@ -29,6 +29,7 @@ class _View(NamedTuple):
 
     def move(self, storage: torch.UntypedStorage) -> None:
         """Make it the same view of another storage."""
+        # Through ``.data``: the object, its version and all that refers to it stay what they are.
         moved = torch.empty(0, dtype=self.tensor.dtype, device=storage.device)
         self.tensor.data = moved.set_(storage, self.offset, self.size, self.stride)
 
@@ -125,6 +126,7 @@ class OptimizerState:
         known += [p for group in self._optimizer.param_groups for p in group["params"]]
         # Parameters may be held by a state as well, as those of some averages are.
         stay = {id(tensor.untyped_storage()) for tensor in known if tensor.layout is torch.strided}
+        # Step counts are small, and so are the moments of biases; those that lie on the CPU anyway make no room.
         found: dict[int, tuple[torch.UntypedStorage, list[_View]]] = {}
         tensors = {id(t): t for t in flatten(list(self._optimizer.state.values()))[0] if type(t) is torch.Tensor}
         for tensor in tensors.values():
@@ -132,6 +134,6 @@ class OptimizerState:
                 continue
             storage = tensor.untyped_storage()
             if storage.nbytes() > ABOVE_BYTES and id(storage) not in stay:
-                view = _View(tensor, tensor.storage_offset(), tensor.size(), tensor.stride())
+                view = _View(tensor, int(tensor.storage_offset()), tensor.size(), tensor.stride())
                 found.setdefault(id(storage), (storage, []))[1].append(view)
         return list(found.values())

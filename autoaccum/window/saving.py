@@ -204,6 +204,7 @@ class Saving:
         if tape is None:
             return
         rungs = rungs_of(tape, found, self._state.num_bytes() if is_host else None)
+        # Who asks for a way of saving memory asks for all of it.
         if self._asked:
             rungs = rungs[-1:]
         # What a run of before has found is kept: of it are the sizes, and what was measured.
@@ -258,6 +259,7 @@ class Saving:
         """Take it that a window has committed; return what was measured, once it is enough."""
         # What has done once is gone back to without any wait.
         self._done = max(self._done, self._ladder.rung)
+        # Both kinds of copies are told as one: what counts is that there were some.
         operations, storages = self._recomputing.comparison.operations, self._offloading.compared + self._state.compared
         # A window in which nothing counts has no backward, and says nothing; nor does one that could not be compared.
         if self.is_measured or not (operations or storages) or self._recomputing.comparison.has_lost:
