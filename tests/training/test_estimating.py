@@ -109,7 +109,7 @@ def counted(
     }  # fmt: skip
     with simulated_memory(limit):
         result = autoaccum.fit(
-            model, data, effective_batch=2 * micro_batch, steps=5, device="cpu", progress=False, cache=False,
+            model, data, effective_batch=2 * micro_batch, steps=3, device="cpu", progress=False, cache=False,
             verify=False, headroom=0.0, **sizes, **options,
         )  # fmt: skip
     return result.history[-1]
