@@ -232,6 +232,7 @@ def by_fit(work: Task, limit_bytes: int) -> Run:
             steps=LONGEST,
             shuffle=False,
             device="cpu",
+            verify=False,  # it lays copies aside on the host, which is the device here
             progress=False,
             cache=False,
             callbacks=[watch],
