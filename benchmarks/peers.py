@@ -9,10 +9,12 @@ import logging
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 
 from autoaccum.memory.simulated import MemorySimulation
@@ -129,6 +131,12 @@ def lightning_trainer(folder: str, device: str = "cpu", **options: Any) -> Any:
     )
 
 
+def compute_twice(model: nn.Module, every: int = 1) -> None:
+    """Have each of the model's blocks, or each so-manieth, compute its forward once more in backward; none for 0."""
+    for block in list(model.blocks)[::every] if every else []:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+
+
 class WithLoss(nn.Module):
     """A model as Transformers wants it: it returns its loss."""
 
@@ -139,6 +147,10 @@ class WithLoss(nn.Module):
 
     def forward(self, inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
         return {"loss": self._loss_fn(self.model(inputs), labels)}
+
+    def activation_checkpointing_enable(self, **_: Any) -> None:
+        # What its trainer calls where it is asked to.
+        compute_twice(self.model)
 
 
 def transformers_trainer(

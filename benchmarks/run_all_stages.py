@@ -51,6 +51,12 @@ STAGES = [
     Stage(name="kills", tables=("kills",), quick=("--kills", "3")),
     Stage(name="search", tables=("search",), quick=("--quick",), peers=TRAINERS),
     Stage(name="time_to_train", tables=("time_to_train",), quick=("--quick",), peers=TRAINERS),
+    Stage(
+        name="ladder",
+        tables=("ladder", "ladder_grid", "ladder_peers"),
+        quick=("--quick",),
+        peers=("lightning", "transformers"),
+    ),
     Stage(name="cold_start", tables=("cold_start", "cold_start_cpu")),
     Stage(name="lengths", tables=("lengths",), quick=ONE_ROUND),
     Stage(name="overhead", tables=("overhead",), quick=ONE_ROUND),

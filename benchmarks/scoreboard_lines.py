@@ -184,6 +184,34 @@ def cold_start(table: Table) -> list[Line]:
     ]
 
 
+def ladder(table: Table) -> list[Line]:
+    rows = [row for row in table.rows() if row["ratio"]]  # some limits are too low for any plan of ours
+    below = [row for row in rows if row["plainly"] == "no sample"]
+    return [
+        Line(
+            what=f"a steady window of `fit` in {len(rows)} limits, {len(below)} of which hold no sample plainly, "
+            "beside the fastest of all fixed plans with blocks computed twice or not",
+            ours=f"{span(row['ratio'] for row in rows)}; where no sample fits {span(row['ratio'] for row in below)}",
+            beside="the fastest plan by hand: 1",
+        )
+    ]
+
+
+def ladder_peers(table: Table) -> list[Line]:
+    by_hand, autoaccum = "by hand, best of all", "autoaccum fit"
+    found: dict[str, dict[str, str]] = {}
+    for row in table.rows():
+        found.setdefault(f"{row['model']}, {row['limit']}", {})[row["contestant"]] = row["to by hand"] or "failed"
+    return [
+        Line(
+            what=f"time from a cold start below a limit that holds no sample plainly, beside the best by hand: {where}",
+            ours=ratios[autoaccum],
+            beside="; ".join(f"{who}: {ratio}" for who, ratio in ratios.items() if who not in (by_hand, autoaccum)),
+        )
+        for where, ratios in found.items()
+    ]
+
+
 def lengths(table: Table) -> list[Line]:
     rows = table.rows()
     of_ours = {row["memory"]: row for row in rows if row["contestant"] == "autoaccum"}
@@ -362,6 +390,13 @@ PARTS = [
         is_claimed=True,
     ),
     Part(area="time to train", table="cold_start", what="cold starts on a virtual clock", lines=cold_start),
+    Part(area="time to train", table="ladder", what="limits that hold no sample plainly", lines=ladder),
+    Part(
+        area="time to train",
+        table="ladder_peers",
+        what="peers below limits that hold no sample plainly",
+        lines=ladder_peers,
+    ),
     Part(area="time to train", table="lengths", what="samples of many lengths", lines=lengths, is_claimed=True),
     Part(area="overhead", table="overhead", what="a window beside a loop by hand", lines=overhead, is_claimed=True),
     Part(area="pressure", table="pressure", what="memory that goes and comes back", lines=pressure, is_claimed=True),

@@ -251,7 +251,7 @@ def by_accelerate(task: Task, epochs: int, effective_batch: int, _: int) -> Outc
     return Outcome(micro_batch=found, effective_batch=trained, ooms=len(attempts) - 1, search_end=begun)
 
 
-def by_transformers(task: Task, epochs: int, effective_batch: int, _: int) -> Outcome:
+def by_transformers(task: Task, epochs: int, effective_batch: int, _: int, **options: Any) -> Outcome:
     """As its users write it: the batch that they want, and ``auto_find_batch_size``, which shrinks it."""
     attempts: list[int] = []
     begun: list[float] = []
@@ -270,6 +270,7 @@ def by_transformers(task: Task, epochs: int, effective_batch: int, _: int) -> Ou
             Attempts(),
             num_train_epochs=epochs,
             auto_find_batch_size=True,
+            **options,
         ).train()
     return Outcome(micro_batch=attempts[-1], effective_batch=attempts[-1], ooms=len(attempts) - 1, search_end=begun[-1])
 
@@ -349,9 +350,9 @@ def child(spec: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def in_a_process_of_its_own(spec: dict[str, Any], timeout: float) -> dict[str, Any]:
+def in_a_process_of_its_own(spec: dict[str, Any], timeout: float, script: str = __file__) -> dict[str, Any]:
     environment = {**os.environ, "OMP_NUM_THREADS": str(spec["threads"])}
-    command = [sys.executable, __file__, "--child", json.dumps(spec)]
+    command = [sys.executable, script, "--child", json.dumps(spec)]
     try:
         process = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=timeout)
     except subprocess.TimeoutExpired:

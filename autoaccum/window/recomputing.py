@@ -7,16 +7,16 @@ finds what it found: random states, buffers and attributes are as of then, and t
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import wraps
+from copy import deepcopy
+from functools import update_wrapper
+from types import MethodType
 from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from autoaccum.data import randomness
@@ -24,6 +24,7 @@ from autoaccum.data.batches import flatten
 from autoaccum.loss.stated import LossOf
 from autoaccum.memory.oom import is_out_of_memory
 from autoaccum.window.attributes import CONTAINERS, Attributes, is_expanded
+from autoaccum.window.comparing import Comparison, First, Mark, NotRepeatableError, Second
 from autoaccum.window.state import generator_state, set_generator_state
 from autoaccum.window.surroundings import GENERATORS, surroundings_of
 from autoaccum.window.tape import no_trace
@@ -31,14 +32,6 @@ from autoaccum.window.tape import no_trace
 _SMALL_BYTES = 2**20
 """Bytes of a tensor that is copied before each forward: of larger ones a version that has moved tells whether to."""
 _ABSENT = object()
-
-
-class NotRepeatableError(Exception):
-    """A forward that cannot be computed again: it would not come to what it came to."""
-
-    def __init__(self, block: nn.Module, what: str) -> None:
-        self.block = block
-        super().__init__(f"{type(block).__name__}: {what}")
 
 
 def is_refusal(error: BaseException) -> bool:
@@ -62,12 +55,15 @@ class Recomputing:
         """Those whose forward is computed again; none of them lies within another."""
         self.is_compared = False
         """Whether each forward that is computed again is compared with the first, operation by operation."""
-        self.compared = 0
-        """Operations that were compared, and found to come to the same bits."""
+        self.comparison = Comparison()
         self.guards_all = False
         """Whether blocks were seen to change what lies outside of them, which is put back then in all windows."""
         self._modules, self._functions = tuple(modules), tuple(functions)
-        self._is_within = False  # a block's forward
+        self.is_within = False
+        """Whether the forward of a block is running."""
+        self._layers: list[tuple[object, ...]] | None = (
+            None  # marks of all layers, when last asked whether they changed
+        )
         self._held: list[Any] = []  # generators that functions hold
 
     def of_loss(self, loss_of: LossOf) -> LossOf:
@@ -98,26 +94,8 @@ class Recomputing:
     @contextmanager
     def _wrapped(self, block: nn.Module) -> Iterator[None]:
         # Accelerate and others put forwards of their own on instances: these are what is run then, and put back.
-        own, original = vars(block).get("forward", _ABSENT), block.forward
-
-        @wraps(original)
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            # A block that is called within another one is part of what that computes again.
-            if self._is_within or not torch.is_grad_enabled():
-                return original(*args, **kwargs)
-            # As it is without, so that what is remembered of its attributes is what a second forward will find.
-            _assign(block, own)
-            self._is_within = True
-            try:
-                call = _Call(self, block, original, len(args), tuple(kwargs))
-                # All by position: of tensors among these checkpoint sees whether they are written to before it reads
-                # them again.
-                return checkpoint(call, *args, *kwargs.values(), use_reentrant=False, preserve_rng_state=False)
-            finally:
-                self._is_within = False
-                _assign(block, forward)
-
-        _assign(block, forward)
+        own = vars(block).get("forward", _ABSENT)
+        _assign(block, _Forward(self, block, own, block.forward))
         try:
             yield
         finally:
@@ -126,13 +104,19 @@ class Recomputing:
     @contextmanager
     def no_trace(self) -> Iterator[None]:
         """Put back, at its end, what a forward has changed, but for the values of tensors that are no buffers."""
-        outside, random = Outside(self._modules, self._functions), self._random([])
+        outside, random = self._outside(), self._random([])
         try:
             with no_trace(self._modules, self.device):
                 yield
         finally:
             outside.restore()
             random.put_back()
+
+    def _outside(self) -> Outside:
+        # A hook of a layer within a block is run once more with it, and may count or collect.
+        layers = [layer for module in self._modules for layer in module.modules()]
+        hooks = [hook for layer in layers for held in _hooks_of(layer) for hook in held.values()]
+        return Outside(self._modules, [*self._functions, *hooks])
 
     def _random(self, own: Sequence[Any]) -> _Random:
         return _Random([*own, *surroundings_of(self._functions).generators], self.device)
@@ -143,6 +127,16 @@ class Recomputing:
         own = [value for layer in layers for value in vars(layer).values() if isinstance(value, GENERATORS)]
         return _Moment(layers, values, _Random([*own, *self._held], self.device))
 
+    def layers_have_changed(self) -> bool:
+        """Return whether hooks, modes, classes or forwards of layers are others than when this was last asked."""
+        before = self._layers
+        self._layers = [
+            (type(layer), layer.training, vars(layer).get("forward"), *map(tuple, _hooks_of(layer)))
+            for module in self._modules
+            for layer in module.modules()
+        ]
+        return before is not None and before != self._layers
+
     @contextmanager
     def guarding(self, block: nn.Module) -> Iterator[None]:
         """See, where forwards are compared, that what lies outside of a block stays as it is; or put it back."""
@@ -150,7 +144,7 @@ class Recomputing:
         if not (self.is_compared or self.guards_all):
             yield
             return
-        outside = Outside(self._modules, self._functions)
+        outside = self._outside()
         try:
             yield
         finally:
@@ -183,6 +177,42 @@ class Outside:
         return has_changed
 
 
+class _Forward:
+    """The forward of a block, in whose place it stands: it is computed again in backward."""
+
+    def __init__(self, recomputing: Recomputing, block: nn.Module, own: Any, original: Callable[..., Any]) -> None:
+        """Stand for ``original``, which is the instance's ``own`` where it has one."""
+        self._recomputing = recomputing
+        self._block = block
+        self._own = own
+        self._original = original
+        update_wrapper(self, original)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        recomputing, block = self._recomputing, self._block
+        # A block that is called within another one is part of what that computes again.
+        if recomputing.is_within or not torch.is_grad_enabled():
+            return self._original(*args, **kwargs)
+        # As it is without, so that what is remembered of its attributes is what a second forward will find.
+        _assign(block, self._own)
+        recomputing.is_within = True
+        try:
+            call = _Call(recomputing, block, self._original, len(args), tuple(kwargs))
+            # All by position: of tensors among these checkpoint sees whether they are written to before it reads them
+            # again.
+            return checkpoint(call, *args, *kwargs.values(), use_reentrant=False, preserve_rng_state=False)
+        finally:
+            recomputing.is_within = False
+            _assign(block, self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # Whoever copies a module within a loss, say for a teacher, gets one that computes by itself.
+        if self._own is not _ABSENT:
+            return deepcopy(self._own, memo)
+        other = memo[id(self._block)]
+        return MethodType(type(other).forward, other)
+
+
 class _Call:
     """One call of a block's forward: run once as it is, and then again as it was."""
 
@@ -200,8 +230,7 @@ class _Call:
         self._count, self._names = count, names  # arguments by position; names of the others
         self._layers = list(block.modules())
         self._before: _Moment | None = None  # none until it has run
-        # A number for each operation, where keeping what it came to would take the memory that is to be saved.
-        self._seen: list[int] | None = None  # marks of what each operation came to
+        self._seen: list[Mark] | None = None  # marks of what each operation came to
 
     def __call__(self, *values: Any) -> Any:
         """Run the forward; the second time in the state of the first."""
@@ -212,7 +241,7 @@ class _Call:
             if not self._recomputing.is_compared:
                 return self._forward(*args, **kwargs)
             self._seen = []
-            with _Marks(self._seen):
+            with First(self._recomputing.comparison, self._seen):
                 return self._forward(*args, **kwargs)
         try:
             with self._recomputing.guarding(self._block), self._as_it_was(self._before, values), self._comparing():
@@ -233,10 +262,16 @@ class _Call:
         written = before.written()
         if written is not None:
             raise NotRepeatableError(self._block, f"{written} is written to after its forward has read it")
+        # The graph is that of the first forward: of a layer that was frozen in it other tensors are saved.
+        retrained = before.retrained()
         try:
+            for p in retrained:
+                p.requires_grad_(not p.requires_grad)
             before.put_back()
             yield
         finally:
+            for p in retrained:
+                p.requires_grad_(not p.requires_grad)
             if attributes.have_changed():
                 attributes.restore()
             random.put_back()
@@ -244,7 +279,7 @@ class _Call:
     def _comparing(self) -> Any:
         if self._seen is None:
             return nullcontext()
-        return _Compared(self._seen, self._block, self._recomputing)
+        return Second(self._recomputing.comparison, self._seen, self._block)
 
 
 class _Moment:
@@ -262,6 +297,7 @@ class _Moment:
         self._attributes = Attributes([*layers, *self.objects], self.containers)
         # Parameters are not copied, nor inputs: that they are the same still is seen by their versions.
         parameters = [(name, p) for layer in layers for name, p in layer._parameters.items() if p is not None]
+        self._trained = [(p, p.requires_grad) for _, p in parameters]
         named = [*parameters, *(("an input", tensor) for tensor in tensors)]
         self._versions = [(name, tensor, tensor._version) for name, tensor in named if not is_lazy(tensor)]
         # (where it stands, its name, itself, its version, a copy) of each tensor that a forward may write to.
@@ -280,6 +316,10 @@ class _Moment:
     def written(self) -> str | None:
         """Return the name of a parameter, or of an input, that has other values since; None where none has."""
         return next((name for name, tensor, version in self._versions if tensor._version != version), None)
+
+    def retrained(self) -> list[nn.Parameter]:
+        """Return the parameters that were trained and are frozen by now, or the other way round."""
+        return [p for p, was_trained in self._trained if p.requires_grad is not was_trained]
 
     def put_back(self) -> None:
         """Put it back: other tensors in the place of those that may have moved, whose values stay what they are."""
@@ -315,59 +355,6 @@ class _Random:
             set_generator_state(generator, state)
 
 
-class _Marks(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes of each operation what it came to: a checksum of its bits."""
-
-    def __init__(self, seen: list[int]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._seen = seen
-
-    def __torch_dispatch__(
-        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        # What is not written yet holds anything; checkpoint detaches what it hands on, the second time alone.
-        if not any(word in str(func) for word in ("empty", "detach")):
-            self._take(str(func), _checksum(result))
-        return result
-
-    def _take(self, operation: str, mark: int) -> None:
-        self._seen.append(mark)
-
-
-class _Compared(_Marks):  # type: ignore[no-untyped-call]
-    """Compares each operation with what it came to the first time."""
-
-    def __init__(self, seen: list[int], block: nn.Module, recomputing: Recomputing) -> None:
-        super().__init__(seen)
-        self._block = block
-        self._recomputing = recomputing
-        self._count = 0
-
-    def _take(self, operation: str, mark: int) -> None:
-        # Checkpoint ends a forward early, once it has come to all that is wanted: what is left out is not compared.
-        if self._count >= len(self._seen) or self._seen[self._count] != mark:
-            raise NotRepeatableError(self._block, f"computed again, {operation} comes to other bits")
-        self._count += 1
-        self._recomputing.compared += 1
-
-
-def _checksum(result: Any) -> int:
-    """Return a checksum of the bits of an operation's results; of what holds none that can be read, of its shape."""
-    mark = 0
-    is_one = isinstance(result, torch.Tensor)
-    for tensor in (result,) if is_one else result if isinstance(result, list | tuple) else ():
-        # Bytes beside other results are a library's workspace, not all of which it has written to.
-        if not isinstance(tensor, torch.Tensor) or (not is_one and tensor.dtype is torch.uint8):
-            continue
-        mark = zlib.crc32(repr((tuple(tensor.shape), tensor.dtype)).encode(), mark)
-        if type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_meta and tensor.numel():
-            # To the host, where there is room for it: the device is short of it.
-            bits = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-            mark = zlib.crc32(bits.numpy().data, mark)
-    return mark
-
-
 def _caching(modules: Iterable[nn.Module]) -> list[Any]:
     """Return the configurations of modules, and those within these, that ask for a cache of keys and values."""
     found: dict[int, Any] = {}
@@ -379,6 +366,11 @@ def _caching(modules: Iterable[nn.Module]) -> list[Any]:
                 inner = [value for value in vars(config).values() if getattr(value, "use_cache", False) is True]
                 found |= {id(one): one for one in (config, *inner)}
     return [config for config in found.values() if getattr(config, "use_cache", False) is True]
+
+
+def _hooks_of(layer: nn.Module) -> tuple[dict[int, Any], ...]:
+    """Return the hooks around the forward of a layer, by numbers that none of them shares."""
+    return layer._forward_pre_hooks, layer._forward_hooks
 
 
 def _assign(block: nn.Module, forward: Any) -> None:

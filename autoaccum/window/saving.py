@@ -22,8 +22,9 @@ from autoaccum.memory.oom import insist
 from autoaccum.planning.ladder import Ladder, SavingMode
 from autoaccum.window import notices
 from autoaccum.window.blocks import WORTHWHILE, Chosen, candidates, choose, every_second, named_blocks
+from autoaccum.window.comparing import NotRepeatableError
 from autoaccum.window.job import Job
-from autoaccum.window.recomputing import NotRepeatableError, Recomputing, is_refusal
+from autoaccum.window.recomputing import Recomputing, is_refusal
 from autoaccum.window.tape import Entry, most_held, record
 
 OFF = "off"
@@ -215,22 +216,25 @@ class Saving:
 
     def begin_attempt(self) -> None:
         """Compare what is computed twice in an attempt at a window, where this rung is still to be measured."""
+        # A hook that was added, or another mode, is another forward, of which nothing was measured.
+        if self._recomputing.layers_have_changed():
+            self._left = dict.fromkeys(self._left, MEASURED)
         self._recomputing.is_compared = not self.is_measured
-        self._recomputing.compared = 0
+        self._recomputing.comparison.begin()
 
     def committed(self, step: int) -> Recomputed | None:
         """Take it that a window has committed; return what was measured, once it is enough."""
         # What has done once is gone back to without any wait.
         self._done = max(self._done, self._ladder.rung)
-        recomputing = self._recomputing
-        # A window in which nothing counts has no backward, and says nothing.
-        if not (recomputing.is_compared and recomputing.compared):
+        recomputing, found = self._recomputing, self._recomputing.comparison
+        # A window in which nothing counts has no backward, and says nothing; nor does one that could not be compared.
+        if not (recomputing.is_compared and found.operations) or found.has_lost:
             return None
         recomputing.is_compared = False
         self._left[self.name] -= 1
         if not self.is_measured:
             return None
-        return Recomputed(step=step, saving=self.name, operations=recomputing.compared)
+        return Recomputed(step=step, saving=self.name, operations=found.operations)
 
     def refuses(self, error: Exception) -> bool:
         """Return whether an error in a window is the doing of this rung, as far as can be told."""

@@ -20,7 +20,9 @@ from torch.utils.checkpoint import CheckpointError
 
 from autoaccum.testing import oom_at
 from autoaccum.window.blocks import candidates, named_blocks
-from autoaccum.window.recomputing import NotRepeatableError, Recomputing, is_refusal
+from autoaccum.window.comparing import NotRepeatableError
+from autoaccum.window.recomputing import Recomputing, is_refusal
+from tests.window.test_comparing import NOISE, trembling
 
 CPU = torch.device("cpu")
 WIDTH = 8
@@ -195,7 +197,7 @@ class TestBits:
         recomputing = recomputing_of(other, is_compared=is_compared)
         assert len(recomputing.blocks) == 3
         assert same(train(model, batches, plain, None), train(other, batches, plain, recomputing))
-        assert bool(recomputing.compared) is is_compared
+        assert bool(recomputing.comparison.operations) is is_compared
         assert type(other) is type(model)
         assert other.state_dict().keys() == model.state_dict().keys()
 
@@ -210,6 +212,60 @@ class TestBits:
         assert same(
             train(model, batches, loss_of, None), train(other, batches, loss_of, recomputing_of(other, loss_of))
         )
+
+    def test_of_a_block_that_autocast_meets_twice(self) -> None:
+        """Its weights are cast once in the first forward, and once more in each that is computed again."""
+
+        def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return plain(model, batch)
+
+        torch.manual_seed(0)
+        model = CalledTwice("dropout")
+        other, batches = copy.deepcopy(model), [torch.randn(4, WIDTH)] * 2
+        recomputing = recomputing_of(other, loss_of)
+        assert same(train(model, batches, loss_of, None), train(other, batches, loss_of, recomputing))
+        assert recomputing.comparison.operations
+
+    def test_of_a_copy_that_is_made_within_a_loss(self) -> None:
+        """A teacher that begins as the model: it computes by its own weights, which stay where they were."""
+
+        def losses() -> Callable[..., Any]:
+            teachers: list[nn.Module] = []
+
+            def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+                if not teachers:
+                    teachers.append(copy.deepcopy(model))
+                with torch.no_grad():
+                    wanted = teachers[0](batch + 1)
+                return (model(batch) - wanted).square().mean()
+
+            return loss_of
+
+        torch.manual_seed(0)
+        model = Stack("dropout")
+        other, batches = copy.deepcopy(model), [torch.randn(4, WIDTH) for _ in range(4)]
+        loss_of, same_loss = losses(), losses()
+        recomputing = recomputing_of(other, same_loss)
+        assert same(train(model, batches, loss_of, None), train(other, batches, same_loss, recomputing))
+
+    def test_of_layers_that_are_frozen_while_the_loss_is_computed(self) -> None:
+        """As the critic is in the loss of a generator; what is as large as the batch is then taken for the batch."""
+
+        def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+            model[1].requires_grad_(False)
+            loss = plain(model, batch)
+            model[1].requires_grad_(True)
+            return loss + 0 * model[1](batch.detach()).sum()
+
+        torch.manual_seed(0)
+        model = nn.Sequential(Block("dropout"), Block("dropout"))
+        other, batches = copy.deepcopy(model), [torch.randn(WIDTH, WIDTH) for _ in range(3)]
+        for is_compared in (True, False):
+            recomputing = recomputing_of(other, loss_of, is_compared=is_compared)
+            recomputing.blocks = list(other)
+            assert same(train(model, batches, loss_of, None), train(other, batches, loss_of, recomputing))
+            assert all(p.requires_grad for p in other.parameters())
 
     def test_of_a_generator_that_a_function_holds(self) -> None:
         def losses(generator: torch.Generator) -> Callable[..., Any]:
@@ -285,6 +341,32 @@ class TestRefusals:
         assert isinstance(error, NotRepeatableError)
         assert isinstance(error.block, Foreign)
         assert "aten.mul.Tensor comes to other bits" in str(error)
+
+    def test_not_of_kernels_that_do_not_repeat_themselves(self) -> None:
+        """They are found out in one window; in the next the second forward comes to what the first has come to."""
+
+        class Trembles(Block):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return super().forward(trembling(self.linear(x)))
+
+        def gradients(*, is_twice: bool) -> list[torch.Tensor]:
+            torch.manual_seed(0)
+            found, model = [], nn.Sequential(Trembles(), nn.Identity())
+            made = Recomputing([model], [plain], CPU)
+            made.blocks, made.is_compared = [model[0]] if is_twice else [], True
+            for _ in range(3):
+                NOISE.manual_seed(0)
+                made.comparison.begin()
+                train(model, [torch.ones(2, WIDTH)], made.of_loss(plain), None)
+                found.append(model[0].linear.weight.detach().clone())
+                lost.append(made.comparison.has_lost)
+            return found
+
+        lost: list[bool] = []
+        wanted, found = gradients(is_twice=False), gradients(is_twice=True)
+        assert lost[3:] == [True, False, False]
+        assert not torch.equal(found[0], wanted[0])
+        assert torch.allclose(found[2], wanted[2], rtol=1e-4)
 
     def test_what_writes_to_its_input(self) -> None:
         class Writes(Block):
@@ -415,5 +497,5 @@ def test_of_hugging_face(name: str) -> None:
     made.blocks, made.is_compared = [named[block] for block in found[f"every {kind}"]], True
     use_cache = getattr(other.config, "use_cache", None)
     assert same(train(model, [batch] * 2, loss_of, None), train(other, [batch] * 2, loss_of, made))
-    assert made.compared
+    assert made.comparison.operations
     assert getattr(other.config, "use_cache", None) is use_cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ import autoaccum
 from autoaccum.errors import ArgumentError, AutoaccumWarning, NonFiniteLossError, NothingFitsError
 from autoaccum.events import MemorySaving, Notice, OutOfMemory, Planned, Recomputed, Replanned, Waiting
 from autoaccum.memory.clock import ManualClock
+from autoaccum.memory.simulated import active_simulation
 from autoaccum.testing import manual_clock, oom_at, simulated_memory
 from autoaccum.training.trainer import FitResult
 from autoaccum.window.saving import MEASURED
@@ -201,31 +203,43 @@ def test_models_of_which_one_sample_does_not_fit(make: Callable[[], tuple[nn.Mod
 
 
 class TestFaults:
-    @strides(23)
+    @strides(131)
     @pytest.mark.parametrize("windows_before", [0, MEASURED])
-    def test_at_every_operation_of_a_window(self, windows_before: int, stride: int) -> None:
-        """Whatever fails, also within what is computed twice, is replayed to the same bits: compared or not."""
+    @pytest.mark.parametrize("rung", ["checkpoint, model.blocks", "checkpoint, every 2nd of model.blocks"])
+    def test_at_every_operation_of_a_window(self, rung: str, windows_before: int, stride: int) -> None:
+        """Whatever fails, also within what is computed twice, is replayed to the same bits: compared or not.
 
-        def train(operation: int | None) -> tuple[list[Any], int]:
+        The rung between is gone down to in the window itself, where there are none before it.
+        """
+
+        def train(operation: int | None, memory_saving: Any, limit: int) -> tuple[list[Any], int, int]:
             torch.manual_seed(0)
-            model, batch = Stack(depth=2), tuple(part[:, :4].clone() for part in data(2))
+            model, batch = Stack(depth=3), tuple(part[:, :16].clone() for part in data(2))
             made = autoaccum.Accumulator(
-                model, sgd(model.parameters()), loss_fn=F.mse_loss, micro_batch=1, memory_saving="checkpoint",
+                model, sgd(model.parameters()), loss_fn=F.mse_loss, micro_batch=1, memory_saving=memory_saving,
                 verify=False, patience=0,
             )  # fmt: skip
-            with simulated_memory("1GiB"):
+            with simulated_memory(limit) as device:
                 for _ in range(windows_before):
                     made.step(batch)
                 with oom_at(operation) as fault:
                     made.backward(batch)
-                found = [*(p.grad.clone() for p in model.parameters()), *(b.clone() for b in model.buffers())]
-            assert operation is None or any(isinstance(event, OutOfMemory | MemorySaving) for event in made.events)
-            return [*found, torch.get_rng_state()], fault.operations
+            found = [*(p.grad for p in model.parameters()), *model.buffers()]
+            changes = [event.new for event in made.events if isinstance(event, MemorySaving)]
+            if operation is None and memory_saving == "auto":
+                assert changes == [rung]
+            assert operation is None or changes or any(isinstance(event, OutOfMemory) for event in made.events)
+            return [*found, torch.get_rng_state()], fault.operations, device.peak
 
-        clean, operations = train(None)
-        assert operations > 100
+        plain, _, most = train(None, "off", UNLIMITED)
+        lowest, _, least = train(None, "checkpoint", UNLIMITED)
+        assert same(lowest, plain)
+        is_lowest = "every" not in rung
+        given: Any = ("checkpoint", UNLIMITED) if is_lowest else ("auto", int(least + 0.9 * (most - least)))
+        _, operations, _ = train(None, *given)
+        assert operations > 200
         for operation in range(1, operations + 1, stride):
-            assert same(train(operation)[0], clean), operation
+            assert same(train(operation, *given)[0], plain), operation
 
 
 class Draws(Block):
@@ -266,6 +280,39 @@ class TestRefusals:
             fit(UNLIMITED, memory_saving="sometimes")
 
 
+class TestHooks:
+    def train(self, hook: Callable[[list[int]], Any], **options: Any) -> tuple[list[Any], int, list[Any]]:
+        torch.manual_seed(0)
+        model, batch, seen = Stack(depth=2), data(2), list[int]()
+        made = autoaccum.Accumulator(
+            model, sgd(model.parameters()), loss_fn=F.mse_loss, micro_batch=1, verify=False, **options
+        )
+        for number in range(MEASURED + 4):
+            if number == MEASURED + 1:  # when nothing is compared any more
+                model.blocks[0].up.register_forward_hook(hook(seen))
+            made.step(batch)
+        return [p.detach() for p in model.parameters()], len(seen), list(made.events)
+
+    def test_one_that_is_added_later_is_measured_too(self) -> None:
+        def counts(seen: list[int]) -> Any:
+            return lambda *_: seen.append(1)
+
+        wanted, called, _ = self.train(counts, memory_saving="off")
+        found, again, events = self.train(counts, memory_saving="checkpoint")
+        assert called == again == 6
+        assert same(found, wanted)
+        assert [event.step for event in events if isinstance(event, Recomputed)] == [MEASURED, 2 * MEASURED + 1]
+
+    def test_one_that_makes_another_forward_of_it_is_refused(self) -> None:
+        def grows(seen: list[int]) -> Any:
+            return lambda layer, inputs, output: seen.append(1) or output * len(seen)
+
+        with pytest.warns(AutoaccumWarning) as told:
+            _, _, events = self.train(grows, memory_saving="checkpoint")
+        assert "No forward of Block is computed twice" in str(told[0].message)
+        assert [event.step for event in events if isinstance(event, MemorySaving)] == [1, MEASURED + 2]
+
+
 class TestMovingMemory:
     def test_up_again_as_memory_comes_back_and_down_at_once(
         self, clock: ManualClock, unlimited: FitResult, needed: dict[str, int]
@@ -291,6 +338,82 @@ class TestMovingMemory:
         assert len(of(found, OutOfMemory)) == 2
         whole, _ = fit(UNLIMITED, steps=40)
         assert same(state_of(found), state_of(whole))
+
+    @pytest.mark.parametrize(
+        ("windows", "most"), [(400, 16), pytest.param(10_000, 40, id="ten thousand", marks=pytest.mark.slow)]
+    )
+    def test_a_limit_that_jitters_causes_few_changes_and_loses_nothing(
+        self, windows: int, most: int, clock: ManualClock
+    ) -> None:
+        """The limit is another one before each window; at times it is calm, for shorter and for longer than is waited.
+
+        A rise in vain doubles the wait for the next one, so that their number grows by the logarithm of the windows.
+        """
+
+        def run(limit: int, steps: int, move: Callable[[Any], None], **options: Any) -> tuple[FitResult, Any]:
+            torch.manual_seed(0)
+            model, (inputs, targets) = Stack(depth=4), data(8)
+            with simulated_memory(limit) as device:
+                devices.append(device)
+                made = autoaccum.fit(
+                    model, (inputs[:, :64].clone(), targets[:, :64].clone()), effective_batch=2, micro_batch=1,
+                    steps=steps, loss_fn=F.mse_loss, optimizer=sgd, device="cpu", progress=False, cache=False,
+                    callbacks=[move], **options,
+                )  # fmt: skip
+            return made, device
+
+        devices: list[Any] = []
+
+        def tick(record: Any) -> None:
+            clock.advance(1.0)
+
+        whole, plainly = run(UNLIMITED, windows, tick, memory_saving="off")
+        _, twice = run(UNLIMITED, 2, tick, memory_saving="checkpoint")
+        chance, least = random.Random(0), int(twice.peak + 0.1 * (plainly.peak - twice.peak))
+
+        def jitter(record: Any) -> None:
+            tick(record)
+            if isinstance(record, autoaccum.StepReport):
+                calm = {0: UNLIMITED, 1: least}.get(record.step // 50 % 5)
+                devices[-1].limit = chance.randrange(least, int(1.2 * plainly.peak)) if calm is None else calm
+
+        found, _ = run(least, windows, jitter)
+        changes = of(found, MemorySaving)
+        assert {change.new == "off" for change in changes} == {True, False}, "down and up"
+        assert len(changes) <= most
+        assert [report.effective_batch for report in found.history] == [2] * windows
+        assert same(state_of(found), state_of(whole))
+
+    @pytest.mark.filterwarnings("ignore:The limit is .* now, and the smallest micro-batch needs")
+    def test_memory_that_halves_and_quarters_and_returns(self, clock: ManualClock) -> None:
+        """Sizes are looked for on each rung; with room and the same plans everything comes to the same bits."""
+
+        def run(move: Callable[[Any], None], **options: Any) -> FitResult:
+            return fit(UNLIMITED, steps=64, effective_batch=2, callbacks=[move], **options)[0]
+
+        def tick(record: Any) -> None:
+            clock.advance(1.0)
+
+        peaks = [fit(UNLIMITED, steps=2, memory_saving=how)[1].peak for how in ("off", "checkpoint")]
+        room = {5: peaks[0] * 0.9 + peaks[1] * 0.1, 20: peaks[0] * 0.1 + peaks[1] * 0.9, 35: UNLIMITED}
+
+        def move(record: Any) -> None:
+            tick(record)
+            if isinstance(record, autoaccum.StepReport) and record.step in room:
+                simulation = active_simulation()
+                assert simulation is not None
+                simulation.limit = int(room[record.step])
+
+        found = run(move, micro_batch="auto")
+        rungs = [change.new for change in of(found, MemorySaving)]
+        assert rungs == [
+            "checkpoint, every 2nd of model.blocks", "checkpoint, model.blocks",
+            "checkpoint, every 2nd of model.blocks", "off",
+        ]  # fmt: skip
+        assert max(found.history[-1].micro_batches) > 1
+        assert [report.effective_batch for report in found.history] == [2] * 64
+        plans = [report.micro_batches for report in found.history]
+        assert same(state_of(found), state_of(run(tick, micro_batch=plans, memory_saving="off")))
 
     def test_a_resumed_run_stands_on_its_rung(self, tmp_path: Any, needed: dict[str, int]) -> None:
         whole, _ = fit(needed["half"], steps=6)

@@ -1,0 +1,146 @@
+"""Bits are compared operation by operation; what a kernel adds in any order is no fault, and hides none."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from autoaccum.window.comparing import Comparison, First, NotRepeatableError, Second
+
+NOISE = torch.Generator()
+
+
+@torch.library.custom_op("autoaccum_tests::trembling", mutates_args=(), schema="(Tensor x) -> Tensor")
+def trembling(x):  # type: ignore[no-untyped-def]
+    """Stand for a kernel that adds in any order: its results differ in their last bits."""
+    return x * (1 + 1e-6 * torch.rand(x.shape, generator=NOISE))
+
+
+@torch.library.custom_op("autoaccum_tests::trembling_", mutates_args=("x",), schema="(Tensor(a!) x) -> ()")
+def trembling_(x):  # type: ignore[no-untyped-def]
+    """Write what ``trembling`` returns, as ``index_add_`` does."""
+    x.mul_(1 + 1e-6 * torch.rand(x.shape, generator=NOISE))
+
+
+trembling.register_autograd(lambda ctx, gradient: gradient)
+NAME = "autoaccum_tests.trembling.default"
+Forward = Callable[[], torch.Tensor]
+
+
+def twice(forward: Forward, known: Comparison, again: Forward | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what a forward, and the same or another one again, has come to."""
+    known.begin()
+    marks: list[Any] = []
+    with First(known, marks):
+        first = forward()
+    with Second(known, marks, nn.Identity()):
+        return first, (again or forward)()
+
+
+def test_the_same_bits_are_counted() -> None:
+    known = Comparison()
+    twice(lambda: torch.ones(3).exp().sum(), known)
+    assert (known.operations, known.has_lost) == (3, False)
+
+
+@pytest.mark.parametrize("again", [1.0 + 2**-23, -1.0, float("nan")])
+def test_other_bits_are_refused_by_the_operation_that_comes_to_them(again: float) -> None:
+    ones = torch.ones(3)
+    with pytest.raises(NotRepeatableError, match=r"Identity: computed again, aten\.mul\.Tensor comes to other bits"):
+        twice(lambda: ones.exp() * 1.0, Comparison(), lambda: ones.exp() * again)
+
+
+def test_more_operations_than_the_first_time_are_refused_and_fewer_are_not() -> None:
+    ones = torch.ones(3)
+    with pytest.raises(NotRepeatableError, match=r"aten\.sin"):
+        twice(ones.exp, Comparison(), lambda: ones.exp().sin())
+    twice(lambda: ones.exp().sin(), Comparison(), ones.exp)
+
+
+def test_what_autocast_has_cast_before_is_cast_anew() -> None:
+    weight, x = nn.Parameter(torch.ones(3, 3)), torch.ones(2, 3)
+
+    def forward() -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return F.linear(x, weight)
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        F.linear(x, weight)  # it is kept from here on, until this ends
+        marks: list[Any] = []
+        with First(known := Comparison(), marks):
+            forward()
+    with Second(known, marks, nn.Identity()):
+        forward()
+    assert known.operations == len(marks) > 0
+
+
+class TestTrembling:
+    def test_is_found_out_and_then_kept_so_that_all_is_compared(self) -> None:
+        known, x = Comparison(), torch.ones(100)
+
+        def forward() -> torch.Tensor:
+            return trembling(x.exp()).sin() * 3
+
+        first, second = twice(forward, known)
+        assert not torch.equal(first, second)
+        assert (known.operations, known.has_lost, known.trembling) == (1, True, {NAME})
+        first, second = twice(forward, known)
+        assert torch.equal(first, second)
+        assert (known.operations, known.has_lost) == (4, False)
+
+    def test_of_what_is_written_in_place(self) -> None:
+        known, x = Comparison(), torch.ones(100)
+
+        def forward() -> torch.Tensor:
+            y = x.exp()
+            trembling_(y)
+            return y.sin()
+
+        first, second = twice(forward, known)
+        assert known.trembling == {"autoaccum_tests.trembling_.default"}
+        assert not torch.equal(first, second)
+        first, second = twice(forward, known)
+        assert torch.equal(first, second)
+        assert (known.operations, known.has_lost) == (3, False)
+
+    def test_hides_nothing_that_follows_it(self) -> None:
+        known, x, numbers = Comparison(), torch.ones(100), itertools.count(1)
+
+        def forward() -> torch.Tensor:
+            return trembling(x) * next(numbers)
+
+        twice(forward, known)
+        assert known.has_lost, "this window says nothing"
+        with pytest.raises(NotRepeatableError, match=r"aten\.mul\.Tensor"):
+            twice(forward, known)
+
+    def test_hides_nothing_that_comes_before_it(self) -> None:
+        x, numbers = torch.ones(100), itertools.count(1)
+        known = Comparison()
+        with pytest.raises(NotRepeatableError, match=r"aten\.mul\.Tensor"):
+            twice(lambda: trembling(x * next(numbers)), known)
+
+    def test_what_draws_from_elsewhere_is_no_kernel_that_trembles(self) -> None:
+        generator = torch.Generator()
+        known = Comparison()
+        with pytest.raises(NotRepeatableError, match=r"aten\.rand\.generator"):
+            twice(lambda: torch.rand(100, generator=generator), known)
+        assert known.trembling == set()
+
+    def test_it_may_come_to_the_same_bits_by_chance(self) -> None:
+        known, x = Comparison(), torch.ones(1)
+        NOISE.manual_seed(0)
+        state = NOISE.get_state()
+        marks: list[Any] = []
+        with First(known, marks):
+            trembling(x)
+        NOISE.set_state(state)
+        with Second(known, marks, nn.Identity()):
+            trembling(x)
+        assert (known.operations, known.trembling) == (1, set())
