@@ -51,6 +51,7 @@ class Carried:
         for place, tensor in watched:
             place.put(tensor)
         error: Exception | None = None
+        # What a step has not written itself is a constant of the module's, whatever its size.
         before = {id(place.value) for place in self._places()}
         try:
             yield
@@ -82,6 +83,7 @@ class Carried:
                 path = f"{prefix}.{name}" if prefix else name
                 if isinstance(value, torch.Tensor):
                     found.append(_Place(path, held, name, value))
+                # An LSTM's hidden state is a pair, and several layers may have theirs in a list.
                 elif type(value) is tuple:
                     entries = enumerate(value)
                     found += [_Place(path, held, name, one, i) for i, one in entries if isinstance(one, torch.Tensor)]
@@ -136,6 +138,7 @@ class _Watched(torch.Tensor):
     @staticmethod
     def of(tensor: torch.Tensor) -> _Watched:
         """Return one with the values of a tensor."""
+        # A view of the same memory: what is computed with it is what would have been.
         made = tensor.as_subclass(_Watched)
         made.was_used = False
         return made

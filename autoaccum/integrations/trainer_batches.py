@@ -94,6 +94,7 @@ class Unpaired(AsTheyAre):
     def weights(self, batch: Any) -> Mapping[str, int]:
         """Return how many answers, or how many words of them, notes are over."""
         words, is_chosen = batch["completion_mask"][:, 1:], batch["label"].bool()  # the first one is never predicted
+        # What only answers of one kind have is over these, of which a micro-batch may have none.
         found = {"entropy": int(words.sum())}
         for name, those in (("chosen", is_chosen), ("rejected", ~is_chosen)):
             found |= dict.fromkeys((f"rewards/{name}", f"logps/{name}"), int(those.sum()))

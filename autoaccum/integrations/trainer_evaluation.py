@@ -47,6 +47,7 @@ class Evaluation:
         Raises:
             NothingFitsError: not even one sample fits.
         """
+        # Of what is put together from all pieces it is known to be what it would have been.
         is_of_batch = loss_of_pieces is not None or step_of_pieces is not None
         results = SAME if is_of_batch else MEANS
         # As long as all fits nothing is cut, and nothing has to be known of how it could be.

@@ -30,6 +30,7 @@ class Divergence:
 
     def of_window(self, batch: Any, in_pieces: Callable[[Callable[[Any, Any], Any]], torch.Tensor]) -> torch.Tensor:
         """Return it for a window, 0-dim; ``in_pieces`` runs what needs the model."""
+        # One number for each sample, of pieces of any size: their mean is that of one forward of all.
         return in_pieces(self._of_samples).mean()
 
     @torch.no_grad()
@@ -65,6 +66,7 @@ class Divergence:
         self, model: Any, pieces: Sequence[Any], step: Callable[[Any], Any]
     ) -> Callable[[dict[str, Any]], Any]:
         """Return a step of evaluation for pieces of one batch, by what all of them come to."""
+        # All of them first, for the loss of the first piece goes by the last one too.
         found = torch.cat([self._of_samples(model, self._trainer._prepare_inputs(piece)) for piece in pieces]).mean()
 
         def of_piece(batch: dict[str, Any]) -> Any:
@@ -80,6 +82,7 @@ def divergence_of(trainer: Any) -> Divergence | None:
     Raises:
         ArgumentError: there are several ranks, of which none has the whole window.
     """
+    # Other losses of this trainer are means over answers, as any.
     if not is_one_of(type(trainer), KTO) or not trainer.calculate_KL:
         return None
     if trainer.accelerator.num_processes > 1:

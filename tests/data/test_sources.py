@@ -301,7 +301,7 @@ def test_an_oom_while_reading_loses_nothing(num_workers: int, tmp_path: Path) ->
 
 def test_an_oom_inside_an_iterator_is_no_end_of_data() -> None:
     def fails() -> Iterator[torch.Tensor]:
-        yield torch.zeros(4)
+        yield torch.zeros(4, 1)
         raise MemoryError
 
     reader = open_source(fails(), seed=0, shuffle=False, device=CPU).read(0, lambda position: [4])

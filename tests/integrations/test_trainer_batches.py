@@ -20,6 +20,7 @@ from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, S
 
 from autoaccum.data.splits import split_of
 from autoaccum.errors import ArgumentError, AutoaccumWarning
+from autoaccum.events import OutOfMemory, Verified
 from autoaccum.integrations.trainer_batches import InHalves, layout_of
 from autoaccum.integrations.transformers import AutoAccumMixin
 from autoaccum.testing import oom_at
@@ -94,7 +95,7 @@ def of_rewards(path: Path, kind: type, more: dict[str, Any], **args: Any) -> Run
     return train(kind, made(rewarding), given, preferences(), processing_class=tokenizer(), data_collator=None, **more)
 
 
-@pytest.mark.parametrize(
+of_each = pytest.mark.parametrize(
     ("run", "stock", "windows"),
     [
         (of_answers, SFTTrainer, AutoAccumSFTTrainer),
@@ -103,13 +104,19 @@ def of_rewards(path: Path, kind: type, more: dict[str, Any], **args: Any) -> Run
     ],
     ids=["sft", "dpo", "reward"],
 )
+
+
+@of_each
 def test_it_trains_and_logs_what_the_big_batch_does(
     run: Callable[..., Run], stock: type, windows: type, tmp_path: Path
 ) -> None:
-    # TRL's kernels know single precision alone.
-    expected = run(tmp_path, stock, {}, per_device_train_batch_size=16)
-    found = run(tmp_path, windows, {"effective_batch": 16, "micro_batch": 3})
+    # TRL's kernels know single precision alone, which ten steps at a large rate make much of.
+    args = {"max_steps": 10, "learning_rate": 1e-2, "warmup_steps": 3, "lr_scheduler_type": "cosine"}
+    expected = run(tmp_path, stock, {}, per_device_train_batch_size=16, **args)
+    found = run(tmp_path, windows, {"effective_batch": 16, "micro_batch": 3}, **args)
     assert len(found.trainer.accumulator.micro_batches) > 1
+    assert len(found.gradients) == found.trainer.lr_scheduler.last_epoch == 10
+    assert found.calls == ["begin", "end"] * 10
     assert found.losses == pytest.approx(expected.losses, rel=1e-5)
     assert farthest(found.gradients, expected.gradients) < 1e-5
     for one, other in zip(found.logged, expected.logged, strict=True):
@@ -117,15 +124,45 @@ def test_it_trains_and_logs_what_the_big_batch_does(
         assert one == pytest.approx(other, rel=1e-4, abs=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("run", "stock", "windows"),
-    [
-        (of_answers, SFTTrainer, AutoAccumSFTTrainer),
-        (of_preferences, DPOTrainer, AutoAccumDPOTrainer),
-        (of_rewards, RewardTrainer, AutoAccumRewardTrainer),
-    ],
-    ids=["sft", "dpo", "reward"],
-)
+@of_each
+def test_a_window_that_ran_out_of_memory_leaves_no_mark(
+    run: Callable[..., Run], stock: type, windows: type, tmp_path: Path
+) -> None:
+    def faulty(operation: int | None) -> Run:
+        fault = oom_at(operation)
+
+        def around(step: int) -> Any:
+            return fault if step == 1 else contextlib.nullcontext()
+
+        return run(tmp_path, windows, {"effective_batch": 16, "micro_batch": 8, "verify": False, "around": around})
+
+    expected = faulty(None)
+    for operation in (30, 300):
+        found = faulty(operation)
+        assert OutOfMemory in map(type, found.trainer.accumulator.events)
+        assert found.losses == pytest.approx(expected.losses, rel=1e-5)
+        assert found.calls == ["begin", "end"] * 4
+        for one, other in zip(found.logged, expected.logged, strict=True):
+            assert one == pytest.approx(other, rel=1e-4, abs=1e-6), "nothing was noted of what was broken off"
+
+
+@of_each
+def test_a_training_that_goes_on_ends_as_if_it_had_never_been_interrupted(
+    run: Callable[..., Run], stock: type, windows: type, tmp_path: Path
+) -> None:
+    saving, more = {"save_strategy": "steps", "save_steps": 2}, {"effective_batch": 16, "micro_batch": 3}
+    whole = run(tmp_path / "whole", windows, more, **saving)
+    more = more | {"resume": str(tmp_path / "whole" / "checkpoint-2")}
+    rest = run(tmp_path / "rest", windows, more, **saving)
+    assert rest.losses == pytest.approx(whole.losses[2:], rel=1e-6)
+    measured = [
+        [event.step for event in each.trainer.accumulator.events if isinstance(event, Verified)]
+        for each in (whole, rest)
+    ]
+    assert measured[1] == [step for step in measured[0] if step > 2], "what was measured before is known"
+
+
+@of_each
 def test_an_evaluation_that_ran_out_of_memory_logs_what_it_would_have(
     run: Callable[..., Run], stock: type, windows: type, tmp_path: Path
 ) -> None:

@@ -65,7 +65,7 @@ def run(path: Path, kind: type, more: dict[str, Any], model: Any = sharp, **args
         {},
         {"loss_type": "apo_zero_unpaired"},
         {"precompute_ref_log_probs": True},
-        {"model": lora, "learning_rate": 5.0, "max_grad_norm": 0.0, "desirable_weight": 5.0},
+        {"model": lora, "learning_rate": 1.0, "max_grad_norm": 0.0, "desirable_weight": 5.0},
     ],
     ids=["kto", "apo", "precomputed", "lora"],
 )

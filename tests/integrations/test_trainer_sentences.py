@@ -19,6 +19,7 @@ from sentence_transformers.sentence_transformer import losses as of_sentences
 from sentence_transformers.sentence_transformer.modules import Pooling
 
 from autoaccum.errors import ArgumentError, AutoaccumWarning
+from autoaccum.events import OutOfMemory
 from autoaccum.integrations.transformers import AutoAccumMixin
 from autoaccum.testing import oom_at
 from tests.integrations.test_trainer_batches import tokenizer
@@ -85,13 +86,51 @@ def test_it_trains_what_the_big_batch_does(loss: Any, encoder: Callable[[], Any]
     data = sentence_pairs(**LOSSES[loss])
     with in_double():
         stock, windows = SentenceTransformerTrainer, AutoAccumSentenceTrainer
-        expected = run(stock, encoder(), tmp_path, loss, data, {}, per_device_train_batch_size=16)
-        found = run(windows, encoder(), tmp_path, loss, data, {"effective_batch": 16, "micro_batch": 3})
+        expected = run(stock, encoder(), tmp_path, loss, data, {}, per_device_train_batch_size=16, max_steps=20)
+        more = {"effective_batch": 16, "micro_batch": 3}
+        found = run(windows, encoder(), tmp_path, loss, data, more, max_steps=20)
     assert len(found.trainer.accumulator.micro_batches) > 1
     assert found.losses == pytest.approx(expected.losses, rel=1e-10)
     assert farthest(found.gradients, expected.gradients) < 1e-8
+    rates = [[entry.get("learning_rate") for entry in run.logged] for run in (found, expected)]
+    assert rates[0] == rates[1]
+    assert found.trainer.lr_scheduler.last_epoch == len(found.gradients) == 20
     for one, other in zip(found.trainer.loss.parameters(), expected.trainer.loss.parameters(), strict=True):
         assert torch.allclose(one, other, rtol=0, atol=1e-10)
+
+
+def test_a_window_that_ran_out_of_memory_leaves_no_mark(encoder: Callable[[], Any], tmp_path: Path) -> None:
+    def faulty(operation: int | None) -> Run:
+        fault = oom_at(operation)
+
+        def around(step: int) -> Any:
+            return fault if step == 1 else contextlib.nullcontext()
+
+        more = {"effective_batch": 16, "micro_batch": 8, "verify": False, "around": around}
+        loss = of_sentences.MultipleNegativesRankingLoss
+        return run(AutoAccumSentenceTrainer, encoder(), tmp_path, loss, sentence_pairs(), more)
+
+    with in_double():
+        expected = faulty(None)
+        for operation in (30, 300):
+            found = faulty(operation)
+            assert OutOfMemory in map(type, found.trainer.accumulator.events)
+            assert found.losses == pytest.approx(expected.losses, rel=1e-10)
+            assert found.calls == ["begin", "end"] * 5
+
+
+def test_a_training_that_goes_on_ends_as_if_it_had_never_been_interrupted(
+    encoder: Callable[[], Any], tmp_path: Path
+) -> None:
+    runs = []
+    for name, resume in (("whole", None), ("rest", str(tmp_path / "whole" / "checkpoint-2"))):
+        more = {"effective_batch": 16, "micro_batch": 3, "resume": resume}
+        saving = {"save_strategy": "steps", "save_steps": 2}
+        loss = of_sentences.MultipleNegativesRankingLoss
+        runs.append(run(AutoAccumSentenceTrainer, encoder(), tmp_path / name, loss, sentence_pairs(), more, **saving))
+    whole, rest = runs
+    assert rest.losses == pytest.approx(whole.losses[2:], rel=1e-6)
+    assert rest.trainer.lr_scheduler.last_epoch == 5
 
 
 def test_several_datasets_have_a_loss_each(encoder: Callable[[], Any], tmp_path: Path) -> None:
