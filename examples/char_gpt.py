@@ -102,14 +102,14 @@ def unigram_loss(train: Tensor, held_out: Tensor) -> float:
 
 def compare_with(unigram: float) -> Callable[[Record], None]:
     """A callback that says, when the run is over, what the model has learned."""
-    loss = math.nan
+    model = "not validated yet"  # as where the run was stopped
 
     def callback(record: Record) -> None:
-        nonlocal loss
+        nonlocal model
         if isinstance(record, Validated):
-            loss = record.loss
+            model = f"{record.loss:.3f}"
         elif isinstance(record, Finished):
-            print(f"held-out text, nats per character: unigram {unigram:.3f}, model {loss:.3f}", file=sys.stderr)
+            print(f"held-out text, nats per character: unigram {unigram:.3f}, model {model}", file=sys.stderr)
 
     return callback
 

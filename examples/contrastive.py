@@ -1,10 +1,11 @@
-"""Contrastive learning on scikit-learn's digits: the larger the window, the better the features, in the same memory.
+"""Contrastive learning on scikit-learn's digits: windows of four sizes in the same memory, and their features.
 
     python examples/contrastive.py
 
 Two views of each image, shifted and noisy, are to be told from those of all other images of the window. What has been
 learnt is measured by a linear probe: a logistic regression on the frozen features. All runs have the same memory, which
-is a simulated one, so that it is the same on each machine: the largest window is cut, the smaller ones fit.
+is a simulated one, so that it is the same on each machine: the largest window is cut, the smaller ones fit. Each is of
+one seed: that the largest window has the best features may be otherwise with another.
 """
 
 from typing import Any

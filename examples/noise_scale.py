@@ -7,6 +7,7 @@ a batch may be before its samples are wasted: it is small at first and grows whi
 
 The fixed batches have the learning rates that served them best of three each (2, 4, 8e-3 and 4, 8, 16e-3); the noise
 scale's is that of the small batch, times the root of how much larger its own is. Seconds are those of training alone.
+Each run is of one seed, so that small differences say nothing.
 """
 
 import sys

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import autoaccum
-from autoaccum.cli.app import main
+from autoaccum.cli.app import _app, main
 from autoaccum.events import Started, Validated
 
 ROOT = Path(__file__).parent.parent
@@ -69,6 +69,47 @@ def test_commands(commands: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path
 
 def test_there_are_commands() -> None:
     assert len(COMMANDS) >= 8
+
+
+def parsed() -> list[str]:
+    """Commands that need something no test has, such as a scheduler or a run that goes on: those of all other blocks."""
+    found = []
+    for page in PAGES:
+        lines = "".join(text for language in ("", "bash", "text") for text in blocks(page, language))
+        for line in lines.replace("\\\n", " ").splitlines():
+            if command := re.match(
+                r"(?:|(?:srun )?torchrun .* -m )(autoaccum (?:check|fit|probe|plan|sweep|report) .*)", line
+            ):
+                found.append(command[1])
+    return [command for command in dict.fromkeys(found) if command not in COMMANDS]
+
+
+@pytest.mark.parametrize("command", parsed())
+def test_commands_that_are_not_run_are_understood(command: str) -> None:
+    _, bound, ignored = _app().parse_args(shlex.split(command)[1:], print_error=False, exit_on_error=False)
+    assert bound.arguments
+    assert not ignored
+
+
+def test_there_are_commands_that_are_not_run() -> None:
+    assert len(parsed()) >= 6
+
+
+SHARDED = "ranks.md"
+"""The page whose block of ``fully_shard`` is what tests/laws/test_laws_ranks_sharded.py does."""
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_code_stands_in_a_block_that_no_test_looks_at(page: Path) -> None:
+    fences = re.findall(r"^( *)```(\w*)$", page.read_text(), re.MULTILINE)
+    assert {language for _, language in fences} <= {"", "bash", "diff", "python", "text"}
+    assert not any(indent for indent, _ in fences), "what is indented is not found"
+    known = ("autoaccum ", "bash .ci/run", "python -m p", "torchrun ")
+    others = [line for block in blocks(page, "") for line in block.splitlines() if not line.startswith(known)]
+    code = [line for line in others if re.search(r"[=(\[]|^import |^from ", line)]
+    assert (
+        all("fully_shard" in line or "effective_batch" in line for line in code) if page.name == SHARDED else not code
+    )
 
 
 BY_OTHER_TESTS = {"coming_from_accelerate.md", "coming_from_lightning.md", "coming_from_transformers.md"}

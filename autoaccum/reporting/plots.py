@@ -100,7 +100,8 @@ def _replanned(run: Run) -> Values:
 _MARKS = (
     _Mark(label="out of memory", color=RED, marker="X", steps=_steps_of("OutOfMemory"), before=True),
     _Mark(label="re-plan", color=ORANGE, marker="v", steps=_replanned, before=True),
-    _Mark(label="memory saving", color=ORANGE, marker="P", steps=_steps_of("MemorySaving"), before=True),
+    # Above what it came of, which it would lie under.
+    _Mark(label="memory saving", color=ORANGE, marker="P", steps=_steps_of("MemorySaving"), height=1.085, before=True),
     _Mark(label="step skipped", color=PURPLE, marker="s", steps=_steps_of("StepSkipped")),
     _Mark(label="resume", color=GREEN, marker=">", steps=_steps_of("Resumed")),
     _Mark(label="checkpoint", color=BLUE, marker="D", steps=_steps_of("Saved")),

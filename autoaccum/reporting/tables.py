@@ -65,12 +65,15 @@ def compared(rows: Sequence[list[str]]) -> str:
 def differences(runs: Sequence[Run], labels: Sequence[str]) -> str:
     """Return the table of what the runs were asked and run on differently; nothing where all of it is the same."""
     asked = [flat({**without_trained(run.config), **_known(run)}) for run in runs]
-    rows = []
+    found: dict[str, list[str]] = {}
     # Compared as the texts that are shown. A key that a run lacks is null in it.
     for key in dict.fromkeys(key for values in asked for key in values):
         values = [value_text(one.get(key)) for one in asked]
         if len(set(values)) > 1:
-            rows.append([escaped(key), *map(escaped, values)])
+            found[key] = values
+    # What was made of an argument differs as that does: "optimizer group 0 lr" says nothing beside "lr".
+    said = {key: values for key, values in found.items() if found.get(key.split()[-1]) != values or " " not in key}
+    rows = [[escaped(key), *map(escaped, values)] for key, values in said.items()]
     return f"<h2>What differs</h2>\n{html_table(('', *labels), rows)}" if rows else ""
 
 

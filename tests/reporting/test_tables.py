@@ -67,3 +67,14 @@ def test_only_what_differs_is_shown_each_entry_by_itself(run: Run) -> None:
 
 def test_where_nothing_differs_there_is_no_table(run: Run) -> None:
     assert difference(run, ({"lr": 0.1}, {}), ({"lr": 0.1}, {})) == []
+
+
+def test_what_was_made_of_an_argument_is_not_told_beside_it(run: Run) -> None:
+    made = [{"lr": lr, "trained": {"optimizer": {"group 0": {"lr": lr, "betas": lr}}}} for lr in (0.1, 0.2)]
+    assert difference(run, (made[0], {}), (made[1], {})) == [
+        ["", "0", "1"],
+        ["lr", "0.1", "0.2"],
+        ["optimizer group 0 betas", "0.1", "0.2"],
+    ]  # fmt: skip
+    other = {**made[1], "lr": 0.3}
+    assert ["optimizer group 0 lr", "0.1", "0.2"] in difference(run, (made[0], {}), (other, {}))
