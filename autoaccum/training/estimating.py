@@ -173,6 +173,7 @@ def estimate(
     fewest = min_micro_batch or 1
     asked = kinds_asked_for(memory_saving)
     if "offload" in asked:
+        # It would be counted like any other tensor, and say that nothing is saved.
         cure = "What is kept on the host cannot be estimated: autoaccum fit measures it on the device."
         raise ArgumentError("memory_saving", memory_saving, '"auto", "off" or "checkpoint"', cure)
     _checks.of_smallest_window(min_micro_batch, None if schedule is None else schedule.smallest)

@@ -192,6 +192,7 @@ def rungs_of(tape: Sequence[Entry], found: dict[str, tuple[str, ...]], state_byt
         state_bytes: what of the optimizer's state can be moved; None where there is no host to move anything to.
     """
     plain = most_held(tape)
+    # Computing twice first: it needs no memory elsewhere, and most kernels are faster than the way there and back.
     rungs = _computing_twice(tape, choose(tape, found), plain)
     if state_bytes is None:
         return rungs
@@ -215,6 +216,7 @@ def _computing_twice(tape: Sequence[Entry], chosen: Chosen | None, plain: int) -
     if chosen is None:
         return []
     some = every_second(tape, chosen)
+    # A rung is worth a window that is run in vain where it saves some, and the next one saves more.
     is_between = (1 - WORTHWHILE) * plain > some.held_bytes > (1 + WORTHWHILE) * chosen.held_bytes
     return [_rung(choice) for choice in ([some, chosen] if is_between else [chosen])]
 
