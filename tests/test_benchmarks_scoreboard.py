@@ -196,7 +196,7 @@ def test_a_stage_that_does_not_end_is_given_up(benchmark: Any, tmp_path: Path, m
     assert json.loads(stages.record.read_text())["waits"]["outcome"].startswith("not done after 0 s: ")
 
 
-def test_the_time_of_a_stage_and_its_peers_are_told(scoreboard: Any, tmp_path: Path) -> None:
+def test_the_time_of_a_stage_and_its_peers_are_told(benchmark: Any, scoreboard: Any, tmp_path: Path) -> None:
     entry = {
         "date": "2026-01-03",
         "seconds": 7,
