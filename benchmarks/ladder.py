@@ -20,7 +20,6 @@ import json
 import statistics
 import sys
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,8 +35,8 @@ from time_to_train import (
     by_lightning,
     by_transformers,
     in_a_process_of_its_own,
-    limited,
     row_of,
+    timed,
 )
 from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
@@ -382,24 +381,8 @@ def child(spec: dict[str, Any]) -> dict[str, Any]:
     run = functools.partial(by_hand, plan) if spec["contestant"] == HAND else PEERS[spec["contestant"]]
     run(task("deep MLP", 1), 1, 4, 2)  # imports what is lazy
     work = task(spec["model"], spec["windows"])
-    torch.manual_seed(0)
-    try:
-        with limited("simulated", spec["limit_bytes"]):
-            started = time.perf_counter()
-            outcome = run(work, 1, WINDOW, plan.micro_batch)
-            ended = time.perf_counter()
-    except Exception as error:
-        traceback.print_exc()
-        text = str(error).strip().split("\n")[0][:120]
-        return {"failed": f"failed: {type(error).__name__}: {text}"}
-    return {
-        "seconds": ended - started,
-        "micro_batch": outcome.micro_batch,
-        "effective_batch": outcome.effective_batch,
-        "ooms": outcome.ooms,
-        "search_seconds": outcome.search_end - started,
-        "rate": (len(work.inputs) - outcome.searched) / (ended - outcome.search_end),
-    }
+    with_all = functools.partial(run, work, 1, WINDOW, plan.micro_batch)
+    return timed(with_all, "simulated", spec["limit_bytes"], len(work.inputs))
 
 
 def data_bytes(work: Task) -> int:

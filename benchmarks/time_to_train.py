@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import inspect
 import json
 import os
@@ -316,6 +317,28 @@ def limited(kind: str, limit_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_DATA, unlimited)
 
 
+def timed(run: Callable[[], Outcome], kind: str, limit_bytes: int, samples: int) -> dict[str, Any]:
+    """Run a contestant below a limit on so many samples; return what it took, or how it failed."""
+    torch.manual_seed(0)
+    try:
+        with limited(kind, limit_bytes):
+            started = time.perf_counter()
+            outcome = run()
+            ended = time.perf_counter()
+    except Exception as error:
+        traceback.print_exc()
+        text = str(error).strip().split("\n")[0][:120]
+        return {"failed": f"failed: {type(error).__name__}: {text}"}
+    return {
+        "seconds": ended - started,
+        "micro_batch": outcome.micro_batch,
+        "effective_batch": outcome.effective_batch,
+        "ooms": outcome.ooms,
+        "search_seconds": outcome.search_end - started,
+        "rate": (samples - outcome.searched) / (ended - outcome.search_end),
+    }
+
+
 def child(spec: dict[str, Any]) -> dict[str, Any]:
     """One run; what it prints on the way goes to stderr."""
     torch.set_num_threads(spec["threads"])
@@ -330,24 +353,8 @@ def child(spec: dict[str, Any]) -> dict[str, Any]:
     if spec["short"]:
         samples, epochs = setting.effective_batch, 2
         task = first_of(task, samples)
-    torch.manual_seed(0)
-    try:
-        with limited(spec["kind"], spec["limit_bytes"]):
-            started = time.perf_counter()
-            outcome = run(task, epochs, setting.effective_batch, spec["micro_batch"])
-            ended = time.perf_counter()
-    except Exception as error:
-        traceback.print_exc()
-        text = str(error).strip().split("\n")[0][:120]
-        return {"failed": f"failed: {type(error).__name__}: {text}"}
-    return {
-        "seconds": ended - started,
-        "micro_batch": outcome.micro_batch,
-        "effective_batch": outcome.effective_batch,
-        "ooms": outcome.ooms,
-        "search_seconds": outcome.search_end - started,
-        "rate": (samples * epochs - outcome.searched) / (ended - outcome.search_end),
-    }
+    with_all = functools.partial(run, task, epochs, setting.effective_batch, spec["micro_batch"])
+    return timed(with_all, spec["kind"], spec["limit_bytes"], samples * epochs)
 
 
 def in_a_process_of_its_own(spec: dict[str, Any], timeout: float, script: str = __file__) -> dict[str, Any]:
