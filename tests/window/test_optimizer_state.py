@@ -83,14 +83,16 @@ def test_its_bytes_and_the_memory_that_it_leaves() -> None:
     assert state.num_bytes() == 2 * 2 * 600 * 600 * 4
     if DEVICE == "cpu":
         return
-    gc.collect()  # what other tests have left in cycles is not to go in between
+    gc.collect()
     before = torch.accelerator.memory_allocated()
     moved = state.num_bytes()
     state.take_out()
     assert before - torch.accelerator.memory_allocated() >= moved
     assert {t.device.type for t in tensors(optimizer) if t.nbytes > 2**20} == {"cpu"}
     state.put_back()
-    assert torch.accelerator.memory_allocated() == before
+    assert {t.device.type for t in tensors(optimizer) if t.nbytes > 2**20} == {HERE.type}
+    # What other tests have left may go at any moment, so that there may be less than before; never more.
+    assert torch.accelerator.memory_allocated() <= before
 
 
 def test_tensors_that_share_a_storage_share_it_on() -> None:
