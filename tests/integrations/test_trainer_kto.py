@@ -53,7 +53,7 @@ def sharp() -> torch.nn.Module:
 
 
 def run(path: Path, kind: type, more: dict[str, Any], model: Any = sharp, **args: Any) -> Run:
-    given = options(KTOConfig, path, **{"beta": 1.0, "num_train_epochs": 3, **args})
+    given = options(KTOConfig, path, **{"beta": 1.0, "num_train_epochs": 4, **args})
     reference = {} if model is lora else {"ref_model": made(gpt2)}
     tools = {"processing_class": tokenizer(), "data_collator": None}
     return train(kind, made(model), given, answers(), **tools, **reference, **more)
@@ -70,8 +70,8 @@ def run(path: Path, kind: type, more: dict[str, Any], model: Any = sharp, **args
     ids=["kto", "apo", "precomputed", "lora"],
 )
 def test_it_trains_and_logs_what_the_big_batch_does(args: Any, tmp_path: Path) -> None:
-    expected = run(tmp_path / "stock", KTOTrainer, {}, per_device_train_batch_size=16, max_steps=6, **args)
-    found = run(tmp_path / "ours", AutoAccumKTOTrainer, {"effective_batch": 16, "micro_batch": 3}, max_steps=6, **args)
+    expected = run(tmp_path / "stock", KTOTrainer, {}, per_device_train_batch_size=16, max_steps=10, **args)
+    found = run(tmp_path / "ours", AutoAccumKTOTrainer, {"effective_batch": 16, "micro_batch": 3}, max_steps=10, **args)
     assert len(found.trainer.accumulator.micro_batches) > 1
     assert found.losses == pytest.approx(expected.losses, rel=1e-5)
     assert farthest(found.gradients, expected.gradients) < 1e-5
@@ -97,6 +97,18 @@ def test_a_window_that_ran_out_of_memory_is_run_again() -> None:
         assert "_compute_kl_logps" not in vars(runs[-1].trainer)
     for found in runs[1:]:
         assert found.losses == pytest.approx(runs[0].losses, rel=1e-5)
+
+
+def test_a_run_goes_on_from_its_checkpoint_as_if_never_stopped(tmp_path: Path) -> None:
+    runs = []
+    for name, resume in (("whole", None), ("rest", str(tmp_path / "whole" / "checkpoint-4"))):
+        more = {"effective_batch": 16, "micro_batch": 3, "resume": resume}
+        kept = {"save_strategy": "steps", "save_steps": 4, "max_steps": 10}
+        runs.append(run(tmp_path / name, AutoAccumKTOTrainer, more, **kept))
+    whole, rest = runs
+    assert len(rest.losses) == 6
+    assert rest.losses == whole.losses[4:]
+    assert farthest(rest.gradients, whole.gradients[4:]) == 0.0
 
 
 def test_an_evaluation_that_ran_out_of_memory_has_the_term_of_the_whole_batch(tmp_path: Path) -> None:
