@@ -21,7 +21,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -101,6 +101,7 @@ def forked(work: Any) -> Iterator[int]:
     pid = os.fork()
     if pid == 0:
         try:
+            os.setpgid(0, 0)
             work()
             os._exit(0)
         except BaseException:
@@ -136,9 +137,11 @@ def run_with_kills(directory: Path, expected: str, kills: int, outcome: Outcome,
         found.write_text(train(directory))
 
     started = time.perf_counter()
+    groups = []
     while not found.exists():
         outcome.starts += 1
         with forked(work) as pid:
+            groups.append(pid)
             end = time.perf_counter() + (generator.uniform(0, LONGEST) if kills else 600)
             while (ended := os.waitpid(pid, os.WNOHANG))[0] == 0 and time.perf_counter() < end:
                 time.sleep(0.002)
@@ -151,6 +154,11 @@ def run_with_kills(directory: Path, expected: str, kills: int, outcome: Outcome,
                 outcome.during_writes += any((directory / "checkpoints").glob(".step-*.partial"))
             elif ended[1]:
                 raise RuntimeError(f"a process of the run in {directory} failed: {ended[1]}")
+    # A loader's worker ends when its parent does, but for one that was forked so shortly before the kill that it has
+    # never seen it: that one waits for ever, and with it whoever reads what this process prints to its end.
+    for group in groups:
+        with suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
     outcome.seconds += time.perf_counter() - started
     outcome.identical += found.read_text() == expected
     steps = [record.step for record in read_records(directory / HISTORY) if isinstance(record, StepReport)]
