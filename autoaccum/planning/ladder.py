@@ -62,6 +62,10 @@ class Ladder:
         self._wanted.pop()
         self._pressure.grew()
 
+    def give_back(self) -> None:
+        """Go up again from a rung that was only tried: nothing was learnt of how memory moves."""
+        self._wanted.pop()
+
     def leave(self) -> None:
         """Go up to where nothing is saved, for what is below cannot be used."""
         self._wanted.clear()

@@ -6,13 +6,14 @@ All plans, and all changes of plan, are told by this: whoever has found one out 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 from autoaccum.data.base import Window
 from autoaccum.events import Event, MemorySaving, Notice, Planned, Replanned
 from autoaccum.memory import clock
 from autoaccum.memory.base import Memory
 from autoaccum.memory.limit import Limit
+from autoaccum.planning.contest import Contest, is_worth_it
 from autoaccum.planning.costs import prediction_error
 from autoaccum.planning.cuts import Lengths
 from autoaccum.planning.tuner import Tuner
@@ -26,9 +27,20 @@ class Saves(Protocol):
 
     name: str
     is_off: bool
+    contest: Contest
+
+    @property
+    def is_measured(self) -> bool:
+        """Return whether windows are run as they will be from now on, and nothing of them is compared any more."""
 
     def look(self, limit_bytes: int, step: int) -> MemorySaving | None:
         """Look at the memory before a window; return what has changed by that."""
+
+    def try_lower(self, batch: Callable[[], Any], step: int, limit_bytes: int, reason: str) -> MemorySaving | None:
+        """Save more memory, for that may be faster."""
+
+    def give_back(self, step: int, reason: str) -> MemorySaving:
+        """Save as much as before."""
 
 
 class Plans:
@@ -73,6 +85,8 @@ class Plans:
         """What was announced for full windows, so that the same is not announced twice; empty before the first."""
         self.growing_from: tuple[int, ...] | None = None
         """The plan when growth began; None while nothing grows."""
+        # What was known of sizes on the rung above, while another is tried: there it is true again.
+        self._known_above: dict[str, Any] | None = None
 
     def look(self, window: Window) -> None:
         """Look at the memory before a window, for one that is short of it costs more than a look."""
@@ -88,6 +102,7 @@ class Plans:
         reason = tuner.look(limit_bytes, strain, is_enforced=self._limit.is_enforced)
         if reason is not None:
             self.growing_from = None
+            self._saving.contest.reopen()  # of micro-batches that are small by now
             self._meter.release()  # for whoever needs it
             self.replanned(old, tuner.plan(num_samples, lengths), reason)
         elif tuner.search.is_on and not was_searching:
@@ -109,6 +124,7 @@ class Plans:
         tuner = self._tuner
         old = tuner.plan(*tuner.full_window) if self.announced and tuner.full_window[0] else None
         tuner.resize(num_samples, lengths)
+        self._saving.contest.reopen()
         self.growing_from = None  # what grew was a plan of other windows
         if old is not None:  # else there is no plan yet to give up
             self.announced = tuner.plan(num_samples, lengths)
@@ -162,4 +178,55 @@ class Plans:
         # Trials of another rung say nothing of this one: the same sizes have other peaks, and other seconds.
         self._emit(told)
         self._tuner.start_over(saves=not self._saving.is_off)
-        self.growing_from, self.announced = None, ()
+        self.growing_from, self.announced, self._known_above = None, (), None
+        self._saving.contest.begin(None)
+
+    # Rungs by time: see ``planning.contest``.
+
+    @property
+    def times_rung(self) -> bool:
+        """Return whether a window's seconds are wanted to tell how fast the rung is."""
+        return self._saving.contest.is_open and not (self._tuner.search.is_on or self._tuner.is_timing)
+
+    def timed(self, seconds: float, window: Window) -> None:
+        """Take the time of a window that was run at once."""
+        # What is compared of a rung's first windows takes longer, and a short window tells of other micro-batches.
+        if self.times_rung and self._saving.is_measured and window.num_samples == self._tuner.full_window[0]:
+            self._saving.contest.observe(seconds / (sum(window.lengths) if window.lengths else window.num_samples))
+
+    def weigh(self, window: Window, batch: Callable[[], Any]) -> None:
+        """Try the next rung before a window where it may be faster, or come back from one that was not.
+
+        Args:
+            window: the samples.
+            batch: () -> the smallest micro-batch.
+        """
+        tuner, contest, step = self._tuner, self._saving.contest, self._number() + 1
+        sizes = tuner.plan(*tuner.full_window)
+        if contest.above is None and not is_worth_it(sizes, tuner.smallest):
+            contest.close()
+        # Each rung is timed in the plan that it has settled on, and so with as many samples at a time as it has room for.
+        seconds = contest.seconds
+        if not contest.is_open or seconds is None:
+            return
+        per_sample = f"{1000 * seconds:.3g} ms"
+        if contest.has_lost:
+            told, known = self._saving.give_back(step, f"{per_sample} a sample were no less"), self._known_above
+            self.saves(told)
+            contest.close()
+            if known is not None:
+                # Nothing has to be searched for or timed once more.
+                tuner.load_state_dict(known, is_same_device=True)
+                self.announce(*tuner.full_window)
+            return
+        why = f"{per_sample} a sample in micro-batches of {max(sizes)} may be more than with memory saved"
+        known = tuner.state_dict()
+        found = (
+            self._saving.try_lower(batch, step, self._limit.bytes, why) if is_worth_it(sizes, tuner.smallest) else None
+        )
+        if found is None:
+            contest.close()
+            return
+        self.saves(found)
+        contest.begin(seconds)
+        self._known_above = known

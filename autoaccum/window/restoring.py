@@ -122,8 +122,13 @@ _SAVING = entries(
         "guards": a(bool),
         "wanted": every(whole()),
     },
-    # Which came later: ways that were asked for; of each rung the bytes on the host, of saved tensors and of a state.
-    optionally={"asked": every(one_of("checkpoint", "offload")), "elsewhere": every(parts(whole(), whole()))},
+    # Which came later: ways that were asked for; of each rung the bytes on the host, of saved tensors and of a state;
+    # whether the next rung is to be tried, and what the one above took.
+    optionally={
+        "asked": every(one_of("checkpoint", "offload")),
+        "elsewhere": every(parts(whole(), whole())),
+        "contest": entries({"is_open": a(bool), "above": optional(number(0))}),
+    },
 )
 
 

@@ -1,14 +1,14 @@
 """What a run does where not even its smallest micro-batch fits: it saves memory, rung by rung and to the same bits.
 
 Which rungs there are, ``blocks`` says; how memory is saved, ``recomputing``, ``offloading`` and ``optimizer_state``;
-when, ``planning.ladder``. A rung is stepped on and measured at once: a window that needs it cannot be run without it,
-so there is no gradient to compare with. What can be measured there is what a gradient is made of. The graph is that of
-the first forward, and the tensors that it would have saved come from a second one, or back from the host; so the
-gradient is the same to the bit if each operation of the second forward comes to the bits that it came to in the first,
-and if each storage comes back with the bits that it had. That is compared, by checksums, for all micro-batches of two
-windows in a row: the second shows what state is left behind by the first. What else forwards move, such as a counter
-in an enclosing function, is looked at before and after, and put back. After these two windows nothing is compared any
-more.
+when, ``planning.ladder``, and where it is faster, ``planning.contest``. A rung is stepped on and measured at once: a
+window that needs it cannot be run without it, so there is no gradient to compare with. What can be measured there is
+what a gradient is made of. The graph is that of the first forward, and the tensors that it would have saved come from a
+second one, or back from the host; so the gradient is the same to the bit if each operation of the second forward comes
+to the bits that it came to in the first, and if each storage comes back with the bits that it had. That is compared, by
+checksums, for all micro-batches of two windows in a row: the second shows what state is left behind by the first. What
+else forwards move, such as a counter in an enclosing function, is looked at before and after, and put back. After these
+two windows nothing is compared any more.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from autoaccum.errors import AutoaccumError
 from autoaccum.events import MemorySaving, Notice, Recomputed
 from autoaccum.loss.stated import LossOf, total
 from autoaccum.memory.oom import insist
+from autoaccum.planning.contest import Contest
 from autoaccum.planning.ladder import Ladder, SavingMode, kinds_asked_for
 from autoaccum.window import notices
 from autoaccum.window.blocks import HIGHEST, Rung, SavedAlready, candidates, named_blocks, rungs_of
@@ -71,6 +72,8 @@ class Saving:
         """Whether nothing is saved, as in nearly all windows of nearly all runs."""
         self.wants_begin = bool(self._asked and self._kinds)
         """Whether the first window has to begin on a lower rung: see ``begin``."""
+        self.contest = Contest(is_allowed=mode == "auto" and "checkpoint" in self._kinds)
+        """Whether the next rung is worth a try although this one does."""
         self._ladder = Ladder()
         self._rungs: list[Rung] = []  # below the highest, once they are known
         self._are_all_found = False  # not where they come from a run that knew fewer ways
@@ -149,6 +152,33 @@ class Saving:
         before = self.name
         self._ladder.fall(limit_bytes, needed_bytes)
         return self._moved(step, before, "out of memory at the smallest micro-batch")
+
+    def try_lower(self, batch: Callable[[], Any], step: int, limit_bytes: int, reason: str) -> MemorySaving | None:
+        """Go down a rung that may be faster; return None where none is left on which blocks are computed twice.
+
+        Args:
+            batch: () -> the smallest micro-batch.
+            step: the number of the window.
+            limit_bytes: what may be used.
+            reason: why it may be.
+        """
+        if self._ladder.rung == len(self._rungs) and not self._are_all_found:
+            self._find(batch)
+        below = self._rungs[self._ladder.rung : self._ladder.rung + 1]
+        # What goes to the host is waited for: that is for runs that cannot do without.
+        if not below or "offload" in below[0].kinds:
+            return None
+        before = self.name
+        # Which of them is the faster depends on how many samples fit: asked again where there is twice the memory.
+        self._ladder.fall(limit_bytes, 2 * limit_bytes)
+        return self._moved(step, before, reason)
+
+    def give_back(self, step: int, reason: str) -> MemorySaving:
+        """Go up again from a rung that was tried."""
+        before = self.name
+        # What was refused there is refused still; the rung itself may be needed one day, and is known by then.
+        self._ladder.give_back()
+        return self._moved(step, before, reason)
 
     def look(self, limit_bytes: int, step: int) -> MemorySaving | None:
         """Look at the memory before a window, and go up a rung if there has been enough of it for long enough."""
@@ -317,6 +347,7 @@ class Saving:
             "left": dict(self._left),
             "guards": self._recomputing.guards_all,
             **self._ladder.state_dict(),
+            "contest": self.contest.state_dict(),
         }
         # What came later.
         if self._asked:
@@ -354,5 +385,7 @@ class Saving:
         self._ladder.load_state_dict(found)
         self._done, self._recomputing.guards_all = self._ladder.rung, found["guards"]
         self.wants_begin = False
+        if "contest" in found:
+            self.contest.load_state_dict(found["contest"])
         self._stand()
         return True

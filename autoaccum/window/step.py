@@ -124,6 +124,8 @@ class Step:
         self._refusal: Refusal | None = None  # of this window
         self._piece = Piece(0, 0, 1, False)  # what runs at this moment
         self._is_given = not tuner.searching  # the size of micro-batches, by the user
+        # Whether a faster rung is looked for: where sizes are found out, and this process trains alone.
+        self._may_change_rung = not self._is_given and transaction.group is None and transaction.together is None
         self._closes = needs_closure(job.optimizer)  # whether its steps are given a closure
         self.stints: Sequence[Stint] = ()
         """What each rank did of the last window, where there are several."""
@@ -209,11 +211,15 @@ class Step:
         self.transaction.begin(window)
         if self.saving.wants_begin and window.num_samples:
             self.plans.saves(self.saving.begin(self._smallest_batch(window), self.number + 1))
+        # Asked here, for it is over before long, and then it is to cost the windows of a run nothing.
+        is_weighed = self.saving.contest.is_open and self._may_change_rung and plan is None and window.num_samples > 0
+        if is_weighed and self.plans.times_rung:
+            self.plans.weigh(window, self._smallest_batch(window))
         # Of a window with fewer samples than ranks some have none.
         is_empty = not window.num_samples
         pieces = Attempt(tuner, 0, None, ()) if is_empty else tuner.window(window.num_samples, lengths, plan)
         # A reading of the clock waits for the device: only windows whose time is wanted pay for that.
-        started = meter.now() if pieces.is_timed else None
+        started = meter.now() if pieces.is_timed or (is_weighed and self.plans.times_rung) else None
         self._refusal = None
         patience = None  # of this window; it begins when there is nothing smaller to try
         # The recovery is out here, where no exception is being handled: that would pin the frames of the failed
@@ -251,7 +257,10 @@ class Step:
         if outcome.own:
             aside = self.examining_seconds + (group.waited_seconds - self._waited if group is not None else 0.0)
             is_timed = started is not None and not self.compilations.of_window
-            pieces.committed(outcome.own, meter.now() - (started or 0.0) - aside if is_timed else None)
+            seconds = meter.now() - (started or 0.0) - aside if is_timed else None
+            pieces.committed(outcome.own, seconds)
+            if seconds is not None and is_weighed and not pieces.replays:
+                self.plans.timed(seconds, window)
         peak_bytes = meter.end_window(is_searching=tuner.search.is_on, target_bytes=tuner.limits.target_bytes)
         if peak_bytes is not None and outcome.own and not tuner.search.is_on:  # in a search trials keep the limit
             if self.limit.is_enforced:  # the device refuses what passes it
