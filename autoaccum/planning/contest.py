@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from statistics import median
+from typing import Any, NamedTuple
 
 from autoaccum.planning.timing import GAIN, ROUNDS
 
@@ -21,16 +22,27 @@ def is_worth_it(sizes: Sequence[int], smallest: int) -> bool:
     return len(sizes) > 1 and max(sizes) <= FEW * smallest
 
 
+class Above(NamedTuple):
+    """The fastest rung so far, while those below it are tried."""
+
+    seconds: float
+    """For a sample."""
+    most: int
+    """Samples of its largest micro-batch."""
+    rungs: int
+    """How many rungs it is above the one that is tried."""
+
+
 class Contest:
-    """The comparison of the rung that a run stands on with the one above, from which it has come to try this one."""
+    """The comparison of the rung that a run stands on with one above, from which it has come to try this one."""
 
     def __init__(self, *, is_allowed: bool) -> None:
         """Set up; where it is not allowed nothing is ever compared."""
         self._is_allowed = is_allowed
         self.is_open = is_allowed
         """Whether there is anything to find out on this rung."""
-        self.above: float | None = None
-        """Seconds for a sample on the rung above, while this one is tried; None while it is not."""
+        self.above: Above | None = None
+        """What this rung has to beat; None while it is not one that is tried."""
         # What a first window takes only makes ready for the next: it has allocations to make, and kernels to choose.
         self._seconds: list[float] = []
 
@@ -40,18 +52,22 @@ class Contest:
         # The median, as for plans: what disturbs one of the windows is not in it.
         return median(self._seconds[1:]) if len(self._seconds) > ROUNDS else None
 
-    @property
-    def has_lost(self) -> bool:
-        """Return whether this rung was tried and is no faster than the one above."""
+    def has_lost(self, most: int) -> bool:
+        """Return whether this rung, tried with so many samples at a time at most, is no faster than the one above."""
+        if self.above is None:
+            return False
+        # It computes more for each sample, and that with no more samples at a time: nobody has to time that.
+        if most <= self.above.most:
+            return True
         # Where both are as fast, the one that computes less is kept.
-        return self.above is not None and self.seconds is not None and self.seconds > GAIN * self.above
+        return self.seconds is not None and self.seconds > GAIN * self.above.seconds
 
     def observe(self, seconds: float) -> None:
         """Take the seconds for a sample of a window in the plan that was settled on."""
         self._seconds.append(seconds)
 
-    def begin(self, above: float | None) -> None:
-        """Begin on a rung anew, where the one above took so many seconds for a sample, if it is to be compared."""
+    def begin(self, above: Above | None) -> None:
+        """Begin on a rung anew, which is to be compared with one above, if there is one."""
         self.is_open, self.above, self._seconds = self._is_allowed, above, []
 
     def reopen(self) -> None:
@@ -63,12 +79,11 @@ class Contest:
         """Stay on this rung until something changes."""
         self.is_open, self.above, self._seconds = False, None, []
 
-    def state_dict(self) -> dict[str, float | bool | None]:
+    def state_dict(self) -> dict[str, Any]:
         """Return plain values, for a checkpoint: windows are timed anew."""
-        return {"is_open": self.is_open, "above": self.above}
+        return {"is_open": self.is_open, "above": None if self.above is None else tuple(self.above)}
 
-    def load_state_dict(self, state: dict[str, float | bool | None]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put back what ``state_dict`` returned."""
-        above = state["above"]
-        self.begin(None if above is None else float(above))
-        self.is_open = self.is_open and bool(state["is_open"])
+        self.begin(None if state["above"] is None else Above(*state["above"]))
+        self.is_open = self.is_open and state["is_open"]

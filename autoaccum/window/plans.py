@@ -13,7 +13,7 @@ from autoaccum.events import Event, MemorySaving, Notice, Planned, Replanned
 from autoaccum.memory import clock
 from autoaccum.memory.base import Memory
 from autoaccum.memory.limit import Limit
-from autoaccum.planning.contest import Contest, is_worth_it
+from autoaccum.planning.contest import Above, Contest, is_worth_it
 from autoaccum.planning.costs import prediction_error
 from autoaccum.planning.cuts import Lengths
 from autoaccum.planning.tuner import Tuner
@@ -39,8 +39,8 @@ class Saves(Protocol):
     def try_lower(self, batch: Callable[[], Any], step: int, limit_bytes: int, reason: str) -> MemorySaving | None:
         """Save more memory, for that may be faster."""
 
-    def give_back(self, step: int, reason: str) -> MemorySaving:
-        """Save as much as before."""
+    def give_back(self, rungs: int, step: int, reason: str) -> MemorySaving:
+        """Save as much as so many rungs above."""
 
 
 class Plans:
@@ -203,30 +203,34 @@ class Plans:
         """
         tuner, contest, step = self._tuner, self._saving.contest, self._number() + 1
         sizes = tuner.plan(*tuner.full_window)
-        if contest.above is None and not is_worth_it(sizes, tuner.smallest):
+        most, above, seconds = max(sizes), contest.above, contest.seconds
+        if above is None and not is_worth_it(sizes, tuner.smallest):
             contest.close()
-        # Each rung is timed in the plan that it has settled on, and so with as many samples at a time as it has room for.
-        seconds = contest.seconds
-        if not contest.is_open or seconds is None:
+        # Each rung is timed in the plan that it has settled on, with as many samples at a time as there is room for.
+        has_lost = contest.has_lost(most)
+        if not contest.is_open or (seconds is None and not has_lost):
             return
-        per_sample = f"{1000 * seconds:.3g} ms"
-        if contest.has_lost:
-            told, known = self._saving.give_back(step, f"{per_sample} a sample were no less"), self._known_above
+        # The next one may do although this one does not: what every second block leaves may be too much for two at once.
+        if above is None or not has_lost:
+            above, self._known_above = Above(seconds or 0.0, most, 0), tuner.state_dict()
+        known, told = self._known_above, None
+        if has_lost or is_worth_it(sizes, tuner.smallest):
+            why = (
+                f"{1000 * above.seconds:.3g} ms a sample in micro-batches of {above.most} may be more than it takes so"
+            )
+            told = self._saving.try_lower(batch, step, self._limit.bytes, why)
+        if told is not None:
             self.saves(told)
+            contest.begin(above._replace(rungs=above.rungs + 1))
+            self._known_above = known
+        elif has_lost:
+            took = "as few samples at a time" if seconds is None else f"{1000 * seconds:.3g} ms a sample"
+            why = f"{took}, where {1000 * above.seconds:.3g} ms a sample were enough without"
+            self.saves(self._saving.give_back(above.rungs, step, why))
             contest.close()
             if known is not None:
                 # Nothing has to be searched for or timed once more.
                 tuner.load_state_dict(known, is_same_device=True)
                 self.announce(*tuner.full_window)
-            return
-        why = f"{per_sample} a sample in micro-batches of {max(sizes)} may be more than with memory saved"
-        known = tuner.state_dict()
-        found = (
-            self._saving.try_lower(batch, step, self._limit.bytes, why) if is_worth_it(sizes, tuner.smallest) else None
-        )
-        if found is None:
+        else:
             contest.close()
-            return
-        self.saves(found)
-        contest.begin(seconds)
-        self._known_above = known

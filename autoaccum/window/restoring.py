@@ -127,7 +127,7 @@ _SAVING = entries(
     optionally={
         "asked": every(one_of("checkpoint", "offload")),
         "elsewhere": every(parts(whole(), whole())),
-        "contest": entries({"is_open": a(bool), "above": optional(number(0))}),
+        "contest": entries({"is_open": a(bool), "above": optional(parts(number(0), whole(1), whole(1)))}),
     },
 )
 

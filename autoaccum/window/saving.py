@@ -173,11 +173,12 @@ class Saving:
         self._ladder.fall(limit_bytes, 2 * limit_bytes)
         return self._moved(step, before, reason)
 
-    def give_back(self, step: int, reason: str) -> MemorySaving:
-        """Go up again from a rung that was tried."""
+    def give_back(self, rungs: int, step: int, reason: str) -> MemorySaving:
+        """Go up again by so many rungs that were tried."""
         before = self.name
-        # What was refused there is refused still; the rung itself may be needed one day, and is known by then.
-        self._ladder.give_back()
+        # What was refused there is refused still; the rungs themselves may be needed one day, and are known by then.
+        for _ in range(min(rungs, self._ladder.rung)):
+            self._ladder.give_back()
         return self._moved(step, before, reason)
 
     def look(self, limit_bytes: int, step: int) -> MemorySaving | None:
