@@ -210,7 +210,7 @@ class Plans:
         has_lost = contest.has_lost(most)
         if not contest.is_open or (seconds is None and not has_lost):
             return
-        # The next one may do although this one does not: what every second block leaves may be too much for two at once.
+        # The next one may do although this one does not: every second block may leave too much for two at once.
         if above is None or not has_lost:
             above, self._known_above = Above(seconds or 0.0, most, 0), tuner.state_dict()
         known, told = self._known_above, None
