@@ -6,8 +6,9 @@
 
 Four models, each in eight simulated memories, half of which hold no sample plainly. The grid is each near-equal cut of
 a window, with no block computed twice, every second one or all of them, in a loop by hand. Of what fits, the fastest is
-what ``fit`` is measured against, window by window once it has settled; its cold start stands by itself. Peers train the
-same number of samples from a cold start, with blocks computed twice, and with finders of their own.
+what ``fit`` is measured against, once it has settled: the plan that it has chosen, both run by hand, and its windows
+themselves, beside those by hand of the same minute; its cold start stands by itself. Peers train the same number of
+samples from a cold start, with blocks computed twice, and with finders of their own.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 import autoaccum
 from autoaccum._units import format_bytes
 from autoaccum.errors import NothingFitsError
-from autoaccum.events import Planned, StepReport
+from autoaccum.events import StepReport
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 from char_gpt import ALPHABET, CharGPT
@@ -52,9 +53,11 @@ from char_gpt import loss_fn as gpt_loss
 
 WINDOW = 12
 """Samples of a window, the effective batch."""
-STEADY = 8
+STEADY = 10
 """Windows that are timed of a plan that stays as it is."""
-LONGEST = 60
+CALM = 24
+"""Windows in one plan and on one rung after which a run has settled: none has more while they are compared."""
+LONGEST = 200
 """Windows after which a run is given up that has not settled."""
 PEERS_WINDOWS = 32
 RUNGS = {"off": 0, "every 2nd": 2, "all": 1}
@@ -199,8 +202,7 @@ class Run(NamedTuple):
 
     seconds: float
     """Of a window once it has settled, the median."""
-    micro_batch: int
-    rung: str
+    plan: Plan
     cold_seconds: float
     """Until it had settled."""
     cold_windows: int
@@ -208,21 +210,23 @@ class Run(NamedTuple):
 
 
 def by_fit(work: Task, limit_bytes: int) -> Run:
-    """Train until so many windows have gone by since it has settled."""
-    ends, planned = [time.perf_counter()], [0]
+    """Train until it has settled."""
+    ends: list[float] = []
+    plans: list[Plan] = []
 
     def watch(record: object) -> None:
-        if isinstance(record, Planned):
-            planned[0] = len(ends) - 1
         if isinstance(record, StepReport):
             ends.append(time.perf_counter())
-            if planned[0] and len(ends) - 1 - planned[0] > STEADY:
+            rungs = (rung for rung in RUNGS if record.memory_saving.startswith(f"checkpoint, {rung} of "))
+            rung = "off" if record.memory_saving == "off" else next(rungs, "all")
+            plans.append(Plan(max(record.micro_batches), rung))
+            if len(plans) > CALM and len(set(plans[-CALM:])) == 1:
                 raise autoaccum.StopTraining
 
     gc.collect()
     with Device(limit_bytes):
-        ends[0] = time.perf_counter()
-        result = autoaccum.fit(
+        started = time.perf_counter()
+        autoaccum.fit(
             work.make_model(),
             (work.inputs, work.targets),
             effective_batch=WINDOW,
@@ -231,14 +235,15 @@ def by_fit(work: Task, limit_bytes: int) -> Run:
             steps=LONGEST,
             shuffle=False,
             device="cpu",
+            headroom=0.0,  # as the loop by hand, which leaves none
             verify=False,  # it lays copies aside on the host, which is the device here
             progress=False,
             cache=False,
             callbacks=[watch],
         )
     seconds = [after - before for before, after in zip(ends[-STEADY - 1 :], ends[-STEADY:], strict=False)]
-    last, cold = result.history[-1], planned[0] or len(ends) - 1
-    return Run(statistics.median(seconds), max(last.micro_batches), last.memory_saving, ends[cold] - ends[0], cold)
+    cold = next((n for n, plan in reversed(list(enumerate(plans))) if plan != plans[-1]), -1) + 1
+    return Run(statistics.median(seconds), plans[-1], ends[cold - 1] - started if cold else 0.0, cold)
 
 
 def measured_grid(name: str, rounds: int) -> dict[Plan, Fixed]:
@@ -266,13 +271,24 @@ def best_within(known: dict[Plan, Fixed], limit_bytes: int) -> Plan:
 
 
 REGRET = [
-    "model", "limit", "plainly", "best by hand", "its ms", "fit", "ms", "ratio",
+    "model", "limit", "plainly", "best by hand", "its ms", "fit", "its choice by hand", "ms", "its windows",
     "windows until settled", "seconds until then",
 ]  # fmt: skip
 
 
-def regret_rows(name: str, known: dict[Plan, Fixed], only: Sequence[int], rounds: int) -> tuple[list[Any], list[float]]:
-    work, rows, ratios = task(name, 2), [], []
+class Regret(NamedTuple):
+    """How far ``fit`` is behind, at one limit."""
+
+    choice: float
+    """What the plan that it has chosen takes by hand, beside the best."""
+    windows: float
+    """What its own windows take, beside those of the best by hand."""
+
+
+def regret_rows(
+    name: str, known: dict[Plan, Fixed], only: Sequence[int], rounds: int
+) -> tuple[list[Any], list[Regret]]:
+    work, rows, regrets = task(name, 2), [], []
     for limit_bytes in only:
         best = best_within(known, limit_bytes)
         fitting = [plan for plan, of in known.items() if of.peak_bytes <= limit_bytes]
@@ -289,23 +305,25 @@ def regret_rows(name: str, known: dict[Plan, Fixed], only: Sequence[int], rounds
                 for run in runs[:: 1 - 2 * (turn % 2)]:
                     run()
         except NothingFitsError:  # by hand nothing is kept by which a window could be rolled back
-            rows.append([*cells, "", "does not fit", "", "", "", ""])
+            rows.append([*cells, "", "does not fit", *[""] * 5])
             continue
-        ratios.append(statistics.median(run.seconds / seconds for run, seconds in zip(ours, hand, strict=True)))
-        last = sorted(ours, key=lambda run: run.seconds)[rounds // 2]
+        last = sorted(ours, key=lambda run: known[run.plan].seconds)[rounds // 2]
+        windows = statistics.median(run.seconds / seconds for run, seconds in zip(ours, hand, strict=True))
+        regrets.append(Regret(known[last.plan].seconds / known[best].seconds, windows))
         rows.append(
             [
                 *cells,
                 f"{statistics.median(hand) * 1e3:.1f}",
-                f"{last.micro_batch}, {last.rung}",
+                f"{last.plan.micro_batch}, {last.plan.rung}",
+                f"{regrets[-1].choice:.3f}",
                 f"{last.seconds * 1e3:.1f}",
-                f"{ratios[-1]:.3f}",
+                f"{windows:.3f}",
                 last.cold_windows,
                 f"{statistics.median(run.cold_seconds for run in ours):.2f}",
             ]
         )
         print(*rows[-1], file=sys.stderr, flush=True)
-    return rows, ratios
+    return rows, regrets
 
 
 GRID = ["model", "micro-batch", "ms", "peak", "larger, with blocks computed twice", "its ms", "its peak", "ratio"]
@@ -440,10 +458,15 @@ def main() -> None:
     if "regret" in parts:
         of = {name: limits(known[name])[:: 4 if options.quick else 1] for name in models}
         regrets = {name: regret_rows(name, known[name], of[name], rounds) for name in models}
-        ratios = [ratio for _, of_model in regrets.values() for ratio in of_model]
-        mean = f"mean {statistics.mean(ratios):.3f}, worst {max(ratios):.3f}"
-        text = f"A steady window of `fit` beside the fastest of {len(grid())} fixed plans by hand that fits: {mean}. "
-        text += f"{about} Plainly: the largest micro-batch that fits with nothing computed twice."
+        found = [regret for _, of_model in regrets.values() for regret in of_model]
+
+        def mean_and_worst(ratios: list[float]) -> str:
+            return f"mean {statistics.mean(ratios):.3f}, worst {max(ratios):.3f}"
+
+        text = f"What `fit` has settled on beside the fastest of {len(grid())} plans by hand that fit. "
+        text += f"Its choice, both by hand: {mean_and_worst([regret.choice for regret in found])}. Its windows, with all that it does "
+        text += f"in them: {mean_and_worst([regret.windows for regret in found])}. {about} "
+        text += "Plainly: the largest micro-batch that fits with nothing computed twice."
         rows = [row for of_model, _ in regrets.values() for row in of_model]
         write_table(f"ladder{suffix}", text, REGRET, rows, threads=options.threads)
     if "peers" in parts:

@@ -62,9 +62,10 @@ def set_state(state: RandomState, device: torch.device | None = None) -> None:
     global _last_numpy
     torch.default_generator.set_state(state[0])
     random.setstate(state[1])
-    np.random.set_state(state[2])
-    # A normal number that waits is all that two states may differ in, and would not show in the generator's memory.
-    if _last_numpy[2] is not state[2]:
+    # The slowest of them by far, and rarely of use: the state of now is the very same object while nothing was drawn.
+    if _numpy_state() is not state[2]:
+        np.random.set_state(state[2])
+        # A normal number that waits is all that two may differ in, and would not show in the generator's memory.
         _last_numpy = (None, b"", None)
     if device is not None and state[3] is not None:
         # A checkpoint has the state of one: zip ends with it.

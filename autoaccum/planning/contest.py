@@ -1,8 +1,8 @@
 """Whether a rung that saves more memory is faster: it computes more for each sample, and runs more samples at a time.
 
 Which of the two wins depends on the model and the device, and is told by whole windows on both rungs, each in the plan
-that its own search has settled on. Where micro-batches are larger than a few samples, a device is busy with one of them
-already, and what is computed twice would only come on top of that: there nothing is tried.
+that its own search has settled on. What a micro-batch takes has a part that is the same for any number of samples:
+where that part is so small that larger ones could not make up for what is computed twice, nothing is tried.
 """
 
 from __future__ import annotations
@@ -11,15 +11,32 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
+from autoaccum.planning.costs import TimeModel
 from autoaccum.planning.timing import GAIN, ROUNDS
 
-FEW = 2
-"""Try the rung below where micro-batches have at most so many times the fewest samples that they may have."""
+TWICE = 8 / 7
+"""What a rung adds at least: half a forward, which is a third of a window; the other half may be added already."""
 
 
-def is_worth_it(sizes: Sequence[int], smallest: int) -> bool:
-    """Return whether windows that are cut like this may take less time in larger micro-batches on the rung below."""
-    return len(sizes) > 1 and max(sizes) <= FEW * smallest
+def is_worth_it(sizes: Sequence[int], times: TimeModel | None) -> bool:
+    """Return whether windows that are cut like this may take less time in larger micro-batches on the rung below.
+
+    Args:
+        sizes: of the micro-batches.
+        times: what they take, as far as that is known.
+    """
+    if len(sizes) == 1:
+        return False
+    # One size alone tells nothing of what others take.
+    if times is None or len(times.points) < 2:
+        return True
+    # Of two sizes as close to what is run as they can be, and so far apart that they differ by more than chance does.
+    size, seconds = times.points[-1]
+    smaller, faster = next((of for of in reversed(times.points) if 2 * of[0] <= size), times.points[0])
+    per_sample = (seconds - faster) / (size - smaller)
+    fixed, own = max(0.0, seconds - per_sample * size), per_sample * sum(sizes)
+    # At best the window is run at once.
+    return TWICE * (fixed + own) < GAIN * (fixed * len(sizes) + own)
 
 
 class Above(NamedTuple):

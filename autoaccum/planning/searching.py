@@ -62,6 +62,8 @@ class Searching:
         self.start_bytes: int | None = None
         """What tensors held before the last trial; None where nobody tells them from the rest."""
         self._cold: set[int] = set()  # sizes whose first trial told nothing
+        self.gradient_bytes = 0
+        """What the gradients take that all trials are measured beside, but for one that is the whole window."""
         self.known = 0
         """The largest weight that fitted in an earlier run; 0 where nothing is known, or it is no longer believed."""
         self.goal: int | None = None
@@ -144,8 +146,9 @@ class Searching:
             growth=self._growth(fits),
             prior=history.prior,
         )
+        whole = num_samples if self._may_fit_whole(num_samples, lengths) else None
         if weight is None:
-            return None
+            return whole
         if lengths is None:
             weight = max(weight, self._surely(fits, num_samples))
         # Of samples that are alike, the size that the plan with as many micro-batches would have anyway.
@@ -153,7 +156,17 @@ class Searching:
         if lengths is None and fits:
             size = self._cutter.cut(num_samples, weight)[0]
         # Rounded to whole samples it may weigh no more than what has fitted, or be fewer than the smallest.
-        return size if size * each > fits and size >= min(smallest, num_samples) else None
+        return size if size * each > fits and size >= min(smallest, num_samples) else whole
+
+    def _may_fit_whole(self, num_samples: int, lengths: Lengths) -> bool:
+        """Return whether a window may fit at once that would not beside its gradients, as other micro-batches run."""
+        history = self._cutter.history
+        (fits, fails), model = history.bounds, history.model
+        # In the first search, and where nothing but the forecast stands against it.
+        is_open = self.goal is None and fails is None and fits < num_samples <= self._cutter.heaviest(num_samples, 1)
+        if lengths is not None or model is None or not is_open:
+            return False
+        return model.predict(num_samples) - self.gradient_bytes <= self._limits.target_bytes
 
     def may_try(self, num_samples: int, lengths: Lengths, planned: int) -> bool:
         """Return whether such a window has room for a trial behind its first micro-batch, of the longest samples.

@@ -16,7 +16,7 @@ from itertools import accumulate
 from typing import Any
 
 from autoaccum.planning.attempts import Attempt, Piece, length_at, pieces_of
-from autoaccum.planning.costs import MemoryModel, Trial, fit_memory_model
+from autoaccum.planning.costs import MemoryModel, TimeModel, Trial, fit_memory_model
 from autoaccum.planning.cuts import Lengths
 from autoaccum.planning.cutter import Cutter
 from autoaccum.planning.earlier import learnt, recalled
@@ -121,6 +121,11 @@ class Tuner:
     def memory_model(self) -> MemoryModel | None:
         """Return the memory model fitted to the trials so far, in samples and lengths."""
         return fit_memory_model(self.history)
+
+    @property
+    def time_model(self) -> TimeModel | None:
+        """Return what weights take, once plans were compared; None before."""
+        return self._fastest.model
 
     @property
     def full_window(self) -> tuple[int, Lengths]:

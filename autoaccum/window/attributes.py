@@ -28,6 +28,9 @@ class Attributes:
         self._classes = [(owner, type(owner)) for owner in objects]
         # (container, a copy of it) by the container's id, which the container that is held here keeps unique.
         self._contents: dict[int, tuple[Any, Any]] = {}
+        # The same, told apart when it is first asked for: containers that were empty, and the others with their copies.
+        self._empty: list[Any] | None = None
+        self._full: list[tuple[Any, Any]] = []
         # The attributes themselves are a dict: it is remembered like those that lie in it. Not by recursion, for lists
         # may hold themselves or be nested deeply.
         self._tensors: list[torch.Tensor] = []
@@ -56,7 +59,11 @@ class Attributes:
         """Return whether an attribute, what a container holds, or a class is another object now."""
         if any(type(owner) is not kind for owner, kind in self._classes):
             return True
-        return not all(_holds_the_same(container, contents) for container, contents in self._contents.values())
+        if self._empty is None:
+            self._empty = [container for container, contents in self._contents.values() if not contents]
+            self._full = [held for held in self._contents.values() if held[1]]
+        # Most of a module's are empty, such as those of hooks that nobody has registered.
+        return any(self._empty) or not all(_holds_the_same(container, contents) for container, contents in self._full)
 
     def restore(self) -> None:
         """Put everything back; it may be done again."""
@@ -73,8 +80,6 @@ class Attributes:
 
 def _holds_the_same(container: Any, contents: Any) -> bool:
     """Return whether a container holds the very objects that its copy holds, in the same order."""
-    if not contents:  # as most of a module's are: hooks that nobody has registered
-        return not container
     if len(container) != len(contents) or not all(map(is_, container, contents)):
         return False
     return not isinstance(container, dict) or all(map(is_, container.values(), contents.values()))

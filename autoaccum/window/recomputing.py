@@ -71,11 +71,14 @@ class Recomputing:
         # Marks of all layers, when it was last asked whether they have changed.
         self._layers: list[tuple[object, ...]] | None = None
         self._held: list[Any] = []  # generators that functions hold
+        self._known: dict[int, _Layers] = {}  # by the ids of blocks
 
     def compare(self, is_compared: bool) -> None:
         """Compare from now on, or do not; nothing was compared yet."""
         self.is_compared = is_compared
         self.comparison.begin()
+        if is_compared:
+            self._known.clear()  # of blocks of another rung
 
     def of_loss(self, loss_of: LossOf) -> LossOf:
         """Return a loss that is computed with the blocks wrapped, where it is computed for a backward."""
@@ -132,13 +135,20 @@ class Recomputing:
     def _random(self, own: Sequence[Any]) -> _Random:
         return _Random([*own, *surroundings_of(self._functions).generators], self.device)
 
-    def moment(self, layers: Sequence[nn.Module], values: Sequence[Any]) -> _Moment:
-        """Return how things stand before a forward of these layers that is called with these values."""
-        # Looked for anew each time, for a forward may make them: twenty attributes of each layer.
-        own = [value for layer in layers for value in vars(layer).values() if isinstance(value, GENERATORS)]
+    def moment(self, block: nn.Module, values: Sequence[Any]) -> _Moment:
+        """Return how things stand before a forward of a block that is called with these values."""
+        # Twenty attributes of each layer, of which a forward may change any: looked at, and remembered once for all
+        # windows in which they are the same.
+        layers = self._known.get(id(block))
+        if layers is None or layers.block is not block or layers.attributes.have_changed():
+            layers = self._known[id(block)] = _Layers(block)
         # To look at their versions would hold them, and whoever writes to them now writes to no copy.
         copied = {id(value) for value in values if isinstance(value, torch.Tensor) and self._is_elsewhere(value)}
-        return _Moment(layers, values, _Random([*own, *self._held], self.device), copied)
+        return _Moment(layers, values, _Random([*layers.generators, *self._held], self.device), copied)
+
+    def forget(self, block: nn.Module) -> None:
+        """Drop what is kept of a block's layers from one forward to the next."""
+        self._known.pop(id(block), None)
 
     def layers_have_changed(self) -> bool:
         """Return whether hooks, modes, classes or forwards of layers are others than when this was last asked."""
@@ -241,7 +251,6 @@ class _Call:
         self._block = block
         self._forward = forward
         self._count, self._names = count, names  # arguments by position; names of the others
-        self._layers = list(block.modules())
         self._before: _Moment | None = None  # none until it has run
         self._seen: list[Mark] | None = None  # marks of what each operation came to
 
@@ -250,7 +259,7 @@ class _Call:
         args, kwargs = values[: self._count], dict(zip(self._names, values[self._count :], strict=True))
         # Checkpoint calls this for the forward, and once more when backward asks for the first of its tensors.
         if self._before is None:
-            self._before = self._recomputing.moment(self._layers, values)
+            self._before = self._recomputing.moment(self._block, values)
             if not self._recomputing.is_compared:
                 return self._forward(*args, **kwargs)
             self._seen = []
@@ -270,7 +279,9 @@ class _Call:
         """Put back what the first forward found, and in the end what there is today."""
         # Today's are remembered first, whatever is put back after that.
         random = before.random.renewed()
-        attributes = Attributes([*self._layers, *before.objects], before.containers)
+        attributes = before.attributes_now()
+        if before.have_moved:  # what is kept of its layers is of use no more, and may keep what a forward came to alive
+            self._recomputing.forget(self._block)
         # What it computes by must be what it was; of the inputs that come by position checkpoint sees to that as well.
         written = before.written()
         if written is not None:
@@ -285,8 +296,9 @@ class _Call:
         finally:
             for p in retrained:
                 p.requires_grad_(not p.requires_grad)
-            if attributes.have_changed():
-                attributes.restore()
+            for held in attributes:
+                if held.have_changed():
+                    held.restore()
             random.put_back()
 
     def _comparing(self) -> Any:
@@ -295,39 +307,59 @@ class _Call:
         return Second(self._recomputing.comparison, self._seen, self._block)
 
 
+class _Layers:
+    """The layers of a block, and what they hold for as long as their attributes stay as they are."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self.block = block
+        self.layers = list(block.modules())
+        self.attributes = Attributes(self.layers)
+        held = [value for layer in self.layers for value in vars(layer).values()]
+        self.generators = [value for value in held if isinstance(value, GENERATORS)]
+        parameters = [(name, p) for layer in self.layers for name, p in layer._parameters.items() if p is not None]
+        self.parameters = parameters
+        # (where it stands, its name, itself) of each tensor that a forward may write to. Buffers are in a dict of their
+        # own; other tensors are attributes like any other.
+        spaces = [space for layer in self.layers for space in (vars(layer), cast("dict[str, Any]", layer._buffers))]
+        self.tensors = [(space, name, value) for space in spaces for name, value in space.items() if _may_move(value)]
+
+
 class _Moment:
     """How things stood when the forward of a block began."""
 
-    def __init__(
-        self, layers: Sequence[nn.Module], values: Sequence[Any], random: _Random, copied: Container[int] = ()
-    ) -> None:
+    def __init__(self, layers: _Layers, values: Sequence[Any], random: _Random, copied: Container[int] = ()) -> None:
         """Remember it; ``copied`` are the ids of values that will be as they are now, whatever is written to them."""
         self.random = random
+        self._layers = layers
+        self.have_moved = False
+        """Whether attributes of layers have changed since, as of when they were last looked at."""
         # What is passed may be written to as well: a list that is appended to, a cache.
         leaves = flatten(values)[0]
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and id(leaf) not in copied]
-        self.objects = [leaf for leaf in leaves if _has_attributes(leaf)]
-        """Those among the arguments that have attributes."""
-        self.containers = [value for value in values if type(value) in CONTAINERS]
-        """Those among the arguments."""
-        self._attributes = Attributes([*layers, *self.objects], self.containers)
+        self._objects = [leaf for leaf in leaves if _has_attributes(leaf)]
+        self._containers = [value for value in values if type(value) in CONTAINERS]
+        self._given = self._given_now()
         # Parameters are not copied, nor inputs: that they are the same still is seen by their versions.
-        parameters = [(name, p) for layer in layers for name, p in layer._parameters.items() if p is not None]
-        self._trained = [(p, p.requires_grad) for _, p in parameters]
-        named = [*parameters, *(("an input", tensor) for tensor in tensors)]
+        self._trained = [(p, p.requires_grad) for _, p in layers.parameters]
+        named = [*layers.parameters, *(("an input", tensor) for tensor in tensors)]
         self._versions = [(name, tensor, tensor._version) for name, tensor in named if not is_lazy(tensor)]
         # (where it stands, its name, itself, its version, a copy) of each tensor that a forward may write to.
         self._tensors: list[tuple[dict[str, Any], str, torch.Tensor, int, torch.Tensor]] = []
         copies: dict[int, torch.Tensor] = {}
-        # Buffers are in a dict of their own; other tensors are attributes like any other.
-        for layer in layers:
-            for namespace in (vars(layer), cast("dict[str, Any]", layer._buffers)):
-                for name, tensor in namespace.items():
-                    if not _may_move(tensor):
-                        continue
-                    if id(tensor) not in copies:
-                        copies[id(tensor)] = tensor.detach().clone()
-                    self._tensors.append((namespace, name, tensor, tensor._version, copies[id(tensor)]))
+        for namespace, name, tensor in layers.tensors:
+            if id(tensor) not in copies:
+                copies[id(tensor)] = tensor.detach().clone()
+            self._tensors.append((namespace, name, tensor, tensor._version, copies[id(tensor)]))
+
+    def _given_now(self) -> list[Attributes]:
+        return [Attributes(self._objects, self._containers)] if self._objects or self._containers else []
+
+    def attributes_now(self) -> list[Attributes]:
+        """Return the attributes of layers and arguments as they are by now."""
+        known = self._layers.attributes
+        # Nearly always they are what they were.
+        self.have_moved = known.have_changed()
+        return [Attributes(self._layers.layers) if self.have_moved else known, *self._given_now()]
 
     def written(self) -> str | None:
         """Return the name of a parameter, or of an input, that has other values since; None where none has."""
@@ -338,10 +370,13 @@ class _Moment:
         return [p for p, was_trained in self._trained if p.requires_grad is not was_trained]
 
     def put_back(self) -> None:
-        """Put it back: other tensors in the place of those that may have moved, whose values stay what they are."""
+        """Put it back, after ``attributes_now``; where tensors may have moved others are put, their values stay."""
         self.random.put_back()
-        if self._attributes.have_changed():
-            self._attributes.restore()
+        if self.have_moved:
+            self._layers.attributes.restore()
+        for held in self._given:
+            if held.have_changed():
+                held.restore()
         # In their place and not in them: what was computed since may have saved them, and would find them written to.
         fresh: dict[int, torch.Tensor] = {}
         for namespace, name, tensor, version, copy in self._tensors:

@@ -208,6 +208,8 @@ class Step:
     def _run(self, window: Window, plan: Sequence[int] | None) -> tuple[Gradient, int]:
         tuner, meter, lengths = self.tuner, self.meter, window.lengths
         meter.begin_window(is_searching=tuner.search.is_on)
+        if tuner.search.is_on and self.transaction.group is None:  # ranks keep theirs for each other
+            tuner.search.gradient_bytes = sum(p.nbytes for p in self.transaction.trained() if p.requires_grad)
         self.transaction.begin(window)
         if self.saving.wants_begin and window.num_samples:
             self.plans.saves(self.saving.begin(self._smallest_batch(window), self.number + 1))

@@ -1,20 +1,40 @@
-"""The rung below is tried where micro-batches are few samples, and kept where whole windows take less time on it."""
+"""The rung below is tried where larger micro-batches may gain, and kept where whole windows take less time on it."""
 
 from __future__ import annotations
 
 import pytest
 
 from autoaccum.planning.contest import Above, Contest, is_worth_it
+from autoaccum.planning.costs import TimeModel
+
+
+def times(*points: tuple[int, float]) -> TimeModel:
+    return TimeModel(points=points)
 
 
 @pytest.mark.parametrize(
-    ("sizes", "smallest", "is_worth"),
-    [((1, 1), 1, True), ((2, 2), 1, True), ((3, 2), 1, False), ((4, 4), 2, True), ((5, 4), 2, False), ((1,), 1, False)],
+    ("sizes", "known", "is_worth"),
+    [
+        ((12,), times((6, 7.0), (12, 8.0)), False),
+        ((1, 1), None, True),
+        ((2, 2), times((2, 1.0)), True),
+        # At once it would be 8/7 of (6 + 12) instead of 2 * 6 + 12: 20.6 of 24.
+        ((6, 6), times((3, 9.0), (6, 12.0)), True),
+        # 8/7 of (1 + 12) instead of 2 * 1 + 12: 14.9 of 14.
+        ((6, 6), times((3, 4.0), (6, 7.0)), False),
+        # But of six micro-batches: 14.9 of 18.
+        ((2,) * 6, times((1, 2.0), (2, 3.0)), True),
+        # Of sizes far below, where a device is not busy yet, nothing follows.
+        ((8, 8), times((1, 4.0), (4, 4.0), (8, 8.0)), False),
+        ((8, 8), times((1, 8.0), (4, 8.0), (8, 8.0)), True),
+        # Larger ones take more than in proportion.
+        ((2, 2), times((1, 1.0), (2, 3.0)), False),
+    ],
 )
-def test_small_micro_batches_are_worth_it_where_windows_are_cut(
-    sizes: tuple[int, ...], smallest: int, is_worth: bool
+def test_larger_micro_batches_are_worth_it_where_they_may_make_up_for_what_is_computed_twice(
+    sizes: tuple[int, ...], known: TimeModel | None, is_worth: bool
 ) -> None:
-    assert is_worth_it(sizes, smallest) is is_worth
+    assert is_worth_it(sizes, known) is is_worth
 
 
 def timed(contest: Contest, *seconds: float) -> Contest:

@@ -132,6 +132,27 @@ def test_where_it_is_told_what_is_there_without_a_sample_it_jumps_as_far_as_sure
     assert made.trial_for(256) == 2, "something is not as it seems"
 
 
+@pytest.mark.parametrize(("gradient_bytes", "trial"), [(0, None), (23, None), (24, 12)])
+def test_a_whole_window_is_tried_where_it_fits_without_the_gradients_that_it_does_not_run_beside(
+    gradient_bytes: int, trial: int | None
+) -> None:
+    made = searching(1, 2, 4, 6, limit_bytes=peak(12) - 24)
+    made.gradient_bytes = gradient_bytes
+    assert made.trial_for(12) == trial
+    assert made.may_try(12, None, planned=6) == (trial is not None)
+
+
+def test_a_whole_window_is_not_tried_where_it_has_failed_or_is_more_than_may_be() -> None:
+    made = searching(1, 2, 4, 6, limit_bytes=peak(12) - 24, ceiling=11)
+    made.gradient_bytes = 1000
+    assert made.trial_for(12) is None
+    made = searching(1, 2, 4, 6, limit_bytes=peak(12) - 24)
+    made.gradient_bytes = 1000
+    assert made.trial_for(12) == 12
+    made._cutter.history.add(Trial(micro_batch=12, fits=False), reweigh=True)
+    assert made.trial_for(12) is None
+
+
 def test_of_longer_samples_a_trial_has_fewer() -> None:
     made = searching(1, length=4)
     assert made.trial_for(8, (4,) * 8) == 2

@@ -138,3 +138,26 @@ def test_a_run_that_begins_anew_puts_them_away(tmp_path: Path) -> None:
     train(tmp_path, resume=False)
     assert oom_files(tmp_path) == []
     assert (tmp_path / "before-1" / path.name).exists()
+
+
+def test_a_whole_window_is_tried_although_it_would_not_fit_beside_the_gradients_of_another_micro_batch() -> None:
+    """A window that is run at once has no gradients while it is."""
+
+    def train(limit: int, **options: Any) -> tuple[Any, Any]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 1))
+        generator = torch.Generator().manual_seed(1)
+        samples = torch.randn(128, 64, generator=generator), torch.randn(128, 1, generator=generator)
+        with simulated_memory(limit) as device:
+            found = autoaccum.fit(
+                model, samples, effective_batch=64, loss_fn=nn.functional.mse_loss, steps=12, headroom=0.0,
+                optimizer=lambda params: torch.optim.SGD(params, lr=0.01), device="cpu", verify=False, progress=False,
+                cache=False, memory_saving="off", **options,
+            )  # fmt: skip
+        return found, device
+
+    whole = train(1 << 40, micro_batch=64)[1].peak
+    found, device = train(whole + 1024)
+    assert found.history[-1].micro_batches == (64,)
+    assert device.peak <= whole + 1024
+    assert not [event for event in found.events if isinstance(event, OutOfMemory)]

@@ -1,4 +1,4 @@
-"""A rung is chosen by time: the next one is tried where micro-batches are few samples, and kept if windows are faster.
+"""A rung is chosen by time: the next one is tried where that may gain, and kept if windows are faster.
 
 The clock moves in the forward of the whole model, which no rung computes twice: by as much for each micro-batch, so that
 few large ones are faster, or by as much for each sample, so that nothing is gained.

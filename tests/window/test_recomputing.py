@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import pickle
 import random
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -185,7 +187,48 @@ def recomputing_of(model: nn.Module, loss_of: Callable[..., Any] = plain, *, is_
     return made
 
 
+class Keeping(nn.Module):
+    """Keeps what its forward came to last, and the one of that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.last: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        before, self.last = self.last, self.linear(x).tanh()
+        return self.last if before is None else self.last + before.detach()
+
+
 class TestBits:
+    def test_of_what_blocks_keep_from_one_forward_to_the_next_which_goes_when_they_let_go_of_it(self) -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(Keeping(), Keeping())
+        other, batches = copy.deepcopy(model), [torch.randn(4, WIDTH) for _ in range(4)]
+        recomputing = recomputing_of(other)
+        recomputing.blocks, recomputing.is_compared = list(other), False
+        assert same(train(model, batches, plain, None), train(other, batches, plain, recomputing))
+        kept = weakref.ref(other[0].last)
+        for module in other:
+            module.last = None
+        gc.collect()
+        assert kept() is None
+
+    def test_of_layers_that_are_added_and_buffers_that_are_replaced_from_one_forward_to_the_next(self) -> None:
+        found = []
+        for is_on in (False, True):
+            torch.manual_seed(0)
+            model = Stack("a moving average")
+            recomputing = recomputing_of(model, is_compared=False)
+            batches = [torch.randn(4, WIDTH) for _ in range(2)]
+            ours = recomputing if is_on else None
+            found.append(train(model, batches, plain, ours))
+            for block in model.blocks:
+                block.mean = torch.ones(WIDTH)
+                block.linear = nn.Sequential(block.linear, nn.BatchNorm1d(WIDTH))
+            found[-1] += train(model, batches, plain, ours)
+        assert same(*found)
+
     @pytest.mark.parametrize("is_compared", [True, False])
     @pytest.mark.parametrize("name", MODELS)
     def test_are_the_same(self, name: str, is_compared: bool) -> None:
