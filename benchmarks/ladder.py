@@ -463,9 +463,10 @@ def main() -> None:
         def mean_and_worst(ratios: list[float]) -> str:
             return f"mean {statistics.mean(ratios):.3f}, worst {max(ratios):.3f}"
 
+        by_hand = mean_and_worst([regret.choice for regret in found])
+        own = mean_and_worst([regret.windows for regret in found])
         text = f"What `fit` has settled on beside the fastest of {len(grid())} plans by hand that fit. "
-        text += f"Its choice, both by hand: {mean_and_worst([regret.choice for regret in found])}. Its windows, with all that it does "
-        text += f"in them: {mean_and_worst([regret.windows for regret in found])}. {about} "
+        text += f"Its choice, both by hand: {by_hand}. Its windows, with all that it does in them: {own}. {about} "
         text += "Plainly: the largest micro-batch that fits with nothing computed twice."
         rows = [row for of_model, _ in regrets.values() for row in of_model]
         write_table(f"ladder{suffix}", text, REGRET, rows, threads=options.threads)
