@@ -129,6 +129,14 @@ class Examiner:
         """Forget how a window began that an error has ended: the next one has its number, and begins otherwise."""
         self._remembered, self._remembered_of = None, 0
 
+    def let_go(self) -> bool:
+        """Forget how the window began where that takes of the memory that it is short of; return whether it did."""
+        # Buffers and random states, which its rollback has anyway, are put back all the same to measure it.
+        had, is_short = self._remembered is not None, self._job.device.type == "cpu"
+        if is_short:
+            self._remembered = None
+        return had and is_short
+
     def _begin(self) -> None:
         self._met: list[tuple[int, set[Crossing]]] = []  # by which operations samples meet, and how many there were
         self._shown: list[Reduction] = []  # how losses were reduced, whatever num_items says

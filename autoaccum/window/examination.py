@@ -37,6 +37,9 @@ class Examiner(Protocol):
     def begin_attempt(self, number: int, announce: Callable[[Notice], None]) -> None:
         """Look at the forwards of an attempt."""
 
+    def let_go(self) -> bool:
+        """Make room on a device that is short of memory; return whether there was anything to let go of."""
+
     def break_off(self) -> None:
         """Forget how a window began that an error has ended: the next one has its number, and begins otherwise."""
 

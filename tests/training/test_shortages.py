@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import autoaccum
-from autoaccum.errors import NothingFitsError
+from autoaccum.errors import AutoaccumWarning, NothingFitsError
 from autoaccum.events import OutOfMemory, StepReport
 from autoaccum.reporting.columns import load_run
 from autoaccum.reporting.facts import facts_of
@@ -161,3 +161,29 @@ def test_a_whole_window_is_tried_although_it_would_not_fit_beside_the_gradients_
     assert found.history[-1].micro_batches == (64,)
     assert device.peak <= whole + 1024
     assert not [event for event in found.events if isinstance(event, OutOfMemory)]
+
+
+def test_nothing_fails_to_fit_for_the_sake_of_its_measurement() -> None:
+    """On a CPU what is laid aside on the host takes of the same memory: first it gives way, then rungs, then the run."""
+
+    def train(limit: int, **options: Any) -> tuple[Any, Any, nn.Module]:
+        torch.manual_seed(0)
+        layers = [nn.Sequential(nn.Linear(32, 128), nn.Tanh(), nn.Linear(128, 32)) for _ in range(4)]
+        model = nn.Sequential(*layers, nn.Linear(32, 1))
+        generator = torch.Generator().manual_seed(1)
+        samples = torch.randn(16, 64, 32, generator=generator), torch.randn(16, 64, 1, generator=generator)
+        with simulated_memory(limit) as device:
+            found = autoaccum.fit(
+                model, samples, effective_batch=4, loss_fn=nn.functional.mse_loss, steps=6, headroom=0.0,
+                optimizer=lambda params: torch.optim.SGD(params, lr=0.01), device="cpu", progress=False,
+                cache=False, **options,
+            )  # fmt: skip
+        return found, device, model
+
+    _, plain, expected = train(1 << 40, micro_batch=1, verify=False, memory_saving="off")
+    with pytest.warns(AutoaccumWarning, match="memory ran out in the attempt"):
+        found, device, model = train(plain.peak)
+    assert found.history[0].memory_saving == "off"
+    assert {report.micro_batches for report in found.history} == {(1, 1, 1, 1)}
+    assert device.peak <= plain.peak
+    assert all(map(torch.equal, expected.parameters(), model.parameters()))
