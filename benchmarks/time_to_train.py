@@ -160,7 +160,7 @@ def by_hand(task: Task, epochs: int, effective_batch: int, micro_batch: int) -> 
     return Outcome(micro_batch=micro_batch, effective_batch=effective_batch, ooms=0, search_end=search_end)
 
 
-def by_autoaccum(task: Task, epochs: int, effective_batch: int, _: int) -> Outcome:
+def by_autoaccum(task: Task, epochs: int, effective_batch: int, _: int, **options: Any) -> Outcome:
     settled: list[float] = []
 
     def watch(record: object) -> None:
@@ -178,6 +178,7 @@ def by_autoaccum(task: Task, epochs: int, effective_batch: int, _: int) -> Outco
         progress=False,
         callbacks=[watch],
         **({"cache": False} if "cache" in inspect.signature(autoaccum.fit).parameters else {}),
+        **options,
     )
     step = next((event.step for event in result.events if isinstance(event, Planned)), result.num_steps)
     return Outcome(
