@@ -12,7 +12,8 @@ from torch import nn
 
 import autoaccum
 from autoaccum.errors import AutoaccumWarning, NothingFitsError
-from autoaccum.events import OutOfMemory, StepReport
+from autoaccum.events import OutOfMemory, Replanned, StepReport
+from autoaccum.memory.simulated import active_simulation
 from autoaccum.reporting.columns import load_run
 from autoaccum.reporting.facts import facts_of
 from autoaccum.runs.oom_files import MOST, oom_files
@@ -187,3 +188,27 @@ def test_nothing_fails_to_fit_for_the_sake_of_its_measurement() -> None:
     assert {report.micro_batches for report in found.history} == {(1, 1, 1, 1)}
     assert device.peak <= plain.peak
     assert all(map(torch.equal, expected.parameters(), model.parameters()))
+
+
+def test_what_was_found_to_fit_is_not_cut_smaller_for_a_measurement() -> None:
+    """The second window is measured once more, and has laid aside what the first trials had room without."""
+
+    def train(limit: int, **options: Any) -> Any:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(32, 256), nn.Tanh(), nn.Linear(256, 32), nn.Linear(32, 1))
+        generator = torch.Generator().manual_seed(1)
+        samples = torch.randn(16, 16, 32, generator=generator), torch.randn(16, 16, 1, generator=generator)
+        with simulated_memory(limit):
+            accumulator = autoaccum.Accumulator(
+                model, torch.optim.SGD(model.parameters(), lr=0.01), training_step=lambda model, batch:
+                nn.functional.mse_loss(model(batch[0]), batch[1]), micro_batch=4, **options,
+            )  # fmt: skip
+            for _ in range(5):
+                accumulator.step(samples)
+            peak = active_simulation().peak
+        return accumulator, peak
+
+    _, peak = train(1 << 40, verify=False)
+    with pytest.warns(AutoaccumWarning, match="memory ran out in the attempt"):
+        found, _ = train(peak + 1024)
+    assert not [event for event in found.events if isinstance(event, Replanned)]
