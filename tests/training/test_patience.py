@@ -53,7 +53,7 @@ def test_a_window_waits_and_is_then_what_it_would_have_been(clock: ManualClock) 
     result = fit(Fails(clock, 20.0, after=6))
     (event,) = waits(result)
     assert (event.step, event.phase, event.micro_batch, event.seconds) == (2, "training", 1, 60.0)
-    assert [report.replays for report in result.history] == [0, 7, 0]
+    assert [report.replays for report in result.history] == [0, 8, 0]  # one of them without what is laid aside
     assert clock.now() == 31.0
     assert same(state_of(result), state_of(fit(Fails(clock, 0.0))))
 
@@ -110,7 +110,7 @@ def test_what_is_ours_alone_and_too_little_is_refused_at_once(clock: ManualClock
                 device="cpu", progress=False, callbacks=[events.append],
             )  # fmt: skip
         assert not any(isinstance(event, Waiting | StepReport) for event in events)
-        assert sum(isinstance(event, OutOfMemory) for event in events) <= 1
+        assert sum(isinstance(event, OutOfMemory) for event in events) <= 2  # with what is laid aside, and without
     assert clock.now() == 0.0
 
 

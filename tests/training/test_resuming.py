@@ -588,6 +588,7 @@ NOT_KEPT = {
     "Validations.is_unsaved_best": "said to the checkpoint while it is written",
     "Saving._users": "those of this process",
     "Plans.next_look": "a reading of the clock",
+    "Searching.gradient_bytes": "what the parameters take, asked for in each window of a search",
     "Plans.growing_from": "an event is worded by it",
     "Plans._known_above": "sizes are found out anew where a rung that was tried is left",
     "Contest.is_open": "kept once there are rungs; else it is over as soon as a plan is there",

@@ -12,8 +12,7 @@ from torch import nn
 
 import autoaccum
 from autoaccum.errors import AutoaccumWarning, NothingFitsError
-from autoaccum.events import OutOfMemory, Replanned, StepReport
-from autoaccum.memory.simulated import active_simulation
+from autoaccum.events import OutOfMemory, StepReport
 from autoaccum.reporting.columns import load_run
 from autoaccum.reporting.facts import facts_of
 from autoaccum.runs.oom_files import MOST, oom_files
@@ -193,22 +192,21 @@ def test_nothing_fails_to_fit_for_the_sake_of_its_measurement() -> None:
 def test_what_was_found_to_fit_is_not_cut_smaller_for_a_measurement() -> None:
     """The second window is measured once more, and has laid aside what the first trials had room without."""
 
-    def train(limit: int, **options: Any) -> Any:
+    def train(limit: int, **options: Any) -> tuple[Any, int, list[Any]]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(32, 256), nn.Tanh(), nn.Linear(256, 32), nn.Linear(32, 1))
         generator = torch.Generator().manual_seed(1)
-        samples = torch.randn(16, 16, 32, generator=generator), torch.randn(16, 16, 1, generator=generator)
-        with simulated_memory(limit):
-            accumulator = autoaccum.Accumulator(
-                model, torch.optim.SGD(model.parameters(), lr=0.01), training_step=lambda model, batch:
-                nn.functional.mse_loss(model(batch[0]), batch[1]), micro_batch=4, **options,
+        samples = torch.randn(16, 8, 32, generator=generator), torch.randn(16, 8, 1, generator=generator)
+        with simulated_memory(limit) as device:
+            found = autoaccum.fit(
+                model, samples, effective_batch=8, loss_fn=nn.functional.mse_loss, steps=5, headroom=0.0,
+                optimizer=lambda params: torch.optim.SGD(params, lr=0.01), device="cpu", progress=False,
+                cache=False, memory_saving="off", **options,
             )  # fmt: skip
-            for _ in range(5):
-                accumulator.step(samples)
-            peak = active_simulation().peak
-        return accumulator, peak
+        return found, device.peak, [report.micro_batches for report in found.history]
 
-    _, peak = train(1 << 40, verify=False)
+    peak = train(1 << 40, verify=False, micro_batch=2)[1]
     with pytest.warns(AutoaccumWarning, match="memory ran out in the attempt"):
-        found, _ = train(peak + 1024)
-    assert not [event for event in found.events if isinstance(event, Replanned)]
+        found, _, sizes = train(peak + 1024)
+    assert [event.step for event in found.events if isinstance(event, OutOfMemory)].count(2) == 1
+    assert sizes[1:] == [(2, 2, 2, 2)] * 4
