@@ -45,4 +45,5 @@ def test_accelerate_before_and_after() -> None:
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
     for one, other in zip(*weights, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+        # Adam divides by what is near 0, and so by what a processor's own order of sums leaves of it.
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
