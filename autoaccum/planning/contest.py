@@ -18,14 +18,14 @@ TWICE = 8 / 7
 """What a rung adds at least: half a forward, which is a third of a window; the other half may be added already."""
 
 
-def is_worth_it(sizes: Sequence[int], times: TimeModel | None) -> bool:
+def is_worth_it(weights: Sequence[int], times: TimeModel | None) -> bool:
     """Return whether windows that are cut like this may take less time in larger micro-batches on the rung below.
 
     Args:
-        sizes: of the micro-batches.
+        weights: of the micro-batches.
         times: what they take, as far as that is known.
     """
-    if len(sizes) == 1:
+    if len(weights) == 1:
         return False
     # One size alone tells nothing of what others take.
     if times is None or len(times.points) < 2:
@@ -34,9 +34,9 @@ def is_worth_it(sizes: Sequence[int], times: TimeModel | None) -> bool:
     size, seconds = times.points[-1]
     smaller, faster = next((of for of in reversed(times.points) if 2 * of[0] <= size), times.points[0])
     per_sample = (seconds - faster) / (size - smaller)
-    fixed, own = max(0.0, seconds - per_sample * size), per_sample * sum(sizes)
+    fixed, own = max(0.0, seconds - per_sample * size), per_sample * sum(weights)
     # At best the window is run at once.
-    return TWICE * (fixed + own) < GAIN * (fixed * len(sizes) + own)
+    return TWICE * (fixed + own) < GAIN * (fixed * len(weights) + own)
 
 
 class Above(NamedTuple):

@@ -204,7 +204,9 @@ class Plans:
         tuner, contest, step = self._tuner, self._saving.contest, self._number() + 1
         sizes = tuner.plan(*tuner.full_window)
         most, above, seconds = max(sizes), contest.above, contest.seconds
-        if above is None and not is_worth_it(sizes, tuner.time_model):
+        # Times are of weights, as samples that differ in length have them.
+        may_gain = is_worth_it(tuner.weights(sizes, tuner.full_window[1]), tuner.time_model)
+        if above is None and not may_gain:
             contest.close()
         # Each rung is timed in the plan that it has settled on, with as many samples at a time as there is room for.
         has_lost = contest.has_lost(most)
@@ -214,7 +216,7 @@ class Plans:
         if above is None or not has_lost:
             above, self._known_above = Above(seconds or 0.0, most, 0), tuner.state_dict()
         known, told = self._known_above, None
-        if has_lost or is_worth_it(sizes, tuner.time_model):
+        if has_lost or may_gain:
             why = (
                 f"{1000 * above.seconds:.3g} ms a sample in micro-batches of {above.most} may be more than it takes so"
             )

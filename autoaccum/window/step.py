@@ -445,8 +445,8 @@ class Step:
         # That of a window which is cut as small as it can be: where no micro-batch may have one sample, 5 are cut 3, 2.
         smallest = max(self.tuner.cut(max(1, pieces.num_samples), 1))
         # No window is to do without memory for its measurement's sake, nor be cut smaller than those before it.
-        is_cut = self.number > 0 and not self.tuner.search.is_on
-        if (is_cut or piece.size <= smallest) and self._examiner.let_go():
+        has_settled = self.number > 0 and not self.tuner.search.is_on
+        if (has_settled or piece.size <= smallest) and self._examiner.let_go():
             return pieces.again()
         # A rung that has done before is gone back to at once: it may be had now, and what is waited for may not come.
         waits = piece.size <= smallest and not self.saving.has_risen

@@ -140,6 +140,16 @@ def test_a_run_that_begins_anew_puts_them_away(tmp_path: Path) -> None:
     assert (tmp_path / "before-1" / path.name).exists()
 
 
+def within(limit: int, model: nn.Module, samples: Any, **options: Any) -> tuple[Any, Any]:
+    """Train in a memory all of which may be used; return what came of it, and the device."""
+    with simulated_memory(limit) as device:
+        found = autoaccum.fit(
+            model, samples, loss_fn=nn.functional.mse_loss, optimizer=lambda params: torch.optim.SGD(params, lr=0.01),
+            device="cpu", headroom=0.0, progress=False, cache=False, **options,
+        )  # fmt: skip
+    return found, device
+
+
 def test_a_whole_window_is_tried_although_it_would_not_fit_beside_the_gradients_of_another_micro_batch() -> None:
     """A window that is run at once has no gradients while it is."""
 
@@ -148,12 +158,9 @@ def test_a_whole_window_is_tried_although_it_would_not_fit_beside_the_gradients_
         model = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 1))
         generator = torch.Generator().manual_seed(1)
         samples = torch.randn(128, 64, generator=generator), torch.randn(128, 1, generator=generator)
-        with simulated_memory(limit) as device:
-            found = autoaccum.fit(
-                model, samples, effective_batch=64, loss_fn=nn.functional.mse_loss, steps=12, headroom=0.0,
-                optimizer=lambda params: torch.optim.SGD(params, lr=0.01), device="cpu", verify=False, progress=False,
-                cache=False, memory_saving="off", **options,
-            )  # fmt: skip
+        found, device = within(
+            limit, model, samples, effective_batch=64, steps=12, verify=False, memory_saving="off", **options
+        )
         return found, device
 
     whole = train(1 << 40, micro_batch=64)[1].peak
@@ -172,12 +179,7 @@ def test_nothing_fails_to_fit_for_the_sake_of_its_measurement() -> None:
         model = nn.Sequential(*layers, nn.Linear(32, 1))
         generator = torch.Generator().manual_seed(1)
         samples = torch.randn(16, 64, 32, generator=generator), torch.randn(16, 64, 1, generator=generator)
-        with simulated_memory(limit) as device:
-            found = autoaccum.fit(
-                model, samples, effective_batch=4, loss_fn=nn.functional.mse_loss, steps=6, headroom=0.0,
-                optimizer=lambda params: torch.optim.SGD(params, lr=0.01), device="cpu", progress=False,
-                cache=False, **options,
-            )  # fmt: skip
+        found, device = within(limit, model, samples, effective_batch=4, steps=6, **options)
         return found, device, model
 
     _, plain, expected = train(1 << 40, micro_batch=1, verify=False, memory_saving="off")
@@ -197,12 +199,7 @@ def test_what_was_found_to_fit_is_not_cut_smaller_for_a_measurement() -> None:
         model = nn.Sequential(nn.Linear(32, 256), nn.Tanh(), nn.Linear(256, 32), nn.Linear(32, 1))
         generator = torch.Generator().manual_seed(1)
         samples = torch.randn(16, 8, 32, generator=generator), torch.randn(16, 8, 1, generator=generator)
-        with simulated_memory(limit) as device:
-            found = autoaccum.fit(
-                model, samples, effective_batch=8, loss_fn=nn.functional.mse_loss, steps=5, headroom=0.0,
-                optimizer=lambda params: torch.optim.SGD(params, lr=0.01), device="cpu", progress=False,
-                cache=False, memory_saving="off", **options,
-            )  # fmt: skip
+        found, device = within(limit, model, samples, effective_batch=8, steps=5, memory_saving="off", **options)
         return found, device.peak, [report.micro_batches for report in found.history]
 
     peak = train(1 << 40, verify=False, micro_batch=2)[1]
