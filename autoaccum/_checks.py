@@ -134,7 +134,8 @@ def function(argument: str, value: object, parameters: tuple[str, ...], returns:
         raise ArgumentTypeError(argument, value, accepted, cure)
     try:
         # A module is called by way of its forward: that of __call__ takes anything.
-        signature = inspect.signature(value.forward if hasattr(value, "named_parameters") else value)  # type: ignore[attr-defined]
+        is_module = hasattr(value, "named_parameters") and not isinstance(value, type)
+        signature = inspect.signature(value.forward if is_module else value)  # type: ignore[attr-defined]
     except Exception:  # of a function in C, or an object that makes up its attributes: its first call will tell
         return
     try:

@@ -474,12 +474,13 @@ class CheckpointWriteError(CheckpointError):
 class CheckpointCorruptError(CheckpointError):
     """A checkpoint that is not what was written; ``entry`` names the entry of its state, empty where a file is torn."""
 
-    def __init__(self, path: object, problem: str, *, entry: str = "") -> None:
+    def __init__(self, path: object, problem: str, *, entry: str = "", cure: str = "") -> None:
         # Such as ``optimizer.state[3].exp_avg``.
         self.entry = entry
         self.problem = problem
         where = f"{path}: {entry}".removeprefix(": ") if entry else str(path)
-        super().__init__(f"{where} {problem}. Resume from another checkpoint; this one cannot be trusted.", path=path)
+        cure = cure or "Resume from another checkpoint; this one cannot be trusted."
+        super().__init__(f"{where} {problem}. {cure}", path=path)
 
 
 class CheckpointUnsafeError(CheckpointError):

@@ -4,8 +4,9 @@
 
 On each rung of saving memory the same micro-batch is estimated and trained. The first table has the bytes of tensors,
 which a simulated memory counts. The second has the memory of a process of its own for each rung (its largest resident
-set, less what it was before there was a model): beside the bytes that were estimated, as a ratio, and as it is
-predicted from two trials of a fourth and of half of the micro-batch, by a line through the estimates.
+set, less what it was before there was a model): beside the bytes that were estimated, as a ratio, and as a line through
+two trials, of a fourth and of half of the micro-batch, foretells it. Trials begin as a probe's, from released memory.
+Each is measured twice: as glibc's heap has it, and where that gives back at once what is freed.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from estimates_models import Subject, subjects
@@ -30,13 +31,17 @@ import autoaccum
 from autoaccum._units import format_bytes
 from autoaccum.data.batches import num_bytes
 from autoaccum.errors import AutoaccumError
-from autoaccum.memory.procfs import number, read
+from autoaccum.memory.cpu import CpuMemory
 from autoaccum.testing import simulated_memory
 from autoaccum.window.saving import Saving
 
 RUNGS = ("off", "every 2nd block", "all blocks")
-COUNTED, RESIDENT = "64MiB", "192MiB"
+COUNTED, RESIDENT = "64MiB", "128MiB"
 """Memory of the devices whose largest micro-batch is taken, in the first and in the second table."""
+HEAPS: dict[str, dict[str, str]] = {"the heap as it is": {}, "mapped": {"MALLOC_MMAP_THRESHOLD_": "131072"}}
+"""How the C library has memory, by what is in the environment: what is mapped is given back when it is freed."""
+FEWEST = 4
+"""Samples of a micro-batch of which a fourth can be tried."""
 STEPS = 3
 """Windows of a run: what is computed twice is compared in the first two, and the last is what is looked at."""
 
@@ -125,45 +130,54 @@ def counted_rows(name: str, subject: Subject) -> list[list[object]]:
     return rows
 
 
-def process_bytes() -> tuple[int, int]:
-    """Return this process's resident set, and the largest that it was."""
-    status = read("/proc/self/status")
-    now, most = (1024 * (number(status, name) or 0) for name in ("VmRSS", "VmHWM"))
-    return now, most
+def release(memory: CpuMemory) -> None:
+    """Have the process give back what it holds of nothing, as before a trial."""
+    gc.collect()
+    memory.release()
 
 
-def resident(name: str, rung: str, sizes: list[int]) -> list[int]:
+def resident(name: str, rung: str, sizes: list[int], heap: dict[str, str]) -> list[int]:
     """Return what a process takes for each of these micro-batches, one after the other from the smallest on."""
     command = [sys.executable, __file__, "--row", name, rung, *map(str, sizes)]
-    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **heap}
+    run = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     found: list[int] = json.loads(run.stdout.splitlines()[-1])
     return found
 
 
-def resident_rows(name: str, subject: Subject) -> list[tuple[list[object], float, float]]:
-    """Return the rows of one model in the second table, with the ratio and the error of each."""
-    rows: list[tuple[list[object], float, float]] = []
+class Measured(NamedTuple):
+    """A rung of a model as processes have taken it."""
+
+    cells: list[object]
+    ratios: list[float]
+    """To what was estimated, for each way to have memory."""
+    offs: list[float]
+    """How far what two trials foretell is off, likewise."""
+
+
+def resident_rows(name: str, subject: Subject) -> list[Measured]:
+    """Return the rows of one model in the second table."""
+    rows: list[Measured] = []
     try:
         found = estimates(subject, RESIDENT)
     except AutoaccumError:
         return []
     for rung, estimate in found.items():
         size = estimate.micro_batch
-        if size < 8:
+        if size < FEWEST:
             continue
         sizes = [size // 4, size // 2, size]
-        first, second, real = resident(name, rung, sizes)
-        each = estimate.parts.activations_per_sample
-        held = estimate.peak_bytes - size * each
-        # What a process takes is a line in what is counted: the two trials say which.
-        slope = (second - first) / (each * (sizes[1] - sizes[0]))
-        predicted = second + slope * (estimate.peak_bytes - (held + sizes[1] * each))
-        ratio, off = real / estimate.peak_bytes, predicted / real - 1
-        cells = [format_bytes(value) for value in (estimate.peak_bytes, real)]
-        rows.append(
-            ([name, size, rung, *cells, f"{ratio:.2f}", format_bytes(predicted), f"{100 * off:+.1f} %"], ratio, off)
-        )
-        print(*rows[-1][0], sep=" | ", flush=True)
+        row = Measured([name, size, rung, format_bytes(estimate.peak_bytes)], [], [])
+        for heap in HEAPS.values():
+            first, second, real = resident(name, rung, sizes, heap)
+            # What a process takes is a line in what is counted: the two trials say which.
+            slope = (second - first) / (sizes[1] - sizes[0])
+            predicted = second + slope * (size - sizes[1])
+            row.ratios.append(real / estimate.peak_bytes)
+            row.offs.append(predicted / real - 1)
+            row.cells.extend([format_bytes(real), f"{row.ratios[-1]:.2f}", f"{100 * row.offs[-1]:+.1f} %"])
+        rows.append(row)
+        print(*row.cells, sep=" | ", flush=True)
     return rows
 
 
@@ -178,12 +192,14 @@ def main() -> None:
     if given.row:
         name, rung, *sizes = given.row
         trained(every[name], rung, 2)  # which imports what there is to import
-        before, peaks = process_bytes()[0], []
+        memory, peaks = CpuMemory(), []
+        release(memory)
+        before = memory.used()
         for size in map(int, sizes):
-            Path("/proc/self/clear_refs").write_text("5")  # begins a new peak
+            release(memory)
+            memory.reset_peak()
             trained(every[name], rung, size)
-            gc.collect()
-            peaks.append(process_bytes()[1] - before)
+            peaks.append(memory.peak() - before)
         print(json.dumps(peaks))
         return
     every = {name: subject for name, subject in every.items() if given.only is None or given.only in name}
@@ -220,34 +236,38 @@ def write_counted_rows(rows: list[list[object]]) -> None:
 
 def write_resident(every: dict[str, Subject]) -> None:
     """Write the second table, after each model: what has been measured stays."""
-    measured: list[tuple[list[object], float, float]] = []
+    measured: list[Measured] = []
     for name, subject in every.items():
         measured += resident_rows(name, subject)
-        write_resident_rows(measured)
+        if measured:
+            write_resident_rows(measured, len({row.cells[0] for row in measured}))
 
 
-def write_resident_rows(measured: list[tuple[list[object], float, float]]) -> None:
+def write_resident_rows(measured: list[Measured], num_models: int) -> None:
     """Write the second table with these rows."""
-    ratios, offs = [ratio for _, ratio, _ in measured], [abs(100 * off) for _, _, off in measured]
+    said = []
+    for place, heap in enumerate(HEAPS):
+        ratios = [row.ratios[place] for row in measured]
+        offs = [abs(100 * row.offs[place]) for row in measured]
+        said.append(
+            f"{heap}, {min(ratios):.2f} to {max(ratios):.2f} times what was estimated, and {median(offs):.1f} % off in "
+            f"the median and {max(offs):.1f} % at worst as two trials foretell it"
+        )
     write_table(
         "estimates_resident",
         f"The memory of a process beside what was estimated for it, at the largest micro-batch that was estimated to "
-        f"fit in {RESIDENT}: its largest resident set, less what it was before there was a model. As a ratio, "
-        f"{min(ratios):.2f} to {max(ratios):.2f}; and predicted from two trials, of a fourth and of half of the "
-        f"micro-batch: off by {median(offs):.1f} % in the median, {max(offs):.1f} % at worst, of {len(offs)} rungs.",
+        f"fit in {RESIDENT}, of {num_models} models on {len(measured)} rungs: its largest resident set, less what it "
+        f"was before there was a model. With {said[0]}; with {said[1]}. Mapped: with `MALLOC_MMAP_THRESHOLD_=131072` "
+        "in the environment glibc gives back at once what is freed, and leaves no fragments. The trials are of a "
+        "fourth and of half of the micro-batch, in the same process before it.",
         [
-            "model",
-            "micro-batch",
-            "computed twice",
-            "estimated",
-            "process",
-            "ratio",
-            "predicted by two trials",
-            "off by",
+            "model", "micro-batch", "computed twice", "estimated",
+            *(f"{what}{mode}" for mode in ("", ", mapped") for what in ("process", "ratio", "two trials are off by")),
         ],
-        [row for row, _, _ in measured],
+        [row.cells for row in measured],
         quiet=True,
-    )
+        threads=1,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -383,7 +383,8 @@ def twice(run: Callable[..., Outcome]) -> Callable[..., Outcome]:
 
 PEERS: dict[str, Callable[..., Outcome]] = {
     "autoaccum fit": by_autoaccum,
-    # As the others are told, and as near to the limit as they go.
+    # As near to the limit as the others go; and told, as they are, to compute blocks twice.
+    "autoaccum fit, headroom=0": functools.partial(by_autoaccum, headroom=0.0),
     "autoaccum fit, memory_saving=checkpoint, headroom=0": functools.partial(
         by_autoaccum, memory_saving="checkpoint", headroom=0.0
     ),

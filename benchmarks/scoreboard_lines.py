@@ -224,8 +224,14 @@ def ladder_peers(table: Table) -> list[Line]:
     return [
         Line(
             what=f"time from a cold start below a limit that holds no sample plainly, beside the best by hand: {where}",
-            ours=ratios[autoaccum],
-            beside="; ".join(f"{who}: {ratio}" for who, ratio in ratios.items() if who not in (by_hand, autoaccum)),
+            ours="; ".join(
+                f"{ratio}{who.removeprefix(autoaccum).replace(',', ' with', 1)}"
+                for who, ratio in ratios.items()
+                if who.startswith(autoaccum)
+            ),
+            beside="; ".join(
+                f"{who}: {ratio}" for who, ratio in ratios.items() if who != by_hand and not who.startswith(autoaccum)
+            ),
         )
         for where, ratios in found.items()
     ]

@@ -17,6 +17,7 @@ from autoaccum.cli.keeping import keeping
 from autoaccum.cli.literals import parameters_of
 from autoaccum.cli.options import Json, Recipe, Settings
 from autoaccum.cli.printing import (
+    TrialRows,
     check_document,
     counted,
     fail,
@@ -136,10 +137,11 @@ def _fit(recipe: Recipe, /, *, settings: Settings = None, json: Json = False, **
             arguments["callbacks"] = _with_lines(arguments.get("callbacks", ()))
         with keeping(recipe, arguments, json=json) as kept:
             result = fit(**{**arguments, "run_dir": kept.path})
+            finished = [event.reason for event in result.events if isinstance(event, Finished)]  # of each process of it
+            kept.is_finished = finished[-1:] == ["budget"]
     if json and speaks():
         print_json(fit_document(result) | kept_document(kept))
     # A run that was ended by a signal has come to its last checkpoint, if it has any: 4 says that it can go on.
-    finished = [event.reason for event in result.events if isinstance(event, Finished)]  # of each process of the run
     if finished[-1:] != ["interrupted"]:
         return 0
     return 130 if kept.path is None else 4
@@ -155,12 +157,16 @@ def _with_lines(callbacks: Any) -> Any:
 def _probe(recipe: Recipe, /, *, settings: Settings = None, json: Json = False, **given: Any) -> None:
     """Find the largest micro-batch that fits."""
     from autoaccum.training.options import OF_PROBE
-    from autoaccum.training.probing import probe
+    from autoaccum.training.probing import probe, told
 
     with stdout_kept(json), opened(recipe, parameters_of(settings)) as arguments:
         # A recipe serves fit too, which takes more.
         shared = {name: value for name, value in arguments.items() if name in OF_PROBE}
-        report = probe(**{**shared, **given})
+        before = told.set(None if json else TrialRows())
+        try:
+            report = probe(**{**shared, **given})
+        finally:
+            told.reset(before)
     if json:
         print_json({**dataclasses.asdict(report), "plan": None if report.plan is None else plan_document(report.plan)})
     else:

@@ -27,7 +27,7 @@ typed: ContextVar[Sequence[str]] = ContextVar("typed", default=("fit",))
 """What was typed behind ``autoaccum``, of which the command that goes on is made."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class Kept:
     """Where a run is kept, and what to type about it."""
 
@@ -37,13 +37,16 @@ class Kept:
     """What goes on with the run."""
     report_command: str | None
     """What draws it."""
+    is_finished: bool = False
+    """Whether its budget is spent, as is known at its end."""
 
     def lines(self) -> list[str]:
         """Return what is said of it at the end of a run; nothing where nothing is kept."""
         if self.path is None:
             return []
         place = os.fspath(self.path)
-        return [f"kept in {place}, to go on: {self.resume_command}", f"to look at it: {self.report_command}"]
+        goes_on = "to go on with a larger budget" if self.is_finished else "to go on"
+        return [f"kept in {place}, {goes_on}: {self.resume_command}", f"to look at it: {self.report_command}"]
 
 
 @contextmanager
@@ -98,7 +101,7 @@ def _kept(run_dir: Any) -> Kept:
 def _command(words: Sequence[str], run_dir: str) -> str:
     """Return the command line that goes on with a run, made of the one that has begun it.
 
-    >>> _command(["fit", "a.py", "--resume", "false", "--lr", "1"], "runs/my run")
+    >>> _command(["fit", "a.py", "--resume", "false", "--run_dir=b", "--lr", "1"], "runs/my run")
     "autoaccum fit a.py --lr 1 --run-dir 'runs/my run'"
     """
     from autoaccum.ranks.launcher import is_launched
@@ -107,9 +110,10 @@ def _command(words: Sequence[str], run_dir: str) -> str:
     skip = False
     for word in words:
         # Both are said anew, for the directory may have been none, and what begins anew does not go on.
-        if not skip and word.split("=")[0] not in ("--run-dir", "--resume"):
+        option = word.replace("_", "-")  # either is understood
+        if not skip and option.split("=")[0] not in ("--run-dir", "--resume"):
             found.append(word)
-        skip = not skip and word in ("--run-dir", "--resume")
+        skip = not skip and option in ("--run-dir", "--resume")
     # How many processes there were, and where they met, only the user knows.
     start = "torchrun ... -m autoaccum" if is_launched() else "autoaccum"
     return f"{start} {shlex.join([*found, '--run-dir', run_dir])}"

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from autoaccum._units import format_bytes
 from autoaccum.errors import AutoaccumWarning
-from autoaccum.planning.costs import prediction_error
+from autoaccum.planning.costs import Trial, prediction_error
 from autoaccum.planning.plans import Plan
 
 if TYPE_CHECKING:  # they take torch with them, which `plan` and `--help` have no use for
@@ -109,10 +109,19 @@ def plan_line(plan: Plan) -> str:
     )
 
 
-def probe_lines(report: ProbeReport) -> Iterable[str]:
-    """Return the table of a probe's trials, and below it what they have shown."""
-    yield f"{'micro-batch':>11}  {'fits':<4}  {'peak':>10}  {'predicted':>10}  {'seconds':>8}  {'samples/s':>9}"
-    for trial in report.trials:
+class TrialRows:
+    """Prints the table of a probe's trials, each as it ends: one of them may take minutes."""
+
+    def __init__(self) -> None:
+        self._has_begun = False
+
+    def __call__(self, trial: Trial) -> None:
+        """Print the row of a trial, and the head of the table above the first."""
+        if not self._has_begun:
+            print(
+                f"{'micro-batch':>11}  {'fits':<4}  {'peak':>10}  {'predicted':>10}  {'seconds':>8}  {'samples/s':>9}"
+            )
+        self._has_begun = True
         # Of what ran out of memory no peak is known, and the first sizes have no prediction.
         peak, predicted = (
             "-" if value is None else format_bytes(value) for value in (trial.peak_bytes, trial.predicted_bytes)
@@ -120,7 +129,12 @@ def probe_lines(report: ProbeReport) -> Iterable[str]:
         seconds = "-" if trial.seconds is None else f"{trial.seconds:.4f}"
         rate = "-" if not trial.seconds else f"{trial.micro_batch / trial.seconds:.0f}"
         fits = "yes" if trial.fits else "no"
-        yield f"{trial.micro_batch:>11}  {fits:<4}  {peak:>10}  {predicted:>10}  {seconds:>8}  {rate:>9}"
+        row = f"{trial.micro_batch:>11}  {fits:<4}  {peak:>10}  {predicted:>10}  {seconds:>8}  {rate:>9}"
+        print(row, flush=True)
+
+
+def probe_lines(report: ProbeReport) -> Iterable[str]:
+    """Return what the trials of a probe have shown, to stand below their table."""
     yield ""
     if (model := report.memory_model) is not None:  # it takes two sizes to fit one
         error = prediction_error(report.trials)  # how far to trust the line that was fitted

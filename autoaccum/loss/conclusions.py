@@ -65,7 +65,9 @@ def conclude(sizes: Sequence[int], reductions: Sequence[Reduction], is_doubtful:
     # A mask's count that is kept from 0 by clamp(min=1) gives itself away by a loss of 0 where its term is all of the
     # loss (stands_for_none). Beside other terms it does not.
     is_alone = len(columns) == 1 and not any(reduction.constants for reduction in reductions)
-    kept_from_0 = not is_alone and any(term.is_one and term.is_counted for terms in columns for term in terms)
+    kept_from_0 = not is_alone and any(
+        _may_be_kept(sizes, terms, counts) for terms, counts in zip(columns, divisors, strict=True)
+    )
     if (is_doubtful or kept_from_0) and not is_sum:
         return Conclusion(is_sum, ("it divides by 1, which may be the count of one or, kept from 0, of none", _COUNT))
     return Conclusion(is_sum, _doubt_of_constants(sizes, reductions, is_sum))
@@ -115,6 +117,14 @@ def kind_of_term(sizes: Sequence[int], terms: Sequence[Term]) -> TermKind:
     told = [term for _, term in known]
     kind, _ = _kind_of([size for size, _ in known], told, [finite(term.divisor) for term in told])
     return "sum" if kind == "sum" else "items"
+
+
+def _may_be_kept(sizes: Sequence[int], terms: Sequence[Term], counts: Sequence[float]) -> bool:
+    """Return whether a count of 1 may stand for none: one that tensors counted, or a number that varies."""
+    if any(term.is_one and term.is_counted for term in terms):
+        return True
+    is_one = {term.is_one for term, count in zip(terms, counts, strict=True) if count}
+    return len(is_one) > 1 and not proportional(counts, sizes)
 
 
 def _is_one_for_each(size: int, reduction: Reduction) -> bool:

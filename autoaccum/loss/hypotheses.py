@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal, cast
@@ -59,6 +59,13 @@ def kinds_in(hypothesis: Hypothesis | None) -> Mapping[str, TermKind] | None:
     if hypothesis is None or not hypothesis.startswith(_TERMS):
         return None
     return cast(Mapping[str, TermKind], json.loads(hypothesis.removeprefix(_TERMS)))
+
+
+def with_none(hypothesis: Hypothesis, names: Iterable[str]) -> Hypothesis:
+    """Return the same hypothesis of several terms, of which some may count nothing where their count says otherwise."""
+    kinds = kinds_in(hypothesis)
+    none: dict[str, TermKind] = dict.fromkeys(names, "items or none")
+    return hypothesis if kinds is None else of_terms({**kinds, **none})
 
 
 def is_stated(hypothesis: Hypothesis, reduction: str | Mapping[str, str] | None) -> bool:

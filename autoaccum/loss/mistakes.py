@@ -60,7 +60,10 @@ def among_others(source: str, returned: Any) -> NonScalarLossError:
             cure += " If all losses are to be added, let none of them be named 'loss'."
         return NonScalarLossError(source, found, cure)
     cure = "Losses that are added are scalars with a gradient. Beside them goes what is to be seen: "
-    return NonScalarLossError(source, found, f"{cure}{_written(returned, losses, others)}.")
+    # One of a tuple may be meant all the same: a part of the model is frozen, say.
+    is_added = isinstance(returned, tuple) and odd is None and all(_is_scalar(entry) for entry in entries.values())
+    also = " To add it although no gradient comes from it, return a list." if is_added else ""
+    return NonScalarLossError(source, found, f"{cure}{_written(returned, losses, others)}.{also}")
 
 
 def in_outputs(outputs: Any, found: str) -> NonScalarLossError:

@@ -120,11 +120,11 @@ class Walk:
                     term = Term("unknown", operation="a list as long as the batch")
                     self._found.append((edge, descent.factor, term))
                 else:
-                    self._split(inner, descent)
+                    self._split(inner, descent, edge)
                 return
         self._found.append((edge, descent.factor, descent.term(node)))
 
-    def _split(self, node: Any, descent: _Descent) -> None:
+    def _split(self, node: Any, descent: _Descent, edge: Edge | None) -> None:
         """Put the scalars of a list on the stack, each perhaps with a weight of its own."""
         factor = replace(descent.factor, value=divide(descent.factor.value, descent.divisor))
         weights = descent.weights
@@ -134,7 +134,9 @@ class Walk:
             share = factor
             if weights is not None and weights.numel() == len(node.next_functions):
                 share = replace(factor, value=factor.value * value_of(weights.flatten()[index]))
-            self._stack.append((part, Edge(node, index, _above(share)), share))
+            # A list of one is what is in it: it enters the loss above whatever it is multiplied with.
+            own = Edge(node, index, _above(share)) if len(node.next_functions) > 1 else edge
+            self._stack.append((part, own, share))
 
 
 def _above(factor: Factor) -> Count | None:

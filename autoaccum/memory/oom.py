@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -262,6 +262,36 @@ class RanOut:
     """The error, which pins nothing: the cause of whatever is raised in the end."""
 
 
+class _Nothing(torch.autograd.Function):
+    """Passes nothing on."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
+        return leaf.view_as(leaf)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> None:
+        return None
+
+
+with torch.inference_mode(False), torch.enable_grad():
+    # Made beforehand, so that to go back through it takes no memory, and is no operation of anybody's.
+    _ROOT = _Nothing.apply(torch.zeros((), device="cpu", requires_grad=True))  # type: ignore[no-untyped-call]
+    _ONE = torch.ones((), device="cpu")
+
+
+def drop_what_is_due() -> None:
+    """Have autograd forget the steps of a backward that has failed, which hold what they would have gone back by.
+
+    They stay in the queue of the thread until the next backward, and so through the forward of a replay, which then has
+    less memory than there is (pytorch/pytorch#82218).
+    """
+    try:
+        torch.autograd.backward(_ROOT, _ONE, retain_graph=True)
+    except Exception as failure:  # within a transform, that knows no backward: there is no reason to fail for that
+        without_frames(failure)
+
+
 def attempt(function: Callable[[], T]) -> T | RanOut:
     """Call a function and return what it returns, or a ``RanOut`` when memory ran out in it; other errors come through.
 
@@ -275,7 +305,9 @@ def attempt(function: Callable[[], T]) -> T | RanOut:
         if not is_out_of_memory(error):
             raise
         _have_witnessed(error)
-        return RanOut(without_frames(error))
+        ran_out = RanOut(without_frames(error))
+    drop_what_is_due()
+    return ran_out
 
 
 TRIES = 3

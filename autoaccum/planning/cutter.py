@@ -33,7 +33,8 @@ class Cutter:
         self.full_window: tuple[int, Lengths] = (0, None)
         """Samples of the last full window, and their lengths; 0 before the first."""
         # What is searched for and timed is the best for these; a shorter one, at an epoch's end, is cut in passing.
-        self._ceiling = ceiling
+        self.ceiling = ceiling
+        """The most samples in a micro-batch of any use."""
         self._by_samples = by_samples
 
     def set_smallest(self, needed: int) -> None:
@@ -120,7 +121,7 @@ class Cutter:
 
     def heaviest(self, num_samples: int, each: int) -> int:
         """Return the most that a micro-batch of such a window may weigh, where each sample weighs ``each``."""
-        return min(self._ceiling, num_samples) * each
+        return min(self.ceiling, num_samples) * each
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain values, for a checkpoint."""

@@ -92,6 +92,10 @@ def next_trial(
         jump = min(jump, within)
     if fails is not None and jump >= fails:
         jump = _back(known, fits, fails, known.surely(limit_bytes), errors_left(history))
+    # Where two took a little too much, peaks are noisier than what lies between: a third would do as they did.
+    close = [t for t in history if not t.fits and t.peak_bytes is not None and beyond <= t.micro_batch < beyond + step]
+    if len(close) > 1:
+        jump = min(jump, beyond - step)
     return int(max(fits + 1, min(jump, most)))
 
 

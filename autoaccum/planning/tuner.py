@@ -16,7 +16,7 @@ from itertools import accumulate
 from typing import Any
 
 from autoaccum.planning.attempts import Attempt, Piece, length_at, pieces_of
-from autoaccum.planning.costs import MemoryModel, TimeModel, Trial, fit_memory_model
+from autoaccum.planning.costs import MemoryModel, TimeModel, Trial, fit_memory_model, fit_time_model
 from autoaccum.planning.cuts import Lengths
 from autoaccum.planning.cutter import Cutter
 from autoaccum.planning.earlier import learnt, recalled
@@ -128,6 +128,11 @@ class Tuner:
         return self._fastest.model
 
     @property
+    def rough_times(self) -> TimeModel | None:
+        """Return the same; while plans were not compared, as trials have it, which are cold runs."""
+        return self._fastest.model or fit_time_model(self._cutter.history.in_weights)
+
+    @property
     def full_window(self) -> tuple[int, Lengths]:
         """Return (samples of the last full window, their lengths)."""
         return self._cutter.full_window
@@ -136,6 +141,11 @@ class Tuner:
     def smallest(self) -> int:
         """Return the samples that every micro-batch has at least."""
         return self._cutter.smallest
+
+    @property
+    def ceiling(self) -> int:
+        """Return the most samples in a micro-batch of any use."""
+        return self._cutter.ceiling
 
     @property
     def granule(self) -> int:

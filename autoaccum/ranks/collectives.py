@@ -18,6 +18,7 @@ import torch.distributed as dist
 from autoaccum.errors import RankError
 from autoaccum.memory.oom import is_out_of_memory
 from autoaccum.ranks.channel import Channel, undisturbed
+from autoaccum.ranks.launcher import backends
 
 _ALIGNMENT = 16
 """Bytes at whose multiples a buffer may be read as numbers of any type."""
@@ -74,7 +75,7 @@ class _Scattered:
 def scatter(taken: torch.Tensor, given: torch.Tensor, *, op: Any, group: dist.ProcessGroup, is_async: bool) -> Any:
     """Begin to sum what each rank gives, and to scatter it; return what waits for it where that is asked for."""
     # Gloo does the same by itself, but its own can be waited for for ever alone.
-    if is_async and given.is_cpu and dist.get_backend(group) == "gloo":
+    if is_async and given.is_cpu and "gloo" in backends(group, "cpu"):
         return _Scattered(taken, given, op, group)
     return dist.reduce_scatter_single(taken, given, op=op, group=group, async_op=is_async)
 

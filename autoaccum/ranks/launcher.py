@@ -27,8 +27,17 @@ def is_launched() -> bool:
     """Return whether this process is one of several that can find each other: torchrun's, or those of a group."""
     # A group that the user has made says it best: variables may be those of a launcher further out.
     if dist.is_available() and dist.is_initialized():
-        return dist.get_world_size() > 1 and dist.get_backend() in _BACKENDS
+        return dist.get_world_size() > 1 and not backends().isdisjoint(_BACKENDS)
     return all(os.environ.get(name) for name in _LAUNCHED) and int(os.environ["WORLD_SIZE"]) > 1
+
+
+def backends(group: dist.ProcessGroup | None = None, kind: str | None = None) -> frozenset[str]:
+    """Return the backends of a group, or of all processes: for tensors on one kind of device, or on any.
+
+    By device, for ``get_backend`` says "undefined" where whoever made the group named none, as ``fully_shard`` does.
+    """
+    found = (part.partition(":") for part in dist.get_backend_config(group).split(","))
+    return frozenset(backend for device, _, backend in found if kind in (None, device))
 
 
 def meet(watch: Watch, pause: Callable[[int], None]) -> tuple[Store, int, int]:

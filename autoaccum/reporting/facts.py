@@ -195,6 +195,8 @@ def _memory(run: Run) -> Answer:
         f"{share[at]:.0%} of the limit ({format_bytes(peak[at])} of {format_bytes(limit[at])}, step "
         f"{run.windows['step'][at]:,})"
     )
+    if int(most := peak.argmax()) != at and peak[most] > peak[at]:  # when the limit was another one
+        worst += f"; its largest peak was {format_bytes(peak[most])}, step {run.windows['step'][most]:,}"
     if over:
         text = f"{over:,} of {_many(len(run), 'window')} went over the limit, up to {worst}."
     else:
@@ -299,13 +301,24 @@ def _saved(run: Run) -> list[str]:
     return [f"{text}."]
 
 
+def _why(run: Run) -> str:
+    """Return why nothing was measured, as far as that is known."""
+    if run.config.get("verify") is False:
+        return ": verify=False was asked for"
+    causes = [cause for cause in run.events["Notice"]["cause"] if cause.startswith("It could not be measured")]
+    if causes:
+        return f": {causes[0].rpartition(': ')[2]}"
+    is_cut = bool((run.windows["micro_batch"] < run.windows["effective_batch"]).any())
+    return "" if is_cut else ": none was cut"
+
+
 def _verified(run: Run) -> Answer:
     """Say how far gradients of cut windows were off those of whole ones, where that was measured."""
     question = "Are its gradients exact?"
     measured = run.events["Verified"]
     errors, allowed = measured["error"], measured["tolerance"]
     if not len(errors):
-        return Answer(question=question, text="No cut window was measured against a whole one.", good=None)
+        return Answer(question=question, text=f"No cut window was measured against a whole one{_why(run)}.", good=None)
     failed = int((errors > allowed).sum())
     # The worst by what was allowed it, which is not the same for all types of numbers.
     worst = int((errors / allowed).argmax())

@@ -29,7 +29,7 @@ from tqdm.auto import tqdm
 
 from autoaccum._checks import positive_int
 from autoaccum.errors import ArgumentError, AutoaccumError, AutoaccumWarning
-from autoaccum.runs.records import environment
+from autoaccum.runs.records import HISTORY, environment
 from autoaccum.sweeps import spaces
 from autoaccum.sweeps.claims import FINISHED, Claims, directory_of
 from autoaccum.sweeps.crew import Crew, crew_of
@@ -166,6 +166,9 @@ def _swept(given: SweepArguments, checked: Checked, crew: Crew | None) -> optuna
             with _quiet():
                 return crew.follow(partial(follow_trial, objective), ending_of)
         path = directory_of(name) if given.directory is None else Path(given.directory)
+        if (path / HISTORY).exists():
+            cure = "Pass another one: a report of it would show one of the two."
+            raise ArgumentError("directory", str(path), "a directory that is not that of a run of fit", cure)
         claims = Claims(path, num_trials, given.seed)
 
         def study_of() -> optuna.Study:

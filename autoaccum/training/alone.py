@@ -62,7 +62,9 @@ def of_ranks(ranks: object, model: object, loss_fn: object, training_step: objec
             if module is model and is_sharded and (is_unit(part) or not is_sharing(part)):
                 continue
             if is_sharing(part):
-                cure = f"{shared}Pass the module within it (model.module of DistributedDataParallel)."
+                wrapped = f"{shared}Pass the module within it (model.module of DistributedDataParallel)."
+                sharded = f"{shared}Start it by torchrun, with ranks='together', or leave out fully_shard."
+                cure = sharded if is_unit(part) else wrapped
                 raise ArgumentError("model", type(part).__name__, "a model of this process alone", cure)
             # By itself it is a BatchNorm; among several it waits in each forward for as many forwards of the others.
             if isinstance(part, nn.SyncBatchNorm) and is_launched():

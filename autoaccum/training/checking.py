@@ -42,11 +42,11 @@ from autoaccum.verification.comparison import tolerance_of
 from autoaccum.verification.decision import in_order
 from autoaccum.verification.draws import UnalignedError
 from autoaccum.verification.findings import Cut, Decision, Outcome, Verdict
-from autoaccum.verification.measurement import Measurement, SharedStretch
+from autoaccum.verification.measurement import Measurement
 from autoaccum.verification.samples import MOST, choose, cuts_of
 from autoaccum.verification.side_effects import SideEffects
 from autoaccum.verification.verdict import measure
-from autoaccum.window.before import before_window_of, counting, loss_alone, sharing_of
+from autoaccum.window.before import SharedStretch, before_window_of, counting, loss_alone, sharing_of
 from autoaccum.window.job import Job
 from autoaccum.window.optimizers import trainable_parameters
 from autoaccum.window.state import State
@@ -350,6 +350,8 @@ class _Check:
                 if couples_samples(shown.crossings)
                 else notices.doubt_of(shown.sizes, shown.reductions)
             )
+            if verdict.broadcasts:
+                suspicion = notices.of("broadcast")
             # A run stops at the first cut that fails; the worst of all of them is what is told of here.
             worst = replace(decision, error=held.error, tensor=held.tensor)
             notice = notices.failure_notice(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from autoaccum._units import format_bytes
 from autoaccum.reporting.shown import Facts, as_line, as_table
 
-MOST = 3.3
+MOST = 3.7
 """How many times the bytes of tensors a process has been measured to take at most, in
 ``benchmarks/results/estimates_resident.md``: on a CPU, whose heap holds more in fragments than a device's allocator."""
 
@@ -88,7 +88,7 @@ class Estimate:
         # The first line answers the question, as that of a check does.
         device, samples = format_bytes(self.device_memory_bytes), "sample" if self.micro_batch == 1 else "samples"
         if self.fits:
-            yield f"FITS: micro-batches of {self.micro_batch} {samples} in {device}"
+            yield f"FITS, by tensors alone: micro-batches of {self.micro_batch} {samples} in {device}"
         else:
             yield (
                 f"DOES NOT FIT: {self.micro_batch} {samples} would take {format_bytes(self.peak_bytes)}, "

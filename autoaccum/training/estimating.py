@@ -32,7 +32,7 @@ from autoaccum.training.lazy import refuse_lazy
 from autoaccum.training.options import CHECKS, OF_CHECK, OF_FIT, OF_PROBE, modules_of, schedule_if_any
 from autoaccum.training.probing import GROWTH
 from autoaccum.training.synonyms import answering
-from autoaccum.window.blocks import Rung
+from autoaccum.window.blocks import HIGHEST, Rung
 from autoaccum.window.optimizers import OptimizerLike, trainable_parameters
 from autoaccum.window.precision import Precision
 from autoaccum.window.recomputing import Outside
@@ -197,11 +197,18 @@ def estimate(
         smallest = min(max(smallest_micro_batch(modules), fewest), ceiling)
         limits = Limits(limit_bytes, headroom)
         # As a run goes down them: the first on which the smallest micro-batch fits is the one that it would stand on.
-        for rung in step.rungs(smallest, "checkpoint" if asked else "off" if memory_saving == "off" else "auto"):
+        rungs = step.rungs(smallest, "checkpoint" if asked else "off" if memory_saving == "off" else "auto")
+        for rung in rungs:
             peaks = {smallest: step.peak(smallest, rung)}
             if fits := limits.allows(peaks[smallest].bytes, is_smallest=True):
                 break
         largest = _largest(step, rung, peaks, smallest, ceiling, limits) if fits else smallest
+        # And one that the next holds twice as many samples as is left out: see ``planning.contest``.
+        if fits and rung is not HIGHEST and (below := next(rungs, None)) is not None:
+            others = {smallest: step.peak(smallest, below)}
+            most_below = _largest(step, below, others, smallest, ceiling, limits)
+            if most_below >= 2 * largest:
+                rung, peaks, largest = below, others, most_below
     # Of a schedule the largest batch: smaller ones take no more of these.
     sizes = () if most is None or not fits else cut(most, largest, fewest)
     return Estimate(

@@ -73,8 +73,10 @@ def load_best(
         weights = of_module(made, weights)  # several ranks may have written it in parts
         check_module(made, weights, buffers, ("weights", "buffers"))
     except CheckpointCorruptError as error:
-        problem = f"{error.problem}: is it of another model?"
-        raise CheckpointCorruptError(found.path, problem, entry=error.entry) from None
+        # It was read by its checksums: what differs is the model, nearly always.
+        name = type(made).__name__
+        cure = f"It is of another model than this {name}, as it seems: make it as it was when it was trained."
+        raise CheckpointCorruptError(found.path, error.problem, entry=error.entry, cure=cure) from None
     on = [tensor.device for tensor in (*made.parameters(), *made.buffers())]
     load_modules([made], [{"state": weights, "buffers": buffers}], on[0] if on else torch.device("cpu"))
     return made
@@ -87,7 +89,8 @@ def _nothing_there(place: Path, skipped: tuple[str, ...]) -> Exception:
     # A run that has never validated has checkpoints, of which none is better than another.
     if not checkpoint.every(place / "checkpoints")[0]:
         return NoHistoryError(place, "the checkpoints of a run")
-    cure = "Pass validation_data to fit: by its loss the best is known. A run goes on from its last by fit itself."
+    cure = "Pass validation_data to fit: by its loss the best is known, from the first validation on. A run that was "
+    cure += "stopped goes on from its last checkpoint when fit is called again."
     return ArgumentError("run_dir", str(place), "the directory of a run that has validated", cure)
 
 

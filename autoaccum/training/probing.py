@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -59,6 +60,10 @@ from autoaccum.window.single_samples import beyond_memory, may_need_another
 
 GROWTH = 64
 """How many times its largest success a probe may try next, where the device itself refuses what is too much."""
+
+
+told: ContextVar[Callable[[Trial], None] | None] = ContextVar("told", default=None)
+"""What is called with each trial as it ends, by whoever shows them before the report is there."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
@@ -283,6 +288,8 @@ def _search(
             search.fitted(piece, reading.peak_bytes, reading.seconds, predicted, reading.allocated_bytes)
             if piece.size <= search.smallest:  # as in training, which moves the target where little is free above it
                 limits.learn_least(reading.peak_bytes or 0)
+        if search.history and (tell := told.get()) is not None:
+            tell(search.history[-1])
     return cause, alone
 
 

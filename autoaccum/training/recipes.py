@@ -245,7 +245,9 @@ def checked(arguments: object, recipe: str) -> dict[str, Any]:
     Raises:
         RecipeResultError: it is not a dict of ``fit``'s arguments, model and data included.
     """
-    from autoaccum.training.options import OF_FIT  # not at the top: `autoaccum plan` has no use for torch
+    # Not at the top: `autoaccum plan` has no use for torch.
+    from autoaccum.training.options import OF_FIT
+    from autoaccum.training.synonyms import elsewhere
 
     if not isinstance(arguments, dict):
         raise RecipeResultError(
@@ -254,9 +256,9 @@ def checked(arguments: object, recipe: str) -> dict[str, Any]:
         )
     for key in arguments:
         if key not in OF_FIT:
+            cure = f" {cure}" if (cure := elsewhere(str(key))) else _suggest(str(key), list(OF_FIT))
             raise RecipeResultError(
-                f"{recipe} returned {key!r}, which fit does not take.{_suggest(str(key), list(OF_FIT))} fit takes "
-                f"{', '.join(OF_FIT)}."
+                f"{recipe} returned {key!r}, which fit does not take.{cure} fit takes {', '.join(OF_FIT)}."
             )
     for key in ("model", "data"):
         if key not in arguments:

@@ -19,7 +19,7 @@ from autoaccum.data.base import Source
 from autoaccum.errors import ArgumentError, CheckpointError
 from autoaccum.events import Resumed, Saved
 from autoaccum.memory import clock
-from autoaccum.memory.oom import insist, is_out_of_memory
+from autoaccum.memory.oom import insist, is_out_of_memory, named
 from autoaccum.planning.schedules import Schedule
 from autoaccum.runs import configuration
 from autoaccum.runs.checkpoint import Checkpoint
@@ -78,11 +78,13 @@ def configuration_of(
     # Their names, for functions have no text that is the same in each process.
     given["metrics"] = ", ".join(arguments.metrics or ()) or None
     model, last = arguments.model, arguments.modules()[-1]
+    with named("the data were described for config.json"):
+        description, content = source.description(), source.content()
     trained = {
         "model": configuration.describe_model(model),
         # A loss or a training step that is a module may have parameters to train too.
         "loss": configuration.describe_model(last) if last is not model else None,
-        "data": source.description(),
+        "data": description,
         "effective_batch": str(schedule),
         "optimizer": configuration.describe_optimizer(optimizer),
         # The scheduler's own state is in checkpoints; told of another number of steps it would go on otherwise.
@@ -98,7 +100,7 @@ def configuration_of(
     # Those that came later are described where they are given alone.
     late = ("before_window", "embed")
     functions = {name: getattr(arguments, name) for name in names if name not in late or getattr(arguments, name)}
-    details = details_of({"model": model} | ({"loss": last} if last is not model else {}), functions, source.content())
+    details = details_of({"model": model} | ({"loss": last} if last is not model else {}), functions, content)
     return {"model": type(model).__name__, **configuration.plain(given), "trained": trained, "details": details}
 
 

@@ -52,7 +52,7 @@ from autoaccum.training.run_state import RunState, keeper_of
 from autoaccum.training.sharing import Sharing
 from autoaccum.training.shortages import Shortages, watched
 from autoaccum.training.synonyms import answering
-from autoaccum.training.validation import Validations, Validator
+from autoaccum.training.validation import Validations, Validator, of_validation_data
 from autoaccum.training.validation_together import ValidatorOfAll
 from autoaccum.window.gradient import read_end
 from autoaccum.window.joining import SharedTransaction
@@ -493,6 +493,7 @@ class Trainer:
         self._agree()
         self._mark = clock.now()  # its seconds are reported by the validation itself
 
+    @of_validation_data()
     def _validated(self, validator: Validator, epoch: int) -> float:
         """Return the loss on held-out data, which the first rank alone computes while others wait, if it can."""
         if self._group is None or isinstance(validator, ValidatorOfAll):

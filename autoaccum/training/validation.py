@@ -15,7 +15,7 @@ from torch import nn
 from autoaccum._kinds import entries, every, one_of
 from autoaccum.data import batches, randomness
 from autoaccum.data.base import Reader, Source, Window
-from autoaccum.errors import EmptyDatasetError, LossWithoutGradError, NothingFitsError
+from autoaccum.errors import DataError, EmptyDatasetError, LossWithoutGradError, NothingFitsError
 from autoaccum.events import Event, Notice, OutOfMemory, Validated
 from autoaccum.loss.counting import count_items
 from autoaccum.loss.graph import graph_alone
@@ -495,3 +495,19 @@ def _with_grad(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
         return leaf.detach().requires_grad_()
     return leaf
+
+
+@contextmanager
+def of_validation_data() -> Iterator[None]:
+    """Say of errors of data that they are those of ``validation_data``, and not the ones that are trained on.
+
+    Raises:
+        DataError: what was read cannot be computed with.
+    """
+    try:
+        yield
+    except DataError as error:
+        text = str(error)
+        if not text.startswith("data: "):  # it names its argument itself
+            raise
+        raise DataError(f"validation_{text}") from error

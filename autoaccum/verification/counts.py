@@ -41,6 +41,10 @@ def by_counts(
         everywhere = [entry for column in columns for entry in column] + [(num_samples, term)]
         # The whole is one more micro-batch, and often the only one that differs from the parts in what it counts.
         kind = kind_of_term([size for size, _ in everywhere], [part for _, part in everywhere])
+        counts = [abs(finite(part.divisor)) for _, part in everywhere]
+        # What is the same in each part, and in the whole, is what a sum was divided by, unless tensors counted it.
+        if min(counts) == max(counts) and not any(part.is_counted for _, part in everywhere):
+            kind = "sum"
         totals = [sum(abs(finite(part.divisor)) for _, part in column) for column in columns]
         # Rounding of sums of weights is no difference.
         if kind == "items" and any(total > abs(finite(term.divisor)) * (1 + MAY_BE_ROUNDING) for total in totals):

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Literal, get_args
 
 from autoaccum.loss.conclusions import conclude, kind_of_term
-from autoaccum.loss.hypotheses import SUMS, Conclusion, Hypothesis, TermKind, is_stated, kinds_in, of_terms
+from autoaccum.loss.hypotheses import SUMS, Conclusion, Hypothesis, TermKind, is_stated, kinds_in, of_terms, with_none
 from autoaccum.loss.reductions import is_one
 from autoaccum.loss.terms import Reduction
 from autoaccum.memory.oom import is_out_of_memory, without_frames
@@ -150,7 +150,7 @@ def _decided(measurement: Measurement, cuts: list[Cut], likely: Hypothesis) -> D
     if not best.error <= tolerance:
         best = tried[0]  # a few samples do not tell which of several wrong ones is the least wrong for a window
     return Decision(
-        hypothesis=best.hypothesis or "items",
+        hypothesis=with_none(best.hypothesis or "items", measurement.kept),
         passed=best.error <= tolerance,
         error=best.error,
         tensor=best.tensor,

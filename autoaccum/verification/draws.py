@@ -8,7 +8,8 @@ operations (``nondeterministic_seeded``), whatever the layer is called.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -295,3 +296,16 @@ def name_of(func: Any) -> str:
     """Return the name of an operation, whatever its overload."""
     name: str = func.overloadpacket.__name__
     return name
+
+
+@contextmanager
+def drawing_nothing() -> Iterator[None]:
+    """Expect that nothing is drawn, which takes much less than to watch each operation.
+
+    Raises:
+        UnalignedError: something was, by a part alone.
+    """
+    before = state_of()
+    yield
+    if before != state_of():
+        raise UnalignedError("a part")

@@ -8,7 +8,7 @@ samples of another kind; and forwards alone are compared now and then. Between t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -21,7 +21,7 @@ from autoaccum.errors import NonFiniteLossError, NotExactError
 from autoaccum.events import Event, Notice, Verified
 from autoaccum.loss.conclusions import DIFFERING
 from autoaccum.loss.coupling import Crossing, crossings
-from autoaccum.loss.hypotheses import Hypothesis
+from autoaccum.loss.hypotheses import Hypothesis, with_none
 from autoaccum.loss.reductions import read, without_graph
 from autoaccum.loss.stated import LossOf
 from autoaccum.loss.terms import Reduction
@@ -33,9 +33,11 @@ from autoaccum.verification.kinds import Kinds
 from autoaccum.verification.micro_batches import MicroBatches
 from autoaccum.verification.occasions import Occasions
 from autoaccum.verification.side_effects import SideEffects
+from autoaccum.verification.true_counts import true_counts
 from autoaccum.window import contributions
 from autoaccum.window.gradient import Gradient, are_alike
 from autoaccum.window.job import Job
+from autoaccum.window.several import KeptCount
 from autoaccum.window.state import State
 from autoaccum.window.transaction import Transaction
 
@@ -54,6 +56,8 @@ class Examination(NamedTuple):
     """The fewest samples of a micro-batch whose loss can be computed."""
     hides_items: bool = False
     """Whether compiled code hides what its losses are means over, so that it may not run compiled."""
+    told: Mapping[KeptCount, float] = {}
+    """What terms of micro-batches were measured to count, whose counts may be kept from 0."""
 
 
 class Examiner:
@@ -94,21 +98,37 @@ class Examiner:
         self._remembered_of = 0
         self._number = 0  # of the window that is run
         self._is_to_remember = False
+        # How windows are run; and how they were when there was no memory to remember how one of them began.
+        self._way: object = None
+        self._short_way: object = None
+        self._short_bytes = 0  # that it would have taken
         self._smallest = 1
         transaction.drops_nan = transaction.signs.watches_least = verify
         self._begin()
 
-    def begin_attempt(self, number: int, announce: Callable[[Notice], None]) -> None:
+    def begin_attempt(
+        self, number: int, announce: Callable[[Notice], None], way: object = None, spare_bytes: int | None = None
+    ) -> None:
         """Look at the forwards of an attempt; forget what one that was rolled back has shown.
 
         Args:
             number: of the window.
             announce: says what cannot wait for the window's end.
+            way: what the memory depends on that it leaves, such as the largest micro-batch; compared by ``==``.
+            spare_bytes: what windows leave of it; None where that is not known.
         """
+        if way != self._way:
+            # What there was no memory for may fit now. A run that goes on has nothing to compare with yet.
+            if self._way is not None:
+                self._occasions.renew()
+            self._way = way
         # What a window moves is put back to measure it. Its second attempt begins no more as the first one did, for not
         # everything is rolled back. Those that are not cut, but for the first, would pay for it in vain.
         self._number = number
-        self._is_to_remember = self._verify and self._occasions.is_foreseen(number) and number != self._remembered_of
+        is_due = self._occasions.is_foreseen(number) and number != self._remembered_of
+        # Where it had to be let go of once it would have to be again: that is a replay for each window.
+        may_fit = spare_bytes is None or self._short_bytes <= spare_bytes
+        self._is_to_remember = self._verify and is_due and may_fit and (way is None or way != self._short_way)
         if self._is_to_remember and not self._is_checked:
             self._remember()
         # The transaction knows nothing of being examined: this is put around its forward from outside.
@@ -132,10 +152,11 @@ class Examiner:
     def let_go(self) -> bool:
         """Forget how the window began where that takes of the memory that it is short of; return whether it did."""
         # Buffers and random states, which its rollback has anyway, are put back all the same to measure it.
-        had, is_short = self._remembered is not None, self._job.device.type == "cpu"
-        if is_short:
-            self._remembered = None
-        return had and is_short
+        if self._remembered is None or self._job.device.type != "cpu":
+            return False
+        self._short_bytes = self._remembered.num_bytes()
+        self._remembered, self._short_way = None, self._way
+        return True
 
     def _begin(self) -> None:
         self._met: list[tuple[int, set[Crossing]]] = []  # by which operations samples meet, and how many there were
@@ -221,7 +242,7 @@ class Examiner:
                 if self._job.window_loss is not None and gradient.parts:
                     said.append(notices.noise_notice())
                 self._is_first = False
-            before = self._transaction.hypothesis
+            before, drops = self._transaction.hypothesis, self._transaction.drops_nan
             reason = None
             if self._verify:
                 is_surprising = self._is_surprising(gradient, number)
@@ -246,12 +267,14 @@ class Examiner:
                 self._refuse_or_say(notices.doubt_notice(*DIFFERING), None, said)
             if reason == "whole" or (is_passed and (gradient.suspects or gradient.doubts)):
                 with aside():
-                    self._check_parts(window, gradient, said, is_passed=is_passed)
+                    self._check_parts(window, gradient, most, said, is_passed=is_passed)
             after = self._transaction.hypothesis
             if after != before:
                 self._transaction.signs.forget_graphs()
+            told = self._transaction.several.told
             is_weighed_otherwise = not readings.is_weighed_alike(self._job, gradient, before, after)
-            if hides_items or (gradient.dropped and not self._transaction.drops_nan):
+            is_weighed_otherwise = is_weighed_otherwise or readings.is_counted_otherwise(gradient, told)
+            if hides_items or (gradient.dropped and drops and not self._transaction.drops_nan):
                 is_weighed_otherwise = True
             # What each micro-batch counts was found by the hypothesis that is held. Nothing is given back for nothing.
             is_passed = self._occasions.status == "passed" and self._verify and not is_weighed_otherwise
@@ -278,7 +301,8 @@ class Examiner:
             self._occasions.looked(number)
             self._tell_signs()
             self._transaction.forward = self._transaction.plain_forward
-        return Examination(said, is_weighed_otherwise, self._smallest, hides_items)
+        told = self._transaction.several.told
+        return Examination(said, is_weighed_otherwise, self._smallest, hides_items, told)
 
     def _is_spoilt(self, gradient: Gradient) -> bool:
         """Return whether a window has a finite loss and a gradient that is not, as nan_to_num leaves it: 0 / 0 * 0."""
@@ -392,7 +416,9 @@ class Examiner:
             signs.compares_samples = "samples" in decision.rivals
             return
         suspicion = readings.suspicion(self._job, self._met, self._shown)
-        if suspicion is None and (verdict.rebinds or verdict.pads):
+        if verdict.broadcasts:  # which is why samples meet, and nearly always a mistake
+            suspicion = notices.of("broadcast")
+        elif suspicion is None and (verdict.rebinds or verdict.pads):
             suspicion = notices.of("state" if verdict.rebinds else "padding")
         notice = notices.failure_notice(
             decision,
@@ -406,16 +432,16 @@ class Examiner:
         )
         self._fail(notice, decision.error, said)
 
-    def _check_parts(self, window: Window, gradient: Gradient, said: list[Event], *, is_passed: bool) -> None:
+    def _check_parts(
+        self, window: Window, gradient: Gradient, most: int, said: list[Event], *, is_passed: bool
+    ) -> None:
         """Measure micro-batches of which it is a guess what they count."""
         here = gradient.of_first_samples(window.num_samples)
         window = self._transaction.shared or window
         hypothesis = self._transaction.hypothesis
         found = self._micro_batches.ones(window, here, hypothesis) if is_passed else None
         if found is None and here.doubts and hypothesis is not None:
-            other, names, found = self._micro_batches.doubts(window, here, hypothesis)
-            self._transaction.hypothesis = other or hypothesis
-            self._transaction.signs.settled.update(names)
+            found = self._settle_doubts(window, here, hypothesis, most, said)
         if found is not None:
             self._fail(*found, said)
         if not gradient.dropped:
@@ -429,6 +455,26 @@ class Examiner:
             self._kinds.accept_nothing()
         elif not self._kinds.nothing_is_known:
             self._refuse_or_say(notices.unmeasured_notice("a loss that is not a number may count nothing"), None, said)
+
+    def _settle_doubts(
+        self, window: Window, gradient: Gradient, hypothesis: Hypothesis, most: int, said: list[Event]
+    ) -> tuple[Notice, float] | None:
+        """Measure what terms count whose counts may be kept from 0; return what is to be said."""
+        several = self._transaction.several
+        told = true_counts(self._job, window, gradient, hypothesis, most, several.told)
+        several.told = {**several.told, **told}
+        # What has counted none once is taken to do so again, until it is measured there.
+        hypothesis = with_none(hypothesis, {name for (*_, name), count in told.items() if not count})
+        self._transaction.hypothesis = hypothesis
+        pieces = readings.pieces(gradient)
+        left = [doubt for doubt in gradient.doubts if (*pieces[doubt.index], doubt.name) not in told]
+        if not left:
+            return None
+        other, error = self._micro_batches.doubts(window, replace(gradient, doubts=tuple(left)), hypothesis)
+        self._transaction.hypothesis = other or hypothesis
+        if error is None:
+            self._refuse_or_say(notices.unmeasured_notice("a count of 1 may be kept from 0"), None, said)
+        return (notices.ones_notice(error), error) if error else None
 
     def _fail(self, notice: Notice, error: float, said: list[Event]) -> None:
         """Say that windows that are cut have another gradient, and look no further."""

@@ -11,8 +11,8 @@ Part = tuple[int, ...]
 """Samples of the whole, by their index in it."""
 Cut = tuple[Part, ...]
 """The parts that the whole is cut into."""
-Cause = Literal["padding", "batch norm", "state", "hooks"]
-"""What may be to blame where a measurement fails, and can be switched off."""
+Cause = Literal["padding", "batch norm", "state", "hooks", "broadcast"]
+"""What may be to blame where a measurement fails; all but the last can be switched off."""
 
 
 @dataclass(kw_only=True)
@@ -87,6 +87,8 @@ class Verdict:
     """What is to blame where it failed, as far as it could be switched off."""
     rebinds: bool = False
     """Whether forwards leave other things in attributes of modules."""
+    broadcasts: bool = False
+    """Whether outputs and targets are broadcast to a square of samples, where nothing else is to blame."""
     pads: bool = False
     """Whether parts are padded otherwise than the whole, where nothing else is to blame."""
     is_time_first: bool = False

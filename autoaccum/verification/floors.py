@@ -7,14 +7,15 @@ wrong weight, not for rounding. What remains is that kernels differ with the siz
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate
 from typing import Any, TypeVar
 
 import torch
 
+from autoaccum.memory.oom import insist
 from autoaccum.verification.comparison import MAY_BE_ROUNDING, TOLERANCE, error_of
 
 T = TypeVar("T")
@@ -107,3 +108,39 @@ def _numbers(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
     # Not drawn: no generator is to be moved by this.
     numbers = torch.arange(math.prod(shape), dtype=torch.float64, device="cpu") * 1.7
     return numbers.cos().reshape(shape).to(device, torch.float32)
+
+
+_BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
+
+
+@contextmanager
+def nudged(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Turn the last bit of each number of parameters within it, as far as they are plain tensors of floats."""
+    turned: list[torch.Tensor] = []
+    try:
+        for p in parameters:
+            if (bits := _bits_of(p)) is not None:
+                bits.bitwise_xor_(1)
+                turned.append(bits)
+        yield
+    finally:
+        # In place, for which there is memory: where it fails all the same, none of it has been done.
+        for bits in turned:
+            insist(partial(bits.bitwise_xor_, 1), "parameters were put back")
+
+
+def nudge(leaves: Iterable[Any]) -> None:
+    """Turn the last bit of each number of the tensors in a batch, but of whole ones: they are flags, or labels."""
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor) and (bits := _bits_of(leaf)) is not None:
+            numbers = leaf.detach()
+            numbers = torch.view_as_real(numbers) if numbers.is_complex() else numbers
+            bits.bitwise_xor_((numbers.isfinite() & (numbers != numbers.round())).to(bits.dtype))
+
+
+def _bits_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided or tensor.is_meta:
+        return None
+    plain = tensor.detach()
+    plain = torch.view_as_real(plain) if plain.is_complex() else plain
+    return plain.view(_BITS[plain.itemsize]) if plain.is_floating_point() and plain.itemsize in _BITS else None

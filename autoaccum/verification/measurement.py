@@ -19,21 +19,22 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autoaccum.data import batches
+from autoaccum.loss.conclusions import finite
 from autoaccum.loss.counting import count_items
 from autoaccum.loss.graph import graph_alone
-from autoaccum.loss.hypotheses import Hypothesis
+from autoaccum.loss.hypotheses import Hypothesis, kinds_in
 from autoaccum.loss.reductions import is_one, read, without_graph
-from autoaccum.loss.shared import Beside
 from autoaccum.loss.terms import Reduction
 from autoaccum.planning.attempts import Piece
 from autoaccum.verification.comparison import OF_STATE, TOLERANCE, Error, error_of, loss_tolerance_of, tolerance_of
-from autoaccum.verification.draws import Constants, Recording, Replaying, UnalignedError, state_of
+from autoaccum.verification.draws import Constants, Recording, Replaying, drawing_nothing
 from autoaccum.verification.findings import Cut, Outcome, Part
-from autoaccum.verification.floors import floor_of, full_precision
+from autoaccum.verification.floors import floor_of, full_precision, nudge, nudged
 from autoaccum.verification.samples import cuts_of
-from autoaccum.window.before import SharedWindow, Sharing, sharing_of
+from autoaccum.window.before import SharedStretch, SharedWindow, Stretch, sharing_of
 from autoaccum.window.gradient import Gradient, Repeat
 from autoaccum.window.job import Job
+from autoaccum.window.kept import ROUNDING, InDoubt, Least, is_same, least_of, may_stand_for
 from autoaccum.window.state import Gradients, State, same
 from autoaccum.window.transaction import Transaction
 
@@ -48,67 +49,10 @@ class NotFiniteError(Exception):
     """A loss of all samples that is not finite, which no cut can be compared with."""
 
 
+_MOST_BITS = 10
+"""Times that what a last bit makes out is what rounding does: there are many operations, and each one rounds."""
 _MOST_RUNS = 6
 """Runs of a cut, whose end may show what should have been known at its beginning."""
-
-
-class _Stretch:
-    """A window of a few samples that are made into micro-batches as they are asked for, part by part."""
-
-    lengths = None
-
-    def __init__(self, parts: Sequence[Part], make: Callable[[Part], Any]) -> None:
-        self._order = [index for part in parts for index in part]
-        self._make = make
-        self.num_samples = len(self._order)
-
-    def micro_batch(self, start: int, size: int) -> Any:
-        return self._make(tuple(self._order[start : start + size]))
-
-    def samples(self, positions: Sequence[int]) -> Any:
-        return batches.to_device(self._make(tuple(self._order[position] for position in positions)), _CPU, copy=False)
-
-
-class SharedStretch(SharedWindow):
-    """The same where a ``before_window`` shares something, for which the samples stay in their own order.
-
-    A cut may take them in another one; what is computed of a window that has an order is still that of the window.
-    """
-
-    def __init__(
-        self,
-        sharing: Sharing,
-        parts: Sequence[Part],
-        make: Callable[[Part], Any],
-        of: tuple[SharedWindow, Sequence[int]] | None = None,
-    ) -> None:
-        """Set up.
-
-        Args:
-            sharing: what calls the function.
-            parts: all samples together.
-            make: (part) -> its batch.
-            of: a window, and where the samples are in it, whose results are to be theirs; None: it is called anew.
-        """
-        order = [index for part in parts for index in part]
-        super().__init__(sharing, _Stretch((tuple(sorted(order)),), make))
-        self._order = order
-        self._make = make
-        self._of = of
-
-    def prepare(self, size: int) -> None:
-        """Call the function, unless another window's results are taken."""
-        # A statistic of a few samples would give them other counts than those that the window has weighed them by.
-        if self._of is None:
-            super().prepare(size)
-
-    def micro_batch(self, start: int, size: int) -> Beside:
-        """Return some samples, in the order of the parts, beside their own rows of what was returned."""
-        part = tuple(self._order[start : start + size])
-        if self._of is not None:
-            window, places = self._of
-            return window.beside(self._make(part), [places[index] for index in part])
-        return self.beside(self._make(part), part)
 
 
 def _starts(parts: Sequence[Part]) -> list[int]:
@@ -136,6 +80,7 @@ class Measurement:
         like: State | None = None,
         drops_gradients: bool = False,
         forward_only: bool = False,
+        tells: bool = True,
     ) -> None:
         """Set up; entering it lays the state of the run aside.
 
@@ -148,6 +93,7 @@ class Measurement:
             like: that state; what has not moved since is not copied again.
             drops_gradients: whether parts whose gradient is not finite are left out.
             forward_only: compare losses, and leave gradients alone.
+            tells: whether counts that are kept from 0 are told by what the whole counts.
         """
         self.num_samples = len(chosen)
         self.shown: dict[Part, Reduction] = {}
@@ -161,6 +107,8 @@ class Measurement:
         """Whether forwards put other things in the attributes of modules."""
         self.dropped: set[int] = set()
         """Samples that were found to have nothing to count, by a loss that is not a number."""
+        self.kept: set[str] = set()
+        """Terms whose counts were seen to be kept from 0."""
         self.draws_foreign = False
         """Whether Python's or NumPy's generator was drawn from."""
         self.is_rounded = False
@@ -173,7 +121,7 @@ class Measurement:
         self._rewind = rewind
         self._like = like
         self._drops_gradients = drops_gradients
-        self._forward_only = forward_only
+        self._forward_only, self._tells, self._nudges = forward_only, tells, False
         # Not compiled, and not in 16 bits: there right and wrong cannot be told apart.
         self.job = replace(job, model=getattr(job.model, "_orig_mod", job.model), precision="fp32")
         self.names: list[str] = []
@@ -220,6 +168,12 @@ class Measurement:
 
     def make(self, part: Part) -> Any:
         """Return some of the samples as a batch, as the window makes it of them alone, on the device."""
+        batch = self._made(part)
+        if self._nudges:
+            nudge(batches.flatten(batch)[0])
+        return batch
+
+    def _made(self, part: Part) -> Any:
         if self._collated is not None:
             return self.rows(self._collated, part)
         batch = self._window.samples([self._chosen[index] for index in part])
@@ -380,44 +334,63 @@ class Measurement:
         Raises:
             UnalignedError: the draws of a part are not found among those of the whole.
         """
-        whole, loss = tuple(range(self.num_samples)), self._joined_loss(has_constants)
+        whole, loss = tuple(range(self.num_samples)), self._joined_loss(has_constants, reads=True)
         with graph_alone():  # of which the counts of terms are read
             gradient = self._run((whole[:first], whole[first:]), hypothesis, self.make, self._replaying)
         self._put_back()
-        if not gradient.knows_loss:
+        if not gradient.knows_loss or gradient.doubts:
             return 0.0
         return abs(float(gradient.loss) - loss) / max(abs(loss), 1e-12)
 
-    def _joined_loss(self, has_constants: bool) -> float:
+    def _joined_loss(self, has_constants: bool, *, reads: bool = False) -> float:
         """Return the loss of all samples under draws that their parts find too: rows of one recording, or constants."""
         self._put_back()
         if has_constants:
             self._draws = Constants(keeps_wide=not self.is_rounded)
         else:
             self._draws = Recording(self.job.device, keeps_wide=not self.is_rounded, held=self.state.generators())
-        return self._loss_of(tuple(range(self.num_samples)), self._draws)
+        return self._loss_of(tuple(range(self.num_samples)), self._draws, reads=reads)
 
     def floor(self) -> float:
         """Return how far gradients of these samples may be apart that are both right."""
-        # Where they cancel, as those of a mean of large numbers do, float32 has fewer digits: how many, the opposite
-        # order shows. What kernels of other sizes do, the device shows.
+        # Where they cancel, as those of a mean of large numbers do, there are fewer digits: how many, the opposite
+        # order shows. But where samples meet it is another loss, unlike that of numbers whose last bits differ.
         backwards = tuple(reversed(range(self.num_samples)))
-        floor = 10 * self.run([(backwards,)], "samples").error
+        turned = self.run([(backwards,)], "samples").error
+        with self._nudged():
+            nudged = self.run([(tuple(range(self.num_samples)),)], "samples").error
+        floor = 10 * min(turned, _MOST_BITS * nudged)
         if self.tolerance < TOLERANCE:
             return floor
+        # What kernels of other sizes do, the device shows.
         return max(floor, floor_of(self.job.device, torch.are_deterministic_algorithms_enabled()))
 
     def rounding(self) -> float:
-        """Return how far the loss of all samples is off that of them in the opposite order, as a fraction of it."""
+        """Return how far the loss of all samples may be off for rounding alone, as a fraction of it."""
         whole = tuple(range(self.num_samples))
-        loss, other = (self._loss_of(part, self._replaying(part)) for part in (whole, whole[::-1]))
-        return abs(loss - other) / max(abs(loss), 1e-12)
+        loss, turned = (self._loss_of(part, self._replaying(part)) for part in (whole, whole[::-1]))
+        with self._nudged():
+            nudged = self._loss_of(whole, self._replaying(whole))
+        return min(abs(loss - turned), _MOST_BITS * abs(loss - nudged)) / max(abs(loss), 1e-12)
 
-    def _loss_of(self, part: Part, draws: AbstractContextManager[Any]) -> float:
-        """Return the loss of some samples, by a forward of which nothing is kept."""
+    @contextmanager
+    def _nudged(self) -> Iterator[None]:
+        """Turn the last bit of each number of the parameters, and of the batches that are made within it."""
+        with nudged(self.parameters):
+            self._nudges = True
+            try:
+                yield
+            finally:
+                self._nudges = False
+        self._put_back()  # which a run may have done in the midst of this, with some parameters
+
+    def _loss_of(self, part: Part, draws: AbstractContextManager[Any], *, reads: bool = False) -> float:
+        """Return the loss of some samples, by a forward of which nothing is kept, or what its graph shows."""
         batch = self._given(part)
-        with saved_tensors_hooks(_forget, _forget), draws:
+        with graph_alone() if reads else saved_tensors_hooks(_forget, _forget), draws:
             loss = self._transaction.plain_forward(batch, len(part), self.num_samples)
+            if reads:
+                self.shown[part] = without_graph(read(loss, len(part)))
         value = float(loss.detach())
         self._put_back()
         return value
@@ -438,6 +411,15 @@ class Measurement:
             self._put_back()
         return self.shown[part]
 
+    def counts_alike(self, part: Part) -> bool:
+        """Return whether a part counts the same when other numbers are drawn; nothing else of it remains."""
+        shown = self.shown.pop(part, None) or self.shown_of(part)
+        torch.manual_seed(1)
+        self._looking(part)(self._given(part), len(part), self.num_samples)
+        self._put_back()
+        other, self.shown[part] = self.shown[part], shown
+        return [term.divisor for term in other.terms] == [term.divisor for term in shown.terms]
+
     def _given(self, part: Part) -> Any:
         """Return a part with what it shares with the other samples, where there is anything to share."""
         if self._transaction.sharing is None:
@@ -452,7 +434,7 @@ class Measurement:
         """Return a cut as a window."""
         sharing: Any = self._transaction.sharing
         if sharing is None:
-            return _Stretch(cut, make)
+            return Stretch(cut, make)
         # Micro-batches of a window that has been run have what was computed of all of it.
         is_run = isinstance(self._window, SharedWindow)
         return SharedStretch(sharing, cut, make, (self._window, self._chosen) if is_run else None)
@@ -483,7 +465,7 @@ class Measurement:
     def _replaying(self, part: Part) -> AbstractContextManager[Any]:
         if isinstance(self._draws, Recording):
             if self._draws.has_shown_nothing:
-                return _drawing_nothing()
+                return drawing_nothing()
             return Replaying(self._draws, part, self.num_samples, keeps_wide=not self.is_rounded)
         assert self._draws is not None  # the whole comes first
         return self._draws
@@ -499,6 +481,7 @@ class Measurement:
         """Run a cut as a window; its gradient is in ``.grad``."""
         transaction = self._transaction
         transaction.hypothesis = hypothesis
+        self._see_whole(hypothesis)
         outcome: Gradient | Repeat = Repeat(sizes=())
         transaction.begin(self._stretch(cut, make))
         for _ in range(_MOST_RUNS):
@@ -514,7 +497,7 @@ class Measurement:
                     transaction.add(Piece(start, len(part)))
             self._contributing = max(self._contributing, transaction.num_contributing() if len(cut) > 1 else 0)
             outcome = transaction.finish()
-            if isinstance(outcome, Gradient):
+            if isinstance(outcome, Gradient) and not self._tell_counts(cut, outcome):
                 parts = dict(zip(_starts(cut), cut, strict=True))
                 self.dropped.update(index for start in outcome.dropped for index in parts[start])
                 break
@@ -523,6 +506,53 @@ class Measurement:
         transaction.commit()
         assert isinstance(outcome, Gradient)
         return outcome
+
+    def _tell_counts(self, cut: Cut, gradient: Gradient) -> bool:
+        """Tell the transaction what terms count in parts whose counts may be kept from 0; return whether that is new.
+
+        What a part counts is what all count more than the others. Where these are kept from 0 as well, such parts count
+        together what is left. Whether parts add up by that to the whole is for their gradient to show.
+        """
+        several, starts = self._transaction.several, _starts(cut)
+        if not (self._tells and gradient.doubts) or several.told or gradient.conclusion is None:
+            return False
+        names = list(gradient.conclusion.kinds)
+        for place, name in enumerate(names):
+            counts, open_ones = [self._count(part, place, names) for part in cut], list[InDoubt]()
+            total = self._count(tuple(range(self.num_samples)), place, names)
+            for doubt in (doubt for doubt in gradient.doubts if doubt.name == name):
+                rest = tuple(index for part in cut for index in part if part != cut[doubt.index])
+                others = self._count(rest, place, names)
+                if abs(others) > abs(doubt.count) * (1 + ROUNDING) and may_stand_for(total - others, doubt.count):
+                    counts[doubt.index] = total - others
+                else:
+                    open_ones.append(doubt)
+            kept = sum(doubt.count for doubt in open_ones)
+            left = total - sum(counts) + kept
+            for doubt in open_ones if kept and may_stand_for(left, kept) else ():
+                counts[doubt.index] = doubt.count * left / kept
+            for doubt in (doubt for doubt in gradient.doubts if doubt.name == name):
+                if not is_same(counts[doubt.index], doubt.assumed):
+                    piece = starts[doubt.index], len(cut[doubt.index]), name
+                    several.told = {**several.told, piece: counts[doubt.index]}
+                    self.kept.add(name)
+        return bool(several.told)
+
+    def _count(self, part: Part, place: int, names: Sequence[str]) -> float:
+        """Return what the graph shows that a term counts in some samples; 0 where it is not there."""
+        terms = self.shown_of(part).terms
+        return finite(terms[place].divisor) if len(terms) == len(names) else 0.0
+
+    def _see_whole(self, hypothesis: Hypothesis | None) -> None:
+        """Let the transaction see what terms count in all the samples: a part that is kept from 0 does not show it."""
+        whole, kinds = self.shown.get(tuple(range(self.num_samples))), kinds_in(hypothesis)
+        if whole is not None and kinds is not None and len(whole.terms) == len(kinds):
+            # Where all of them were divided by 1 that may be kept from 0 as well, and so may each part's.
+            least = {
+                name: least_of([finite(term.divisor)], [term], Least(is_uneven=term.is_one, is_always_one=False))
+                for name, term in zip(kinds, whole.terms, strict=True)
+            }
+            self._transaction.several.see(least)
 
     def _looking(self, part: Part) -> Callable[[Any, int, int], torch.Tensor]:
         """Return a forward that keeps what the graph shows."""
@@ -540,19 +570,6 @@ class Measurement:
     def _put_back(self) -> None:
         """Put the state back between two runs."""
         self.state.restore()
-
-
-@contextmanager
-def _drawing_nothing() -> Iterator[None]:
-    """Expect that nothing is drawn, which takes much less than to watch each operation.
-
-    Raises:
-        UnalignedError: something was, by a part alone.
-    """
-    before = state_of()
-    yield
-    if before != state_of():
-        raise UnalignedError("a part")
 
 
 def _forget(saved: Any) -> Any:

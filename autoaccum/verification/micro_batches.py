@@ -23,6 +23,8 @@ from autoaccum.window.state import State
 _MOST_PARTS = 3
 """Micro-batches of a window that are measured by themselves, for they were divided by 1, or left out."""
 
+_MOST_DOUBTS = 16
+"""Those that are so where a term may count less than its graph shows, and it could not be counted."""
 Found = tuple[Notice, float]
 """What is to be said, and the error that was measured."""
 
@@ -57,31 +59,29 @@ class MicroBatches:
 
     def doubts(
         self, window: Window, gradient: Gradient, hypothesis: Hypothesis
-    ) -> tuple[Hypothesis | None, set[str], Found | None]:
-        """Measure micro-batches in which a term may count nothing, for it is 0.
+    ) -> tuple[Hypothesis | None, float | None]:
+        """Measure micro-batches in which a term may count less than its graph shows, where that cannot be counted.
 
         Returns:
-            the hypothesis by which they are weighed rightly, None where none is; the terms that this has been measured
-            of; what is to be said.
+            the hypothesis by which they are weighed rightly, None where none is; the error, 0 where there is none, None
+            where that cannot be measured.
         """
-        # One micro-batch for each term tells: what is true of it there is true of it elsewhere.
-        places: dict[str, int] = {}
-        for index, name in gradient.doubts:
-            places.setdefault(name, index)
         pieces = readings.pieces(gradient)
-        chosen = list(dict.fromkeys(pieces[index] for index in places.values()))[:_MOST_PARTS]
-        settled = {name for name, index in places.items() if pieces[index] in chosen}
+        in_doubt = list(dict.fromkeys(pieces[doubt.index] for doubt in gradient.doubts))
+        chosen = in_doubt[:_MOST_DOUBTS]
         # What one of them shows may be another hypothesis, of which the others are asked once more.
         worst, other = 0.0, hypothesis
         for _ in range(2):
             before = other
-            for piece in chosen:  # of what cannot be measured nothing is said
+            is_measured = chosen == in_doubt
+            for piece in chosen:
                 error, other = self._error_of(window, gradient, other, *piece, refines=True)
+                is_measured = is_measured and error is not None
                 worst = worst if error is None else max(worst, error)
             if other == before:
-                return other, settled, (notices.ones_notice(worst), worst) if worst else None
+                return other, worst if worst or is_measured else None
             worst = 0.0
-        return None, set(), (notices.ones_notice(worst), worst)
+        return None, worst
 
     def dropped(self, window: Window, gradient: Gradient, hypothesis: Hypothesis) -> float | None:
         """Measure those that were left out, for their loss is not a number: do they count nothing?
@@ -210,7 +210,8 @@ def measure_part(
     first, second = (few, list(part)) if granule > 1 else (list(part), few)
 
     def measured(chosen: list[int]) -> tuple[float, Hypothesis]:
-        with Measurement(job, window, chosen, drops_gradients=drops_gradients) as measurement:
+        # By what the window has taken counts for, which it would be told of here.
+        with Measurement(job, window, chosen, drops_gradients=drops_gradients, tells=False) as measurement:
             measurement.run_whole()
             if len(chosen) == len(few):
                 return math.inf, hypothesis  # what is not finite is the fault of those that were left out here

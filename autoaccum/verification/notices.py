@@ -235,6 +235,12 @@ _CAUSES: dict[Cause, Notice] = {
         "depends on how windows are cut",
         cure="Remove them, and pass clip_norm= or change gradients in the optimizer, which sees the window's",
     ),
+    "broadcast": Notice(
+        cause="The loss sets each sample beside all others: a tensor of shape (samples, 1) meets one of shape "
+        "(samples,), as outputs of one column and targets without it do, and both are broadcast to (samples, samples)",
+        consequence="It is a mean over all pairs of a micro-batch, and no longer of what each sample should be",
+        cure="Give both the same shape: targets[:, None], or outputs.squeeze(1) in the loss",
+    ),
 }
 
 

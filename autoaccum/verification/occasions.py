@@ -82,6 +82,10 @@ class Occasions:
         if number >= self.next_joined:
             self.next_joined = 10 ** len(str(number))
 
+    def renew(self) -> None:
+        """Take that there may be room for what could not be measured: try it once more at least."""
+        self.tries = max(self.tries, 1)
+
     def looked(self, number: int) -> None:
         """Take that a window was looked at: the next one is, and after the hundredth one in ten, in a hundred, ..."""
         every = 1 if number < _CLOSELY else int(10 ** (len(str(number)) - 2))

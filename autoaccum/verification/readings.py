@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
 
 from autoaccum.events import Notice
+from autoaccum.loss.conclusions import finite
 from autoaccum.loss.coupling import Crossing, couples_samples
 from autoaccum.loss.hypotheses import SUMS, Hypothesis, kinds_in, of_terms
 from autoaccum.loss.reductions import is_one
@@ -13,6 +14,7 @@ from autoaccum.loss.terms import Reduction
 from autoaccum.verification import notices
 from autoaccum.window.gradient import Gradient, are_alike
 from autoaccum.window.job import Job
+from autoaccum.window.several import KeptCount
 
 Met = Sequence[tuple[int, set[Crossing]]]
 """Of each micro-batch, its samples, and by which operations they meet."""
@@ -44,6 +46,12 @@ def is_weighed_alike(job: Job, gradient: Gradient, before: Hypothesis | None, af
     if after == "items":
         return not found.is_sum and job.num_items is None
     return not found.is_sum and are_alike(gradient.sizes, gradient.counts)  # 0 where something was left out
+
+
+def is_counted_otherwise(gradient: Gradient, told: Mapping[KeptCount, float]) -> bool:
+    """Return whether terms of a window were measured to count something else than they were taken to."""
+    found = pieces(gradient)
+    return any(told.get((*found[each.index], each.name), each.assumed) != each.assumed for each in gradient.doubts)
 
 
 def claims(gradient: Gradient) -> list[float]:
@@ -83,6 +91,15 @@ def pieces(gradient: Gradient) -> list[tuple[int, int]]:
     """Return (start, samples) of each micro-batch."""
     starts = accumulate(gradient.sizes, initial=0)
     return list(zip(starts, gradient.sizes, strict=False))
+
+
+def densest(gradient: Gradient, place: int) -> dict[tuple[int, int], float]:
+    """Return what the term at that place counts, by (start, samples) of micro-batches: the densest first."""
+    found = {}
+    for piece, reduction in zip(pieces(gradient), gradient.reductions, strict=True):
+        if place < len(reduction.terms) and (count := finite(reduction.terms[place].divisor)):
+            found[piece] = count
+    return dict(sorted(found.items(), key=lambda one: -abs(one[1]) / one[0][1]))
 
 
 def suspicion(job: Job, met: Met, shown: Sequence[Reduction]) -> Notice | None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import torch
+from torch.overrides import TorchFunctionMode
 
 from autoaccum.data import batches
 from autoaccum.data.dims import may_be_time_first
@@ -13,7 +16,7 @@ from autoaccum.loss.coupling import batch_norms
 from autoaccum.loss.hypotheses import Hypothesis
 from autoaccum.loss.reductions import is_one
 from autoaccum.verification.draws import UnalignedError, UnsettledError
-from autoaccum.verification.findings import Cause, Cut
+from autoaccum.verification.findings import Cause, Cut, Part
 from autoaccum.verification.measurement import Measurement
 
 
@@ -99,6 +102,46 @@ def is_time_first(measurement: Measurement) -> bool:
     # Whoever passes split= or batch_dim= has thought of it.
     is_said = measurement.job.split is not None and measurement.job.split.is_said
     return not is_said and may_be_time_first(measurement.make(whole))
+
+
+class _Shapes(TorchFunctionMode):
+    """Looks for a column of samples beside a row of them, as outputs (n, 1) beside targets (n,) are."""
+
+    def __init__(self, num_samples: int) -> None:
+        super().__init__()
+        self._num_samples = num_samples
+        self.are_broadcast = False
+        """Whether there was such a pair, of which an operation makes a square."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        shapes = {tuple(arg.shape) for arg in args[:2] if type(arg) is torch.Tensor and not arg.is_nested}
+        result = func(*args, **(kwargs or {}))
+        # Whoever means it writes both dims, as x[:, None] - x[None, :]. A product of matrices makes no square of them.
+        if shapes == {(self._num_samples, 1), (self._num_samples,)}:
+            makes_square = isinstance(result, torch.Tensor) and result.shape in ((), (self._num_samples,) * 2)
+            self.are_broadcast = self.are_broadcast or makes_square
+        return result
+
+
+def broadcasts(measurement: Measurement) -> bool:
+    """Return whether the loss sets each sample beside all others for a dim of 1 that one of two tensors has."""
+    # With two numbers of samples, for a dim of features may have one of them.
+    parts = [tuple(range(measurement.num_samples - fewer)) for fewer in (0, 1)]
+    return all(_is_broadcast(measurement, part) for part in parts if len(part) > 1)
+
+
+def _is_broadcast(measurement: Measurement, part: Part) -> bool:
+    measurement.shown.pop(part, None)  # or it would not be run again
+    shapes = _Shapes(len(part))
+    try:
+        with shapes:
+            measurement.shown_of(part)
+    except Exception:  # what the user's code does not bear says nothing
+        measurement.state.restore()
+        return False
+    return shapes.are_broadcast
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from autoaccum.verification.draws import UnalignedError, UnsettledError
 from autoaccum.verification.findings import Cause, Decision, Verdict
 from autoaccum.verification.measurement import Measurement, NotFiniteError, ZeroGradientError
 from autoaccum.verification.samples import MOST, choose, cuts_of
-from autoaccum.verification.suspects import is_time_first, name_cause, pads
+from autoaccum.verification.suspects import broadcasts, is_time_first, name_cause, pads
 from autoaccum.window.job import Job
 from autoaccum.window.state import State
 
@@ -196,6 +196,7 @@ def _measured_of(
                 chosen=tuple(chosen),
                 tolerance=measurement.tolerance,
                 rebinds=measurement.rebinds,
+                broadcasts=bool(not decision.passed and not causes and broadcasts(measurement)),
                 pads=bool(not decision.passed and not causes and pads(measurement)),
                 is_time_first=bool(not decision.passed and not causes and is_time_first(measurement)),
             )

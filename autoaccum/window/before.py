@@ -35,6 +35,8 @@ from autoaccum.window.snapshot import Snapshot
 from autoaccum.window.state import State
 
 _CPU = torch.device("cpu")
+Few = tuple[int, ...]
+"""Some samples of a few, by their places among them."""
 
 
 def before_window_of(
@@ -341,6 +343,68 @@ class SharedWindow:
         """Forget what was returned, and put back what the function held when the window began."""
         self._part = None
         self._state.restore()
+
+
+class Stretch:
+    """A window of a few samples that are made into micro-batches as they are asked for, part by part."""
+
+    lengths = None
+
+    def __init__(self, parts: Sequence[Few], make: Callable[[Few], Any]) -> None:
+        """Set up; ``make`` returns the batch of some of the samples."""
+        self._order = [index for part in parts for index in part]
+        self._make = make
+        self.num_samples = len(self._order)
+
+    def micro_batch(self, start: int, size: int) -> Any:
+        """Return some samples, in the order of the parts."""
+        return self._make(tuple(self._order[start : start + size]))
+
+    def samples(self, positions: Sequence[int]) -> Any:
+        """Return the samples at these positions on the host."""
+        return batches.to_device(self._make(tuple(self._order[position] for position in positions)), _CPU, copy=False)
+
+
+class SharedStretch(SharedWindow):
+    """The same where a ``before_window`` shares something, for which the samples stay in their own order.
+
+    A cut may take them in another one; what is computed of a window that has an order is still that of the window.
+    """
+
+    def __init__(
+        self,
+        sharing: Sharing,
+        parts: Sequence[Few],
+        make: Callable[[Few], Any],
+        of: tuple[SharedWindow, Sequence[int]] | None = None,
+    ) -> None:
+        """Set up.
+
+        Args:
+            sharing: what calls the function.
+            parts: all samples together.
+            make: (part) -> its batch.
+            of: a window, and where the samples are in it, whose results are to be theirs; None: it is called anew.
+        """
+        order = [index for part in parts for index in part]
+        super().__init__(sharing, Stretch((tuple(sorted(order)),), make))
+        self._order = order
+        self._make = make
+        self._of = of
+
+    def prepare(self, size: int) -> None:
+        """Call the function, unless another window's results are taken."""
+        # A statistic of a few samples would give them other counts than those that the window has weighed them by.
+        if self._of is None:
+            super().prepare(size)
+
+    def micro_batch(self, start: int, size: int) -> Beside:
+        """Return some samples, in the order of the parts, beside their own rows of what was returned."""
+        part = tuple(self._order[start : start + size])
+        if self._of is not None:
+            window, places = self._of
+            return window.beside(self._make(part), [places[index] for index in part])
+        return self.beside(self._make(part), part)
 
 
 def _rows_of(leaf: Any, positions: Sequence[int]) -> Any:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable
+from ctypes import c_char
+from functools import cache
 from typing import Any
 
 import torch
@@ -66,13 +68,13 @@ class First(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         # What is not written yet holds anything; checkpoint detaches what it hands on, the second time alone. Autocast
         # casts a weight once and keeps that, but for the second forward, which casts anew: what reads it is compared.
-        if not any(name in str(func) for name in _UNTOLD):
-            self._take(func, args, kwargs or {}, result)
+        if _is_told(name := _name_of(func)):
+            self._take(func, name, args, kwargs or {}, result)
         return result
 
-    def _take(self, func: Callable[..., Any], args: Any, kwargs: Any, result: Any) -> None:
+    def _take(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any, result: Any) -> None:
         found = _come_to(args, kwargs, result)
-        trembles = str(func) in self._comparison.trembling
+        trembles = name in self._comparison.trembling
         self._marks.append([t.to("cpu", copy=True) for t in found] if trembles else _checksum(found))
 
 
@@ -86,7 +88,7 @@ class Second(First):  # type: ignore[no-untyped-call]
         self._count = 0
         self._is_lost = False  # from an operation on that trembles, and was not known to
 
-    def _take(self, func: Callable[..., Any], args: Any, kwargs: Any, result: Any) -> None:
+    def _take(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any, result: Any) -> None:
         if self._is_lost:
             return
         # Checkpoint ends a forward early, once it has come to all that is wanted: what is left out is not compared.
@@ -98,12 +100,22 @@ class Second(First):  # type: ignore[no-untyped-call]
                     tensor.copy_(value)
         elif mark != _checksum(found):
             if mark is None or _repeats_itself(func, args, kwargs):
-                raise NotRepeatableError(self._block, f"computed again, {func} comes to other bits")
-            self._comparison.trembling.add(str(func))
+                raise NotRepeatableError(self._block, f"computed again, {name} comes to other bits")
+            self._comparison.trembling.add(name)
             self._comparison.has_lost = self._is_lost = True
             return
         self._count += 1
         self._comparison.operations += 1
+
+
+@cache  # there are some dozens, and each is asked about thousands of times
+def _name_of(func: Callable[..., Any]) -> str:
+    return str(func)
+
+
+@cache
+def _is_told(name: str) -> bool:
+    return not any(part in name for part in _UNTOLD)
 
 
 def _repeats_itself(func: Callable[..., Any], args: Any, kwargs: Any) -> bool:
@@ -134,9 +146,18 @@ def _checksum(tensors: Iterable[torch.Tensor]) -> int:
     """Return a checksum of the bits of tensors; of those that have none that can be read, of their shapes."""
     mark = 0
     for tensor in tensors:
-        mark = zlib.crc32(repr((tuple(tensor.shape), tensor.dtype)).encode(), mark)
-        if type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_meta and tensor.numel():
-            # To the host, where there is room for it: the device is short of it.
-            bits = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-            mark = zlib.crc32(bits.numpy().data, mark)
+        mark = hash((mark, tensor.shape, tensor.dtype))
+        is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_meta
+        if not is_plain or not tensor.numel():
+            continue
+        # To the host, where there is room for it: the device is short of it.
+        lies = tensor if _lies_at_once(tensor) else tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        # By their address, for each way through an operator takes longer than the checksum of a small tensor.
+        if address := lies.data_ptr():
+            mark = hash((mark, zlib.crc32((c_char * lies.nbytes).from_address(address))))
     return mark
+
+
+def _lies_at_once(tensor: torch.Tensor) -> bool:
+    """Return whether the bits of a tensor lie on the host one after the other."""
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())

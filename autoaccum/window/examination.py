@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from autoaccum.data.base import Window
 from autoaccum.events import Event, Notice
 from autoaccum.window.gradient import Gradient
+from autoaccum.window.several import KeptCount
 
 
 class Examination(Protocol):
@@ -27,6 +28,10 @@ class Examination(Protocol):
         """Return whether compiled code hides what its losses are means over, so that it may not run compiled."""
 
     @property
+    def told(self) -> Mapping[KeptCount, float]:
+        """Return what terms of micro-batches were measured to count, whose counts may be kept from 0."""
+
+    @property
     def smallest(self) -> int:
         """Return the fewest samples of a micro-batch whose loss can be computed."""
 
@@ -34,8 +39,10 @@ class Examination(Protocol):
 class Examiner(Protocol):
     """What compares windows that are cut with whole ones: see ``verification.examiner``."""
 
-    def begin_attempt(self, number: int, announce: Callable[[Notice], None]) -> None:
-        """Look at the forwards of an attempt."""
+    def begin_attempt(
+        self, number: int, announce: Callable[[Notice], None], way: object, spare_bytes: int | None
+    ) -> None:
+        """Look at the forwards of an attempt that is run in this way, and leaves so much memory where that is known."""
 
     def let_go(self) -> bool:
         """Make room on a device that is short of memory; return whether there was anything to let go of."""

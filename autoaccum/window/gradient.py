@@ -19,6 +19,7 @@ from autoaccum.loss.terms import Reduction
 from autoaccum.loss.weighting import make_own
 from autoaccum.memory.oom import insist
 from autoaccum.planning.noise import Noise, Part
+from autoaccum.window.kept import InDoubt
 from autoaccum.window.outputs import read
 
 
@@ -53,8 +54,8 @@ class Gradient:
     """How the loss of each micro-batch was reduced."""
     suspects: tuple[int, ...] = ()
     """Indices of the micro-batches whose count may be one that was kept from 0."""
-    doubts: tuple[tuple[int, str], ...] = ()
-    """Where it is in doubt whether one of several terms counts anything: (index of the micro-batch, the term)."""
+    doubts: tuple[InDoubt, ...] = ()
+    """Where one of several terms may count less than its graph shows."""
     differs: bool = False
     """Whether some of its micro-batches lack terms of the loss, and it cannot be told which."""
     is_unforeseen: bool = False
@@ -75,7 +76,7 @@ class Gradient:
             counts=self.counts[:count],
             reductions=self.reductions[:count],
             suspects=tuple(index for index in self.suspects if index < count),
-            doubts=tuple(doubt for doubt in self.doubts if doubt[0] < count),
+            doubts=tuple(doubt for doubt in self.doubts if doubt.index < count),
             dropped=tuple(start for start in self.dropped if start < num_samples),
         )
 
@@ -113,7 +114,7 @@ class Signs:
 
     __slots__ = (
         "_graphs", "_late", "_modes", "_ties", "compares_ones", "compares_samples", "has_suspects",
-        "have_changed", "least", "next_look", "settled", "short_below", "watches_least",
+        "have_changed", "least", "next_look", "short_below", "watches_least",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -131,8 +132,6 @@ class Signs:
         """The lowest so far, and the lowest of a sample."""
         self.has_suspects = False
         """Whether this window has micro-batches of which that is to be measured."""
-        self.settled: set[str] = set()
-        """Those of several terms whose count was measured to be one where they are 0."""
         self._ties = 0  # windows with micro-batches that counted as few and added nothing, or may have
         self.next_look = 1
         """The number of the next window whose forwards are looked at; for whoever looks to set."""
@@ -186,24 +185,18 @@ class Signs:
         """Return what was seen, for a checkpoint."""
         # What came later is there only once it says something, so that older checkpoints and new ones are alike.
         lowest = {"least": self.least, "ties": self._ties} if self.least[0] < math.inf else {}
-        settled = {"settled": sorted(self.settled)} if self.settled else {}
-        return (
-            lowest
-            | settled
-            | {
-                "graphs": dict(self._graphs),
-                "compares_samples": self.compares_samples,
-                "compares_ones": self.compares_ones,
-                "modes": self._modes,
-            }
-        )
+        return lowest | {
+            "graphs": dict(self._graphs),
+            "compares_samples": self.compares_samples,
+            "compares_ones": self.compares_ones,
+            "modes": self._modes,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put back what ``state_dict`` returned."""
         self._graphs, self.compares_samples = dict(state["graphs"]), state["compares_samples"]
         self.compares_ones, self._modes = state["compares_ones"], state["modes"]
         self.least, self._ties = state.get("least", self.least), state.get("ties", 0)
-        self.settled = set(state.get("settled", ()))
 
     def of_modes(self, modes: list[bool]) -> None:
         """Take whether each module is in training mode."""
@@ -257,11 +250,10 @@ class Signs:
         self.has_suspects = bool(found)
         return tuple(found)
 
-    def in_doubt(self, found: Sequence[tuple[int, str]]) -> tuple[tuple[int, str], ...]:
-        """Return where terms may count nothing, of those of which that is not known."""
-        doubts = [(index, name) for index, name in found if name not in self.settled]
-        self.has_suspects = self.watches_least and bool(doubts)
-        return tuple(doubts) if self.has_suspects else ()
+    def in_doubt(self, found: Sequence[InDoubt]) -> tuple[InDoubt, ...]:
+        """Take where terms may count less than graphs show; return where that is to be measured."""
+        self.has_suspects = self.watches_least and bool(found)
+        return tuple(found) if self.has_suspects else ()
 
 
 def _are_terms_apart(counts: Sequence[float], reductions: Sequence[Reduction]) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +14,9 @@ import torch
 from autoaccum.memory import clock
 from autoaccum.memory.base import Memory
 from autoaccum.planning.attempts import NOT_MEASURED, Piece, Reading
+
+_SAME = 1.001
+"""Bytes in use beside those of before, up to which nothing was left that a replay would miss: a number or two."""
 
 
 class Heard(NamedTuple):
@@ -114,6 +119,7 @@ class Meter:
         self._is_tight = not is_enforced
         # In use after memory was last given back: what is used beyond that between micro-batches, the allocator holds.
         self._released_bytes = 0 if is_enforced else memory.used()
+        self._least_bytes = 0.0  # the least that tensors held after a rollback, since cycles were last looked for
 
     @property
     def peak_bytes(self) -> int:
@@ -163,6 +169,17 @@ class Meter:
     def peak(self) -> int:
         """Return the most in use at once since the peak was last reset, in bytes."""
         return self._memory.peak()
+
+    def collect(self) -> None:
+        """Free what an attempt that was rolled back has left in reference cycles, which may hold tensors."""
+        # To look for them takes as long as a window of a small model: only where more is there than after the last
+        # look, or ever since. A process's resident bytes do not tell: its heap keeps what tensors have given back.
+        used_bytes = self._memory.usage().allocated_bytes if self._memory.enforced else math.inf
+        if used_bytes > _SAME * self._least_bytes:
+            gc.collect()
+            used_bytes = self._memory.usage().allocated_bytes
+            self._least_bytes = used_bytes
+        self._least_bytes = min(self._least_bytes, used_bytes)
 
     def release(self) -> None:
         """Give back what only the allocator still holds."""

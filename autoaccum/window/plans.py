@@ -5,15 +5,17 @@ All plans, and all changes of plan, are told by this: whoever has found one out 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
+
+import torch
 
 from autoaccum.data.base import Window
 from autoaccum.events import Event, MemorySaving, Notice, Planned, Replanned
 from autoaccum.memory import clock
 from autoaccum.memory.base import Memory
 from autoaccum.memory.limit import Limit
-from autoaccum.planning.contest import Above, Contest, is_worth_it
+from autoaccum.planning.contest import Best, Contest, Room, is_worth_it, is_worth_rising
 from autoaccum.planning.costs import prediction_error
 from autoaccum.planning.cuts import Lengths
 from autoaccum.planning.tuner import Tuner
@@ -33,6 +35,10 @@ class Saves(Protocol):
     def is_measured(self) -> bool:
         """Return whether windows are run as they will be from now on, and nothing of them is compared any more."""
 
+    @property
+    def may_rise(self) -> bool:
+        """Return whether the rung above has not failed, but was left out for one that may be faster."""
+
     def look(self, limit_bytes: int, step: int) -> MemorySaving | None:
         """Look at the memory before a window; return what has changed by that."""
 
@@ -40,7 +46,7 @@ class Saves(Protocol):
         """Save more memory, for that may be faster."""
 
     def give_back(self, rungs: int, step: int, reason: str) -> MemorySaving:
-        """Save as much as so many rungs above."""
+        """Save as much as so many rungs above, which were tried or left out."""
 
 
 class Plans:
@@ -85,8 +91,8 @@ class Plans:
         """What was announced for full windows, so that the same is not announced twice; empty before the first."""
         self.growing_from: tuple[int, ...] | None = None
         """The plan when growth began; None while nothing grows."""
-        # What was known of sizes on the rung above, while another is tried: there it is true again.
-        self._known_above: dict[str, Any] | None = None
+        # What was known of sizes on the best rung so far, while another is tried: there it is true again.
+        self._known_best: dict[str, Any] | None = None
 
     def look(self, window: Window) -> None:
         """Look at the memory before a window, for one that is short of it costs more than a look."""
@@ -150,13 +156,17 @@ class Plans:
         if sizes == self.announced:
             return
         self.announced = sizes
+        predicted = tuner.predicted_bytes(max(tuner.weights(sizes, lengths)))
+        # Trials begin from released memory, and windows from what the process holds by now, its heap's rests included.
+        if predicted is not None and not self._limit.is_enforced:
+            predicted = max(predicted, self._memory.used())
         # With what it is expected to take, so that the record shows how good the memory model was.
         self._emit(
             Planned(
                 step=self._number(),
                 sizes=sizes,
                 reason=tuner.reason(),
-                predicted_bytes=tuner.predicted_bytes(max(tuner.weights(sizes, lengths))),
+                predicted_bytes=predicted,
                 prediction_error=prediction_error(tuner.history),
                 limit_bytes=self._limit.bytes,
                 memory_saving=self._saving.name,
@@ -178,8 +188,14 @@ class Plans:
         # Trials of another rung say nothing of this one: the same sizes have other peaks, and other seconds.
         self._emit(told)
         self._tuner.start_over(saves=not self._saving.is_off)
-        self.growing_from, self.announced, self._known_above = None, (), None
+        self.growing_from, self.announced, self._known_best = None, (), None
         self._saving.contest.begin(None)
+
+    def room(self, num_samples: int, trained: Sequence[torch.Tensor]) -> Room:
+        """Return what there is for the samples of a window that was rolled back, beside the gradients to come."""
+        held = self._memory.used() + sum(p.nbytes for p in trained if p.requires_grad)
+        most = min(self._tuner.ceiling, num_samples) // self._tuner.smallest
+        return Room(max(0, self._tuner.limits.target_bytes - held), most)
 
     # Rungs by time: see ``planning.contest``.
 
@@ -202,37 +218,74 @@ class Plans:
             batch: () -> the smallest micro-batch.
         """
         tuner, contest, step = self._tuner, self._saving.contest, self._number() + 1
+        # Where memory, or the time that windows take, is never the same twice, nobody knows when it would be told.
+        if contest.best is not None and contest.is_overdue():
+            self._go_back(contest.best, f"not settled after {contest.windows} windows", batch)
+            return
+        if not self.times_rung:
+            return
         sizes = tuner.plan(*tuner.full_window)
-        most, above, seconds = max(sizes), contest.above, contest.seconds
+        most, best, seconds = max(sizes), contest.best, contest.seconds
         # Times are of weights, as samples that differ in length have them.
-        may_gain = is_worth_it(tuner.weights(sizes, tuner.full_window[1]), tuner.time_model)
-        if above is None and not may_gain:
+        weights = tuner.weights(sizes, tuner.full_window[1])
+        may_gain = is_worth_it(weights, tuner.time_model)
+        may_rise = best is None and self._saving.may_rise and most != contest.beaten_with
+        may_rise = may_rise and is_worth_rising(weights, tuner.rough_times)
+        if best is None and not (may_gain or may_rise):
             contest.close()
         # Each rung is timed in the plan that it has settled on, with as many samples at a time as there is room for.
         has_lost = contest.has_lost(most)
         if not contest.is_open or (seconds is None and not has_lost):
             return
+        is_below, is_above = best is not None and best.rungs > 0, best is not None and best.rungs < 0
         # The next one may do although this one does not: every second block may leave too much for two at once.
-        if above is None or not has_lost:
-            above, self._known_above = Above(seconds or 0.0, most, 0), tuner.state_dict()
-        known, told = self._known_above, None
-        if has_lost or may_gain:
-            why = (
-                f"{1000 * above.seconds:.3g} ms a sample in micro-batches of {above.most} may be more than it takes so"
-            )
+        if best is None or not has_lost:
+            best, self._known_best = Best(seconds or 0.0, most, 0), tuner.state_dict()
+        known, told, rungs = self._known_best, None, -1 if may_rise else best.rungs + 1
+        why = f"{1000 * best.seconds:.3g} ms a sample in micro-batches of {best.most} may be more than it takes so"
+        if may_rise:
+            told = self._saving.give_back(1, step, why)
+        elif not is_above and (has_lost or may_gain):
             told = self._saving.try_lower(batch, step, self._limit.bytes, why)
         if told is not None:
             self.saves(told)
-            contest.begin(above._replace(rungs=above.rungs + 1))
-            self._known_above = known
+            contest.begin(best._replace(rungs=rungs))
+            self._known_best = known
         elif has_lost:
-            took = "as few samples at a time" if seconds is None else f"{1000 * seconds:.3g} ms a sample"
-            why = f"{took}, where {1000 * above.seconds:.3g} ms a sample were enough without"
-            self.saves(self._saving.give_back(above.rungs, step, why))
-            contest.close()
-            if known is not None:
-                # Nothing has to be searched for or timed once more.
-                tuner.load_state_dict(known, is_same_device=True)
-                self.announce(*tuner.full_window)
+            self._go_back(best, _took(seconds), batch)
         else:
-            contest.close()
+            contest.close(most if is_below else 0)
+
+    def comes_back(self, window: Window, batch: Callable[[], Any]) -> bool:
+        """Come back from a rung that is tried, if it has just shown that it cannot win; return whether it has.
+
+        Args:
+            window: the samples, of which a micro-batch has run out of memory.
+            batch: () -> the smallest micro-batch.
+        """
+        contest = self._saving.contest
+        # Of samples of different lengths nobody knows how many the largest micro-batch may have.
+        if contest.best is None or window.lengths is not None or not contest.has_lost(self._tuner.largest):
+            return False
+        self._go_back(contest.best, _took(contest.seconds), batch)
+        return True
+
+    def _go_back(self, best: Best, took: str, batch: Callable[[], Any]) -> None:
+        """Come back to the best rung from one of which it is said what it took."""
+        tuner, saving, step, known = self._tuner, self._saving, self._number() + 1, self._known_best
+        is_above = best.rungs < 0
+        why = f"{took}, where {1000 * best.seconds:.3g} ms a sample were enough {'with' if is_above else 'without'}"
+        if not is_above:
+            self.saves(saving.give_back(best.rungs, step, why))
+        elif (told := saving.try_lower(batch, step, self._limit.bytes, why)) is not None:
+            self.saves(told)
+        saving.contest.close(best.most if is_above else 0)
+        if known is not None:
+            # Nothing has to be searched for or timed once more.
+            tuner.load_state_dict(known, is_same_device=True)
+            self.announce(*tuner.full_window)
+
+
+def _took(seconds: float | None) -> str:
+    """Return in words what a rung took for a sample; None: it was not timed, for it cannot win."""
+    return "as few samples at a time" if seconds is None else f"{1000 * seconds:.3g} ms a sample"

@@ -56,7 +56,7 @@ _SIGNS = entries(
     optionally={
         "least": parts(number(0, finite=False), number(0, finite=False)),
         "ties": whole(),
-        "settled": every(a(str)),
+        "settled": every(a(str)),  # of versions before such counts were measured in each window
     },
 )
 _OCCASIONS = entries(
@@ -96,7 +96,9 @@ _TERMS = entries(
                 "counted": by_name(every(number())),
             }
         ),
-    }
+    },
+    # Which came later.
+    optionally={"least": by_name(parts(number(0, finite=False), a(bool), a(bool)))},
 )
 _RUNNER = entries(
     {"_checked": a(bool), "_has_sums": optional(a(bool)), "_examining": a(bool), "_deferred": a(bool)},
@@ -123,11 +125,15 @@ _SAVING = entries(
         "wanted": every(whole()),
     },
     # Which came later: ways that were asked for; of each rung the bytes on the host, of saved tensors and of a state;
-    # whether the next rung is to be tried, and what the one above took.
+    # whether another rung is to be tried, and what the best so far took; whether each rung above has failed.
     optionally={
         "asked": every(one_of("checkpoint", "offload")),
         "elsewhere": every(parts(whole(), whole())),
-        "contest": entries({"is_open": a(bool), "above": optional(parts(number(0), whole(1), whole(1)))}),
+        "contest": entries(
+            {"is_open": a(bool), "above": optional(parts(number(0), whole(1), whole(-1)))},
+            optionally={"beaten": whole(), "windows": whole()},
+        ),
+        "failed": every(a(bool)),
     },
 )
 

@@ -21,7 +21,7 @@ from autoaccum.errors import AutoaccumError
 from autoaccum.events import MemorySaving, Notice, Recomputed
 from autoaccum.loss.stated import LossOf, total
 from autoaccum.memory.oom import insist
-from autoaccum.planning.contest import Contest
+from autoaccum.planning.contest import Contest, Room
 from autoaccum.planning.ladder import Ladder, SavingMode, kinds_asked_for
 from autoaccum.window import notices
 from autoaccum.window.blocks import HIGHEST, Rung, SavedAlready, candidates, named_blocks, rungs_of
@@ -98,6 +98,11 @@ class Saving:
         return self._done > self._ladder.rung
 
     @property
+    def may_rise(self) -> bool:
+        """Return whether the rung above has not failed, but was left, or left out, for one that may be faster."""
+        return self._ladder.was_left
+
+    @property
     def saved(self) -> SavedAlready:
         """Return what is saved already, and how to have more saved than that."""
         rung = self._rung
@@ -133,14 +138,17 @@ class Saving:
             self._ladder.fall(0, 0)
         return self._moved(step, HIGHEST.name, f"memory_saving={notices.as_written(wanted)} was passed")
 
-    def lower(self, batch: Callable[[], Any], step: int, limit_bytes: int, needed_bytes: int) -> MemorySaving | None:
-        """Go down a rung, memory being as it was before the window; return None where there is none.
+    def lower(
+        self, batch: Callable[[], Any], step: int, limit_bytes: int, needed_bytes: int, room: Room | None
+    ) -> MemorySaving | None:
+        """Go down a rung or two, memory being as it was before the window; return None where there is none.
 
         Args:
             batch: () -> the smallest micro-batch, which did not fit.
             step: the number of the window.
             limit_bytes: what may be used.
             needed_bytes: what it needs at least.
+            room: for samples; None where the next rung is gone to, whichever may be faster.
         """
         if not self._kinds:
             return None
@@ -151,6 +159,9 @@ class Saving:
             return None
         before = self.name
         self._ladder.fall(limit_bytes, needed_bytes)
+        below = self._computing_more()
+        if room is not None and below is not None and room.holds_twice(self._rung.held_bytes, below.held_bytes):
+            self._ladder.leave(limit_bytes)
         return self._moved(step, before, "out of memory at the smallest micro-batch")
 
     def try_lower(self, batch: Callable[[], Any], step: int, limit_bytes: int, reason: str) -> MemorySaving | None:
@@ -164,17 +175,19 @@ class Saving:
         """
         if self._ladder.rung == len(self._rungs) and not self._are_all_found:
             self._find(batch)
-        below = self._rungs[self._ladder.rung : self._ladder.rung + 1]
-        # What goes to the host is waited for: that is for runs that cannot do without.
-        if not below or "offload" in below[0].kinds:
+        if self._computing_more() is None:
             return None
         before = self.name
-        # Which of them is the faster depends on how many samples fit: asked again where there is twice the memory.
-        self._ladder.fall(limit_bytes, 2 * limit_bytes)
+        self._ladder.leave(limit_bytes)
         return self._moved(step, before, reason)
 
+    def _computing_more(self) -> Rung | None:
+        """Return the rung below, where it does not have to wait: what goes to the host is for runs that need it."""
+        below = self._rungs[self._ladder.rung : self._ladder.rung + 1]
+        return below[0] if below and "offload" not in below[0].kinds else None
+
     def give_back(self, rungs: int, step: int, reason: str) -> MemorySaving:
-        """Go up again by so many rungs that were tried."""
+        """Go up again by so many rungs, which were tried or left out."""
         before = self.name
         # What was refused there is refused still; the rungs themselves may be needed one day, and are known by then.
         for _ in range(min(rungs, self._ladder.rung)):
@@ -324,7 +337,7 @@ class Saving:
             self._refused.update(kinds)
             notice, why = notices.not_repeatable(kinds, reason), f"{', '.join(kinds)} cannot be computed again"
         self._rungs, self._left, self._done, self._are_all_found = [], {}, 0, False
-        self._ladder.leave()
+        self._ladder.give_up()
         return notice, self._moved(step, before, why)
 
     def _reasons(self) -> str:
@@ -374,7 +387,7 @@ class Saving:
         is_known = all(block in named for rung in rungs for block in rung.blocks)
         is_known = is_known and all(rung.kinds <= self._kinds for rung in rungs)
         is_lowest = len(found["wanted"]) == len(rungs) > 0
-        is_known = is_known and len(found["wanted"]) <= len(rungs)
+        is_known = is_known and len(found.get("failed", found["wanted"])) == len(found["wanted"]) <= len(rungs)
         # Before there was more than one way to ask for, what was asked for is what the lowest rung does.
         if self._asked and is_known:
             asked = found.get("asked", rungs[-1].kinds if rungs else ())

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, Protocol
 
 from autoaccum.data.base import Window
@@ -12,10 +14,13 @@ from autoaccum.loss.conclusions import totals_of
 from autoaccum.loss.hypotheses import OVER_ITEMS, STATED, Hypothesis, TermKind, kinds_in
 from autoaccum.loss.stated import CountItems, Reducing
 from autoaccum.loss.terms import Count, Reduction
+from autoaccum.window.kept import InDoubt, Least
 from autoaccum.window.totals import Totals, counted_beforehand
 
 CountEach = Callable[[Any], Mapping[str, Count]]
 """(micro-batch) -> how many items each of several losses is a mean over"""
+KeptCount = tuple[int, int, str]
+"""A count that may be kept from 0: where its micro-batch begins in the window, its samples, the term."""
 _MOST_REPEATS = 3
 """Times that a window is run again for its terms: for a count of 0 found late, for their kinds, for their totals."""
 
@@ -39,6 +44,12 @@ class WindowTerms(Protocol):
 
     def counts(self, kinds: Mapping[str, TermKind]) -> dict[str, list[float]]:
         """Return what each mean over items counts in each micro-batch."""
+
+    def doubtful(self, before: Mapping[str, Least]) -> tuple[list[InDoubt], dict[str, Least]]:
+        """Return where terms may count less than graphs show, and the lowest counts."""
+
+    def settle(self, doubts: Sequence[InDoubt], true: Mapping[tuple[int, str], float]) -> list[InDoubt]:
+        """Put in what micro-batches truly count where that is known; return where it is not."""
 
 
 class Several:
@@ -74,6 +85,12 @@ class Several:
         self.keeps_shown = False
         """Whether totals that a window has shown hold for all of its runs, those after one without memory too."""
         self._totals = Totals()
+        self._least: Mapping[str, Least] = {}  # the lowest count of each term, in windows that went well
+        self._least_now: Mapping[str, Least] = {}  # the same with those of this window
+        self.unlearnt: Callable[[], None] | None = None
+        """Learns what the terms of this window have counted, once that is known."""
+        self.told: Mapping[KeptCount, float] = {}
+        """What micro-batches of this window were measured to count, whose counts may be kept from 0."""
         self._repeats = 0  # of this window, for its terms were weighed wrongly
         self._foretold: dict[str, float] = {}  # totals of this window
         self._has_failed = False  # whether something went wrong when they were to be foretold
@@ -159,15 +176,61 @@ class Several:
         self._repeats += is_wrong
         return is_wrong
 
+    def settle(self, terms: WindowTerms, window: Window | None, sizes: Sequence[int]) -> list[InDoubt]:
+        """Find out what terms truly count whose counts may be kept from 0; return where that is still to be measured.
+
+        Args:
+            terms: those of the window, all of whose micro-batches have been added.
+            window: the samples; None where they cannot be read here.
+            sizes: of the micro-batches.
+        """
+        doubts, self._least_now = terms.doubtful(self._least)
+        if not doubts:
+            return []
+        pieces = list(zip(itertools.accumulate(sizes, initial=0), sizes, strict=False))
+        counts, true = terms.counts(terms.kinds()), dict[tuple[int, str], float]()
+        for doubt in doubts:
+            if (piece := (*pieces[doubt.index], doubt.name)) in self.told:
+                true[doubt.index, doubt.name] = self.told[piece]
+                counts.setdefault(doubt.name, [0.0] * len(sizes))[doubt.index] = self.told[piece]
+        rest = [(doubt.index, doubt.name) for doubt in doubts if (doubt.index, doubt.name) not in true]
+        if rest and window is not None and not self.counts_by_name:
+            with suppress(Exception):  # what fails here is measured
+                true |= self._totals.counts_in_doubt(window, sizes, counts, rest)
+        return terms.settle(doubts, true)
+
+    def see(self, least: Mapping[str, Least]) -> None:
+        """Take the lowest count of each term for what was seen so far."""
+        self._least = least
+
     def are_unsettled(self) -> bool:
         """Return whether the window was run as often as it may be: its counts are others each time."""
         return self._repeats == _MOST_REPEATS
 
-    def learn(self, terms: WindowTerms, window: Window | None, sizes: Sequence[int]) -> None:
-        """Find out what counts as the terms of a window do, unless that was foretold, or it cannot be read here."""
+    def learn(self, terms: WindowTerms, window: Window | None, sizes: Sequence[int], *, waits: bool = False) -> None:
+        """Find out what counts as the terms of a window do, unless that was foretold, or it cannot be read here.
+
+        Args:
+            terms: those of the window, all of whose micro-batches have been added.
+            window: the samples; None where they cannot be read here.
+            sizes: of the micro-batches.
+            waits: whether it is to be measured what some of them count: till ``confirm`` nothing is learnt.
+        """
+        self._least = self._least_now or self._least
         if not self.learns or len(sizes) < 2 or terms.are_known(self._foretold):
             return
         counts = terms.counts(terms.kinds())
+        self.unlearnt = partial(self._learn, window, sizes, counts) if waits else None
+        if not waits:
+            self._learn(window, sizes, counts)
+
+    def confirm(self) -> None:
+        """Learn what was put off, for nothing speaks against what terms were taken to count; it may be done twice."""
+        if self.unlearnt is not None:
+            self.unlearnt()
+        self.unlearnt = None
+
+    def _learn(self, window: Window | None, sizes: Sequence[int], counts: Mapping[str, Sequence[float]]) -> None:
         # What the user counts was wrong because it could not be counted beforehand: there is nothing to look for.
         if not self.counts_by_name and window is not None:
             # Beside what is known, which ``restore`` may go back to.
@@ -201,7 +264,10 @@ class Several:
         if not (self.watches or self.proposed or self.counts_by_name):
             return {}
         kinds = None if self.proposed is None else dict(self.proposed)
-        return {"terms": {"kinds": kinds, "watches": self.watches, "totals": self._totals.state_dict()}}
+        found = {"kinds": kinds, "watches": self.watches, "totals": self._totals.state_dict()}
+        # Which came later.
+        least = {"least": {name: tuple(least) for name, least in self._least.items()}} if self._least else {}
+        return {"terms": found | least}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Put back what ``state_dict`` returned."""
@@ -209,3 +275,4 @@ class Several:
         if "terms" in state:
             self.proposed, self.watches, self.is_on = state["terms"]["kinds"], state["terms"]["watches"], True
             self._totals.load_state_dict(state["terms"]["totals"])
+            self._least = {name: Least(*least) for name, least in state["terms"].get("least", {}).items()}

@@ -114,6 +114,10 @@ class State:
             copies.append(value)
         return copies
 
+    def num_bytes(self) -> int:
+        """Return the bytes of what is kept of values."""
+        return sum(value.nbytes for value in self._values)
+
     def moved(self) -> list[torch.Tensor]:
         """Return the tensors that have other values by now."""
         return [tensor for tensor, value in zip(self._moving, self._values, strict=True) if not same(tensor, value)]

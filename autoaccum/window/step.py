@@ -18,7 +18,7 @@ from autoaccum.events import Event, Notice, OutOfMemory, StepSkipped
 from autoaccum.memory import clock
 from autoaccum.memory.base import Memory
 from autoaccum.memory.limit import Limit
-from autoaccum.memory.oom import RanOut, attempt, without_frames
+from autoaccum.memory.oom import RanOut, attempt, drop_what_is_due, insist, without_frames
 from autoaccum.memory.waiting import Patience, Shortage
 from autoaccum.planning.attempts import Attempt, Piece
 from autoaccum.planning.cuts import Lengths
@@ -215,7 +215,7 @@ class Step:
             self.plans.saves(self.saving.begin(self._smallest_batch(window), self.number + 1))
         # Asked here, for it is over before long, and then it is to cost the windows of a run nothing.
         is_weighed = self.saving.contest.is_open and self._may_change_rung and plan is None and window.num_samples > 0
-        if is_weighed and self.plans.times_rung:
+        if is_weighed:
             self.plans.weigh(window, self._smallest_batch(window))
         # Of a window with fewer samples than ranks some have none.
         is_empty = not window.num_samples
@@ -233,13 +233,13 @@ class Step:
             self._began, self._waited = clock.now(), group.waited_seconds
         while not isinstance(outcome := self._saving_memory(pieces, window), Gradient):
             self.transaction.roll_back()
+            self.meter.collect()
             if isinstance(outcome, Elsewhere):
                 pieces = pieces.again()
             elif isinstance(outcome, Failure):
                 self.meter.release()
-                step = self.number + 1
+                rung, step = self.saving.name, self.number + 1
                 patience = patience or Patience(self.limit, self._patience, self._emit, step=step, phase="training")
-                rung = self.saving.name
                 pieces = self._after(outcome, pieces, patience, window)
                 patience = patience if self.saving.name == rung else None  # what fails there may pass, too
             elif isinstance(outcome, NotSaved):
@@ -282,7 +282,9 @@ class Step:
         except Exception as error:
             if not self.saving.refuses(error):
                 raise
-            return NotSaved(without_frames(error))
+            refused = NotSaved(without_frames(error))
+            drop_what_is_due()
+            return refused
         return self._failure(back) if isinstance(back, RanOut) else outcome
 
     def _failure(self, ran_out: RanOut) -> Failure:
@@ -295,7 +297,10 @@ class Step:
         group = self.transaction.group
         is_looked_at = self._sharded is None and number >= signs.next_look
         if is_looked_at and (group is None or group.is_first):  # who looks for all of them
-            self._examiner.begin_attempt(number, self.announcer.say_once)
+            way = self.saving.name, self.tuner.largest
+            # Of a plan that has settled it is known what it leaves; while sizes are found out it is tried.
+            spare_bytes = None if self.tuner.search.is_on else self.tuner.limits.target_bytes - self.meter.peak_bytes
+            self._examiner.begin_attempt(number, self.announcer.say_once, way, spare_bytes)
         sharded = self._sharded
         outcome: Gradient | Repeat | RanOut | Failure
         try:
@@ -412,7 +417,10 @@ class Step:
             self.tuner.set_smallest(found.smallest)
             if min(gradient.sizes) < found.smallest <= num_of_all_ranks(window):
                 return Repeat(sizes=())
-        return Repeat(sizes=gradient.own) if found.again else gradient
+        if found.again:
+            return Repeat(sizes=gradient.own)
+        insist(self.transaction.several.confirm, "what terms count was learnt")
+        return gradient
 
     def _examined_by_the_first(self, group: Group, window: Window, gradient: Gradient, room: int) -> Examination:
         """Have the first rank examine a window for all, which go by what it has found."""
@@ -425,11 +433,13 @@ class Step:
         found, state = group.from_first(examined)
         if not group.is_first:
             self._examiner.load_state_dict(state)
+            self.transaction.several.told = found.told
             self.transaction.signs.have_changed = self.transaction.signs.has_suspects = False
         return found  # type: ignore[no-any-return]
 
     def _roll_back(self) -> None:
         self.transaction.roll_back()
+        self.meter.collect()
         self.meter.release()
         self.saving.end_window()
 
@@ -462,10 +472,13 @@ class Step:
                 refused = without_frames(error)
                 refused.__cause__ = shortage.error
             else:
+                if self._may_change_rung and self.plans.comes_back(window, self._smallest_batch(window)):
+                    return self.tuner.window(window.num_samples, window.lengths).following(pieces)
                 self.plans.replanned(smaller.replaced, smaller.sizes, "out of memory")
                 return smaller
         batch, number = self._smallest_batch(window), self.number + 1
-        told = self.saving.lower(batch, number, self.limit.bytes, shortage.needed_bytes)
+        room = self.plans.room(window.num_samples, self.transaction.trained()) if self._may_change_rung else None
+        told = self.saving.lower(batch, number, self.limit.bytes, shortage.needed_bytes, room)
         if told is None:
             raise refused
         self.plans.saves(told)

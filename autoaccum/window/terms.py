@@ -28,6 +28,7 @@ from autoaccum.loss.stated import Computed
 from autoaccum.loss.terms import Count, Division, Edge, Reduction, Term
 from autoaccum.loss.values import Values
 from autoaccum.loss.weighting import Tally, guarded, weighed
+from autoaccum.window.kept import InDoubt, Least, doubtful, least_of
 
 _CONSTANT = "\0"
 """How the names of terms of the parameters alone begin: each counts once a window, whatever it is cut into."""
@@ -66,6 +67,17 @@ class _Column:
     places: list[int] = field(default_factory=list)  # of the micro-batches that have it
     items: list[Count] = field(default_factory=list)  # what its graph counts in them
     is_agreed: bool = True  # whether all ranks have taken it for the same
+    is_nothing: bool = False  # whether it adds nothing in any micro-batch, so that its total is no matter
+    missing: dict[int, float] = field(default_factory=dict)  # by how much what was divided by is larger than the count
+
+    def true_counts(self) -> list[float]:
+        """Return what each micro-batch counts that has it."""
+        return [count - self.missing.get(index, 0.0) for index, count in enumerate(self.tally.read())]
+
+    def total(self) -> float:
+        """Return what the window counts of it."""
+        total = self.tally.total(self.kind == "sum")
+        return math.fsum(self.true_counts()) if self.missing else total
 
     def absorb(self, other: _Column, first: int) -> None:
         """Add what another rank has of it, whose micro-batches begin with that number."""
@@ -325,30 +337,51 @@ class Terms:
         for name, rests in self._rests.items():
             self._rests[name] = [(place, numbers.tensor(rest), unseen) for place, rest, unseen in rests]
 
-    def settle(self) -> list[tuple[int, str]]:
-        """Leave out counts that stand for none; return where that is in doubt: the micro-batch, and the term's name.
+    def doubtful(self, before: Mapping[str, Least]) -> tuple[list[InDoubt], dict[str, Least]]:
+        """Return where terms may count less than their graphs show. Waits for the device.
 
-        Where a count was kept from 0, as by ``clamp(min=1)``, the term is 0, and so is its gradient: only the total has
-        to be mended. But a mean over samples may be 0 as well, as by a hinge. It waits for the device.
+        Args:
+            before: the lowest count of each term in the windows before.
+
+        Returns:
+            these; and the lowest counts with those of this window.
         """
-        # Read one by one: there are as many as micro-batches and terms, on a device that has done its work by now.
-        in_doubt: list[tuple[int, str]] = []
+        found: list[InDoubt] = []
+        least = dict(before)
         for name, column in self._columns.items():
             if column.kind not in OVER_ITEMS or len(self._sizes) < 2:
                 continue
-            for index, count in enumerate(column.tally.read()):
-                _, term = column.shown[index]
-                # PyTorch's own means over nothing are no numbers, and what the user counts is taken at its word.
-                # Of a micro-batch that counts nothing it is known.
-                if not count or term is None or term.is_items:
-                    continue
-                value = column.values[index]
-                is_zero = value is not None and not value.tolist()
-                if is_zero and column.kind == "items or none":
-                    column.tally.leave_out(index)
-                elif is_zero or (value is None and term.is_one):
-                    in_doubt.append((column.places[index], name))
-        return in_doubt
+            counts, terms = column.tally.read(), [term for _, term in column.shown]
+            least[name] = least_of(counts, terms, before.get(name, Least()))
+            # Where nothing adds anything it is no matter what counts.
+            column.is_nothing = all(
+                _is_zero(value) for value, count in zip(column.values, counts, strict=True) if count
+            )
+            if column.is_nothing:
+                continue
+            is_known = column.kind == "items or none"
+            for index in doubtful(counts, terms, column.values, least[name], is_known=is_known):
+                # Until it is known it is taken for what it was elsewhere.
+                is_none = is_known and _is_zero(column.values[index])
+                found.append(InDoubt(column.places[index], name, counts[index], 0.0 if is_none else counts[index]))
+        return found, least
+
+    def settle(self, doubts: Sequence[InDoubt], true: Mapping[tuple[int, str], float]) -> list[InDoubt]:
+        """Put in what micro-batches truly count where that is known; return where it is not, of what is in doubt.
+
+        The weight of a micro-batch is what its loss was divided by, whatever that stands for: only the total has to be
+        mended.
+        """
+        for doubt in doubts:
+            column = self._columns[doubt.name]
+            index = column.places.index(doubt.index)
+            found = true.get((doubt.index, doubt.name), doubt.assumed)
+            if not found and _is_zero(column.values[index]):
+                column.tally.leave_out(index)
+            elif found != doubt.count:
+                # Weights that add up to little add something all the same.
+                column.missing[index] = doubt.count - found
+        return [doubt for doubt in doubts if (doubt.index, doubt.name) not in true]
 
     def counts(self, kinds: Mapping[str, TermKind]) -> dict[str, list[float]]:
         """Return what each mean over items counts in each micro-batch; waits for the device."""
@@ -356,9 +389,9 @@ class Terms:
         found = {}
         for name, kind in kinds.items():
             column = self._columns.get(name)
-            if kind in OVER_ITEMS and column is not None:
+            if kind in OVER_ITEMS and column is not None and not column.is_nothing:
                 counts = [0.0] * len(self._sizes)
-                read = column.tally.read() if column.kind in OVER_ITEMS else [float(items) for items in column.items]
+                read = column.true_counts() if column.kind in OVER_ITEMS else [float(items) for items in column.items]
                 for place, count in zip(column.places, read, strict=True):
                     counts[place] = count if math.isfinite(count) else 0.0
                 found[name] = counts
@@ -473,7 +506,7 @@ class Terms:
                 for value, share in zip(column.values, self._shares(column), strict=True)
                 if share and value is not None
             ]
-            if len(found) == len([count for count in column.tally.read() if count]):
+            if not column.missing and len(found) == len([count for count in column.tally.read() if count]):
                 joined = [column.tally.loss([value for value, _ in found], column.kind == "sum")] if found else []
                 parts.extend((of, part) for part in joined)
             else:
@@ -492,7 +525,7 @@ class Terms:
     def _shares(self, column: _Column) -> list[float]:
         """Return how much of the window's term each micro-batch is that has it."""
         counts = column.tally.read()
-        total = column.tally.total(column.kind == "sum") if any(counts) else 1.0
+        total = column.total() if any(counts) else 1.0
         return [count / total for count in counts]
 
     def _rest(self, name: str) -> torch.Tensor:
@@ -514,6 +547,10 @@ class Terms:
         seen = weights * found.isfinite()
         total = (found.nan_to_num(0.0, 0.0, 0.0) * seen).sum() * (weights.sum() / seen.sum().clamp(min=1e-30))
         return total.to(wide)
+
+
+def _is_zero(value: torch.Tensor | None) -> bool:
+    return value is not None and not value.tolist()  # which reads it without an operation
 
 
 def named_loss(name: str) -> str:

@@ -19,6 +19,7 @@ from autoaccum.data.base import Window
 from autoaccum.data.randomness import preserved_randomness
 from autoaccum.loss.reading import read_all
 from autoaccum.loss.terms import Count
+from autoaccum.window.kept import may_stand_for
 
 Measure = tuple[Any, ...]
 """What is counted: ("samples",), or (operation, path of the leaf, whether without its first column, a value)."""
@@ -99,6 +100,35 @@ class Totals:
             # Of weights that need more windows to be told nothing is known yet; that is no failure.
             if (before and not found) or not (self._known[name] or is_open):
                 self._failures[name] = self._failures.get(name, 0) + 1
+
+    def counts_in_doubt(
+        self, window: Window, sizes: Sequence[int], counts: Counts, doubts: Sequence[tuple[int, str]]
+    ) -> dict[tuple[int, str], float]:
+        """Return what micro-batches count of terms whose counts may be kept from 0, where the batch tells.
+
+        Args:
+            window: the samples.
+            sizes: of its micro-batches.
+            counts: what each term counts in them, as far as its graphs show.
+            doubts: of which micro-batches, and terms, that is in doubt.
+        """
+        names = [name for name in dict.fromkeys(name for _, name in doubts) if self._known.get(name)]
+        if not (names := [name for name in names if not self.has_given_up(name)]):
+            return {}
+        starts = [sum(sizes[:index]) for index in range(len(sizes))]
+        measures = {measure: None for name in names for measure, _ in self._known[name] if measure != _SAMPLES}
+        read = zip(starts, sizes, strict=True) if measures else ()
+        leaves = [_leaves(_read(window, range(at, at + size))) for at, size in read]
+        measured = {_SAMPLES: [float(size) for size in sizes]} | _count(list(measures), leaves)
+        found: dict[tuple[int, str], float] = {}
+        for name in names:
+            places = [place for place, other in doubts if other == name]
+            # All that has counted as the term does, and counts so where nothing is in doubt here, has to agree.
+            rows = [[factor * number for number in measured[measure]] for measure, factor in self._known[name]]
+            told = {tuple(row[at] for at in places) for row in rows if _explains(row, counts[name], places)}
+            if len(told) == 1:
+                found |= {(at, name): count for at, count in zip(places, told.pop(), strict=True)}
+        return found
 
     def _remember(
         self,
@@ -324,6 +354,17 @@ OPERATIONS: dict[str, Callable[[torch.Tensor, float], Count]] = {
     "numbers": lambda tensor, value: float(tensor.numel()),
 }
 """What can be counted in a leaf, each with a value; not read yet, where that would wait for a device."""
+
+
+def _explains(row: Sequence[float], counts: Sequence[float], in_doubt: Sequence[int]) -> bool:
+    """Return whether a term counts so in micro-batches, and some of it somewhere, where counts in doubt may be kept."""
+    pairs = list(zip(row, counts, strict=True))
+    certain = [pair for at, pair in enumerate(pairs) if at not in in_doubt and any(pair)]
+    return (
+        bool(certain)
+        and all(math.isclose(*pair, rel_tol=_SAME) for pair in certain)
+        and all(may_stand_for(*pairs[at]) for at in in_doubt)
+    )
 
 
 def _matching(counts: Sequence[float], measured: Mapping[Measure, Sequence[float]]) -> list[tuple[Measure, float]]:

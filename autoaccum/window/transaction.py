@@ -13,7 +13,6 @@ How large the pieces are, and what becomes of a failure, is for others to decide
 
 from __future__ import annotations
 
-import gc
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -147,6 +146,7 @@ class Transaction:
         self.signs.of_modes(self.snapshot.modes())
         self._begun = self._found = self._state() if self._job.state == "window" else None
         self.is_open, self._is_foretold, self.several.opens = True, False, False
+        self.several.told, self.several.unlearnt = {}, None
         self._begin_anew(window.num_samples)
 
     def _state(self) -> State:
@@ -180,11 +180,10 @@ class Transaction:
         if self.outputs.are_there or self.outputs.have_missed:
             self.outputs.begin()
         self._tally = Tally(num_samples, deferred=self._is_deferred, total=self._foresight.begin(num_samples))
-        self._sizes: list[int] = []
+        self._sizes, self._reductions = list[int](), list[Reduction]()
         self._losses: list[torch.Tensor | None] = []  # of each micro-batch; None where nothing counts
-        self._reductions: list[Reduction] = []
         self.signs.begin()
-        self._dropped: list[int] = []  # where micro-batches begin whose loss was not a number
+        self._dropped: list[int] = []  # where micro-batches begin that had no loss, or none that is a number
         self._divided_by_zero: ZeroDivisionError | None = None  # what the last one raised that has no items
         self._norms: dict[int, torch.Tensor] = {}  # of what each micro-batch adds to the gradient, by its index
 
@@ -319,8 +318,9 @@ class Transaction:
             # Python's own numbers raise where tensors give NaN. The window may well have items, and then it is fine.
             if num_samples == self._num_samples:
                 raise
-            self._divided_by_zero = error
-            self.signs.have_changed = True  # that it is a count is a guess, which is to be measured
+            # That it is a count is a guess, which is to be measured.
+            self._divided_by_zero, self.signs.have_changed = error, True
+            self._dropped.append(sum(self._sizes))
             return None
         self._nodes = count_nodes() - before
         return loss
@@ -409,11 +409,11 @@ class Transaction:
         sizes, reductions, tally = tuple(self._sizes), self._reductions, self._tally
         is_doubtful = self._leave_out_what_counts_nothing()
         counts = tally.read()
+        if not any(counts) and self._divided_by_zero is not None:  # in every micro-batch that has a loss
+            raise self._divided_by_zero
         if not any(counts) and self._dropped:  # all of them are not numbers: that is no count of theirs
             self.drops_nan = self.drops_gradients = False
             return Repeat(sizes=own)
-        if not any(counts) and self._divided_by_zero is not None:  # in every micro-batch that has a loss
-            raise self._divided_by_zero
         if not any(counts):
             return nothing_counts(sizes, own)
         late = [index for index in tally.late_zeros() if self._losses[index] is not None]
@@ -485,8 +485,8 @@ class Transaction:
             self.several.opens = True
             return Repeat(sizes=self.own_sizes)
         is_late = len(sizes) > 1 and terms.has_late_zero() and not self._is_sound(ending)
-        in_doubt, counting = terms.settle(), terms.counting()
-        if not any(counting) and self._divided_by_zero is not None:
+        doubts = self.signs.in_doubt(self.several.settle(terms, whole_of(self._window), sizes))
+        if not any(counting := terms.counting()) and self._divided_by_zero is not None:
             raise self._divided_by_zero
         if not any(counting):
             return nothing_counts(sizes, self.own_sizes)
@@ -499,7 +499,7 @@ class Transaction:
         if self.several.are_unsettled() or (terms.differs and len(sizes) > 1):
             self.signs.have_changed = True
         doubt = DIFFERING if terms.differs else doubt_of_unknown(self._reductions)
-        self.several.learn(terms, whole_of(self._window), sizes)
+        self.several.learn(terms, whole_of(self._window), sizes, waits=bool(doubts))
         (parts, noise), (loss, named) = self._parts(counting, False, 1.0, ending), terms.losses()
         return Gradient(
             sizes=sizes,
@@ -514,7 +514,7 @@ class Transaction:
             dropped=tuple(self._dropped),
             counts=tuple(counting),
             reductions=tuple(self._reductions),
-            doubts=self.signs.in_doubt(in_doubt),
+            doubts=doubts,
             knows_loss=not terms.lacks_values,
             conclusion=Conclusion(False, doubt, terms.kinds()),
             differs=terms.differs,
@@ -548,12 +548,11 @@ class Transaction:
 
     def commit(self) -> None:
         """Give up the window, whose end this is, and all that was kept to run it again."""
-        self.is_open = False
+        self.is_open, self._begun, self._found, self.shared, self.several.unlearnt = False, None, None, None, None
         self._foresight.commit()
         del self._window
         # Even a loss is memory of the device, which the optimizer's step may need.
         self._losses, self._reductions, self._norms = [], [], {}
-        self._begun = self._found = self.shared = None
         if self.outputs.are_there or self.outputs.have_missed:
             self.outputs.begin()
 
@@ -575,7 +574,6 @@ class Transaction:
         if self.shared is not None:
             self.shared.roll_back()
         self._renew_scaler()
-        gc.collect()  # a failed forward may have left reference cycles that hold tensors
 
     def _renew_scaler(self) -> None:
         if self.scaler is not None:

@@ -37,7 +37,7 @@ def test_a_run_is_kept_by_default_and_gone_on_with_as_it_says(
     (place,) = runs()
     _, _, kept, drawn = capsys.readouterr().err.splitlines()
     resume = shlex.join(["autoaccum", "fit", recipe, *PLAIN, "--epochs", "2", "--run-dir", str(place)])
-    assert kept == f"kept in {place}, to go on: {resume}"
+    assert kept == f"kept in {place}, to go on with a larger budget: {resume}"
     assert drawn == f"to look at it: autoaccum report {place}"
     assert main([*shlex.split(resume.replace("--epochs 2", "--epochs 3"))[1:], "--json"]) == 0
     further = json.loads(capsys.readouterr().out)

@@ -361,7 +361,8 @@ class TestComparisons:
     @pytest.mark.parametrize("name", ["softmax_over_samples", "standardised", "all_distances", "ranking", "broadcast"])
     def test_statistics_of_a_batch_are_announced_too(self, name: str) -> None:
         _, _, notices = errors(getattr(self, name), data(), [(5, 4, 2)])
-        assert [notice.cause[:35] for notice in notices] == ["The loss lets the samples of a batch"[:35]]
+        told = "The loss sets each sample beside all" if name == "broadcast" else "The loss lets the samples of a batch"
+        assert [notice.cause[:35] for notice in notices] == [told[:35]]
 
     @pytest.mark.device
     def test_classes_that_are_texts_are_no_comparison(self) -> None:

@@ -329,6 +329,6 @@ class TestBetweenWindows:
         assert not of(same_again, MemorySaving), "it stands there already"
         more, _, _, _ = accumulator("auto")
         more.load_state_dict(state)
-        told = more._step.saving.lower(lambda: [part[:1].to(DEVICE) for part in batch], 2, 0, 0)
+        told = more._step.saving.lower(lambda: [part[:1].to(DEVICE) for part in batch], 2, 0, 0, None)
         assert told.old.startswith("checkpoint")
         assert told.new == f"{told.old}; offload, saved tensors"

@@ -106,6 +106,26 @@ class TestForms:
 
 
 class TestRefuses:
+    @pytest.mark.parametrize("accuracy", [torch.tensor(0.5), 0.5])
+    def test_a_loss_and_an_accuracy_in_a_tuple(self, accuracy: Any) -> None:
+        """What Python makes of ``return loss, accuracy``, where a list would be of losses that are added."""
+        loss = torch.ones((), requires_grad=True) * 2
+        for returned in ((loss, accuracy), (accuracy, loss)):
+            with pytest.raises(
+                NonScalarLossError, match="Beside them goes what is to be seen: return .* return a list."
+            ):
+                loss_function(None, lambda model, batch, returned=returned: returned)(Recorder(), (1, 2))
+        found = loss_function(None, lambda model, batch: [loss, accuracy])(Recorder(), (1, 2))
+        assert isinstance(found, Computed)
+        assert found.loss.item() == 2.5
+        for nothing in (0.0, torch.zeros(())):  # of a term that these samples do not have
+            found = loss_function(None, lambda model, batch, nothing=nothing: (loss, nothing))(Recorder(), (1, 2))
+            assert isinstance(found, Computed)
+            assert found.loss.item() == 2
+        both = loss_function(None, lambda model, batch: (loss, loss))(Recorder(), (1, 2))
+        assert isinstance(both, Computed)
+        assert both.loss.item() == 4
+
     @pytest.mark.parametrize(
         ("batch", "found"),
         [

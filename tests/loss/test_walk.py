@@ -48,6 +48,16 @@ def test_a_list_of_scalars_is_a_term_for_each_with_its_weight() -> None:
     assert sorted(float(term.divisor) for _, _, term in found) == [4.0, 24.0]
 
 
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_list_of_one_enters_where_what_is_in_it_does(size: int) -> None:
+    # Its weight belongs above the learnt factor, whose gradient it is to weigh too.
+    scale, outputs = nn.Parameter(torch.tensor(0.3)), torch.ones(size, 4, requires_grad=True)
+    listed = torch.cat([row.sum().reshape(1) for row in outputs]).mean()
+    loss = listed * scale.exp() + outputs.sum()
+    edges = [edge for edge, _, _ in Walk(size).terms(loss.grad_fn)]
+    assert [(edge.node, edge.place) for edge in edges if edge] == [(loss.grad_fn, 0), (loss.grad_fn, 1)]
+
+
 def test_a_factor_that_is_learnt_is_walked_through() -> None:
     scale = nn.Parameter(torch.tensor(0.3))
     for loss in (scale * OUTPUTS.mean(), OUTPUTS.mean() / scale):

@@ -236,6 +236,69 @@ def raised(function: Callable[[], Any]) -> Exception:
     raise AssertionError
 
 
+class TestBackward:
+    """Steps of a backward that failed stay in autograd's queue, with all that they would have gone back by."""
+
+    def fail(self, held: list[Any], *, error: Exception) -> None:
+        class Holds(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+                ctx.large = torch.zeros(1000)
+                held.append(weakref.ref(ctx.large))
+                return x.clone()
+
+            @staticmethod
+            def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+                return gradients[0]
+
+        class Fails(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+                return x.clone()
+
+            @staticmethod
+            def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+                raise error
+
+        x = torch.ones((), requires_grad=True)
+        side = Holds.apply(Holds.apply(x))
+        (Fails.apply(x) + side).backward()
+
+    def test_nothing_of_it_stays(self) -> None:
+        held: list[Any] = []
+        found = attempt(lambda: self.fail(held, error=torch.OutOfMemoryError("CUDA out of memory.")))
+        assert isinstance(found, RanOut)
+        gc.collect()
+        assert [reference() for reference in held] == [None, None]
+        # As PyTorch has it; if this fails it has mended that, and we need not.
+        with pytest.raises(ValueError, match="another"):
+            attempt(lambda: self.fail(held, error=ValueError("another")))
+        gc.collect()
+        assert any(reference() is not None for reference in held)
+
+    @pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
+    def test_whatever_mode_it_is_in(self, mode: Callable[[], Any]) -> None:
+        held: list[Any] = []
+
+        def run() -> Any:
+            with torch.inference_mode(False), torch.enable_grad():
+                self.fail(held, error=torch.OutOfMemoryError("CUDA out of memory."))
+
+        with mode(), simulated_memory(10_000) as device:
+            assert isinstance(attempt(run), RanOut)
+            gc.collect()
+            assert device.used == 0
+        assert [reference() for reference in held] == [None, None]
+
+    def test_where_no_backward_may_be_run_the_error_is_of_memory_still(self) -> None:
+        def fail() -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+        found = []
+        torch.func.vmap(lambda x: (found.append(attempt(fail)), x)[1])(torch.ones(3))
+        assert isinstance(found[0], RanOut)
+
+
 class TestWhoseItIs:
     """A user's own error is told from one of memory: by who raised it, and from what."""
 

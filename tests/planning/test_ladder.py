@@ -63,5 +63,36 @@ def test_its_state() -> None:
     other.load_state_dict(ladder.state_dict())
     assert other.rung == 2
     assert other.state_dict() == {"wanted": [1050, 3000]}
-    other.leave()
+    assert not other.was_left
+    ladder.leave(2000)
+    other.load_state_dict(ladder.state_dict())
+    assert other.state_dict() == {"wanted": [1050, 3000, 4000], "failed": [True, True, False]}
+    assert other.was_left
+    other.give_up()
     assert other.rung == 0
+    assert not other.look(10**9)
+
+
+def test_from_a_rung_that_was_left_it_goes_up_past_it_to_the_one_that_failed() -> None:
+    ladder = Ladder()
+    ladder.fall(900, 0)
+    ladder.fall(1000, 1100)
+    ladder.leave(1000)
+    ladder.leave(1000)
+    assert looks(ladder, 1099, 100) == 100
+    assert looks(ladder, 1100, 100) == PATIENCE - 1, "no twice the memory is waited for"
+    ladder.rise()
+    assert (ladder.rung, ladder.was_left) == (1, False)
+    ladder.leave(1000)
+    ladder.give_back()
+    assert ladder.rung == 1
+
+
+def test_where_all_rungs_were_left_it_takes_twice_the_memory() -> None:
+    ladder = Ladder()
+    ladder.leave(1000)
+    ladder.leave(1000)
+    assert looks(ladder, 1999, 100) == 100
+    assert looks(ladder, 2000, 100) == PATIENCE - 1
+    ladder.rise()
+    assert ladder.rung == 1

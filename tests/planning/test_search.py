@@ -211,6 +211,19 @@ def test_a_plateau_is_where_larger_ones_gain_no_more(seconds: list[float], expec
     assert has_plateaued(trials) is expected
 
 
+def test_after_two_that_took_a_little_too_much_a_third_is_clearly_smaller() -> None:
+    """Peaks of a process are noisy: what lies between two of them may be nothing but that."""
+    limit, history = 1_000_000, fitted((1, 100_010), (64, 100_640), (4096, 140_960), (50_000, 600_000))
+    for failed, peak in ((90_000, 1_000_400), (89_990, 1_000_900)):
+        history.append(Trial(micro_batch=failed, fits=False, peak_bytes=peak))
+    size = next_trial(history, limit_bytes=limit, ceiling=2**20, growth=64, start_bytes=100_000)
+    assert size is not None
+    assert size <= 89_990 - 0.02 * 50_000
+    one = next_trial(history[:-1], limit_bytes=limit, ceiling=2**20, growth=64, start_bytes=100_000)
+    assert one is not None
+    assert one > 89_000, "where one did, a line between tells the last sample"
+
+
 def test_the_size_to_begin_with_is_of_some_use_whatever_has_failed() -> None:
     """A failure that an earlier run with larger windows has met says nothing of where to begin in smaller ones."""
     failed = [Trial(micro_batch=64, fits=False)]

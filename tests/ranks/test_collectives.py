@@ -40,7 +40,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
     monkeypatch.setattr(dist, "all_gather_single", gather)
     monkeypatch.setattr(dist, "reduce_scatter_single", scatter)
     monkeypatch.setattr(dist, "all_reduce", reduce)
-    monkeypatch.setattr(dist, "get_backend", lambda _: "of a device")
+    monkeypatch.setattr(dist, "get_backend_config", lambda _: "cpu:other")
     return found
 
 

@@ -21,7 +21,7 @@ GROUP: Any = "the ranks"
 def _no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("all_gather_single", "reduce_scatter_single", "all_reduce"):
         monkeypatch.setattr(dist, name, lambda *_, **__: torch.ones(1) + 1)
-    monkeypatch.setattr(dist, "get_backend", lambda _: "of a device")
+    monkeypatch.setattr(dist, "get_backend_config", lambda _: "cpu:other")
 
 
 def test_units_launch_where_no_mode_comes_between() -> None:

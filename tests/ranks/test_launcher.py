@@ -6,10 +6,15 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
 
+import autoaccum
 from autoaccum.ranks import launcher
 from autoaccum.ranks.group import join, speaks
-from autoaccum.ranks.launcher import is_launched, own_device
+from autoaccum.ranks.launcher import backends, is_launched, own_device
+from tests.ranks.launching import launch
 
 
 class TestAlone:
@@ -46,3 +51,29 @@ class TestAlone:
         assert own_device() == "cuda:1"
         monkeypatch.delenv("LOCAL_RANK")
         assert own_device() is None
+
+
+def losses(*, sharded: bool) -> list[float]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    data = torch.randn(16, 4, dtype=torch.float64), torch.randn(16, 1, dtype=torch.float64)
+    if sharded:
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(model)  # which makes the group, and names no backend
+        assert dist.get_backend() == "undefined"
+        assert backends(kind="cpu") == {"gloo"}
+    found = autoaccum.fit(
+        model, data, effective_batch=8, steps=2, loss_fn=F.mse_loss, device="cpu", progress=False, shuffle=False,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), verify=False, cache=False,
+    )  # fmt: skip
+    return [report.loss for report in found.history]
+
+
+def of_a_sharded_model() -> list[float]:
+    return losses(sharded=True)
+
+
+def test_of_a_group_that_fully_shard_has_made() -> None:
+    for found in launch(of_a_sharded_model, 2):
+        assert found == pytest.approx(losses(sharded=False), rel=1e-12)

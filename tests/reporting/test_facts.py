@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from autoaccum.events import Finished, OutOfMemory, Recomputed, Record, Replanned, Resumed, Validated
+from autoaccum.events import Finished, Notice, OutOfMemory, Recomputed, Record, Replanned, Resumed, Validated
 from autoaccum.reporting import load_run, write_json
 from autoaccum.reporting.facts import Facts, Period, facts_of, periods
 from tests.reporting.synthetic import GIB, planned, report, saving, started, write
@@ -81,8 +81,35 @@ def test_a_run_without_a_window(of: Any) -> None:
 
 def test_within_memory(of: Any) -> None:
     facts = of(report(1, peak_bytes=GIB // 4), report(2, peak_bytes=GIB // 2, limit_bytes=2 * GIB))
-    text = "Yes: it used at most 25% of the limit (256.00 MiB of 1.00 GiB, step 1)."
+    text = "Yes: it used at most 25% of the limit (256.00 MiB of 1.00 GiB, step 1); its largest peak was 512.00 MiB, step 2."
     assert answer(facts, "within memory") == (text, True)
+
+
+@pytest.mark.parametrize(
+    ("records", "config", "why"),
+    [
+        ([report(1, (8,)), report(2, (8,))], {}, ": none was cut"),
+        ([report(1, (4, 4))], {}, ""),
+        ([report(1, (4, 4))], {"verify": False}, ": verify=False was asked for"),
+        (
+            [
+                report(1, (4, 4)),
+                Notice(
+                    cause="It could not be measured whether windows are exact: it draws", consequence="so", cure="it"
+                ),
+            ],
+            {"verify": True},
+            ": it draws",
+        ),
+    ],
+)
+def test_why_nothing_was_measured(
+    of: Any, tmp_path: Path, records: list[Record], config: dict[str, Any], why: str
+) -> None:
+    write(tmp_path / "run")
+    write_json(tmp_path / "run" / "config.json", config)
+    expected = f"No cut window was measured against a whole one{why}."
+    assert answer(of(*records), "exact") == (expected, None)
 
 
 def test_over_the_limit(of: Any) -> None:

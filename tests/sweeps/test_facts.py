@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import optuna
+import optuna.importance  # a lazy stand-in until then, whose attributes are not those that importances_of sees
 import pytest
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.trial import TrialState

@@ -443,6 +443,7 @@ def test_trials_that_a_user_queues_come_first(tmp_path: Path) -> None:
         ({"num_trials": 0}, "num_trials=0: expected an int of at least 1"),
         ({"jobs": 0}, "jobs=0: expected an int of at least 1"),
         ({"run_dir": "runs"}, "run_dir='runs': expected arguments of sweep, or of fit"),
+        ({"n_trials": 1}, "Pass num_trials to autoaccum.sweep, --trials on the command line."),
         ({"lr": 0.1, "effective_batch": 16}, "Pass (low, high), or search_space."),
         ({"effective_batch": None}, "effective_batch=None: expected samples to choose from"),
         ({"search_space": lambda trial: {"width": 3}}, "Write 'def recipe(width): ...' and use it there."),
@@ -481,6 +482,13 @@ def test_a_directory_of_another_study_is_refused(tmp_path: Path) -> None:
     run(small, tmp_path, num_trials=1)
     with pytest.raises(ArgumentError, match="Study 'other' has no trial of its trial-0000. Choose another one."):
         run(small, tmp_path, num_trials=2, study_name="other")
+
+
+def test_the_directory_of_a_run_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "history.jsonl").write_text("")
+    with pytest.raises(ArgumentError, match="expected a directory that is not that of a run of fit. Pass another one"):
+        run(small, tmp_path, num_trials=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["history.jsonl"]
 
 
 def test_jobs_that_cannot_be_had(tmp_path: Path) -> None:

@@ -101,7 +101,9 @@ class TestRanks:
 
         model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
         fully_shard(model[0], mesh=torch.distributed.init_device_mesh("cpu", (1,)))
-        with pytest.raises(ArgumentError, match="model='FSDPLinear': expected a model of this process alone"):
+        with pytest.raises(
+            ArgumentError, match="model='FSDPLinear': expected a model of this process alone.*ranks='together'"
+        ):
             fit(model)
 
     @pytest.mark.usefixtures("group")

@@ -138,10 +138,22 @@ class TestRefused:
         run(tmp_path, mlp())
         other = nn.Sequential(nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, 3))
         before = {name: value.clone() for name, value in other.state_dict().items()}
-        with pytest.raises(CheckpointCorruptError, match="is it of another model") as caught:
+        with pytest.raises(
+            CheckpointCorruptError, match="not .5, 8.. It is of another model than this Seq.* trained"
+        ) as caught:
             autoaccum.load_best(tmp_path, other)
         assert caught.value.entry.startswith("weights")
         assert equal(other, before)
+
+    def test_a_class_is_called(self, tmp_path: Path) -> None:
+        class Net(nn.Linear):
+            def __init__(self) -> None:
+                super().__init__(8, 3)
+
+        run(tmp_path, Net())
+        assert isinstance(autoaccum.load_best(tmp_path, Net), Net)
+        with pytest.raises(ArgumentTypeError, match=r"model=.*missing .* required"):
+            autoaccum.load_best(tmp_path, nn.Linear)
 
     def test_a_torn_checkpoint(self, tmp_path: Path) -> None:
         run(tmp_path, mlp(), keep_checkpoints=1)

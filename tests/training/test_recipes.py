@@ -94,6 +94,7 @@ def test_something_that_is_no_function_is_refused(write: Callable[..., str]) -> 
         ("{'data': 2}", "no 'model'"),
         ("{'model': 1}", "no 'data'"),
         ("{'model': 1, 'data': 2, 'clip_nrm': 1.0}", "'clip_nrm', which fit does not take. Did you mean 'clip_norm'?"),
+        ("{'model': 1, 'data': 2, 'learning_rate': 0.1}", "which fit does not take. Pass lr. fit takes model, data, "),
         ("{'model': 1, 'data': 2, 3: 4}", "returned 3, which fit does not take. fit takes model, data, "),
     ],
 )

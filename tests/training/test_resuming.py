@@ -621,6 +621,9 @@ NOT_KEPT = {
     # What only makes a run fast, or is read anew.
     "Transaction.scaler": "has a state_dict of its own, which is kept",
     "Transaction._nodes": "of the window that runs",
+    "Examiner._way": "of the window that runs",
+    "Examiner._short_way": "another process may have the memory that this one has not",
+    "Examiner._short_bytes": "likewise",
     "Examiner._announce": "a function of each process",
     "Examiner._remembered_of": "of the window that is measured",
     "Step._was_examined": "of the window that runs",

@@ -192,7 +192,7 @@ def test_nothing_fails_to_fit_for_the_sake_of_its_measurement() -> None:
 
 
 def test_what_was_found_to_fit_is_not_cut_smaller_for_a_measurement() -> None:
-    """The second window is measured once more, and has laid aside what the first trials had room without."""
+    """The second window is measured once more, and lays nothing aside, for it is known that there is no room for it."""
 
     def train(limit: int, **options: Any) -> tuple[Any, int, list[Any]]:
         torch.manual_seed(0)
@@ -205,5 +205,5 @@ def test_what_was_found_to_fit_is_not_cut_smaller_for_a_measurement() -> None:
     peak = train(1 << 40, verify=False, micro_batch=2)[1]
     with pytest.warns(AutoaccumWarning, match="memory ran out in the attempt"):
         found, _, sizes = train(peak + 1024)
-    assert [event.step for event in found.events if isinstance(event, OutOfMemory)].count(2) == 1
+    assert {event.step for event in found.events if isinstance(event, OutOfMemory)} == {1}
     assert sizes[1:] == [(2, 2, 2, 2)] * 4

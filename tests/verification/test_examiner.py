@@ -28,6 +28,9 @@ from tests.models import classes, mlp, noisy, same
 from tests.verification.making import DOUBLE, Log, job_of, pairs, plain, squared_mean, summed, window_of
 
 pytestmark = pytest.mark.device
+ON_HOST = pytest.mark.skipif(
+    DEVICE != "cpu", reason="what is laid aside lies on the host, and leaves a device its memory"
+)
 
 
 class Examined:
@@ -47,6 +50,8 @@ class Examined:
         self.examiner = Examiner(self.job, self.transaction, measure, verify=verify, strict=strict)
         self.number = 0
         self.most = 6
+        self.way: object = None
+        self.spare_bytes: int | None = None
         self.announced: list[Notice] = []
         self.dtype = next(self.job.model.parameters()).dtype  # type: ignore[union-attr]
 
@@ -56,7 +61,7 @@ class Examined:
         self.window = window_of(total, classes(total, self.dtype) if batch is None else batch)
         self.transaction.begin(self.window)
         if self.number + 1 >= self.transaction.signs.next_look:
-            self.examiner.begin_attempt(self.number + 1, self.announced.append)
+            self.examiner.begin_attempt(self.number + 1, self.announced.append, self.way, self.spare_bytes)
         start = 0
         for size in sizes:
             self.transaction.add(Piece(start, size))
@@ -110,6 +115,58 @@ class TestMeasuring:
         for _ in range(3):
             assert made.kinds(3, 3, 2) == []
         assert made.kinds(4, 4) == [], "of another size alone"
+
+    def test_what_there_was_no_memory_for_is_measured_once_windows_are_run_another_way(self) -> None:
+        made = Examined()
+        made.most, made.way = 1, ("off", 3)
+        assert [made.kinds(3, 3, 2) for _ in range(6)] == [[], [], [], ["said"], [], []]
+        made.way = ("checkpoint", 3)
+        assert [made.kinds(3, 3, 2) for _ in range(2)] == [["said"], []], "once more, and in vain"
+        made.most = 6
+        assert made.kinds(3, 3, 2) == []
+        made.way = ("checkpoint", 2)
+        assert [made.kinds(3, 3, 2) for _ in range(2)] == [["items"], []]
+
+    @ON_HOST
+    def test_where_what_is_laid_aside_had_to_go_the_next_windows_lay_nothing_aside(self) -> None:
+        made = Examined()
+        made.most, made.way = 1, ("off", 3)
+        let_go = []
+        for way in (made.way, made.way, made.way, ("off", 2), ("off", 2), ("off", 3)):
+            made.way = way
+            made.attempt(3, 3, 2)
+            let_go.append(made.examiner.let_go())
+            made.examine(3, 3, 2)
+        assert let_go == [True, False, False, True, False, True]
+
+    @ON_HOST
+    def test_where_there_is_no_room_for_what_would_be_laid_aside_it_is_not(self) -> None:
+        made = Examined()
+        made.most, made.way = 1, ("off", 3)
+        made.attempt(3, 3, 2)
+        laid = sum(p.nbytes for p in made.transaction.trained())
+        assert made.examiner.let_go()
+        made.examine(3, 3, 2)
+        let_go = []
+        # What it takes is known by now: another way of running windows is tried where that may be there.
+        for largest, made.spare_bytes in ((2, laid - 1), (4, laid), (5, None)):
+            made.way = ("off", largest)
+            made.attempt(3, 3, 2)
+            let_go.append(made.examiner.let_go())
+            made.examine(3, 3, 2)
+        assert let_go == [False, True, True]
+
+    @ON_HOST
+    def test_where_nothing_was_laid_aside_nothing_is_left_out(self) -> None:
+        made = Examined()
+        made.way = ("off", 3)
+        for _ in range(3):
+            made.examine(3, 3, 2)
+        made.attempt(3, 3, 2)
+        assert not made.examiner.let_go(), "the fourth window is not measured: memory runs out for another reason"
+        made.examine(3, 3, 2)
+        made.attempt(3, 3, 2)
+        assert made.examiner.let_go(), "the fifth is"
 
     @pytest.mark.parametrize(("loss", "hypothesis"), [(plain, "items"), (summed, "sum")])
     def test_the_gradient_stays_as_it_is(self, loss: Any, hypothesis: str) -> None:

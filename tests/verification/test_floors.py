@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,12 @@ from torch.nn.functional import cross_entropy
 
 import autoaccum
 from autoaccum.events import Verified
+from autoaccum.testing import oom_at
 from autoaccum.verification import floors
-from autoaccum.verification.floors import floor_of, full_precision
+from autoaccum.verification.decision import decide
+from autoaccum.verification.floors import floor_of, full_precision, nudge, nudged
 from tests.devices import DEVICE
+from tests.verification.making import measurement_of
 
 Settings = tuple[str, str, str, str, bool]
 
@@ -117,3 +121,64 @@ def test_a_run_that_multiplies_fewer_bits_is_measured_with_all_of_them(tmp_path:
     assert events[0].error < 2e-5
     assert set(seen.read_text().split()) == {"medium", "highest"}
     assert torch.get_float32_matmul_precision() == "medium"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64])
+def test_the_last_bit_of_parameters_is_turned_and_turned_back(dtype: torch.dtype) -> None:
+    kept = torch.randn(5, 3, dtype=torch.complex64 if dtype.is_complex else torch.float64).to(dtype)
+    p, whole = nn.Parameter(kept.clone().T), torch.arange(3)
+    with nudged([p, whole]):
+        assert bool((p.detach() != kept.T).all())
+        assert torch.allclose(p.detach(), kept.T, rtol=1e-2, atol=0)
+    assert torch.equal(p.detach(), kept.T)
+    assert torch.equal(whole, torch.arange(3))
+
+
+@pytest.mark.parametrize("operation", range(1, 11))
+def test_no_parameter_stays_turned_where_memory_runs_out(operation: int) -> None:
+    parameters = [nn.Parameter(torch.randn(3)) for _ in range(2)]
+    kept = [p.detach().clone() for p in parameters]
+    with oom_at(operation) as seen, suppress(torch.OutOfMemoryError), nudged(parameters):
+        pass
+    assert seen.operations >= operation
+    assert all(torch.equal(p.detach(), value) for p, value in zip(parameters, kept, strict=True))
+
+
+def test_flags_and_labels_of_a_batch_stay_as_they_are() -> None:
+    batch = [torch.tensor([0.0, 1.0, 255.0, float("inf"), 0.3]), torch.tensor([1, 2]), "text"]
+    nudge(batch)
+    assert torch.equal(batch[0][:4], torch.tensor([0.0, 1.0, 255.0, float("inf")]))  # type: ignore[index]
+    assert float(batch[0][4]) != torch.tensor(0.3)  # type: ignore[index]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_samples_that_meet_a_little_are_no_rounding(dtype: torch.dtype) -> None:
+    """The opposite order is another loss, by as much as a cut is."""
+
+    def meeting(model: Any, batch: Any) -> torch.Tensor:
+        outputs = model(batch[0])
+        return cross_entropy(outputs, batch[1]) + 1e-3 * (outputs.roll(1, 0) * outputs).mean()
+
+    torch.manual_seed(0)
+    model = nn.Linear(8, 3).to(dtype)
+    batch = torch.randn(6, 8).to(dtype), torch.arange(6) % 3
+    with measurement_of(meeting, model, batch=batch) as measurement:
+        decision = decide(measurement, 1, "items")
+    assert not decision.passed
+    assert 2e-5 < decision.error < 1e-3
+
+
+def test_a_gradient_that_cancels_is_rounded() -> None:
+    """The mean of large numbers of both signs, in 32 bits."""
+
+    def cancelling(model: Any, batch: Any) -> torch.Tensor:
+        return (model(batch[0]) * batch[1]).mean()
+
+    torch.manual_seed(0)
+    model = nn.Linear(8, 1).to(torch.float32)
+    x = torch.randn(3, 8).repeat(2, 1)
+    signs = torch.tensor([1.0, 1, 1, -1, -1, -1])[:, None] * 3e3 + torch.randn(6, 1)
+    with measurement_of(cancelling, model, batch=(x, signs)) as measurement:
+        decision = decide(measurement, 1, "items")
+    assert decision.passed
+    assert decision.error > 2e-5, "or the test shows nothing"

@@ -15,9 +15,9 @@ import autoaccum
 from autoaccum.data import batches
 from autoaccum.errors import ArgumentError, ArgumentTypeError, NothingFitsError
 from autoaccum.testing import simulated_memory
-from autoaccum.window.before import Sharing, before_window_of, loss_alone
+from autoaccum.window.before import Sharing, Stretch, before_window_of, loss_alone
 from autoaccum.window.single_samples import SingleSampleError
-from tests.devices import DEVICE
+from tests.devices import DEVICE, there
 from tests.window.making import HERE
 
 pytestmark = pytest.mark.usefixtures("made_there")
@@ -368,3 +368,23 @@ class TestValidation:
                 part = batches.take(data, start, start + 8)
                 expected += len(part["a"]) / 20 * step(model, part | normalised(part)).item()
         assert losses == pytest.approx([expected] * 3, rel=1e-12)
+
+
+class TestStretch:
+    """A few samples are a window, whose micro-batches are made of them in the order of a cut."""
+
+    samples = torch.arange(10.0)
+
+    def stretch(self) -> Stretch:
+        return Stretch(((4, 2), (7, 1, 3)), lambda part: there(self.samples[list(part)]))
+
+    def test_micro_batches_come_in_the_order_of_the_parts(self) -> None:
+        stretch = self.stretch()
+        assert stretch.num_samples == 5
+        assert stretch.micro_batch(0, 2).tolist() == [4.0, 2.0]
+        assert stretch.micro_batch(2, 3).tolist() == [7.0, 1.0, 3.0]
+
+    def test_samples_are_read_on_the_host_by_their_places(self) -> None:
+        found = self.stretch().samples([3, 0])
+        assert found.tolist() == [1.0, 4.0]
+        assert found.device.type == "cpu"

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from autoaccum.window.comparing import Comparison, First, NotRepeatableError, Second
+from autoaccum.window.comparing import Comparison, First, NotRepeatableError, Second, _checksum
 
 NOISE = torch.Generator()
 
@@ -54,6 +55,32 @@ def test_other_bits_are_refused_by_the_operation_that_comes_to_them(again: float
     ones = torch.ones(3)
     with pytest.raises(NotRepeatableError, match=r"Identity: computed again, aten\.mul\.Tensor comes to other bits"):
         twice(lambda: ones.exp() * 1.0, Comparison(), lambda: ones.exp() * again)
+
+
+def test_a_checksum_is_of_the_values_however_they_lie_and_of_what_lies_plainly_by_no_operation() -> None:
+    class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        operations = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.operations += 1
+            return func(*args, **(kwargs or {}))
+
+    plain = torch.arange(12.0).reshape(3, 4)
+    part, turned = plain[1:], plain.t().contiguous().t()
+    whole = torch.complex(plain, plain)
+    with Counted() as counted:  # type: ignore[no-untyped-call]
+        marks = [_checksum([tensor]) for tensor in (plain, part, whole)]
+    assert counted.operations == 0
+    assert len({*marks, _checksum([plain.view(4, 3)]), _checksum([plain.view(torch.int32)])}) == 5
+    assert _checksum([turned]) == marks[0]
+    assert _checksum([part.clone()]) == marks[1]
+    assert _checksum([whole.conj()]) == _checksum([whole.conj().resolve_conj()]) != marks[2]
+    assert _checksum([whole.conj().imag]) == _checksum([-plain])
+    without_bits = torch._efficientzerotensor((3,))
+    assert _checksum([plain, without_bits]) != _checksum([part, without_bits])
+    plain[2, 3] += 1
+    assert _checksum([plain]) != marks[0]
+    assert _checksum([part]) != marks[1]
 
 
 def test_more_operations_than_the_first_time_are_refused_and_fewer_are_not() -> None:

@@ -17,6 +17,8 @@ from torch.nn import functional as F
 import autoaccum
 from autoaccum.events import MemorySaving, OutOfMemory, Planned, StepReport
 from autoaccum.memory.clock import ManualClock
+from autoaccum.memory.simulated import active_simulation
+from autoaccum.planning import contest
 from autoaccum.testing import manual_clock, simulated_memory
 from tests.window.test_saving import UNLIMITED, Stack, data, of, sgd
 
@@ -61,6 +63,17 @@ def limit() -> int:
     return int(plain * 1.1)
 
 
+@pytest.fixture(scope="module")
+def below() -> int:
+    """Holds no sample plainly, one where half of the blocks are computed twice, and two where all are."""
+    plain, two, three = (
+        train(UNLIMITED, lambda samples: None, micro_batch=size, memory_saving=how, steps=2)[1].peak
+        for size, how in ((1, "off"), (2, "checkpoint"), (3, "checkpoint"))
+    )
+    assert two < plain
+    return int(min(plain, three) - 1)
+
+
 def rungs(found: Any) -> list[str]:
     return [change.new for change in of(found, MemorySaving)]
 
@@ -96,6 +109,99 @@ def test_what_is_no_faster_is_left_and_the_plan_of_before_is_used_at_once(clock:
     assert [event.step for event in of(found, Planned)][-1] == left.step - 1
     assert {report.memory_saving for report in found.history[left.step :]} == {"off"}
     assert {report.micro_batches for report in found.history[left.step :]} == {(1,) * 8}
+
+
+def test_one_that_holds_no_more_samples_is_left_within_the_window_that_shows_it(clock: ManualClock, limit: int) -> None:
+    def tick(samples: int) -> None:
+        clock.advance(1.0)
+        if samples > 1:  # what the tape of a forward does not foretell
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    found, _ = train(limit, tick)
+    there, back = of(found, MemorySaving)[:2]
+    assert (there.old, back.new, back.step) == ("off", "off", there.step)
+    assert back.reason.startswith("as few samples at a time, where ")
+    assert [event.micro_batch for event in of(found, OutOfMemory) if event.step == there.step] == [2]
+    assert {report.memory_saving for report in found.history} == {"off"}, "no window is run there"
+    assert {report.micro_batches for report in found.history} == {(1,) * 8}
+    assert found.history[there.step - 1].replays == 1
+
+
+def test_one_that_does_not_settle_is_left(clock: ManualClock, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contest, "LONGEST", 2)
+    found, _ = train(limit, per_micro_batch(clock))
+    there, back = of(found, MemorySaving)[-2:]
+    assert (there.new, back.new, back.step) == ("checkpoint, model.blocks", "off", there.step + 3)
+    assert back.reason.startswith("not settled after 2 windows, where ")
+    assert {report.memory_saving for report in found.history[back.step :]} == {"off"}
+
+
+class TestBelow:
+    """A rung that holds one sample is left out where the next is likely to hold two, and tried where it may be faster."""
+
+    ALL, HALF = "checkpoint, model.blocks", "checkpoint, every 2nd of model.blocks"
+
+    def test_the_rung_that_holds_one_is_left_out(self, clock: ManualClock, below: int) -> None:
+        found, device = train(below, per_micro_batch(clock), headroom=0.0)
+        assert rungs(found) == [self.ALL]
+        assert {report.micro_batches for report in found.history[1:]} == {(2,) * 4}
+        assert device.peak <= below
+        assert [report.effective_batch for report in found.history] == [8] * STEPS
+        given, _ = train(below, per_micro_batch(clock), headroom=0.0, micro_batch=1)
+        assert rungs(given) == [self.HALF], "a size of the user's own is no larger on the next rung"
+
+    def test_it_is_tried_where_it_may_be_faster_and_kept_where_it_is(self, clock: ManualClock, below: int) -> None:
+        found, _ = train(below, per_sample(clock), headroom=0.0)
+        assert rungs(found) == [self.ALL, self.HALF]
+        assert "ms a sample in micro-batches of 2 may be more than it takes so" in of(found, MemorySaving)[1].reason
+        assert found.history[-1].micro_batches == (1,) * 8
+        assert not [event for event in of(found, OutOfMemory) if event.step > 1 and event.micro_batch == 1]
+
+    def test_it_is_left_again_where_it_is_not(self, clock: ManualClock, below: int) -> None:
+        found, _ = train(below, lambda samples: clock.advance(samples if samples > 1 else 1.1), headroom=0.0)
+        assert rungs(found) == [self.ALL, self.HALF, self.ALL]
+        back = of(found, MemorySaving)[-1]
+        assert "ms a sample were enough with" in back.reason
+        assert not [event for event in of(found, OutOfMemory) if event.step >= back.step], "nothing is searched for"
+        assert {report.micro_batches for report in found.history[back.step :]} == {(2,) * 4}
+
+    def test_it_is_tried_once_however_often_the_effective_batch_changes(self, clock: ManualClock, below: int) -> None:
+        found, _ = train(
+            below, lambda samples: clock.advance(samples if samples > 1 else 1.1), headroom=0.0, steps=50,
+            effective_batch=lambda progress: [4, 6][progress.step // 11 % 2],
+        )  # fmt: skip
+        assert rungs(found) == [self.ALL, self.HALF, self.ALL]
+
+    @pytest.mark.parametrize("more", [1.06, 1.5])
+    def test_it_is_left_for_the_highest_as_soon_as_there_is_more_memory(
+        self, more: float, clock: ManualClock, below: int
+    ) -> None:
+        """It was left out to be faster, so nobody knows under which limit it fails: that of the one above is known."""
+
+        def move(record: Any) -> None:
+            if isinstance(record, StepReport) and record.step == 8:
+                simulation = active_simulation()
+                assert simulation is not None
+                simulation.limit = int(more * below)
+
+        found, _ = train(below, per_micro_batch(clock), headroom=0.0, callbacks=[move])
+        assert rungs(found)[:2] == [self.ALL, "off"]
+
+    def test_a_run_that_is_resumed_comes_to_the_same_rung(self, clock: ManualClock, below: int, tmp_path: Path) -> None:
+        stops = {2, 5, 7}
+
+        def end(record: Any) -> None:
+            if isinstance(record, StepReport) and record.step in stops:
+                raise autoaccum.StopTraining
+
+        def slower(samples: int) -> None:
+            clock.advance(samples if samples > 1 else 1.1)
+
+        whole, _ = train(below, slower, headroom=0.0)
+        for _ in range(len(stops) + 1):
+            found, _ = train(below, slower, headroom=0.0, run_dir=tmp_path, checkpoint_every=1, callbacks=[end])
+        assert found.history[-1].memory_saving == whole.history[-1].memory_saving
+        assert found.history[-1].micro_batches == whole.history[-1].micro_batches
 
 
 @pytest.mark.parametrize("options", [{"memory_saving": "off"}, {"micro_batch": 1}])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 
 import pytest
 import torch
@@ -71,6 +72,33 @@ def test_a_peak_is_the_windows_or_that_of_what_came_before_it() -> None:
     memory.most = 100
     assert window(memory, meter, 300) == 300
     assert meter.peak_bytes == 300
+
+
+def test_cycles_are_looked_for_where_an_attempt_may_have_left_something(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[int] = []
+    monkeypatch.setattr(gc, "collect", lambda: looked.append(1))
+    memory, meter = made(is_enforced=True)
+    memory.enforced = True
+
+    def looks() -> bool:
+        before = len(looked)
+        meter.collect()
+        return len(looked) > before
+
+    memory.now = 100_000
+    assert looks(), "nobody has ever looked"
+    memory.now += 50  # a number of somebody's
+    assert not looks()
+    memory.now += 1000  # left by the attempt, or by a callback before it
+    assert looks()
+    assert not looks(), "it is no garbage"
+    memory.now -= 50_000
+    assert not looks()
+    memory.now += 1000
+    assert looks(), "more than the least since then"
+    memory.enforced = False  # the resident bytes of a process tell nothing
+    assert looks()
+    assert looks()
 
 
 def test_windows_are_measured_so_often_as_readings_are_cheap() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -44,6 +45,21 @@ def test_once_memory_is_saved_otherwise_the_plan_is_told_anew_and_nothing_is_kno
     step.tuner.observe(1, 50)
     assert step.tuner.learnt() == (), "no other run is to begin from that"
     assert step.plans.announced == ()
+
+
+@pytest.mark.parametrize(("is_enforced", "predicted"), [(False, 5000), (True, 900)])
+def test_no_less_is_foretold_of_a_process_than_it_holds(is_enforced: bool, predicted: int) -> None:
+    """Its heap gives little back, so that a window takes no less than there is already."""
+    events: list[Event] = []
+    step = made_of(events, micro_batch=None)
+    for size in (1, 2, 4, 8):
+        step.tuner.observe(size, 100 + 100 * size)
+    step.plans._memory = SimpleNamespace(used=lambda: 5000)
+    step.plans._limit = SimpleNamespace(is_enforced=is_enforced, bytes=10_000)
+    step.plans.announce(8)
+    (told,) = events
+    assert isinstance(told, Planned)
+    assert told.predicted_bytes == predicted
 
 
 def test_that_memory_cannot_be_saved_is_said_and_changes_nothing() -> None:

@@ -164,7 +164,7 @@ class Told:
         self.found = list(found)
         self.seen: list[tuple[int, tuple[int, ...], int]] = []
 
-    def begin_attempt(self, number: int, announce: Any) -> None:
+    def begin_attempt(self, number: int, announce: Any, way: object, spare_bytes: int | None) -> None:
         """Do nothing."""
 
     def break_off(self) -> None:

@@ -8,6 +8,7 @@ import torch
 from autoaccum.loss.hypotheses import TermKind
 from autoaccum.loss.stated import Computed
 from autoaccum.loss.values import Values
+from autoaccum.window.kept import InDoubt
 from autoaccum.window.terms import Terms
 from tests.devices import DEVICE
 
@@ -87,10 +88,15 @@ def test_wrong_totals_are_told() -> None:
 
 def test_a_count_that_was_kept_from_0_is_in_doubt_until_it_is_known() -> None:
     terms, _ = run("kept", {}, {"0": 6.0, "1": 4.0})
-    assert terms.settle() == [(1, "1")]
+    doubts, least = terms.doubtful({})
+    assert doubts == [InDoubt(1, "1", 1.0, 1.0)]
+    assert least["1"].lowest == 1.0
+    assert terms.settle(doubts, {}) == doubts
     assert terms.counts(terms.kinds())["1"] == [2.0, 1.0, 1.0]
     known, weight = run("kept", {"0": "items", "1": "items or none"}, {"0": 6.0, "1": 3.0})
-    assert known.settle() == []
+    doubts, _ = known.doubtful({})
+    assert doubts == [InDoubt(1, "1", 1.0, 0.0)], "it is taken for what it was elsewhere"
+    assert known.settle(doubts, {(1, "1"): 0.0}) == []
     assert known.counts(known.kinds())["1"] == [2.0, 0.0, 1.0]
     loss, gradient = expected()
     assert weight.grad is not None
@@ -160,7 +166,7 @@ def test_those_of_several_ranks_are_those_of_one(form: str) -> None:
     assert joined.are_of_all(SIZES)
     assert not first.are_of_all(SIZES)
     for terms in (whole, joined):
-        terms.settle()
+        terms.settle(terms.doubtful({})[0], {})
     assert joined.counts(kinds) == whole.counts(kinds)
     assert joined.true_totals(kinds, is_wide=True) == whole.true_totals(kinds, is_wide=True)
     assert joined.used_kinds() == whole.used_kinds() == kinds

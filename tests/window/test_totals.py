@@ -96,6 +96,43 @@ def test_what_was_right_by_chance_gives_way_to_what_is_right_always() -> None:
     assert totals.foretell(other, ["term"]) == {"term": 3.0}
 
 
+class TestCountsInDoubt:
+    """What a batch tells of micro-batches whose counts may be kept from 0."""
+
+    def totals(self) -> Totals:
+        totals, seen = Totals(), Samples({"w": torch.tensor([0.5, 2.0, 1.5, 0.25])})
+        totals.learn(seen, [2, 2], {"term": [5.0, 3.5]})  # twice the weights
+        return totals
+
+    def test_it_tells_where_all_else_counts_so(self) -> None:
+        now = Samples({"w": torch.tensor([3.0, 0.3, 0.1, 0.0])})
+        told = self.totals().counts_in_doubt(
+            now, [1, 1, 1, 1], {"term": [6.0, 2.0, 2.0, 2.0]}, [(1, "term"), (3, "term")]
+        )
+        assert told == {}, "the third one is not in doubt, and counts another number"
+        in_doubt = [(1, "term"), (2, "term"), (3, "term")]
+        told = self.totals().counts_in_doubt(now, [1, 1, 1, 1], {"term": [6.0, 2.0, 2.0, 2.0]}, in_doubt)
+        assert told == {
+            (1, "term"): pytest.approx(0.6, rel=1e-6), (2, "term"): pytest.approx(0.2, rel=1e-6), (3, "term"): 0.0
+        }  # fmt: skip
+
+    @pytest.mark.parametrize("counts", [[6.0, 0.5], [5.0, 2.0], [0.0, 2.0]])
+    def test_it_does_not_where_that_explains_nothing(self, counts: list[float]) -> None:
+        # More than its count; another number where nothing is in doubt; nothing that is certain.
+        now = Samples({"w": torch.tensor([3.0, 0.3])})
+        assert self.totals().counts_in_doubt(now, [1, 1], {"term": counts}, [(1, "term")]) == {}
+
+    def test_of_a_term_that_was_never_found_nothing_is_told(self) -> None:
+        now = Samples({"w": torch.tensor([3.0, 0.3])})
+        assert Totals().counts_in_doubt(now, [1, 1], {"term": [6.0, 2.0]}, [(1, "term")]) == {}
+
+    def test_what_would_have_told_otherwise_before_does_not_tell(self) -> None:
+        totals, seen = Totals(), Samples({"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([1.0, 2.0])})
+        totals.learn(seen, [1, 1], {"term": [1.0, 2.0]})
+        now = Samples({"a": torch.tensor([2.0, 0.0]), "b": torch.tensor([2.0, 1.0])})
+        assert totals.counts_in_doubt(now, [1, 1], {"term": [2.0, 1.0]}, [(1, "term")]) == {}
+
+
 def test_boxes_in_lists_are_counted_together() -> None:
     boxes = [torch.zeros(count, 4) for count in (2, 0, 3, 1)]
     batch = {"images": torch.zeros(4, 3), "targets": [{"boxes": box} for box in boxes]}

@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 
 import autoaccum
 from autoaccum.errors import OptimizerOutOfMemoryError
-from autoaccum.events import Replanned
+from autoaccum.events import Replanned, StepReport
 from autoaccum.loss.functions import loss_function
 from autoaccum.memory.devices import memory_of
 from autoaccum.testing import oom_at, simulated_memory
@@ -30,15 +30,18 @@ from tests.window.making import step_of
 HERE = torch.device(DEVICE)
 
 
+class Node:
+    """Refers to itself, so that only a look for cycles frees what it holds."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.itself, self.tensor = self, tensor
+
+
 @pytest.mark.device
 def test_recovery_frees_what_the_failed_forward_held() -> None:
     """Not only its locals, which an exception would pin, but reference cycles that it left behind."""
     gone: list[Any] = []
     live: list[Any] = []
-
-    class Node:
-        def __init__(self, tensor: torch.Tensor) -> None:
-            self.itself, self.tensor = self, tensor
 
     class Fails(nn.Module):
         def __init__(self) -> None:
@@ -61,6 +64,64 @@ def test_recovery_frees_what_the_failed_forward_held() -> None:
     finally:
         gc.enable()
     assert live == [False] * 4  # two micro-batches, two references each
+
+
+def test_recovery_frees_what_a_trial_that_failed_has_left_in_a_cycle() -> None:
+    """In a search it is first looked at whether anything is left, for to look for cycles takes long."""
+    live: list[bool] = []
+    kept: list[Any] = []
+
+    class Cycles(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = mlp()
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            live.extend(ref() is not None for ref in kept)
+            kept.clear()
+            if len(inputs) > 4:
+                kept.append(weakref.ref(Node(torch.ones(10_000))))
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return self.net(inputs)  # type: ignore[no-any-return]
+
+    gc.disable()
+    try:
+        with simulated_memory("1GiB"):
+            found = autoaccum.fit(
+                Cycles(), classes(64), effective_batch=16, steps=4, loss_fn=cross_entropy, device="cpu",
+                progress=False, cache=False, verify=False, memory_saving="off",
+            )  # fmt: skip
+    finally:
+        gc.enable()
+    assert max(max(report.micro_batches) for report in found.history) == 4
+    assert live
+    assert not any(live)
+
+
+def test_recovery_frees_what_others_have_left_in_cycles_between_windows() -> None:
+    def leave(record: Any) -> None:
+        if isinstance(record, StepReport) and record.step in (1, 3):
+            Node(torch.ones(50_000))
+
+    def train(limit: int, **options: Any) -> tuple[Any, Any]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 4096), nn.Tanh(), nn.Linear(4096, 3))
+        with simulated_memory(limit) as device:
+            found = autoaccum.fit(
+                model, classes(128), effective_batch=16, micro_batch=16, steps=6, loss_fn=cross_entropy, device="cpu",
+                progress=False, cache=False, verify=False, memory_saving="off", patience=0, headroom=0.0, **options,
+            )  # fmt: skip
+        return found, device
+
+    _, plain = train(1 << 40)
+    gc.disable()
+    try:
+        found, _ = train(plain.peak + 1000, callbacks=[leave])
+    finally:
+        gc.enable()
+    # Micro-batches of a size that the user gave become smaller for good: once, for the first time that memory runs out.
+    assert [report.replays for report in found.history] == [0, 1, 0, 0, 0, 0]
+    assert found.history[-1].micro_batches == (8, 8)
 
 
 @pytest.mark.device
