@@ -274,6 +274,7 @@ except errors.ArgumentError as error:
 accumulator = Accumulator(accelerator.unwrap_model(model), optimizer, loss_fn=cross_entropy, micro_batch=3)
 losses = [accumulator.step(batch).item() for batch in loader]
 torch.save(losses, f"{sys.argv[1]}/{accelerator.process_index}.pt")
+accelerator.end_training()  # else threads of gloo may outlive what they work on, and abort the process
 """
 
 
