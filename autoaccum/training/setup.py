@@ -332,11 +332,11 @@ def make_step(
         # Kernels and libraries are loaded when they are first used; on a CPU that is hardly more than nothing.
         warms_up=job.device.type != "cpu",
     )
-    compilations = Compilations(job.device, tuner.expect_few_sizes)
+    compilations = Compilations(job.device, tuner.expect_few_sizes, are_known=bool(compiled))
     # Sizes of the user's own are few, and the compiler's to see: code for one size is faster than code for all.
     if compiled and micro_batch is None:
         job = replace(job, loss_of=compilations.sparing(job.loss_of))
-    kinds = _kinds_of_saving(job, memory_saving, compiled=bool(compiled), is_shared=is_shared)
+    kinds = _kinds_of_saving(job, memory_saving, is_compiled=bool(compiled), is_shared=is_shared)
     options: dict[str, Any] = {"clip_norm": clip_norm, "noise_scale": noise_scale, "sharing": sharing_of(job)}
     transaction: Transaction
     if job.window_loss is not None and group is not None:
@@ -359,7 +359,9 @@ def make_step(
         tuner=tuner,
         meter=Meter(memory, job.device, is_enforced=limit.is_enforced, needs_room=tuner.needs_room),
         compilations=compilations,
-        saving=Saving(job, memory_saving, kinds=kinds, users=(transaction, examiner)),
+        saving=Saving(
+            job, memory_saving, kinds=kinds, users=(transaction, examiner), is_compiled=compilations.are_there
+        ),
         memory=memory,
         limit=limit,
         patience=patience,
@@ -367,15 +369,15 @@ def make_step(
     )
 
 
-def _kinds_of_saving(job: Job, mode: SavingMode, *, compiled: bool, is_shared: bool) -> frozenset[str]:
+def _kinds_of_saving(job: Job, mode: SavingMode, *, is_compiled: bool, is_shared: bool) -> frozenset[str]:
     """Return in which ways a run can save memory.
 
     Raises:
         ArgumentError: one of those that are asked for is none of these.
     """
-    reason = _why_nothing_is_saved(job, compiled=compiled, is_shared=is_shared)
+    reason = _why_nothing_is_saved(job, is_shared=is_shared)
     # Whatever stands in the way of the one stands in the way of the other, which is wrapped around losses alike.
-    reasons = {"checkpoint": reason, "offload": reason or _why_nothing_is_moved(job.device)}
+    reasons = {"checkpoint": reason, "offload": reason or _why_nothing_is_moved(job.device, is_compiled=is_compiled)}
     for kind in sorted(kinds_asked_for(mode)):
         if reasons[kind] is not None:
             accepted = '"auto" or "off"' if reason else '"auto", "off" or "checkpoint"'
@@ -383,17 +385,17 @@ def _kinds_of_saving(job: Job, mode: SavingMode, *, compiled: bool, is_shared: b
     return frozenset(kind for kind, why in reasons.items() if why is None)
 
 
-def _why_nothing_is_moved(device: torch.device) -> str | None:
+def _why_nothing_is_moved(device: torch.device, *, is_compiled: bool) -> str | None:
     """Return why no tensor goes to the host; None where it has another memory than the device."""
+    if is_compiled:
+        return "compiled code decides by itself what it keeps for backward, and writes over it"
     if has_host_memory(device):
         return None
     return f"tensors would be moved to the host, and all that {device.type} has of memory is the host's"
 
 
-def _why_nothing_is_saved(job: Job, *, compiled: bool, is_shared: bool) -> str | None:
+def _why_nothing_is_saved(job: Job, *, is_shared: bool) -> str | None:
     """Return why no memory of a run is saved, however little there is; None where some may be."""
-    if compiled:
-        return "what is compiled takes no notice of what is wrapped around a block"
     if is_shared:
         return "ranks that share a window would have to go down together"
     if job.window_loss is not None:

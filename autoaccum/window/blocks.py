@@ -60,13 +60,14 @@ def candidates(modules: Sequence[nn.Module], without: Collection[str] = ()) -> d
         without: names of classes that cannot be computed again.
     """
     named = named_blocks(modules)
-    usable = {name: module for name, module in named.items() if type(module).__name__ not in without}
+    usable = {name: m for name, m in named.items() if type(m).__name__ not in without and not _is_around_compiled(m)}
     names = {id(module): name for name, module in usable.items()}
     roots = {"model": modules[0]} if modules else {}
     found: dict[str, tuple[str, ...]] = {}
     for name, module in {**roots, **named}.items():
         if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 1:
-            children = [names[id(child)] for child in module if id(child) in names]
+            inner = [getattr(child, "_orig_mod", child) for child in module]  # of what torch.compile has made
+            children = [names[id(child)] for child in inner if id(child) in names]
             found[name] = tuple(dict.fromkeys(children))
     # Also those that occur once, for they may be called again and again; the tape shows what comes of that.
     classes: dict[type, list[str]] = defaultdict(list)
@@ -76,6 +77,13 @@ def candidates(modules: Sequence[nn.Module], without: Collection[str] = ()) -> d
     for kind, members in classes.items():
         found[f"every {kind.__name__}"] = tuple(_outermost(members))
     return {name: blocks for name, blocks in found.items() if blocks}
+
+
+def _is_around_compiled(module: nn.Module) -> bool:
+    """Return whether compiled code lies within a module; not whether the module lies within compiled code."""
+    inner = [layer for layer in module.modules() if layer is not module]
+    is_compiled = any(hasattr(layer, "_orig_mod") or layer._compiled_call_impl is not None for layer in inner)
+    return is_compiled or hasattr(module, "_orig_mod")
 
 
 def _outermost(names: Iterable[str]) -> list[str]:

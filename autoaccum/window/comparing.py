@@ -33,6 +33,7 @@ class NotRepeatableError(Exception):
 
     def __init__(self, block: nn.Module, what: str) -> None:
         self.block = block
+        self.what = what
         super().__init__(f"{type(block).__name__}: {what}")
 
 
@@ -56,11 +57,12 @@ class Comparison:
 class First(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Marks what each operation of a forward comes to."""
 
-    def __init__(self, comparison: Comparison, marks: list[Mark]) -> None:
-        """Add them to ``marks``."""
+    def __init__(self, comparison: Comparison, marks: list[Mark], left_out: Iterable[torch.Tensor] = ()) -> None:
+        """Add them to ``marks``, but for what is written to tensors that are left out."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._comparison = comparison
         self._marks = marks
+        self._left_out = {tensor.untyped_storage()._cdata for tensor in left_out}
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -72,8 +74,14 @@ class First(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._take(func, name, args, kwargs or {}, result)
         return result
 
-    def _take(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any, result: Any) -> None:
+    def _found(self, args: Any, kwargs: Any, result: Any) -> list[torch.Tensor]:
         found = _come_to(args, kwargs, result)
+        if not self._left_out:
+            return found
+        return [tensor for tensor in found if _place_of(tensor) not in self._left_out]
+
+    def _take(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any, result: Any) -> None:
+        found = self._found(args, kwargs, result)
         trembles = name in self._comparison.trembling
         self._marks.append([t.to("cpu", copy=True) for t in found] if trembles else _checksum(found))
 
@@ -81,9 +89,11 @@ class First(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class Second(First):  # type: ignore[no-untyped-call]
     """Compares each operation of the same forward, computed again, with what it came to first."""
 
-    def __init__(self, comparison: Comparison, marks: list[Mark], block: nn.Module) -> None:
+    def __init__(
+        self, comparison: Comparison, marks: list[Mark], block: nn.Module, left_out: Iterable[torch.Tensor] = ()
+    ) -> None:
         """Compare the forward of ``block`` with ``marks``."""
-        super().__init__(comparison, marks)
+        super().__init__(comparison, marks, left_out)
         self._block = block
         self._count = 0
         self._is_lost = False  # from an operation on that trembles, and was not known to
@@ -93,7 +103,7 @@ class Second(First):  # type: ignore[no-untyped-call]
             return
         # Checkpoint ends a forward early, once it has come to all that is wanted: what is left out is not compared.
         mark = self._marks[self._count] if self._count < len(self._marks) else None
-        found = _come_to(args, kwargs, result)
+        found = self._found(args, kwargs, result)
         if isinstance(mark, list):
             for tensor, value in zip(found, mark, strict=True):
                 if _checksum([tensor]) != _checksum([value]):  # of arguments that were only read nothing is written
@@ -140,6 +150,12 @@ def _come_to(args: Any, kwargs: Any, result: Any) -> list[torch.Tensor]:
     # Bytes beside other results are a library's workspace, not all of which it has written to.
     several = result if isinstance(result, list | tuple) else ()
     return [tensor for tensor in several if isinstance(tensor, torch.Tensor) and tensor.dtype is not torch.uint8]
+
+
+def _place_of(tensor: torch.Tensor) -> int | None:
+    """Return what storage a tensor lies in; None for one that has none of its own."""
+    is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_meta
+    return tensor.untyped_storage()._cdata if is_plain else None
 
 
 def _checksum(tensors: Iterable[torch.Tensor]) -> int:

@@ -37,8 +37,14 @@ CURE = "Compile it with mode='default' or 'max-autotune-no-cudagraphs': graphs k
 class Compilations:
     """Watches what is compiled in the micro-batches of one run."""
 
-    def __init__(self, device: torch.device, expect: Callable[[], None]) -> None:
-        """Set up for a device; ``expect`` is called when something was compiled, for each size may cost as much."""
+    def __init__(self, device: torch.device, expect: Callable[[], None], *, are_known: bool = False) -> None:
+        """Set up for a device.
+
+        Args:
+            device: where micro-batches run.
+            expect: called when something was compiled, for each size may cost as much.
+            are_known: whether something of the run was found to be compiled.
+        """
         self._device = device
         self._expect = expect
         self.size = 0
@@ -48,6 +54,7 @@ class Compilations:
         self._has_graphs = keeps_graphs(device)  # somebody else's, by now
         self._total = Heard()  # in all windows
         self._sizes: list[int] = []  # of all micro-batches in which a forward was compiled
+        self._are_known = are_known
         self.allowed: Callable[[], AbstractContextManager[Any]] = nullcontext
         """Makes the context of forwards, in which compiled code runs or, where it is forgone, what it was made of."""
 
@@ -79,6 +86,10 @@ class Compilations:
             limit = torch._dynamo.config.recompile_limit
             say_once(notices.compiles_on(len(self._sizes), sorted(set(self._sizes)), self._total.seconds, limit))
         self.of_window = {}
+
+    def are_there(self) -> bool:
+        """Return whether something of the run is known to be compiled."""
+        return self._are_known or bool(self._sizes)
 
     @property
     def are_forgone(self) -> bool:

@@ -3,6 +3,9 @@
 ``forward`` is wrapped on the instances, for as long as a loss is computed and no longer: between windows, and within
 backward, state_dict, names, ids, hooks, ``deepcopy`` and pickling are as without. A forward that is computed again
 finds what it found: random states, buffers and attributes are as of then, and today's are put back after it.
+
+In compiled code it is PyTorch's compiler that computes a block again. It puts random states back, takes no block whose
+forward changes anything of Python's, and reads buffers as they are by then.
 """
 
 from __future__ import annotations
@@ -68,6 +71,10 @@ class Recomputing:
         self._modules, self._functions, self._is_elsewhere = tuple(modules), tuple(functions), is_elsewhere
         self.is_within = False
         """Whether the forward of a block is running."""
+        self.is_as_compiled = False
+        """Whether a forward that is computed again finds the buffers of now, as it does in compiled code."""
+        self._run: set[int] = set()  # ids of the blocks whose forward was run as it is written in this attempt
+        self._forwards: dict[int, _Forward] = {}  # by the ids of blocks
         # Marks of all layers, when it was last asked whether they have changed.
         self._layers: list[tuple[object, ...]] | None = None
         self._held: list[Any] = []  # generators that functions hold
@@ -76,9 +83,37 @@ class Recomputing:
     def compare(self, is_compared: bool) -> None:
         """Compare from now on, or do not; nothing was compared yet."""
         self.is_compared = is_compared
+        self._run = set()
         self.comparison.begin()
         if is_compared:
             self._known.clear()  # of blocks of another rung
+
+    @property
+    def num_run(self) -> int:
+        """Return how many of the blocks were run in this attempt at a window as they are written, and not compiled."""
+        return sum(id(block) in self._run for block in self.blocks)
+
+    def compare_apart(self, loss: Callable[[], torch.Tensor], times: int) -> None:
+        """Compare what blocks compute twice where that is done in compiled code, of which nothing is seen.
+
+        A loss is computed uncompiled, and its gradients, so many times in a row; nothing of that is kept.
+
+        Raises:
+            NotRepeatableError: a block that comes to something else with the buffers that its forward has written.
+        """
+        parameters = [p for module in self._modules for p in module.parameters() if p.requires_grad]
+        self.is_compared = self.is_as_compiled = True
+        try:
+            with self.no_trace(), torch.compiler.set_stance("force_eager"):
+                for _ in range(times):
+                    computed = loss()
+                    if computed.requires_grad:
+                        torch.autograd.grad(computed, parameters, allow_unused=True)
+        except NotRepeatableError as error:
+            what = f"{error.what}, from the buffers that it has written to, as compiled code does"
+            raise NotRepeatableError(error.block, what) from None
+        finally:
+            self.is_as_compiled = False
 
     def of_loss(self, loss_of: LossOf) -> LossOf:
         """Return a loss that is computed with the blocks wrapped, where it is computed for a backward."""
@@ -96,6 +131,7 @@ class Recomputing:
     def installed(self) -> Iterator[None]:
         """Wrap the blocks within this."""
         self._held = surroundings_of(self._functions).generators
+        self._forwards = {id(block): self._forward_of(block) for block in self.blocks}
         with ExitStack() as stack:
             # A cache of keys and values would be appended to once more, and keep all of them alive.
             for config in _caching(self._modules):
@@ -107,13 +143,21 @@ class Recomputing:
 
     @contextmanager
     def _wrapped(self, block: nn.Module) -> Iterator[None]:
-        # Accelerate and others put forwards of their own on instances: these are what is run then, and put back.
-        own = vars(block).get("forward", _ABSENT)
-        _assign(block, _Forward(self, block, own, block.forward))
+        forward = self._forwards[id(block)]
+        _assign(block, forward)
         try:
             yield
         finally:
-            _assign(block, own)
+            _assign(block, forward.own)
+
+    def _forward_of(self, block: nn.Module) -> _Forward:
+        # Accelerate and others put forwards of their own on instances: these are what is run then, and put back.
+        own = vars(block).get("forward", _ABSENT)
+        known = self._forwards.get(id(block))
+        # The same from window to window: code is compiled for it.
+        if known is not None and known.block is block and known.own is own:
+            return known
+        return _Forward(self, block, own, block.forward)
 
     @contextmanager
     def no_trace(self) -> Iterator[None]:
@@ -206,19 +250,25 @@ class _Forward:
     def __init__(self, recomputing: Recomputing, block: nn.Module, own: Any, original: Callable[..., Any]) -> None:
         """Stand for ``original``, which is the instance's ``own`` where it has one."""
         self._recomputing = recomputing
-        self._block = block
-        self._own = own
+        self.block = block
+        self.own = own
         self._original = original
         update_wrapper(self, original)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        recomputing, block = self._recomputing, self._block
+        # PyTorch's compiler reads this, and what it finds in it is part of its code. All by position, as below.
+        if torch.compiler.is_compiling():
+            if not torch.is_grad_enabled():
+                return self._original(*args, **kwargs)
+            return checkpoint(self._compiled, len(args), tuple(kwargs), *args, *kwargs.values(), use_reentrant=False)
+        recomputing, block = self._recomputing, self.block
         # A block that is called within another one is part of what that computes again.
         if recomputing.is_within or not torch.is_grad_enabled():
             return self._original(*args, **kwargs)
         # As it is without, so that what is remembered of its attributes is what a second forward will find.
-        _assign(block, self._own)
+        _assign(block, self.own)
         recomputing.is_within = True
+        recomputing._run.add(id(block))
         try:
             call = _Call(recomputing, block, self._original, len(args), tuple(kwargs))
             # All by position: of tensors among these checkpoint sees whether they are written to before it reads them
@@ -228,11 +278,18 @@ class _Forward:
             recomputing.is_within = False
             _assign(block, self)
 
+    def _compiled(self, count: int, names: tuple[str, ...], *values: Any) -> Any:
+        # Where the compiler cannot take all of it, checkpoint is called as it is, and would compute it again in any
+        # state.
+        if not torch.compiler.is_compiling():
+            raise NotRepeatableError(self.block, "PyTorch's compiler does not compile its forward as a whole")
+        return self._original(*values[:count], **dict(zip(names, values[count:], strict=True)))
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         # Whoever copies a module within a loss, say for a teacher, gets one that computes by itself.
-        if self._own is not _ABSENT:
-            return deepcopy(self._own, memo)
-        other = memo[id(self._block)]
+        if self.own is not _ABSENT:
+            return deepcopy(self.own, memo)
+        other = memo[id(self.block)]
         return MethodType(type(other).forward, other)
 
 
@@ -263,7 +320,7 @@ class _Call:
             if not self._recomputing.is_compared:
                 return self._forward(*args, **kwargs)
             self._seen = []
-            with First(self._recomputing.comparison, self._seen):
+            with First(self._recomputing.comparison, self._seen, self._left_out()):
                 return self._forward(*args, **kwargs)
         try:
             with self._recomputing.guarding(self._block), self._as_it_was(self._before, values), self._comparing():
@@ -291,7 +348,7 @@ class _Call:
         try:
             for p in retrained:
                 p.requires_grad_(not p.requires_grad)
-            before.put_back()
+            before.put_back(buffers=not self._recomputing.is_as_compiled)
             yield
         finally:
             for p in retrained:
@@ -304,7 +361,13 @@ class _Call:
     def _comparing(self) -> Any:
         if self._seen is None:
             return nullcontext()
-        return Second(self._recomputing.comparison, self._seen, self._block)
+        return Second(self._recomputing.comparison, self._seen, self._block, self._left_out())
+
+    def _left_out(self) -> Sequence[torch.Tensor]:
+        # What a forward writes to these may differ where that starts from what the first has written; what it reads
+        # of them may not.
+        assert self._before is not None
+        return self._before.buffers if self._recomputing.is_as_compiled else ()
 
 
 class _Layers:
@@ -365,12 +428,21 @@ class _Moment:
         """Return the name of a parameter, or of an input, that has other values since; None where none has."""
         return next((name for name, tensor, version in self._versions if tensor._version != version), None)
 
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        """Return the tensors that the forward may write to."""
+        return [tensor for _, _, tensor, _, _ in self._tensors]
+
     def retrained(self) -> list[nn.Parameter]:
         """Return the parameters that were trained and are frozen by now, or the other way round."""
         return [p for p, was_trained in self._trained if p.requires_grad is not was_trained]
 
-    def put_back(self) -> None:
-        """Put it back, after ``attributes_now``; where tensors may have moved others are put, their values stay."""
+    def put_back(self, *, buffers: bool) -> None:
+        """Put it back, after ``attributes_now``; where tensors may have moved others are put, their values stay.
+
+        Args:
+            buffers: whether to put back these tensors, too.
+        """
         self.random.put_back()
         if self.have_moved:
             self._layers.attributes.restore()
@@ -379,7 +451,7 @@ class _Moment:
                 held.restore()
         # In their place and not in them: what was computed since may have saved them, and would find them written to.
         fresh: dict[int, torch.Tensor] = {}
-        for namespace, name, tensor, version, copy in self._tensors:
+        for namespace, name, tensor, version, copy in self._tensors if buffers else ():
             # By the value where it is small, for what is written through ``.data`` moves no version.
             if tensor._version != version or tensor.nbytes <= _SMALL_BYTES:
                 if id(tensor) not in fresh:

@@ -8,7 +8,8 @@ second one, or back from the host; so the gradient is the same to the bit if eac
 to the bits that it came to in the first, and if each storage comes back with the bits that it had. That is compared, by
 checksums, for all micro-batches of two windows in a row: the second shows what state is left behind by the first. What
 else forwards move, such as a counter in an enclosing function, is looked at before and after, and put back. After these
-two windows nothing is compared any more.
+two windows nothing is compared any more. In compiled code no operation shows: where a block has run in it, what it
+computes twice is compared beside the window, with an uncompiled forward and backward that are run for that alone.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, Protocol
 
+import torch
+
 from autoaccum.errors import AutoaccumError
 from autoaccum.events import MemorySaving, Notice, Recomputed
 from autoaccum.loss.stated import LossOf, total
-from autoaccum.memory.oom import insist
+from autoaccum.memory.oom import RanOut, attempt, insist
 from autoaccum.planning.contest import Contest, Room
 from autoaccum.planning.ladder import Ladder, SavingMode, kinds_asked_for
 from autoaccum.window import notices
@@ -48,14 +51,23 @@ class Computes(Protocol):
 class Saving:
     """The rungs of one run, and the one that it stands on."""
 
-    def __init__(self, job: Job, mode: SavingMode, *, kinds: frozenset[str], users: Sequence[Computes] = ()) -> None:
+    def __init__(
+        self,
+        job: Job,
+        mode: SavingMode,
+        *,
+        kinds: frozenset[str],
+        users: Sequence[Computes] = (),
+        is_compiled: Callable[[], bool] = lambda: False,
+    ) -> None:
         """Set up on the highest rung.
 
         Args:
             job: what is computed, with the loss as it is written.
             mode: as the user wants it.
-            kinds: in which ways memory can be saved: no block is computed twice where they are compiled, say.
+            kinds: in which ways memory can be saved: nothing is moved to the host where that is the device, say.
             users: what computes losses, and is told by which function.
+            is_compiled: () -> whether anything is known to be compiled.
         """
         self._job = job
         self._mode = mode
@@ -66,13 +78,15 @@ class Saving:
         self._recomputing = Recomputing(job.modules, job.functions, job.device, is_elsewhere=self._offloading.takes)
         self._state = OptimizerState(job.optimizer, job.modules, job.device)
         self._users = users
+        self._is_compiled = is_compiled
         self.name = HIGHEST.name
         """The name of the rung."""
         self.is_off = True
         """Whether nothing is saved, as in nearly all windows of nearly all runs."""
         self.wants_begin = bool(self._asked and self._kinds)
         """Whether the first window has to begin on a lower rung: see ``begin``."""
-        self.contest = Contest(is_allowed=mode == "auto" and "checkpoint" in self._kinds)
+        # To try a rung has everything compiled anew, which takes longer than it may save.
+        self.contest = Contest(is_allowed=mode == "auto" and "checkpoint" in self._kinds and not is_compiled())
         """Whether the next rung is worth a try although this one does."""
         self._ladder = Ladder()
         self._rungs: list[Rung] = []  # below the highest, once they are known
@@ -81,6 +95,7 @@ class Saving:
         self._done = 0  # the lowest rung on which a window has committed
         # By the name of the rung, for a run may come to stand on it once more: it is not measured again then.
         self._left: dict[str, int] = {}  # windows that are still to be compared
+        self._apart: Recomputed | Notice | None = None  # what was found beside a window, until that has committed
 
     @property
     def is_measured(self) -> bool:
@@ -264,6 +279,7 @@ class Saving:
             with self._recomputing.no_trace(), ExitStack() as stack:
                 given = batch()
                 stack.enter_context(job.autocast())
+                stack.enter_context(torch.compiler.set_stance("force_eager"))  # compiled code runs no hook of a block
                 return record(lambda: total(job.loss_of(job.model, given)), job.modules, given, job.device, blocks)
 
         try:
@@ -287,9 +303,45 @@ class Saving:
         if self._rung.state_bytes:
             self._state.take_out()
 
+    def look_for_hidden(self, batch: Callable[[], Any], step: int) -> None:
+        """Look whether all blocks have shown what they compute, and compare them beside the window where they have not.
+
+        Args:
+            batch: () -> the smallest micro-batch.
+            step: the number of the window, whose micro-batches have all been run.
+
+        Raises:
+            NotRepeatableError: a block that is compiled cannot be computed again.
+        """
+        num_run, num_blocks = self._recomputing.num_run, len(self._recomputing.blocks)
+        # A layer that is dropped at random is not run either. Where none has shown they have run in something that
+        # nobody knows to be compiled.
+        is_hidden = num_run < num_blocks if self._is_compiled() else num_run == 0 < num_blocks
+        if is_hidden and not self.is_measured:
+            self._apart = self._compared_apart(batch, step)
+            self._left[self.name] = 0
+
     def end_attempt(self) -> None:
         """Have the optimizer's state back on the device; what is there already stays."""
         self._state.put_back()
+
+    def _compared_apart(self, batch: Callable[[], Any], step: int) -> Recomputed | Notice:
+        job, comparison = self._job, self._recomputing.comparison
+        loss_of = self._recomputing.of_loss(job.loss_of)
+
+        def compare() -> None:
+            given = batch()
+
+            def loss() -> torch.Tensor:
+                with job.autocast():
+                    return total(loss_of(job.model, given))
+
+            self._recomputing.compare_apart(loss, MEASURED)
+
+        # It takes more memory than compiled code does, and is no reason to do without a rung on which that fits.
+        if isinstance(attempt(compare), RanOut):
+            return notices.not_compared(self.name)
+        return Recomputed(step=step, saving=self.name, operations=comparison.operations // MEASURED)
 
     def end_window(self) -> None:
         """Have it back however the window has ended.
@@ -299,10 +351,15 @@ class Saving:
         """
         insist(self._state.put_back, "the optimizer's state was brought back from the host")
 
-    def committed(self, step: int) -> Recomputed | None:
+    def committed(self, step: int) -> Recomputed | Notice | None:
         """Take it that a window has committed; return what was measured, once it is enough."""
         # What has done once is gone back to without any wait.
         self._done = max(self._done, self._ladder.rung)
+        if self._apart is not None:
+            found, self._apart = self._apart, None
+            for part in self._parts:
+                part.compare(False)
+            return found
         # Both kinds of copies are told as one: what counts is that there were some.
         operations, storages = self._recomputing.comparison.operations, self._offloading.compared + self._state.compared
         # A window in which nothing counts has no backward, and says nothing; nor does one that could not be compared.

@@ -183,7 +183,10 @@ class Step:
             batch, saved = partial(self.transaction.alone, window), self.saving.saved
             raise advised(refused, self.job, batch, self._memory, self.limit.bytes, saved)
         if not self.saving.is_off and (measured := self.saving.committed(self.number + 1)) is not None:
-            self._emit(measured)
+            if isinstance(measured, Notice):
+                self.announcer.say_once(measured)
+            else:
+                self._emit(measured)
         return gradient, replays
 
     def _forget(self, refusal: Refusal | None) -> None:
@@ -305,7 +308,7 @@ class Step:
         outcome: Gradient | Repeat | RanOut | Failure
         try:
             # Where ranks wait for each other in each micro-batch, a failure of this one is made up for first.
-            add_all = partial(self._add_all, pieces)
+            add_all = partial(self._add_all, pieces, window)
             with self.compilations.allowed():
                 outcome = attempt(add_all if sharded is None else partial(sharded.run, add_all))
         except Elsewhere as error:  # where they are not run apart, all run the window again
@@ -332,7 +335,7 @@ class Step:
                 return self._examined(window, outcome)
         return self._failure(outcome) if isinstance(outcome, RanOut) else outcome
 
-    def _add_all(self, pieces: Attempt) -> Gradient | Repeat:
+    def _add_all(self, pieces: Attempt, window: Window) -> Gradient | Repeat:
         """Accumulate: this is the loop that a training step is."""
         sizes: list[int] = []
         if not self.saving.is_off:
@@ -352,6 +355,8 @@ class Step:
         # If it is the end of the window that does, the largest of them is what has to become smaller.
         self._piece = self._piece._replace(size=max(sizes, default=0))
         outcome = self.transaction.finish()
+        if not self.saving.is_off and window.num_samples:
+            self.saving.look_for_hidden(self._smallest_batch(window), self.number + 1)
         # Within the attempt, for to join them takes memory: where there is none, the window is run again.
         if isinstance(outcome, Gradient) and self.transaction.outputs.are_there:
             if self.transaction.outputs.have_missed:

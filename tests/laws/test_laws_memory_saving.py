@@ -357,23 +357,6 @@ class TestRefusals:
         for told in launch(asked_for_by_a_rank, 2):
             assert "ranks that share a window would have to go down together" in told
 
-    @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what a compiler imports
-    @pytest.mark.parametrize("where", ["all", "a block", "a block's forward"])
-    def test_beside_what_is_compiled(self, where: str) -> None:
-        torch.manual_seed(0)
-        model, options = Stack(depth=2), {}
-        if where == "all":
-            options = {"compile": True}
-        elif where == "a block":
-            model.blocks[0] = torch.compile(model.blocks[0])  # type: ignore[assignment]
-        else:
-            model.blocks[1].compile()
-        with pytest.raises(ArgumentError, match="what is compiled takes no notice"):
-            autoaccum.fit(
-                model, data(), effective_batch=4, steps=1, loss_fn=F.mse_loss, device="cpu", progress=False,
-                memory_saving="checkpoint", **options,
-            )  # fmt: skip
-
     def test_beside_losses_of_whole_windows(self) -> None:
         with pytest.raises(ArgumentError, match="computes forwards twice by itself"):
             autoaccum.fit(
