@@ -18,6 +18,13 @@ class Announcer:
         self._emit = emit
         self._said: set[str] = set()  # consequences: the same one may have causes that differ in a number
 
+    def tell(self, event: Event) -> None:
+        """Emit an event; announce it where it is a notice, once."""
+        if isinstance(event, Notice):
+            self.say_once(event)
+        else:
+            self._emit(event)
+
     def say_once(self, notice: Notice) -> None:
         """Announce a notice, unless one of the same consequence was announced by this."""
         if notice.consequence not in self._said:

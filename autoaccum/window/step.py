@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from autoaccum.data.base import Window
 from autoaccum.errors import NothingFitsError
-from autoaccum.events import Event, Notice, OutOfMemory, StepSkipped
+from autoaccum.events import Event, OutOfMemory, StepSkipped
 from autoaccum.memory import clock
 from autoaccum.memory.base import Memory
 from autoaccum.memory.limit import Limit
@@ -183,10 +183,7 @@ class Step:
             batch, saved = partial(self.transaction.alone, window), self.saving.saved
             raise advised(refused, self.job, batch, self._memory, self.limit.bytes, saved)
         if not self.saving.is_off and (measured := self.saving.committed(self.number + 1)) is not None:
-            if isinstance(measured, Notice):
-                self.announcer.say_once(measured)
-            else:
-                self._emit(measured)
+            self.announcer.tell(measured)
         return gradient, replays
 
     def _forget(self, refusal: Refusal | None) -> None:
@@ -412,10 +409,7 @@ class Step:
             waited = group.waited_seconds - waited  # which is left out with all that is waited for
         self.examining_seconds += now() - started - waited  # no part of what the window takes
         for event in found.events:
-            if isinstance(event, Notice):
-                self.announcer.say_once(event)
-            else:
-                self._emit(event)
+            self.announcer.tell(event)
         if found.hides_items:
             self.compilations.forgo()
         if found.smallest > self.tuner.smallest:
