@@ -73,7 +73,8 @@ class Recomputing:
         """Whether the forward of a block is running."""
         self.is_as_compiled = False
         """Whether a forward that is computed again finds the buffers of now, as it does in compiled code."""
-        self._run: set[int] = set()  # ids of the blocks whose forward was run as it is written in this attempt
+        self.ran: set[int] = set()
+        """The ids of the blocks whose forward was run in this attempt as it is written, and not compiled."""
         self._forwards: dict[int, _Forward] = {}  # by the ids of blocks
         # Marks of all layers, when it was last asked whether they have changed.
         self._layers: list[tuple[object, ...]] | None = None
@@ -83,7 +84,7 @@ class Recomputing:
     def compare(self, is_compared: bool) -> None:
         """Compare from now on, or do not; nothing was compared yet."""
         self.is_compared = is_compared
-        self._run = set()
+        self.ran = set()
         self.comparison.begin()
         if is_compared:
             self._known.clear()  # of blocks of another rung
@@ -91,7 +92,7 @@ class Recomputing:
     @property
     def num_run(self) -> int:
         """Return how many of the blocks were run in this attempt at a window as they are written, and not compiled."""
-        return sum(id(block) in self._run for block in self.blocks)
+        return sum(id(block) in self.ran for block in self.blocks)
 
     def compare_apart(self, loss: Callable[[], torch.Tensor], times: int) -> None:
         """Compare what blocks compute twice where that is done in compiled code, of which nothing is seen.
@@ -268,7 +269,7 @@ class _Forward:
         # As it is without, so that what is remembered of its attributes is what a second forward will find.
         _assign(block, self.own)
         recomputing.is_within = True
-        recomputing._run.add(id(block))
+        recomputing.ran.add(id(block))
         try:
             call = _Call(recomputing, block, self._original, len(args), tuple(kwargs))
             # All by position: of tensors among these checkpoint sees whether they are written to before it reads them
@@ -320,10 +321,14 @@ class _Call:
             if not self._recomputing.is_compared:
                 return self._forward(*args, **kwargs)
             self._seen = []
-            with First(self._recomputing.comparison, self._seen, self._left_out()):
+            with First(self._recomputing.comparison, self._seen, self._left_out(self._before)):
                 return self._forward(*args, **kwargs)
         try:
-            with self._recomputing.guarding(self._block), self._as_it_was(self._before, values), self._comparing():
+            with (
+                self._recomputing.guarding(self._block),
+                self._as_it_was(self._before, values),
+                self._comparing(self._before),
+            ):
                 return self._forward(*args, **kwargs)
         except Exception as error:
             # Checkpoint ends a forward that has come to all that is wanted by an exception of its own.
@@ -358,16 +363,15 @@ class _Call:
                     held.restore()
             random.put_back()
 
-    def _comparing(self) -> Any:
+    def _comparing(self, before: _Moment) -> Any:
         if self._seen is None:
             return nullcontext()
-        return Second(self._recomputing.comparison, self._seen, self._block, self._left_out())
+        return Second(self._recomputing.comparison, self._seen, self._block, self._left_out(before))
 
-    def _left_out(self) -> Sequence[torch.Tensor]:
+    def _left_out(self, before: _Moment) -> Sequence[torch.Tensor]:
         # What a forward writes to these may differ where that starts from what the first has written; what it reads
         # of them may not.
-        assert self._before is not None
-        return self._before.buffers if self._recomputing.is_as_compiled else ()
+        return before.buffers if self._recomputing.is_as_compiled else ()
 
 
 class _Layers:
