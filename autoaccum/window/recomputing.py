@@ -19,8 +19,9 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
-from torch.utils.checkpoint import CheckpointError, checkpoint
+from torch.utils.checkpoint import CheckpointError, checkpoint, set_checkpoint_early_stop
 
 from autoaccum.data import randomness
 from autoaccum.data.batches import flatten
@@ -76,6 +77,8 @@ class Recomputing:
         self.ran: set[int] = set()
         """The ids of the blocks whose forward was run in this attempt as it is written, and not compiled."""
         self._forwards: dict[int, _Forward] = {}  # by the ids of blocks
+        # (block, name, tensor, version) of what a compiled forward must not write to, when the attempt began.
+        self._untouched: list[tuple[nn.Module, str, torch.Tensor, int]] = []
         # Marks of all layers, when it was last asked whether they have changed.
         self._layers: list[tuple[object, ...]] | None = None
         self._held: list[Any] = []  # generators that functions hold
@@ -88,6 +91,26 @@ class Recomputing:
         self.comparison.begin()
         if is_compared:
             self._known.clear()  # of blocks of another rung
+
+    def watch(self) -> None:
+        """Note the versions of all that blocks hold: see ``refuse_written``."""
+        # BatchNorm writes its running statistics, and in training mode computes nothing by them.
+        self._untouched = [
+            (block, name, tensor, tensor._version)
+            for block in self.blocks
+            for layer in block.modules()
+            for name, tensor in _held_by(layer)
+        ]
+
+    def refuse_written(self) -> None:
+        """See that forwards, which may have been compiled, have written to nothing of a block since ``watch``.
+
+        Raises:
+            NotRepeatableError: one has; compiled code would compute it again from what it has written.
+        """
+        for block, name, tensor, version in self._untouched:
+            if tensor._version != version:
+                raise NotRepeatableError(block, f"{name} is written to in a forward that is compiled")
 
     @property
     def num_run(self) -> int:
@@ -105,12 +128,16 @@ class Recomputing:
         parameters = [p for module in self._modules for p in module.parameters() if p.requires_grad]
         self.is_compared = self.is_as_compiled = True
         try:
-            with self.no_trace(), torch.compiler.set_stance("force_eager"):
+            # To its end, for compiled code computes all of a forward again, and not only what a backward has saved.
+            whole = set_checkpoint_early_stop(False)
+            with self.no_trace(), torch.compiler.set_stance("force_eager"), whole:
                 for _ in range(times):
                     computed = loss()
                     if computed.requires_grad:
                         torch.autograd.grad(computed, parameters, allow_unused=True)
         except NotRepeatableError as error:
+            if "comes to other bits" not in error.what:
+                raise
             what = f"{error.what}, from the buffers that it has written to, as compiled code does"
             raise NotRepeatableError(error.block, what) from None
         finally:
@@ -498,6 +525,13 @@ def _caching(modules: Iterable[nn.Module]) -> list[Any]:
 def _hooks_of(layer: nn.Module) -> tuple[dict[int, Any], ...]:
     """Return the hooks around the forward of a layer, by numbers that none of them shares."""
     return layer._forward_pre_hooks, layer._forward_hooks
+
+
+def _held_by(layer: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Return the tensors of a layer itself by which a forward may compute, with their names."""
+    buffers = {} if isinstance(layer, _BatchNorm) else layer._buffers
+    named = [*layer._parameters.items(), *buffers.items(), *vars(layer).items()]
+    return [(name, value) for name, value in named if isinstance(value, torch.Tensor) and not is_lazy(value)]
 
 
 def _assign(block: nn.Module, forward: Any) -> None:

@@ -300,6 +300,7 @@ class Saving:
             self._left = dict.fromkeys(self._left, MEASURED)
         for part in self._parts:
             part.compare(not self.is_measured)
+        self._recomputing.watch()
         if self._rung.state_bytes:
             self._state.take_out()
 
@@ -316,8 +317,11 @@ class Saving:
         num_run, num_blocks = self._recomputing.num_run, len(self._recomputing.blocks)
         # A layer that is dropped at random is not run either. Where none has shown they have run in something that
         # nobody knows to be compiled.
-        is_hidden = num_run < num_blocks if self._is_compiled() else num_run == 0 < num_blocks
-        if is_hidden and not self.is_measured:
+        if not num_blocks or not (self._is_compiled() or num_run == 0):
+            return
+        # In each window, for what is written may depend on sizes, samples and flags.
+        self._recomputing.refuse_written()
+        if num_run < num_blocks and not self.is_measured:
             self._apart = self._compared_apart(batch, step)
             self._left[self.name] = 0
 
@@ -325,7 +329,7 @@ class Saving:
         """Have the optimizer's state back on the device; what is there already stays."""
         self._state.put_back()
 
-    def _compared_apart(self, batch: Callable[[], Any], step: int) -> Recomputed | Notice:
+    def _compared_apart(self, batch: Callable[[], Any], step: int) -> Recomputed | Notice | None:
         job, comparison = self._job, self._recomputing.comparison
         loss_of = self._recomputing.of_loss(job.loss_of)
 
@@ -341,7 +345,8 @@ class Saving:
         # It takes more memory than compiled code does, and is no reason to do without a rung on which that fits.
         if isinstance(attempt(compare), RanOut):
             return notices.not_compared(self.name)
-        return Recomputed(step=step, saving=self.name, operations=comparison.operations // MEASURED)
+        operations = comparison.operations // MEASURED
+        return Recomputed(step=step, saving=self.name, operations=operations) if operations else None
 
     def end_window(self) -> None:
         """Have it back however the window has ended.
@@ -378,7 +383,9 @@ class Saving:
         # What this library raises says itself what is wrong.
         if self.is_off or isinstance(error, AutoaccumError):
             return False
-        return is_refusal(error) or isinstance(error, NotRestoredError) or not self.is_measured
+        is_of_compiler = type(error).__module__.startswith("torch._dynamo")  # which may not take what it reads later
+        is_new = is_of_compiler or not self.is_measured
+        return is_refusal(error) or isinstance(error, NotRestoredError) or is_new
 
     def refuse(self, error: Exception, step: int) -> tuple[Notice, MemorySaving]:
         """Give up the rungs, which are not exact; others may be found. Return what is to be told."""

@@ -74,10 +74,59 @@ class HiddenReading(Block):
         return x * (1 + self.mean)
 
 
+class Last(Block):
+    """Reads it in its very last operation, of which a backward saves nothing."""
+
+    def forward(self, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
+        self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return super().forward(x, scale=scale) - self.mean
+
+
+class OfSeveral(Block):
+    """Writes where there are several samples, as a variance needs."""
+
+    def moved(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[0] > 1:
+            self.mean.mul_(0.9).add_(x.detach().var(0), alpha=0.1)
+        return x * (1 + self.mean)
+
+
 class Counting(Block):
     def moved(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
         return x * self.calls
+
+
+class Late(Block):
+    """Reads and writes once it is told to."""
+
+    is_on = False
+
+    def moved(self, x: torch.Tensor) -> torch.Tensor:
+        if Late.is_on:
+            self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return x * (1 + self.mean)
+
+
+class LateCounting(Block):
+    """Counts once it is told to."""
+
+    is_on = False
+
+    def moved(self, x: torch.Tensor) -> torch.Tensor:
+        if LateCounting.is_on:
+            self.calls += 1
+        return x
+
+
+OF_ALL = torch.zeros(WIDTH)
+
+
+class Sharing(Block):
+    def moved(self, x: torch.Tensor) -> torch.Tensor:
+        scaled = x * (1 + OF_ALL)
+        OF_ALL.add_(x.detach().mean(0), alpha=0.01)
+        return scaled
 
 
 class Breaking(Block):
@@ -194,13 +243,12 @@ class TestTheSameBits:
         assert windows == [(told.step, told.compilations) for told in of(plain, Compiled)]
 
     @pytest.mark.filterwarnings("ignore:The model holds 4 BatchNorm")
-    @pytest.mark.parametrize("kind", [Normed, Writing])
     @pytest.mark.parametrize("how", ["wrapped", "blocks"])
-    def test_of_blocks_that_write_to_buffers_and_do_not_read_them(self, kind: Any, how: str) -> None:
+    def test_of_batch_norm_which_does_not_read_what_it_writes(self, how: str) -> None:
         with counted() as plainly:
-            plain = fit("off", kind, how, callbacks=[after_the_first(plainly)])
+            plain = fit("off", Normed, how, callbacks=[after_the_first(plainly)])
         with counted() as saved:
-            found = fit("checkpoint", kind, how, callbacks=[after_the_first(saved)])
+            found = fit("checkpoint", Normed, how, callbacks=[after_the_first(saved)])
         assert same(state_of(found), state_of(plain))
         assert 0 < sum(saved) < 0.5 * sum(plainly)
         assert of(found, Recomputed)
@@ -290,8 +338,11 @@ class TestRefused:
     @pytest.mark.parametrize(
         ("kind", "why"),
         [
-            (Reading, "written to"),
-            (HiddenReading, "written to"),
+            (Writing, "mean is written to in a forward that is compiled"),
+            (Reading, "mean is written to in a forward that is compiled"),
+            (HiddenReading, "mean is written to in a forward that is compiled"),
+            (Last, "mean is written to in a forward that is compiled"),
+            (OfSeveral, "mean is written to in a forward that is compiled"),
             (Counting, "does not compile its forward as a whole"),
             (Breaking, "does not compile its forward as a whole"),
         ],
@@ -307,6 +358,53 @@ class TestRefused:
         assert why in told[0].cause
         assert of(found, MemorySaving)[-1].new == "off"
         assert not of(found, Recomputed)
+
+    @pytest.mark.parametrize("how", ["wrapped", "blocks in place"])
+    def test_in_the_window_in_which_it_shows(self, how: str) -> None:
+        def late(record: Any) -> None:
+            Late.is_on = Late.is_on or getattr(record, "step", 0) == 2
+
+        def run(memory_saving: Any) -> FitResult:
+            Late.is_on = False
+            return fit(memory_saving, Late, how, callbacks=[late], steps=5)
+
+        plain = run("off")
+        with pytest.warns(AutoaccumWarning, match="No forward of Late is computed twice in this run"):
+            found = run("checkpoint")
+        assert same(state_of(found), state_of(plain))
+        assert of(found, MemorySaving)[-1].step == 3
+
+    def test_when_it_is_compiled_after_it_was_measured(self, tmp_path: Path) -> None:
+        plain = fit("off", Reading, "not at all", steps=4)
+        fit("checkpoint", Reading, "not at all", steps=2, run_dir=tmp_path)
+        with pytest.warns(AutoaccumWarning, match="No forward of Reading is computed twice in this run"):
+            found = fit("checkpoint", Reading, "in place", steps=4, run_dir=tmp_path, resume=True)
+        assert same(state_of(found), state_of(plain))
+
+    def test_what_reads_a_tensor_that_another_block_writes(self) -> None:
+        with pytest.warns(AutoaccumWarning, match="from the buffers that it has written to, as compiled code does"):
+            found = fit("checkpoint", Sharing)
+        assert of(found, MemorySaving)[-1].new == "off"
+
+    def test_what_the_compiler_refuses_later(self) -> None:
+        def late(record: Any) -> None:
+            LateCounting.is_on = LateCounting.is_on or getattr(record, "step", 0) == 2
+
+        def run(memory_saving: Any) -> FitResult:
+            LateCounting.is_on = False
+            torch.compiler.reset()
+            torch.manual_seed(0)
+            model = torch.compile(Stack(LateCounting), backend=BACKEND, fullgraph=True)
+            return autoaccum.fit(
+                model, data(), effective_batch=8, micro_batch=4, steps=4, verify=False, device="cpu", progress=False,
+                cache=False, optimizer=lambda p: torch.optim.SGD(p, lr=0.05), memory_saving=memory_saving,
+                loss_fn=F.mse_loss, callbacks=[late],
+            )  # fmt: skip
+
+        plain = run("off")
+        with pytest.warns(AutoaccumWarning, match="is computed twice in this run"):
+            found = run("checkpoint")
+        assert same(state_of(found), state_of(plain))
 
     def test_what_would_go_to_the_host(self) -> None:
         with pytest.raises(ArgumentError, match="compiled code decides by itself what it keeps"):
