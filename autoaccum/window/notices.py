@@ -100,7 +100,7 @@ def not_repeatable(kinds: Sequence[str], reason: str) -> Notice:
         cause=f"Blocks were to be computed once more in backward, which memory asks for. {reason}",
         consequence=f"No forward of {', '.join(kinds)} is computed twice in this run",
         cure="Let it draw from PyTorch's generators, change no state but its own, and write to none of its inputs; "
-        "where it is compiled, let it have no graph break, and read no buffer that it writes to",
+        "where it is compiled, let it have no graph break, and write to no buffer",
     )
 
 
@@ -110,7 +110,7 @@ def not_compared(saving: str) -> Notice:
         cause=f"Blocks are computed once more in backward ({saving}), in compiled code, of which no operation shows. "
         "They are compared uncompiled, and not even the smallest micro-batch fits uncompiled",
         consequence="That compiled blocks come to the same when they are computed twice is not measured in this run",
-        cure="Leave more memory, or compile less, if a forward of your blocks reads buffers that it writes to",
+        cure="Leave more memory, or compile less, if a forward of your blocks reads what others write to",
     )
 
 

@@ -5,7 +5,7 @@ backward, state_dict, names, ids, hooks, ``deepcopy`` and pickling are as withou
 finds what it found: random states, buffers and attributes are as of then, and today's are put back after it.
 
 In compiled code it is PyTorch's compiler that computes a block again. It puts random states back, takes no block whose
-forward changes anything of Python's, and reads buffers as they are by then.
+forward changes anything of Python's, and reads buffers as they are by then; so a block that writes to one is refused.
 """
 
 from __future__ import annotations
