@@ -531,7 +531,9 @@ def _held_by(layer: nn.Module) -> list[tuple[str, torch.Tensor]]:
     """Return the tensors of a layer itself by which a forward may compute, with their names."""
     buffers = {} if isinstance(layer, _BatchNorm) else layer._buffers
     named = [*layer._parameters.items(), *buffers.items(), *vars(layer).items()]
-    return [(name, value) for name, value in named if isinstance(value, torch.Tensor) and not is_lazy(value)]
+    tensors = [(name, value) for name, value in named if isinstance(value, torch.Tensor)]
+    # Those of inference mode have no version: see ``_may_move``.
+    return [(name, value) for name, value in tensors if not (is_lazy(value) or value.is_inference())]
 
 
 def _assign(block: nn.Module, forward: Any) -> None:
@@ -552,5 +554,6 @@ def _may_move(tensor: Any) -> bool:
     """Return whether a value is a tensor of its own that a forward may write to, and that is no parameter."""
     if not isinstance(tensor, torch.Tensor) or isinstance(tensor, nn.Parameter) or is_lazy(tensor):
         return False
-    is_plain = tensor.layout is torch.strided and not tensor.is_meta and not is_expanded(tensor)
+    # Those of inference mode have no version, and nothing outside of it may write to them.
+    is_plain = tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_inference() or is_expanded(tensor))
     return is_plain and not tensor.requires_grad

@@ -238,6 +238,7 @@ class Saving:
         """Have losses computed as the ladder's rung has it."""
         rung, named = self._rung, named_blocks(self._job.modules)
         self.is_off, self.name = rung is HIGHEST, rung.name
+        self._apart = None  # of another rung, whose window has not committed
         self._recomputing.blocks = [named[name] for name in rung.blocks]
         for part in self._parts:
             part.is_compared = False

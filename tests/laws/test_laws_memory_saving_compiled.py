@@ -253,6 +253,17 @@ class TestTheSameBits:
         assert 0 < sum(saved) < 0.5 * sum(plainly)
         assert of(found, Recomputed)
 
+    def test_of_blocks_that_hold_a_tensor_of_inference_mode(self) -> None:
+        class Holding(Block):
+            def __init__(self) -> None:
+                super().__init__()
+                with torch.inference_mode():
+                    self.cached = torch.ones(WIDTH)
+
+        found = fit("checkpoint", Holding)
+        assert same(state_of(found), state_of(fit("off", Holding)))
+        assert of(found, MemorySaving)[-1].new != "off"
+
     def test_of_what_nobody_finds(self) -> None:
         def run(memory_saving: Any) -> FitResult:
             torch.compiler.reset()
