@@ -73,8 +73,7 @@ class FakeMemory(MemorySimulation):
             raise
         # Its size depends on the kernel; without one an LSTM seemed to take a third of what it does.
         if func is torch.ops.aten.mkldnn_rnn_layer.default:
-            outputs = result[0]
-            workspace = outputs.new_empty(_LSTM_BYTES * outputs.numel(), dtype=torch.uint8)
+            workspace = result[0].new_empty(_LSTM_BYTES * result[0].numel(), dtype=torch.uint8)
             self.hold([workspace])
             return (*result[:3], workspace)
         return result
@@ -95,11 +94,9 @@ def _refuse_real(values: Iterable[object]) -> None:
 
 def _one(dtype: torch.dtype) -> bool | int | float | complex:
     """Return 1 as a number of this type."""
-    if dtype is torch.bool:
-        return True
     if dtype.is_complex:
         return 1 + 0j
-    return 1.0 if dtype.is_floating_point else 1
+    return dtype is torch.bool or (1.0 if dtype.is_floating_point else 1)
 
 
 class Fakes:

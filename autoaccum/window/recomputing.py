@@ -25,11 +25,12 @@ from torch.utils.checkpoint import CheckpointError, checkpoint, set_checkpoint_e
 
 from autoaccum.data import randomness
 from autoaccum.data.batches import flatten
+from autoaccum.errors import MemoryLimitError
 from autoaccum.loss.stated import LossOf
 from autoaccum.memory.oom import is_out_of_memory
 from autoaccum.window.attributes import CONTAINERS, Attributes, is_expanded
 from autoaccum.window.comparing import Comparison, First, Mark, NotRepeatableError, Second
-from autoaccum.window.state import generator_state, set_generator_state
+from autoaccum.window.state import State, generator_state, set_generator_state
 from autoaccum.window.surroundings import GENERATORS, surroundings_of
 from autoaccum.window.tape import no_trace
 
@@ -189,7 +190,8 @@ class Recomputing:
 
     @contextmanager
     def no_trace(self) -> Iterator[None]:
-        """Put back, at its end, what a forward has changed, but for the values of tensors that are no buffers."""
+        """Put back, at its end, all that a forward has changed; no values of tensors where memory is too short."""
+        kept = self._state()
         outside, random = self._outside(), self._random([])
         try:
             with no_trace(self._modules, self.device):
@@ -197,12 +199,26 @@ class Recomputing:
         finally:
             outside.restore()
             random.put_back()
+            if kept is not None:
+                kept.restore()
+
+    def _state(self) -> State | None:
+        parameters = [p for module in self._modules for p in module.parameters()]
+        try:
+            return State(self._modules, self._functions_run(), self.device, parameters)
+        except MemoryLimitError:
+            return None
 
     def _outside(self) -> Outside:
-        # A hook of a layer within a block is run once more with it, and may count or collect.
+        return Outside(self._modules, self._functions_run())
+
+    def _functions_run(self) -> list[object]:
+        # A hook of a layer within a block is run once more with it, and may count or collect; and so may a forward, in
+        # what is no attribute of its module.
         layers = [layer for module in self._modules for layer in module.modules()]
         hooks = [hook for layer in layers for held in _hooks_of(layer) for hook in held.values()]
-        return Outside(self._modules, [*self._functions, *hooks])
+        forwards = {type(layer): layer.forward for layer in layers}
+        return [*self._functions, *hooks, *forwards.values()]
 
     def _random(self, own: Sequence[Any]) -> _Random:
         return _Random([*own, *surroundings_of(self._functions).generators], self.device)

@@ -64,13 +64,15 @@ class Surroundings:
 def surroundings_of(functions: Iterable[object]) -> Surroundings:
     """Find what functions hold, by what Python shows of them: nothing is called."""
     found = Surroundings()
-    seen: set[int] = set()
+    seen: set[object] = set()
     stack: list[tuple[Any, int]] = [(function, 0) for function in functions]
     while stack:
         thing, depth = stack.pop()
-        if isinstance(thing, _PLAIN) or id(thing) in seen or depth > _DEEPEST:
+        # Bound methods are made anew whenever they are asked for.
+        key = (id(thing.__func__), id(thing.__self__)) if isinstance(thing, types.MethodType) else id(thing)
+        if isinstance(thing, _PLAIN) or key in seen or depth > _DEEPEST:
             continue
-        seen.add(id(thing))
+        seen.add(key)
         stack.extend((held, depth + 1) for held in _held_by(thing, found))
     return found
 
@@ -80,7 +82,7 @@ def _held_by(thing: Any, found: Surroundings) -> list[Any]:
     if isinstance(thing, functools.partial):
         return [thing.func, *thing.args, *thing.keywords.values()]
     if isinstance(thing, types.MethodType):
-        return [thing.__func__, thing.__self__]
+        return [thing.__func__, thing.__self__, *_methods_called_by(thing)]
     if isinstance(thing, types.FunctionType) and hasattr(thing, "get_compiler_config"):
         found.compiled.append(thing)
         return [getattr(thing, "__wrapped__", None)]  # what else it holds is PyTorch's
@@ -104,6 +106,15 @@ def _held_by(thing: Any, found: Surroundings) -> list[Any]:
         found.objects.append(thing)
         return list(vars(thing).values())
     return []
+
+
+def _methods_called_by(method: types.MethodType) -> list[types.MethodType]:
+    """Return the methods of the same object that a method of the user's names."""
+    function = method.__func__
+    if not isinstance(function, types.FunctionType) or _is_foreign(function.__module__):
+        return []
+    named = [getattr(type(method.__self__), name, None) for name in function.__code__.co_names]
+    return [types.MethodType(one, method.__self__) for one in named if isinstance(one, types.FunctionType)]
 
 
 def _held_by_function(function: types.FunctionType, found: Surroundings) -> list[Any]:

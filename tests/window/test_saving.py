@@ -13,12 +13,13 @@ from torch import nn
 from torch.nn import functional as F
 
 import autoaccum
-from autoaccum.errors import ArgumentError, AutoaccumWarning, NonFiniteLossError, NothingFitsError
+from autoaccum.errors import ArgumentError, AutoaccumWarning, MemoryLimitError, NonFiniteLossError, NothingFitsError
 from autoaccum.events import MemorySaving, Notice, OutOfMemory, Planned, Recomputed, Replanned, Waiting
 from autoaccum.memory.clock import ManualClock
 from autoaccum.memory.simulated import active_simulation
 from autoaccum.testing import manual_clock, oom_at, simulated_memory
 from autoaccum.training.trainer import FitResult
+from autoaccum.window import recomputing
 from autoaccum.window.saving import MEASURED
 from tests.faults import strides
 from tests.models import same, state_of
@@ -240,6 +241,82 @@ class TestFaults:
         assert operations > 200
         for operation in range(1, operations + 1, stride):
             assert same(train(operation, *given)[0], plain), operation
+
+
+_CALLS: list[int] = []
+_SCALE = torch.ones(())
+_count = 0
+
+
+class Marking(Stack):
+    """Moves something in each forward, outside of its blocks, by which it computes."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(depth=2)
+        self.what, self.scale, self.teacher = what, torch.ones(()), nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.kept = {"scales": [torch.ones(())]}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * self.moved(x))
+
+    @torch.no_grad()
+    def moved(self, x: torch.Tensor) -> torch.Tensor | float:
+        global _count
+        if self.what == "a plain tensor":
+            return self.scale.mul_(1.1)
+        if self.what == "one in a list":
+            return self.kept["scales"][0].mul_(1.1)
+        if self.what == "one in a list, through .data":
+            self.kept["scales"][0].data.mul_(1.1)
+            return self.kept["scales"][0]
+        if self.what == "a frozen parameter":
+            return self.teacher.weight.lerp_(self.blocks[0].up.weight[:WIDTH, :WIDTH], 0.1).mean()  # type: ignore
+        if self.what == "a trained parameter":
+            return self.blocks[1].up.weight.mul_(0.9).mean()  # type: ignore
+        if self.what == "a tensor of the module's":
+            return _SCALE.mul_(1.1)
+        if self.what == "a list of the module's":
+            _CALLS.append(1)
+            return 1.1 ** len(_CALLS)
+        _count += 1
+        return 1.1**_count
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "a plain tensor", "one in a list", "one in a list, through .data", "a frozen parameter", "a trained parameter",
+        "a tensor of the module's", "a list of the module's", "a number of the module's",
+    ],
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore::autoaccum.errors.AutoaccumWarning")
+def test_the_forward_that_looks_for_blocks_leaves_no_trace(what: str) -> None:
+    def losses(**options: Any) -> list[float]:
+        global _count
+        torch.manual_seed(0)
+        _CALLS.clear()
+        _SCALE.fill_(1)
+        _count = 0
+        given = {"effective_batch": 4, "micro_batch": 4, "steps": 3, "loss_fn": F.mse_loss, "optimizer": sgd, **options}
+        found = autoaccum.fit(Marking(what), data(), device="cpu", progress=False, cache=False, verify=False, **given)
+        assert bool(of(found, MemorySaving)) is bool(options)
+        return [report.loss for report in found.history]
+
+    assert losses(memory_saving="checkpoint") == losses()
+
+
+def test_blocks_are_found_where_memory_is_too_short_for_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_short(*_: Any) -> None:
+        raise MemoryLimitError(
+            "Memory ran out while the state was laid aside.", micro_batch=1, peak_bytes=None, limit_bytes=None
+        )
+
+    monkeypatch.setattr(recomputing, "State", too_short)
+    found = autoaccum.fit(
+        Stack(), data(), effective_batch=4, micro_batch=4, steps=1, loss_fn=F.mse_loss, memory_saving="checkpoint",
+        device="cpu", progress=False, cache=False, verify=False,
+    )  # fmt: skip
+    assert of(found, MemorySaving)
 
 
 class Draws(Block):

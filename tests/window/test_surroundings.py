@@ -87,6 +87,28 @@ def test_a_method_holds_its_object_and_what_that_holds() -> None:
             assert {id(entry) for entry in found.containers} == {id(objective.seen), id(other.seen)}
 
 
+class Delegating:
+    """Uses a layer by another of its methods, and calls that by a third."""
+
+    def step(self) -> None:
+        self.then()
+
+    def then(self) -> Any:
+        return self.further()
+
+    def further(self) -> Any:
+        return LAYER
+
+    def never(self) -> Any:
+        return TABLE
+
+
+def test_a_method_holds_what_those_hold_that_it_calls() -> None:
+    found = found_in(Delegating().step)
+    assert found.modules == [LAYER]
+    assert not found.tensors
+
+
 def test_globals_are_those_that_the_function_names() -> None:
     found = found_in(uses_globals)
     assert found.modules == [LAYER]
