@@ -2,7 +2,8 @@
 
 ``pytest --device standin`` loads an accelerator made of host memory (tests/standin) and runs the tests that can touch
 one: those that are marked ``gpu``, which are skipped where there is none, and those that are marked ``device``, which
-run on the CPU else. Each has to have run something there, or fails.
+run on the CPU else. Each has to have run something there, or fails. ``pytest --device cuda`` runs the same on a GPU, but
+for those that look at what only the stand-in tells.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from tests import standin
+
+TEST_DEVICE = "TEST_DEVICE"
+"""Name of the environment's variable by which ``tests/devices.py`` knows the device, in processes of tests too."""
 
 torch.set_num_threads(1)
 # A shell has what it starts in the background ignore Ctrl-C, and then Python does not catch it.
@@ -55,12 +59,18 @@ collect_ignore = ["standin/site"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--device", choices=["cpu", "standin"], default="cpu", help="what runs the tests of devices")
+    parser.addoption("--device", choices=["cpu", "standin", "cuda"], default="cpu", help="what runs the tests of devices")
     parser.addoption("--at-least", type=int, default=0, help="fail when fewer tests ran on the device")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    os.environ.pop(TEST_DEVICE, None)
     if config.getoption("--device") == "cpu":
+        return
+    if config.getoption("--device") == "cuda":
+        os.environ[TEST_DEVICE] = "cuda:0"
+        if not torch.cuda.is_available():
+            pytest.exit("There is no GPU that PyTorch finds.", returncode=1)
         return
     reason = standin.missing()
     if reason is not None:
@@ -68,6 +78,7 @@ def pytest_configure(config: pytest.Config) -> None:
         pytest.exit(f"SKIPPED: {reason}.", returncode=1 if config.getoption("--at-least") else 0)
     # Processes of one test share the device; test runs side by side, of which each worker is one, do not.
     os.environ["STANDIN_LEDGER"] = str(os.getpid())
+    os.environ[TEST_DEVICE] = "standin:0"
     standin.load()
 
 
@@ -76,20 +87,25 @@ def pytest_unconfigure() -> None:
         path.unlink(missing_ok=True)
 
 
-_RAN_THERE = "ran on the stand-in device"
+_RAN_THERE = "ran on the device"
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     if item.config.getoption("--device") == "cpu":
         return (yield)
-    before = standin.touches()
+    touches = standin.touches if item.config.getoption("--device") == "standin" else _allocations
+    before = touches()
     yield
     mark = item.get_closest_marker("device")
     # What is run by processes that a test starts is counted in those.
-    if standin.touches() == before and not (mark and mark.kwargs.get("elsewhere")):
+    if touches() == before and not (mark and mark.kwargs.get("elsewhere")):
         pytest.fail("it ran nothing on the device: it has no place among the tests that touch one")
     item.user_properties.append((_RAN_THERE, True))
+
+
+def _allocations() -> int:
+    return int(torch.cuda.memory_stats().get("allocation.all.allocated", 0))
 
 
 def _ran_there(config: pytest.Config) -> int | None:
@@ -112,7 +128,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     ran, wanted = _ran_there(config), config.getoption("--at-least")
     if ran is not None:
         too_few = f", and not {wanted} at least" if ran < wanted else ""
-        terminalreporter.write_line(f"{ran} tests ran on the stand-in device{too_few}")
+        terminalreporter.write_line(f"{ran} tests ran on the device{too_few}")
 
 
 def _touching(items: list[pytest.Item]) -> Iterator[pytest.Item]:
@@ -127,7 +143,7 @@ def _touching(items: list[pytest.Item]) -> Iterator[pytest.Item]:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     _measure_nothing(items)
-    if config.getoption("--device") == "standin" and not os.environ.get("ALL_TESTS"):
+    if config.getoption("--device") != "cpu" and not os.environ.get("ALL_TESTS"):
         touching = list(_touching(items))
         config.hook.pytest_deselected(items=[item for item in items if item not in touching])
         items[:] = touching
