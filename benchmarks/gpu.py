@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import faulthandler
 import importlib.metadata
 import json
 import os
@@ -66,14 +67,14 @@ def checks() -> list[Check]:
         Check(stage="a", name="compiled", run=gpu_allocator.compiled, about=40),
         Check(stage="a", name="fifty errors in backward", run=gpu_allocator.fifty_ooms, about=30),
         Check(stage="a", name="pinned buffer", run=gpu_allocator.pinned_buffer, about=10),
-        # The last: how long they take on a card nobody knows yet, and the others are quick.
-        Check(stage="a", name="tests", run=gpu_allocator.tests, about=80),
+        # The last, for the others are quick.
+        Check(stage="a", name="tests", run=gpu_allocator.tests, about=120),
         *contests[:2],
         Check(stage="b", name="GPT-2, memory used", run=partial(gpu_contest.memory_used, "gpt"), about=40),
         *contests[2:],
         Check(stage="c", name="conv net, memory used", run=partial(gpu_contest.memory_used, "conv"), about=40),
         Check(stage="d", name="another process", run=gpu_sharing.tenant, about=100),
-        Check(stage="d", name="cold start", run=gpu_sharing.cold_start, about=300),
+        Check(stage="d", name="cold start", run=gpu_sharing.cold_start, about=150),
         Check(stage="e", name="overhead", run=gpu_overhead.overhead, about=80),
         Check(stage="e", name="checkpoints", run=gpu_overhead.checkpoints, about=30),
         Check(stage="e", name="replay", run=gpu_overhead.replay, about=40),
@@ -115,8 +116,10 @@ def main() -> int:
     parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.check:
+        check = next(check for check in checks() if check.name == options.check)
+        faulthandler.dump_traceback_later(2 * check.about)  # where it is, should it not end in time
         torch.empty(1, device=gpu_models.device())  # an allocator that has done nothing yet refuses to be asked
-        rows = next(check for check in checks() if check.name == options.check).run()
+        rows = check.run()
         options.into.write_text(json.dumps([dataclasses.asdict(row) for row in rows]))
         return 0
     if (why := load_standin()) is not None:

@@ -104,7 +104,7 @@ def cold_start() -> list[Row]:
     }  # fmt: skip
     missing = {name: why for name in CONTESTANTS if (why := _missing(name))}
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in CONTESTANTS if name not in missing}
-    for turn in range(3 if is_small() else 2):
+    for turn in range(3 if is_small() else 1):  # a card is lent by the minute
         for name in list(results)[:: 1 if turn % 2 == 0 else -1]:
             if results[name] and "failed" in results[name][-1]:
                 continue  # it would again

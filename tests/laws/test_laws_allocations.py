@@ -6,7 +6,6 @@ between operations.
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
@@ -24,7 +23,7 @@ from tests.models import classes, noisy, same, state_of
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.filterwarnings("ignore:The model holds 1 BatchNorm"),
-    pytest.mark.skipif("STANDIN_LIBRARY" not in os.environ, reason="only the stand-in refuses at will"),
+    standin.only_there,
 ]
 
 

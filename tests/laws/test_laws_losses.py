@@ -281,7 +281,7 @@ def test_num_items_overrides(micro_batch: Any) -> None:
 
 
 UNCERTAIN: dict[str, Loss] = {
-    "not linear": lambda model, batch: F.mse_loss(model(batch[0]), torch.ones((), device=DEVICE)).sqrt(),
+    "not linear": lambda model, batch: F.mse_loss(model(batch[0]), torch.ones((), dtype=torch.double, device=DEVICE)).sqrt(),
     "divided by a constant": lambda model, batch: model(batch[0]).pow(2).sum() / 1000,
     "divided by a small constant": lambda model, batch: model(batch[0]).pow(2).sum() / 3,
     "two counts": lambda model, batch: (

@@ -240,9 +240,15 @@ def test_on_a_device_that_refuses(name: str) -> None:
     assert DEVICE != "cpu"
     plain, most = reserved(memory_saving="off")
     asked, least = reserved(memory_saving="checkpoint")
-    limit = (most + least) // 2
-    with pytest.raises(NothingFitsError):
-        reserved(memory_saving="off", memory_limit=limit)
+    # Convolutions on a GPU make do with less where there is less: what is too little is found out.
+    for parts in (2, 4, 8):
+        limit = least + (most - least) // parts
+        try:
+            reserved(memory_saving="off", memory_limit=limit)
+        except NothingFitsError:
+            break
+    else:
+        pytest.fail("it fits whatever the limit is")
     found, peak = reserved(memory_limit=limit)
     assert peak <= limit
     check(found, plain)

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import autoaccum
-from autoaccum.errors import NothingFitsError
+from autoaccum.errors import MemoryLimitError, NothingFitsError
 from autoaccum.events import MemorySaving, OutOfMemory, Recomputed
 from autoaccum.training.trainer import FitResult
 from autoaccum.window.saving import MEASURED
@@ -118,8 +118,23 @@ def unlimited(optimizer: Callable[[Any], torch.optim.Optimizer] = sgd, mode: Any
     return left_by(fit(optimizer, memory_saving=mode if isinstance(mode, str) else list(mode)))
 
 
+@cache
 def needed(mode: Any) -> int:
-    return unlimited(sgd, mode).peak
+    """Return the bytes that a run takes which saves memory this way."""
+    most = unlimited(sgd, mode).peak
+    if DEVICE == "standin:0":
+        return most
+    # A GPU copies beside its work, and with room to spare what is on its way to the host stays longer.
+    least = 0
+    while most - least > 2 * MIB:
+        middle = (least + most) // 2
+        try:
+            fit(memory_limit=middle, memory_saving=mode if isinstance(mode, str) else list(mode))
+        except MemoryLimitError:
+            least = middle
+        else:
+            most = middle
+    return most
 
 
 def assert_same(found: FitResult, clean: Clean) -> None:

@@ -138,6 +138,7 @@ def test_copies_do_not_follow_the_originals_and_come_back_in_memory_of_their_own
 
 
 @pytest.mark.gpu
+@standin.only_there
 def test_copies_of_a_devices_tensors_are_waited_for_once() -> None:
     """And not where training goes on, which may write to the originals at once."""
     device = torch.accelerator.current_accelerator()

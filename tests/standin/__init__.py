@@ -14,6 +14,8 @@ import traceback
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import pytest
+
 from tests.standin.building import SITE, library, missing
 
 __all__ = [
@@ -24,10 +26,14 @@ __all__ = [
     "load",
     "logged",
     "missing",
+    "only_there",
     "recorded",
     "stacks_of",
     "touches",
 ]
+
+only_there = pytest.mark.skipif("STANDIN_LIBRARY" not in os.environ, reason="is about what only the stand-in tells")
+"""Skips a test on a GPU, which keeps no log, has its own clock and refuses no memory at will."""
 
 KINDS = ("alloc", "free", "segment", "segment free", "flush", "sync", "copy in", "copy out", "launch")
 """What is in the log: blocks and the segments of the device that they are cut from, flushes of the cache, what waits

@@ -163,9 +163,8 @@ def test_the_users_own_counts_are_added_up_piece_by_piece() -> None:
 
 
 @pytest.mark.gpu
+@standin.only_there
 def test_a_device_is_waited_for_once_whatever_is_counted_there() -> None:
-    if DEVICE == "cpu":
-        pytest.skip("only the stand-in has a log")
     names, sizes, totals = ["not ignored", "shifted", "mask"], [3, 3, 2, 2, 1, 1], Totals()
     for seed in range(2):
         learnt = window(seed)
