@@ -53,9 +53,9 @@ def checks() -> list[Check]:
         Check(stage="a", name="limit beside a fraction", run=gpu_allocator.limit_beside_fraction, about=50),
         Check(stage="a", name="no limit", run=gpu_allocator.no_limit, about=50),
         Check(stage="a", name="a fraction of 8 GiB", run=gpu_allocator.within_8_gib, about=30),
-        Check(stage="a", name="lengths, native segments", run=gpu_allocator.lengths, about=40),
+        Check(stage="a", name="lengths, native segments", run=gpu_allocator.lengths, about=30),
         Check(
-            stage="a", name="lengths, expandable segments", run=gpu_allocator.lengths_expandable, about=40,
+            stage="a", name="lengths, expandable segments", run=gpu_allocator.lengths_expandable, about=30,
             environment=expandable,
         ),
         Check(stage="a", name="waits", run=gpu_allocator.waiting, about=20),
@@ -68,7 +68,7 @@ def checks() -> list[Check]:
         Check(stage="a", name="fifty errors in backward", run=gpu_allocator.fifty_ooms, about=30),
         Check(stage="a", name="pinned buffer", run=gpu_allocator.pinned_buffer, about=10),
         # The last, for the others are quick.
-        Check(stage="a", name="tests", run=gpu_allocator.tests, about=120),
+        Check(stage="a", name="tests", run=gpu_allocator.tests, about=100),
         *contests[:2],
         Check(stage="b", name="GPT-2, memory used", run=partial(gpu_contest.memory_used, "gpt"), about=40),
         *contests[2:],
