@@ -1,16 +1,18 @@
 """Compares a forward that is computed again with the first one: each operation has to come to the same bits.
 
-By a checksum of each, where keeping what it came to would take the memory that is to be saved. Kernels that add in any
-order come to other bits whatever a forward does, as ``index_add_`` on an accelerator. They give themselves away: run
-once more on the very same values, they do not repeat themselves. What such an operation came to first is kept from then
-on, on the host, and taken the second time, so that all that follows it is compared to the bit like anything else.
+By a checksum of each result, where keeping it would take the memory that is to be saved. Kernels that add in any order
+come to other bits whatever a forward does, as ``index_add_`` on an accelerator; and to some results no kernel writes,
+as the seed of a dropout that attention does without. They give themselves away: run once more on the very same values,
+the operation does not repeat them. What such a result was first is kept from then on, on the host, and taken the second
+time, so that all that follows it is compared to the bit like anything else.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from ctypes import c_char
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -20,12 +22,20 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from autoaccum.data import randomness
+
 _TRIES = 5
 """Run an operation so often to see whether it repeats itself."""
+_PLACES = 16
+"""Fill so many free places of the size of a result before it is run: the allocator gives it one of them."""
+_LARGEST_BYTES = 2**20
+"""Bytes of a result, beside the first, that memory is filled for."""
 _UNTOLD = ("empty", "detach", "_to_copy")
 """Parts of the names of operations that are not compared: see ``First``."""
-Mark = int | list[torch.Tensor]
-"""A checksum of what an operation came to; or that itself, on the host."""
+Mark = dict[int, int | torch.Tensor]
+"""A checksum of each result of an operation, by its place among them; or that itself, on the host."""
+_Random = tuple[randomness.RandomState, torch.device]
+"""Random states, and the device that they are of, beside the host."""
 
 
 class NotRepeatableError(Exception):
@@ -46,8 +56,8 @@ class Comparison:
         """Operations that were compared, and found to come to the same bits."""
         self.has_lost = False
         """Whether some were not compared, for they come after one that was not known to tremble."""
-        self.trembling: set[str] = set()
-        """Operations that do not repeat themselves on this device."""
+        self.trembling: dict[str, set[int]] = {}
+        """The results, by their places, that operations do not repeat on this device."""
 
     def begin(self) -> None:
         """Begin an attempt."""
@@ -67,23 +77,29 @@ class First(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
         # What is not written yet holds anything; checkpoint detaches what it hands on, the second time alone. Autocast
         # casts a weight once and keeps that, but for the second forward, which casts anew: what reads it is compared.
-        if _is_told(name := _name_of(func)):
-            self._take(func, name, args, kwargs or {}, result)
+        if not _is_told(name := _name_of(func)):
+            return func(*args, **(kwargs or {}))
+        operation = _Operation(func, name, args, kwargs or {})
+        return self._run(operation)
+
+    def _run(self, operation: _Operation) -> Any:
+        result = operation.run()
+        kept = self._comparison.trembling.get(operation.name, ())
+        self._marks.append(
+            {
+                place: tensor.to("cpu", copy=True) if place in kept else _checksum(tensor)
+                for place, tensor in self._found(operation, result).items()
+            }
+        )
         return result
 
-    def _found(self, args: Any, kwargs: Any, result: Any) -> list[torch.Tensor]:
-        found = _come_to(args, kwargs, result)
+    def _found(self, operation: _Operation, result: Any) -> dict[int, torch.Tensor]:
+        found = operation.come_to(result)
         if not self._left_out:
             return found
-        return [tensor for tensor in found if _place_of(tensor) not in self._left_out]
-
-    def _take(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any, result: Any) -> None:
-        found = self._found(args, kwargs, result)
-        trembles = name in self._comparison.trembling
-        self._marks.append([t.to("cpu", copy=True) for t in found] if trembles else _checksum(found))
+        return {place: tensor for place, tensor in found.items() if _place_of(tensor) not in self._left_out}
 
 
 class Second(First):  # type: ignore[no-untyped-call]
@@ -98,24 +114,104 @@ class Second(First):  # type: ignore[no-untyped-call]
         self._count = 0
         self._is_lost = False  # from an operation on that trembles, and was not known to
 
-    def _take(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any, result: Any) -> None:
+    def _run(self, operation: _Operation) -> Any:
+        random = operation.random() if operation.draws else None
+        result = operation.run()
         if self._is_lost:
-            return
+            return result
         # Checkpoint ends a forward early, once it has come to all that is wanted: what is left out is not compared.
-        mark = self._marks[self._count] if self._count < len(self._marks) else None
-        found = self._found(args, kwargs, result)
-        if isinstance(mark, list):
-            for tensor, value in zip(found, mark, strict=True):
-                if _checksum([tensor]) != _checksum([value]):  # of arguments that were only read nothing is written
-                    tensor.copy_(value)
-        elif mark != _checksum(found):
-            if mark is None or _repeats_itself(func, args, kwargs):
-                raise NotRepeatableError(self._block, f"computed again, {name} comes to other bits")
-            self._comparison.trembling.add(name)
+        mark = self._marks[self._count] if self._count < len(self._marks) else {}
+        found = self._found(operation, result)
+        others = {place for place, tensor in found.items() if not _is_taken(tensor, mark.get(place))}
+        if others or mark.keys() != found.keys():
+            varying = set() if operation.draws and 0 in others else operation.varying(found, random)
+            if mark.keys() != found.keys() or not others <= varying:
+                raise NotRepeatableError(self._block, f"computed again, {operation.name} comes to other bits")
+            self._comparison.trembling.setdefault(operation.name, set()).update(varying)
             self._comparison.has_lost = self._is_lost = True
-            return
+            return result
         self._count += 1
         self._comparison.operations += 1
+        return result
+
+
+def _is_taken(tensor: torch.Tensor, mark: int | torch.Tensor | None) -> bool:
+    """Return whether a result is what its mark says; where that is the first one itself, it is made so."""
+    if not isinstance(mark, torch.Tensor):
+        return mark == _checksum(tensor)
+    if _checksum(tensor) != _checksum(mark):  # of arguments that were only read nothing is written
+        tensor.copy_(mark)
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class _Operation:
+    """An operation and what it is called with."""
+
+    func: Callable[..., Any]
+    name: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    def run(self) -> Any:
+        return self.func(*self.args, **self.kwargs)
+
+    @property
+    def draws(self) -> bool:
+        """Return whether it draws random numbers, or may, by what PyTorch says of it."""
+        return isinstance(self.func, OpOverload) and torch.Tag.nondeterministic_seeded in self.func.tags
+
+    def random(self) -> _Random:
+        """Return the random states that it finds, and whose they are."""
+        leaves = tree_leaves((self.args, self.kwargs))
+        device = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), torch.device("cpu"))
+        return randomness.get_state(device), device
+
+    def come_to(self, result: Any) -> dict[int, torch.Tensor]:
+        """Return its results by their places, or what it was given where it returns nothing but writes."""
+        if isinstance(result, torch.Tensor):
+            return {0: result}
+        if result is None:
+            given = [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, torch.Tensor)]
+            return dict(enumerate(given))
+        # Bytes beside other results are a library's workspace, not all of which it has written to.
+        several = enumerate(result if isinstance(result, list | tuple) else ())
+        return {at: one for at, one in several if isinstance(one, torch.Tensor) and one.dtype is not torch.uint8}
+
+    def varying(self, found: Mapping[int, torch.Tensor], random: _Random | None) -> set[int]:
+        """Return the places of results that are others when it is run again on the same values.
+
+        Args:
+            found: what it has come to.
+            random: the random states that it found; None where it draws nothing.
+        """
+        if not isinstance(self.func, OpOverload):
+            return set()
+        after = randomness.get_state(None if random is None else random[1])
+        seen: dict[int, set[int]] = {place: set() for place in found}
+        for number in range(_TRIES):
+            if random is not None:
+                randomness.set_state(*random)
+            # Of what it writes to there are only the values of afterwards, on which it trembles as well.
+            given = (self.args, self.kwargs)
+            again = tree_map_only(torch.Tensor, torch.clone, given) if self.func._schema.is_mutable else given
+            _fill([tensor for place, tensor in found.items() if place], number)
+            once_more = _Operation(self.func, self.name, *again)
+            come_to = once_more.come_to(once_more.run())
+            for place, marks in seen.items():
+                marks.add(_checksum(come_to[place]))
+        if random is not None:
+            randomness.set_state(after, random[1])
+        return {place for place, marks in seen.items() if len(marks) > 1}
+
+
+def _fill(results: Iterable[torch.Tensor], number: int) -> None:
+    """Leave other bits in the memory that results of these sizes are given next, by the number of the call."""
+    for tensor in results:
+        if tensor.nbytes <= _LARGEST_BYTES:
+            places = [torch.empty(tensor.nbytes, dtype=torch.uint8, device=tensor.device) for _ in range(_PLACES)]
+            for place in places:
+                place.fill_(17 * number + 1)
 
 
 @cache  # there are some dozens, and each is asked about thousands of times
@@ -128,49 +224,23 @@ def _is_told(name: str) -> bool:
     return not any(part in name for part in _UNTOLD)
 
 
-def _repeats_itself(func: Callable[..., Any], args: Any, kwargs: Any) -> bool:
-    """Return whether an operation comes to the same bits each time that it is run on the same values."""
-    # What draws has other bits each time, and is no kernel that trembles: its generator was put back.
-    if not isinstance(func, OpOverload) or torch.Tag.nondeterministic_seeded in func.tags:
-        return True
-    marks = set()
-    for _ in range(_TRIES):
-        # Of what it writes to there are only the values of afterwards, on which it trembles as well.
-        given = tree_map_only(torch.Tensor, torch.clone, (args, kwargs)) if func._schema.is_mutable else (args, kwargs)
-        marks.add(_checksum(_come_to(given[0], given[1], func(*given[0], **given[1]))))
-    return len(marks) == 1
-
-
-def _come_to(args: Any, kwargs: Any, result: Any) -> list[torch.Tensor]:
-    """Return what an operation has come to: its results, or what it was given where it returns nothing but writes."""
-    if isinstance(result, torch.Tensor):
-        return [result]
-    if result is None:
-        return [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-    # Bytes beside other results are a library's workspace, not all of which it has written to.
-    several = result if isinstance(result, list | tuple) else ()
-    return [tensor for tensor in several if isinstance(tensor, torch.Tensor) and tensor.dtype is not torch.uint8]
-
-
 def _place_of(tensor: torch.Tensor) -> int | None:
     """Return what storage a tensor lies in; None for one that has none of its own."""
     is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_meta
     return tensor.untyped_storage()._cdata if is_plain else None
 
 
-def _checksum(tensors: Iterable[torch.Tensor]) -> int:
-    """Return a checksum of the bits of tensors; of those that have none that can be read, of their shapes."""
-    mark = 0
-    for tensor in tensors:
-        mark = hash((mark, tensor.shape, tensor.dtype))
-        is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_meta
-        if not is_plain or not tensor.numel():
-            continue
-        # To the host, where there is room for it: the device is short of it.
-        lies = tensor if _lies_at_once(tensor) else tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        # By their address, for each way through an operator takes longer than the checksum of a small tensor.
-        if address := lies.data_ptr():
-            mark = hash((mark, zlib.crc32((c_char * lies.nbytes).from_address(address))))
+def _checksum(tensor: torch.Tensor) -> int:
+    """Return a checksum of the bits of a tensor; of one that has none that can be read, of its shape."""
+    mark = hash((tensor.shape, tensor.dtype))
+    is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_meta
+    if not is_plain or not tensor.numel():
+        return mark
+    # To the host, where there is room for it: the device is short of it.
+    lies = tensor if _lies_at_once(tensor) else tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    # By their address, for each way through an operator takes longer than the checksum of a small tensor.
+    if address := lies.data_ptr():
+        mark = hash((mark, zlib.crc32((c_char * lies.nbytes).from_address(address))))
     return mark
 
 
