@@ -9,6 +9,7 @@ time, so that all that follows it is compared to the bit like anything else.
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from ctypes import c_char
@@ -30,8 +31,15 @@ _PLACES = 16
 """Fill so many free places of the size of a result before it is run: the allocator gives it one of them."""
 _LARGEST_BYTES = 2**20
 """Bytes of a result, beside the first, that memory is filled for."""
-_UNTOLD = ("empty", "detach", "_to_copy")
+_UNTOLD = ("empty", "_to_copy")
 """Parts of the names of operations that are not compared: see ``First``."""
+_SMALL_BYTES = 2**16
+"""Bytes of a tensor of a device that is copied to the host for a checksum."""
+# (type, that of its sums), where these are added up without a copy in that type.
+_SUMMED_UP = {
+    torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float32,
+    torch.float64: torch.float64,
+}  # fmt: skip
 Mark = dict[int, int | torch.Tensor]
 """A checksum of each result of an operation, by its place among them; or that itself, on the host."""
 _Random = tuple[randomness.RandomState, torch.device]
@@ -77,12 +85,11 @@ class First(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        # What is not written yet holds anything; checkpoint detaches what it hands on, the second time alone. Autocast
-        # casts a weight once and keeps that, but for the second forward, which casts anew: what reads it is compared.
-        if not _is_told(name := _name_of(func)):
+        # What is not written yet holds anything. A view is read by what is compared; checkpoint makes some the second
+        # time alone. Autocast casts a weight once and keeps that, but for the second forward, which casts anew.
+        if not _is_told(func):
             return func(*args, **(kwargs or {}))
-        operation = _Operation(func, name, args, kwargs or {})
-        return self._run(operation)
+        return self._run(_Operation(func, _name_of(func), args, kwargs or {}))
 
     def _run(self, operation: _Operation) -> Any:
         result = operation.run()
@@ -220,8 +227,8 @@ def _name_of(func: Callable[..., Any]) -> str:
 
 
 @cache
-def _is_told(name: str) -> bool:
-    return not any(part in name for part in _UNTOLD)
+def _is_told(func: Callable[..., Any]) -> bool:
+    return not getattr(func, "is_view", False) and not any(part in _name_of(func) for part in _UNTOLD)
 
 
 def _place_of(tensor: torch.Tensor) -> int | None:
@@ -237,11 +244,32 @@ def _checksum(tensor: torch.Tensor) -> int:
     if not is_plain or not tensor.numel():
         return mark
     # To the host, where there is room for it: the device is short of it.
-    lies = tensor if _lies_at_once(tensor) else tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    # By their address, for each way through an operator takes longer than the checksum of a small tensor.
-    if address := lies.data_ptr():
-        mark = hash((mark, zlib.crc32((c_char * lies.nbytes).from_address(address))))
+    for part in [tensor] if _is_to_be_copied(tensor) else _summed_up(tensor.detach()):
+        lies = part if _lies_at_once(part) else part.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        # By their address, for each way through an operator takes longer than the checksum of a small tensor.
+        if address := lies.data_ptr():
+            mark = hash((mark, zlib.crc32((c_char * lies.nbytes).from_address(address))))
     return mark
+
+
+def _is_to_be_copied(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is small, or lies on the host, or is of a kind that is not summed up without a copy."""
+    is_small = tensor.device.type == "cpu" or tensor.nbytes <= _SMALL_BYTES
+    return is_small or tensor.dtype not in _SUMMED_UP or not tensor.is_contiguous() or tensor.is_neg()
+
+
+def _summed_up(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return what is left of a tensor, seen as a square, once its rows and columns are each made one number.
+
+    By exclusive or of their bits, which constants hide from, and by their sum, which roundings hide from. Both read it
+    where it lies; copied to the host it would take a hundred times as long as the operation that has made it.
+    """
+    side = math.isqrt(tensor.numel())
+    flat = tensor.view(-1)
+    square, rest = flat[: side * side].view(side, side), flat[side * side :]
+    sums = [square.sum(dim, dtype=_SUMMED_UP[tensor.dtype]) for dim in (0, 1)]
+    bits = [torch.hash_tensor(square, dim) for dim in (0, 1)]
+    return [torch.stack(sums), torch.stack([one.view(torch.int64) for one in bits]), rest]
 
 
 def _lies_at_once(tensor: torch.Tensor) -> bool:

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoaccum.window.comparing import Comparison, First, NotRepeatableError, Second, _checksum, _Operation
+from tests.devices import DEVICE
 
 NOISE = torch.Generator()
 not_there = pytest.mark.skipif("STANDIN_LIBRARY" in os.environ, reason="whose memory holds the same bits each time")
@@ -101,6 +102,30 @@ def test_a_checksum_is_of_the_values_however_they_lie_and_of_what_lies_plainly_b
     plain[2, 3] += 1
     assert _checksum(plain) != marks[0]
     assert _checksum(part) != marks[1]
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int16])
+@pytest.mark.parametrize("shape", [(200, 301), (70, 11, 103)])
+def test_a_checksum_tells_other_bits_wherever_they_are_on_a_device(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    plain = torch.randn(shape, generator=generator).mul(100).to(dtype)
+    ones = torch.ones_like(plain)
+
+    def moved(place: int, other: float, tensor: torch.Tensor = plain) -> torch.Tensor:
+        tensor = tensor.clone()
+        tensor.view(-1)[place] = other
+        return tensor
+
+    swapped = plain.flatten().clone()
+    swapped[[5, 5000]] = swapped[[5000, 5]]
+    several = [plain, swapped.view(shape), -plain, ones, ones * 2, moved(7, 2, ones), moved(8, 2, ones), plain * 0]
+    several += [moved(0, 5000), moved(plain.numel() - 1, 5000), moved(plain.numel() // 2, 5000), plain.flatten()]
+    if dtype.is_floating_point:
+        several += [moved(3, float("nan")), plain * 0 + torch.nan, torch.where(plain > 0, torch.inf, plain)]
+    marks = [_checksum(tensor.to(DEVICE)) for tensor in several]
+    assert len(set(marks)) == len(several)
+    assert marks == [_checksum(tensor.to(DEVICE)) for tensor in several]
 
 
 def test_more_operations_than_the_first_time_are_refused_and_fewer_are_not() -> None:
