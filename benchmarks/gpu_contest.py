@@ -80,9 +80,13 @@ class ByHand:
                 break
             seconds = statistics.median(timed(lambda: self._train(1)) for _ in range(3))
             rates[size] = self._case.effective_batch / seconds
-        self._use(max(rates, key=rates.__getitem__))
-        torch.accelerator.empty_cache()
-        self._train(2)
+        # What barely fitted once may not a second time, with an allocator's pieces in other places.
+        for size in sorted(rates, key=rates.__getitem__, reverse=True):
+            self._use(size)
+            torch.accelerator.empty_cache()
+            if not runs_out(lambda: self._train(2)):
+                break
+            self._optimizer.zero_grad()
         return {"size": self._size, "rates": rates}
 
     def windows(self, windows: int) -> float:

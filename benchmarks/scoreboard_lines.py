@@ -382,7 +382,7 @@ def gpu(table: Table) -> list[Line]:
     ]
     ours = f"on {_device(table)}: {', '.join(counts)}"
     if table.accelerator == "Stand-in":
-        ours = f"not measured on a GPU; {ours}"
+        ours = f"not on a GPU as a whole; {ours}"
     first = Line(what="the checks that are for a GPU", ours=ours, beside="a loop by hand, in the table's own lines")
     missed = [
         Line(what=f"missed: {row['check']}", ours=row["figures"], beside=f"aim: {row['aim']}")

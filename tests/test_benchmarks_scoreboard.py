@@ -122,7 +122,7 @@ def test_the_stand_in_is_no_gpu(scoreboard: Any, tmp_path: Path, device: str) ->
     first, missed = [line for area, line, _ in scoreboard.lines(tmp_path) if area == "GPU"]
     counts = "1 met, 1 missed, 0 failed, 0 not run"
     assert first.ours == (
-        f"not measured on a GPU; on the stand-in, which is no GPU: {counts}"
+        f"not on a GPU as a whole; on the stand-in, which is no GPU: {counts}"
         if device == "Stand-in"
         else f"on H200: {counts}"
     )
