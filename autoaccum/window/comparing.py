@@ -10,8 +10,10 @@ time, so that all that follows it is compared to the bit like anything else.
 from __future__ import annotations
 
 import math
+import warnings
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from ctypes import c_char
 from dataclasses import dataclass
 from functools import cache
@@ -27,10 +29,6 @@ from autoaccum.data import randomness
 
 _TRIES = 5
 """Run an operation so often to see whether it repeats itself."""
-_PLACES = 16
-"""Fill so many free places of the size of a result before it is run: the allocator gives it one of them."""
-_LARGEST_BYTES = 2**20
-"""Bytes of a result, beside the first, that memory is filled for."""
 _UNTOLD = ("empty", "_to_copy")
 """Parts of the names of operations that are not compared: see ``First``."""
 _SMALL_BYTES = 2**16
@@ -196,29 +194,53 @@ class _Operation:
             return set()
         after = randomness.get_state(None if random is None else random[1])
         seen: dict[int, set[int]] = {place: set() for place in found}
-        for number in range(_TRIES):
-            if random is not None:
-                randomness.set_state(*random)
-            # Of what it writes to there are only the values of afterwards, on which it trembles as well.
-            given = (self.args, self.kwargs)
-            again = tree_map_only(torch.Tensor, torch.clone, given) if self.func._schema.is_mutable else given
-            _fill([tensor for place, tensor in found.items() if place], number)
-            once_more = _Operation(self.func, self.name, *again)
-            come_to = once_more.come_to(once_more.run())
-            for place, marks in seen.items():
-                marks.add(_checksum(come_to[place]))
+        for _ in range(_TRIES):
+            for place, tensor in self._again(random).items():
+                seen[place].add(_checksum(tensor))
+        varying = {place for place, marks in seen.items() if len(marks) > 1}
+        with _memory_filled():
+            varying |= {place for place, tensor in self._again(random).items() if place and _holds_filling(tensor)}
         if random is not None:
             randomness.set_state(after, random[1])
-        return {place for place, marks in seen.items() if len(marks) > 1}
+        return varying
+
+    def _again(self, random: _Random | None) -> dict[int, torch.Tensor]:
+        assert isinstance(self.func, OpOverload)
+        if random is not None:
+            randomness.set_state(*random)
+        # Of what it writes to there are only the values of afterwards, on which it trembles as well.
+        given = (self.args, self.kwargs)
+        again = tree_map_only(torch.Tensor, torch.clone, given) if self.func._schema.is_mutable else given
+        once_more = _Operation(self.func, self.name, *again)
+        return once_more.come_to(once_more.run())
 
 
-def _fill(results: Iterable[torch.Tensor], number: int) -> None:
-    """Leave other bits in the memory that results of these sizes are given next, by the number of the call."""
-    for tensor in results:
-        if tensor.nbytes <= _LARGEST_BYTES:
-            places = [torch.empty(tensor.nbytes, dtype=torch.uint8, device=tensor.device) for _ in range(_PLACES)]
-            for place in places:
-                place.fill_(17 * number + 1)
+@contextmanager
+def _memory_filled() -> Iterator[None]:
+    """Let PyTorch fill memory before a kernel is given it, as it does where algorithms are deterministic."""
+    was_on = torch.are_deterministic_algorithms_enabled()
+    warns_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    was_filled = torch._C._get_deterministic_fill_uninitialized_memory()
+    set_algorithms = torch._C._set_deterministic_algorithms  # the public one sets the compiler's as well
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of kernels that have no deterministic one
+            set_algorithms(True, warn_only=True)
+            torch._C._set_deterministic_fill_uninitialized_memory(True)
+            yield
+    finally:
+        set_algorithms(was_on, warn_only=warns_only)
+        torch._C._set_deterministic_fill_uninitialized_memory(was_filled)
+
+
+def _holds_filling(tensor: torch.Tensor) -> bool:
+    """Return whether an element has the bits of what memory is filled with now, so that nothing was written there."""
+    if not _is_plain(tensor) or not tensor.numel() or tensor.dtype is torch.bool:
+        return False
+    bits, filling = (
+        one.detach().resolve_conj().resolve_neg().contiguous().view(-1, 1).view(torch.uint8)
+        for one in (tensor, torch.empty_like(tensor))
+    )
+    return bool((bits == filling).all(1).any())
 
 
 @cache  # there are some dozens, and each is asked about thousands of times
@@ -233,15 +255,17 @@ def _is_told(func: Callable[..., Any]) -> bool:
 
 def _place_of(tensor: torch.Tensor) -> int | None:
     """Return what storage a tensor lies in; None for one that has none of its own."""
-    is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_meta
-    return tensor.untyped_storage()._cdata if is_plain else None
+    return tensor.untyped_storage()._cdata if _is_plain(tensor) else None
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_meta
 
 
 def _checksum(tensor: torch.Tensor) -> int:
     """Return a checksum of the bits of a tensor; of one that has none that can be read, of its shape."""
     mark = hash((tensor.shape, tensor.dtype))
-    is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_meta
-    if not is_plain or not tensor.numel():
+    if not _is_plain(tensor) or not tensor.numel():
         return mark
     # To the host, where there is room for it: the device is short of it.
     for part in [tensor] if _is_to_be_copied(tensor) else _summed_up(tensor.detach()):

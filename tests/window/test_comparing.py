@@ -42,8 +42,15 @@ def with_a_side_result(name: str, side: Callable[[torch.Tensor, float], torch.Te
     return torch.library.custom_op(f"autoaccum_tests::{name}", run, mutates_args=(), schema=schema, **options)
 
 
+def all_but_one(x: torch.Tensor, _: float) -> torch.Tensor:
+    result = x.new_empty(9)
+    result[:8] = x[:8]
+    return result
+
+
 SEEDS = itertools.count(1)
 DRAWS = {"tags": (torch.Tag.nondeterministic_seeded,)}
+written_in_part = with_a_side_result("written_in_part", all_but_one)
 unwritten = with_a_side_result("unwritten", lambda x, _: x.new_empty((), dtype=torch.long))
 counting = with_a_side_result("counting", lambda x, _: torch.full((), next(SEEDS)))
 counting_draws = with_a_side_result("counting_draws", lambda x, _: torch.full((), next(SEEDS)), **DRAWS)
@@ -219,10 +226,20 @@ class TestTrembling:
 
     @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, not_there])])
     def test_of_a_result_that_is_not_written_to_whatever_memory_held(self, device: str) -> None:
-        """As attention's seed on a GPU, where there is no dropout: it shows once memory holds other bits."""
+        """As attention's seed on a GPU, where there is no dropout: it shows where PyTorch fills memory first."""
         x = torch.ones(100, device=device)
         operation = _Operation(torch.ops.autoaccum_tests.unwritten.default, "unwritten", (x, 0.0), {})
         assert operation.varying(operation.come_to(operation.run()), None) == {1}
+        assert not torch.are_deterministic_algorithms_enabled()
+
+    @pytest.mark.parametrize("dtype", [torch.long, torch.uint64, torch.float16, torch.float64, torch.complex64])
+    def test_of_a_result_that_is_written_to_in_part(self, dtype: torch.dtype) -> None:
+        x = torch.ones(100).to(dtype)
+        operation = _Operation(torch.ops.autoaccum_tests.written_in_part.default, "in part", (x, 0.0), {})
+        found = operation.come_to(operation.run())
+        assert operation.varying(found, None) == {1}
+        operation = _Operation(torch.ops.autoaccum_tests.told.default, "told", (x, 0.0), {})
+        assert operation.varying(operation.come_to(operation.run()), None) == set()
 
     def test_what_a_result_is_by_the_random_state_is_put_back_before_it_is_asked(self) -> None:
         known, x = Comparison(), torch.ones(100)
