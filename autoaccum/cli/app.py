@@ -12,6 +12,7 @@ is not exact, or that could not be measured.
 
 from __future__ import annotations
 
+import inspect
 import sys
 import traceback
 import warnings
@@ -22,6 +23,7 @@ from cyclopts import App, CycloptsError, UnknownOptionError
 from autoaccum._version import __version__
 from autoaccum.cli.keeping import typed
 from autoaccum.cli.printing import CLOSED, fail, hush, show_warning
+from autoaccum.cli.spelling import offered
 from autoaccum.errors import ArgumentError, AutoaccumError, MemoryLimitError, RecipeError, ResumeError
 from autoaccum.training.recipes import RecipeRaised
 from autoaccum.training.synonyms import elsewhere
@@ -36,9 +38,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         warnings.showwarning = show_warning
         words = sys.argv[1:] if argv is None else list(argv)
         typed.set(words)
+        offered.set({})
         try:
             # Parsed here and called here, so that cyclopts is in no traceback.
             command, bound, _ = _app().parse_args(words, print_error=False, exit_on_error=False)
+            offered.set(inspect.signature(command).parameters)
             code: int = command(*bound.args, **bound.kwargs) or 0
             # Here and not at the end of the process, where nobody could tell of a reader that has gone.
             sys.stdout.flush()

@@ -120,6 +120,7 @@ def _convert(annotation: Any, tokens: Sequence[Token]) -> Any:
     words = {str(choice): choice for member in members for choice in get_args(member)}
     if bool in members:
         words |= {"true": True, "false": False}
+        text = text.lower() if text in ("True", "False") else text  # as Python has them
     if text in words:
         return words[text]
     # From the narrowest on: "8" is the number where one is taken, and a text where none is.

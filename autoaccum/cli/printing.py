@@ -15,6 +15,7 @@ from json import dumps
 from typing import TYPE_CHECKING, Any
 
 from autoaccum._units import format_bytes
+from autoaccum.cli.spelling import as_options
 from autoaccum.errors import AutoaccumWarning
 from autoaccum.planning.costs import Trial, prediction_error
 from autoaccum.planning.plans import Plan
@@ -189,7 +190,7 @@ def hush() -> bool:
 
 def fail(error: Exception, code: int) -> int:
     """Print an error as one message, and return the exit code."""
-    print(f"error: {error}", file=sys.stderr)
+    print(f"error: {as_options(str(error))}", file=sys.stderr)
     return code
 
 
@@ -198,6 +199,8 @@ def show_warning(message: Warning | str, category: type[Warning], *where: Any, *
     if issubclass(category, AutoaccumWarning):
         from tqdm import tqdm  # imported here, for most commands end without a warning
 
-        tqdm.write(f"warning: {' '.join(str(message).split())}", file=sys.stderr)  # above a progress bar, not in it
+        tqdm.write(
+            f"warning: {' '.join(as_options(str(message)).split())}", file=sys.stderr
+        )  # above a progress bar, not in it
     else:
         print(warnings.formatwarning(message, category, *where[:2]), end="", file=sys.stderr)

@@ -45,7 +45,7 @@ def test_python_m_autoaccum_exits_with_the_commands_code() -> None:
     )  # fmt: skip
     assert run.returncode == 2
     assert run.stdout == ""
-    assert run.stderr.startswith("error: effective_batch=0: expected an int of at least 1.")
+    assert run.stderr.startswith("error: --effective-batch 0: expected an int of at least 1.")
 
 
 # Exit codes.

@@ -95,12 +95,14 @@ def test_estimate_ends_with_3_where_nothing_fits(tiny: Callable[..., str], capsy
     assert capsys.readouterr().out.startswith("DOES NOT FIT: 1 sample would take ")
 
 
-@pytest.mark.parametrize("given", [(), ("--device-memory", "much")])
+@pytest.mark.parametrize(
+    ("given", "named"), [((), "device_memory=None"), (("--device-memory", "much"), "--device-memory much")]
+)
 def test_estimate_wants_to_know_the_device(
-    given: tuple[str, ...], tiny: Callable[..., str], capsys: pytest.CaptureFixture[str]
+    given: tuple[str, ...], named: str, tiny: Callable[..., str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["estimate", tiny(), *given]) == 2
-    assert capsys.readouterr().err.startswith("error: device_memory=")
+    assert capsys.readouterr().err.startswith(f"error: {named}: expected bytes")
 
 
 # Check.

@@ -122,4 +122,4 @@ def test_a_sweep_passes_it_to_all_trials(recipe: str, capsys: pytest.CaptureFixt
     assert "study 'wide' was begun with" in capsys.readouterr().err
     assert main([*sweep, "--set", "wide=3"]) == 2
     assert main(["sweep", f"{recipe}:any_of_them", "--set", "lr=3", *sweep[2:]]) == 2
-    assert "lr=0.1: expected at most one of lr and recipe_arguments" in capsys.readouterr().err
+    assert "--lr 0.1: expected at most one of lr and recipe_arguments" in capsys.readouterr().err

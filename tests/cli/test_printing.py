@@ -125,7 +125,7 @@ def test_a_warning_of_ours_is_one_line(tiny: Callable[..., str], capsys: pytest.
     first, second, epoch = capsys.readouterr().err.splitlines()
     assert epoch.startswith("epoch 0: loss ")
     assert first == "warning: two lines"
-    assert second.startswith("warning: effective_batch=100 is more than the data's 24 samples. ")
+    assert second.startswith("warning: --effective-batch 100 is more than the data's 24 samples. ")
 
 
 @pytest.mark.filterwarnings("default:old habit:FutureWarning")

@@ -599,4 +599,4 @@ def test_the_command_tells_what_is_wrong(recipe_file: str, capsys: pytest.Captur
     assert main(arguments(recipe_file)) == 2
     assert "error: validation_data=None" in capsys.readouterr().err
     assert main(arguments(recipe_file, "--trials", "0")) == 2
-    assert "error: trials=0: expected an int of at least 1" in capsys.readouterr().err
+    assert "error: --trials 0: expected an int of at least 1" in capsys.readouterr().err
