@@ -1,20 +1,18 @@
 """Compares a forward that is computed again with the first one: each operation has to come to the same bits.
 
-By a checksum of each result, where keeping it would take the memory that is to be saved. Kernels that add in any order
-come to other bits whatever a forward does, as ``index_add_`` on an accelerator; and to some results no kernel writes,
-as the seed of a dropout that attention does without. They give themselves away: run once more on the very same values,
-the operation does not repeat them. What such a result was first is kept from then on, on the host, and taken the second
-time, so that all that follows it is compared to the bit like anything else.
+So has each tensor that autograd saves, by which alone a backward computes. By checksums, where keeping results would
+take the memory that is to be saved. Kernels that add in any order come to other bits whatever a forward does, as
+``index_add_`` on an accelerator; and to some results no kernel writes, as the seed of a dropout that attention does
+without. They give themselves away: run once more on the very same values, the operation does not repeat them, but for
+their last bits. What such a result was first is kept from then on, on the host, and taken the second time, so that all
+that follows it is compared to the bit like anything else.
 """
 
 from __future__ import annotations
 
-import math
 import warnings
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from ctypes import c_char
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -22,24 +20,19 @@ from typing import Any
 import torch
 from torch import nn
 from torch._ops import OpOverload
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from autoaccum.data import randomness
+from autoaccum.window.checksums import checksum, is_plain, place_of
 
 _TRIES = 5
 """Run an operation so often to see whether it repeats itself."""
-_UNTOLD = ("empty", "_to_copy")
-"""Parts of the names of operations that are not compared: see ``First``."""
-_SMALL_BYTES = 2**16
-"""Bytes of a tensor of a device that is copied to the host for a checksum."""
-# (type, that of its sums), where these are added up without a copy in that type.
-_SUMMED_UP = {
-    torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float32,
-    torch.float64: torch.float64,
-}  # fmt: skip
-Mark = dict[int, int | torch.Tensor]
-"""A checksum of each result of an operation, by its place among them; or that itself, on the host."""
+_SAVED = "a tensor that its backward reads"
+"""What stands in place of an operation's name where autograd saves a tensor."""
+Mark = tuple[str, dict[int, int | torch.Tensor]]
+"""An operation's name and, by its place among them, a checksum of each of its results; or that itself, on the host."""
 _Random = tuple[randomness.RandomState, torch.device]
 """Random states, and the device that they are of, beside the host."""
 
@@ -71,7 +64,9 @@ class Comparison:
 
 
 class First(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Marks what each operation of a forward comes to."""
+    """Marks what each operation of a forward comes to, and what autograd saves."""
+
+    supports_higher_order_operators = True
 
     def __init__(self, comparison: Comparison, marks: list[Mark], left_out: Iterable[torch.Tensor] = ()) -> None:
         """Add them to ``marks``, but for what is written to tensors that are left out."""
@@ -79,32 +74,66 @@ class First(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._comparison = comparison
         self._marks = marks
         self._left_out = {tensor.untyped_storage()._cdata for tensor in left_out}
+        self._hooks: AbstractContextManager[Any] = nullcontext()
+        self._is_looking = False  # what that takes is no part of the forward
+
+    def __enter__(self) -> Any:
+        """Begin; what autograd saves goes where it went before, which is to checkpoint."""
+        top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if top is not None:
+            pack, unpack = top
+
+            def look(tensor: torch.Tensor) -> Any:
+                # Bytes are a library's workspace, not all of which it has written to.
+                if tensor.dtype is not torch.uint8 and place_of(tensor) not in self._left_out:
+                    self._is_looking = True
+                    try:
+                        self._saved(tensor)
+                    finally:
+                        self._is_looking = False
+                return pack(tensor)
+
+            self._hooks = saved_tensors_hooks(look, unpack)
+        self._hooks.__enter__()
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *raised: Any) -> None:
+        """End."""
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        self._hooks.__exit__(*raised)
+        self._hooks = nullcontext()  # they hold this, and what checkpoint holds
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        # What is not written yet holds anything. A view is read by what is compared; checkpoint makes some the second
-        # time alone. Autocast casts a weight once and keeps that, but for the second forward, which casts anew.
-        if not _is_told(func):
+        if self._is_looking or _is_view(func):
             return func(*args, **(kwargs or {}))
-        return self._run(_Operation(func, _name_of(func), args, kwargs or {}))
+        operation = _Operation(func, _name_of(func), args, kwargs or {})
+        # Autocast casts a weight once and keeps that, but for the second forward, which casts anew.
+        if operation.name == "aten._to_copy.default":
+            return operation.run()
+        if _makes_room(func):
+            return _cleared(operation.run())
+        return self._run(operation)
 
     def _run(self, operation: _Operation) -> Any:
         result = operation.run()
         kept = self._comparison.trembling.get(operation.name, ())
-        self._marks.append(
-            {
-                place: tensor.to("cpu", copy=True) if place in kept else _checksum(tensor)
-                for place, tensor in self._found(operation, result).items()
-            }
-        )
+        found = {
+            place: tensor.to("cpu", copy=True) if place in kept else checksum(tensor)
+            for place, tensor in self._found(operation, result).items()
+        }
+        self._marks.append((operation.name, found))
         return result
+
+    def _saved(self, tensor: torch.Tensor) -> None:
+        self._marks.append((_SAVED, {0: _of_saved(tensor)}))
 
     def _found(self, operation: _Operation, result: Any) -> dict[int, torch.Tensor]:
         found = operation.come_to(result)
         if not self._left_out:
             return found
-        return {place: tensor for place, tensor in found.items() if _place_of(tensor) not in self._left_out}
+        return {place: tensor for place, tensor in found.items() if place_of(tensor) not in self._left_out}
 
 
 class Second(First):  # type: ignore[no-untyped-call]
@@ -120,31 +149,52 @@ class Second(First):  # type: ignore[no-untyped-call]
         self._is_lost = False  # from an operation on that trembles, and was not known to
 
     def _run(self, operation: _Operation) -> Any:
-        random = operation.random() if operation.draws else None
+        random = operation.random() if operation.may_draw else None
         result = operation.run()
         if self._is_lost:
             return result
-        # Checkpoint ends a forward early, once it has come to all that is wanted: what is left out is not compared.
-        mark = self._marks[self._count] if self._count < len(self._marks) else {}
+        mark = self._next(operation.name)
         found = self._found(operation, result)
         others = {place for place, tensor in found.items() if not _is_taken(tensor, mark.get(place))}
         if others or mark.keys() != found.keys():
-            varying = set() if operation.draws and 0 in others else operation.varying(found, random)
+            # Of what is kept from the first forward it is known that it trembles: it may be others by its shape alone.
+            is_told = (operation.draws and 0 in others) or any(isinstance(mark.get(at), torch.Tensor) for at in others)
+            varying = set() if is_told else operation.varying(found, random)
             if mark.keys() != found.keys() or not others <= varying:
-                raise NotRepeatableError(self._block, f"computed again, {operation.name} comes to other bits")
+                raise self._refusal(operation.name)
             self._comparison.trembling.setdefault(operation.name, set()).update(varying)
             self._comparison.has_lost = self._is_lost = True
             return result
-        self._count += 1
         self._comparison.operations += 1
         return result
+
+    def _saved(self, tensor: torch.Tensor) -> None:
+        if not self._is_lost and self._next(_SAVED) != {0: _of_saved(tensor)}:
+            raise self._refusal(_SAVED)
+
+    def _next(self, name: str) -> dict[int, int | torch.Tensor]:
+        """Return the first forward's mark where it was at the same; nothing where it was not."""
+        # Checkpoint ends a forward early, once it has come to all that is wanted: what is left out is not compared.
+        first, mark = self._marks[self._count] if self._count < len(self._marks) else ("", {})
+        self._count += 1
+        return mark if first == name else {}
+
+    def _refusal(self, name: str) -> NotRepeatableError:
+        return NotRepeatableError(self._block, f"computed again, {name} comes to other bits")
+
+
+def _of_saved(tensor: torch.Tensor) -> int:
+    # Parameters are compared by their versions.
+    return id(tensor) if isinstance(tensor, nn.Parameter) else checksum(tensor)
 
 
 def _is_taken(tensor: torch.Tensor, mark: int | torch.Tensor | None) -> bool:
     """Return whether a result is what its mark says; where that is the first one itself, it is made so."""
     if not isinstance(mark, torch.Tensor):
-        return mark == _checksum(tensor)
-    if _checksum(tensor) != _checksum(mark):  # of arguments that were only read nothing is written
+        return mark == checksum(tensor)
+    if (tensor.shape, tensor.dtype) != (mark.shape, mark.dtype):
+        return False
+    if checksum(tensor.to("cpu")) != checksum(mark):  # of arguments that were only read nothing is written
         tensor.copy_(mark)
     return True
 
@@ -163,8 +213,13 @@ class _Operation:
 
     @property
     def draws(self) -> bool:
-        """Return whether it draws random numbers, or may, by what PyTorch says of it."""
+        """Return whether it draws random numbers, by what is said of it."""
         return isinstance(self.func, OpOverload) and torch.Tag.nondeterministic_seeded in self.func.tags
+
+    @property
+    def may_draw(self) -> bool:
+        """Return whether it may, for all that is known: of PyTorch's own it is said."""
+        return self.draws or not self.name.startswith("aten.")
 
     def random(self) -> _Random:
         """Return the random states that it finds, and whose they are."""
@@ -179,12 +234,14 @@ class _Operation:
         if result is None:
             given = [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, torch.Tensor)]
             return dict(enumerate(given))
-        # Bytes beside other results are a library's workspace, not all of which it has written to.
         several = enumerate(result if isinstance(result, list | tuple) else ())
-        return {at: one for at, one in several if isinstance(one, torch.Tensor) and one.dtype is not torch.uint8}
+        tensors = {at: one for at, one in several if isinstance(one, torch.Tensor)}
+        # Bytes beside other results are a library's workspace, not all of which it has written to.
+        others = {at: one for at, one in tensors.items() if one.dtype is not torch.uint8}
+        return others or tensors
 
     def varying(self, found: Mapping[int, torch.Tensor], random: _Random | None) -> set[int]:
-        """Return the places of results that are others when it is run again on the same values.
+        """Return the places of results that no kernel writes to, or that are others in their last bits each time.
 
         Args:
             found: what it has come to.
@@ -192,17 +249,30 @@ class _Operation:
         """
         if not isinstance(self.func, OpOverload):
             return set()
-        after = randomness.get_state(None if random is None else random[1])
-        seen: dict[int, set[int]] = {place: set() for place in found}
-        for _ in range(_TRIES):
-            for place, tensor in self._again(random).items():
-                seen[place].add(_checksum(tensor))
-        varying = {place for place, marks in seen.items() if len(marks) > 1}
+        after = None if random is None else randomness.get_state(random[1])
+        try:
+            return self._unwritten(found, random) | self._trembling(random)
+        finally:
+            if random is not None and after is not None:
+                randomness.set_state(after, random[1])
+
+    def _unwritten(self, found: Mapping[int, torch.Tensor], random: _Random | None) -> set[int]:
         with _memory_filled():
-            varying |= {place for place, tensor in self._again(random).items() if place and _holds_filling(tensor)}
-        if random is not None:
-            randomness.set_state(after, random[1])
-        return varying
+            again = self._again(random)
+            places = {place for place in found if place and _holds_filling(again[place], found[place])}
+        for place in places:
+            again[place].zero_()  # or the next one to ask would find the filling in memory that is not filled for it
+        return places
+
+    def _trembling(self, random: _Random | None) -> set[int]:
+        first = self._again(random)
+        marks, varying, apart = {place: checksum(tensor) for place, tensor in first.items()}, set(), set()
+        for _ in range(_TRIES - 1):
+            for place, tensor in self._again(random).items():
+                if checksum(tensor) != marks[place]:
+                    varying.add(place)
+                    apart |= set() if _is_rounding(first[place], tensor) else {place}
+        return varying - apart
 
     def _again(self, random: _Random | None) -> dict[int, torch.Tensor]:
         assert isinstance(self.func, OpOverload)
@@ -213,6 +283,19 @@ class _Operation:
         again = tree_map_only(torch.Tensor, torch.clone, given) if self.func._schema.is_mutable else given
         once_more = _Operation(self.func, self.name, *again)
         return once_more.come_to(once_more.run())
+
+
+def _is_rounding(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two results of an operation are the same in the first half of their digits, as a whole."""
+    if not (one.is_floating_point() or one.is_complex()):
+        return False
+    eps = torch.finfo(one.dtype).eps
+    if one.element_size() < 4:
+        one, other = one.float(), other.float()
+    is_same = (one == other) | (one.isnan() & other.isnan())
+    apart = torch.where(is_same, 0, one - other)
+    size = torch.where(one.isfinite(), one, 0)
+    return bool(torch.linalg.vector_norm(apart) <= eps**0.5 * torch.linalg.vector_norm(size))
 
 
 @contextmanager
@@ -232,15 +315,21 @@ def _memory_filled() -> Iterator[None]:
         torch._C._set_deterministic_fill_uninitialized_memory(was_filled)
 
 
-def _holds_filling(tensor: torch.Tensor) -> bool:
-    """Return whether an element has the bits of what memory is filled with now, so that nothing was written there."""
-    if not _is_plain(tensor) or not tensor.numel() or tensor.dtype is torch.bool:
+def _holds_filling(tensor: torch.Tensor, otherwise: torch.Tensor) -> bool:
+    """Return whether an element has the bits of what memory is filled with now, and has not where it is not filled."""
+    if not is_plain(tensor) or not tensor.numel() or tensor.dtype is torch.bool:
         return False
-    bits, filling = (
+    bits, filling, others = (
         one.detach().resolve_conj().resolve_neg().contiguous().view(-1, 1).view(torch.uint8)
-        for one in (tensor, torch.empty_like(tensor))
+        for one in (tensor, torch.empty_like(tensor), otherwise)
     )
-    return bool((bits == filling).all(1).any())
+    return bool(((bits == filling).all(1) & (others != filling).any(1)).any())
+
+
+def _cleared(room: Any) -> Any:
+    """Return new memory without what it happens to hold, of which a part may stay and would differ each time."""
+    is_known = isinstance(room, torch.Tensor) and is_plain(room) and not room.is_quantized
+    return room.zero_() if is_known else room
 
 
 @cache  # there are some dozens, and each is asked about thousands of times
@@ -249,53 +338,13 @@ def _name_of(func: Callable[..., Any]) -> str:
 
 
 @cache
-def _is_told(func: Callable[..., Any]) -> bool:
-    return not getattr(func, "is_view", False) and not any(part in _name_of(func) for part in _UNTOLD)
+def _is_view(func: Callable[..., Any]) -> bool:
+    # A view has no values of its own: those that are read of it are compared where they are computed with, or saved.
+    # Checkpoint makes some the second time alone. What makes a tensor of numbers is a view in name only.
+    return getattr(func, "is_view", False) and "lift_fresh" not in _name_of(func)
 
 
-def _place_of(tensor: torch.Tensor) -> int | None:
-    """Return what storage a tensor lies in; None for one that has none of its own."""
-    return tensor.untyped_storage()._cdata if _is_plain(tensor) else None
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_meta
-
-
-def _checksum(tensor: torch.Tensor) -> int:
-    """Return a checksum of the bits of a tensor; of one that has none that can be read, of its shape."""
-    mark = hash((tensor.shape, tensor.dtype))
-    if not _is_plain(tensor) or not tensor.numel():
-        return mark
-    # To the host, where there is room for it: the device is short of it.
-    for part in [tensor] if _is_to_be_copied(tensor) else _summed_up(tensor.detach()):
-        lies = part if _lies_at_once(part) else part.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        # By their address, for each way through an operator takes longer than the checksum of a small tensor.
-        if address := lies.data_ptr():
-            mark = hash((mark, zlib.crc32((c_char * lies.nbytes).from_address(address))))
-    return mark
-
-
-def _is_to_be_copied(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is small, or lies on the host, or is of a kind that is not summed up without a copy."""
-    is_small = tensor.device.type == "cpu" or tensor.nbytes <= _SMALL_BYTES
-    return is_small or tensor.dtype not in _SUMMED_UP or not tensor.is_contiguous() or tensor.is_neg()
-
-
-def _summed_up(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return what is left of a tensor, seen as a square, once its rows and columns are each made one number.
-
-    By exclusive or of their bits, which constants hide from, and by their sum, which roundings hide from. Both read it
-    where it lies; copied to the host it would take a hundred times as long as the operation that has made it.
-    """
-    side = math.isqrt(tensor.numel())
-    flat = tensor.view(-1)
-    square, rest = flat[: side * side].view(side, side), flat[side * side :]
-    sums = [square.sum(dim, dtype=_SUMMED_UP[tensor.dtype]) for dim in (0, 1)]
-    bits = [torch.hash_tensor(square, dim) for dim in (0, 1)]
-    return [torch.stack(sums), torch.stack([one.view(torch.int64) for one in bits]), rest]
-
-
-def _lies_at_once(tensor: torch.Tensor) -> bool:
-    """Return whether the bits of a tensor lie on the host one after the other."""
-    return tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+@cache
+def _makes_room(func: Callable[..., Any]) -> bool:
+    name = _name_of(func)
+    return name.startswith(("aten.empty", "aten.new_empty"))

@@ -14,7 +14,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from copy import deepcopy
 from functools import update_wrapper
-from types import MethodType
+from types import CellType, MethodType
 from typing import Any, cast
 
 import torch
@@ -31,7 +31,7 @@ from autoaccum.memory.oom import is_out_of_memory
 from autoaccum.window.attributes import CONTAINERS, Attributes, is_expanded
 from autoaccum.window.comparing import Comparison, First, Mark, NotRepeatableError, Second
 from autoaccum.window.state import State, generator_state, set_generator_state
-from autoaccum.window.surroundings import GENERATORS, surroundings_of
+from autoaccum.window.surroundings import is_generator, surroundings_of
 from autoaccum.window.tape import no_trace
 
 _SMALL_BYTES = 2**20
@@ -92,6 +92,7 @@ class Recomputing:
         self.comparison.begin()
         if is_compared:
             self._known.clear()  # of blocks of another rung
+            self.guards_all = False  # a cache that the first forward of all has filled is changed no more
 
     def watch(self) -> None:
         """Note the versions of all that blocks hold: see ``refuse_written``."""
@@ -217,8 +218,9 @@ class Recomputing:
         # what is no attribute of its module.
         layers = [layer for module in self._modules for layer in module.modules()]
         hooks = [hook for layer in layers for held in _hooks_of(layer) for hook in held.values()]
-        forwards = {type(layer): layer.forward for layer in layers}
-        return [*self._functions, *hooks, *forwards.values()]
+        forwards = {type(layer): layer.forward for layer in layers if "forward" not in vars(layer)}
+        own = [vars(layer)["forward"] for layer in layers if "forward" in vars(layer)]
+        return [*self._functions, *hooks, *forwards.values(), *own]
 
     def _random(self, own: Sequence[Any]) -> _Random:
         return _Random([*own, *surroundings_of(self._functions).generators], self.device)
@@ -248,19 +250,28 @@ class Recomputing:
         ]
         return before is not None and before != self._layers
 
-    @contextmanager
-    def guarding(self, block: nn.Module) -> Iterator[None]:
-        """See, where forwards are compared, that what lies outside of a block stays as it is; or put it back."""
+    def found_outside(self) -> Outside | None:
+        """Return what a block finds outside of it, where forwards are compared, or were seen to change that."""
         # All modules of a model, for each of its blocks: worth it while that is measured, and where it has shown to be.
-        if not (self.is_compared or self.guards_all):
+        return self._outside() if self.is_compared or self.guards_all else None
+
+    @contextmanager
+    def guarding(self, found: Outside | None) -> Iterator[None]:
+        """Put back what the first forward found outside of its block, and in the end what there is today."""
+        if found is None:
             yield
             return
-        outside = self._outside()
+        today = self._outside()
+        found = today if self.is_as_compiled else found
+        found.restore()
+        was_within, self.is_within = self.is_within, True
         try:
             yield
         finally:
+            self.is_within = was_within
             # Found out by measuring: from then on in all windows.
-            self.guards_all = outside.restore() or self.guards_all
+            self.guards_all = found.has_changed() or self.guards_all
+            today.restore()
 
 
 class Outside:
@@ -274,18 +285,22 @@ class Outside:
         self._cells = [(cell, cell.cell_contents) for cell in held.cells]
         self._names = [(namespace, name, namespace[name]) for namespace, name in held.names]
 
-    def restore(self) -> bool:
-        """Put it back; return whether anything had changed."""
-        has_changed = self._attributes.have_changed()
-        if has_changed:
+    def has_changed(self) -> bool:
+        """Return whether anything of it is another object now."""
+        return (
+            self._attributes.have_changed()
+            or any(_contents_of(cell) is not contents for cell, contents in self._cells)
+            or any(namespace.get(name, _ABSENT) is not value for namespace, name, value in self._names)
+        )
+
+    def restore(self) -> None:
+        """Put it back."""
+        if self._attributes.have_changed():
             self._attributes.restore()
         for cell, contents in self._cells:
-            if cell.cell_contents is not contents:
-                cell.cell_contents, has_changed = contents, True
+            cell.cell_contents = contents
         for namespace, name, value in self._names:
-            if namespace[name] is not value:
-                namespace[name], has_changed = value, True
-        return has_changed
+            namespace[name] = value
 
 
 class _Forward:
@@ -353,6 +368,7 @@ class _Call:
         self._forward = forward
         self._count, self._names = count, names  # arguments by position; names of the others
         self._before: _Moment | None = None  # none until it has run
+        self._outside: Outside | None = None
         self._seen: list[Mark] | None = None  # marks of what each operation came to
 
     def __call__(self, *values: Any) -> Any:
@@ -361,6 +377,7 @@ class _Call:
         # Checkpoint calls this for the forward, and once more when backward asks for the first of its tensors.
         if self._before is None:
             self._before = self._recomputing.moment(self._block, values)
+            self._outside = self._recomputing.found_outside()
             if not self._recomputing.is_compared:
                 return self._forward(*args, **kwargs)
             self._seen = []
@@ -368,7 +385,7 @@ class _Call:
                 return self._forward(*args, **kwargs)
         try:
             with (
-                self._recomputing.guarding(self._block),
+                self._recomputing.guarding(self._outside),
                 self._as_it_was(self._before, values),
                 self._comparing(self._before),
             ):
@@ -425,7 +442,7 @@ class _Layers:
         self.layers = list(block.modules())
         self.attributes = Attributes(self.layers)
         held = [value for layer in self.layers for value in vars(layer).values()]
-        self.generators = [value for value in held if isinstance(value, GENERATORS)]
+        self.generators = [value for value in held if is_generator(value)]
         parameters = [(name, p) for layer in self.layers for name, p in layer._parameters.items() if p is not None]
         self.parameters = parameters
         # (where it stands, its name, itself) of each tensor that a forward may write to. Buffers are in a dict of their
@@ -550,6 +567,14 @@ def _held_by(layer: nn.Module) -> list[tuple[str, torch.Tensor]]:
     tensors = [(name, value) for name, value in named if isinstance(value, torch.Tensor)]
     # Those of inference mode have no version: see ``_may_move``.
     return [(name, value) for name, value in tensors if not (is_lazy(value) or value.is_inference())]
+
+
+def _contents_of(cell: CellType) -> Any:
+    """Return the value of a variable of an enclosing function, which may have been deleted."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return _ABSENT
 
 
 def _assign(block: nn.Module, forward: Any) -> None:

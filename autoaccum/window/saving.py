@@ -326,6 +326,11 @@ class Saving:
             self._apart = self._compared_apart(batch, step)
             self._left[self.name] = 0
 
+    @property
+    def has_lost(self) -> bool:
+        """Return whether some of this attempt was not compared, as the next one will be, for a kernel trembles."""
+        return self._recomputing.comparison.has_lost
+
     def end_attempt(self) -> None:
         """Have the optimizer's state back on the device; what is there already stays."""
         self._state.put_back()
@@ -368,8 +373,8 @@ class Saving:
             return found
         # Both kinds of copies are told as one: what counts is that there were some.
         operations, storages = self._recomputing.comparison.operations, self._offloading.compared + self._state.compared
-        # A window in which nothing counts has no backward, and says nothing; nor does one that could not be compared.
-        if self.is_measured or not (operations or storages) or self._recomputing.comparison.has_lost:
+        # A window in which nothing counts has no backward, and says nothing.
+        if self.is_measured or not (operations or storages):
             return None
         self._left[self.name] -= 1
         if not self.is_measured:

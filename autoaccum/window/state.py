@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from autoaccum.data import randomness
 from autoaccum.memory.oom import insist
 from autoaccum.window.attributes import Attributes, is_expanded
-from autoaccum.window.surroundings import GENERATORS, surroundings_of
+from autoaccum.window.surroundings import is_generator, surroundings_of
 
 _SMALL_BYTES = 2**24
 """Bytes of parameters that are copied whatever they are: a forward may write to any, and the copy takes 3 ms."""
@@ -78,7 +78,7 @@ class State:
         buffers = [buffer for layer in self.layers for buffer in layer.buffers(recurse=False)]
         others = [t for t in (*small, *self._attributes.tensors(), *buffers) if not isinstance(t, nn.Parameter)]
         self._moving = _distinct([*others, *self._to_copy(written, trained)])
-        own = [value for layer in self.layers for value in vars(layer).values() if isinstance(value, GENERATORS)]
+        own = [value for layer in self.layers for value in vars(layer).values() if is_generator(value)]
         generators = {id(generator): generator for generator in (*held.generators, *own)}.values()
         self._generators = [(generator, generator_state(generator)) for generator in generators]
         known = {} if like is None else dict(zip(map(id, like._moving), like._values, strict=True))

@@ -354,6 +354,8 @@ class Step:
         outcome = self.transaction.finish()
         if not self.saving.is_off and window.num_samples:
             self.saving.look_for_hidden(self._smallest_batch(window), self.number + 1)
+            if isinstance(outcome, Gradient) and self.saving.has_lost:
+                return Repeat(sizes=outcome.sizes)
         # Within the attempt, for to join them takes memory: where there is none, the window is run again.
         if isinstance(outcome, Gradient) and self.transaction.outputs.are_there:
             if self.transaction.outputs.have_missed:

@@ -26,7 +26,7 @@ _DEEPEST = 4
 """Steps from a function to what it holds: functions that it calls hold things too, but not for ever."""
 # Objects of these packages are tools, or would lead to all there is: an optimizer to its parameters, a logger to files.
 _FOREIGN = sys.stdlib_module_names | {"torch", "numpy", "autoaccum", "_pytest", "pytest"}
-GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _PLAIN = (int, float, complex, str, bool, type(None))
 
 
@@ -77,6 +77,11 @@ def surroundings_of(functions: Iterable[object]) -> Surroundings:
     return found
 
 
+def is_generator(thing: object) -> bool:
+    """Return whether a thing draws random numbers by a state that can be put back."""
+    return isinstance(thing, _GENERATORS) and not isinstance(thing, random.SystemRandom)
+
+
 def _held_by(thing: Any, found: Surroundings) -> list[Any]:
     """Note a thing where it is one of those looked for, and return what it holds."""
     if isinstance(thing, functools.partial):
@@ -90,10 +95,10 @@ def _held_by(thing: Any, found: Surroundings) -> list[Any]:
         return _held_by_function(thing, found)
     if isinstance(thing, nn.Module):
         found.modules.append(thing)
-        return [value for value in vars(thing).values() if isinstance(value, GENERATORS)]
+        return [value for value in vars(thing).values() if is_generator(value)]
     if isinstance(thing, torch.Tensor):
         found.tensors.append(thing)
-    elif isinstance(thing, GENERATORS):
+    elif is_generator(thing):
         found.generators.append(thing)
     elif type(thing) in CONTAINERS:
         found.containers.append(thing)

@@ -52,6 +52,8 @@ class _Tape:
         # By id, and the object compared: a storage that nobody holds is freed, and the next one may get its id.
         self._numbers: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         for tensor in there_anyway:
+            if tensor.layout is not torch.strided:
+                continue
             storage = tensor.untyped_storage()
             self._numbers[id(storage)] = (weakref.ref(storage), 0)
 
@@ -65,7 +67,7 @@ class _Tape:
 
     def _note(self, tensor: torch.Tensor, *, input_of: str = "", is_saved: bool = False) -> None:
         """Write down a tensor that is held from now on, by the graph or as the input of a block."""
-        if tensor.device != self._device:
+        if tensor.device != self._device or tensor.layout is not torch.strided:  # others have no one storage
             return
         storage = tensor.untyped_storage()
         number = self._number(storage)

@@ -11,10 +11,8 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from autoaccum.window.comparing import Comparison, First, NotRepeatableError, Second, _checksum, _Operation
-from tests.devices import DEVICE
+from autoaccum.window.comparing import Comparison, First, NotRepeatableError, Second, _Operation
 
 NOISE = torch.Generator()
 not_there = pytest.mark.skipif("STANDIN_LIBRARY" in os.environ, reason="whose memory holds the same bits each time")
@@ -52,6 +50,11 @@ SEEDS = itertools.count(1)
 DRAWS = {"tags": (torch.Tag.nondeterministic_seeded,)}
 written_in_part = with_a_side_result("written_in_part", all_but_one)
 unwritten = with_a_side_result("unwritten", lambda x, _: x.new_empty((), dtype=torch.long))
+masking = with_a_side_result("masking", lambda x, _: torch.rand(100, generator=NOISE) > 0.5)
+drawing = with_a_side_result("drawing", lambda x, _: torch.rand(100, generator=NOISE))
+trembling_beside = with_a_side_result("trembling_beside", lambda x, _: trembling(x))
+trembling_draws = with_a_side_result("trembling_draws", lambda x, _: trembling(x), **DRAWS)
+drawn_untold = with_a_side_result("drawn_untold", lambda x, _: torch.rand(3))
 counting = with_a_side_result("counting", lambda x, _: torch.full((), next(SEEDS)))
 counting_draws = with_a_side_result("counting_draws", lambda x, _: torch.full((), next(SEEDS)), **DRAWS)
 drawn = with_a_side_result("drawn", lambda x, _: torch.rand(3), **DRAWS)
@@ -85,54 +88,14 @@ def test_other_bits_are_refused_by_the_operation_that_comes_to_them(again: float
         twice(lambda: ones.exp() * 1.0, Comparison(), lambda: ones.exp() * again)
 
 
-def test_a_checksum_is_of_the_values_however_they_lie_and_of_what_lies_plainly_by_no_operation() -> None:
-    class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
-        operations = 0
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            self.operations += 1
-            return func(*args, **(kwargs or {}))
-
-    plain = torch.arange(12.0).reshape(3, 4)
-    part, turned = plain[1:], plain.t().contiguous().t()
-    whole = torch.complex(plain, plain)
-    with Counted() as counted:  # type: ignore[no-untyped-call]
-        marks = [_checksum(tensor) for tensor in (plain, part, whole)]
-    assert counted.operations == 0
-    assert len({*marks, _checksum(plain.view(4, 3)), _checksum(plain.view(torch.int32))}) == 5
-    assert _checksum(turned) == marks[0]
-    assert _checksum(part.clone()) == marks[1]
-    assert _checksum(whole.conj()) == _checksum(whole.conj().resolve_conj()) != marks[2]
-    assert _checksum(whole.conj().imag) == _checksum(-plain)
-    without_bits = torch._efficientzerotensor((3,))
-    assert _checksum(without_bits) != _checksum(torch._efficientzerotensor((4,)))
-    plain[2, 3] += 1
-    assert _checksum(plain) != marks[0]
-    assert _checksum(part) != marks[1]
-
-
-@pytest.mark.device
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int16])
-@pytest.mark.parametrize("shape", [(200, 301), (70, 11, 103)])
-def test_a_checksum_tells_other_bits_wherever_they_are_on_a_device(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    generator = torch.Generator().manual_seed(0)
-    plain = torch.randn(shape, generator=generator).mul(100).to(dtype)
-    ones = torch.ones_like(plain)
-
-    def moved(place: int, other: float, tensor: torch.Tensor = plain) -> torch.Tensor:
-        tensor = tensor.clone()
-        tensor.view(-1)[place] = other
-        return tensor
-
-    swapped = plain.flatten().clone()
-    swapped[[5, 5000]] = swapped[[5000, 5]]
-    several = [plain, swapped.view(shape), -plain, ones, ones * 2, moved(7, 2, ones), moved(8, 2, ones), plain * 0]
-    several += [moved(0, 5000), moved(plain.numel() - 1, 5000), moved(plain.numel() // 2, 5000), plain.flatten()]
-    if dtype.is_floating_point:
-        several += [moved(3, float("nan")), plain * 0 + torch.nan, torch.where(plain > 0, torch.inf, plain)]
-    marks = [_checksum(tensor.to(DEVICE)) for tensor in several]
-    assert len(set(marks)) == len(several)
-    assert marks == [_checksum(tensor.to(DEVICE)) for tensor in several]
+def test_of_operations_that_call_functions_and_of_nested_tensors() -> None:
+    x = torch.ones(3)
+    twice(lambda: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)), known := Comparison())
+    assert known.operations == 3
+    weight = torch.ones(4, 4)
+    nested = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)], layout=torch.jagged)
+    twice(lambda: F.linear(nested, weight), known := Comparison())
+    assert known.operations > 0
 
 
 def test_more_operations_than_the_first_time_are_refused_and_fewer_are_not() -> None:
@@ -212,7 +175,7 @@ class TestTrembling:
             twice(lambda: torch.rand(100, generator=generator), known)
         assert known.trembling == {}
 
-    @pytest.mark.parametrize("operation", [counting, counting_draws])
+    @pytest.mark.parametrize("operation", [trembling_beside, trembling_draws])
     def test_of_a_result_beside_the_first_that_is_another_each_time(self, operation: Any) -> None:
         known, x = Comparison(), torch.ones(100)
 
@@ -223,6 +186,25 @@ class TestTrembling:
         assert (known.has_lost, [*known.trembling.values()]) == (True, [{1}])
         twice(forward, known)
         assert (known.operations, known.has_lost) == (3, False)
+
+    @pytest.mark.parametrize("operation", [counting, counting_draws, masking, drawing])
+    def test_what_differs_in_more_than_its_last_bits_is_no_kernel_that_trembles(self, operation: Any) -> None:
+        known, x = Comparison(), torch.ones(100)
+        with pytest.raises(NotRepeatableError, match=f"autoaccum_tests.{operation._name.partition('::')[2]}"):
+            twice(lambda: operation(x, 0.0)[1], known)
+        assert known.trembling == {}
+
+    def test_it_is_of_one_operation_and_shape(self) -> None:
+        known, x = Comparison(), torch.ones(100)
+        twice(lambda: trembling(x), known)
+        for again in (x.exp, x.sum, lambda: trembling(x[:1])):
+            with pytest.raises(NotRepeatableError):
+                twice(lambda: trembling(x), known, again)
+
+    def test_a_nan_that_is_computed_is_no_memory_that_is_not_written_to(self) -> None:
+        one, other = (torch.tensor([[torch.nan, 1.0], [x, x]]) for x in (2.0, 5.0))
+        with pytest.raises(NotRepeatableError, match="var_mean"):
+            twice(lambda: torch.var_mean(one, 1)[1], Comparison(), lambda: torch.var_mean(other, 1)[1])
 
     @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, not_there])])
     def test_of_a_result_that_is_not_written_to_whatever_memory_held(self, device: str) -> None:
@@ -241,14 +223,15 @@ class TestTrembling:
         operation = _Operation(torch.ops.autoaccum_tests.told.default, "told", (x, 0.0), {})
         assert operation.varying(operation.come_to(operation.run()), None) == set()
 
-    def test_what_a_result_is_by_the_random_state_is_put_back_before_it_is_asked(self) -> None:
+    @pytest.mark.parametrize("operation", [drawn, drawn_untold])
+    def test_what_a_result_is_by_the_random_state_is_put_back_before_it_is_asked(self, operation: Any) -> None:
         known, x = Comparison(), torch.ones(100)
         torch.manual_seed(1)
         marks: list[Any] = []
         with First(known, marks):
-            drawn(x, 0.0)
+            operation(x, 0.0)
         with Second(known, marks, nn.Identity()), pytest.raises(NotRepeatableError, match="drawn"):
-            drawn(x, 0.0)
+            operation(x, 0.0)
         assert known.trembling == {}
 
     def test_no_result_beside_the_first_that_the_operation_repeats(self) -> None:

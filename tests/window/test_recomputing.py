@@ -27,6 +27,7 @@ from autoaccum.window.recomputing import Recomputing, is_refusal
 from tests.window.test_comparing import NOISE, trembling
 
 CPU = torch.device("cpu")
+TABLES: dict[str, torch.Tensor] = {}
 WIDTH = 8
 
 
@@ -73,6 +74,10 @@ class Block(nn.Module):
             y = y - self.mean
         elif self.does == "BatchNorm":
             y = self.norm(y)
+        elif self.does == "a table of all":
+            if not TABLES:
+                TABLES["scale"] = torch.arange(WIDTH).cos()
+            y = y * TABLES["scale"]
         return y.tanh()
 
 
@@ -364,6 +369,47 @@ class TestBits:
         train(model, [torch.ones(2, WIDTH)] * 3, loss_of, made)
         assert len(counts) == 8
 
+    def test_counters_of_forwards_that_instances_have_of_their_own_are_put_back(self) -> None:
+        def patched(block: nn.Module) -> Callable[[], int]:
+            calls, plain_forward = 0, block.forward
+
+            def forward(x: torch.Tensor) -> torch.Tensor:
+                nonlocal calls
+                calls += 1
+                return plain_forward(x) * calls  # type: ignore[no-any-return]
+
+            block.forward = forward  # type: ignore[method-assign]
+            return lambda: calls
+
+        found = []
+        for is_on in (False, True):
+            torch.manual_seed(0)
+            model = Stack()
+            counts = [patched(block) for block in model.blocks]
+            made = Recomputing([model], [plain], CPU)
+            made.blocks, made.is_compared = list(model.blocks) if is_on else [], True
+            found.append(train(model, [torch.ones(2, WIDTH)] * 3, plain, made))
+            assert [count() for count in counts] == [3, 3, 3]
+        assert same(*found)
+
+    def test_of_a_cache_that_the_first_forward_of_all_fills(self) -> None:
+        def run(*, is_on: bool) -> tuple[list[Any], list[bool]]:
+            torch.manual_seed(0)
+            model, batch = Stack("a table of all"), torch.randn(3, WIDTH)
+            made = Recomputing([model], [plain], CPU)
+            made.blocks = list(model.blocks) if is_on else []
+            found, guards = [], []
+            TABLES.clear()
+            for is_compared in (True, True, False):
+                made.compare(is_compared)
+                found.extend(train(model, [batch], plain, made))
+                guards.append(made.guards_all)
+            return found, guards
+
+        (wanted, _), (found, guards) = run(is_on=False), run(is_on=True)
+        assert same(wanted, found)
+        assert guards == [True, False, False], "what changes no more is not looked at for ever"
+
 
 class TestRefusals:
     def refused(self, model: nn.Module) -> Exception:
@@ -384,6 +430,54 @@ class TestRefusals:
         assert isinstance(error, NotRepeatableError)
         assert isinstance(error.block, Foreign)
         assert "aten.mul.Tensor comes to other bits" in str(error)
+
+    @pytest.mark.parametrize("gate", [1.0, 0.0])
+    @pytest.mark.parametrize("what", ["a view of a parameter", "a number", "of NumPy", "a slice"])
+    def test_what_is_read_that_no_operation_has_computed(self, what: str, gate: float) -> None:
+        """It is other the second time, in what the last operation reads, whose result may be the same."""
+        values = itertools.count(1)
+
+        class Picks(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.linear = nn.Linear(WIDTH, WIDTH)
+                self.experts = nn.Parameter(torch.arange(9.0 * WIDTH).view(9, 1, WIDTH))
+                self.gate = nn.Parameter(torch.full((1, 1), gate))
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                value, x = next(values) % 9, self.linear(x)
+                found = {
+                    "a view of a parameter": lambda: self.experts[value],
+                    "a number": lambda: torch.tensor([[float(value)]]),
+                    "of NumPy": lambda: torch.from_numpy(np.full((1, 1), value, dtype=np.float32)),
+                    "a slice": lambda: self.experts.view(-1, 1)[value : value + 1],
+                }[what]()
+                return x * (self.gate * found)
+
+        error = self.refused(nn.Sequential(Picks(), Picks()))
+        assert isinstance(error, NotRepeatableError)
+        assert isinstance(error.block, Picks)
+
+    def test_not_of_memory_that_is_written_to_in_part_at_first(self) -> None:
+        class Experts(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.experts = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                out, chosen = torch.empty_like(x), torch.arange(len(x)) % 4
+                for number, expert in enumerate(self.experts):
+                    out[chosen == number] = expert(x[chosen == number])
+                return out.tanh()
+
+        found = []
+        for is_on in (False, True):
+            torch.manual_seed(0)
+            model = nn.Sequential(Experts(), Experts())
+            made = Recomputing([model], [plain], CPU)
+            made.blocks, made.is_compared = list(model) if is_on else [], True
+            found.append(train(model, [torch.randn(16, 64)] * 3, plain, made))
+        assert same(*found)
 
     def test_not_of_kernels_that_do_not_repeat_themselves(self) -> None:
         """They are found out in one window; in the next the second forward comes to what the first has come to."""
@@ -474,16 +568,16 @@ class TestNoTrace:
 
     def test_a_forward_of_the_instances_own_is_wrapped_and_stays(self) -> None:
         model = Stack("dropout")
-        called: list[int] = []
+        called = itertools.count()
 
         def forward(x: torch.Tensor) -> torch.Tensor:
-            called.append(1)
+            next(called)
             return type(model.blocks[0]).forward(model.blocks[0], x)
 
         model.blocks[0].forward = forward
         recomputing_of(model).of_loss(plain)(model, torch.ones(2, WIDTH)).backward()
         assert model.blocks[0].forward is forward
-        assert len(called) == 2
+        assert next(called) == 2
 
     def test_of_an_error(self) -> None:
         model = Stack()

@@ -23,6 +23,7 @@ from autoaccum.window import recomputing
 from autoaccum.window.saving import MEASURED
 from tests.faults import strides
 from tests.models import same, state_of
+from tests.window.test_comparing import trembling
 
 WIDTH, LENGTH = 32, 128
 UNLIMITED = 1 << 40
@@ -386,9 +387,14 @@ class TestHooks:
             made.step(batch)
         return [p.detach() for p in model.parameters()], len(seen), list(made.events)
 
-    def test_one_that_is_added_later_is_measured_too(self) -> None:
+    @pytest.mark.parametrize("grows", [False, True], ids=["counts", "grows"])
+    def test_one_that_is_added_later_is_measured_too(self, grows: bool) -> None:
         def counts(seen: list[int]) -> Any:
-            return lambda *_: seen.append(1)
+            def hook(layer: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor | None:
+                seen.append(1)
+                return output * len(seen) if grows else None
+
+            return hook
 
         wanted, called, _ = self.train(counts, memory_saving="off")
         found, again, events = self.train(counts, memory_saving="checkpoint")
@@ -398,12 +404,41 @@ class TestHooks:
 
     def test_one_that_makes_another_forward_of_it_is_refused(self) -> None:
         def grows(seen: list[int]) -> Any:
-            return lambda layer, inputs, output: seen.append(1) or output * len(seen)
+            numbers = itertools.count(1)
+            return lambda layer, inputs, output: output * next(numbers)
 
         with pytest.warns(AutoaccumWarning) as told:
             _, _, events = self.train(grows, memory_saving="checkpoint")
         assert "No forward of Block is computed twice" in str(told[0].message)
         assert [event.step for event in events if isinstance(event, MemorySaving)] == [1, MEASURED + 2]
+
+
+class TestTrembling:
+    """A kernel that does not repeat its last bits; and what hides behind it in the window in which it is found."""
+
+    def train(self, hidden: Callable[[torch.Tensor], torch.Tensor]) -> list[Any]:
+        class Trembles(Block):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return hidden(trembling(self.up(x))) @ self.up.weight
+
+        torch.manual_seed(0)
+        model = nn.Sequential(Trembles(), Trembles(), nn.Linear(WIDTH, 1))
+        batch = torch.randn(4, LENGTH, WIDTH), torch.randn(4, LENGTH, 1)
+        return autoaccum.fit(
+            model, batch, effective_batch=4, micro_batch=2, epochs=4, loss_fn=F.mse_loss, memory_saving="checkpoint",
+            progress=False, cache=False, device="cpu", verify=False,
+        ).events  # fmt: skip
+
+    def test_alone_is_measured_in_two_windows(self) -> None:
+        events = self.train(torch.tanh)
+        assert [event.step for event in events if isinstance(event, Recomputed)] == [MEASURED]
+
+    @pytest.mark.filterwarnings("ignore::autoaccum.AutoaccumWarning")
+    def test_hides_nothing_in_a_window_that_counts(self) -> None:
+        numbers = itertools.count(1)
+        events = self.train(lambda x: (x * torch.tensor([1 / next(numbers)])).tanh())
+        assert not any(isinstance(event, Recomputed) for event in events)
+        assert [event.step for event in events if isinstance(event, MemorySaving) and event.new == "off"] == [1]
 
 
 class TestMovingMemory:
