@@ -224,7 +224,8 @@ class _Operation:
     def random(self) -> _Random:
         """Return the random states that it finds, and whose they are."""
         leaves = tree_leaves((self.args, self.kwargs))
-        device = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), torch.device("cpu"))
+        devices = (leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.is_meta)
+        device = next(devices, torch.device("cpu"))
         return randomness.get_state(device), device
 
     def come_to(self, result: Any) -> dict[int, torch.Tensor]:

@@ -98,6 +98,13 @@ def test_of_operations_that_call_functions_and_of_nested_tensors() -> None:
     assert known.operations > 0
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # of PyTorch, as it imports its rules
+def test_of_derivatives_within_a_forward_some_of_which_are_computed_on_the_meta_device() -> None:
+    layer, x = nn.Linear(3, 3), torch.ones(2, 3)
+    twice(lambda: torch.func.vmap(lambda row: torch.func.jvp(layer, (row,), (row,))[1])(x), known := Comparison())
+    assert known.operations > 0
+
+
 def test_more_operations_than_the_first_time_are_refused_and_fewer_are_not() -> None:
     ones = torch.ones(3)
     with pytest.raises(NotRepeatableError, match=r"aten\.sin"):
