@@ -92,6 +92,7 @@ class Saving:
         self._rungs: list[Rung] = []  # below the highest, once they are known
         self._are_all_found = False  # not where they come from a run that knew fewer ways
         self._refused: set[str] = set()  # names of classes whose forward cannot be computed again; ``ON_HOST``
+        self._not_looked = ""  # why the forward by which rungs are found could not be run
         self._done = 0  # the lowest rung on which a window has committed
         # By the name of the rung, for a run may come to stand on it once more: it is not measured again then.
         self._left: dict[str, int] = {}  # windows that are still to be compared
@@ -285,7 +286,9 @@ class Saving:
 
         try:
             return insist(look, "a forward was looked at")
-        except Exception:  # the same forward is run again, and says what there is to say
+        except Exception as error:  # the same forward is run again, and raises what there is to be raised
+            words = f"{type(error).__name__}: {error}".partition("\n")[0]
+            self._not_looked = f"a forward without gradients, which tells what can be saved, raised {words}"
             return None
 
     # Whether they are exact.
@@ -416,6 +419,8 @@ class Saving:
         found += ["what is kept on the host is not restored"] if ON_HOST in self._refused else []
         if found:
             return ", and ".join(found)
+        if self._not_looked:
+            return self._not_looked
         what = {"checkpoint": "none of the model's blocks saves memory by that"}
         what["offload"] = "no tensor that a forward saves, or the optimizer keeps, is large enough for that"
         return ", and ".join(text for kind, text in what.items() if kind in self._asked)

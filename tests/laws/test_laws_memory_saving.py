@@ -340,7 +340,7 @@ class TestBeside:
         options: dict[str, Any] = {"loss_fn": None, "training_step": step, "verify": False, "steps": 3}
         plain, _ = fit(UNLIMITED, memory_saving="off", **options)
         # The forward by which blocks are chosen keeps nothing that a backward within it could go back by.
-        with pytest.warns(AutoaccumWarning, match="none of the model's blocks saves memory"):
+        with pytest.warns(AutoaccumWarning, match="a forward without gradients, .* raised RuntimeError: .*grad"):
             found, _ = fit(UNLIMITED, memory_saving="checkpoint", **options)
         assert same(state_of(found), state_of(plain))
         assert not of(found, MemorySaving)

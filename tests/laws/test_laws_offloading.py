@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -15,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import autoaccum
-from autoaccum.errors import MemoryLimitError, NothingFitsError
+from autoaccum.errors import AutoaccumWarning, MemoryLimitError, NothingFitsError
 from autoaccum.events import MemorySaving, OutOfMemory, Recomputed
 from autoaccum.training.trainer import FitResult
 from autoaccum.window.saving import MEASURED
@@ -48,11 +49,11 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """Blocks whose insides are saved, and a weight of 32 MiB, of which a corner is used."""
+    """Blocks whose insides are saved, and a weight of 16 MiB, of which a corner is used."""
 
     def __init__(self, depth: int = 8) -> None:
         super().__init__()
-        self.wide = nn.Parameter(torch.randn(2048, 4096) / 8)
+        self.wide = nn.Parameter(torch.randn(2048, 2048) / 8)
         self.blocks = nn.ModuleList(Block() for _ in range(depth))
         self.head = nn.Linear(WIDTH, 1)
 
@@ -82,6 +83,28 @@ def held() -> int:
     gc.collect()
     torch.accelerator.empty_cache()
     return torch.accelerator.memory_reserved()
+
+
+@cache
+def leave_workspaces() -> None:
+    """Have the device keep what it keeps from the first run on, for its kernels."""
+    fit(memory_saving=BOTH)
+
+
+@pytest.fixture(autouse=True)
+def filled() -> Iterator[None]:
+    """Fill the gaps in what tests before have left: a run that used them would fit below limits that it does not."""
+    leave_workspaces()
+    before, kept = held(), []
+    size = 2 * MIB + before
+    while size >= 512:
+        kept.append(torch.empty(size, dtype=torch.uint8, device=torch.accelerator.current_accelerator()))
+        if torch.accelerator.memory_reserved() > before:
+            kept.pop()
+            torch.accelerator.empty_cache()
+            size = size * 3 // 4
+    yield
+    kept.clear()
 
 
 def fit(optimizer: Callable[[Any], torch.optim.Optimizer] = sgd, **options: Any) -> FitResult:
@@ -136,8 +159,11 @@ def needed(mode: Any) -> int:
     least = 0
     while most - least > 2 * MIB:
         middle = (least + most) // 2
+        limit = held() + middle
         try:
-            fit(memory_limit=held() + middle, memory_saving=mode if isinstance(mode, str) else list(mode))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", AutoaccumWarning)  # of a limit below which not even a forward fits
+                fit(memory_limit=limit, memory_saving=mode if isinstance(mode, str) else list(mode))
         except MemoryLimitError:
             least = middle
         else:
@@ -160,11 +186,12 @@ class TestRungs:
         ],
     )
     def test_one_sample_that_does_not_fit_is_trained_on(self, below: Any, above: Any, name: str) -> None:
-        """The limit lies between what two rungs need; of the lower pair at what the lower took with room for fragments."""
-        limit = held() + needed(above) + ((needed(below) - needed(above)) * 2 // 3 if below == "off" else 0)
+        """The limit lies between what two rungs need."""
+        between = (needed(above) + needed(below)) // 2
+        limit = held() + between
         found = fit(memory_limit=limit)
         assert_same(found, unlimited())
-        assert peak(found) <= limit < held() + needed(below)
+        assert peak(found) <= limit
         assert {change.step for change in of(found, MemorySaving)} == {1}
         assert of(found, MemorySaving)[-1].new == name
         (measured,) = of(found, Recomputed)
@@ -173,11 +200,12 @@ class TestRungs:
         assert (measured.storages > 2 * 8) is ("offload" in name)
 
     def test_the_state_leaves_last(self) -> None:
-        limit = held() + unlimited(momentum, tuple(BOTH)).peak + 4 * MIB
+        room = unlimited(momentum, tuple(BOTH)).peak + 4 * MIB
+        limit = held() + room
         found = fit(momentum, memory_limit=limit)
         change = of(found, MemorySaving)[-1]
         assert change.new == f"{ALL}; offload, saved tensors and optimizer state"
-        assert change.state_bytes == 32 * MIB
+        assert change.state_bytes == 16 * MIB
         assert change.offloaded_bytes >= 8 * 4 * MIB
         assert [e.new.count("offload") for e in of(found, MemorySaving)] == [0, 0, 1, 1]
         assert_same(found, unlimited(momentum))
@@ -185,11 +213,12 @@ class TestRungs:
 
     def test_nothing_fits_where_the_lowest_rung_does_not(self) -> None:
         with pytest.raises(NothingFitsError) as caught:
-            fit(memory_limit=held() + needed(tuple(BOTH)) - 24 * MIB)
+            fit(memory_limit=needed(tuple(BOTH)) - 8 * MIB + held())
         assert not {"activation checkpointing", "offload", "save_on_cpu"} & {one.name for one in caught.value.advice}
 
     def test_what_is_switched_off_is_advised(self) -> None:
-        limit = held() + needed(tuple(BOTH))
+        between = (needed(tuple(BOTH)) + needed("checkpoint")) // 2
+        limit = held() + between
         with pytest.raises(NothingFitsError) as caught:
             fit(memory_limit=limit, memory_saving="off")
         how = {one.name: one.how for one in caught.value.advice}
@@ -216,7 +245,7 @@ class TestModes:
         assert_same(found, unlimited(optimizer))
         (change,) = of(found, MemorySaving)
         assert (change.step, change.old) == (1, "off")
-        assert change.state_bytes == 32 * MIB * (1 if optimizer is momentum else 2)
+        assert change.state_bytes == 16 * MIB * (1 if optimizer is momentum else 2)
         assert change.blocks == (8 if mode is BOTH else 0)
         assert (change.recomputed_bytes > 0) is (mode is BOTH)
         (measured,) = of(found, Recomputed)
@@ -330,7 +359,8 @@ class TestBetweenWindows:
         made.step(batch)
 
     def test_a_resumed_run_stands_on_its_rung(self, tmp_path: Any) -> None:
-        limit = held() + unlimited(momentum, tuple(BOTH)).peak + 4 * MIB
+        room = unlimited(momentum, tuple(BOTH)).peak + 4 * MIB
+        limit = held() + room
         options: dict[str, Any] = {"memory_limit": limit, "run_dir": tmp_path, "checkpoint_every": 1}
         fit(momentum, **{**options, "steps": 2})
         then = fit(momentum, **{**options, "steps": 3})
