@@ -143,7 +143,7 @@ def _loss_of_texts(model: Any, ids: Tensor) -> Tensor:
 
 
 def lengths() -> list[Row]:
-    case, watched, windows = gpt(), Watched(), 300
+    case, watched, windows = gpt(), Watched(), 300 if is_small() else 160
     with fraction(case.share * 0.8 if is_small() else 0.1):
         autoaccum.fit(
             case.model(), Texts(64 * windows), effective_batch=64, steps=windows, training_step=_loss_of_texts,

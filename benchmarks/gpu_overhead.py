@@ -23,7 +23,7 @@ from overhead import MODELS, by_fit, by_hand
 from torch.nn.functional import mse_loss
 
 import autoaccum
-from autoaccum.events import OutOfMemory, Resumed, Saved, StepReport
+from autoaccum.events import Notice, OutOfMemory, Recomputed, Resumed, Saved, StepReport
 from autoaccum.testing import oom_at
 
 ROUNDS = 5
@@ -116,6 +116,25 @@ def replay() -> list[Row]:
     figures = f"{extra:.2f} s for memory that runs out in the midst of a window of {plain_seconds:.2f} s"
     # Python's garbage is collected before it is run again, which takes the host a while, whatever the window.
     return [row(f"{figures}; {ooms} errors in 3 windows", "a window and 1 s", ooms == 3 and extra <= plain_seconds + 1)]
+
+
+def memory_saving() -> list[Row]:
+    """What windows take in which memory is saved: the two that are compared, and the rest; in what memory."""
+    size, rows, plain = 192 if is_small() else 16, [], 0.0
+    for mode in ("off", "checkpoint", "offload", ["checkpoint", "offload"]):
+        result, watched = train(gpt(256), 14, 4 * size, micro_batch=size, memory_saving=mode, verify=False)
+        seconds = [report.seconds for report in watched.history]
+        settled = statistics.median(seconds[3:])
+        plain = plain or settled
+        told = [str(event)[:200] for event in result.events if isinstance(event, Notice)]
+        figures = (
+            f"memory_saving={mode}: {settled * 1e3:.0f} ms a window of {4 * size}, {settled / plain:.2f} of it plain, "
+            f"{watched.history[-1].peak_bytes / 2**20:.0f} MiB; the first two took {seconds[0]:.2f}, {seconds[1]:.2f} s"
+        )
+        is_kept = mode == "off" or any(isinstance(event, Recomputed) for event in result.events)
+        rows.append(row("; ".join([figures, *told]), "the same to the bit", is_kept))
+        print(rows[-1], flush=True)
+    return rows
 
 
 STEPS, KILLED = 12, (3, 7)

@@ -34,8 +34,8 @@ from autoaccum.training.probing import GROWTH
 from autoaccum.training.synonyms import answering
 from autoaccum.window.blocks import HIGHEST, Rung
 from autoaccum.window.optimizers import OptimizerLike, trainable_parameters
+from autoaccum.window.outside import Outside
 from autoaccum.window.precision import Precision
-from autoaccum.window.recomputing import Outside
 
 _CPU = torch.device("cpu")
 _FEW = 8

@@ -9,14 +9,14 @@ from functools import cache
 import torch
 from torch import nn
 
-_SMALL_BYTES = 2**16
-"""Bytes of a tensor of a device that is copied to the host for a checksum."""
-_ROW = 2**15
-"""Numbers of a tensor of a device that are summed up to one."""
-_PARTS = 16
-"""A tensor of many rows is summed up in so many parts, for eight bytes are taken for each number of one."""
-# By the bytes of an element; larger ones are several numbers.
-_NUMBERS = {1: torch.int8, 2: torch.int16}
+from autoaccum.memory.oom import is_out_of_memory
+
+_SMALL_BYTES = 2**18
+"""Bytes of a tensor of a device that is copied to the host for a checksum: of larger ones sums are, of all of it."""
+_ROW, _SUMS = 2**13, 16
+"""Bytes of a tensor of a device that are summed up, to so many sums of four bytes."""
+_ROWS = 2**16
+"""Are summed up at a time."""
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -51,7 +51,8 @@ def checksum(tensor: torch.Tensor) -> int:
 
 def _is_to_be_copied(tensor: torch.Tensor) -> bool:
     is_small = tensor.device.type == "cpu" or tensor.nbytes <= _SMALL_BYTES
-    return is_small or tensor.is_conj() or tensor.is_neg() or not _as_it_lies(tensor).is_contiguous()
+    lies_otherwise = is_small or tensor.is_conj() or tensor.is_neg() or not _as_it_lies(tensor).is_contiguous()
+    return lies_otherwise or _drawn(tensor.device) is None
 
 
 def _as_it_lies(tensor: torch.Tensor) -> torch.Tensor:
@@ -60,27 +61,38 @@ def _as_it_lies(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _summed_up(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sums of a tensor's bits, row by row, each number times one that was drawn for its place.
+    """Return sums of a tensor's bytes, row by row, each byte times numbers that were drawn for its place.
 
     Copied to the host it would take a hundred times as long as the operation that has made it. Sums of integers are the
-    same in any order; that two sums are equal by chance is as likely as of checksums (multilinear hashing: Lemire and
-    Kaser, "Strongly universal string hashing is fast", The Computer Journal 57, 2014).
+    same in any order. Other bytes come to the same sum by chance in one case of 256, for of the numbers that may have
+    been drawn for a byte that differs one makes up for the rest, and to the same 16 sums in one of 2^128 (Carter and
+    Wegman, "Universal classes of hash functions", Journal of Computer and System Sciences 18, 1979).
     """
     bits = _as_it_lies(tensor)
-    bits = (torch.view_as_real(bits) if bits.is_complex() else bits).view(-1)
-    bits = bits.view(_NUMBERS.get(bits.element_size(), torch.int32))
+    bits = (torch.view_as_real(bits) if bits.is_complex() else bits).view(-1).view(torch.int8)
     drawn = _drawn(tensor.device)
-    whole = bits[: bits.numel() // _ROW * _ROW].view(-1, _ROW)
-    rest = bits[whole.numel() :].long()
-    sums = [rows.long().mul_(drawn).sum(1) for rows in torch.split(whole, max(1, len(whole) // _PARTS))]
-    return torch.cat([*sums, (rest * drawn[: len(rest)]).sum(0, keepdim=True)])
+    assert drawn is not None
+    while bits.nbytes > _SMALL_BYTES:
+        whole = bits[: len(bits) // _ROW * _ROW].view(-1, _ROW)
+        sums = [torch._int_mm(rows, drawn).view(torch.int8).view(-1) for rows in torch.split(whole, _ROWS)]
+        bits = torch.cat([*sums, bits[whole.numel() :]])
+    return bits
 
 
 @cache
-def _drawn(device: torch.device) -> torch.Tensor:
+def _drawn(device: torch.device) -> torch.Tensor | None:
+    """Return the numbers that were drawn; None for a device that does not multiply matrices of bytes rightly."""
     generator = torch.Generator("cpu").manual_seed(0)
-    numbers = torch.randint(-(2**63), 2**63 - 1, (_ROW,), generator=generator, dtype=torch.int64, device="cpu")
-    return numbers.to(device)
+    numbers = torch.randint(-128, 128, (_ROW, 3 * _SUMS), generator=generator, dtype=torch.int8, device="cpu")
+    drawn, some = numbers[:, :_SUMS], numbers[:, _SUMS:].t().contiguous()
+    there = drawn.t().contiguous().to(device).t()  # column by column: as the libraries of all devices have it
+    try:
+        found = torch._int_mm(some.to(device), there).cpu()
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        return None
+    return there if torch.equal(found.long(), some.long() @ drawn.long()) else None
 
 
 def _lies_at_once(tensor: torch.Tensor) -> bool:

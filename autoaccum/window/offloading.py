@@ -13,7 +13,6 @@ run beside kernels, it would lose where it is needed: memory that another stream
 from __future__ import annotations
 
 import weakref
-import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -25,6 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from autoaccum.data.batches import flatten
 from autoaccum.loss.stated import LossOf
 from autoaccum.memory.oom import is_out_of_memory
+from autoaccum.window.checksums import checksum
 
 ABOVE_BYTES = 2**20
 """Leave storages of no more than these bytes where they are: their copies would take longer to start than to run."""
@@ -138,7 +138,7 @@ class _Copy:
         self._offloading = offloading
         self.device = storage.device
         # Of the device's bits and not of the copy's, which may not have arrived. None where nothing is compared.
-        self._mark = checksum(storage) if offloading.is_compared else None
+        self._mark = checksum_of(storage) if offloading.is_compared else None
         self._host = host_bytes(storage.nbytes(), storage.device)
         self._host.copy_(bytes_of(storage), non_blocking=self._host.is_pinned())
         self._back: weakref.ref[torch.UntypedStorage] | None = None
@@ -160,7 +160,7 @@ class _Copy:
 
     def compare(self, storage: torch.UntypedStorage, otherwise: str) -> None:
         """Refuse a storage that has other bits, in these words."""
-        if self._mark is not None and checksum(storage) != self._mark:
+        if self._mark is not None and checksum_of(storage) != self._mark:
             raise NotRestoredError(f"A tensor of {storage.nbytes()} bytes {otherwise}")
 
 
@@ -239,6 +239,6 @@ def on_device(host: torch.Tensor, device: torch.device) -> torch.UntypedStorage:
     return there.untyped_storage()
 
 
-def checksum(storage: torch.UntypedStorage) -> int:
+def checksum_of(storage: torch.UntypedStorage) -> int:
     """Return a checksum of the bits of a storage."""
-    return zlib.crc32(bytes_of(storage).cpu().numpy().data)
+    return checksum(bytes_of(storage))

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from autoaccum.data.batches import flatten
-from autoaccum.window.offloading import ABOVE_BYTES, NotRestoredError, bytes_of, checksum, host_bytes, on_device
+from autoaccum.window.offloading import ABOVE_BYTES, NotRestoredError, bytes_of, checksum_of, host_bytes, on_device
 
 
 class _View(NamedTuple):
@@ -89,7 +89,7 @@ class OptimizerState:
         for storage, views in found:
             host = self._staging[views[0].tensor]
             host.copy_(bytes_of(storage), non_blocking=host.is_pinned())
-            mark = checksum(storage) if self.is_compared else None
+            mark = checksum_of(storage) if self.is_compared else None
             away.append(_Away(views, host, weakref.ref(storage), mark))
         # A callback may read the state, or save it, in the midst of a window: by then it has to have arrived.
         if away and self._device.type != "cpu":
@@ -116,7 +116,7 @@ class OptimizerState:
                 for view in views:
                     view.move(storage)
                 self._away.pop()
-                if mark is not None and checksum(storage) != mark:
+                if mark is not None and checksum_of(storage) != mark:
                     raise NotRestoredError(f"The optimizer's state of {host.numel()} bytes comes back with other bits")
                 self.compared += mark is not None
 

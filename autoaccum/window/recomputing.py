@@ -14,7 +14,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from copy import deepcopy
 from functools import update_wrapper
-from types import CellType, MethodType
+from types import MethodType
 from typing import Any, cast
 
 import torch
@@ -30,6 +30,7 @@ from autoaccum.loss.stated import LossOf
 from autoaccum.memory.oom import is_out_of_memory
 from autoaccum.window.attributes import CONTAINERS, Attributes, is_expanded
 from autoaccum.window.comparing import Comparison, First, Mark, NotRepeatableError, Second
+from autoaccum.window.outside import Outside, functions_run, hooks_of
 from autoaccum.window.state import State, generator_state, set_generator_state
 from autoaccum.window.surroundings import is_generator, surroundings_of
 from autoaccum.window.tape import no_trace
@@ -84,6 +85,7 @@ class Recomputing:
         self._layers: list[tuple[object, ...]] | None = None
         self._held: list[Any] = []  # generators that functions hold
         self._known: dict[int, _Layers] = {}  # by the ids of blocks
+        self._found: Outside | None = None  # as it was when it was last looked at, in this forward or backward
 
     def compare(self, is_compared: bool) -> None:
         """Compare from now on, or do not; nothing was compared yet."""
@@ -160,7 +162,7 @@ class Recomputing:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Wrap the blocks within this."""
-        self._held = surroundings_of(self._functions).generators
+        self._held, self._found = surroundings_of(self._functions).generators, None
         self._forwards = {id(block): self._forward_of(block) for block in self.blocks}
         with ExitStack() as stack:
             # A cache of keys and values would be appended to once more, and keep all of them alive.
@@ -170,6 +172,7 @@ class Recomputing:
             for block in self.blocks:
                 stack.enter_context(self._wrapped(block))
             yield
+        self._found = None  # it may hold what the forward came to
 
     @contextmanager
     def _wrapped(self, block: nn.Module) -> Iterator[None]:
@@ -206,21 +209,16 @@ class Recomputing:
     def _state(self) -> State | None:
         parameters = [p for module in self._modules for p in module.parameters()]
         try:
-            return State(self._modules, self._functions_run(), self.device, parameters)
+            return State(self._modules, functions_run(self._modules, self._functions), self.device, parameters)
         except MemoryLimitError:
             return None
 
     def _outside(self) -> Outside:
-        return Outside(self._modules, self._functions_run())
-
-    def _functions_run(self) -> list[object]:
-        # A hook of a layer within a block is run once more with it, and may count or collect; and so may a forward, in
-        # what is no attribute of its module.
-        layers = [layer for module in self._modules for layer in module.modules()]
-        hooks = [hook for layer in layers for held in _hooks_of(layer) for hook in held.values()]
-        forwards = {type(layer): layer.forward for layer in layers if "forward" not in vars(layer)}
-        own = [vars(layer)["forward"] for layer in layers if "forward" in vars(layer)]
-        return [*self._functions, *hooks, *forwards.values(), *own]
+        functions = functions_run(self._modules, self._functions)
+        # To remember it all anew takes as long as some blocks do, and nearly always it is as it was.
+        if self._found is None or not self._found.is_still(functions):
+            self._found = Outside(self._modules, functions)
+        return self._found
 
     def _random(self, own: Sequence[Any]) -> _Random:
         return _Random([*own, *surroundings_of(self._functions).generators], self.device)
@@ -244,16 +242,24 @@ class Recomputing:
         """Return whether hooks, modes, classes or forwards of layers are others than when this was last asked."""
         before = self._layers
         self._layers = [
-            (type(layer), layer.training, vars(layer).get("forward"), *map(tuple, _hooks_of(layer)))
+            (type(layer), layer.training, vars(layer).get("forward"), *map(tuple, hooks_of(layer)))
             for module in self._modules
             for layer in module.modules()
         ]
         return before is not None and before != self._layers
 
+    @property
+    def _looks_outside(self) -> bool:
+        # At all modules of a model, for each of its blocks: while that is measured, and where it was found necessary.
+        return self.is_compared or self.guards_all
+
     def found_outside(self) -> Outside | None:
         """Return what a block finds outside of it, where forwards are compared, or were seen to change that."""
-        # All modules of a model, for each of its blocks: worth it while that is measured, and where it has shown to be.
-        return self._outside() if self.is_compared or self.guards_all else None
+        return self._outside() if self._looks_outside else None
+
+    def forwards_around(self, forward: _Forward) -> list[_Forward]:
+        """Return this one, and where what is outside of its block is looked at all the others on blocks."""
+        return list(self._forwards.values()) if self._looks_outside else [forward]
 
     @contextmanager
     def guarding(self, found: Outside | None) -> Iterator[None]:
@@ -272,35 +278,6 @@ class Recomputing:
             # Found out by measuring: from then on in all windows.
             self.guards_all = found.has_changed() or self.guards_all
             today.restore()
-
-
-class Outside:
-    """What a forward may change that lies in no tensor: attributes, variables of functions and what functions hold."""
-
-    def __init__(self, modules: Iterable[nn.Module], functions: Iterable[object]) -> None:
-        """Remember it as it is now."""
-        held = surroundings_of(functions)
-        layers = {id(layer): layer for module in (*modules, *held.modules) for layer in module.modules()}
-        self._attributes = Attributes([*layers.values(), *held.objects], held.containers)
-        self._cells = [(cell, cell.cell_contents) for cell in held.cells]
-        self._names = [(namespace, name, namespace[name]) for namespace, name in held.names]
-
-    def has_changed(self) -> bool:
-        """Return whether anything of it is another object now."""
-        return (
-            self._attributes.have_changed()
-            or any(_contents_of(cell) is not contents for cell, contents in self._cells)
-            or any(namespace.get(name, _ABSENT) is not value for namespace, name, value in self._names)
-        )
-
-    def restore(self) -> None:
-        """Put it back."""
-        if self._attributes.have_changed():
-            self._attributes.restore()
-        for cell, contents in self._cells:
-            cell.cell_contents = contents
-        for namespace, name, value in self._names:
-            namespace[name] = value
 
 
 class _Forward:
@@ -325,7 +302,9 @@ class _Forward:
         if recomputing.is_within or not torch.is_grad_enabled():
             return self._original(*args, **kwargs)
         # As it is without, so that what is remembered of its attributes is what a second forward will find.
-        _assign(block, self.own)
+        taken_off = recomputing.forwards_around(self)
+        for one in taken_off:
+            _assign(one.block, one.own)
         recomputing.is_within = True
         recomputing.ran.add(id(block))
         try:
@@ -335,7 +314,8 @@ class _Forward:
             return checkpoint(call, *args, *kwargs.values(), use_reentrant=False, preserve_rng_state=False)
         finally:
             recomputing.is_within = False
-            _assign(block, self)
+            for one in taken_off:
+                _assign(one.block, one)
 
     def _compiled(self, count: int, names: tuple[str, ...], *values: Any) -> Any:
         # Where the compiler cannot take all of it, checkpoint is called as it is, and would compute it again in any
@@ -555,11 +535,6 @@ def _caching(modules: Iterable[nn.Module]) -> list[Any]:
     return [config for config in found.values() if getattr(config, "use_cache", False) is True]
 
 
-def _hooks_of(layer: nn.Module) -> tuple[dict[int, Any], ...]:
-    """Return the hooks around the forward of a layer, by numbers that none of them shares."""
-    return layer._forward_pre_hooks, layer._forward_hooks
-
-
 def _held_by(layer: nn.Module) -> list[tuple[str, torch.Tensor]]:
     """Return the tensors of a layer itself by which a forward may compute, with their names."""
     buffers = {} if isinstance(layer, _BatchNorm) else layer._buffers
@@ -567,14 +542,6 @@ def _held_by(layer: nn.Module) -> list[tuple[str, torch.Tensor]]:
     tensors = [(name, value) for name, value in named if isinstance(value, torch.Tensor)]
     # Those of inference mode have no version: see ``_may_move``.
     return [(name, value) for name, value in tensors if not (is_lazy(value) or value.is_inference())]
-
-
-def _contents_of(cell: CellType) -> Any:
-    """Return the value of a variable of an enclosing function, which may have been deleted."""
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return _ABSENT
 
 
 def _assign(block: nn.Module, forward: Any) -> None:

@@ -248,7 +248,9 @@ def test_on_a_device_that_refuses(name: str) -> None:
         except NothingFitsError:
             break
     else:
-        pytest.fail("it fits whatever the limit is")
+        assert DEVICE.startswith("cuda")
+        assert name == "conv net"
+        pytest.skip("cuDNN has an algorithm for whatever memory there is")
     found, peak = reserved(memory_limit=limit)
     assert peak <= limit
     check(found, plain)
@@ -340,7 +342,7 @@ class TestBeside:
         options: dict[str, Any] = {"loss_fn": None, "training_step": step, "verify": False, "steps": 3}
         plain, _ = fit(UNLIMITED, memory_saving="off", **options)
         # The forward by which blocks are chosen keeps nothing that a backward within it could go back by.
-        with pytest.warns(AutoaccumWarning, match="a forward without gradients, .* raised RuntimeError: .*grad"):
+        with pytest.warns(AutoaccumWarning, match="a forward without gradients, .* raised RuntimeError: a backward"):
             found, _ = fit(UNLIMITED, memory_saving="checkpoint", **options)
         assert same(state_of(found), state_of(plain))
         assert not of(found, MemorySaving)

@@ -12,7 +12,6 @@ from autoaccum import Accumulator
 from autoaccum.events import OutOfMemory
 from autoaccum.window.step import Step
 from tests import standin
-from tests.devices import DEVICE
 from tests.faults import strides
 from tests.laws.test_laws_ranks import RUNS, Moving, Trained, data, fit, net, rank
 from tests.laws.test_laws_ranks_accumulator import batch_of, given, weights_of
@@ -22,7 +21,7 @@ from tests.ranks.launching import launch
 pytestmark = [
     in_turn,
     pytest.mark.device(elsewhere=True),
-    pytest.mark.skipif(DEVICE == "cpu", reason="what these runs do on the CPU, others test"),
+    standin.only_there,  # of which there are two
 ]
 MIB = 2**20
 CHOSEN = (

@@ -40,7 +40,7 @@ def test_a_checksum_is_of_the_values_however_they_lie_and_of_what_lies_plainly_b
 
 @pytest.mark.device
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int16])
-@pytest.mark.parametrize("shape", [(200, 301), (70, 11, 103)])
+@pytest.mark.parametrize("shape", [(600, 401), (70, 11, 403)])
 def test_a_checksum_tells_other_bits_wherever_they_are_on_a_device(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     generator = torch.Generator().manual_seed(0)
     plain = torch.randn(shape, generator=generator).mul(100).to(dtype)
@@ -65,7 +65,7 @@ def test_a_checksum_tells_other_bits_wherever_they_are_on_a_device(dtype: torch.
 @pytest.mark.device
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_it_tells_what_is_alike_in_all_sums_of_rows_and_columns(dtype: torch.dtype) -> None:
-    n = 256
+    n = 600
     eye, zeros = torch.eye(n).to(dtype), torch.zeros(n, n, dtype=dtype)
     half, board = zeros.clone(), torch.ones(n, n, dtype=dtype)
     half[::2] *= -1
@@ -84,3 +84,13 @@ def test_of_dimensions_in_another_order_it_is_by_what_each_element_is() -> None:
     last = image.to(DEVICE).contiguous(memory_format=torch.channels_last)
     assert checksum(last) == checksum(last.clone())
     assert checksum(last) != checksum(last.flip(0).contiguous(memory_format=torch.channels_last))
+
+
+@pytest.mark.device
+def test_of_many_sums_it_is_by_the_sums_of_those() -> None:
+    zeros = torch.zeros(5 * 2**23 + 3, dtype=torch.uint8, device=DEVICE)
+    marks = [checksum(zeros)]
+    for place in (0, 2**25, len(zeros) - 1):
+        zeros[place] = 1
+        marks.append(checksum(zeros))
+    assert len(set(marks)) == 4
