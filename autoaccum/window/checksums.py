@@ -6,6 +6,7 @@ import zlib
 from ctypes import c_char
 from functools import cache
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -82,9 +83,9 @@ def _summed_up(tensor: torch.Tensor) -> torch.Tensor:
 @cache
 def _drawn(device: torch.device) -> torch.Tensor | None:
     """Return the numbers that were drawn; None for a device that does not multiply matrices of bytes rightly."""
-    generator = torch.Generator("cpu").manual_seed(0)
-    numbers = torch.randint(-128, 128, (_ROW, 3 * _SUMS), generator=generator, dtype=torch.int8, device="cpu")
-    drawn, some = numbers[:, :_SUMS], numbers[:, _SUMS:].t().contiguous()
+    # By NumPy: where PyTorch's functions are transformed, as by vmap, its own may refuse to draw.
+    drawn = torch.from_numpy(np.random.default_rng(0).integers(-128, 128, (_ROW, _SUMS), dtype=np.int8))
+    some = torch.from_numpy(np.random.default_rng(1).integers(-128, 128, (32, _ROW), dtype=np.int8))
     there = drawn.t().contiguous().to(device).t()  # column by column: as the libraries of all devices have it
     try:
         found = torch._int_mm(some.to(device), there).cpu()
