@@ -17,7 +17,9 @@ _SMALL_BYTES = 2**18
 _ROW, _SUMS = 2**13, 16
 """Bytes of a tensor of a device that are summed up, to so many sums of four bytes."""
 _ROWS = 2**16
-"""Are summed up at a time."""
+"""Are summed up at a time, about; a GPU asks for 17 of them at least."""
+_ALIGNED = 16
+"""A GPU multiplies matrices that begin at a multiple of so many bytes."""
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -73,9 +75,11 @@ def _summed_up(tensor: torch.Tensor) -> torch.Tensor:
     bits = (torch.view_as_real(bits) if bits.is_complex() else bits).view(-1).view(torch.int8)
     drawn = _drawn(tensor.device)
     assert drawn is not None
+    bits = bits.clone() if bits.data_ptr() % _ALIGNED else bits
     while bits.nbytes > _SMALL_BYTES:
         whole = bits[: len(bits) // _ROW * _ROW].view(-1, _ROW)
-        sums = [torch._int_mm(rows, drawn).view(torch.int8).view(-1) for rows in torch.split(whole, _ROWS)]
+        parts = torch.tensor_split(whole, -(-len(whole) // _ROWS))
+        sums = [torch._int_mm(rows, drawn).view(torch.int8).view(-1) for rows in parts]
         bits = torch.cat([*sums, bits[whole.numel() :]])
     return bits
 

@@ -10,6 +10,7 @@ forward changes anything of Python's, and reads buffers as they are by then; so 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from copy import deepcopy
@@ -85,7 +86,9 @@ class Recomputing:
         self._layers: list[tuple[object, ...]] | None = None
         self._held: list[Any] = []  # generators that functions hold
         self._known: dict[int, _Layers] = {}  # by the ids of blocks
-        self._found: Outside | None = None  # as it was when it was last looked at, in this forward or backward
+        # What was last found outside of a block, as long as one whose backward is still to come holds it: for in that
+        # may be what forwards came to.
+        self._found: Callable[[], Outside | None] = lambda: None
 
     def compare(self, is_compared: bool) -> None:
         """Compare from now on, or do not; nothing was compared yet."""
@@ -162,7 +165,7 @@ class Recomputing:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Wrap the blocks within this."""
-        self._held, self._found = surroundings_of(self._functions).generators, None
+        self._held = surroundings_of(self._functions).generators
         self._forwards = {id(block): self._forward_of(block) for block in self.blocks}
         with ExitStack() as stack:
             # A cache of keys and values would be appended to once more, and keep all of them alive.
@@ -172,16 +175,15 @@ class Recomputing:
             for block in self.blocks:
                 stack.enter_context(self._wrapped(block))
             yield
-        self._found = None  # it may hold what the forward came to
 
     @contextmanager
     def _wrapped(self, block: nn.Module) -> Iterator[None]:
         forward = self._forwards[id(block)]
-        _assign(block, forward)
+        forward.put_on()
         try:
             yield
         finally:
-            _assign(block, forward.own)
+            forward.take_off()
 
     def _forward_of(self, block: nn.Module) -> _Forward:
         # Accelerate and others put forwards of their own on instances: these are what is run then, and put back.
@@ -216,9 +218,11 @@ class Recomputing:
     def _outside(self) -> Outside:
         functions = functions_run(self._modules, self._functions)
         # To remember it all anew takes as long as some blocks do, and nearly always it is as it was.
-        if self._found is None or not self._found.is_still(functions):
-            self._found = Outside(self._modules, functions)
-        return self._found
+        found = self._found()
+        if found is None or not found.is_still(functions):
+            found = Outside(self._modules, functions)
+            self._found = weakref.ref(found)
+        return found
 
     def _random(self, own: Sequence[Any]) -> _Random:
         return _Random([*own, *surroundings_of(self._functions).generators], self.device)
@@ -302,9 +306,7 @@ class _Forward:
         if recomputing.is_within or not torch.is_grad_enabled():
             return self._original(*args, **kwargs)
         # As it is without, so that what is remembered of its attributes is what a second forward will find.
-        taken_off = recomputing.forwards_around(self)
-        for one in taken_off:
-            _assign(one.block, one.own)
+        taken_off = [one for one in recomputing.forwards_around(self) if one.take_off()]
         recomputing.is_within = True
         recomputing.ran.add(id(block))
         try:
@@ -315,7 +317,19 @@ class _Forward:
         finally:
             recomputing.is_within = False
             for one in taken_off:
-                _assign(one.block, one)
+                one.put_on()
+
+    def put_on(self) -> None:
+        """Stand on the block, where it has its own forward still; the user's code may have put another there."""
+        if vars(self.block).get("forward", _ABSENT) is self.own:
+            _assign(self.block, self)
+
+    def take_off(self) -> bool:
+        """Leave the block with its own forward; return whether this one stood there."""
+        is_on = vars(self.block).get("forward") is self
+        if is_on:
+            _assign(self.block, self.own)
+        return is_on
 
     def _compiled(self, count: int, names: tuple[str, ...], *values: Any) -> Any:
         # Where the compiler cannot take all of it, checkpoint is called as it is, and would compute it again in any

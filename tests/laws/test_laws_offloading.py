@@ -287,9 +287,11 @@ def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
 
 
 def left(made: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
-    gradients = [p.grad.clone() for p in model.parameters()]
-    kept = [t.clone() for state in optimizer.state.values() for t in state.values()]
-    return [*gradients, *kept, *model.state_dict().values(), torch.get_device_module().get_rng_state()]
+    """Return all that a window has left, on the host: some is kept for other tests, and is to take none of the device."""
+    gradients = [p.grad for p in model.parameters()]
+    kept = [t for state in optimizer.state.values() for t in state.values()]
+    there = [*gradients, *kept, *model.state_dict().values()]
+    return [*(tensor.detach().to("cpu", copy=True) for tensor in there), torch.get_device_module().get_rng_state()]
 
 
 @strides(17)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autoaccum.window import checksums
 from autoaccum.window.checksums import checksum
 from tests.devices import DEVICE
 
@@ -84,6 +85,27 @@ def test_of_dimensions_in_another_order_it_is_by_what_each_element_is() -> None:
     last = image.to(DEVICE).contiguous(memory_format=torch.channels_last)
     assert checksum(last) == checksum(last.clone())
     assert checksum(last) != checksum(last.flip(0).contiguous(memory_format=torch.channels_last))
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("rows", [64, 65, 80, 81])
+@pytest.mark.parametrize("start", [0, 1, 16])
+def test_products_are_of_as_many_rows_and_begin_where_a_gpu_takes_them(
+    rows: int, start: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    multiply, given = torch._int_mm, []
+
+    def watched(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        given.append((one.shape[0], one.data_ptr() % 16))
+        return multiply(one, other)
+
+    monkeypatch.setattr(checksums, "_ROWS", 64)
+    bits = torch.arange(rows * 2**13 + start, device=DEVICE).remainder(251).to(torch.uint8)[start:]
+    first = checksum(bits)
+    monkeypatch.setattr(torch, "_int_mm", watched)
+    assert checksum(bits) == first == checksum(bits.clone())
+    assert DEVICE == "cpu" or given
+    assert all(count > 16 and not offset for count, offset in given)
 
 
 @pytest.mark.device

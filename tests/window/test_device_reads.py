@@ -259,7 +259,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "noise": {"noise_scale": True},
     "AdamW": {"optimizer": None},
     "its own counts": {"num_items": lambda batch: (batch[1] != -100).sum()},
-    "a search": {"micro_batch": "auto", "max_micro_batch": 4, "memory_limit": "64MiB"},
+    "a search": {"micro_batch": "auto", "max_micro_batch": 4, "memory_limit": "1GiB"},
     "nothing measured": {"verify": False},
 }
 

@@ -205,13 +205,54 @@ class Keeping(nn.Module):
         return self.last if before is None else self.last + before.detach()
 
 
+class Patched(nn.Module):
+    """Has another forward for a while, which its model, its neighbour or itself gives it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.gives: list[Patched] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for other in self.gives:
+            other.forward = other.turned  # type: ignore[method-assign]
+        return self.linear(x).tanh()  # type: ignore[no-any-return]
+
+    def turned(self, x: torch.Tensor) -> torch.Tensor:
+        vars(self).pop("forward")
+        return self.linear(x).cos()  # type: ignore[no-any-return]
+
+
 class TestBits:
-    def test_of_what_blocks_keep_from_one_forward_to_the_next_which_goes_when_they_let_go_of_it(self) -> None:
+    @pytest.mark.parametrize("is_compared", [True, False])
+    @pytest.mark.parametrize("by", ["its model", "its neighbour", "itself"])
+    def test_of_a_forward_that_is_put_in_the_place_of_a_blocks_for_a_while(self, by: str, is_compared: bool) -> None:
+        def run(*, is_on: bool) -> list[Any]:
+            torch.manual_seed(0)
+            model = nn.Sequential(Patched(), Patched(), Patched())
+            if by != "its model":
+                model[1].gives = [model[2 if by == "its neighbour" else 1]]
+
+            def loss_of(model: Any, batch: torch.Tensor) -> torch.Tensor:
+                if by == "its model":
+                    model[1].forward, model[2].forward = model[1].turned, model[2].turned
+                return plain(model, batch)
+
+            made = Recomputing([model], [loss_of], CPU)
+            made.blocks, made.is_compared = list(model) if is_on else [], is_compared
+            return train(model, [torch.ones(2, WIDTH)] * 4, loss_of, made)
+
+        assert same(run(is_on=False), run(is_on=True))
+
+    @pytest.mark.parametrize("is_compared", [True, False])
+    def test_of_what_blocks_keep_from_one_forward_to_the_next_which_goes_when_they_let_go_of_it(
+        self, is_compared: bool
+    ) -> None:
         torch.manual_seed(0)
         model = nn.Sequential(Keeping(), Keeping())
         other, batches = copy.deepcopy(model), [torch.randn(4, WIDTH) for _ in range(4)]
         recomputing = recomputing_of(other)
-        recomputing.blocks, recomputing.is_compared = list(other), False
+        recomputing.blocks, recomputing.is_compared = list(other), is_compared
         assert same(train(model, batches, plain, None), train(other, batches, plain, recomputing))
         kept = weakref.ref(other[0].last)
         for module in other:
