@@ -77,7 +77,7 @@ def checks() -> list[Check]:
         Check(stage="d", name="cold start", run=gpu_sharing.cold_start, about=150),
         Check(stage="e", name="overhead", run=gpu_overhead.overhead, about=80),
         Check(stage="e", name="memory saving", run=gpu_overhead.memory_saving, about=40),
-        Check(stage="e", name="checkpoints", run=gpu_overhead.checkpoints, about=30),
+        Check(stage="e", name="checkpoints", run=gpu_overhead.checkpoints, about=50),
         Check(stage="e", name="replay", run=gpu_overhead.replay, about=40),
         Check(stage="e", name="killed and resumed", run=gpu_overhead.resume, about=100, environment=deterministic),
     ]  # fmt: skip
