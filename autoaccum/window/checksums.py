@@ -17,7 +17,7 @@ _SMALL_BYTES = 2**18
 _ROW, _SUMS = 2**13, 16
 """Bytes of a tensor of a device that are summed up, to so many sums of four bytes."""
 _ROWS = 2**16
-"""Are summed up at a time, about; a GPU asks for 17 of them at least."""
+"""Rows that are summed up at a time, about; a GPU asks for 17 of them at least."""
 _ALIGNED = 16
 """A GPU multiplies matrices that begin at a multiple of so many bytes."""
 
@@ -45,7 +45,8 @@ def checksum(tensor: torch.Tensor) -> int:
     if not tensor.numel():
         return mark
     # To the host, where there is room for it: the device is short of it.
-    part = tensor if _is_to_be_copied(tensor) else _summed_up(tensor.detach())
+    drawn = None if _is_to_be_copied(tensor) else _drawn(tensor.device)
+    part = tensor if drawn is None else _summed_up(tensor.detach(), drawn)
     lies = part if _lies_at_once(part) else part.detach().cpu().resolve_conj().resolve_neg().contiguous()
     # By their address, for each way through an operator takes longer than the checksum of a small tensor.
     address = lies.data_ptr()
@@ -54,8 +55,7 @@ def checksum(tensor: torch.Tensor) -> int:
 
 def _is_to_be_copied(tensor: torch.Tensor) -> bool:
     is_small = tensor.device.type == "cpu" or tensor.nbytes <= _SMALL_BYTES
-    lies_otherwise = is_small or tensor.is_conj() or tensor.is_neg() or not _as_it_lies(tensor).is_contiguous()
-    return lies_otherwise or _drawn(tensor.device) is None
+    return is_small or tensor.is_conj() or tensor.is_neg() or not _as_it_lies(tensor).is_contiguous()
 
 
 def _as_it_lies(tensor: torch.Tensor) -> torch.Tensor:
@@ -63,7 +63,7 @@ def _as_it_lies(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True))
 
 
-def _summed_up(tensor: torch.Tensor) -> torch.Tensor:
+def _summed_up(tensor: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
     """Return sums of a tensor's bytes, row by row, each byte times numbers that were drawn for its place.
 
     Copied to the host it would take a hundred times as long as the operation that has made it. Sums of integers are the
@@ -73,8 +73,6 @@ def _summed_up(tensor: torch.Tensor) -> torch.Tensor:
     """
     bits = _as_it_lies(tensor)
     bits = (torch.view_as_real(bits) if bits.is_complex() else bits).view(-1).view(torch.int8)
-    drawn = _drawn(tensor.device)
-    assert drawn is not None
     bits = bits.clone() if bits.data_ptr() % _ALIGNED else bits
     while bits.nbytes > _SMALL_BYTES:
         whole = bits[: len(bits) // _ROW * _ROW].view(-1, _ROW)
