@@ -143,7 +143,9 @@ def probe_lines(report: ProbeReport) -> Iterable[str]:
         each = format_bytes(model.bytes_per_sample)
         yield f"memory model: {format_bytes(model.fixed_bytes)} + {each} per sample{off}"
     yield f"limit: {format_bytes(report.limit_bytes)}"
-    yield f"largest micro-batch: {report.max_micro_batch}"
+    repeated = report.num_samples is not None and report.num_samples < report.max_micro_batch
+    of = f" (the data's {report.num_samples}, repeated)" if repeated else ""
+    yield f"largest micro-batch: {report.max_micro_batch}{of}"
     if report.plan is not None:
         yield f"plan: {plan_line(report.plan)}"
 

@@ -12,7 +12,7 @@ from transformers import Trainer, TrainingArguments
 from autoaccum import _checks
 from autoaccum.errors import ArgumentError, ArgumentTypeError, ConflictingArgumentsError
 from autoaccum.training.options import OF_ACCUMULATOR
-from autoaccum.training.synonyms import elsewhere
+from autoaccum.training.synonyms import elsewhere, meant_by
 
 OPTIONS = (
     *("micro_batch", "max_micro_batch", "min_micro_batch", "memory_limit", "headroom", "memory_saving"),
@@ -41,7 +41,7 @@ def refuse_unknown(init: Callable[..., Any], keywords: Mapping[str, Any]) -> Non
         keywords: its arguments by name.
 
     Raises:
-        ArgumentTypeError: one is the training arguments', or is called otherwise here.
+        ArgumentTypeError: one is the training arguments', or is called or spelt otherwise here.
     """
     known = inspect.signature(init).parameters
     # What the user's own class takes by any name is its matter.
@@ -54,6 +54,8 @@ def refuse_unknown(init: Callable[..., Any], keywords: Mapping[str, Any]) -> Non
         elif name in OF_ACCUMULATOR:
             cure = "The trainer says it, and an Accumulator is made with that."
         elif not cure.startswith("Pass effective_batch"):  # the answers are those of fit
+            cure = meant_by(name, ["effective_batch", *OPTIONS, *known])
+        if not cure:  # an old name may be taken all the same
             continue
         raise ArgumentTypeError(name, keywords[name], "an argument of the trainer, or one of a window", cure)
 

@@ -84,6 +84,8 @@ class ProbeReport:
     plan: Plan | None
     """For the effective batch that was passed; None where a function is to say it, and where no plan has micro-batches
     of at least ``min_micro_batch`` that fit."""
+    num_samples: int | None = None
+    """Samples of the data, which are repeated where more of them are tried; None where nobody knows."""
 
     # Trials and models are for whoever computes with them: shown, they would hide the answer.
 
@@ -249,6 +251,7 @@ def probe(
         time_model=fit_time_model(history),
         limit_bytes=limit.bytes,
         plan=None if most is None else plan(most, largest) if min_micro_batch is None else _plan(most, largest, fewest),
+        num_samples=source.num_samples,
     )
 
 

@@ -6,7 +6,7 @@ import difflib
 import functools
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar, cast
 
 from autoaccum.errors import ArgumentTypeError
@@ -177,10 +177,14 @@ def _cure(argument: str, name: str, parameters: list[str]) -> str:
         return cure if is_here else f"autoaccum.fit has one like it, and {name} has none."
     if argument == "effective_batch" and name == "Accumulator":
         return "It is the batch that step(batch) is given: let the loader yield all samples of a step."
-    # What is left may be spelt wrong; two letters of three have to be right, or it is no help.
-    plain = _plain(argument)
+    return meant_by(argument, parameters)
+
+
+def meant_by(argument: str, parameters: Iterable[str]) -> str:
+    """Return which parameter may have been meant by a name that none has; empty where none is like it."""
+    # Two letters of three have to be right, or it is no help.
     spelt = {_plain(parameter): parameter for parameter in parameters}
-    near = difflib.get_close_matches(plain, spelt, 1, cutoff=0.7)
+    near = difflib.get_close_matches(_plain(argument), spelt, 1, cutoff=0.7)
     return f"Did you mean {spelt[near[0]]}?" if near else ""
 
 

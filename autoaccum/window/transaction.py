@@ -43,7 +43,7 @@ from autoaccum.window.job import Forward, Job, is_slow_to_read
 from autoaccum.window.outputs import Outputs
 from autoaccum.window.precision import fresh_scaler
 from autoaccum.window.several import Several
-from autoaccum.window.single_samples import SingleSampleError, may_need_another
+from autoaccum.window.single_samples import SingleSampleError, may_need_another, tell_micro_batch
 from autoaccum.window.snapshot import Snapshot
 from autoaccum.window.state import State
 from autoaccum.window.terms import Terms
@@ -199,14 +199,12 @@ class Transaction:
         if self._found is not None and self._sizes:
             self._found.restore(random=False)  # so that each finds the state that the whole window would
         batch = self._window.micro_batch(piece.start, piece.size)
-        if piece.size > 1 or self._num_samples == 1:
-            self._compute(batch, piece)
-            return
         # What fails with the reading of the data, above, would fail again, and may not be read twice.
         try:
             self._compute(batch, piece)
         except Exception as error:
-            if may_need_another(error):
+            tell_micro_batch(error, batch, piece.size, self._num_samples)
+            if piece.size == 1 < self._num_samples and may_need_another(error):
                 raise SingleSampleError(error) from error
             raise
 

@@ -73,7 +73,7 @@ def test_probe_prints_its_trials_the_memory_model_and_the_plan(
         assert main(["probe", wide, "--device", "cpu", "--effective-batch", "24", "--json"]) == 0
         report = json.loads(capsys.readouterr().out)
     assert report.keys() == {
-        "max_micro_batch", "trials", "memory_model", "time_model", "limit_bytes", "plan"
+        "max_micro_batch", "trials", "memory_model", "time_model", "limit_bytes", "plan", "num_samples"
     }  # fmt: skip
     assert report["limit_bytes"] == 2**20
     assert report["memory_model"].keys() == {"fixed_bytes", "bytes_per_sample", "bytes_per_square"}

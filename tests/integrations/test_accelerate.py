@@ -254,7 +254,7 @@ class TestPrepared:
 
 
 _RANKS = """
-import sys, warnings
+import os, sys, warnings
 warnings.simplefilter("ignore")
 import torch
 from accelerate import Accelerator
@@ -274,7 +274,8 @@ except errors.ArgumentError as error:
 accumulator = Accumulator(accelerator.unwrap_model(model), optimizer, loss_fn=cross_entropy, micro_batch=3)
 losses = [accumulator.step(batch).item() for batch in loader]
 torch.save(losses, f"{sys.argv[1]}/{accelerator.process_index}.pt")
-accelerator.end_training()  # else threads of gloo may outlive what they work on, and abort the process
+accelerator.wait_for_everyone()
+os._exit(0)  # threads of gloo that hold what DistributedDataParallel gave them may abort an interpreter that ends
 """
 
 

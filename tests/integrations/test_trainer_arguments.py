@@ -84,6 +84,9 @@ def test_what_cannot_be_run_as_a_window_is_refused(tmp_path: Path) -> None:
         ("per_device_train_batch_size", "args=TrainingArguments"),
         ("learning_rate", "args=TrainingArguments"),
         ("clip_norm", "The trainer says it"),
+        ("effectve_batch", "Did you mean effective_batch"),
+        ("memory_limt", "Did you mean memory_limit"),
+        ("train_datset", "Did you mean train_dataset"),
     ],
 )
 def test_arguments_by_other_names_are_answered(name: str, cure: str, tmp_path: Path) -> None:
