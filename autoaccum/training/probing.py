@@ -191,8 +191,7 @@ def probe(
     limit = Limit(memory, memory_limit)
     source = open_source(data, seed=0, shuffle=False, device=on, collate_fn=collate_fn, split=checked[split_of])
     # Samples are repeated, and without an effective batch nothing says how many are of use: a million is enough.
-    ceiling = min(n for n in (max_micro_batch, most, 2**20) if n is not None)
-    fewest = min_micro_batch or 1
+    ceiling, fewest = min(n for n in (max_micro_batch, most, 2**20) if n is not None), min_micro_batch or 1
     _checks.of_smallest_window(min_micro_batch, None if schedule is None else schedule.smallest)
     context = autocast(precision, on)
     # Its examples are windows of their own: what is shared takes memory as well, and losses may not do without.

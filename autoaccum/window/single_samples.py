@@ -1,20 +1,13 @@
-"""Tells for which micro-batch an error was raised, and what fails because that has a single sample.
-
-Statistics of one sample are such, and ``squeeze()``, which drops its dimension.
-"""
+"""Tells what fails because a micro-batch has a single sample: statistics of one, and ``squeeze()``, which drops it."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from autoaccum.data.batches import flatten
 from autoaccum.errors import AutoaccumError
 from autoaccum.memory.oom import is_out_of_memory, is_raised_by_hand
-
-_SHOWN = 6
-"""Name the shapes of so many tensors of a micro-batch at most."""
 
 
 class SingleSampleError(Exception):
@@ -48,19 +41,6 @@ def may_need_another(error: Exception) -> bool:
     if isinstance(error, AutoaccumError | torch.AcceleratorError) or is_out_of_memory(error):
         return False
     return not is_raised_by_hand(error)
-
-
-def tell_micro_batch(error: Exception, batch: Any, size: int, num_samples: int) -> None:
-    """Note on an error of the user's code the micro-batch that it was raised for, whose size nobody has chosen."""
-    if isinstance(error, AutoaccumError) or is_out_of_memory(error):  # these say it themselves
-        return
-    shapes = [str(tuple(leaf.shape)) for leaf in flatten(batch)[0] if isinstance(leaf, torch.Tensor)]
-    shown = ", ".join([*shapes[:_SHOWN], *[f"and {len(shapes) - _SHOWN} more"] * (len(shapes) > _SHOWN)])
-    of = "" if size == num_samples else f" of a window of {num_samples}"
-    error.add_note(
-        f"It was raised for a micro-batch of {size} sample{'s' * (size > 1)}{of}"
-        + (f", of tensors {shown}." if shown else ".")
-    )
 
 
 def reason(error: Exception) -> str:

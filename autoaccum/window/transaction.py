@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from autoaccum.data.base import Window
+from autoaccum.data.batches import flatten
 from autoaccum.loss.conclusions import DIFFERING, doubt_of_unknown, num_contributing
 from autoaccum.loss.counting import count_each, count_items
 from autoaccum.loss.hypotheses import OF_ONE, STATED, SUMS, Conclusion, Hypothesis
@@ -42,8 +43,9 @@ from autoaccum.window.gradient import Gradient, Gradients, Repeat, Signs, count_
 from autoaccum.window.job import Forward, Job, is_slow_to_read
 from autoaccum.window.outputs import Outputs
 from autoaccum.window.precision import fresh_scaler
+from autoaccum.window.raised import tell_micro_batch
 from autoaccum.window.several import Several
-from autoaccum.window.single_samples import SingleSampleError, may_need_another, tell_micro_batch
+from autoaccum.window.single_samples import SingleSampleError, may_need_another
 from autoaccum.window.snapshot import Snapshot
 from autoaccum.window.state import State
 from autoaccum.window.terms import Terms
@@ -203,7 +205,7 @@ class Transaction:
         try:
             self._compute(batch, piece)
         except Exception as error:
-            tell_micro_batch(error, batch, piece.size, self._num_samples)
+            tell_micro_batch(error, flatten(batch)[0], piece.size, self._num_samples)
             if piece.size == 1 < self._num_samples and may_need_another(error):
                 raise SingleSampleError(error) from error
             raise

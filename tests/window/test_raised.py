@@ -1,0 +1,41 @@
+"""Errors of the user's code, which are told with their micro-batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import autoaccum
+from autoaccum.window.raised import tell_micro_batch
+
+
+def test_an_error_of_the_users_code_is_told_with_its_micro_batch() -> None:
+    batch = [torch.zeros(2, 3), "a", "b", torch.zeros(2)]
+    error = ValueError("no samples")
+    tell_micro_batch(error, batch, 2, 8)
+    tell_micro_batch(error, [torch.zeros(1, n) for n in range(9)], 1, 1)
+    tell_micro_batch(error, ["a"], 1, 4)
+    assert error.__notes__ == [
+        "It was raised for a micro-batch of 2 samples of a window of 8, of tensors (2, 3), (2,).",
+        "It was raised for a micro-batch of 1 sample, of tensors (1, 0), (1, 1), (1, 2), (1, 3), (1, 4), (1, 5), and 3 more.",
+        "It was raised for a micro-batch of 1 sample of a window of 4.",
+    ]
+    for other in (torch.OutOfMemoryError(), autoaccum.AutoaccumError()):
+        tell_micro_batch(other, batch, 2, 8)
+        assert not hasattr(other, "__notes__")
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_window_tells_it(size: int) -> None:
+    def step(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return model(batch).view(5, 7).mean()
+
+    with pytest.raises(RuntimeError, match="shape '.5, 7.' is invalid") as raised:
+        autoaccum.fit(
+            nn.Linear(4, 1), torch.randn(6, 4), training_step=step, effective_batch=6, progress=False, device="cpu",
+            micro_batch=size, cache=False,
+        )  # fmt: skip
+    # After one sample two are tried, whose error it is.
+    sizes = [f"It was raised for a micro-batch of {n} samples of a window of 6, of tensors ({n}, 4)." for n in (2, 3)]
+    assert raised.value.__notes__ == [sizes[size == 3]]
