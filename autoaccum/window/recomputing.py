@@ -33,7 +33,7 @@ from autoaccum.window.attributes import CONTAINERS, Attributes, is_expanded
 from autoaccum.window.comparing import Comparison, First, Mark, NotRepeatableError, Second
 from autoaccum.window.outside import Outside, functions_run, hooks_of
 from autoaccum.window.state import State, generator_state, set_generator_state
-from autoaccum.window.surroundings import is_generator, surroundings_of
+from autoaccum.window.surroundings import is_generator, records_among, surroundings_of
 from autoaccum.window.tape import no_trace
 
 _SMALL_BYTES = 2**20
@@ -433,15 +433,20 @@ class _Layers:
 
     def __init__(self, block: nn.Module) -> None:
         self.block = block
-        self.layers = list(block.modules())
-        self.attributes = Attributes(self.layers)
-        held = [value for layer in self.layers for value in vars(layer).values()]
+        layers = list(block.modules())
+        held = [value for layer in layers for value in vars(layer).values()]
+        # Not what says how they are made, in which ``installed`` switches a cache off and on: no forward writes to it.
+        configs = {id(vars(layer).get("config")) for layer in layers}
+        records = records_among(value for value in held if id(value) not in configs)
+        self.owners = [*layers, *records]
+        self.attributes = Attributes(self.owners)
         self.generators = [value for value in held if is_generator(value)]
-        parameters = [(name, p) for layer in self.layers for name, p in layer._parameters.items() if p is not None]
+        parameters = [(name, p) for layer in layers for name, p in layer._parameters.items() if p is not None]
         self.parameters = parameters
         # (where it stands, its name, itself) of each tensor that a forward may write to. Buffers are in a dict of their
         # own; other tensors are attributes like any other.
-        spaces = [space for layer in self.layers for space in (vars(layer), cast("dict[str, Any]", layer._buffers))]
+        spaces: list[dict[str, Any]] = [vars(owner) for owner in self.owners]
+        spaces += [cast("dict[str, Any]", layer._buffers) for layer in layers]
         self.tensors = [(space, name, value) for space in spaces for name, value in space.items() if _may_move(value)]
 
 
@@ -480,7 +485,7 @@ class _Moment:
         known = self._layers.attributes
         # Nearly always they are what they were.
         self.have_moved = known.have_changed()
-        return [Attributes(self._layers.layers) if self.have_moved else known, *self._given_now()]
+        return [Attributes(self._layers.owners) if self.have_moved else known, *self._given_now()]
 
     def written(self) -> str | None:
         """Return the name of a parameter, or of an input, that has other values since; None where none has."""

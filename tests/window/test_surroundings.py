@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
-from autoaccum.window.surroundings import Surroundings, outermost, surroundings_of
+from autoaccum.window.surroundings import Surroundings, outermost, records_among, surroundings_of
 
 LAYER = nn.Linear(1, 1)
 COUNT = 3
@@ -166,3 +168,20 @@ def test_a_module_within_another_one_is_not_named_by_itself() -> None:
     outer = nn.Sequential(inner)
     assert outermost([inner, outer, outer]) == [outer]
     assert outermost([inner, inner]) == [inner]
+
+
+def test_records_are_what_is_no_more_than_data() -> None:
+    class Meter:
+        def __init__(self, **held: Any) -> None:
+            self.__dict__.update(held)
+
+    inner = Meter(calls=0, seen=[1], last=torch.zeros(1), model=nn.Linear(1, 1), scale=len, array=np.zeros(1))
+    outer = Meter(inner=inner, other=inner)
+    locked, working = Meter(lock=threading.Lock()), Meter(inner=Meter(thread=threading.current_thread()))
+    chain: Any = None
+    for _ in range(40):
+        chain = Meter(next=chain)
+    round_about = Meter(calls=1)
+    round_about.own = round_about  # type: ignore[attr-defined]
+    values = [outer, locked, working, chain, round_about, nn.Linear(1, 1), 3, "a", [inner], torch.zeros(1)]
+    assert records_among(values) == [outer, inner, round_about]
