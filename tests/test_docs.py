@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -16,6 +17,7 @@ import torch
 import autoaccum
 from autoaccum.cli.app import _app, main
 from autoaccum.events import Started, Validated
+from tests.processes import in_turn
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(
@@ -95,8 +97,8 @@ def test_there_are_commands_that_are_not_run() -> None:
     assert len(parsed()) >= 6
 
 
-SHARDED = "ranks.md"
-"""The page whose block of ``fully_shard`` is what tests/laws/test_laws_ranks_sharded.py does."""
+SHARDED = ("ranks.md", 1)
+"""The block of code that all ranks run."""
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -107,9 +109,7 @@ def test_no_code_stands_in_a_block_that_no_test_looks_at(page: Path) -> None:
     known = ("autoaccum ", "bash .ci/run", "python -m p", "torchrun ")
     others = [line for block in blocks(page, "") for line in block.splitlines() if not line.startswith(known)]
     code = [line for line in others if re.search(r"[=(\[]|^import |^from ", line)]
-    assert (
-        all("fully_shard" in line or "effective_batch" in line for line in code) if page.name == SHARDED else not code
-    )
+    assert not code
 
 
 BY_OTHER_TESTS = {"coming_from_accelerate.md", "coming_from_lightning.md", "coming_from_transformers.md"}
@@ -128,6 +128,12 @@ loss_fn = torch.nn.functional.cross_entropy
 batch = torch.randn(256, 4), torch.randint(2, (256,))
 data = torch.randn(512, 4), torch.randint(2, (512,))
 loader = [batch, batch]
+"""
+OF_EACH_RANK = f"""{OF_THE_READER}
+torch.set_num_threads(1)
+torch.manual_seed(0)
+model = torch.nn.Sequential()
+model.blocks = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
 """
 OF_TWO_LIBRARIES = """
 from sentence_transformers import SentenceTransformer
@@ -153,8 +159,23 @@ def test_the_code_of_a_page_runs_from_top_to_bottom(
     monkeypatch.chdir(tmp_path)  # where some of them write
     namespace: dict[str, Any] = {}
     for number, block in enumerate(blocks(page, "python")):
-        exec(GIVEN.get((page.name, number), ""), namespace)
-        exec(block, namespace)
+        if (page.name, number) != SHARDED:
+            exec(GIVEN.get((page.name, number), ""), namespace)
+            exec(block, namespace)
+
+
+@in_turn
+def test_the_code_of_ranks_runs_on_two(tmp_path: Path) -> None:
+    page, number = SHARDED
+    block = blocks(ROOT / "docs" / page, "python")[number]
+    (tmp_path / "train.py").write_text(f"{OF_EACH_RANK}\n{block}\nprint('trained', flush=True)\n")
+    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*command, str(tmp_path / "train.py")], env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("trained") == 2
 
 
 def test_pages_whose_code_is_not_run_here_have_some() -> None:
