@@ -54,7 +54,8 @@ def read_small(path: str | os.PathLike[str], most: int = 1 << 24, *, links: bool
         OSError: it cannot be read, is no regular file, or is larger.
     """
     with open(open_regular(path, os.O_RDONLY, links=links), "rb") as file:
-        content = file.read(most + 1)
+        # Not as many as it may have: memory for so many would be asked for, where there may be hardly any.
+        content = file.read(min(most, os.fstat(file.fileno()).st_size) + 1)
     if len(content) > most:
         raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), os.fspath(path))
     return content

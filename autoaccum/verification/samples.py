@@ -23,6 +23,8 @@ _LARGEST_BYTES = 2**24
 
 _FEW_VALUES = 16
 """Different values up to which numbers are taken for labels or a mask, whatever their type."""
+_FIRST = 4096
+"""Look at so many numbers first."""
 
 
 def choose(window: Any, num_samples: int, count: int, without: Sequence[int] = ()) -> list[int]:
@@ -85,7 +87,7 @@ def _features(batch: Any, num_samples: int) -> torch.Tensor | None:
         if numbers is not None and len(numbers) == num_samples:
             # Whole numbers are classes, tokens or counts; others are where they take few values.
             is_whole = str(leaf.dtype).removeprefix("torch.").startswith(("bool", "int", "uint"))
-            is_label = is_whole or len(torch.unique(numbers)) <= _FEW_VALUES
+            is_label = is_whole or _takes_few_values(numbers)
             (labels if is_label else inputs).extend(_of_rows(numbers.cpu().reshape(num_samples, -1)))
         elif isinstance(leaf, list | tuple) and len(leaf) == num_samples:
             labels.append(torch.tensor([_length(entry) for entry in leaf], dtype=torch.float64, device="cpu"))
@@ -97,6 +99,11 @@ def _features(batch: Any, num_samples: int) -> torch.Tensor | None:
     # Labels and masks decide what a loss counts; of the numbers of inputs there are many, and they differ anyway.
     features[:, len(inputs) :] *= 3 * math.sqrt(max(len(inputs), 1) / max(len(labels), 1))
     return features
+
+
+def _takes_few_values(numbers: torch.Tensor) -> bool:
+    # Few of them show nearly always that there are many values: to sort all takes as long as some windows.
+    return all(len(torch.unique(part)) <= _FEW_VALUES for part in (numbers.flatten()[:_FIRST], numbers))
 
 
 def _of_rows(numbers: torch.Tensor) -> list[torch.Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -60,6 +61,17 @@ def test_files_are_read_up_to_a_size(tmp_path: Path) -> None:
     assert read_small(tmp_path / "a", most=5) == b"12345"
     with pytest.raises(OSError, match="too large"):
         read_small(tmp_path / "a", most=4)
+
+
+def test_no_more_memory_is_asked_for_than_the_file_has(tmp_path: Path) -> None:
+    """Where hardly any is left, as below a limit that a run has filled, 16 MiB for a few lines are not to be had."""
+    (tmp_path / "a").write_bytes(b"12345")
+    tracemalloc.start()
+    try:
+        assert read_small(tmp_path / "a") == b"12345"
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
 
 
 def test_names_of_a_directory_that_is_gone_are_not_on_the_disk(tmp_path: Path) -> None:
