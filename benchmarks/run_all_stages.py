@@ -78,6 +78,7 @@ STAGES = [
     Stage(name="checkpoints", tables=("checkpoints",), quick=ONE_ROUND),
     Stage(name="compiled", tables=("compiled",)),
     Stage(name="estimates", tables=("estimates", "estimates_resident"), quick=("--quick",), peers=("transformers",)),
+    Stage(name="first_jump", tables=("first_jump",), quick=("--quick",), peers=("transformers",)),
     Stage(name="fuzz_arguments", tables=("fuzz_arguments",), quick=("--calls", "100")),
     Stage(name="fuzz_checkpoints", tables=("fuzz_checkpoints",)),
     Stage(name="long_run", tables=("long_run",)),

@@ -347,9 +347,15 @@ def sweep(table: Table) -> list[Line]:
     return [
         Line(
             what="twenty trials in a memory in which no effective batch fits, beside a loop that halves its batch",
-            ours="; ".join(f"{limit} {row['ratio (rounds)'].split(' (')[0]}" for limit, row in ours.items()),
+            # Without a round in which both finished all of them there is no ratio.
+            ours="; ".join(
+                f"{limit} {row['ratio (rounds)'].split(' (')[0] or 'no ratio'}, trials ended "
+                f"{row['finished in each round']}"
+                for limit, row in ours.items()
+            ),
             beside="; ".join(
-                f"{row['way']}, {row['limit']}: 1, trials ended {row['finished in each round']}"
+                f"{row['way']}, {row['limit']}: {'1, ' * bool(row['ratio (rounds)'])}trials ended "
+                f"{row['finished in each round']}"
                 for row in rows
                 if row["limit"] in ours and row is not ours[row["limit"]]
             ),
