@@ -13,6 +13,9 @@ _NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 # At once back from a pipe that nobody writes to; not in programs that are started meanwhile; bytes as they are.
 _ALWAYS = sum(getattr(os, name, 0) for name in ("O_NONBLOCK", "O_CLOEXEC", "O_BINARY"))
 
+_PIECE = 2**16
+"""Bytes that are read at once of a file of a few lines."""
+
 
 def open_regular(path: str | os.PathLike[str], flags: int, *, links: bool = False) -> int:
     """Open a file and return its handle.
@@ -54,11 +57,13 @@ def read_small(path: str | os.PathLike[str], most: int = 1 << 24, *, links: bool
         OSError: it cannot be read, is no regular file, or is larger.
     """
     with open(open_regular(path, os.O_RDONLY, links=links), "rb") as file:
-        # Not as many as it may have: memory for so many would be asked for, where there may be hardly any.
-        content = file.read(min(most, os.fstat(file.fileno()).st_size) + 1)
+        # Piece by piece: memory for as many bytes as it may have would be asked for, where there may be hardly any.
+        content = bytearray()
+        while len(content) <= most and (piece := file.read(_PIECE)):
+            content += piece
     if len(content) > most:
         raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), os.fspath(path))
-    return content
+    return bytes(content)
 
 
 def sync_directory(path: Path) -> None:

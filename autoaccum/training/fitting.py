@@ -175,8 +175,7 @@ def fit(
         batch_dim: the dim in which samples lie, 1 in time-first tensors, of each leaf that has the batch's extent there
             (others, such as labels, have it in dim 0); or the dim of each leaf, in the structure of a batch.
         num_workers: processes that read the data ahead of time.
-        validation_data: like data; its loss is reported at the end of each epoch, and of the run. A sample is tried
-            before training.
+        validation_data: like data; its loss is reported at the end of each epoch, and of the run.
         validate_every: samples from one validation to the next, instead of epochs.
         metrics: what else validations report, {"accuracy": function}: (outputs, targets) beside loss_fn, (model, batch)
             beside training_step, which takes a forward of its own, (outputs, batch) where the model returns its loss ->

@@ -476,7 +476,7 @@ class FitArguments:
     )
     # What is looked at beside the training loss. Validations are where trials are compared, so all have the same.
     validation_data: Any = option(
-        "like data; its loss is reported at the end of each epoch, and of the run. A sample is tried before training.",
+        "like data; its loss is reported at the end of each epoch, and of the run.",
         default=None,
         check=_checks.of_validation,
     )

@@ -7,7 +7,6 @@ their parameters, and the optimizer's state is allocated before a plan counts on
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -48,7 +47,7 @@ from autoaccum.training.lazy import build_lazy_layers
 from autoaccum.training.learning_rate import LearningRate
 from autoaccum.training.metrics import Metrics
 from autoaccum.training.options import FitArguments
-from autoaccum.training.validation import Validator, of_validation_data
+from autoaccum.training.validation import Validator
 from autoaccum.training.validation_together import ValidatorOfAll
 from autoaccum.training.validation_windows import ValidatorOfWindows
 from autoaccum.verification.examiner import Examiner
@@ -503,7 +502,7 @@ def validator_of(
     step: Step,
     emit: Callable[[Event], None],
 ) -> Validator | None:
-    """Return what validates, where there is something to validate on; its loss and metrics have been tried once.
+    """Return what validates, where there is something to validate on; its metrics have been tried once.
 
     Raises:
         ArgumentError: the data or a metric cannot be used.
@@ -557,11 +556,8 @@ def validator_of(
     validator.has_outputs = lambda: step.transaction.outputs.are_there
     if (sharing := sharing_of(step.job)) is not None:
         validator.share(sharing, checked[schedule_of].at(Progress()))
-    # As it is written: what is compiled would be compiled for batches of one sample and of two.
-    is_compiled = step.compilations.are_there()
-    with torch.compiler.set_stance("force_eager") if is_compiled else nullcontext(), of_validation_data():
-        validator.try_loss()
-        if metrics:
-            tried = Metrics(metrics, arguments.model, of=of, autocast=context, split=step.job.split)
-            validator.try_metrics(tried)
+    if metrics:
+        # On the model as it is: a compiled one would be compiled for batches of one sample and of two.
+        tried = Metrics(metrics, arguments.model, of=of, autocast=context, split=step.job.split)
+        validator.try_metrics(tried)
     return validator

@@ -27,7 +27,7 @@ from autoaccum.loss.values import Values
 from autoaccum.memory import clock
 from autoaccum.memory.base import Memory
 from autoaccum.memory.limit import Limit
-from autoaccum.memory.oom import RanOut, attempt, insist, is_out_of_memory, is_raised_by_hand
+from autoaccum.memory.oom import RanOut, attempt, insist, is_out_of_memory
 from autoaccum.memory.waiting import Patience, Shortage
 from autoaccum.planning.attempts import Piece
 from autoaccum.planning.limits import Limits
@@ -248,17 +248,6 @@ class Validator:
         window = reader.window(self._window_samples)
         return None if window is None else self._sharing.begin(window)
 
-    def try_loss(self) -> None:
-        """Compute the loss of one sample, of which nothing remains: what is wrong is said before training.
-
-        What a ``raise`` of the user's says may be true before training alone, of a model that is made ready by its
-        first forward in training, say: it is left to the first validation.
-
-        Raises:
-            EmptyDatasetError: there is no sample.
-        """
-        self._try_beforehand(self._try_loss, "the loss")
-
     def try_metrics(self, metrics: Metrics) -> None:
         """Call each function on one sample and on two, of which nothing remains: what is wrong is said before training.
 
@@ -266,60 +255,33 @@ class Validator:
             ArgumentError: a function returned no tensor of values.
             EmptyDatasetError: there is no sample.
         """
-        self._try_beforehand(lambda: self._try_metrics(metrics), "metrics")
-
-    def _try_beforehand(self, compute: Callable[[], None], what: str) -> None:
         try:
-            self._leaving_nothing(compute)
+            self._try_metrics(metrics)
         except Exception as error:
             if not is_out_of_memory(error):  # which training will say, or a validation
                 raise
 
-    def _leaving_nothing(self, compute: Callable[[], None]) -> None:
+    def _try_metrics(self, metrics: Metrics) -> None:
         snapshot, attributes = Snapshot(self._modules, self._device), Attributes(self._modules)
         snapshot.take()
         try:
             with self._evaluating():
-                compute()
+                few = self._fewest  # what computes them need not be able to compute fewer
+                two = self._source.example(2 * few)
+                # A model that cannot be called on a single sample is compared with nothing.
+                try:
+                    metrics.measure(SharedTree(self._source.example(few)), lambda: self._source.example(few))
+                except Exception as error:
+                    if not may_need_another(error):
+                        raise
+                    metrics.measure(SharedTree(two), lambda: self._source.example(2 * few))
+                    return
+                metrics.check(two, 2 * few)
         except EmptyDatasetError:
             raise EmptyDatasetError("validation_data", _NOTHING) from None
         finally:
             attributes.restore()
             snapshot.restore()
-
-    def _try_loss(self) -> None:
-        few = self._fewest  # what computes the loss need not be able to compute fewer
-        try:
-            try:
-                self._compute_once(self._source.example(few))
-            except Exception as error:
-                if not may_need_another(error):
-                    raise
-                self._compute_once(self._source.example(2 * few))
-        except (LookupError, RuntimeError, TypeError, ValueError) as error:
-            if isinstance(error, DataError) or is_out_of_memory(error):
-                raise
-            if not is_raised_by_hand(error):
-                error.add_note("It was raised for validation_data, of which a sample is tried before training.")
-                raise
-
-    def _compute_once(self, batch: Any) -> None:
-        """Compute the loss of a batch, of which nothing is kept."""
-        self._without_graph(batch if self._sharing is None else self._sharing.alone(batch))
-        self._computed = None
-
-    def _try_metrics(self, metrics: Metrics) -> None:
-        few = self._fewest
-        two = self._source.example(2 * few)
-        # A model that cannot be called on a single sample is compared with nothing.
-        try:
-            metrics.measure(SharedTree(self._source.example(few)), lambda: self._source.example(few))
-        except Exception as error:
-            if not may_need_another(error):
-                raise
-            metrics.measure(SharedTree(two), lambda: self._source.example(2 * few))
-            return
-        metrics.check(two, 2 * few)
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from autoaccum.data import randomness
@@ -16,10 +15,11 @@ from autoaccum.planning.attempts import Piece
 from autoaccum.planning.halving import Halving
 from autoaccum.ranks.group import Group
 from autoaccum.ranks.sharded import Elsewhere, Sharded
+from autoaccum.training.metrics import Metrics
 from autoaccum.training.validation import Validator
 from autoaccum.training.validation_losses import Loss
 
-REHEARSAL, FORWARD = "a rehearsal of validation", "a forward of validation"
+METRICS, REHEARSAL, FORWARD = "a try of metrics", "a rehearsal of validation", "a forward of validation"
 """Kinds of what ranks run together, by which what is left of one that failed is known."""
 
 
@@ -61,11 +61,10 @@ class ValidatorOfAll(Validator):
         """Return what the first rank tells of a pass: callbacks decide by it, alike on all ranks."""
         return self._group.exchange(found)[0]
 
-    def _try_beforehand(self, compute: Callable[[], None], what: str) -> None:
-        # Nothing is known yet of what these forwards launch, so that nobody could make up for one that has failed:
-        # memory that runs out in it ends all ranks.
-        run = partial(self._leaving_nothing, compute)
-        self._sharded.run(run, lambda: True, lambda _: False, kind=f"a try of {what}")
+    def try_metrics(self, metrics: Metrics) -> None:
+        """Call each function on one sample and on two; see ``Validator``. Memory that runs out in it ends all ranks."""
+        # Nothing is known yet of what these forwards launch, so that nobody could make up for one that has failed.
+        self._sharded.run(lambda: self._try_metrics(metrics), lambda: True, lambda _: False, kind=METRICS)
         self._sharded.reset()
         gc.collect()  # training rehearses next, which cannot be made up for either
 

@@ -47,10 +47,6 @@ class ValidatorOfWindows(Validator):
         self._parts = []
         return reader.window(self._window_samples)
 
-    def _compute_once(self, batch: Any) -> None:
-        with torch.no_grad(), self._autocast():
-            self._loss_of_window.embed(self._model, batch)
-
     def _try(self, window: Window, piece: Piece) -> Loss | Shortage:
         # What computes the loss of a micro-batch is told neither: here it ends a window, or does not.
         self._window, self._piece = window, piece

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable
 from operator import is_
@@ -14,15 +13,11 @@ CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, set, deque)
 """The types of containers whose contents are remembered, exactly: a subclass may mean something else by ``clear``."""
 _CONTAINERS = frozenset(CONTAINERS)
 _PLAIN = frozenset((bool, int, float, str, type(None)))  # what most attributes are
-_ABSENT = object()
-# Objects of these packages are tools, or would lead to all there is: an optimizer to its parameters, a logger to files.
-_FOREIGN = sys.stdlib_module_names | {"torch", "numpy", "autoaccum", "_pytest", "pytest"}
 
 
 class Attributes:
     """Classes and attributes of objects, with what the containers among these hold, as they were when it was made.
 
-    So are the attributes of these classes, where they are the user's: a counter may count for all that are made of one.
     Containers are put back in place, for others hold them: the handle of a hook has a weak reference to the dict that
     the hook is in. Tensors are remembered, their values are not.
     """
@@ -41,9 +36,6 @@ class Attributes:
         self._tensors: list[torch.Tensor] = []
         found: list[Any] = [vars(owner) for owner, _ in self._classes]
         found.extend(containers)
-        kinds = {base for kind in {kind for _, kind in self._classes} for base in kind.__mro__}
-        self._of_classes = [(kind, *of) for kind in kinds if not is_foreign(kind.__module__) for of in _held_by(kind)]
-        found.extend(value for _, _, value in self._of_classes)
         # This runs in windows, over some twenty attributes of each module: what is told by its type alone comes first.
         while found:
             thing = found.pop()
@@ -67,8 +59,6 @@ class Attributes:
         """Return whether an attribute, what a container holds, or a class is another object now."""
         if any(type(owner) is not kind for owner, kind in self._classes):
             return True
-        if any(vars(kind).get(name, _ABSENT) is not value for kind, name, value in self._of_classes):
-            return True
         if self._empty is None:
             self._empty = [container for container, contents in self._contents.values() if not contents]
             self._full = [held for held in self._contents.values() if held[1]]
@@ -80,9 +70,6 @@ class Attributes:
         for owner, kind in self._classes:
             if type(owner) is not kind:
                 owner.__class__ = kind
-        for kind, name, value in self._of_classes:
-            if vars(kind).get(name, _ABSENT) is not value:
-                setattr(kind, name, value)
         for container, contents in self._contents.values():
             container.clear()
             if isinstance(container, list | deque):
@@ -96,17 +83,6 @@ def _holds_the_same(container: Any, contents: Any) -> bool:
     if len(container) != len(contents) or not all(map(is_, container, contents)):
         return False
     return not isinstance(container, dict) or all(map(is_, container.values(), contents.values()))
-
-
-def is_foreign(module: str | None) -> bool:
-    """Return whether a module of Python's is no code of the user's, or of a library that is run like it."""
-    return module is not None and module.partition(".")[0] in _FOREIGN - {"__main__"}
-
-
-def _held_by(kind: type) -> list[tuple[str, Any]]:
-    """Return the attributes of a class itself that a forward may write to, with their names."""
-    held = [(name, value) for name, value in vars(kind).items() if not name.startswith("__")]
-    return [(name, value) for name, value in held if type(value) in _PLAIN or type(value) in _CONTAINERS]
 
 
 def is_expanded(tensor: torch.Tensor) -> bool:

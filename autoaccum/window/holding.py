@@ -95,16 +95,20 @@ def _batch_of(trace: TracebackType | None) -> Any:
 
 def _all_tensors() -> Iterator[torch.Tensor]:
     """Yield all tensors that Python knows of."""
-    kinds = _kinds_of(torch.Tensor)
+    kinds = set(map(id, _kinds_of(torch.Tensor)))
     for generation in (0, 1, 2):  # one after the other, for the list of all objects takes some MB
         # By the type itself: to ask an object of the user's for its class may run code of his. There are some hundred
         # thousand objects, and a window may take less time than to ask each type whether it is a tensor's.
-        yield from [one for one in gc.get_objects(generation) if type(one) in kinds]
+        yield from [one for one in gc.get_objects(generation) if id(type(one)) in kinds]
 
 
-def _kinds_of(kind: type) -> set[type]:
-    """Return a class and all that derive from it."""
-    return {kind}.union(*map(_kinds_of, type.__subclasses__(kind)))
+def _kinds_of(kind: type) -> list[type]:
+    """Return a class and all that derive from it, some of them twice."""
+    found = [kind]
+    derived: type
+    for derived in type.__subclasses__(kind):
+        found.extend(_kinds_of(derived))
+    return found
 
 
 def _note(found: dict[int, dict[str, Any]], device: torch.device, kind: str, name: str | None, tensor: Any) -> None:

@@ -445,8 +445,7 @@ class _Layers:
         self.parameters = parameters
         # (where it stands, its name, itself) of each tensor that a forward may write to. Buffers are in a dict of their
         # own; other tensors are attributes like any other.
-        spaces: list[dict[str, Any]] = [vars(owner) for owner in self.owners]
-        spaces += [cast("dict[str, Any]", layer._buffers) for layer in layers]
+        spaces = [space for layer in layers for space in (vars(layer), cast("dict[str, Any]", layer._buffers))]
         self.tensors = [(space, name, value) for space in spaces for name, value in space.items() if _may_move(value)]
 
 

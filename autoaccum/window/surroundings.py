@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import functools
 import random
+import sys
 import types
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -19,10 +20,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from autoaccum.window.attributes import CONTAINERS, is_foreign
+from autoaccum.window.attributes import CONTAINERS
 
 _DEEPEST = 4
 """Steps from a function to what it holds: functions that it calls hold things too, but not for ever."""
+# Objects of these packages are tools, or would lead to all there is: an optimizer to its parameters, a logger to files.
+_FOREIGN = sys.stdlib_module_names | {"torch", "numpy", "autoaccum", "_pytest", "pytest"}
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _PLAIN = (int, float, complex, str, bool, type(None))
 _DATA = (
@@ -119,7 +122,7 @@ def _held_by(thing: Any, found: Surroundings) -> list[Any]:
 def _methods_called_by(method: types.MethodType) -> list[types.MethodType]:
     """Return the methods of the same object that a method of the user's names."""
     function = method.__func__
-    if not isinstance(function, types.FunctionType) or is_foreign(function.__module__):
+    if not isinstance(function, types.FunctionType) or _is_foreign(function.__module__):
         return []
     named = [getattr(type(method.__self__), name, None) for name in function.__code__.co_names]
     return [types.MethodType(one, method.__self__) for one in named if isinstance(one, types.FunctionType)]
@@ -137,7 +140,7 @@ def _held_by_function(function: types.FunctionType, found: Surroundings) -> list
             continue
         found.cells.append(cell)
     # A wrapper of ours leads to the user's function by its closure; its globals are our own.
-    if not is_foreign(function.__module__):
+    if not _is_foreign(function.__module__):
         for name in function.__code__.co_names:
             if name in function.__globals__:
                 value = function.__globals__[name]
@@ -148,10 +151,13 @@ def _held_by_function(function: types.FunctionType, found: Surroundings) -> list
 
 
 def _is_of_user(thing: Any) -> bool:
-    """Return whether a thing is an object with attributes, of a class that no library like PyTorch brings."""
     is_code = isinstance(thing, type | types.ModuleType | types.BuiltinFunctionType)
     is_bare = isinstance(thing, types.SimpleNamespace | argparse.Namespace)
-    return not is_code and hasattr(thing, "__dict__") and (is_bare or not is_foreign(type(thing).__module__))
+    return not is_code and hasattr(thing, "__dict__") and (is_bare or not _is_foreign(type(thing).__module__))
+
+
+def _is_foreign(module: str | None) -> bool:
+    return module is not None and module.partition(".")[0] in _FOREIGN - {"__main__"}
 
 
 def records_among(values: Iterable[Any]) -> list[Any]:
@@ -171,7 +177,8 @@ def records_among(values: Iterable[Any]) -> list[Any]:
 def _is_record(thing: Any, within: dict[int, Any]) -> bool:
     if id(thing) in within:
         return True
-    if not _is_of_user(thing) or len(within) == _MOST_RECORDS:
+    # By the type at first: to ask an object without attributes of its own for them may run code of the user's.
+    if not type(thing).__dictoffset__ or not _is_of_user(thing) or len(within) == _MOST_RECORDS:
         return False
     within[id(thing)] = thing
     return all(isinstance(value, _DATA) or _is_record(value, within) for value in vars(thing).values())

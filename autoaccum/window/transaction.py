@@ -205,7 +205,7 @@ class Transaction:
         try:
             self._compute(batch, piece)
         except Exception as error:
-            tell_micro_batch(error, flatten(batch)[0], piece.size, self._num_samples)
+            tell_micro_batch(error, lambda: flatten(batch)[0], piece.size, self._num_samples)
             if piece.size == 1 < self._num_samples and may_need_another(error):
                 raise SingleSampleError(error) from error
             raise

@@ -63,6 +63,12 @@ def test_files_are_read_up_to_a_size(tmp_path: Path) -> None:
         read_small(tmp_path / "a", most=4)
 
 
+def test_a_file_is_read_to_its_end(tmp_path: Path) -> None:
+    content = os.urandom(3 * 2**16 + 1)
+    (tmp_path / "a").write_bytes(content)
+    assert read_small(tmp_path / "a") == content
+
+
 def test_no_more_memory_is_asked_for_than_the_file_has(tmp_path: Path) -> None:
     """Where hardly any is left, as below a limit that a run has filled, 16 MiB for a few lines are not to be had."""
     (tmp_path / "a").write_bytes(b"12345")

@@ -357,7 +357,7 @@ class TestMemory:
             device=DEVICE,
             progress=False,
         )
-        assert modes == [False, True, False]  # the first before training
+        assert modes == [True, False]
         assert loss.training
 
 
@@ -519,79 +519,3 @@ def test_errors_of_its_data_name_them() -> None:
             mlp(), (inputs, targets.float()), effective_batch=4, loss_fn=cross_entropy, device="cpu", progress=False,
             validation_data=(inputs, targets),
         )  # fmt: skip
-
-
-class TestIsTriedBeforeTraining:
-    """One sample of it, whose error would come after an epoch of training else."""
-
-    @staticmethod
-    def fit(validation_data: Any, model: nn.Module | None = None, **options: Any) -> list[int]:
-        """Return how many forwards in training mode there were when it was refused."""
-        trained: list[int] = []
-        model = (model or mlp()).to(HERE)
-        model.register_forward_hook(lambda module, *_: trained.append(1) if module.training else None)
-        options = {"loss_fn": cross_entropy, "effective_batch": 4, "epochs": 2, "device": HERE, **options}
-        try:
-            autoaccum.fit(model, classes(8), validation_data=validation_data, progress=False, cache=False, **options)
-        except Exception as error:
-            error.forwards = len(trained)  # type: ignore[attr-defined]
-            raise
-        return trained
-
-    @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of PyTorch's compiler
-    @pytest.mark.parametrize("case", ["columns", "indices", "a batch of three", "compiled"])
-    def test_and_told_with_its_name(self, case: str) -> None:
-        inputs, targets = classes(8)
-        data: Any = (torch.cat([inputs, inputs], 1), targets)
-        options, error, told = {}, RuntimeError, "It was raised for validation_data, of which a sample is tried"
-        if case == "indices":
-            data, error = (inputs, targets + 1000), IndexError
-        elif case == "a batch of three":
-            data, error = [(inputs, targets, targets)], DataError
-        elif case == "compiled":
-            options["compile"] = True
-        with pytest.raises(error) as raised:
-            self.fit(data, **options)
-        assert raised.value.forwards == 0  # type: ignore[attr-defined]
-        if error is DataError:
-            assert str(raised.value).startswith("validation_data: with loss_fn, batches are (inputs, targets)")
-        else:
-            assert [note.startswith(told) for note in raised.value.__notes__] == [True]
-
-    def test_by_two_samples_where_one_cannot_be_computed(self) -> None:
-        class Alone(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.net = mlp()
-
-            def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-                return self.net(inputs.squeeze()).log_softmax(1)
-
-        assert self.fit(classes(8), Alone())
-
-    def test_what_only_training_makes_ready_is_left_to_the_first_validation(self) -> None:
-        class Ready(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.net, self.is_ready = mlp(), False
-
-            def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-                self.is_ready = self.is_ready or self.training
-                if not self.is_ready:
-                    raise ValueError("train me first")
-                return self.net(inputs)
-
-        assert self.fit(classes(8), Ready())
-
-    @pytest.mark.filterwarnings("ignore:The model holds 1 BatchNorm")
-    def test_and_leaves_nothing(self) -> None:
-        def weights(**options: Any) -> list[torch.Tensor]:
-            torch.manual_seed(1)
-            model = nn.Sequential(nn.Dropout(), nn.BatchNorm1d(8), mlp()).to(HERE)
-            autoaccum.fit(
-                model, classes(8), effective_batch=4, loss_fn=cross_entropy, epochs=1, progress=False, cache=False,
-                batch_norm="micro", verify=False, device=HERE, micro_batch=2, **options,
-            )  # fmt: skip
-            return list(model.state_dict().values())
-
-        assert same(weights(), weights(validation_data=classes(8)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -13,16 +15,17 @@ from autoaccum.window.raised import tell_micro_batch
 def test_an_error_of_the_users_code_is_told_with_its_micro_batch() -> None:
     batch = [torch.zeros(2, 3), "a", "b", torch.zeros(2)]
     error = ValueError("no samples")
-    tell_micro_batch(error, batch, 2, 8)
-    tell_micro_batch(error, [torch.zeros(1, n) for n in range(9)], 1, 1)
-    tell_micro_batch(error, ["a"], 1, 4)
+    tell_micro_batch(error, lambda: batch, 2, 8)
+    tell_micro_batch(error, lambda: batch, 2, 8)  # the same object, raised again
+    tell_micro_batch(error, lambda: [torch.zeros(1, n) for n in range(9)], 1, 1)
+    tell_micro_batch(error, lambda: ["a"], 1, 4)
     assert error.__notes__ == [
         "It was raised for a micro-batch of 2 samples of a window of 8, of tensors (2, 3), (2,).",
         "It was raised for a micro-batch of 1 sample, of tensors (1, 0), (1, 1), (1, 2), (1, 3), (1, 4), (1, 5), and 3 more.",
         "It was raised for a micro-batch of 1 sample of a window of 4.",
     ]
     for other in (torch.OutOfMemoryError(), autoaccum.AutoaccumError()):
-        tell_micro_batch(other, batch, 2, 8)
+        tell_micro_batch(other, lambda: batch, 2, 8)
         assert not hasattr(other, "__notes__")
 
 
@@ -39,3 +42,20 @@ def test_a_window_tells_it(size: int) -> None:
     # After one sample two are tried, whose error it is.
     sizes = [f"It was raised for a micro-batch of {n} samples of a window of 6, of tensors ({n}, 4)." for n in (2, 3)]
     assert raised.value.__notes__ == [sizes[size == 3]]
+
+
+def test_nothing_that_goes_wrong_with_the_telling_hides_the_error() -> None:
+    class Closed(Exception):
+        __notes__ = ()
+
+    tell_micro_batch(Closed(), lambda: [torch.zeros(1)], 1, 1)
+
+    def step(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+        batch["self"] = batch
+        raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine"):
+        autoaccum.fit(
+            nn.Linear(4, 1), {"x": torch.randn(6, 4)}, training_step=step, effective_batch=6, progress=False,
+            device="cpu", cache=False,
+        )  # fmt: skip

@@ -181,7 +181,14 @@ def test_records_are_what_is_no_more_than_data() -> None:
     chain: Any = None
     for _ in range(40):
         chain = Meter(next=chain)
+
+    class Closed:
+        __slots__ = ()
+
+        def __getattr__(self, name: str) -> Any:
+            raise KeyError(name)
+
     round_about = Meter(calls=1)
     round_about.own = round_about  # type: ignore[attr-defined]
-    values = [outer, locked, working, chain, round_about, nn.Linear(1, 1), 3, "a", [inner], torch.zeros(1)]
+    values = [outer, Closed(), locked, working, chain, round_about, nn.Linear(1, 1), 3, "a", [inner], torch.zeros(1)]
     assert records_among(values) == [outer, inner, round_about]
