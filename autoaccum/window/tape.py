@@ -20,6 +20,7 @@ from torch import nn
 from autoaccum.data.batches import flatten
 from autoaccum.window.attributes import Attributes
 from autoaccum.window.snapshot import Snapshot
+from autoaccum.window.surroundings import records_among
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -228,13 +229,14 @@ def _call_within(entry: Entry, blocks: Collection[str]) -> int | None:
 
 @contextmanager
 def no_trace(modules: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
-    """Put back, at its end, buffers, random states, gradients and what modules keep in attributes."""
+    """Put back, at its end, buffers, random states, gradients, and what modules keep in attributes and records."""
     snapshot = Snapshot(modules, device)
     snapshot.take()
     layers: dict[int, nn.Module] = {}  # each once, by its id
     for root in modules:
         layers |= {id(m): m for m in root.modules()}
-    attributes = Attributes(layers.values())
+    records = records_among(value for layer in layers.values() for value in vars(layer).values())
+    attributes = Attributes([*layers.values(), *records])
     gradients = [(p, p.grad) for root in modules for p in root.parameters()]
     try:
         yield

@@ -249,6 +249,10 @@ _SCALE = torch.ones(())
 _count = 0
 
 
+class Meter:
+    calls = 0
+
+
 class Marking(Stack):
     """Moves something in each forward, outside of its blocks, by which it computes."""
 
@@ -256,6 +260,7 @@ class Marking(Stack):
         super().__init__(depth=2)
         self.what, self.scale, self.teacher = what, torch.ones(()), nn.Linear(WIDTH, WIDTH).requires_grad_(False)
         self.kept = {"scales": [torch.ones(())]}
+        self.meter = Meter()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x * self.moved(x))
@@ -276,6 +281,9 @@ class Marking(Stack):
             return self.blocks[1].up.weight.mul_(0.9).mean()  # type: ignore
         if self.what == "a tensor of the module's":
             return _SCALE.mul_(1.1)
+        if self.what == "an object that it holds":
+            self.meter.calls += 1
+            return 1.1**self.meter.calls
         if self.what == "a list of the module's":
             _CALLS.append(1)
             return 1.1 ** len(_CALLS)
@@ -287,7 +295,7 @@ class Marking(Stack):
     "what",
     [
         "a plain tensor", "one in a list", "one in a list, through .data", "a frozen parameter", "a trained parameter",
-        "a tensor of the module's", "a list of the module's", "a number of the module's",
+        "a tensor of the module's", "a list of the module's", "a number of the module's", "an object that it holds",
     ],
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore::autoaccum.errors.AutoaccumWarning")
