@@ -1,4 +1,4 @@
-"""Tells for which micro-batch an error of the user's code was raised."""
+"""Tells for which micro-batch an operation within the user's code has raised an error."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ from contextlib import suppress
 import torch
 
 from autoaccum.errors import AutoaccumError
-from autoaccum.memory.oom import is_out_of_memory
+from autoaccum.memory.oom import is_out_of_memory, is_raised_by_hand
 
 _SHOWN = 6
 """Name the shapes of so many tensors of a micro-batch at most."""
 
 
 def tell_micro_batch(error: Exception, leaves: Callable[[], Iterable[object]], size: int, num_samples: int) -> None:
-    """Note on an error of the user's code the micro-batch that it was raised for, whose size nobody has chosen."""
-    if isinstance(error, AutoaccumError) or is_out_of_memory(error):  # these say it themselves
+    """Note on an error of an operation the micro-batch that it was raised for, whose size nobody has chosen.
+
+    What a ``raise`` of the user's says is whole as it is.
+    """
+    if isinstance(error, AutoaccumError) or is_out_of_memory(error) or is_raised_by_hand(error):
         return
     # What the user's code has made of the batch, or the user's class of the error, is not to hide the error itself.
     with suppress(Exception):

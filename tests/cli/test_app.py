@@ -209,4 +209,4 @@ def test_a_pipe_of_the_recipes_own_is_an_error_like_any_other(
 ) -> None:
     top = "def loss(outputs, targets):\n    raise BrokenPipeError('a worker has gone')\n"
     assert main(["fit", tiny("'effective_batch': 8, 'loss_fn': loss,", top=top), *QUIET]) == 1
-    assert "BrokenPipeError: a worker has gone\nIt was raised for" in capsys.readouterr().err
+    assert capsys.readouterr().err.endswith("BrokenPipeError: a worker has gone\n")

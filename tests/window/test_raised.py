@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -48,14 +46,20 @@ def test_nothing_that_goes_wrong_with_the_telling_hides_the_error() -> None:
     class Closed(Exception):
         __notes__ = ()
 
-    tell_micro_batch(Closed(), lambda: [torch.zeros(1)], 1, 1)
+    def endless() -> list[object]:  # of a batch that the user's code has put into itself
+        raise RecursionError
 
-    def step(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
-        batch["self"] = batch
+    tell_micro_batch(Closed(), lambda: [torch.zeros(1)], 1, 1)
+    tell_micro_batch(ValueError("no samples"), endless, 1, 1)
+
+
+def test_what_the_user_raises_is_left_as_it_is() -> None:
+    def step(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         raise ValueError("mine")
 
-    with pytest.raises(ValueError, match="mine"):
+    with pytest.raises(ValueError, match=r"^mine$") as raised:
         autoaccum.fit(
-            nn.Linear(4, 1), {"x": torch.randn(6, 4)}, training_step=step, effective_batch=6, progress=False,
-            device="cpu", cache=False,
+            nn.Linear(4, 1), torch.randn(6, 4), training_step=step, effective_batch=6, progress=False, device="cpu",
+            cache=False,
         )  # fmt: skip
+    assert not hasattr(raised.value, "__notes__")
