@@ -51,5 +51,5 @@ def reason(error: Exception) -> str:
 
 def beyond_memory(error: Exception) -> Exception:
     """Return the error of a single sample, of which two did not fit: whether these would do nobody knows."""
-    error.add_note("With micro-batches of two samples memory ran out.")
+    error.add_note("It was raised for a micro-batch of one sample; with two of them memory ran out.")
     return error

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 from autoaccum.cli.app import main
+from autoaccum.cli.printing import probe_lines
 from autoaccum.events import StepReport
 from autoaccum.testing import simulated_memory
+from autoaccum.training.probing import ProbeReport
 from tests.cli.conftest import QUIET
 
 
@@ -135,3 +137,12 @@ def test_a_warning_of_others_says_where_it_comes_from(
     recipe = tiny(top="import warnings\nwarnings.warn('old habit', FutureWarning)\n")
     assert main(["fit", recipe, "--effective-batch", "8", *QUIET]) == 0
     assert f"{recipe}:2: FutureWarning: old habit" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("num_samples", "told"), [(5, " (the data's 5, repeated)"), (8, ""), (None, "")])
+def test_a_probe_says_where_it_has_repeated_the_data(num_samples: int | None, told: str) -> None:
+    report = ProbeReport(
+        max_micro_batch=8, trials=(), memory_model=None, time_model=None, limit_bytes=2**20, plan=None,
+        num_samples=num_samples,
+    )  # fmt: skip
+    assert f"largest micro-batch: 8{told}" in list(probe_lines(report))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from autoaccum.training.accumulator import _Batch
-from autoaccum.verification.samples import choose, cuts_of
+from autoaccum.verification.samples import _FIRST, _takes_few_values, choose, cuts_of
 
 CPU = torch.device("cpu")
 
@@ -123,3 +123,10 @@ class TestCuts:
         assert [tuple(map(len, cut)) for cut in cuts_of(6, 2)] == [(2, 4), (4, 2), (2, 2, 2)]
         (first, second, third) = cuts_of(6, 1)
         assert {frozenset(part) for part in third}.isdisjoint({frozenset(part) for part in (*first, *second)})
+
+
+def test_numbers_that_take_few_values_do_so_to_the_end() -> None:
+    few = (torch.arange(2 * _FIRST) % 16).double()
+    assert _takes_few_values(few.reshape(-1, 2))
+    assert not _takes_few_values(torch.cat([few, torch.arange(20.0, 40.0).double()]))
+    assert not _takes_few_values(torch.arange(17.0))

@@ -37,4 +37,4 @@ def test_a_reason_is_the_first_line_of_the_error() -> None:
 def test_what_two_samples_would_have_shown_is_noted() -> None:
     error = beyond_memory(ValueError("no samples"))
     assert str(error) == "no samples"
-    assert error.__notes__ == ["With micro-batches of two samples memory ran out."]
+    assert error.__notes__ == ["It was raised for a micro-batch of one sample; with two of them memory ran out."]
