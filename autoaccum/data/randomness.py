@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import random
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,7 +23,7 @@ def get_state(device: torch.device | None = None) -> RandomState:
     if device is not None and device.type != "cpu":
         module = torch.get_device_module(device)
         on_devices = tuple([module.get_rng_state(*as_argument(one)) for one in _all_of_its_kind(device)])
-    return torch.default_generator.get_state(), random.getstate(), _numpy_state(), on_devices
+    return torch.default_generator.get_state(), _python_state(), _numpy_state(), on_devices
 
 
 def _all_of_its_kind(device: torch.device) -> list[torch.device]:
@@ -36,6 +38,34 @@ _MT19937_BYTES = WORDS * 4 + 4
 """Bytes of the generator's C struct: its key of 624 words, and the position in it."""
 # The generator, its memory and its state when the state was last asked for.
 _last_numpy: tuple[Any, bytes, Any] = (None, b"", None)
+# The same of Python's, without the generator: it is one and the same for ever.
+_last_python: tuple[bytes, Any] = (b"", None)
+_PYTHON: Any = random.random.__self__  # type: ignore[attr-defined]
+_PYTHON_ADDRESS = id(_PYTHON) + object.__basicsize__
+
+
+def _python_state() -> Any:
+    """Return ``random.getstate()``; the last one again while nothing was drawn.
+
+    Each is a tuple of 625 numbers, and a block whose forward is computed again looks at it four times.
+    """
+    global _last_python
+    if not _is_where_expected():
+        return random.getstate()
+    memory = ctypes.string_at(_PYTHON_ADDRESS, _MT19937_BYTES)
+    then, state = _last_python
+    # The second of two normal numbers waits outside of this memory, and is the last entry of a state.
+    if then != memory or state[2] is not _PYTHON.gauss_next:
+        state = random.getstate()
+        _last_python = (memory, state)
+    return state
+
+
+@functools.cache
+def _is_where_expected() -> bool:
+    """Return whether the memory of Python's generator begins as it does in CPython: its position, then its key."""
+    *key, position = random.getstate()[1]
+    return ctypes.string_at(_PYTHON_ADDRESS, _MT19937_BYTES) == struct.pack(f"=i{WORDS}I", position, *key)
 
 
 def _numpy_state() -> Any:
@@ -61,8 +91,9 @@ def set_state(state: RandomState, device: torch.device | None = None) -> None:
     """Put back what ``get_state`` returned for the same device."""
     global _last_numpy
     torch.default_generator.set_state(state[0])
-    random.setstate(state[1])
-    # The slowest of them by far, and rarely of use: the state of now is the very same object while nothing was drawn.
+    # These are slow, and rarely of use: the state of now is the very same object while nothing was drawn.
+    if _python_state() is not state[1]:
+        random.setstate(state[1])
     if _numpy_state() is not state[2]:
         np.random.set_state(state[2])
         # A normal number that waits is all that two may differ in, and would not show in the generator's memory.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable
-from operator import is_
+from itertools import chain
+from operator import is_, methodcaller
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, set, deque)
 """The types of containers whose contents are remembered, exactly: a subclass may mean something else by ``clear``."""
 _CONTAINERS = frozenset(CONTAINERS)
 _PLAIN = frozenset((bool, int, float, str, type(None)))  # what most attributes are
+_values_of = methodcaller("values")
 
 
 class Attributes:
@@ -28,9 +30,7 @@ class Attributes:
         self._classes = [(owner, type(owner)) for owner in objects]
         # (container, a copy of it) by the container's id, which the container that is held here keeps unique.
         self._contents: dict[int, tuple[Any, Any]] = {}
-        # The same, told apart when it is first asked for: containers that were empty, and the others with their copies.
-        self._empty: list[Any] | None = None
-        self._full: list[tuple[Any, Any]] = []
+        self._looked_for: _Contents | None = None  # made when it is first asked for
         # The attributes themselves are a dict: it is remembered like those that lie in it. Not by recursion, for lists
         # may hold themselves or be nested deeply.
         self._tensors: list[torch.Tensor] = []
@@ -57,13 +57,9 @@ class Attributes:
 
     def have_changed(self) -> bool:
         """Return whether an attribute, what a container holds, or a class is another object now."""
-        if any(type(owner) is not kind for owner, kind in self._classes):
-            return True
-        if self._empty is None:
-            self._empty = [container for container, contents in self._contents.values() if not contents]
-            self._full = [held for held in self._contents.values() if held[1]]
-        # Most of a module's are empty, such as those of hooks that nobody has registered.
-        return any(self._empty) or not all(_holds_the_same(container, contents) for container, contents in self._full)
+        if self._looked_for is None:
+            self._looked_for = _Contents(self._classes, self._contents.values())
+        return not self._looked_for.are_the_same()
 
     def restore(self) -> None:
         """Put everything back; it may be done again."""
@@ -78,11 +74,32 @@ class Attributes:
                 container.update(contents)
 
 
-def _holds_the_same(container: Any, contents: Any) -> bool:
-    """Return whether a container holds the very objects that its copy holds, in the same order."""
-    if len(container) != len(contents) or not all(map(is_, container, contents)):
-        return False
-    return not isinstance(container, dict) or all(map(is_, container.values(), contents.values()))
+class _Contents:
+    """What containers hold and what objects are, laid out to be compared without a loop of Python's.
+
+    It is looked at twice for each block whose forward is computed again, some twenty attributes of each of its layers.
+    """
+
+    def __init__(self, classes: Iterable[tuple[Any, type]], contents: Iterable[tuple[Any, Any]]) -> None:
+        self._owners, self._classes = [owner for owner, _ in classes], [kind for _, kind in classes]
+        held = list(contents)
+        # Most of a module's are empty, such as those of hooks that nobody has registered.
+        self._empty = [container for container, copy in held if not copy]
+        full = [(container, copy) for container, copy in held if copy]
+        self._full, self._lengths = [container for container, _ in full], [len(copy) for _, copy in full]
+        self._entries = [entry for _, copy in full for entry in copy]
+        dicts = [(container, copy) for container, copy in full if isinstance(container, dict)]
+        self._dicts, self._values = [one for one, _ in dicts], [value for _, copy in dicts for value in copy.values()]
+
+    def are_the_same(self) -> bool:
+        """Return whether all hold the very objects that they held, in the same order, and are of the same classes."""
+        return (
+            all(map(is_, map(type, self._owners), self._classes))
+            and not any(self._empty)
+            and list(map(len, self._full)) == self._lengths
+            and all(map(is_, chain.from_iterable(self._full), self._entries))
+            and all(map(is_, chain.from_iterable(map(_values_of, self._dicts)), self._values))
+        )
 
 
 def is_expanded(tensor: torch.Tensor) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Callable
 from statistics import mean
 from typing import Any
 
@@ -41,6 +42,36 @@ def test_a_state_put_back_draws_the_same_from_all_three_generators() -> None:
     assert [draw(), draw()] == [first, later]
     set_state(state)  # it was not used up
     assert draw() == first
+
+
+DRAWS: dict[str, Callable[[], object]] = {
+    "a number": random.random,
+    "the first of two normal numbers": lambda: (random.seed(3), random.gauss(0, 1)),
+    "the second of them": lambda: random.gauss(0, 1),
+    "bits": lambda: random.getrandbits(3),
+    "a whole key": lambda: [random.random() for _ in range(312)],
+    "a seed": lambda: random.seed(7),
+}
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_the_state_of_python_is_read_anew_only_where_something_was_drawn(
+    is_known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_known:  # as where another Python lays its memory out in another way
+        monkeypatch.setattr("autoaccum.data.randomness._is_where_expected", lambda: False)
+    state = get_state()
+    assert (get_state()[1] is state[1]) is is_known
+    for name, drawn in DRAWS.items():
+        before = random.getstate()
+        drawn()
+        assert get_state()[1] == random.getstate() != before, name
+        after = random.random()
+        set_state(state)
+        assert random.getstate() == state[1], name
+        random.setstate(before)
+        drawn()
+        assert random.random() == after, name
 
 
 def test_on_the_cpu_the_device_changes_nothing() -> None:
