@@ -98,7 +98,7 @@ class Contest:
 
     def __init__(self, *, is_allowed: bool) -> None:
         """Set up; where it is not allowed nothing is ever compared."""
-        self._is_allowed = is_allowed
+        self.is_allowed = is_allowed
         self.is_open = is_allowed
         """Whether there is anything to find out on this rung."""
         self.best: Best | None = None
@@ -140,13 +140,13 @@ class Contest:
 
     def begin(self, best: Best | None) -> None:
         """Begin on a rung, which is to be compared with the best so far, if it is another one."""
-        self.is_open, self.best, self.beaten_with, self._seconds = self._is_allowed, best, 0, []
+        self.is_open, self.best, self.beaten_with, self._seconds = self.is_allowed, best, 0, []
         self.windows = 0
 
     def reopen(self) -> None:
         """Look at this rung once more, for plans have changed; what is being tried is tried to its end."""
         if self.best is None:
-            self.is_open, self._seconds = self._is_allowed, []
+            self.is_open, self._seconds = self.is_allowed, []
 
     def close(self, beaten_with: int = 0) -> None:
         """Stay on this rung until plans change; of a rung above that is beaten, until there are other sizes."""

@@ -336,7 +336,7 @@ def make_step(
     # Sizes of the user's own are few, and the compiler's to see: code for one size is faster than code for all.
     if compiled and micro_batch is None:
         job = replace(job, loss_of=compilations.sparing(job.loss_of))
-    kinds = _kinds_of_saving(job, memory_saving, is_compiled=bool(compiled), is_shared=is_shared)
+    kinds = _kinds_of_saving(job, memory_saving, is_compiled=bool(compiled), is_sharded=is_sharded)
     options: dict[str, Any] = {"clip_norm": clip_norm, "noise_scale": noise_scale, "sharing": sharing_of(job)}
     transaction: Transaction
     if job.window_loss is not None and group is not None:
@@ -360,7 +360,12 @@ def make_step(
         meter=Meter(memory, job.device, is_enforced=limit.is_enforced, needs_room=tuner.needs_room),
         compilations=compilations,
         saving=Saving(
-            job, memory_saving, kinds=kinds, users=(transaction, examiner), is_compiled=compilations.are_there
+            job,
+            memory_saving,
+            kinds=kinds,
+            users=(transaction, examiner),
+            is_compiled=compilations.are_there,
+            is_given=not tuner.searching,
         ),
         memory=memory,
         limit=limit,
@@ -369,13 +374,13 @@ def make_step(
     )
 
 
-def _kinds_of_saving(job: Job, mode: SavingMode, *, is_compiled: bool, is_shared: bool) -> frozenset[str]:
+def _kinds_of_saving(job: Job, mode: SavingMode, *, is_compiled: bool, is_sharded: bool) -> frozenset[str]:
     """Return in which ways a run can save memory.
 
     Raises:
         ArgumentError: one of those that are asked for is none of these.
     """
-    reason = _why_nothing_is_saved(job, is_shared=is_shared)
+    reason = _why_nothing_is_saved(job, is_sharded=is_sharded)
     # Whatever stands in the way of the one stands in the way of the other, which is wrapped around losses alike.
     reasons = {"checkpoint": reason, "offload": reason or _why_nothing_is_moved(job.device, is_compiled=is_compiled)}
     for kind in sorted(kinds_asked_for(mode)):
@@ -394,10 +399,10 @@ def _why_nothing_is_moved(device: torch.device, *, is_compiled: bool) -> str | N
     return f"tensors would be moved to the host, and all that {device.type} has of memory is the host's"
 
 
-def _why_nothing_is_saved(job: Job, *, is_shared: bool) -> str | None:
+def _why_nothing_is_saved(job: Job, *, is_sharded: bool) -> str | None:
     """Return why no memory of a run is saved, however little there is; None where some may be."""
-    if is_shared:
-        return "ranks that share a window would have to go down together"
+    if is_sharded:
+        return "a forward of a sharded model that is computed again would have to be on all ranks at once"
     if job.window_loss is not None:
         return 'loss_scope="window" computes forwards twice by itself'
     if job.batch_norm != MICRO:

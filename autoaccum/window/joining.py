@@ -13,7 +13,6 @@ from autoaccum.data.randomness import seed_all
 from autoaccum.errors import ArgumentError
 from autoaccum.loss.terms import Reduction
 from autoaccum.loss.weighting import Foresight, Tally
-from autoaccum.memory.oom import RanOut
 from autoaccum.planning.attempts import Piece
 from autoaccum.ranks import rows
 from autoaccum.ranks.balance import Stint
@@ -23,7 +22,7 @@ from autoaccum.ranks.shares import argument_of, num_of_all_ranks
 from autoaccum.ranks.summing import Compression
 from autoaccum.window.batch_norm import Moved
 from autoaccum.window.ending import Ending
-from autoaccum.window.gradient import Repeat
+from autoaccum.window.gradient import Gradient, Repeat
 from autoaccum.window.job import Job
 from autoaccum.window.terms import Terms
 from autoaccum.window.transaction import Transaction
@@ -272,15 +271,21 @@ class SharedTransaction(Transaction):
         with undisturbed():  # nothing may fail before gradients are added up, for which others wait
             joined = join(heard, self._num_samples)
             self._join_terms(heard)
+            overlaps = self._overlaps
+            self._agree_on_order(heard)
         self._sizes, self._reductions, self._losses = joined.sizes, joined.reductions, joined.losses
         self._tally, self._dropped, self._norms = joined.tally, joined.dropped, joined.norms
         self.signs.have_changed = joined.has_changed
         self._mark = self._known()
-        self._add_up(trained, joined.gradients, own.guess / joined.tally.guess if joined.tally.guess else 1.0)
+        factor = own.guess / joined.tally.guess if joined.tally.guess else 1.0
+        self._add_up(trained, joined.gradients, factor, overlaps=overlaps)
         self.outputs.hear([each.outputs for each in heard])
         if self._forwards is not None:  # in the order of the window's groups, as one rank's forwards do
             for each in heard:
                 self._forwards.move(each.moved)
+
+    def _agree_on_order(self, heard: Sequence[Told]) -> None:
+        """Agree on how the sums of coming attempts are made: it holds, whatever fails on a rank after it has heard."""
         if any(each.came_twice for each in heard):  # what came later is missing in the sums
             self.is_abandoned, self._comes_once, self._overlaps = self._overlaps, False, False
         self._order = self._order or heard[0].arrived
@@ -298,10 +303,12 @@ class SharedTransaction(Transaction):
         """Return what each rank tells of its micro-batches."""
         return self._group.exchange(own)
 
-    def _add_up(self, trained: Sequence[torch.Tensor], kinds: Sequence[rows.Kind], factor: float) -> None:
+    def _add_up(
+        self, trained: Sequence[torch.Tensor], kinds: Sequence[rows.Kind], factor: float, *, overlaps: bool
+    ) -> None:
         """Replace each gradient by the sum over all ranks, those first whose sums have begun."""
         failure: Exception | None = None
-        if self._overlaps:
+        if overlaps:
             try:
                 self._group.summing.end_all()
             except Exception as error:  # the others go on
@@ -360,7 +367,7 @@ class SharedTransaction(Transaction):
             stint: what it did, which others are told.
         """
         # Between the two exchanges memory may run out on any rank, and all of them hold the same gradient or none.
-        is_failed = isinstance(outcome, RanOut) or self._has_given_up
+        is_failed = self._has_given_up or not isinstance(outcome, Gradient | Repeat)
         with undisturbed():
             also = self.tells()
         told = self._group.exchange((not is_failed, tuple(stint), also))

@@ -191,13 +191,24 @@ class Plans:
         self.growing_from, self.announced, self._known_best = None, (), None
         self._saving.contest.begin(None)
 
-    def room(self, num_samples: int, trained: Sequence[torch.Tensor]) -> Room:
-        """Return what there is for the samples of a window that was rolled back, beside the gradients to come."""
+    def room(self, num_samples: int, trained: Sequence[torch.Tensor]) -> Room | None:
+        """Return what there is for the samples of a window that was rolled back, beside the gradients to come.
+
+        None where rungs are not chosen by what would be faster.
+        """
+        if not self._saving.contest.is_allowed:
+            return None
         held = self._memory.used() + sum(p.nbytes for p in trained if p.requires_grad)
         most = min(self._tuner.ceiling, num_samples) // self._tuner.smallest
         return Room(max(0, self._tuner.limits.target_bytes - held), most)
 
     # Rungs by time: see ``planning.contest``.
+
+    @property
+    def are_settled(self) -> bool:
+        """Return whether windows are run as they will be: nothing of how is being found out, or compared."""
+        is_found = not (self._tuner.search.is_on or self._tuner.is_timing)
+        return is_found and self._saving.is_measured and not self._saving.contest.is_open
 
     @property
     def times_rung(self) -> bool:

@@ -16,14 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from autoaccum.errors import AutoaccumError
 from autoaccum.events import MemorySaving, Notice, Recomputed
 from autoaccum.loss.stated import LossOf, total
-from autoaccum.memory.oom import RanOut, attempt, insist
+from autoaccum.memory.oom import RanOut, attempt, drop_what_is_due, insist, without_frames
 from autoaccum.planning.contest import Contest, Room
 from autoaccum.planning.ladder import Ladder, SavingMode, kinds_asked_for
 from autoaccum.window import notices
@@ -39,6 +39,13 @@ MEASURED = 2
 """Windows in a row in which what is computed twice, and what comes back, is compared."""
 ON_HOST = "what is kept on the host"
 """Stands among the names of classes that were refused; it is no name of a class."""
+
+
+class NotSaved(NamedTuple):
+    """An attempt at a window in which it showed that memory cannot be saved as it was to be."""
+
+    error: Exception
+    """Without frames, so that it pins nothing of what must be freed."""
 
 
 class Computes(Protocol):
@@ -59,6 +66,7 @@ class Saving:
         kinds: frozenset[str],
         users: Sequence[Computes] = (),
         is_compiled: Callable[[], bool] = lambda: False,
+        is_given: bool = False,
     ) -> None:
         """Set up on the highest rung.
 
@@ -68,6 +76,7 @@ class Saving:
             kinds: in which ways memory can be saved: nothing is moved to the host where that is the device, say.
             users: what computes losses, and is told by which function.
             is_compiled: () -> whether anything is known to be compiled.
+            is_given: whether the size of micro-batches is the user's, so that no faster rung is looked for.
         """
         self._job = job
         self._mode = mode
@@ -86,7 +95,8 @@ class Saving:
         self.wants_begin = bool(self._asked and self._kinds)
         """Whether the first window has to begin on a lower rung: see ``begin``."""
         # To try a rung has everything compiled anew, which takes longer than it may save.
-        self.contest = Contest(is_allowed=mode == "auto" and "checkpoint" in self._kinds and not is_compiled())
+        is_allowed = mode == "auto" and "checkpoint" in self._kinds and not (is_given or is_compiled())
+        self.contest = Contest(is_allowed=is_allowed)
         """Whether the next rung is worth a try although this one does."""
         self._ladder = Ladder()
         self._rungs: list[Rung] = []  # below the highest, once they are known
@@ -386,15 +396,18 @@ class Saving:
             part.compare(False)
         return Recomputed(step=step, saving=self.name, operations=operations, storages=storages)
 
-    def refuses(self, error: Exception) -> bool:
-        """Return whether an error in a window is the doing of this rung, as far as can be told."""
+    def not_saved(self, error: Exception) -> NotSaved:
+        """Return what an error in a window says of how memory is saved; raise it where it says nothing of that."""
         # One that is new with the rung is taken for it: without the rung the window does not fit, whatever it raises.
         # What this library raises says itself what is wrong.
-        if self.is_off or isinstance(error, AutoaccumError):
-            return False
         is_of_compiler = type(error).__module__.startswith("torch._dynamo")  # which may not take what it reads later
-        is_new = is_of_compiler or not self.is_measured
-        return is_refusal(error) or isinstance(error, NotRestoredError) or is_new
+        is_told = is_refusal(error) or isinstance(error, NotRestoredError)
+        is_of_rung = is_told or is_of_compiler or not self.is_measured
+        if self.is_off or isinstance(error, AutoaccumError) or not is_of_rung:
+            raise error
+        refused = NotSaved(without_frames(error))
+        drop_what_is_due()
+        return refused
 
     def refuse(self, error: Exception, step: int) -> tuple[Notice, MemorySaving]:
         """Give up the rungs, which are not exact; others may be found. Return what is to be told."""

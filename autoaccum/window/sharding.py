@@ -190,7 +190,9 @@ class ShardedTransaction(SharedTransaction):
             raise ArgumentError("loss_fn", "nothing counts", "a loss of micro-batches in which nothing counts", cure)
         return [told for told, _ in heard]
 
-    def _add_up(self, trained: Sequence[torch.Tensor], kinds: Sequence[rows.Kind], factor: float) -> None:
+    def _add_up(
+        self, trained: Sequence[torch.Tensor], kinds: Sequence[rows.Kind], factor: float, *, overlaps: bool
+    ) -> None:
         """Add nothing up: each backward has done so."""
 
     def _unscaled_and_clipped(self, correction: float, ending: Ending | None) -> torch.Tensor | None:

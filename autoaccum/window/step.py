@@ -18,7 +18,7 @@ from autoaccum.events import Event, OutOfMemory, StepSkipped
 from autoaccum.memory import clock
 from autoaccum.memory.base import Memory
 from autoaccum.memory.limit import Limit
-from autoaccum.memory.oom import RanOut, attempt, drop_what_is_due, insist, without_frames
+from autoaccum.memory.oom import RanOut, attempt, insist, without_frames
 from autoaccum.memory.waiting import Patience, Shortage
 from autoaccum.planning.attempts import Attempt, Piece
 from autoaccum.planning.cuts import Lengths
@@ -40,7 +40,7 @@ from autoaccum.window.joining import Outcome, SharedTransaction, share_of_one
 from autoaccum.window.meter import Meter
 from autoaccum.window.optimizers import needs_closure
 from autoaccum.window.plans import Plans
-from autoaccum.window.saving import Saving
+from autoaccum.window.saving import NotSaved, Saving
 from autoaccum.window.single_samples import Refusal, SingleSampleError
 from autoaccum.window.stepping import Stepper, WithoutClosureError
 from autoaccum.window.transaction import Transaction
@@ -53,13 +53,6 @@ class Failure(NamedTuple):
     """What was being run; where it was the window's end that failed, its size is that of the largest micro-batch."""
     shortage: Shortage
     """What was reached, and the error."""
-
-
-class NotSaved(NamedTuple):
-    """An attempt in which it showed that memory cannot be saved as it was to be."""
-
-    error: Exception
-    """Without frames, likewise."""
 
 
 class Step:
@@ -124,8 +117,6 @@ class Step:
         self._refusal: Refusal | None = None  # of this window
         self._piece = Piece(0, 0, 1, False)  # what runs at this moment
         self._is_given = not tuner.searching  # the size of micro-batches, by the user
-        # Whether a faster rung is looked for: where sizes are found out, and this process trains alone.
-        self._may_change_rung = not self._is_given and transaction.group is None and transaction.together is None
         self._closes = needs_closure(job.optimizer)  # whether its steps are given a closure
         self.stints: Sequence[Stint] = ()
         """What each rank did of the last window, where there are several."""
@@ -214,7 +205,7 @@ class Step:
         if self.saving.wants_begin and window.num_samples:
             self.plans.saves(self.saving.begin(self._smallest_batch(window), self.number + 1))
         # Asked here, for it is over before long, and then it is to cost the windows of a run nothing.
-        is_weighed = self.saving.contest.is_open and self._may_change_rung and plan is None and window.num_samples > 0
+        is_weighed = self.saving.contest.is_open and plan is None and window.num_samples > 0
         if is_weighed:
             self.plans.weigh(window, self._smallest_batch(window))
         # Of a window with fewer samples than ranks some have none.
@@ -276,22 +267,23 @@ class Step:
         if self.saving.is_off:
             return self._try(pieces, window)
         try:
-            outcome = self._try(pieces, window)
             # Only now, when nothing of the window is there but its gradient, as in the step that is to come.
-            back = attempt(self.saving.end_attempt) if isinstance(outcome, Gradient) else None
+            return self._back_for_step(self._try(pieces, window))
         except Exception as error:
-            if not self.saving.refuses(error):
+            if self.transaction.group is not None:  # others have voted by then, and go on with the window
                 raise
-            refused = NotSaved(without_frames(error))
-            drop_what_is_due()
-            return refused
+            return self.saving.not_saved(error)
+
+    def _back_for_step(self, outcome: Outcome) -> Outcome | Failure:
+        """Have what a step needs back on the device after an attempt that has gone well; return what comes of that."""
+        back = attempt(self.saving.end_attempt) if isinstance(outcome, Gradient) else None
         return self._failure(back) if isinstance(back, RanOut) else outcome
 
     def _failure(self, ran_out: RanOut) -> Failure:
         shortage = Shortage(micro_batch=self._piece.size, peak_bytes=self.meter.peak(), error=ran_out.error)
         return Failure(self._piece, shortage)
 
-    def _try(self, pieces: Attempt, window: Window) -> Gradient | Repeat | Failure | Elsewhere:
+    def _try(self, pieces: Attempt, window: Window) -> Gradient | Repeat | Failure | Elsewhere | NotSaved:
         """Run a window once."""
         number, signs = self.number + 1, self.transaction.signs
         group = self.transaction.group
@@ -302,12 +294,14 @@ class Step:
             spare_bytes = None if self.tuner.search.is_on else self.tuner.limits.target_bytes - self.meter.peak_bytes
             self._examiner.begin_attempt(number, self.announcer.say_once, way, spare_bytes)
         sharded = self._sharded
-        outcome: Gradient | Repeat | RanOut | Failure
+        outcome: Gradient | Repeat | RanOut | Failure | NotSaved
         try:
             # Where ranks wait for each other in each micro-batch, a failure of this one is made up for first.
             add_all = partial(self._add_all, pieces, window)
             with self.compilations.allowed():
                 outcome = attempt(add_all if sharded is None else partial(sharded.run, add_all))
+            if group is not None:  # no rank steps on a window that is not whole on this one
+                outcome = self._back_for_step(outcome)
         except Elsewhere as error:  # where they are not run apart, all run the window again
             return without_frames(error)
         except NothingFitsError as error:  # said by a number, a trial's peak: nothing has failed
@@ -321,6 +315,10 @@ class Step:
             cause = without_frames(error).refused
             self._refusal = Refusal(pieces.sizes or (1,) * window.num_samples, self.tuner.largest, cause)
             outcome = Repeat(sizes=())
+        except Exception as error:
+            if group is None:
+                raise
+            outcome = self.saving.not_saved(error)
         if isinstance(self.transaction, SharedTransaction):
             outcome = self._voted(self.transaction, outcome, pieces)
         # Whether there is a look is decided alike on all ranks, so by the samples of whoever looks.
@@ -351,11 +349,12 @@ class Step:
         self.compilations.size = 0
         # If it is the end of the window that does, the largest of them is what has to become smaller.
         self._piece = self._piece._replace(size=max(sizes, default=0))
-        outcome = self.transaction.finish()
+        # Before the window's end, by which other ranks go on.
         if not self.saving.is_off and window.num_samples:
             self.saving.look_for_hidden(self._smallest_batch(window), self.number + 1)
-            if isinstance(outcome, Gradient) and self.saving.has_lost:
-                return Repeat(sizes=outcome.sizes)
+            if self.saving.has_lost:
+                return Repeat(sizes=tuple(sizes))
+        outcome = self.transaction.finish()
         # Within the attempt, for to join them takes memory: where there is none, the window is run again.
         if isinstance(outcome, Gradient) and self.transaction.outputs.are_there:
             if self.transaction.outputs.have_missed:
@@ -368,7 +367,7 @@ class Step:
 
     def _voted(self, transaction: SharedTransaction, outcome: Outcome, pieces: Attempt) -> Outcome | Repeat:
         """Return what comes of an attempt for all ranks, where more than this one are concerned."""
-        if isinstance(outcome, RanOut | Failure) or (isinstance(outcome, Repeat) and not transaction.is_joined):
+        if not isinstance(outcome, Gradient):
             transaction.give_up()
         if not transaction.is_joined:
             return outcome
@@ -387,7 +386,7 @@ class Step:
                 waited_seconds=waited - self._waited_told,
                 peak_bytes=self.meter.peak_bytes,
                 limit_bytes=self.limit.bytes,
-                is_settled=not (self.tuner.search.is_on or self.tuner.is_timing or pieces.replays),
+                is_settled=not pieces.num_samples or (self.plans.are_settled and not pieces.replays),
             )
             self._waited_told = waited
         return found
@@ -473,12 +472,12 @@ class Step:
                 refused = without_frames(error)
                 refused.__cause__ = shortage.error
             else:
-                if self._may_change_rung and self.plans.comes_back(window, self._smallest_batch(window)):
+                if self.plans.comes_back(window, self._smallest_batch(window)):
                     return self.tuner.window(window.num_samples, window.lengths).following(pieces)
                 self.plans.replanned(smaller.replaced, smaller.sizes, "out of memory")
                 return smaller
         batch, number = self._smallest_batch(window), self.number + 1
-        room = self.plans.room(window.num_samples, self.transaction.trained()) if self._may_change_rung else None
+        room = self.plans.room(window.num_samples, self.transaction.trained())
         told = self.saving.lower(batch, number, self.limit.bytes, shortage.needed_bytes, room)
         if told is None:
             raise refused

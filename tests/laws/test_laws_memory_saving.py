@@ -13,11 +13,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
 import autoaccum
 from autoaccum.errors import ArgumentError, AutoaccumWarning, NothingFitsError
 from autoaccum.events import MemorySaving, Recomputed, Validated
+from autoaccum.ranks.group import join
 from autoaccum.testing import simulated_memory
 from tests.devices import DEVICE, there
 from tests.models import same, state_of
@@ -351,9 +353,12 @@ class TestBeside:
 
 def asked_for_by_a_rank() -> str:
     torch.manual_seed(0)
+    model = Stack(depth=2)
+    join(torch.device("cpu"))
+    fully_shard(model)
     try:
         autoaccum.fit(
-            Stack(depth=2), data(), effective_batch=4, micro_batch=1, steps=1, loss_fn=F.mse_loss, optimizer=sgd,
+            model, data(), effective_batch=4, micro_batch=1, steps=1, loss_fn=F.mse_loss, optimizer=sgd,
             device="cpu", progress=False, cache=False, memory_saving="checkpoint",
         )  # fmt: skip
     except ArgumentError as error:
@@ -362,9 +367,9 @@ def asked_for_by_a_rank() -> str:
 
 
 class TestRefusals:
-    def test_beside_ranks(self) -> None:
+    def test_beside_a_model_that_is_sharded(self) -> None:
         for told in launch(asked_for_by_a_rank, 2):
-            assert "ranks that share a window would have to go down together" in told
+            assert "a forward of a sharded model that is computed again would have to be on all ranks at once" in told
 
     def test_beside_losses_of_whole_windows(self) -> None:
         with pytest.raises(ArgumentError, match="computes forwards twice by itself"):

@@ -300,25 +300,28 @@ def test_a_slow_rank_computes_less_of_the_same_gradient() -> None:
 
 
 class Faulty(NamedTuple):
-    """A fault in the second window of one rank."""
+    """A fault in a window of one rank."""
 
     rank: int
     operation: int | None
+    window: int = 2
 
 
 def with_fault(fault: Faulty, **options: Any) -> tuple[Trained, bool]:
     """Return what a run with a fault leaves, and whether this rank has come to the operation that fails."""
     given: dict[str, Any] = {"data": data(24), "effective_batch": 12, "micro_batch": 3, "epochs": 2}
     given |= {"clip_norm": 0.5} | (options or {"loss_fn": cross_entropy})
-    with oom_in_window(2, fault.operation or 0 if rank() == fault.rank else 0) as met:
+    with oom_in_window(fault.window, fault.operation or 0 if rank() == fault.rank else 0) as met:
         # Made anew for each run.
         return fit(**{**given, "model": given.get("model", net)()}), met.is_reached
 
 
-def at_every_operation(of_rank: int, stride: int, first: int = 1, **options: Any) -> tuple[int, list[float]]:
+def at_every_operation(
+    of_rank: int, stride: int, first: int = 1, window: int = 2, **options: Any
+) -> tuple[int, list[float]]:
     (clean, _), off, operation = with_fault(Faulty(0, None), **options), [], first
     while True:
-        found, is_reached = with_fault(Faulty(of_rank, operation), **options)
+        found, is_reached = with_fault(Faulty(of_rank, operation, window), **options)
         off.append(float((found.weights - clean.weights).norm() / clean.weights.norm()))
         # Which operation is the last is known to the rank that has them. Not every fault makes ranks replay: one in
         # what the first rank measures ends the measurement.
@@ -352,6 +355,17 @@ def test_an_oom_at_every_operation_of_a_rank_hangs_nobody(
 ) -> None:
     for first, every in launches(stride):
         for operations, off in launch(at_every_operation_with, 2, overlaps, in_place, of_rank, first, every):
+            assert operations > 90
+            assert max(off) < 1e-12
+
+
+@strides(13)
+@pytest.mark.parametrize("of_rank", [0, 1])
+def test_what_is_agreed_on_in_the_first_window_holds_on_a_rank_that_has_run_out_after_it(
+    of_rank: int, stride: int
+) -> None:
+    for first, every in launches(stride):
+        for operations, off in launch(at_every_operation, 2, of_rank, every, first, 1):
             assert operations > 90
             assert max(off) < 1e-12
 
