@@ -6,11 +6,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch.utils.data import BatchSampler, DataLoader
 
-from autoaccum.data import lists
+from autoaccum.data import batches, lists
 from autoaccum.events import Notice
 from autoaccum.training.options import FitArguments
+
+_MOST_TOLD = 4
+"""Entries in which two batches differ, of which as many are told."""
 
 
 def heeding(arguments: FitArguments) -> FitArguments:
@@ -39,6 +43,40 @@ def of_data(arguments: FitArguments, epoch_samples: int | None, asked: Callable[
         if epoch_samples % size != epoch_samples % window:
             said.append(_of_loader(size, epoch_samples % size, window, epoch_samples % window))
     return said
+
+
+def of_validation(trained: Any, validated: Any) -> list[Notice]:
+    """Return what is to be said of a micro-batch of validation data beside one of data: whether it is of another kind.
+
+    Of another size it may be for good reasons, such as pictures that are not cropped.
+    """
+    ours, theirs = (
+        {path: _kind(leaf) for path, leaf in batches.leaves_by_path(each).items()} for each in (trained, validated)
+    )
+    differ = [f"has no {_entry(path)}" for path in ours if path not in theirs]
+    differ += [f"has {_entry(path)} besides" for path in theirs if path not in ours]
+    both = [path for path in ours if path in theirs and ours[path] != theirs[path]]
+    differ += [f"has {theirs[path]} for {_entry(path)}, where data has {ours[path]}" for path in both]
+    if not differ:
+        return []
+    return [
+        Notice(
+            cause=f"validation_data {', '.join(differ[:_MOST_TOLD])}",
+            consequence="A validation may end the run by an error, or tell of something else than what is trained",
+            cure="Let its samples be like those of data; autoaccum.evaluate tells before training whether they can be "
+            "computed",
+        )
+    ]
+
+
+def _kind(leaf: Any) -> str:
+    if not isinstance(leaf, torch.Tensor):
+        return type(leaf).__name__
+    return f"{leaf.dtype} of {leaf.ndim} dimension{'s' * (leaf.ndim != 1)}"
+
+
+def _entry(path: str) -> str:
+    return f"batch{path}"
 
 
 def _loader_drops(data: object) -> bool:

@@ -18,6 +18,7 @@ from autoaccum.data.base import Reader, Source, Window
 from autoaccum.errors import DataError, EmptyDatasetError, LossWithoutGradError, NothingFitsError
 from autoaccum.events import Event, Notice, OutOfMemory, Validated
 from autoaccum.loss.counting import count_items
+from autoaccum.loss.functions import inputs_and_targets
 from autoaccum.loss.graph import graph_alone
 from autoaccum.loss.reductions import read, without_graph
 from autoaccum.loss.shared import plain
@@ -154,6 +155,7 @@ class Validator:
         self._computed: Computed | None = None  # by the last forward, where that is more than a loss
         self._emit = emit
         # The ways that have not failed yet, of which the first is taken. Without one losses are averaged over samples.
+        self._of_outputs = of_outputs
         self._ways = [*([_LOSS_GRAPH] if of_outputs else []), _GRAPH_ALONE, _WHOLE_GRAPH]
         # Sizes of its own, for without a backward more samples fit than in training.
         self._fewest = 1  # samples of a micro-batch as the user has it
@@ -247,6 +249,27 @@ class Validator:
             return reader.window(num_samples)
         window = reader.window(self._window_samples)
         return None if window is None else self._sharing.begin(window)
+
+    def beside(self, window: Window, compared: Callable[[Any, Any], list[Notice]]) -> list[Notice]:
+        """Return what is said of a micro-batch of a window that is trained on, and one of these data beside it.
+
+        Raises:
+            DataError: they are none that a ``loss_fn`` can be called with.
+        """
+        few = min(self._fewest, window.num_samples)
+        # Streams are read from one end to the other: to look at one may be all there is of it.
+        if self._source.num_samples is None or not few:
+            return []
+
+        def found() -> list[Notice]:
+            with of_validation_data():
+                example = self._source.example(few)
+                if self._of_outputs:
+                    inputs_and_targets(example)
+                return compared(window.micro_batch(0, few), example)
+
+        said = attempt(found)
+        return [] if isinstance(said, RanOut) else said  # training will say
 
     def try_metrics(self, metrics: Metrics) -> None:
         """Call each function on one sample and on two, of which nothing remains: what is wrong is said before training.

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler, TensorDataset
 
 import autoaccum
-from autoaccum.errors import ArgumentError, AutoaccumWarning
-from autoaccum.events import Notice
+from autoaccum.errors import ArgumentError, AutoaccumWarning, DataError
+from autoaccum.events import Notice, StepReport
 
 INPUTS, TARGETS = torch.randn(22, 4), torch.arange(22) % 3
 DATASET = TensorDataset(INPUTS, TARGETS)
@@ -82,3 +84,93 @@ def test_nothing_is_said_where_both_leave_out_as_many() -> None:
 def test_a_loader_that_would_leave_out_all() -> None:
     with pytest.raises(ArgumentError, match="That of a DataLoader counts too"):
         run(DataLoader(DATASET, batch_size=8, drop_last=True), effective_batch=64)
+
+
+class Counting(Dataset[Any]):
+    """Samples of a kind of its own, and how often each was read."""
+
+    def __init__(self, make: Callable[[int], Any]) -> None:
+        self.make, self.reads = make, list[int]()
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        self.reads.append(index)
+        return self.make(index)
+
+
+def by_name(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+    return cross_entropy(model(batch["x"]), batch["y"])
+
+
+def named(index: int) -> dict[str, Any]:
+    return {"x": INPUTS[index], "y": int(TARGETS[index])}
+
+
+class Windows:
+    """Counts the windows of a run."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def __call__(self, record: object) -> None:
+        self.number += isinstance(record, StepReport)
+
+
+class TestValidationDataOfAnotherKind:
+    @pytest.mark.parametrize(
+        ("make", "cause"),
+        [
+            (lambda index: {"x": INPUTS[index]}, "validation_data has no batch['y']"),
+            (lambda index: {**named(index), "z": 1.0}, "validation_data has batch['z'] besides"),
+            (
+                lambda index: {"x": INPUTS[index].double(), "y": "cat"},
+                "validation_data has torch.float64 of 2 dimensions for batch['x'], where data has torch.float32 of 2 "
+                "dimensions, has list for batch['y'], where data has torch.int64 of 1 dimension",
+            ),
+        ],
+    )
+    def test_is_announced_before_the_first_window(self, make: Any, cause: str) -> None:
+        said: list[str] = []
+        windows = Windows()
+
+        def listen(record: object) -> None:
+            if isinstance(record, Notice) and windows.number == 0:
+                said.append(record.cause)
+
+        held_out = Counting(make)
+        options: dict[str, Any] = {"loss_fn": None, "training_step": by_name, "callbacks": [listen, windows]}
+        with suppress(Exception):  # of the validation, if there is any
+            run(Counting(named), validation_data=held_out, **options)
+        assert said == [cause]
+        assert windows.number == 1, "the end of the epoch is when it is validated"
+
+    def test_a_loss_fn_that_it_cannot_be_called_with_is_an_error_before_the_first_window(self) -> None:
+        windows = Windows()
+        with pytest.raises(DataError, match=r"^validation_data: with loss_fn, batches are \(inputs, targets\), but"):
+            run(DATASET, validation_data=TensorDataset(INPUTS), callbacks=[windows])
+        assert windows.number == 0
+
+    def test_of_the_same_kind_nothing_is_told_and_of_another_size_neither(self) -> None:
+        convolution = nn.Sequential(nn.Conv2d(1, 3, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+        pictures, larger = torch.randn(8, 1, 6, 6), torch.randn(4, 1, 9, 9)
+        given: dict[str, Any] = {"effective_batch": 4, "loss_fn": cross_entropy, "progress": False, "verify": False}
+        found = autoaccum.fit(convolution, (pictures, TARGETS[:8]), validation_data=(larger, TARGETS[:4]), **given)
+        assert told(found) == []
+
+    def test_one_sample_is_read_for_that_and_a_stream_not_at_all(self) -> None:
+        held_out = Counting(named)
+        run(DATASET, validation_data=held_out, loss_fn=None, training_step=lambda model, batch: (
+            by_name(model, batch) if isinstance(batch, dict) else cross_entropy(model(batch[0]), batch[1])
+        ))  # fmt: skip
+        assert sorted(held_out.reads) == [0, *range(8)]
+        begun: list[int] = []
+
+        class Stream(IterableDataset[Any]):
+            def __iter__(self) -> Any:
+                begun.append(1)
+                return iter(SAMPLES)
+
+        run(DATASET, validation_data=Stream())
+        assert len(begun) == 1
