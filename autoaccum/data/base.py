@@ -79,3 +79,6 @@ class Source(Protocol):
 
         Where a collate_fn takes samples of different lengths, the longest of the first few is repeated.
         """
+
+    def form(self, num_samples: int) -> Any:
+        """Return a batch with the entries of those that are read; all of the data, where no sample need be read."""

@@ -306,6 +306,10 @@ class DatasetSource:
             batch = self._reader(repeat(items, num_samples))
         return batches.to_device(batch, self._device, copy=True)
 
+    def form(self, num_samples: int) -> Any:
+        """Return the same, for samples tell it alone."""
+        return self.example(num_samples)
+
 
 def _longer_make_larger(collate: Callable[[list[Item]], Any], items: list[Item]) -> bool:
     """Return whether some items are longer than others, and make larger batches."""

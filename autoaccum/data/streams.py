@@ -170,6 +170,10 @@ class StreamSource:
             batch = self._collate(repeat_longest(piece, num_samples))
         return batches.to_device(batch, self._device, copy=True)
 
+    def form(self, num_samples: int) -> Any:
+        """Return the same, for samples tell it alone."""
+        return self.example(num_samples)
+
 
 def _skip(reader: Reader, passed: Iterable[int]) -> Reader:
     """Take the windows of those sizes from a reader, and give it back."""

@@ -113,6 +113,10 @@ class TensorSource:
         """Return the first rows, repeated."""
         return self.gather({_HOST: torch.arange(num_samples, device="cpu") % self._num_rows})
 
+    def form(self, num_samples: int) -> Any:
+        """Return all of it, of which nothing is read."""
+        return self._spec.unflatten(self._leaves)
+
 
 def _values_or_types(value: Any) -> Any:
     """Replace objects in nested lists by the names of their types: their texts may differ in the next process."""

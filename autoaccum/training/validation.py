@@ -263,7 +263,7 @@ class Validator:
 
         def found() -> list[Notice]:
             with of_validation_data():
-                example = self._source.example(few)
+                example = self._source.form(few)
                 if self._of_outputs:
                     inputs_and_targets(example)
                 return compared(window.micro_batch(0, few), example)

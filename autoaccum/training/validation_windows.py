@@ -36,6 +36,7 @@ class ValidatorOfWindows(Validator):
             options: further ones of ``Validator``.
         """
         super().__init__(*arguments, **options)
+        self._of_outputs = False  # but of embeddings, which its own function makes of any batch
         self._loss_of_window = window_loss
         self._window_samples = window_samples
         self._parts: list[Embedded] = []  # of the window that is validated, but for its last micro-batch
