@@ -8,7 +8,7 @@ import random
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -40,7 +40,7 @@ _MT19937_BYTES = WORDS * 4 + 4
 _last_numpy: tuple[Any, bytes, Any] = (None, b"", None)
 # The same of Python's, without the generator: it is one and the same for ever.
 _last_python: tuple[bytes, Any] = (b"", None)
-_PYTHON: Any = random.random.__self__  # type: ignore[attr-defined]
+_PYTHON = cast("Any", random._inst)
 _PYTHON_ADDRESS = id(_PYTHON) + object.__basicsize__
 
 
@@ -50,7 +50,9 @@ def _python_state() -> Any:
     Each is a tuple of 625 numbers, and a block whose forward is computed again looks at it four times.
     """
     global _last_python
-    if not _is_where_expected():
+    # Another one may have taken its place, by whose methods the module's functions were replaced.
+    is_other = getattr(random.getstate, "__self__", None) is not _PYTHON
+    if is_other or not _is_where_expected():
         return random.getstate()
     memory = ctypes.string_at(_PYTHON_ADDRESS, _MT19937_BYTES)
     then, state = _last_python

@@ -332,7 +332,7 @@ def insist(function: Callable[[], T], what: str) -> T:
         outcome = attempt(function)
     if not isinstance(outcome, RanOut):
         return outcome
-    raise _beyond_plans(what) from outcome.error
+    raise beyond_plans(what) from outcome.error
 
 
 @contextmanager
@@ -349,10 +349,10 @@ def named(what: str) -> Iterator[None]:
             raise
         # The traceback stays, for nothing goes on from here; what its frames hold does not.
         traceback.clear_frames(error.__traceback__)
-        raise _beyond_plans(what) from error
+        raise beyond_plans(what) from error
 
 
-def _beyond_plans(what: str) -> MemoryLimitError:
+def beyond_plans(what: str) -> MemoryLimitError:
     """Return the error for memory that ran out where no micro-batch is being run."""
     return MemoryLimitError(
         f"memory ran out while {what}, where no smaller micro-batch helps; the error above says where. Leave more "

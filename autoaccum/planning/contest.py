@@ -106,7 +106,7 @@ class Contest:
         self.beaten_with = 0
         """Samples of the largest micro-batch with which this rung has beaten the one above; 0 where it has not."""
         self.windows = 0
-        """Windows that were run while this rung is tried."""
+        """Windows that were run on this rung while it was open, LONGEST at most."""
         # What a first window takes only makes ready for the next: it has allocations to make, and kernels to choose.
         self._seconds: list[float] = []
 
@@ -127,8 +127,14 @@ class Contest:
         share = GAIN if self.best.rungs > 0 else 1 / GAIN
         return self.seconds is not None and self.seconds > share * self.best.seconds
 
+    @property
+    def is_awaited(self) -> bool:
+        """Return whether windows are soon to be run otherwise, or not, which is being found out."""
+        # Where plans change again and again it never is: nobody is to wait for that.
+        return self.is_open and (self.best is not None or self.windows < LONGEST)
+
     def is_overdue(self) -> bool:
-        """Return, before each window while a rung is tried, whether that has gone on for too long."""
+        """Return, before each window while there is something to find out, whether that has gone on for too long."""
         if self.windows >= LONGEST:
             return True
         self.windows += 1

@@ -85,17 +85,20 @@ class _Contents:
         held = list(contents)
         # Most of a module's are empty, such as those of hooks that nobody has registered.
         self._empty = [container for container, copy in held if not copy]
-        full = [(container, copy) for container, copy in held if copy]
+        # The copy of a set may have another order than the set, and so may the set once it is put back.
+        self._sets = [(container, set(map(id, copy))) for container, copy in held if copy and type(copy) is set]
+        full = [(container, copy) for container, copy in held if copy and type(copy) is not set]
         self._full, self._lengths = [container for container, _ in full], [len(copy) for _, copy in full]
         self._entries = [entry for _, copy in full for entry in copy]
         dicts = [(container, copy) for container, copy in full if isinstance(container, dict)]
         self._dicts, self._values = [one for one, _ in dicts], [value for _, copy in dicts for value in copy.values()]
 
     def are_the_same(self) -> bool:
-        """Return whether all hold the very objects that they held, in the same order, and are of the same classes."""
+        """Return whether all hold the very objects that they held, sets in any order, and are of the same classes."""
         return (
             all(map(is_, map(type, self._owners), self._classes))
             and not any(self._empty)
+            and all(set(map(id, container)) == entries for container, entries in self._sets)
             and list(map(len, self._full)) == self._lengths
             and all(map(is_, chain.from_iterable(self._full), self._entries))
             and all(map(is_, chain.from_iterable(map(_values_of, self._dicts)), self._values))

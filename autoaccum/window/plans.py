@@ -206,9 +206,8 @@ class Plans:
 
     @property
     def are_settled(self) -> bool:
-        """Return whether windows are run as they will be: nothing of how is being found out, or compared."""
-        is_found = not (self._tuner.search.is_on or self._tuner.is_timing)
-        return is_found and self._saving.is_measured and not self._saving.contest.is_open
+        """Return whether windows are run as they will be, as far as can be told."""
+        return not (self._tuner.search.is_on or self._tuner.is_timing or self._saving.contest.is_awaited)
 
     @property
     def times_rung(self) -> bool:
@@ -230,7 +229,7 @@ class Plans:
         """
         tuner, contest, step = self._tuner, self._saving.contest, self._number() + 1
         # Where memory, or the time that windows take, is never the same twice, nobody knows when it would be told.
-        if contest.best is not None and contest.is_overdue():
+        if contest.is_overdue() and contest.best is not None:
             self._go_back(contest.best, f"not settled after {contest.windows} windows", batch)
             return
         if not self.times_rung:

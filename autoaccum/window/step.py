@@ -18,7 +18,7 @@ from autoaccum.events import Event, OutOfMemory, StepSkipped
 from autoaccum.memory import clock
 from autoaccum.memory.base import Memory
 from autoaccum.memory.limit import Limit
-from autoaccum.memory.oom import RanOut, attempt, insist, without_frames
+from autoaccum.memory.oom import RanOut, attempt, beyond_plans, insist, without_frames
 from autoaccum.memory.waiting import Patience, Shortage
 from autoaccum.planning.attempts import Attempt, Piece
 from autoaccum.planning.cuts import Lengths
@@ -117,6 +117,7 @@ class Step:
         self._refusal: Refusal | None = None  # of this window
         self._piece = Piece(0, 0, 1, False)  # what runs at this moment
         self._is_given = not tuner.searching  # the size of micro-batches, by the user
+        self._fewest_told = 1  # samples of a micro-batch, as all ranks have heard; the tuner's may be of this one alone
         self._closes = needs_closure(job.optimizer)  # whether its steps are given a closure
         self.stints: Sequence[Stint] = ()
         """What each rank did of the last window, where there are several."""
@@ -285,8 +286,7 @@ class Step:
 
     def _try(self, pieces: Attempt, window: Window) -> Gradient | Repeat | Failure | Elsewhere | NotSaved:
         """Run a window once."""
-        number, signs = self.number + 1, self.transaction.signs
-        group = self.transaction.group
+        number, signs, group = self.number + 1, self.transaction.signs, self.transaction.group
         is_looked_at = self._sharded is None and number >= signs.next_look
         if is_looked_at and (group is None or group.is_first):  # who looks for all of them
             way = self.saving.name, self.tuner.largest
@@ -400,21 +400,21 @@ class Step:
         started = now()
         most, is_enforced = max(gradient.sizes), self.limit.is_enforced
         room = self.tuner.room_at_once(most, self.meter.peak(), is_enforced=is_enforced, is_given=self._is_given)
-        group = self.transaction.group
-        waited = 0.0
+        group, waited = self.transaction.group, 0.0
         if group is None:
             found = self._examiner.examine(window, gradient, self.number + 1, room, self.meter.aside)
         else:
-            waited = group.waited_seconds
+            before = group.waited_seconds
             found = self._examined_by_the_first(group, measured_by_first(window), gradient, room)
-            waited = group.waited_seconds - waited  # which is left out with all that is waited for
+            waited = group.waited_seconds - before  # which is left out with all that is waited for
         self.examining_seconds += now() - started - waited  # no part of what the window takes
         for event in found.events:
             self.announcer.tell(event)
         if found.hides_items:
             self.compilations.forgo()
-        if found.smallest > self.tuner.smallest:
-            self.tuner.set_smallest(found.smallest)
+        if found.smallest > self._fewest_told:
+            self._fewest_told = found.smallest
+            self.tuner.set_smallest(max(found.smallest, self.tuner.smallest))
             if min(gradient.sizes) < found.smallest <= num_of_all_ranks(window):
                 return Repeat(sizes=())
         if found.again:
@@ -464,6 +464,8 @@ class Step:
             self.tuner.limits.heed(self.limit.read())
             return pieces.again()
         refused = shortage.error
+        if not pieces.num_samples:
+            raise beyond_plans("other ranks told of their samples") from refused
         if not shortage.ran:
             try:
                 # The limit is read anew: that it has fallen may be why there was not enough.

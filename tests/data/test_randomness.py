@@ -74,6 +74,18 @@ def test_the_state_of_python_is_read_anew_only_where_something_was_drawn(
         assert random.random() == after, name
 
 
+def test_a_generator_that_takes_the_place_of_pythons_is_the_one_that_is_put_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    other = random.Random(5)
+    for name in ("random", "getstate", "setstate", "gauss"):
+        monkeypatch.setattr(random, name, getattr(other, name))
+    state = get_state()
+    first = random.random()
+    set_state(state)
+    assert random.random() == first
+
+
 def test_on_the_cpu_the_device_changes_nothing() -> None:
     cpu = torch.device("cpu")
     state = get_state(cpu)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import Dataset, IterableDataset
 
 import autoaccum
@@ -20,6 +22,7 @@ from autoaccum.events import OutOfMemory, Replanned, Shared, StepReport, Validat
 from autoaccum.ranks import channel, summing
 from autoaccum.testing import simulated_memory
 from autoaccum.window.joining import SharedTransaction
+from autoaccum.window.step import Step
 from tests.faults import launches, oom_in_window, sizes, strides
 from tests.processes import in_turn
 from tests.ranks.launching import check_ends, launch
@@ -368,6 +371,57 @@ def test_what_is_agreed_on_in_the_first_window_holds_on_a_rank_that_has_run_out_
         for operations, off in launch(at_every_operation, 2, of_rank, every, first, 1):
             assert operations > 90
             assert max(off) < 1e-12
+
+
+class Failing:
+    """A loss that is no number of one sample, and once raises for it on the second rank."""
+
+    def __init__(self) -> None:
+        self.has_failed = False
+
+    def __call__(self, model: Any, batch: Any) -> torch.Tensor:
+        if rank() == 1 and len(batch[0]) == 1 and not self.has_failed:
+            self.has_failed = True
+            torch.ones(2) @ torch.ones(3)
+        loss = cross_entropy(model(batch[0]), batch[1])
+        return loss * float("nan") if len(batch[0]) == 1 else loss
+
+
+def of_one_sample() -> Trained:
+    return fit(micro_batch=1, effective_batch=16, data=data(64), epochs=1, training_step=Failing())
+
+
+def test_the_fewest_samples_are_those_that_all_ranks_have_heard_of() -> None:
+    first, second = launch(of_one_sample, 2)
+    assert torch.equal(first.weights, second.weights)
+    assert first.losses == second.losses
+    assert min(map(min, first.plans)) == 2
+
+
+def without_samples() -> str:
+    """On a rank without samples, which has no memory for what it hears of the other one."""
+    run, count = Step.run, 0
+
+    class Never(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if any(word in str(func) for word in ("zeros", "empty", "new_")):
+                raise torch.OutOfMemoryError("none left")
+            return func(*args, **(kwargs or {}))
+
+    def faulty(self: Step, given: Any, plan: Any = None) -> Any:
+        nonlocal count
+        count += 1
+        with Never() if (rank(), count) == (1, 2) else nullcontext():
+            return run(self, given, plan)
+
+    Step.run = faulty  # type: ignore[method-assign]
+    return refused({"effective_batch": 1, "micro_batch": 1, "loss_fn": cross_entropy, "epochs": 1})[1]
+
+
+def test_a_rank_without_samples_that_lacks_memory_says_so() -> None:
+    first, second = launch(without_samples, 2)
+    assert "memory ran out while other ranks told of their samples" in second
+    assert "MemoryLimitError" in first
 
 
 def failing(what: str) -> Any:

@@ -305,6 +305,30 @@ def by_time(limit: int, options: dict[str, Any]) -> Left:
         return fit(limit if rank() == 1 else None, plain, **given)
 
 
+def alternating(progress: Any) -> int:
+    return 16 + 4 * (progress.step % 2)
+
+
+class Slow(Timed):
+    """Takes three times as long on the second rank."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.clock.advance((1 + 2 * rank()) * len(x) - 1.0)
+        return super().forward(x)
+
+
+def by_speed() -> Left:
+    given: dict[str, Any] = {"micro_batch": "auto", "effective_batch": alternating, "steps": 60, "model": Slow}
+    with manual_clock() as Timed.clock:
+        return fit(None, plain, **given, balance="speed")
+
+
+def test_shares_by_speed_wait_for_no_rung_where_plans_change_again_and_again() -> None:
+    first, _ = launch(by_speed, 2)
+    shares = first.plans[-1]
+    assert shares[-1] <= sum(shares) / 3
+
+
 def test_each_rank_has_the_rung_that_is_faster_for_it() -> None:
     (one, _), (two, _) = (
         launch(by_time, 2, UNLIMITED, {"micro_batch": size, "memory_saving": how, "steps": 2})

@@ -127,6 +127,21 @@ def test_a_change_is_noticed_and_what_is_put_back_is_none() -> None:
     assert extra == [1]
 
 
+def test_a_set_is_the_same_in_any_order() -> None:
+    owner = Owner()
+    owner.seen = set(range(2000))  # type: ignore[attr-defined]
+    owner.seen -= set(range(2000)) - {1, 8, 1000, 1032}  # type: ignore[attr-defined]
+    assert list(owner.seen.copy()) != list(owner.seen)  # type: ignore[attr-defined]
+    kept = Attributes([owner])
+    assert not kept.have_changed()
+    owner.seen.add(3)  # type: ignore[attr-defined]
+    assert kept.have_changed()
+    kept.restore()
+    assert not kept.have_changed()
+    owner.seen.symmetric_difference_update({8, 9})  # type: ignore[attr-defined]
+    assert kept.have_changed(), "as many, and others"
+
+
 def test_a_tensor_that_is_written_to_is_no_change_and_is_named() -> None:
     owner, queue, deep = Owner(), torch.zeros(2), torch.zeros(1)
     owner.queue, owner.nested["inner"]["deep"] = queue, [deep]  # type: ignore[assignment]
