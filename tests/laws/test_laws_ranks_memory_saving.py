@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import autoaccum
-from autoaccum.events import MemorySaving, Notice, OutOfMemory, Recomputed, StepReport
+from autoaccum.events import MemorySaving, Notice, OutOfMemory, Recomputed, Shared, StepReport
 from autoaccum.memory.clock import ManualClock
 from autoaccum.testing import manual_clock, simulated_memory
 from tests.faults import launches, oom_in_window, strides
@@ -41,12 +41,14 @@ class Left(NamedTuple):
     """Rungs that were found to come to the same bits."""
     notices: list[str]
     ooms: int
+    shares: list[list[int]]
+    """Of all ranks, as they were told."""
 
 
 def fit(limit: int | None = None, kind: Callable[[], nn.Module] = Block, **options: Any) -> Left:
     torch.manual_seed(0)
     model, seen = options.pop("model", Stack)(kind).double(), list[Any]()
-    samples = tuple(each.double() for each in data(24))
+    samples = tuple(each.double() for each in data(options.pop("samples", 24)))
     given: dict[str, Any] = {
         "effective_batch": 6, "micro_batch": 1, "steps": 5, "loss_fn": F.mse_loss, "optimizer": sgd, "patience": 0,
         "callbacks": [seen.append], "verify": False, **options,
@@ -65,6 +67,7 @@ def fit(limit: int | None = None, kind: Callable[[], nn.Module] = Block, **optio
         sum(isinstance(event, Recomputed) for event in seen),
         [str(event) for event in seen if isinstance(event, Notice)],
         sum(isinstance(event, OutOfMemory) for event in seen),
+        [[sum(plan) for plan in event.micro_batches] for event in seen if isinstance(event, Shared)],
     )
 
 
@@ -313,20 +316,25 @@ class Slow(Timed):
     """Takes three times as long on the second rank."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.clock.advance((1 + 2 * rank()) * len(x) - 1.0)
+        self.clock.advance((1 + 0.1 * len(x)) * (1 + 2 * rank()) - 1)
         return super().forward(x)
 
 
-def by_speed() -> Left:
-    given: dict[str, Any] = {"micro_batch": "auto", "effective_batch": alternating, "steps": 60, "model": Slow}
+def by_speed(limit: int, options: dict[str, Any]) -> Left:
+    given: dict[str, Any] = {"effective_batch": alternating, "steps": 60, "model": Slow, "balance": "speed", **options}
     with manual_clock() as Timed.clock:
-        return fit(None, plain, **given, balance="speed")
+        return fit(limit, plain, samples=360, **given)
 
 
 def test_shares_by_speed_wait_for_no_rung_where_plans_change_again_and_again() -> None:
-    first, _ = launch(by_speed, 2)
-    shares = first.plans[-1]
-    assert shares[-1] <= sum(shares) / 3
+    (one, _), (two, _) = (
+        launch(by_speed, 2, UNLIMITED, {"micro_batch": size, "memory_saving": "off", "steps": 2}) for size in (1, 2)
+    )
+    limit = one.peak + int(2.2 * (two.peak - one.peak))
+    for how in ("off", "auto"):
+        first, _ = launch(by_speed, 2, limit, {"micro_batch": "auto", "memory_saving": how})
+        assert max(first.plans[-1]) == 2, "windows are cut, so that a rung may be faster"
+        assert 0 < 2 * first.shares[-1][1] <= first.shares[-1][0]
 
 
 def test_each_rank_has_the_rung_that_is_faster_for_it() -> None:
