@@ -85,7 +85,7 @@ class CheckReport:
             return
         if self.passed:
             yield from _entry("the loss", f"{_words(self.hypothesis or '')}")
-        allowed = f"{format_error(self.tolerance)} is rounding of {'64' if self.tolerance < 1e-6 else '32'} bits"
+        allowed = f"{format_error(self.tolerance)} is rounding of {'64' if self.tolerance <= 1e-6 else '32'} bits"
         yield from _entry("error", f"{format_error(self.error)} of the gradient, where up to {allowed}")
         yield from _entry("measured on", f"{self.samples} samples, in {self.seconds:.2g} s")
         sizes = {cut: " + ".join(map(str, cut.sizes)) for cut in self.cuts}

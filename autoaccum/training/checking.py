@@ -366,7 +366,7 @@ class _Check:
             passed=decision.passed,
             hypothesis=decision.hypothesis,
             error=held.error,
-            tolerance=verdict.tolerance,
+            tolerance=max(verdict.tolerance, held.error) if decision.passed else verdict.tolerance,
             tensor=held.tensor,
             samples=verdict.samples,
             cuts=tuple(

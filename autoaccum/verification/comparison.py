@@ -19,6 +19,8 @@ TOLERANCE = 2e-5
 """The same of float32, in which right ones stay below 3e-6, and wrong ones above 1e-4."""
 MAY_BE_ROUNDING = 1e-3
 """The relative error below which it is asked whether rounding explains it."""
+MOST_ROUNDING = 1e-2
+"""The same where 64 bits are asked, which leave no doubt."""
 _LEAST_SHARE = 1e-2
 """A tensor's error is relative to its own norm, or to this share of what its norm would be if all entries of the
 gradient were alike. A gradient that is 0 but for rounding, as that of a bias before a normalisation, has no digits."""
@@ -98,3 +100,19 @@ def tolerance_of(parameters: Sequence[torch.Tensor]) -> float:
     if dtypes and dtypes <= {torch.float64, torch.complex128}:
         return TOLERANCES[torch.float64]
     return TOLERANCE
+
+
+def any_of(gradient: torch.Tensor) -> bool:
+    """Return whether a gradient, a sparse one too, has any number but 0."""
+    values = gradient.coalesce()._values() if gradient.is_sparse else gradient
+    return bool(values.count_nonzero())
+
+
+def names_of(parameters: Sequence[torch.Tensor], modules: Sequence[torch.nn.Module]) -> list[str]:
+    """Return the names of parameters, with that of their module where it is not the first."""
+    names: dict[int, str] = {}
+    for index, module in enumerate(modules):
+        for name, p in module.named_parameters():
+            name = name.removeprefix("_orig_mod.")  # of what torch.compile made of it
+            names.setdefault(id(p), name if not index else f"{type(module).__name__}.{name}")
+    return [names.get(id(p), "a parameter of the optimizer alone") for p in parameters]

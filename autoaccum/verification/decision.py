@@ -12,10 +12,11 @@ from autoaccum.loss.hypotheses import SUMS, Conclusion, Hypothesis, TermKind, is
 from autoaccum.loss.reductions import is_one
 from autoaccum.loss.terms import Reduction
 from autoaccum.memory.oom import is_out_of_memory, without_frames
-from autoaccum.verification.comparison import MAY_BE_ROUNDING
+from autoaccum.verification.comparison import MAY_BE_ROUNDING, MOST_ROUNDING
 from autoaccum.verification.counts import by_counts
 from autoaccum.verification.draws import UnalignedError, UnsettledError
 from autoaccum.verification.findings import Cut, Decision, Outcome
+from autoaccum.verification.floors import is_right_in_64_bits
 from autoaccum.verification.measurement import Measurement, NotFiniteError, ZeroGradientError
 
 Rival = Literal["num_items", "items", "samples"]
@@ -147,6 +148,9 @@ def _decided(measurement: Measurement, cuts: list[Cut], likely: Hypothesis) -> D
     best = min(tried, key=lambda outcome: math.inf if math.isnan(outcome.error) else outcome.error)
     if tolerance < best.error < MAY_BE_ROUNDING:
         tolerance = max(tolerance, measurement.floor())
+    # Long sums, as that of a convolution's bias over all places of all pictures, round by more than turned bits.
+    if tolerance < best.error < MOST_ROUNDING and is_right_in_64_bits(measurement, cuts, best.hypothesis):
+        tolerance = best.error
     if not best.error <= tolerance:
         best = tried[0]  # a few samples do not tell which of several wrong ones is the least wrong for a window
     return Decision(

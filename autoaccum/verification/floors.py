@@ -7,16 +7,19 @@ wrong weight, not for rounding. What remains is that kernels differ with the siz
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache, partial
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
-from autoaccum.memory.oom import insist
-from autoaccum.verification.comparison import MAY_BE_ROUNDING, TOLERANCE, error_of
+from autoaccum.data import batches
+from autoaccum.loss.hypotheses import Hypothesis
+from autoaccum.memory.oom import insist, is_out_of_memory
+from autoaccum.verification.comparison import MAY_BE_ROUNDING, TOLERANCE, TOLERANCES, error_of
+from autoaccum.verification.findings import Cut, Outcome
 
 T = TypeVar("T")
 _TIMES = 40
@@ -129,13 +132,44 @@ def nudged(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
             insist(partial(bits.bitwise_xor_, 1), "parameters were put back")
 
 
-def nudge(leaves: Iterable[Any]) -> None:
+def nudge(batch: Any) -> Any:
     """Turn the last bit of each number of the tensors in a batch, but of whole ones: they are flags, or labels."""
-    for leaf in leaves:
+    for leaf in batches.flatten(batch)[0]:
         if isinstance(leaf, torch.Tensor) and (bits := _bits_of(leaf)) is not None:
             numbers = leaf.detach()
             numbers = torch.view_as_real(numbers) if numbers.is_complex() else numbers
             bits.bitwise_xor_((numbers.isfinite() & (numbers != numbers.round())).to(bits.dtype))
+    return batch
+
+
+def as_it_is(batch: Any) -> Any:
+    """Return a batch that is neither nudged nor widened."""
+    return batch
+
+
+@contextmanager
+def widened(parameters: Iterable[torch.Tensor], modules: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """Have parameters and the tensors of modules, those of 32 bits that are plain, in 64 bits within it."""
+    tensors = [*parameters, *(t for module in modules for t in (*module.parameters(), *module.buffers()))]
+    plain = {id(one): one for one in tensors if _is_narrow(one) and type(one) in (torch.Tensor, torch.nn.Parameter)}
+    kept = [(one, one.data) for one in plain.values()]
+    try:
+        for one, data in kept:
+            one.data = data.double()
+        yield
+    finally:
+        for one, data in kept:
+            one.data = data
+
+
+def widen(batch: Any) -> Any:
+    """Return a batch with tensors of 32 bits in 64 bits."""
+    leaves, spec = batches.flatten(batch)
+    return spec.unflatten([leaf.double() if _is_narrow(leaf) else leaf for leaf in leaves])
+
+
+def _is_narrow(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.dtype is torch.float32 and not leaf.is_meta
 
 
 def _bits_of(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -144,3 +178,28 @@ def _bits_of(tensor: torch.Tensor) -> torch.Tensor | None:
     plain = tensor.detach()
     plain = torch.view_as_real(plain) if plain.is_complex() else plain
     return plain.view(_BITS[plain.itemsize]) if plain.is_floating_point() and plain.itemsize in _BITS else None
+
+
+class Widens(Protocol):
+    """A measurement, as far as it is needed here."""
+
+    tolerance: float
+
+    def widened(self) -> AbstractContextManager[None]:
+        """Compute in 64 bits within it."""
+
+    def run(self, cuts: Sequence[Cut], hypothesis: Hypothesis | None) -> Outcome:
+        """Run the samples in cuts, and compare with the whole."""
+
+
+def is_right_in_64_bits(measurement: Widens, cuts: Sequence[Cut], hypothesis: Hypothesis | None) -> bool:
+    """Return whether cuts of samples have the gradient of the whole where both are computed in 64 bits."""
+    if measurement.tolerance < TOLERANCE:  # they are already
+        return False
+    try:
+        with measurement.widened():
+            return measurement.run(cuts, hypothesis).error <= TOLERANCES[torch.float64]
+    except Exception as error:  # code that is written for 32 bits alone
+        if is_out_of_memory(error):
+            raise
+        return False

@@ -26,16 +26,25 @@ from autoaccum.loss.hypotheses import Hypothesis, kinds_in
 from autoaccum.loss.reductions import is_one, read, without_graph
 from autoaccum.loss.terms import Reduction
 from autoaccum.planning.attempts import Piece
-from autoaccum.verification.comparison import OF_STATE, TOLERANCE, Error, error_of, loss_tolerance_of, tolerance_of
+from autoaccum.verification.comparison import (
+    OF_STATE,
+    TOLERANCE,
+    Error,
+    any_of,
+    error_of,
+    loss_tolerance_of,
+    names_of,
+    tolerance_of,
+)
 from autoaccum.verification.draws import Constants, Recording, Replaying, drawing_nothing
 from autoaccum.verification.findings import Cut, Outcome, Part
-from autoaccum.verification.floors import floor_of, full_precision, nudge, nudged
-from autoaccum.verification.samples import cuts_of
+from autoaccum.verification.floors import as_it_is, floor_of, full_precision, nudge, nudged, widen, widened
+from autoaccum.verification.samples import are_equal, cuts_of
 from autoaccum.window.before import SharedStretch, SharedWindow, Stretch, sharing_of
 from autoaccum.window.gradient import Gradient, Repeat
 from autoaccum.window.job import Job
 from autoaccum.window.kept import ROUNDING, InDoubt, Least, is_same, least_of, may_stand_for
-from autoaccum.window.state import Gradients, State, same
+from autoaccum.window.state import Gradients, State
 from autoaccum.window.transaction import Transaction
 
 _CPU = torch.device("cpu")
@@ -121,7 +130,8 @@ class Measurement:
         self._rewind = rewind
         self._like = like
         self._drops_gradients = drops_gradients
-        self._forward_only, self._tells, self._nudges = forward_only, tells, False
+        self._forward_only, self._tells = forward_only, tells
+        self._converted = as_it_is
         # Not compiled, and not in 16 bits: there right and wrong cannot be told apart.
         self.job = replace(job, model=getattr(job.model, "_orig_mod", job.model), precision="fp32")
         self.names: list[str] = []
@@ -136,7 +146,7 @@ class Measurement:
         self._transaction.several.learns = False
         self._transaction.drops_gradients = self._drops_gradients
         self.parameters = self._transaction.trained()
-        self.names = _names_of(self.parameters, self.job.modules)
+        self.names = names_of(self.parameters, self.job.modules)
         tolerance = loss_tolerance_of if self._forward_only else tolerance_of
         self.tolerance = tolerance(self.parameters)
         self.is_rounded = any(p.dtype in (torch.bfloat16, torch.float16) for p in self.parameters)
@@ -168,10 +178,7 @@ class Measurement:
 
     def make(self, part: Part) -> Any:
         """Return some of the samples as a batch, as the window makes it of them alone, on the device."""
-        batch = self._made(part)
-        if self._nudges:
-            nudge(batches.flatten(batch)[0])
-        return batch
+        return self._converted(self._made(part))
 
     def _made(self, part: Part) -> Any:
         if self._collated is not None:
@@ -200,7 +207,7 @@ class Measurement:
         collated = self.make(whole)
         self._put_back()
         second, _ = batches.flatten(collated)
-        if len(first) == len(second) and all(map(_are_equal, first, second)):
+        if len(first) == len(second) and all(map(are_equal, first, second)):
             return False
         self._collated = collated
         return True
@@ -365,6 +372,20 @@ class Measurement:
         # What kernels of other sizes do, the device shows.
         return max(floor, floor_of(self.job.device, torch.are_deterministic_algorithms_enabled()))
 
+    @contextmanager
+    def widened(self) -> Iterator[None]:
+        """Compute in 64 bits within it, the whole as well, as far as the user's code does so."""
+        kept = self._draws, self._loss, self._wanted
+        with widened(self.parameters, self.job.modules):
+            self._converted = widen
+            try:
+                self._record()
+                yield
+            finally:
+                self._converted = as_it_is
+                self._draws, self._loss, self._wanted = kept
+        self._put_back()
+
     def rounding(self) -> float:
         """Return how far the loss of all samples may be off for rounding alone, as a fraction of it."""
         whole = tuple(range(self.num_samples))
@@ -377,11 +398,11 @@ class Measurement:
     def _nudged(self) -> Iterator[None]:
         """Turn the last bit of each number of the parameters, and of the batches that are made within it."""
         with nudged(self.parameters):
-            self._nudges = True
+            self._converted = nudge
             try:
                 yield
             finally:
-                self._nudges = False
+                self._converted = as_it_is
         self._put_back()  # which a run may have done in the midst of this, with some parameters
 
     def _loss_of(self, part: Part, draws: AbstractContextManager[Any], *, reads: bool = False) -> float:
@@ -458,7 +479,7 @@ class Measurement:
         error = error_of(gradients, self._wanted)
         if error is not None:
             return error
-        if not any(g is not None and _any(g) for g in gradients):
+        if not any(g is not None and any_of(g) for g in gradients):
             raise ZeroGradientError
         return Error(math.inf, None)  # the whole has a gradient of 0, and the cut has not
 
@@ -575,24 +596,3 @@ class Measurement:
 def _forget(saved: Any) -> Any:
     """Return nothing in place of what a forward saves for its backward."""
     return None
-
-
-def _are_equal(first: Any, second: Any) -> bool:
-    if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
-        return first.shape == second.shape and same(first, second)
-    return not isinstance(first, torch.Tensor | np.ndarray) or bool(np.array_equal(first, second))
-
-
-def _any(gradient: torch.Tensor) -> bool:
-    values = gradient.coalesce()._values() if gradient.is_sparse else gradient
-    return bool(values.count_nonzero())
-
-
-def _names_of(parameters: Sequence[torch.Tensor], modules: Sequence[torch.nn.Module]) -> list[str]:
-    """Return the names of parameters, with that of their module where it is not the first."""
-    names: dict[int, str] = {}
-    for index, module in enumerate(modules):
-        for name, p in module.named_parameters():
-            name = name.removeprefix("_orig_mod.")  # of what torch.compile made of it
-            names.setdefault(id(p), name if not index else f"{type(module).__name__}.{name}")
-    return [names.get(id(p), "a parameter of the optimizer alone") for p in parameters]

@@ -11,8 +11,9 @@ from autoaccum.events import Notice
 from autoaccum.loss.hypotheses import Hypothesis
 from autoaccum.memory.oom import RanOut, attempt
 from autoaccum.verification import notices, readings
-from autoaccum.verification.comparison import MAY_BE_ROUNDING, tolerance_of
+from autoaccum.verification.comparison import MAY_BE_ROUNDING, MOST_ROUNDING, tolerance_of
 from autoaccum.verification.counts import by_counts
+from autoaccum.verification.floors import is_right_in_64_bits
 from autoaccum.verification.kinds import Kinds
 from autoaccum.verification.measurement import Measurement, NotFiniteError
 from autoaccum.verification.samples import MOST
@@ -226,7 +227,10 @@ def measure_part(
                 return 0.0, other
             if tolerance < error < MAY_BE_ROUNDING:  # as in ``decide``
                 tolerance = max(tolerance, measurement.floor())
-            return (0.0 if error <= tolerance else error), hypothesis
+            is_right = error <= tolerance or (
+                error < MOST_ROUNDING and is_right_in_64_bits(measurement, [cut], hypothesis)
+            )
+            return (0.0 if is_right else error), hypothesis
 
     for chosen in ([*first, *second], few):
         try:

@@ -12,6 +12,7 @@ import torch
 from autoaccum.data import batches
 from autoaccum.memory.oom import RanOut, attempt
 from autoaccum.verification.leaves import numbers_of
+from autoaccum.window.state import same
 
 MOST = 6
 """Samples that a measurement takes: enough for three cuts into parts of different sizes."""
@@ -176,3 +177,10 @@ def _parts(order: Sequence[int], sizes: Sequence[int]) -> tuple[tuple[int, ...],
         parts.append(tuple(order[start : start + size]))
         start += size
     return tuple(parts)
+
+
+def are_equal(first: Any, second: Any) -> bool:
+    """Return whether two leaves of batches are the same; those that are no numbers say nothing."""
+    if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
+        return first.shape == second.shape and same(first, second)
+    return not isinstance(first, torch.Tensor | np.ndarray) or bool(np.array_equal(first, second))

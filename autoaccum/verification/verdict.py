@@ -194,7 +194,7 @@ def _measured_of(
                 causes=causes,
                 ones=ones,
                 chosen=tuple(chosen),
-                tolerance=measurement.tolerance,
+                tolerance=max(measurement.tolerance, decision.error) if decision.passed else measurement.tolerance,
                 rebinds=measurement.rebinds,
                 broadcasts=bool(not decision.passed and not causes and broadcasts(measurement)),
                 pads=bool(not decision.passed and not causes and pads(measurement)),

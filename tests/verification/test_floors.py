@@ -182,3 +182,57 @@ def test_a_gradient_that_cancels_is_rounded() -> None:
         decision = decide(measurement, 1, "items")
     assert decision.passed
     assert decision.error > 2e-5, "or the test shows nothing"
+
+
+def convolutions(size: int = 96) -> tuple[nn.Module, Any]:
+    """Pictures so large that the gradient of a bias, a sum over all places of them, is off in its fourth digit."""
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 32, 3, padding=1), nn.ReLU()]
+    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 4))
+    return model, (torch.randn(6, 3, size, size), torch.randint(0, 4, (6,)))
+
+
+class TestIn64Bits:
+    def test_what_only_rounds_is_exact_and_says_up_to_where(self) -> None:
+        model, batch = convolutions()
+        before = [(p.data_ptr(), p.detach().clone()) for p in model.parameters()]
+        found = autoaccum.check(model, batch, loss_fn=cross_entropy, device="cpu")
+        assert found.passed
+        assert found.error is not None
+        assert found.error <= found.tolerance < 1e-2
+        for p, (place, values) in zip(model.parameters(), before, strict=True):
+            assert p.dtype is torch.float32
+            assert p.data_ptr() == place
+            assert torch.equal(p, values)
+
+    @pytest.mark.parametrize("wrong", [3e-5, 1e-3])
+    def test_a_weight_that_is_a_little_wrong_is_no_rounding(self, wrong: float) -> None:
+        model, batch = convolutions(8)
+
+        def loss(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return cross_entropy(outputs, labels) * (1 + wrong * len(labels))
+
+        assert autoaccum.check(model, batch, loss_fn=loss, device="cpu").passed is False
+
+    def test_code_that_is_written_for_32_bits_is_judged_by_them(self) -> None:
+        model, batch = convolutions(8)
+
+        def loss(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            ones = torch.ones(4, 4)  # of 32 bits, with which nothing of 64 is multiplied
+            return cross_entropy(outputs @ ones + outputs, labels) * (1 + 1e-3 * len(labels))
+
+        assert autoaccum.check(model, batch, loss_fn=loss, device="cpu").passed is False
+
+    def test_dropout_and_buffers_are_what_they_were(self) -> None:
+        model, batch = convolutions()
+        model = nn.Sequential(model[:4], nn.Dropout2d(0.2), nn.BatchNorm2d(32).eval(), model[4:])  # type: ignore[index]
+        for norm in model.modules():
+            if isinstance(norm, nn.BatchNorm2d):
+                norm.train(False)
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+        random_state = torch.get_rng_state()
+        autoaccum.check(model, batch, loss_fn=cross_entropy, device="cpu")
+        assert torch.equal(torch.get_rng_state(), random_state)
+        for name, value in model.state_dict().items():
+            assert value.dtype is state[name].dtype
+            assert torch.equal(value, state[name]), name
