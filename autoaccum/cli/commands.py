@@ -139,6 +139,7 @@ def _fit(recipe: Recipe, /, *, settings: Settings = None, json: Json = False, **
             result = fit(**{**arguments, "run_dir": kept.path})
             finished = [event.reason for event in result.events if isinstance(event, Finished)]  # of each process of it
             kept.is_finished = finished[-1:] == ["budget"]
+            kept.is_bounded = arguments.get("lr_scheduler") is not None
     if json and speaks():
         print_json(fit_document(result) | kept_document(kept))
     # A run that was ended by a signal has come to its last checkpoint, if it has any: 4 says that it can go on.

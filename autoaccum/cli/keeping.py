@@ -39,14 +39,19 @@ class Kept:
     """What draws it."""
     is_finished: bool = False
     """Whether its budget is spent, as is known at its end."""
+    is_bounded: bool = False
+    """Whether it can have no larger one, for its scheduler was made for so many steps."""
 
     def lines(self) -> list[str]:
         """Return what is said of it at the end of a run; nothing where nothing is kept."""
         if self.path is None:
             return []
         place = os.fspath(self.path)
+        drawn = f"to look at it: {self.report_command}"
+        if self.is_finished and self.is_bounded:
+            return [f"kept in {place}; its lr_scheduler has come to the end that it was made for", drawn]
         goes_on = "to go on with a larger budget" if self.is_finished else "to go on"
-        return [f"kept in {place}, {goes_on}: {self.resume_command}", f"to look at it: {self.report_command}"]
+        return [f"kept in {place}, {goes_on}: {self.resume_command}", drawn]
 
 
 @contextmanager

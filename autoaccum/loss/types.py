@@ -55,11 +55,20 @@ def mistaken(error: Exception, model: Any, batch: Any) -> DataError | None:
 
 def _of_labels(tensors: dict[str, torch.Tensor], text: str) -> DataError | None:
     """Return the error for numbers of classes that are of another type; labels come last in a batch."""
+    where, labels = list(tensors.items())[-1] if tensors else ("", None)
+    if labels is None:
+        return None
     # uint8 will do for cross_entropy, and is what images and labels are stored as.
-    for where, leaf in reversed(tensors.items()):
-        if leaf.dtype not in (torch.int64, torch.uint8):
-            return _wrong(where, leaf.dtype, "while numbers of classes are int64", torch.int64, text)
-    return None
+    if labels.dtype in (torch.int64, torch.uint8):
+        return DataError(
+            f"data: the loss has found other numbers than those of classes ({text}), which {where or 'the batch'} may "
+            f"hold. Batches are (inputs, targets), and a loss_fn is called with (outputs, targets): see whether either "
+            f"are swapped."
+        )
+    beside = "while numbers of classes are int64"
+    if labels.ndim > 1 and any(leaf.dtype is torch.int64 for leaf in tensors.values()):
+        beside += ", as those of another tensor are, if inputs and targets were swapped"
+    return _wrong(where, labels.dtype, beside, torch.int64, text)
 
 
 def _of_no_tensor(leaves: dict[str, Any], text: str) -> DataError | None:

@@ -228,6 +228,8 @@ class Searching:
         of_full = self._cutter.weights_of_full
         if len(of_full(planned)) > len(of_full(largest)) or self.is_enough(largest):
             return NO_FASTER
+        if largest >= self._cutter.ceiling * self._cutter.each(lengths):
+            return "max_micro_batch was passed"
         history = self._cutter.history
         model = history.model
         # Among samples that differ in length the search may end although twice the weight would fit: see ``may_try``.

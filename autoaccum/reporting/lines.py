@@ -103,9 +103,10 @@ class Narrator:
         # Of this process: what was trained before a resume took its own time, which nobody has measured here.
         seconds = clock.now() - self._started
         samples = self.last.num_samples
-        speed = ""
-        if seconds > 0:
-            speed = f" ({(samples - self._resumed_samples) / seconds:.0f} samples/s)"
+        own = samples - self._resumed_samples
+        took = f"in {seconds:.1f} s" + (f" ({own / seconds:.0f} samples/s)" if seconds > 0 else "")
+        if self._resumed_samples:
+            took = f"of which {own} now, {took}"
         means = means_of(self.last.outputs)
         outputs = f", {metrics_text(means)}" if means else ""
         # The last one, as the parameters at the end are what the run leaves.
@@ -114,7 +115,7 @@ class Narrator:
             validated += f", {metrics_text(self._validated.metrics)}"
         return (
             f"{'done' if finished.reason == 'budget' else finished.reason}: {counted(finished.step, 'step')}, "
-            f"{samples} samples in {seconds:.1f} s{speed}\n"
+            f"{samples} samples{',' if self._resumed_samples else ''} {took}\n"
             f"loss {self._first.loss:.4f} -> {self.last.loss:.4f}{outputs}{validated}\n"
             f"micro-batches {cut_text(self._plan or self.last.micro_batches)}, {counted(self._replays, 'replay')}, "
             f"peak {format_bytes(self._peak_bytes)} of {format_bytes(self.last.limit_bytes)}"

@@ -154,7 +154,8 @@ class Objective:
     def _check_comparable(self, arguments: Arguments) -> None:
         """Refuse arguments without what trials are compared by."""
         if arguments.get("effective_batch") is None:
-            raise ArgumentError("effective_batch", None, "samples to choose from", "Pass it, or return it.")
+            cure = "Pass effective_batch=64, or several, or return it from the recipe."
+            raise ArgumentError("effective_batch", None, "samples to choose from", cure)
         if arguments.get("validation_data") is None:
             cure = "Return it from the recipe, or pass it."
             raise ArgumentError("validation_data", None, "data by whose loss trials are compared", cure)

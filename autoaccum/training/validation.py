@@ -41,6 +41,7 @@ from autoaccum.window.attributes import Attributes
 from autoaccum.window.before import Sharing
 from autoaccum.window.outputs import Outputs
 from autoaccum.window.precision import Autocast
+from autoaccum.window.raised import tell_micro_batch
 from autoaccum.window.single_samples import may_need_another
 from autoaccum.window.snapshot import Snapshot
 from autoaccum.window.terms import Terms
@@ -279,7 +280,8 @@ class Validator:
             EmptyDatasetError: there is no sample.
         """
         try:
-            self._try_metrics(metrics)
+            with of_validation_data():
+                self._try_metrics(metrics)
         except Exception as error:
             if not is_out_of_memory(error):  # which training will say, or a validation
                 raise
@@ -387,6 +389,13 @@ class Validator:
     def _outcome(self, micro_batch: Callable[[], Any], size: int) -> tuple[Loss, Sums, Outputs]:
         """Return the loss and what it is a mean over; what the metrics add up to with it; and its outputs."""
         batch = micro_batch()
+        try:
+            return self._computed_of(batch, micro_batch, size)
+        except Exception as error:
+            tell_micro_batch(error, lambda: batches.flatten(batch)[0], size, " that are evaluated")
+            raise
+
+    def _computed_of(self, batch: Any, micro_batch: Callable[[], Any], size: int) -> tuple[Loss, Sums, Outputs]:
         if self._metrics is None:
             return self._loss(batch, size), {}, self._outputs_of(size)
         # Taken before the loss is computed, which may empty containers and write to tensors.

@@ -14,10 +14,10 @@ _SHOWN = 6
 """Name the shapes of so many tensors of a micro-batch at most."""
 
 
-def tell_micro_batch(error: Exception, leaves: Callable[[], Iterable[object]], size: int, num_samples: int) -> None:
-    """Note on an error of an operation the micro-batch that it was raised for, whose size nobody has chosen.
+def tell_micro_batch(error: Exception, leaves: Callable[[], Iterable[object]], size: int, of: str) -> None:
+    """Note on an error of an operation the micro-batch that it was raised for, and ``of`` what that is a part.
 
-    What a ``raise`` of the user's says is whole as it is.
+    Its size nobody has chosen. What a ``raise`` of the user's says is whole as it is.
     """
     if isinstance(error, AutoaccumError) or is_out_of_memory(error) or is_raised_by_hand(error):
         return
@@ -25,7 +25,6 @@ def tell_micro_batch(error: Exception, leaves: Callable[[], Iterable[object]], s
     with suppress(Exception):
         shapes = [str(tuple(leaf.shape)) for leaf in leaves() if isinstance(leaf, torch.Tensor)]
         shown = ", ".join([*shapes[:_SHOWN], *[f"and {len(shapes) - _SHOWN} more"] * (len(shapes) > _SHOWN)])
-        of = "" if size == num_samples else f" of a window of {num_samples}"
         told = f"It was raised for a micro-batch of {size} sample{'s' * (size > 1)}{of}"
         told += f", of tensors {shown}." if shown else "."
         if told not in getattr(error, "__notes__", ()):

@@ -205,7 +205,8 @@ class Transaction:
         try:
             self._compute(batch, piece)
         except Exception as error:
-            tell_micro_batch(error, lambda: flatten(batch)[0], piece.size, self._num_samples)
+            of = "" if piece.size == self._num_samples else f" of a window of {self._num_samples}"
+            tell_micro_batch(error, lambda: flatten(batch)[0], piece.size, of)
             if piece.size == 1 < self._num_samples and may_need_another(error):
                 raise SingleSampleError(error) from error
             raise

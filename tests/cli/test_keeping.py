@@ -47,6 +47,15 @@ def test_a_run_is_kept_by_default_and_gone_on_with_as_it_says(
     assert (place / "report.html").exists()
 
 
+def test_a_run_that_its_scheduler_ends_is_not_said_to_go_on(
+    tiny: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    scheduler = "lambda optimizer, steps: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)"
+    assert main(["fit", tiny(f"'effective_batch': 8, 'lr_scheduler': {scheduler},"), *PLAIN]) == 0
+    (place,) = runs()
+    assert f"kept in {place}; its lr_scheduler has come to the end that it was made for" in capsys.readouterr().err
+
+
 def test_a_second_run_never_takes_up_the_first(tiny: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:
     recipe = tiny("'effective_batch': 8,")
     # The clock stands still, so that both have the same name to begin with.

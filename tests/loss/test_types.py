@@ -30,6 +30,7 @@ def of(inputs: Any, targets: Any, model: nn.Module | None = None) -> Any:
         (INPUTS > 0, TARGETS, r"the tensor \[0\] of a batch is of bool, while"),
         (INPUTS, TARGETS.int(), r"the tensor \[1\] of a batch is of int32, while numbers of classes are int64"),
         (INPUTS, TARGETS.float(), r"the tensor \[1\] of a batch is of float32, while numbers of classes are int64"),
+        (TARGETS, INPUTS, r"the tensor \[1\] of a batch is of float32, .* if inputs and targets were swapped"),
         (INPUTS, TARGETS.tolist(), r"\[1\] is a list of numbers.*torch\.tensor\(numbers\)"),
         (["a", "b", "c", "d"], TARGETS, r"\[0\] holds texts.*Tokenize them before training, or pass a collate_fn"),
     ],
@@ -38,6 +39,12 @@ def test_what_does_not_fit_is_named(inputs: Any, targets: Any, found: str) -> No
     with pytest.raises(DataError, match=f"data: {found}") as caught:
         of(inputs, targets)
     assert isinstance(caught.value.__cause__, TypeError | RuntimeError)
+
+
+def test_labels_that_are_where_the_loss_has_not_looked_for_them() -> None:
+    loss_of = loss_function(lambda outputs, targets: cross_entropy(targets, outputs), None)
+    with pytest.raises(DataError, match=r"than those of classes .*, which \[1\] may hold\. .* either are swapped"):
+        loss_of(nn.Linear(3, 2), (INPUTS, TARGETS))
 
 
 def test_the_other_way_round() -> None:

@@ -876,3 +876,16 @@ def test_where_few_sizes_are_tried_one_without_room_to_be_run_twice_is_measured(
     assert not tuner.searching
     assert num_samples in tried
     assert len(set(tried)) == len(tried)
+
+
+@pytest.mark.parametrize(
+    ("ceiling", "why"), [(8, "max_micro_batch was passed"), (32, "larger micro-batches do not fit")]
+)
+def test_why_micro_batches_are_no_larger(ceiling: int, why: str) -> None:
+    device = Linear(100 if ceiling == 8 else 9)
+    tuner = Tuner(ceiling=ceiling, limit_bytes=device.limit_bytes, headroom=0.0, search=True)
+    for _ in range(12):
+        device.run(tuner, 32)
+        tuner.settle(32)
+    assert max(tuner.plan(32)) == 8
+    assert tuner.reason() == why

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -524,4 +525,25 @@ def test_errors_of_its_data_name_them() -> None:
         autoaccum.fit(
             mlp(), (inputs, targets.float()), effective_batch=4, loss_fn=cross_entropy, device="cpu", progress=False,
             validation_data=(inputs, targets),
+        )  # fmt: skip
+
+
+def test_of_what_cannot_be_computed_the_micro_batch_is_told() -> None:
+    inputs, targets = classes(8)
+    with pytest.raises(RuntimeError) as raised:
+        autoaccum.fit(
+            mlp(), (inputs, targets), effective_batch=4, loss_fn=cross_entropy, device="cpu", progress=False,
+            validation_data=(inputs[:, :-1], targets),
+        )  # fmt: skip
+    assert re.fullmatch(
+        r"It was raised for a micro-batch of \d+ samples? that are evaluated, of tensors .*", raised.value.__notes__[-1]
+    )
+
+
+def test_what_metrics_are_tried_on_is_validation_data() -> None:
+    inputs, targets = classes(8)
+    with pytest.raises(DataError, match="^validation_data: with loss_fn, batches are"):
+        autoaccum.fit(
+            mlp(), (inputs, targets), effective_batch=4, loss_fn=cross_entropy, device="cpu", progress=False,
+            validation_data=inputs, metrics={"right": lambda model, batch: model(batch[0]).argmax(1) == batch[1]},
         )  # fmt: skip

@@ -13,17 +13,17 @@ from autoaccum.window.raised import tell_micro_batch
 def test_an_error_of_the_users_code_is_told_with_its_micro_batch() -> None:
     batch = [torch.zeros(2, 3), "a", "b", torch.zeros(2)]
     error = ValueError("no samples")
-    tell_micro_batch(error, lambda: batch, 2, 8)
-    tell_micro_batch(error, lambda: batch, 2, 8)  # the same object, raised again
-    tell_micro_batch(error, lambda: [torch.zeros(1, n) for n in range(9)], 1, 1)
-    tell_micro_batch(error, lambda: ["a"], 1, 4)
+    tell_micro_batch(error, lambda: batch, 2, " of a window of 8")
+    tell_micro_batch(error, lambda: batch, 2, " of a window of 8")  # the same object, raised again
+    tell_micro_batch(error, lambda: [torch.zeros(1, n) for n in range(9)], 1, "")
+    tell_micro_batch(error, lambda: ["a"], 1, " of a window of 4")
     assert error.__notes__ == [
         "It was raised for a micro-batch of 2 samples of a window of 8, of tensors (2, 3), (2,).",
         "It was raised for a micro-batch of 1 sample, of tensors (1, 0), (1, 1), (1, 2), (1, 3), (1, 4), (1, 5), and 3 more.",
         "It was raised for a micro-batch of 1 sample of a window of 4.",
     ]
     for other in (torch.OutOfMemoryError(), autoaccum.AutoaccumError()):
-        tell_micro_batch(other, lambda: batch, 2, 8)
+        tell_micro_batch(other, lambda: batch, 2, " of a window of 8")
         assert not hasattr(other, "__notes__")
 
 
@@ -49,8 +49,8 @@ def test_nothing_that_goes_wrong_with_the_telling_hides_the_error() -> None:
     def endless() -> list[object]:  # of a batch that the user's code has put into itself
         raise RecursionError
 
-    tell_micro_batch(Closed(), lambda: [torch.zeros(1)], 1, 1)
-    tell_micro_batch(ValueError("no samples"), endless, 1, 1)
+    tell_micro_batch(Closed(), lambda: [torch.zeros(1)], 1, "")
+    tell_micro_batch(ValueError("no samples"), endless, 1, "")
 
 
 def test_what_the_user_raises_is_left_as_it_is() -> None:
