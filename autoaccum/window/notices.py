@@ -67,6 +67,15 @@ def above_limit(limit_bytes: int, least_bytes: int) -> Notice:
     )
 
 
+def over_limit(step: int, peak_bytes: int, limit_bytes: int) -> Notice:
+    """Say that a window has taken more than it may, on a device that refuses nothing."""
+    return Notice(
+        cause=f"Window {step} took {format_bytes(peak_bytes)} where the limit is {format_bytes(limit_bytes)}",
+        consequence="On this device nothing but the plan keeps it, which is made smaller where that happens twice",
+        cure="Pass a lower memory_limit, or a larger headroom, where that is too much",
+    )
+
+
 def cache_emptied(strain: str) -> Notice:
     """Say that an allocator keeps giving its cache back and taking it again."""
     return Notice(

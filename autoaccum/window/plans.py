@@ -117,6 +117,17 @@ class Plans:
             self._announcer.say_once(notices.above_limit(self._limit.bytes, tuner.limits.least_bytes))
         self.next_look = clock.now() + self._memory.reading_seconds
 
+    def keep_limit(self, sizes: tuple[int, ...], lengths: Lengths, peak_bytes: int) -> None:
+        """Give memory back after a window that passed the limit, which nobody else keeps; cut the next ones smaller."""
+        # At once, for what the heap keeps may be all there is too much; the plan only if it happens again.
+        if peak_bytes > self._tuner.limits.target_bytes:
+            self._meter.release()
+        if peak_bytes > self._limit.bytes:
+            self._announcer.say_once(notices.over_limit(self._number() + 1, peak_bytes, self._limit.bytes))
+        smaller = self._tuner.measured(sizes, lengths, peak_bytes)
+        if smaller is not None:
+            self.replanned(sizes, smaller, "over the memory limit")
+
     def settled(self, num_samples: int, lengths: Lengths = None) -> None:
         """Tell how windows are cut, now that the search, or the timing of plans, has ended."""
         # What the first search ends with is the plan of the run; what growth ends with is a change of it, if any.

@@ -260,7 +260,7 @@ class Step:
             if self.limit.is_enforced:  # the device refuses what passes it
                 tuner.ran_within(outcome.own, lengths, peak_bytes)
             else:
-                self._keep_limit(outcome.own, lengths, peak_bytes)
+                self.plans.keep_limit(outcome.own, lengths, peak_bytes)
         return outcome, pieces.replays
 
     def _saving_memory(self, pieces: Attempt, window: Window) -> Gradient | Repeat | Failure | Elsewhere | NotSaved:
@@ -499,15 +499,6 @@ class Step:
     def _smallest_batch(self, window: Window) -> Callable[[], Any]:
         """Return what reads the smallest micro-batch of a window."""
         return partial(self.transaction.alone, window, max(self.tuner.cut(window.num_samples, 1)))
-
-    def _keep_limit(self, sizes: tuple[int, ...], lengths: Lengths, peak_bytes: int) -> None:
-        """Give memory back after a window that passed the limit, which nobody else keeps; cut the next ones smaller."""
-        # At once, for what the heap keeps may be all there is too much; the plan only if it happens again.
-        if peak_bytes > self.tuner.limits.target_bytes:
-            self.meter.release()
-        smaller = self.tuner.measured(sizes, lengths, peak_bytes)
-        if smaller is not None:
-            self.plans.replanned(sizes, smaller, "over the memory limit")
 
     def apply(self, gradient: Gradient, again: Callable[[], Gradient] | None = None) -> bool:
         """Step the optimizer; return False when that was left out, for there was nothing to step on.
