@@ -164,7 +164,7 @@ class Contest:
         # The best is one above, or was always, and has its name from that.
         found: dict[str, Any] = {"is_open": self.is_open, "above": None if self.best is None else tuple(self.best)}
         found |= {"beaten": self.beaten_with} if self.beaten_with else {}
-        return found | ({"windows": self.windows} if self.windows and self.best is not None else {})
+        return found | ({"windows": self.windows} if self.windows else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put back what ``state_dict`` returned."""

@@ -593,6 +593,7 @@ NOT_KEPT = {
     "Plans._known_above": "sizes are found out anew where a rung that was tried is left",
     "Contest.is_open": "kept once there are rungs; else it is over as soon as a plan is there",
     "Contest._seconds": "windows are timed anew",
+    "Contest.windows": "the same",
     "Step._piece": "what runs at this moment",
     "Step._is_timed": "of the window that runs",
     "Transaction._is_foretold": "of the window that runs",
