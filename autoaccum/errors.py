@@ -347,6 +347,7 @@ class NothingFitsError(MemoryLimitError):
         min_micro_batch: int | None = None,
         group: int | None = None,
         advice: tuple[Advice, ...] = (),
+        tried: str = "",
     ) -> None:
         self.phase, self.advice, self.group = phase, advice, group
         # A single sample is not to blame on it, as the only one of a short window is.
@@ -370,17 +371,17 @@ class NothingFitsError(MemoryLimitError):
                 "state."
             )
         super().__init__(
-            f"{phase}: a micro-batch of {micro_batch}, {smallest}, does not fit{reached}{allowed}. {cure}",
+            f"{phase}: a micro-batch of {micro_batch}, {smallest}, does not fit{reached}{allowed}{tried}. {cure}",
             micro_batch=micro_batch,
             peak_bytes=peak_bytes,
             limit_bytes=limit_bytes,
         )
 
-    def advised(self, advice: tuple[Advice, ...]) -> NothingFitsError:
-        """Return the same error with advice, which is made only once it is known that the run ends."""
+    def advised(self, advice: tuple[Advice, ...], tried: str = "") -> NothingFitsError:
+        """Return the same error with advice and what was tried: made only once it is known that the run ends."""
         names = ("phase", "peak_bytes", "limit_bytes", "min_micro_batch", "group")
         kept: dict[str, Any] = {name: getattr(self, name) for name in names}
-        return NothingFitsError(**kept, micro_batch=self.micro_batch or 1, advice=advice)
+        return NothingFitsError(**kept, micro_batch=self.micro_batch or 1, advice=advice, tried=tried)
 
 
 class LimitBelowModelError(MemoryLimitError):

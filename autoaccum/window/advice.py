@@ -92,7 +92,7 @@ def advised(
         peak_bytes=error.peak_bytes,
         saved=saved,
     )
-    found = error.advised(advise(refused))
+    found = error.advised(advise(refused), saved.told)
     found.__cause__ = error.__cause__
     return found
 

@@ -251,5 +251,15 @@ class SavedAlready(NamedTuple):
     how_to_offload: str | None = ""
     """How to have tensors on the host, likewise."""
 
+    @property
+    def told(self) -> str:
+        """Return what was done to save memory, as an error goes on with it; empty where nothing was tried."""
+        done = [f"{len(self.blocks)} of the model's blocks computed twice"] if self.blocks else []
+        done += ["what forwards save on the host"] if self.is_elsewhere else []
+        if done:
+            return f", with {' and '.join(done)}"
+        none = ", and no block of the model was found that saves memory by being computed twice"
+        return none if self.how_to_compute_twice is None else ""
+
 
 NOTHING_SAVED = SavedAlready()

@@ -153,11 +153,13 @@ class TestExact:
         with pytest.raises(NothingFitsError) as caught:
             fit(needed["half"], memory_saving="off")
         assert 'memory_saving="auto"' in str(caught.value)
+        assert "computed twice" not in str(caught.value)
 
     def test_nothing_fits_where_the_lowest_rung_does_not(self, needed: dict[str, int]) -> None:
         with pytest.raises(NothingFitsError) as caught:
             fit(int(needed["all"] * 0.9))
         assert "checkpointing" not in {advice.name for advice in caught.value.advice}
+        assert "), with 6 of the model's blocks computed twice. " in str(caught.value)
         assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
         assert caught.value.__cause__.__traceback__ is None
 
