@@ -81,4 +81,4 @@ class Source(Protocol):
         """
 
     def form(self, num_samples: int) -> Any:
-        """Return a batch with the entries of those that are read; all of the data, where no sample need be read."""
+        """Return a batch with the entries of those that are read, so many samples or more; None if it may do harm."""

@@ -307,8 +307,8 @@ class DatasetSource:
         return batches.to_device(batch, self._device, copy=True)
 
     def form(self, num_samples: int) -> Any:
-        """Return the same, for samples tell it alone."""
-        return self.example(num_samples)
+        """Return an example; None where workers read, for a first read may open what they cannot share."""
+        return None if self._num_workers else self.example(num_samples)
 
 
 def _longer_make_larger(collate: Callable[[list[Item]], Any], items: list[Item]) -> bool:

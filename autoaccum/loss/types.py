@@ -55,6 +55,9 @@ def mistaken(error: Exception, model: Any, batch: Any) -> DataError | None:
 
 def _of_labels(tensors: dict[str, torch.Tensor], text: str) -> DataError | None:
     """Return the error for numbers of classes that are of another type; labels come last in a batch."""
+    if "indices" in text:  # of an embedding, which come before labels
+        others = [(where, leaf.dtype) for where, leaf in tensors.items() if leaf.dtype is not torch.int64]
+        return _wrong(*others[0], "while indices are int64", torch.int64, text) if others else None
     where, labels = list(tensors.items())[-1] if tensors else ("", None)
     if labels is None:
         return None
@@ -63,7 +66,7 @@ def _of_labels(tensors: dict[str, torch.Tensor], text: str) -> DataError | None:
         return DataError(
             f"data: the loss has found other numbers than those of classes ({text}), which {where or 'the batch'} may "
             f"hold. Batches are (inputs, targets), and a loss_fn is called with (outputs, targets): see whether either "
-            f"are swapped."
+            f"are swapped, or the loss makes others of them."
         )
     beside = "while numbers of classes are int64"
     if labels.ndim > 1 and any(leaf.dtype is torch.int64 for leaf in tensors.values()):

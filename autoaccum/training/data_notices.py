@@ -51,12 +51,13 @@ def of_validation(trained: Any, validated: Any) -> list[Notice]:
     Of another size it may be for good reasons, such as pictures that are not cropped.
     """
     ours, theirs = (
-        {path: _kind(leaf) for path, leaf in batches.leaves_by_path(each).items()} for each in (trained, validated)
+        {path: leaf for path, leaf in batches.leaves_by_path(each).items() if leaf is not None}
+        for each in (trained, validated)
     )
-    differ = [f"has no {_entry(path)}" for path in ours if path not in theirs]
-    differ += [f"has {_entry(path)} besides" for path in theirs if path not in ours]
-    both = [path for path in ours if path in theirs and ours[path] != theirs[path]]
-    differ += [f"has {theirs[path]} for {_entry(path)}, where data has {ours[path]}" for path in both]
+    differ = [f"has no batch{path}" for path in ours if path not in theirs]
+    differ += [f"has batch{path} besides" for path in theirs if path not in ours]
+    both = [path for path in ours if path in theirs and not _are_alike(ours[path], theirs[path])]
+    differ += [f"has {_kind(theirs[path])} for batch{path}, where data has {_kind(ours[path])}" for path in both]
     if not differ:
         return []
     return [
@@ -69,14 +70,19 @@ def of_validation(trained: Any, validated: Any) -> list[Notice]:
     ]
 
 
+def _are_alike(ours: Any, theirs: Any) -> bool:
+    if not (isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor)):
+        return type(ours) is type(theirs)
+    # Classes may be numbers here and shares of all classes there, as where samples are mixed in training alone.
+    if not (ours.is_floating_point() and theirs.is_floating_point()):
+        return True
+    return ours.dtype is theirs.dtype and ours.ndim == theirs.ndim
+
+
 def _kind(leaf: Any) -> str:
     if not isinstance(leaf, torch.Tensor):
         return type(leaf).__name__
     return f"{leaf.dtype} of {leaf.ndim} dimension{'s' * (leaf.ndim != 1)}"
-
-
-def _entry(path: str) -> str:
-    return f"batch{path}"
 
 
 def _loader_drops(data: object) -> bool:

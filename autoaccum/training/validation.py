@@ -257,14 +257,13 @@ class Validator:
         Raises:
             DataError: they are none that a ``loss_fn`` can be called with.
         """
-        few = min(self._fewest, window.num_samples)
-        # Streams are read from one end to the other: to look at one may be all there is of it.
-        if self._source.num_samples is None or not few:
-            return []
+        few = min(2 * self._fewest, window.num_samples)
 
         def found() -> list[Notice]:
             with of_validation_data():
-                example = self._source.form(few)
+                example = self._source.form(few) if few else None
+                if example is None:
+                    return []
                 if self._of_outputs:
                     inputs_and_targets(example)
                 return compared(window.micro_batch(0, few), example)

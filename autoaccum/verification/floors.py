@@ -17,11 +17,14 @@ import torch
 
 from autoaccum.data import batches
 from autoaccum.loss.hypotheses import Hypothesis
-from autoaccum.memory.oom import insist, is_out_of_memory
+from autoaccum.memory.oom import attempt, insist
 from autoaccum.verification.comparison import MAY_BE_ROUNDING, TOLERANCE, TOLERANCES, error_of
 from autoaccum.verification.findings import Cut, Outcome
 
 T = TypeVar("T")
+_AS_NEAR = 1.5
+"""Cuts are no further off what 64 bits say than this many times what the whole is, whose sums are longer."""
+_MARK = "autoaccum"
 _TIMES = 40
 """A model has many layers, and its gradient cancels: it may be off by this many times what one kernel is."""
 
@@ -184,9 +187,12 @@ class Widens(Protocol):
     """A measurement, as far as it is needed here."""
 
     tolerance: float
+    parameters: list[torch.Tensor]
+    wanted: list[torch.Tensor | None]
+    """The gradient of the whole, by which cuts are judged."""
 
-    def widened(self) -> AbstractContextManager[None]:
-        """Compute in 64 bits within it."""
+    def widened(self) -> AbstractContextManager[Sequence[torch.Tensor | None]]:
+        """Compute in 64 bits within it; what is given is the gradient of the whole."""
 
     def run(self, cuts: Sequence[Cut], hypothesis: Hypothesis | None) -> Outcome:
         """Run the samples in cuts, and compare with the whole."""
@@ -194,12 +200,34 @@ class Widens(Protocol):
 
 def is_right_in_64_bits(measurement: Widens, cuts: Sequence[Cut], hypothesis: Hypothesis | None) -> bool:
     """Return whether cuts of samples have the gradient of the whole where both are computed in 64 bits."""
-    if measurement.tolerance < TOLERANCE:  # they are already
-        return False
+    if measurement.tolerance < TOLERANCE or any(map(_is_listened_to, measurement.parameters)):
+        return False  # they are in 64 bits already; or somebody would lose hold of them
+
+    def asked() -> bool:
+        with measurement.widened() as wide:
+            is_right = measurement.run(cuts, hypothesis).error <= TOLERANCES[torch.float64]
+        # What goes by the type, as an epsilon does, is right there alone: then cuts are further off than the whole.
+        whole, kept = error_of(measurement.wanted, wide), measurement.wanted
+        measurement.wanted = list(wide)
+        off = measurement.run(cuts, hypothesis).error
+        measurement.wanted = kept
+        return is_right and whole is not None and off <= _AS_NEAR * whole.relative
+
     try:
-        with measurement.widened():
-            return measurement.run(cuts, hypothesis).error <= TOLERANCES[torch.float64]
-    except Exception as error:  # code that is written for 32 bits alone
-        if is_out_of_memory(error):
-            raise
+        return attempt(asked) is True  # where there is no room for it, what 32 bits have shown stands
+    except Exception:  # code that is written for 32 bits alone
         return False
+
+
+def _is_listened_to(p: torch.Tensor) -> bool:
+    """Return whether somebody holds what adds to a parameter's gradient, as DDP does: another type makes it another."""
+    if not p.requires_grad:
+        return False
+    # What nobody holds is made anew each time.
+    _adder_of(p).metadata[_MARK] = True
+    return bool(_adder_of(p).metadata.pop(_MARK, False))
+
+
+def _adder_of(p: torch.Tensor) -> Any:
+    with torch.enable_grad():
+        return p.expand_as(p).grad_fn.next_functions[0][0]  # type: ignore[union-attr]

@@ -244,7 +244,7 @@ class Measurement:
         if not math.isfinite(self._loss):
             self._put_back()
             raise NotFiniteError
-        self._wanted = [p.grad for p in self.parameters]
+        self.wanted: list[torch.Tensor | None] = [p.grad for p in self.parameters]
         for p in self.parameters:
             p.grad = None
         self._put_back()
@@ -373,18 +373,18 @@ class Measurement:
         return max(floor, floor_of(self.job.device, torch.are_deterministic_algorithms_enabled()))
 
     @contextmanager
-    def widened(self) -> Iterator[None]:
-        """Compute in 64 bits within it, the whole as well, as far as the user's code does so."""
-        kept = self._draws, self._loss, self._wanted
-        with widened(self.parameters, self.job.modules):
-            self._converted = widen
-            try:
+    def widened(self) -> Iterator[Sequence[torch.Tensor | None]]:
+        """Compute in 64 bits within it, the whole as well, whose gradient is given."""
+        kept = self._draws, self._loss, self.wanted
+        try:
+            with widened(self.parameters, self.job.modules):
+                self._converted = widen
                 self._record()
-                yield
-            finally:
-                self._converted = as_it_is
-                self._draws, self._loss, self._wanted = kept
-        self._put_back()
+                yield self.wanted
+        finally:
+            self._converted = as_it_is
+            self._draws, self._loss, self.wanted = kept
+            self._put_back()
 
     def rounding(self) -> float:
         """Return how far the loss of all samples may be off for rounding alone, as a fraction of it."""
@@ -476,7 +476,7 @@ class Measurement:
             found, wanted = float(gradient.loss), float(self._loss)
             return Error(abs(found - wanted) / max(abs(wanted), 1e-12), None)
         gradients = [p.grad for p in self.parameters]
-        error = error_of(gradients, self._wanted)
+        error = error_of(gradients, self.wanted)
         if error is not None:
             return error
         if not any(g is not None and any_of(g) for g in gradients):

@@ -41,6 +41,12 @@ def test_what_does_not_fit_is_named(inputs: Any, targets: Any, found: str) -> No
     assert isinstance(caught.value.__cause__, TypeError | RuntimeError)
 
 
+def test_indices_of_an_embedding_are_no_labels() -> None:
+    model = nn.Sequential(nn.Embedding(5, 3), nn.Flatten(), nn.Linear(9, 2))
+    with pytest.raises(DataError, match=r"the tensor \[0\] of a batch is of float32, while indices are int64"):
+        loss_function(cross_entropy, None)(model, (INPUTS, TARGETS))
+
+
 def test_labels_that_are_where_the_loss_has_not_looked_for_them() -> None:
     loss_of = loss_function(lambda outputs, targets: cross_entropy(targets, outputs), None)
     with pytest.raises(DataError, match=r"than those of classes .*, which \[1\] may hold\. .* either are swapped"):

@@ -129,6 +129,11 @@ class TestValidationDataOfAnotherKind:
                 "validation_data has torch.float64 of 2 dimensions for batch['x'], where data has torch.float32 of 2 "
                 "dimensions, has list for batch['y'], where data has torch.int64 of 1 dimension",
             ),
+            (
+                lambda index: {**named(index), "x": INPUTS[index : index + 1]},
+                "validation_data has torch.float32 of 3 dimensions for batch['x'], where data has torch.float32 of 2 "
+                "dimensions",
+            ),
         ],
     )
     def test_is_announced_before_the_first_window(self, make: Any, cause: str) -> None:
@@ -159,12 +164,28 @@ class TestValidationDataOfAnotherKind:
         found = autoaccum.fit(convolution, (pictures, TARGETS[:8]), validation_data=(larger, TARGETS[:4]), **given)
         assert told(found) == []
 
-    def test_one_sample_is_read_for_that_and_a_stream_not_at_all(self) -> None:
+    def test_what_may_well_differ_is_not_told(self) -> None:
+        def mixed(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+            return cross_entropy(model(batch["x"]), batch["y"])
+
+        soft = Counting(lambda index: {"x": INPUTS[index], "y": torch.full((3,), 1 / 3)})
+        assert told(run(soft, validation_data=Counting(named), loss_fn=None, training_step=mixed)) == []
+        boxes = {"x": INPUTS[:8], "y": TARGETS[:8], "boxes": [torch.zeros(n % 3, 4) for n in range(8)]}
+        less = {"x": INPUTS[:6], "y": TARGETS[:6], "boxes": boxes["boxes"][:6]}
+        assert told(run(boxes, validation_data=less, loss_fn=None, training_step=by_name)) == []
+
+    def test_nothing_is_read_here_of_what_workers_read(self) -> None:
+        held_out = Counting(named)
+        loader = DataLoader(held_out, batch_size=4, num_workers=1)
+        run(Counting(named), validation_data=loader, loss_fn=None, training_step=by_name)
+        assert held_out.reads == []
+
+    def test_two_samples_are_read_for_that_and_a_stream_not_at_all(self) -> None:
         held_out = Counting(named)
         run(DATASET, validation_data=held_out, loss_fn=None, training_step=lambda model, batch: (
             by_name(model, batch) if isinstance(batch, dict) else cross_entropy(model(batch[0]), batch[1])
         ))  # fmt: skip
-        assert sorted(held_out.reads) == [0, *range(8)]
+        assert sorted(held_out.reads) == sorted([0, 1, *range(8)])
         begun: list[int] = []
 
         class Stream(IterableDataset[Any]):

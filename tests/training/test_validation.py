@@ -18,7 +18,7 @@ from torch.utils.data import IterableDataset
 import autoaccum
 from autoaccum.data import randomness
 from autoaccum.data.sources import open_source
-from autoaccum.errors import AutoaccumWarning, DataError, NothingFitsError
+from autoaccum.errors import DataError, NothingFitsError
 from autoaccum.events import Event, Notice, OutOfMemory, Validated
 from autoaccum.loss.functions import loss_function
 from autoaccum.memory.devices import memory_of
@@ -509,19 +509,13 @@ def test_a_loss_by_name_that_is_left_alone_is_still_that_one(by_user: bool) -> N
 
 def test_errors_of_its_data_name_them() -> None:
     inputs, targets = classes(8)
-    with (
-        pytest.warns(AutoaccumWarning, match="validation_data has torch.float32"),
-        pytest.raises(DataError, match=r"^validation_data: the tensor .1. of a batch is of float32") as raised,
-    ):
+    with pytest.raises(DataError, match=r"^validation_data: the tensor .1. of a batch is of float32") as raised:
         autoaccum.fit(
             mlp(), (inputs, targets), effective_batch=4, loss_fn=cross_entropy, device="cpu", progress=False,
             validation_data=(inputs, targets.float()),
         )  # fmt: skip
     assert isinstance(raised.value.__cause__, DataError)
-    with (
-        pytest.warns(AutoaccumWarning, match="where data has torch.float32"),
-        pytest.raises(DataError, match=r"^data: the tensor .1. of a batch is of float32"),
-    ):
+    with pytest.raises(DataError, match=r"^data: the tensor .1. of a batch is of float32"):
         autoaccum.fit(
             mlp(), (inputs, targets.float()), effective_batch=4, loss_fn=cross_entropy, device="cpu", progress=False,
             validation_data=(inputs, targets),

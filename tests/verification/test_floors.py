@@ -18,6 +18,7 @@ from autoaccum.testing import oom_at
 from autoaccum.verification import floors
 from autoaccum.verification.decision import decide
 from autoaccum.verification.floors import floor_of, full_precision, nudge, nudged
+from autoaccum.verification.measurement import ZeroGradientError
 from tests.devices import DEVICE
 from tests.verification.making import measurement_of
 
@@ -214,6 +215,59 @@ class TestIn64Bits:
 
         assert autoaccum.check(model, batch, loss_fn=loss, device="cpu").passed is False
 
+    def test_what_goes_by_the_type_is_no_rounding(self) -> None:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 1)
+        batch = torch.randn(6, 4), torch.randn(6, 1)
+
+        def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            squares = (outputs - targets).square()
+            return squares.sum() / (len(squares) + torch.finfo(squares.dtype).eps ** 0.5)
+
+        assert autoaccum.check(model, batch, loss_fn=loss, device="cpu").passed is False
+
+    def test_where_there_is_no_memory_for_it_what_32_bits_have_shown_stands(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def full(batch: Any) -> Any:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        monkeypatch.setattr("autoaccum.verification.measurement.widen", full)
+        model, batch = convolutions()
+        assert autoaccum.check(model, batch, loss_fn=cross_entropy, device="cpu").passed is False
+        assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+    def test_whoever_holds_what_adds_to_gradients_keeps_it(self) -> None:
+        model, batch = convolutions()
+        seen: list[int] = []
+        adders = [p.expand_as(p).grad_fn.next_functions[0][0] for p in model.parameters()]  # type: ignore[union-attr]
+        for adder in adders:
+            adder.register_hook(lambda *_: seen.append(1))
+        assert autoaccum.check(model, batch, loss_fn=cross_entropy, device="cpu").passed is False
+        seen.clear()
+        cross_entropy(model(batch[0]), batch[1]).backward()
+        assert len(seen) == len(adders)
+
+    def test_a_buffer_that_a_failed_forward_has_replaced_is_what_it_was(self) -> None:
+        class Counting(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.layer, self.drop = nn.Linear(4, 4), nn.Dropout(0.5)
+                self.register_buffer("seen", torch.zeros(4))
+
+            def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+                self.seen = self.seen * 0.9 + inputs.mean(0).detach()
+                return self.drop(self.layer(inputs) @ torch.eye(4))  # type: ignore[no-any-return]
+
+        torch.manual_seed(0)
+        model, batch = Counting(), (torch.randn(6, 4), torch.randint(0, 4, (6,)))
+
+        def loss(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return cross_entropy(outputs, labels) * (1 + 1e-3 * len(labels))
+
+        assert autoaccum.check(model, batch, loss_fn=loss, device="cpu").passed is False
+        assert model.seen.dtype is torch.float32
+
     def test_code_that_is_written_for_32_bits_is_judged_by_them(self) -> None:
         model, batch = convolutions(8)
 
@@ -236,3 +290,14 @@ class TestIn64Bits:
         for name, value in model.state_dict().items():
             assert value.dtype is state[name].dtype
             assert torch.equal(value, state[name]), name
+
+
+def test_a_gradient_of_nothing_but_rounding_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(*_: Any) -> Any:
+        raise ZeroGradientError  # as where it is 0 the second time
+
+    monkeypatch.setattr("autoaccum.training.checking._run", run)
+    model, batch = convolutions(8)
+    found = autoaccum.check(model, batch, loss_fn=cross_entropy, device="cpu")
+    assert found.passed is None
+    assert "the gradient of a few samples is 0" in str(found)
