@@ -200,18 +200,23 @@ class Widens(Protocol):
 
 def is_right_in_64_bits(measurement: Widens, cuts: Sequence[Cut], hypothesis: Hypothesis | None) -> bool:
     """Return whether cuts of samples have the gradient of the whole where both are computed in 64 bits."""
-    if measurement.tolerance < TOLERANCE or any(map(_is_listened_to, measurement.parameters)):
-        return False  # they are in 64 bits already; or somebody would lose hold of them
+    if measurement.tolerance < TOLERANCE:  # they are already
+        return False
 
     def asked() -> bool:
+        if any(map(_is_listened_to, measurement.parameters)):
+            return False
         with measurement.widened() as wide:
-            is_right = measurement.run(cuts, hypothesis).error <= TOLERANCES[torch.float64]
+            if not measurement.run(cuts, hypothesis).error <= TOLERANCES[torch.float64]:
+                return False
         # What goes by the type, as an epsilon does, is right there alone: then cuts are further off than the whole.
         whole, kept = error_of(measurement.wanted, wide), measurement.wanted
         measurement.wanted = list(wide)
-        off = measurement.run(cuts, hypothesis).error
-        measurement.wanted = kept
-        return is_right and whole is not None and off <= _AS_NEAR * whole.relative
+        try:
+            off = measurement.run(cuts, hypothesis).error
+        finally:
+            measurement.wanted = kept
+        return whole is not None and off <= _AS_NEAR * whole.relative
 
     try:
         return attempt(asked) is True  # where there is no room for it, what 32 bits have shown stands

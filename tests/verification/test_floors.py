@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -236,6 +237,23 @@ class TestIn64Bits:
         model, batch = convolutions()
         assert autoaccum.check(model, batch, loss_fn=cross_entropy, device="cpu").passed is False
         assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+    def test_what_fails_in_the_midst_leaves_the_gradient_that_cuts_are_judged_by(self) -> None:
+        whole = [torch.ones(1, 2), torch.ones(1)]
+        outcomes = [0.0]
+
+        class Failing:
+            tolerance, parameters, wanted = 2e-5, list[torch.Tensor](), whole
+
+            def widened(self) -> Any:
+                return nullcontext([one.double() for one in whole])
+
+            def run(self, *_: Any) -> Any:
+                return SimpleNamespace(error=outcomes.pop())  # of which there is one
+
+        failing: Any = Failing()
+        assert not floors.is_right_in_64_bits(failing, [], None)
+        assert failing.wanted is whole
 
     def test_whoever_holds_what_adds_to_gradients_keeps_it(self) -> None:
         model, batch = convolutions()
