@@ -144,6 +144,11 @@ class Largest:
         self.best = 0
         self._search.is_on = True
 
+    def compare_anew(self) -> None:
+        """Compare plans again: the times by which one was chosen hold no longer."""
+        self.enough = self._fastest.model = None
+        self.choose()
+
     # As memory comes and goes.
 
     def look(self, limit_bytes: int, strain: str | None, *, is_enforced: bool = False) -> str | None:

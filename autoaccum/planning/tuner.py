@@ -87,6 +87,7 @@ class Tuner:
         self.told: Trial | None = None
         """What ran out of memory in an earlier run, and would again."""
         self._given = largest  # a user's own micro-batch
+        self._hears_times = search and not warms_up  # a reading of the clock waits for a device
         self.saves_memory = False
         """Whether micro-batches take less than they would by themselves, so that no other run is to know of them."""
         self._last_cut: tuple[object, tuple[Piece, ...]] = (None, ())  # (what decided it, the pieces of a window)
@@ -223,7 +224,7 @@ class Tuner:
 
     def window(self, num_samples: int, lengths: Lengths = None, plan: Sequence[int] | None = None) -> Attempt:
         """Begin a window: in the sizes of a recorded ``plan``, or in those that are chosen here."""
-        is_timed = self.is_timing
+        is_timed = self.is_timing or (self._hears_times and not self.search.is_on and self._fastest.may_be_outdated())
         if plan is None:
             # Weights of samples with lengths are in other units than those of samples without.
             if (lengths is not None) is not self.search.has_lengths and self._learns:
@@ -434,6 +435,8 @@ class Tuner:
             if self._fastest.is_belied(seconds, weights):  # another machine, or another load on it
                 self.search.known = 0
                 self._largest.forget()
+            elif self._fastest.has_sped_up(seconds):
+                self._largest.compare_anew()
         self._fastest.observe(seconds, num_samples, lengths)
 
     def settle(self, num_samples: int, lengths: Lengths = None) -> bool:

@@ -28,6 +28,7 @@ from autoaccum.reporting.tables import (
     row_of,
     value_text,
     without_details,
+    without_trained,
 )
 
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ def _one(run: Run, facts: Facts, figures: str) -> str:
         _notices(run),
         _measurements(run),
         _ranks(run),
-        _folded("Configuration", flat(run.config)),
+        _folded("Configuration", flat(without_trained(run.config))),
         _folded("Environment", flat(without_details(run.environment))),
     ]
     if run.garbled:  # one line is usual after a kill; many tell of a disk, or of another file

@@ -95,8 +95,19 @@ def without_trained(config: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in trained.items():
             # What was made of an argument, entry by entry, says more than the argument, which may be None.
             if name not in asked or isinstance(value, Mapping):
-                asked[name] = value
+                asked[name] = _without_first_lr(value) if name == "optimizer" else value
     return asked
+
+
+def _without_first_lr(optimizer: Any) -> Any:
+    """Return an optimizer's description without what a scheduler has made of each ``lr`` for the first step alone."""
+    if not isinstance(optimizer, Mapping):  # the user may have edited the file
+        return optimizer
+    found = {}
+    for name, group in optimizer.items():
+        is_scheduled = isinstance(group, Mapping) and "initial_lr" in group
+        found[name] = {key: group[key] for key in group if key != "lr"} if is_scheduled else group
+    return found
 
 
 def flat(values: Mapping[str, Any], name: str = "") -> dict[str, Any]:

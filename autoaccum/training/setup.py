@@ -559,8 +559,14 @@ def validator_of(
     )
     validator.set_fewest(arguments.min_micro_batch or 1)
     validator.has_outputs = lambda: step.transaction.outputs.are_there
-    if (sharing := sharing_of(step.job)) is not None:
+    sharing = sharing_of(step.job)
+    if sharing is not None:
         validator.share(sharing, checked[schedule_of].at(Progress()))
+    functions = (arguments.loss_fn, arguments.training_step, *(metrics or {}).values())
+    validator.functions = [function for function in functions if function is not None]
+    # What is compiled would be so once more, for so few samples without gradients; what shares, of whole windows.
+    if kind is Validator and sharing is None and not compiled_parts(arguments.model, arguments.modules(), ()):
+        validator.tried_with = arguments.model
     if metrics:
         # On the model as it is: a compiled one would be compiled for batches of one sample and of two.
         tried = Metrics(metrics, arguments.model, of=of, autocast=context, split=step.job.split)

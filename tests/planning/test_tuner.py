@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from autoaccum.errors import NothingFitsError
 from autoaccum.planning.attempts import Piece, Reading
-from autoaccum.planning.costs import Trial
+from autoaccum.planning.costs import TimeModel, Trial
 from autoaccum.planning.cuts import cut
-from autoaccum.planning.fastest import UNTIMED
+from autoaccum.planning.fastest import SPED_UP, UNTIMED
 from autoaccum.planning.patience import PATIENCE
 from autoaccum.planning.timing import Timing
 from autoaccum.planning.tuner import Tuner
@@ -889,3 +889,51 @@ def test_why_micro_batches_are_no_larger(ceiling: int, why: str) -> None:
         tuner.settle(32)
     assert max(tuner.plan(32)) == 8
     assert tuner.reason() == why
+
+
+# Where other work beside this one ends.
+
+
+def waiting(size: int) -> float:
+    """Return the seconds of a micro-batch where cores are taken: what several compute waits for the last of them."""
+    return 0.0006 * size if size < 32 else 0.2 + 1e-6 * size
+
+
+def calm(size: int) -> float:
+    return 0.0001 + 1e-6 * size
+
+
+class TestWorkBesideThatEnds:
+    def settled(self) -> Training:
+        training = Training(Device(10**9, peak=lambda size, length: 1000 + size, seconds=waiting), 256)
+        training.until_settled()
+        assert max(training.run()) < 32, "each a little work, which waits for nobody"
+        return training
+
+    def test_plans_are_compared_anew(self) -> None:
+        training = self.settled()
+        training.device.seconds = calm
+        sizes = [len(training.window(256)) for _ in range(40)]
+        assert sizes[:SPED_UP] == [32] * SPED_UP
+        assert sizes[12:] == [1] * 28, "the search goes on, for larger ones are faster"
+        assert training.tuner._fastest.timing is None
+
+    def test_while_it_goes_on_they_are_not(self) -> None:
+        training = self.settled()
+        # Slower is no news: this one would be as slow as any.
+        for factor in (1.0, 1 / 1.4, 3.0):
+            training.device.seconds = lambda size, factor=factor: factor * waiting(size)
+            assert len({training.window(256) for _ in range(60)}) == 1
+        # Nor are single windows that are faster.
+        for window in range(60):
+            training.device.seconds = waiting if window % SPED_UP == 0 else calm
+            assert len(training.window(256)) > 1
+
+    def test_nothing_is_read_where_a_clock_waits_for_the_device(self) -> None:
+        tuner = Tuner(ceiling=256, limit_bytes=10**9, headroom=0.0, search=True, warms_up=True)
+        tuner._cutter.full_window = (256, None)
+        tuner._fastest.model, tuner._fastest.weight = TimeModel(points=((1, 0.0006), (256, 0.2))), 1
+        tuner.searching = False
+        assert not tuner.window(256).is_timed
+        tuner._hears_times = True
+        assert tuner.window(256).is_timed

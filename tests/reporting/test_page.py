@@ -281,6 +281,14 @@ def test_runs_side_by_side(run_dir: Path, tmp_path: Path) -> None:
     assert (run_dir / "report-loss-seconds.png").exists()
 
 
+def test_an_optimizer_by_default_is_told_as_it_was_made(run_dir: Path) -> None:
+    made = {"class": "AdamW", "group 0": {"lr": 0.1}}
+    write_json(run_dir / "config.json", {"optimizer": None, "trained": {"optimizer": made}})
+    page = page_of(run_dir)
+    assert ["optimizer class", "AdamW"] in page.rows
+    assert ["optimizer", "null"] not in page.rows
+
+
 def test_the_command_the_commit_and_the_versions_are_at_the_head(run_dir: Path) -> None:
     known = {"autoaccum": "0.1.0", "torch": "2.13", "python": "3.11.7", "commit": "abc-dirty", "command": f"a {NASTY}"}
     write_json(run_dir / "environment.json", {**known, "device": "cpu", "details": {"code": {"loss": "f00"}}})

@@ -12,7 +12,7 @@ pytest.importorskip("matplotlib")
 
 from autoaccum.reporting import Run, load_run
 from autoaccum.reporting.facts import facts_of
-from autoaccum.reporting.tables import compared, differences, row_of
+from autoaccum.reporting.tables import compared, differences, flat, row_of, without_trained
 from tests.reporting.synthetic import report, shared, verified, write
 from tests.reporting.test_page import Page
 
@@ -78,3 +78,16 @@ def test_what_was_made_of_an_argument_is_not_told_beside_it(run: Run) -> None:
     ]  # fmt: skip
     other = {**made[1], "lr": 0.3}
     assert ["optimizer group 0 lr", "0.1", "0.2"] in difference(run, (made[0], {}), (other, {}))
+
+
+def test_the_lr_that_a_scheduler_has_made_for_the_first_step_is_left_out() -> None:
+    group = {"parameters": 4, "lr": 0.0008, "initial_lr": 0.007}
+    config = {"optimizer": None, "lr": 0.007, "trained": {"optimizer": {"class": "AdamW", "group 0": group}}}
+    assert flat(without_trained(config)) == {
+        "optimizer class": "AdamW",
+        "lr": 0.007,
+        "optimizer group 0 parameters": 4,
+        "optimizer group 0 initial_lr": 0.007,
+    }
+    edited = {"trained": {"optimizer": "mine"}}
+    assert without_trained(edited) == {"optimizer": "mine"}

@@ -358,7 +358,7 @@ class TestMemory:
             device=DEVICE,
             progress=False,
         )
-        assert modes == [True, False]
+        assert modes == [False, True, False], "one is tried before training"
         assert loss.training
 
 
