@@ -21,8 +21,6 @@ UNTIMED = 16
 """Windows in a row that are not full, after which plans are timed no more: those to come will not be either."""
 FAR_OFF = 1.5
 """Times of an earlier run are not believed when windows take as many times as long, or as short."""
-SPED_UP = 5
-"""Windows in a row that have to be faster by ``FAR_OFF`` than plans were when they were compared."""
 KNOWN = 1.25
 """Times are foretold for weights up to the largest that was timed, times this."""
 
@@ -48,8 +46,8 @@ class Fastest:
         self._rises = False  # whether the last comparison found the largest micro-batches clearly the fastest
         self.checks = 0
         """Windows to time until an earlier run's times are believed."""
-        self._faster = 0  # windows in a row that took much less time than was known
-        self._expected: tuple[object, float] = (None, 0.0)  # (what full windows are cut by, the seconds of one)
+        self.surprising = 0.0
+        """Seconds below which a full window belies the times by which its plan was chosen; 0 where none does."""
 
     def planned(self) -> int:
         """Return the weight that plans are made of: that of the fastest, or the largest while that is not known."""
@@ -73,13 +71,14 @@ class Fastest:
     def choose(self, *, is_settled: bool) -> None:
         """Keep the fastest plan where times are known, or begin to compare; do neither before a search has settled."""
         self.timing = self.weight = None
-        self._not_full = 0
+        self._not_full, self.surprising = 0, 0.0
         if not is_settled or not self._cutter.full_window[0]:
             return
         largest = self._largest()
         # Far beyond what was timed, times are a guess, and a wrong one would never show: there plans are compared.
         if self.model is not None and largest <= KNOWN * self.model.points[-1][0]:
             self.weight = self.of(self.model, largest)
+            self._expect()
             return
         window = self._timed_window = self._cutter.full_window
         # Where samples differ in length, windows do too, and only a change by a factor shows among them.
@@ -133,28 +132,6 @@ class Fastest:
         expected = sum(map(self.model.predict, weights))
         return not expected / FAR_OFF < seconds < expected * FAR_OFF
 
-    def may_be_outdated(self) -> bool:
-        """Return whether a plan was chosen by times although there are windows of fewer micro-batches."""
-        num_samples, lengths = self._cutter.full_window
-        # Where samples differ in length, windows take times that differ as well.
-        return self.model is not None and self.timing is None and lengths is None and self.planned() < num_samples
-
-    def has_sped_up(self, seconds: float) -> bool:
-        """Take the seconds of a full window; return whether those are long over that plans were compared in.
-
-        Work beside this may have made all plans slow then, and those of large micro-batches most: these are what more
-        than one core computes, and wait for the last of them.
-        """
-        if self.checks or self.model is None or not self.may_be_outdated():
-            self._faster = 0
-            return False
-        decided_by = (self._cutter.full_window[0], self.planned(), self.model)
-        if decided_by != self._expected[0]:
-            weights = self._cutter.weights_of_full(self.planned())
-            self._expected = (decided_by, sum(map(self.model.predict, weights)))
-        self._faster = self._faster + 1 if FAR_OFF * seconds < self._expected[1] else 0
-        return self._faster >= SPED_UP
-
     def compare(self) -> bool:
         """Choose the plan of the next full window; return False while there is more to compare."""
         if self.timing is None:
@@ -166,7 +143,16 @@ class Fastest:
         self.weight, self.model = self.timing.fastest(), self.timing.model()
         self._rises = self.timing.rises()
         self.timing = None
+        self._expect()
         return True
+
+    def _expect(self) -> None:
+        """Foretell what full windows take, unless they are run at once: then there are no larger plans to compare."""
+        num_samples, lengths = self._cutter.full_window
+        # Where samples differ in length, windows take times that differ as well.
+        if self.model is not None and lengths is None and self.planned() < num_samples:
+            weights = self._cutter.weights_of_full(self.planned())
+            self.surprising = sum(map(self.model.predict, weights)) / FAR_OFF
 
     def is_still_rising(self) -> bool:
         """Return, right after a comparison, whether its largest micro-batches were clearly the fastest."""

@@ -14,11 +14,11 @@ from typing import Any
 from autoaccum._units import format_bytes
 from autoaccum.errors import NothingFitsError
 from autoaccum.planning.attempts import length_at
-from autoaccum.planning.costs import Trial
+from autoaccum.planning.costs import MemoryModel, Trial
 from autoaccum.planning.cuts import Lengths
 from autoaccum.planning.cutter import Cutter
 from autoaccum.planning.fastest import Fastest
-from autoaccum.planning.limits import Limits
+from autoaccum.planning.limits import FEW, Limits
 from autoaccum.planning.patience import SURELY_MORE, Pressure
 from autoaccum.planning.searching import ENDLESS, Searching
 
@@ -75,10 +75,9 @@ class Largest:
         allocated_bytes: int | None = None,
     ) -> None:
         """Take the reading of a trial: see ``Tuner.observe``."""
-        # Nothing is smaller than the smallest: it may use the headroom, and moves the target if it does.
-        is_smallest = micro_batch <= self._cutter.smallest
-        fits = self._limits.allows(peak_bytes, is_smallest=is_smallest)
-        if is_smallest:
+        fits = self._limits.allows(peak_bytes, is_few=micro_batch <= FEW * self._cutter.smallest)
+        # Nothing is smaller than the smallest, which moves the target where it uses the headroom.
+        if micro_batch <= self._cutter.smallest:
             if not fits:
                 raise self.nothing_fits(micro_batch, peak_bytes)
             self._limits.learn_least(peak_bytes)
@@ -167,7 +166,7 @@ class Largest:
             model = self._cutter.history.model
             # Only what needs all of the headroom too gives way: that is what the headroom is for.
             if model is not None and (needed := model.predict(weight)) > limit_bytes:
-                within = int(model.largest_within(self._limits.target_bytes))
+                within = self._within(model, limit_bytes)
                 self.shrink(min(weight - 1, int(weight / WORTHWHILE), within))
                 if limit_bytes < before:
                     return f"the limit fell to {format_bytes(limit_bytes)}"
@@ -203,10 +202,9 @@ class Largest:
         if limit_bytes is None or model is None:
             return
         weight = self._fastest.planned()
-        goal = min(model.largest_within(self._limits.target_of(limit_bytes)), self.enough or ENDLESS)
+        goal = min(self._within(model, limit_bytes), self.enough or ENDLESS)
         if self._refused is not None and limit_bytes < SURELY_MORE * self._refused[1]:
             goal = min(goal, (weight + self._refused[0]) // 2)  # half-way to what failed under a limit like this one
-        goal = int(min(goal, ENDLESS))  # infinite where samples cost nothing
         # A weight that cuts windows into as many micro-batches gains nothing, and one that saves few gains less than
         # a replay would cost.
         of_full = self._cutter.weights_of_full
@@ -218,12 +216,20 @@ class Largest:
         self._fastest.use_largest()
         self._pressure.grew()
 
+    def _within(self, model: MemoryModel, limit_bytes: int) -> int:
+        """Return the largest weight that is expected to fit under a limit."""
+        few = FEW * self._cutter.smallest * self._cutter.each(self._cutter.full_window[1])
+        target_bytes = self._limits.target_of(limit_bytes)
+        most = max(model.largest_within(target_bytes), min(few, model.largest_within(limit_bytes)))
+        return int(min(most, ENDLESS))  # infinite where samples cost nothing
+
     def passes(self, sizes: Sequence[int], lengths: Lengths, peak_bytes: int) -> bool:
         """Take the peak of a window; give way and return True if such windows pass the target, their trials having not.
 
         It takes two in a row: a single one may be the doing of the C library's heap, which keeps what was freed.
         """
-        before, self._passed_limit = self._passed_limit, peak_bytes > self._limits.target_bytes
+        is_few = max(sizes) <= FEW * self._cutter.smallest
+        before, self._passed_limit = self._passed_limit, not self._limits.allows(peak_bytes, is_few=is_few)
         if not (before and self._passed_limit):
             return False
         weights = self._cutter.weights(sizes, lengths)
@@ -268,8 +274,8 @@ class Largest:
         # There is none to judge by where memory ran out, nor where a window just went well.
         if trial.peak_bytes is None:
             return trial
-        is_smallest = trial.micro_batch <= self._cutter.smallest
-        return replace(trial, fits=self._limits.allows(trial.peak_bytes, is_smallest=is_smallest))
+        is_few = trial.micro_batch <= FEW * self._cutter.smallest
+        return replace(trial, fits=self._limits.allows(trial.peak_bytes, is_few=is_few))
 
     # What outlives the process. The patience does not: how memory moved under another process says little of this one.
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from autoaccum.planning.costs import PLATEAU, MemoryModel, Trial, bounds, memory_model
 from autoaccum.planning.errors_alone import by_errors, errors_left
+from autoaccum.planning.limits import FEW, Limits
 from autoaccum.planning.reach import Reach, reach
 
 TOLERANCE = 0.02
@@ -21,6 +23,15 @@ WORTH_AN_ERROR = 1.2
 """Try what may not fit at the end of a search where it is larger than what does by this factor."""
 FAR, UNSURE = 64, 16
 """Try no size that is more than the first times the largest success; nor the second, while slopes are not compared."""
+
+
+def next_within(history: Sequence[Trial], limits: Limits, *, ceiling: int, smallest: int, **options: Any) -> int | None:
+    """Return the size to try next, as ``next_trial`` does, within limits: few samples may use the headroom."""
+    found = next_trial(history, limit_bytes=limits.target_bytes, ceiling=ceiling, smallest=smallest, **options)
+    few = min(ceiling, FEW * smallest)
+    if found is not None or bounds(history)[0] >= few:
+        return found
+    return next_trial(history, limit_bytes=limits.limit_bytes, ceiling=few, smallest=smallest, **options)
 
 
 def next_trial(

@@ -14,7 +14,7 @@ from autoaccum.planning.cuts import Lengths
 from autoaccum.planning.cutter import Cutter
 from autoaccum.planning.limits import Limits
 from autoaccum.planning.reach import reach
-from autoaccum.planning.search import FAR, FEW_SIZES_FIRST, FEW_SIZES_GROWTH, has_plateaued, next_trial
+from autoaccum.planning.search import FAR, FEW_SIZES_FIRST, FEW_SIZES_GROWTH, has_plateaued, next_within
 
 ENDLESS = 2**62
 """A weight that no micro-batch reaches."""
@@ -137,9 +137,9 @@ class Searching:
         # Growth needs no such end: its goal is no higher than what is enough.
         if fits and self.goal is None and self.is_enough(fits):
             return None
-        weight = next_trial(
+        weight = next_within(
             history.in_weights,
-            limit_bytes=self._limits.target_bytes,
+            self._limits,
             ceiling=min(self._cutter.heaviest(num_samples, each), self.goal or ENDLESS),
             smallest=smallest * each,
             first=self._first_weight(num_samples, each),

@@ -11,9 +11,9 @@ from typing import Any
 
 from autoaccum.planning.attempts import Piece
 from autoaccum.planning.costs import MemoryModel, Trial, bounds, fit_memory_model
-from autoaccum.planning.limits import Limits
+from autoaccum.planning.limits import FEW, Limits
 from autoaccum.planning.reach import reach
-from autoaccum.planning.search import next_trial
+from autoaccum.planning.search import next_within
 
 
 class Trials:
@@ -104,8 +104,7 @@ class Trials:
         self._done += piece.size
         if peak_bytes is None:
             return True
-        # The smallest may use the headroom: there is nothing smaller to run instead.
-        fits = self._limits.allows(peak_bytes, is_smallest=piece.size <= self.smallest)
+        fits = self._limits.allows(peak_bytes, is_few=piece.size <= FEW * self.smallest)
         # That what fitted before fits again is no news; that it passes the limit now is, for memory may have gone.
         if piece.is_trial or not fits:
             self.history.append(
@@ -134,9 +133,9 @@ class Trials:
         self.history[:] = [Trial(**trial) for trial in state]
 
     def _next(self, ceiling: int) -> int | None:
-        return next_trial(
+        return next_within(
             self.history,
-            limit_bytes=self._limits.target_bytes,
+            self._limits,
             ceiling=ceiling,
             smallest=self.smallest,
             first=self._first,

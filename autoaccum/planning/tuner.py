@@ -27,6 +27,9 @@ from autoaccum.planning.limits import Limits
 from autoaccum.planning.search import has_plateaued
 from autoaccum.planning.searching import NO_FASTER, Searching
 
+SURPRISES = 5
+"""Full windows in a row that have to be much faster than was known before plans are compared anew."""
+
 SAVED = (
     "loads past times is_timing searching smallest largest least_bytes window _known _is_ragged _cap _doubts_plateau "
     "_best _refused _enough _goal _grown_from"
@@ -88,6 +91,7 @@ class Tuner:
         """What ran out of memory in an earlier run, and would again."""
         self._given = largest  # a user's own micro-batch
         self._hears_times = search and not warms_up  # a reading of the clock waits for a device
+        self._surprises = 0  # full windows in a row that were much faster than was known
         self.saves_memory = False
         """Whether micro-batches take less than they would by themselves, so that no other run is to know of them."""
         self._last_cut: tuple[object, tuple[Piece, ...]] = (None, ())  # (what decided it, the pieces of a window)
@@ -224,7 +228,7 @@ class Tuner:
 
     def window(self, num_samples: int, lengths: Lengths = None, plan: Sequence[int] | None = None) -> Attempt:
         """Begin a window: in the sizes of a recorded ``plan``, or in those that are chosen here."""
-        is_timed = self.is_timing or (self._hears_times and not self.search.is_on and self._fastest.may_be_outdated())
+        is_timed = self.is_timing or (self._hears_times and not self.search.is_on and len(self._last_cut[1]) > 1)
         if plan is None:
             # Weights of samples with lengths are in other units than those of samples without.
             if (lengths is not None) is not self.search.has_lengths and self._learns:
@@ -429,14 +433,22 @@ class Tuner:
 
     def timed(self, seconds: float, num_samples: int, lengths: Lengths = None) -> None:
         """Take the time of a window; it is of use if the window was one of those that plans are made for."""
+        is_full = not self.search.is_on and num_samples == self.full_window[0]
+        if not self.is_timing:
+            # Work beside this may have made all plans slow when they were compared, and those of large micro-batches
+            # most: these are what more than one core computes, and wait for the last of them.
+            if is_full:
+                self._surprises = self._surprises + 1 if seconds < self._fastest.surprising else 0
+            if self._surprises == SURPRISES:
+                self._surprises = 0
+                self._largest.compare_anew()
+            return
         # An earlier run's times are for full windows, and are checked on those that are cut by them.
-        if not self.search.is_on and num_samples == self.full_window[0]:
+        if is_full:
             weights = self.weights(self.plan(num_samples, lengths), lengths)
             if self._fastest.is_belied(seconds, weights):  # another machine, or another load on it
                 self.search.known = 0
                 self._largest.forget()
-            elif self._fastest.has_sped_up(seconds):
-                self._largest.compare_anew()
         self._fastest.observe(seconds, num_samples, lengths)
 
     def settle(self, num_samples: int, lengths: Lengths = None) -> bool:

@@ -133,7 +133,7 @@ def estimate(
         optimizer: an Optimizer or a function (parameters) -> Optimizer; AdamW when left out. Its state must fit too.
         max_micro_batch: the most samples to try at once.
         min_micro_batch: the fewest samples of one forward and backward.
-        headroom: fraction of the limit to leave free.
+        headroom: fraction of the limit to leave free; micro-batches of up to four samples may use it.
         precision: fp32 (as the model is), bf16 or fp16 (both by autocast).
         collate_fn: makes a batch of a list of samples.
         split: (batch, start, size) -> micro-batch, which cuts batches of any form, or one of autoaccum.splits: samples,
@@ -200,7 +200,7 @@ def estimate(
         rungs = step.rungs(smallest, "checkpoint" if asked else "off" if memory_saving == "off" else "auto")
         for rung in rungs:
             peaks = {smallest: step.peak(smallest, rung)}
-            if fits := limits.allows(peaks[smallest].bytes, is_smallest=True):
+            if fits := limits.allows(peaks[smallest].bytes, is_few=True):
                 break
         largest = _largest(step, rung, peaks, smallest, ceiling, limits) if fits else smallest
         # And one that the next holds twice as many samples as is left out: see ``planning.contest``.

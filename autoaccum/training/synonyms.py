@@ -11,6 +11,7 @@ from typing import Any, TypeVar, cast
 
 from autoaccum.errors import ArgumentTypeError
 from autoaccum.planning import plans
+from autoaccum.training.frames import without_own_frames
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -130,7 +131,7 @@ def answering(name: str) -> Callable[[F], F]:
                 raise ArgumentTypeError("model", type(model).__name__, "a module and its loss", f"{cure}.")
             return function(*args, **kwargs)
 
-        return cast(F, call)
+        return cast(F, without_own_frames(call))
 
     return decorate
 
@@ -159,7 +160,7 @@ def of_one_batch(method: F) -> F:
         accepted = "the batch, and nothing else"
         raise ArgumentTypeError(f"arguments of {name}", found, accepted, cure.format(name=name))
 
-    return cast(F, call)
+    return cast(F, without_own_frames(call))
 
 
 def _cure(argument: str, name: str, parameters: list[str]) -> str:

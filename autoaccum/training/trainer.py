@@ -35,7 +35,7 @@ from autoaccum.reporting import ProgressBar
 from autoaccum.reporting.following import heard, tell_failure
 from autoaccum.runs.directory import RunDirectory
 from autoaccum.runs.writers import Writers
-from autoaccum.training import data_notices, notices, saving, setup, together
+from autoaccum.training import data_notices, frames, notices, saving, setup, together
 from autoaccum.training.alone import Ranks, holding
 from autoaccum.training.declarations import Checked
 from autoaccum.training.followed import Followed
@@ -258,10 +258,10 @@ class Trainer:
         """Return the samples trained on."""
         return self._pace.samples_seen
 
-    @torch.enable_grad()
+    @frames.without_own_frames
     def fit(self) -> FitResult:
         """Train to the end of the budget, or until a callback or a signal ends the run after a window."""
-        with holding("fit"), being_current(self.device):
+        with torch.enable_grad(), holding("fit"), being_current(self.device):
             try:
                 with named("no window was being run"):
                     self._open_directory()

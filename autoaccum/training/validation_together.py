@@ -104,7 +104,7 @@ class ValidatorOfAll(Validator):
         def is_too_large() -> bool:
             nonlocal peak_bytes
             peak_bytes = 0 if self._is_enforced else self._memory.peak()
-            return not self._limits.allows(peak_bytes, is_smallest=piece.size <= self._fewest)
+            return not self._limits.allows(peak_bytes, is_few=piece.size <= self._fewest)
 
         def compute() -> Any:
             return self._outcome(lambda: window.micro_batch(piece.start, piece.size), piece.size)

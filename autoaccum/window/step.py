@@ -291,7 +291,8 @@ class Step:
         if is_looked_at and (group is None or group.is_first):  # who looks for all of them
             way = self.saving.name, self.tuner.largest
             # Of a plan that has settled it is known what it leaves; while sizes are found out it is tried.
-            spare_bytes = None if self.tuner.search.is_on else self.tuner.limits.target_bytes - self.meter.peak_bytes
+            spare = max(0, self.tuner.limits.target_bytes - self.meter.peak_bytes)  # below 0 where few samples run
+            spare_bytes = None if self.tuner.search.is_on else spare
             self._examiner.begin_attempt(number, self.announcer.say_once, way, spare_bytes)
         sharded = self._sharded
         outcome: Gradient | Repeat | RanOut | Failure | NotSaved

@@ -107,10 +107,31 @@ def test_a_peak_past_the_limit_is_a_failure_that_was_seen_to_its_end() -> None:
     ]
 
 
-def test_the_smallest_may_use_the_headroom() -> None:
+def test_few_samples_may_use_the_headroom() -> None:
     made = Trials(Limits(1000, 0.1), smallest=2)
     assert made.fitted(Piece(0, 2, is_trial=True), 1000)
-    assert not made.fitted(Piece(0, 3, is_trial=True), 901)
+    assert not made.fitted(Piece(0, 8, is_trial=True), 1001)
+    assert made.fitted(Piece(0, 8, is_trial=True), 1000)
+    assert not made.fitted(Piece(0, 9, is_trial=True), 901)
+
+
+@pytest.mark.parametrize(
+    ("each", "expected"),
+    [
+        (330, 3),  # in 990 of 1000, where 2 would make half as many micro-batches again
+        (240, 4),
+        (195, 4),  # 5 would need 975, past the target of 950
+        (100, 9),  # 10 would need all of it
+    ],
+)
+def test_a_headroom_that_would_cost_a_fifth_of_the_samples_is_used(each: int, expected: int) -> None:
+    made = Trials(Limits(1000, 0.05))
+    for piece in made.until_known(64):
+        if piece.size * each > 1000:
+            made.ran_out(piece)
+        else:
+            made.fitted(piece, piece.size * each)
+    assert made.largest == expected
 
 
 def test_what_is_no_trial_is_news_only_when_it_passes_the_limit() -> None:

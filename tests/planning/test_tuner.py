@@ -15,10 +15,10 @@ from autoaccum.errors import NothingFitsError
 from autoaccum.planning.attempts import Piece, Reading
 from autoaccum.planning.costs import TimeModel, Trial
 from autoaccum.planning.cuts import cut
-from autoaccum.planning.fastest import SPED_UP, UNTIMED
+from autoaccum.planning.fastest import UNTIMED
 from autoaccum.planning.patience import PATIENCE
 from autoaccum.planning.timing import Timing
-from autoaccum.planning.tuner import Tuner
+from autoaccum.planning.tuner import SURPRISES, Tuner
 from tests.planning.simulation import Device, Training
 
 FIXED, PER_SAMPLE = 1000, 7
@@ -102,6 +102,26 @@ def test_headroom_is_left_free() -> None:
         device.run(tuner, 100_000)
     assert linear(tuner.largest) <= 0.9 * device.limit_bytes < linear(int(tuner.largest * 1.03))
     assert device.ooms == 0
+
+
+@pytest.mark.parametrize(("truth", "expected"), [(1, 1), (2, 2), (3, 3), (4, 4), (5, 4), (6, 5), (40, 30)])
+def test_few_samples_may_use_the_headroom(truth: int, expected: int) -> None:
+    """One sample more saves a fifth of the micro-batches, which is worth an error."""
+    training = Training(Device(10 * truth + 5, peak=lambda size, length: 10 * size + 5), 120, headroom=0.05)
+    training.until_settled()
+    assert max(training.run(20)) == expected
+    assert len(training.ooms) <= 1
+
+
+def test_few_samples_give_way_only_where_they_do_not_fit() -> None:
+    training = Training(Device(35, peak=lambda size, length: 10 * size + 5), 12, headroom=0.05)
+    training.until_settled()
+    assert max(training.run()) == 3
+    training.device.limit_bytes = 34
+    assert max(training.run()) == 2
+    assert (training.shrank, training.ooms) == ([training.windows - 1], training.ooms)
+    training.device.limit_bytes = 36
+    assert max(training.run(200)) == 3, "it has come back"
 
 
 def test_one_sample_too_many() -> None:
@@ -914,7 +934,7 @@ class TestWorkBesideThatEnds:
         training = self.settled()
         training.device.seconds = calm
         sizes = [len(training.window(256)) for _ in range(40)]
-        assert sizes[:SPED_UP] == [32] * SPED_UP
+        assert sizes[:SURPRISES] == [32] * SURPRISES
         assert sizes[12:] == [1] * 28, "the search goes on, for larger ones are faster"
         assert training.tuner._fastest.timing is None
 
@@ -926,7 +946,7 @@ class TestWorkBesideThatEnds:
             assert len({training.window(256) for _ in range(60)}) == 1
         # Nor are single windows that are faster.
         for window in range(60):
-            training.device.seconds = waiting if window % SPED_UP == 0 else calm
+            training.device.seconds = waiting if window % SURPRISES == 0 else calm
             assert len(training.window(256)) > 1
 
     def test_nothing_is_read_where_a_clock_waits_for_the_device(self) -> None:
@@ -934,6 +954,7 @@ class TestWorkBesideThatEnds:
         tuner._cutter.full_window = (256, None)
         tuner._fastest.model, tuner._fastest.weight = TimeModel(points=((1, 0.0006), (256, 0.2))), 1
         tuner.searching = False
-        assert not tuner.window(256).is_timed
-        tuner._hears_times = True
-        assert tuner.window(256).is_timed
+        for hears, is_timed in ((False, False), (True, True)):
+            tuner._hears_times = hears
+            assert len(list(tuner.window(256))) > 1
+            assert tuner.window(256).is_timed is is_timed
