@@ -281,6 +281,7 @@ class Validator:
         yield from said  # first, for that may be why the loss cannot be computed
         if example is not None and self.tried_with is not None:
             attempt(lambda: self._try_loss(example, few))
+            self._memory.reset_peak()  # it is none of the first window's
 
     def _try_loss(self, batch: Any, size: int) -> None:
         """Compute the loss of a batch, of which nothing remains."""

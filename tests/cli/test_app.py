@@ -104,10 +104,10 @@ def test_an_unexpected_error_shows_where_it_comes_from_and_exits_with_1(
     assert out == ""
     assert err.count("Traceback (most recent call last):") == 1
     assert recipe in err
-    assert "trainer.py" in err
+    assert "step.py" not in err
     assert "cyclopts" not in err
     told = "It was raised for a micro-batch of 8 samples, of tensors (8, 4), (8, 1)."
-    assert err.endswith(f"KeyError: 'missing'\n{told}\n")
+    assert f"KeyError: 'missing'\n{told}\n" in err
 
 
 def test_what_a_recipe_raises_is_shown_once_without_our_frames(
@@ -209,4 +209,4 @@ def test_a_pipe_of_the_recipes_own_is_an_error_like_any_other(
 ) -> None:
     top = "def loss(outputs, targets):\n    raise BrokenPipeError('a worker has gone')\n"
     assert main(["fit", tiny("'effective_batch': 8, 'loss_fn': loss,", top=top), *QUIET]) == 1
-    assert capsys.readouterr().err.endswith("BrokenPipeError: a worker has gone\n")
+    assert capsys.readouterr().err.count("BrokenPipeError: a worker has gone\n") == 1

@@ -69,7 +69,7 @@ def test_probe_prints_its_trials_the_memory_model_and_the_plan(
     tiny: Callable[..., str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     wide = tiny("'model': nn.Sequential(nn.Linear(4, 8192), nn.Linear(8192, 1)),")
-    with simulated_memory("1MiB"):
+    with simulated_memory("1500KiB"):
         assert main(["probe", wide, "--device", "cpu", "--effective-batch", "24"]) == 0
         lines = capsys.readouterr().out.splitlines()
         assert main(["probe", wide, "--device", "cpu", "--effective-batch", "24", "--json"]) == 0
@@ -77,7 +77,7 @@ def test_probe_prints_its_trials_the_memory_model_and_the_plan(
     assert report.keys() == {
         "max_micro_batch", "trials", "memory_model", "time_model", "limit_bytes", "plan", "num_samples"
     }  # fmt: skip
-    assert report["limit_bytes"] == 2**20
+    assert report["limit_bytes"] == 1500 * 2**10
     assert report["memory_model"].keys() == {"fixed_bytes", "bytes_per_sample", "bytes_per_square"}
     largest = report["max_micro_batch"]
     assert 1 <= largest < 24
@@ -87,7 +87,7 @@ def test_probe_prints_its_trials_the_memory_model_and_the_plan(
     assert [(int(row[0]), row[1] == "yes") for row in rows] == [(t["micro_batch"], t["fits"]) for t in report["trials"]]
     assert rows[0][3] in ("KiB", "MiB")
     assert any(line.startswith("memory model: ") and line.endswith(" per sample") for line in lines)
-    assert "limit: 1.00 MiB" in lines
+    assert "limit: 1.46 MiB" in lines
     assert f"largest micro-batch: {largest}" in lines
     assert f"{largest} x" in lines[-1] or report["plan"]["sizes"][0] < largest
     assert lines[-1].startswith("plan: ")
