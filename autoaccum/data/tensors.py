@@ -114,8 +114,11 @@ class TensorSource:
         return self.gather({_HOST: torch.arange(num_samples, device="cpu") % self._num_rows})
 
     def form(self, num_samples: int) -> Any:
-        """Return an example, which is read from memory."""
-        return self.example(num_samples)
+        """Return as many of what is no tensor, and tensors as they are, of which nothing is read."""
+        rows = {_HOST: torch.arange(num_samples, device="cpu") % self._num_rows}
+        pairs = zip(self._leaves, self._dims, strict=True)
+        kept = [leaf if isinstance(leaf, torch.Tensor) else _rows(leaf, rows, dim) for leaf, dim in pairs]
+        return self._spec.unflatten(kept)
 
 
 def _values_or_types(value: Any) -> Any:

@@ -149,6 +149,7 @@ class Fastest:
     def _expect(self) -> None:
         """Foretell what full windows take, unless they are run at once: then there are no larger plans to compare."""
         num_samples, lengths = self._cutter.full_window
+        self.surprising = 0.0
         # Where samples differ in length, windows take times that differ as well.
         if self.model is not None and lengths is None and self.planned() < num_samples:
             weights = self._cutter.weights_of_full(self.planned())
@@ -187,3 +188,4 @@ class Fastest:
         """Put back what ``state_dict`` returned; a comparison that went on has to be begun again."""
         self.model = None if state["times"] is None else TimeModel(points=state["times"])
         self.weight = state["_cap"]
+        self._expect()

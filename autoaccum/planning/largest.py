@@ -18,7 +18,7 @@ from autoaccum.planning.costs import MemoryModel, Trial
 from autoaccum.planning.cuts import Lengths
 from autoaccum.planning.cutter import Cutter
 from autoaccum.planning.fastest import Fastest
-from autoaccum.planning.limits import FEW, Limits
+from autoaccum.planning.limits import Limits
 from autoaccum.planning.patience import SURELY_MORE, Pressure
 from autoaccum.planning.searching import ENDLESS, Searching
 
@@ -75,7 +75,7 @@ class Largest:
         allocated_bytes: int | None = None,
     ) -> None:
         """Take the reading of a trial: see ``Tuner.observe``."""
-        fits = self._limits.allows(peak_bytes, is_few=micro_batch <= FEW * self._cutter.smallest)
+        fits = self._limits.allows(peak_bytes, is_few=self._is_few(micro_batch, length))
         # Nothing is smaller than the smallest, which moves the target where it uses the headroom.
         if micro_batch <= self._cutter.smallest:
             if not fits:
@@ -112,6 +112,7 @@ class Largest:
         limit_bytes = self._limits.limit_bytes
         if trial.peak_bytes is None:  # it ran out of memory; else it ran, and took more than plans may
             self.refused_at = min(limit_bytes, self.refused_at or limit_bytes)
+            self._give_headroom_back(trial)
         # A weight that has run well before failed for want of memory that was there then, and may come back.
         if weight > self.best:
             self._refused = (weight, limit_bytes)
@@ -122,6 +123,17 @@ class Largest:
             self._pressure.shrank()
         # Times of plans that do not fit any more are of no use, and the fastest may have been one of them.
         self.choose()
+
+    def _give_headroom_back(self, failed: Trial) -> None:
+        """Leave the headroom free from now on, where few samples have failed: it is there for what that shows."""
+        if (
+            self._limits.may_use_all
+            and self._cutter.smallest < failed.micro_batch
+            and self._is_few(failed.micro_batch, failed.length)
+        ):
+            self._limits.may_use_all = False
+            self._cutter.history.judge(lambda trial, weight: self._judged(trial))
+            self.weight = self._cutter.history.bounds[0] or self._cutter.smallest
 
     def choose(self) -> None:
         """Choose the fastest plan anew, or begin to compare plans, unless a search goes on first."""
@@ -143,10 +155,12 @@ class Largest:
         self.best = 0
         self._search.is_on = True
 
-    def compare_anew(self) -> None:
-        """Compare plans again: the times by which one was chosen hold no longer."""
-        self.enough = self._fastest.model = None
-        self.choose()
+    def forget_times(self) -> None:
+        """Search and compare plans again: times were taken beside other work, or by another process."""
+        self._fastest.forget()
+        self._search.untold = self._cutter.history.bounds[0]
+        self._search.goal = self.enough = None
+        self._search.is_on = True
 
     # As memory comes and goes.
 
@@ -218,7 +232,7 @@ class Largest:
 
     def _within(self, model: MemoryModel, limit_bytes: int) -> int:
         """Return the largest weight that is expected to fit under a limit."""
-        few = FEW * self._cutter.smallest * self._cutter.each(self._cutter.full_window[1])
+        few = 0 if self._cutter.full_window[1] else self._limits.few(self._cutter.smallest)
         target_bytes = self._limits.target_of(limit_bytes)
         most = max(model.largest_within(target_bytes), min(few, model.largest_within(limit_bytes)))
         return int(min(most, ENDLESS))  # infinite where samples cost nothing
@@ -228,8 +242,7 @@ class Largest:
 
         It takes two in a row: a single one may be the doing of the C library's heap, which keeps what was freed.
         """
-        is_few = max(sizes) <= FEW * self._cutter.smallest
-        before, self._passed_limit = self._passed_limit, not self._limits.allows(peak_bytes, is_few=is_few)
+        before, self._passed_limit = self._passed_limit, peak_bytes > self._limits.target_bytes
         if not (before and self._passed_limit):
             return False
         weights = self._cutter.weights(sizes, lengths)
@@ -274,8 +287,14 @@ class Largest:
         # There is none to judge by where memory ran out, nor where a window just went well.
         if trial.peak_bytes is None:
             return trial
-        is_few = trial.micro_batch <= FEW * self._cutter.smallest
+        is_few = self._is_few(trial.micro_batch, trial.length)
         return replace(trial, fits=self._limits.allows(trial.peak_bytes, is_few=is_few))
+
+    def _is_few(self, micro_batch: int, length: int) -> bool:
+        """Return whether a micro-batch may use the headroom."""
+        # Of long samples no more than the smallest: many short ones would weigh as much.
+        smallest = self._cutter.smallest
+        return micro_batch <= (self._limits.few(smallest) if length == 1 else smallest)
 
     # What outlives the process. The patience does not: how memory moved under another process says little of this one.
 

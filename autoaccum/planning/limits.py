@@ -9,9 +9,18 @@ FEW = 4
 class Limits:
     """What micro-batches may take."""
 
-    def __init__(self, limit_bytes: int, headroom: float) -> None:
-        """Begin with a limit, of which plans leave the fraction ``headroom`` free."""
+    def __init__(self, limit_bytes: int, headroom: float, *, is_enforced: bool = False) -> None:
+        """Begin with a limit, of which plans leave the fraction ``headroom`` free.
+
+        Args:
+            limit_bytes: what may be used.
+            headroom: the fraction of it that plans leave free.
+            is_enforced: whether the device refuses what passes it: then few samples may try all of it, at the cost of
+                one error.
+        """
         self.headroom = headroom
+        self.may_use_all = is_enforced
+        """Whether micro-batches of few samples may use the headroom; until one of them has failed."""
         self.least_bytes = 0
         """The peak of the smallest micro-batch; 0 until it is known."""
         self.floor_bytes = 0
@@ -41,6 +50,10 @@ class Limits:
         if peak_bytes > self.floor_bytes:
             self.floor_bytes = peak_bytes
             self.heed(self.limit_bytes)
+
+    def few(self, smallest: int) -> int:
+        """Return the samples up to which a micro-batch may use the headroom: the smallest may, there is no other."""
+        return FEW * smallest if self.may_use_all else smallest
 
     def allows(self, peak_bytes: int, *, is_few: bool) -> bool:
         """Return whether a peak is acceptable: a micro-batch of few samples may use the headroom."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from autoaccum.planning.costs import PLATEAU, MemoryModel, Trial, bounds, memory_model
 from autoaccum.planning.errors_alone import by_errors, errors_left
-from autoaccum.planning.limits import FEW, Limits
+from autoaccum.planning.limits import Limits
 from autoaccum.planning.reach import Reach, reach
 
 TOLERANCE = 0.02
@@ -27,11 +27,16 @@ FAR, UNSURE = 64, 16
 
 def next_within(history: Sequence[Trial], limits: Limits, *, ceiling: int, smallest: int, **options: Any) -> int | None:
     """Return the size to try next, as ``next_trial`` does, within limits: few samples may use the headroom."""
-    found = next_trial(history, limit_bytes=limits.target_bytes, ceiling=ceiling, smallest=smallest, **options)
-    few = min(ceiling, FEW * smallest)
+    found = next_below(history, limits, ceiling=ceiling, smallest=smallest, **options)
+    few = min(ceiling, limits.few(smallest))
     if found is not None or bounds(history)[0] >= few:
         return found
     return next_trial(history, limit_bytes=limits.limit_bytes, ceiling=few, smallest=smallest, **options)
+
+
+def next_below(history: Sequence[Trial], limits: Limits, **options: Any) -> int | None:
+    """Return the size to try next, as ``next_trial`` does, below the headroom."""
+    return next_trial(history, limit_bytes=limits.target_bytes, **options)
 
 
 def next_trial(

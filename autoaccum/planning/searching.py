@@ -14,7 +14,7 @@ from autoaccum.planning.cuts import Lengths
 from autoaccum.planning.cutter import Cutter
 from autoaccum.planning.limits import Limits
 from autoaccum.planning.reach import reach
-from autoaccum.planning.search import FAR, FEW_SIZES_FIRST, FEW_SIZES_GROWTH, has_plateaued, next_within
+from autoaccum.planning.search import FAR, FEW_SIZES_FIRST, FEW_SIZES_GROWTH, has_plateaued, next_below, next_within
 
 ENDLESS = 2**62
 """A weight that no micro-batch reaches."""
@@ -68,6 +68,8 @@ class Searching:
         """The largest weight that fitted in an earlier run; 0 where nothing is known, or it is no longer believed."""
         self.goal: int | None = None
         """The weight to reach when growing again, after memory has come back; None in the first search."""
+        self.untold = 0
+        """The weight up to which trials do not tell how fast larger ones are: their times are of another load."""
         self.doubts_plateau = False
         """Whether timed windows have shown that trials stopped to gain too early."""
 
@@ -137,7 +139,9 @@ class Searching:
         # Growth needs no such end: its goal is no higher than what is enough.
         if fits and self.goal is None and self.is_enough(fits):
             return None
-        weight = next_within(
+        # Among samples that differ in length a weight is no number of samples.
+        next_size = next_within if lengths is None else next_below
+        weight = next_size(
             history.in_weights,
             self._limits,
             ceiling=min(self._cutter.heaviest(num_samples, each), self.goal or ENDLESS),
@@ -212,7 +216,11 @@ class Searching:
             fastest = self._fastest_up_to(self.known)
             if fastest is not None:
                 return fastest <= weight
-        return not self.doubts_plateau and has_plateaued(history.in_weights)
+        return not self.doubts_plateau and self.has_plateaued()
+
+    def has_plateaued(self) -> bool:
+        """Return whether trials stopped to gain as they grew: see ``search.has_plateaued``."""
+        return has_plateaued([t for t in self._cutter.history.in_weights if t.micro_batch > self.untold])
 
     def reason(self, planned: int, largest: int) -> str:
         """Return why plans of full windows have no larger micro-batches, for people to read.

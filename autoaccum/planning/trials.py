@@ -11,7 +11,7 @@ from typing import Any
 
 from autoaccum.planning.attempts import Piece
 from autoaccum.planning.costs import MemoryModel, Trial, bounds, fit_memory_model
-from autoaccum.planning.limits import FEW, Limits
+from autoaccum.planning.limits import Limits
 from autoaccum.planning.reach import reach
 from autoaccum.planning.search import next_within
 
@@ -104,7 +104,7 @@ class Trials:
         self._done += piece.size
         if peak_bytes is None:
             return True
-        fits = self._limits.allows(peak_bytes, is_few=piece.size <= FEW * self.smallest)
+        fits = self._limits.allows(peak_bytes, is_few=piece.size <= self._limits.few(self.smallest))
         # That what fitted before fits again is no news; that it passes the limit now is, for memory may have gone.
         if piece.is_trial or not fits:
             self.history.append(

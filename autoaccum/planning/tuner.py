@@ -24,7 +24,6 @@ from autoaccum.planning.fastest import Fastest
 from autoaccum.planning.history import History
 from autoaccum.planning.largest import Largest
 from autoaccum.planning.limits import Limits
-from autoaccum.planning.search import has_plateaued
 from autoaccum.planning.searching import NO_FASTER, Searching
 
 SURPRISES = 5
@@ -53,6 +52,7 @@ class Tuner:
         granule: int = 1,
         few_sizes: bool = False,
         warms_up: bool = False,
+        is_enforced: bool = False,
     ) -> None:
         """Set up.
 
@@ -68,12 +68,13 @@ class Tuner:
             few_sizes: whether to try few sizes, and large ones: for each new one costs a compilation, or small ones
                 are worth little.
             warms_up: whether a size is run once before it is tried: see ``Searching``.
+            is_enforced: whether the device refuses what passes the limit.
         """
         # Whether sizes are found out at all. If not they are the user's, which hold however fast others may be, and
         # give way only where memory runs out, or where nobody else keeps the limit.
         self._learns = search
         self._cutter = Cutter(smallest=smallest, ceiling=ceiling, by_samples=not search, floor=floor, granule=granule)
-        self.limits = Limits(limit_bytes, headroom)
+        self.limits = Limits(limit_bytes, headroom, is_enforced=is_enforced)
         """What micro-batches may take."""
         # These three ask each other: which plan is the fastest depends on which fit, and the search is over where
         # larger ones are known to be no faster. The first is told the weight of the third, which is yet to be made.
@@ -92,6 +93,7 @@ class Tuner:
         self._given = largest  # a user's own micro-batch
         self._hears_times = search and not warms_up  # a reading of the clock waits for a device
         self._surprises = 0  # full windows in a row that were much faster than was known
+        self._convincing = SURPRISES  # as many of them; where load comes and goes, more are wanted each time
         self.saves_memory = False
         """Whether micro-batches take less than they would by themselves, so that no other run is to know of them."""
         self._last_cut: tuple[object, tuple[Piece, ...]] = (None, ())  # (what decided it, the pieces of a window)
@@ -437,11 +439,11 @@ class Tuner:
         if not self.is_timing:
             # Work beside this may have made all plans slow when they were compared, and those of large micro-batches
             # most: these are what more than one core computes, and wait for the last of them.
-            if is_full:
+            if is_full and self._hears_times:
                 self._surprises = self._surprises + 1 if seconds < self._fastest.surprising else 0
-            if self._surprises == SURPRISES:
-                self._surprises = 0
-                self._largest.compare_anew()
+            if self._surprises >= self._convincing:
+                self._surprises, self._convincing = 0, 2 * self._convincing
+                self._largest.forget_times()
             return
         # An earlier run's times are for full windows, and are checked on those that are cut by them.
         if is_full:
@@ -449,6 +451,7 @@ class Tuner:
             if self._fastest.is_belied(seconds, weights):  # another machine, or another load on it
                 self.search.known = 0
                 self._largest.forget()
+                self._largest.forget_times()
         self._fastest.observe(seconds, num_samples, lengths)
 
     def settle(self, num_samples: int, lengths: Lengths = None) -> bool:
@@ -466,7 +469,7 @@ class Tuner:
             is_rising = self._fastest.is_still_rising() and not self.search.doubts_plateau
             # The search may have ended because trials gained nothing any more. Those are cold runs: where warm windows
             # say otherwise they are right, and the search goes on; once, or it would swing to and fro.
-            if is_rising and has_plateaued(self._cutter.history.in_weights):
+            if is_rising and self.search.has_plateaued():
                 self.search.doubts_plateau = True
                 self.search.is_on = self.trial_for(num_samples, lengths) is not None
         # When memory comes back, there is no need to grow beyond this.
@@ -477,6 +480,7 @@ class Tuner:
     def resize(self, num_samples: int, lengths: Lengths = None) -> None:
         """Make ready for full windows of so many samples: it may take other sizes to be the fastest."""
         self._cutter.full_window = (num_samples, lengths)
+        self._surprises = 0
         if not self._learns or self.search.is_on:  # the search will settle on what is best for these windows
             return
         # Larger windows may have room for trials that were of no use in smaller ones.
@@ -533,5 +537,7 @@ class Tuner:
         self.limits.learn_least(state["least_bytes"])
         # A comparison that was going on begins anew: its first half was timed by another process. It comes last of all,
         # for it begins with what fits.
+        if self.search.is_on and self.search.goal is None:  # what another process has timed is of no use in its midst
+            self._largest.forget_times()
         if state["is_timing"]:
             self._largest.choose()

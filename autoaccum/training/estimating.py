@@ -195,7 +195,7 @@ def estimate(
         few = window.num_samples if window is given else min(window.num_samples, max(_FEW, fewest))
         step = FakeStep(fakes, FakeSamples(fakes, examples, few, split), modules, functions, precision)
         smallest = min(max(smallest_micro_batch(modules), fewest), ceiling)
-        limits = Limits(limit_bytes, headroom)
+        limits = Limits(limit_bytes, headroom, is_enforced=True)
         # As a run goes down them: the first on which the smallest micro-batch fits is the one that it would stand on.
         rungs = step.rungs(smallest, "checkpoint" if asked else "off" if memory_saving == "off" else "auto")
         for rung in rungs:

@@ -208,7 +208,7 @@ def probe(
             state_of = make_optimizer(optimizer, None, parameters, (loss_fn, training_step))
             _make_gradients([*parameters, *(tensor for tensor in bare if tensor.requires_grad)], sparse)
             allocate_state(state_of, modules)
-        limits = Limits(limit.bytes, headroom)
+        limits = Limits(limit.bytes, headroom, is_enforced=limit.is_enforced)
         search = Trials(
             limits,
             smallest=max(needed := smallest_micro_batch(modules), fewest),  # 2 with BatchNorm

@@ -331,6 +331,7 @@ def make_step(
         few_sizes=(smallest > 1 and job.batch_norm.kind == "micro") or bool(compiled),
         # Kernels and libraries are loaded when they are first used; on a CPU that is hardly more than nothing.
         warms_up=job.device.type != "cpu",
+        is_enforced=limit.is_enforced,
     )
     compilations = Compilations(job.device, tuner.expect_few_sizes, are_known=bool(compiled))
     # Sizes of the user's own are few, and the compiler's to see: code for one size is faster than code for all.
@@ -559,14 +560,8 @@ def validator_of(
     )
     validator.set_fewest(arguments.min_micro_batch or 1)
     validator.has_outputs = lambda: step.transaction.outputs.are_there
-    sharing = sharing_of(step.job)
-    if sharing is not None:
+    if (sharing := sharing_of(step.job)) is not None:
         validator.share(sharing, checked[schedule_of].at(Progress()))
-    functions = (arguments.loss_fn, arguments.training_step, *(metrics or {}).values())
-    validator.functions = [function for function in functions if function is not None]
-    # What is compiled would be so once more, for so few samples without gradients; what shares, of whole windows.
-    if kind is Validator and sharing is None and not compiled_parts(arguments.model, arguments.modules(), ()):
-        validator.tried_with = arguments.model
     if metrics:
         # On the model as it is: a compiled one would be compiled for batches of one sample and of two.
         tried = Metrics(metrics, arguments.model, of=of, autocast=context, split=step.job.split)

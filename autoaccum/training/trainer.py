@@ -412,11 +412,10 @@ class Trainer:
         # Not sooner, for past runs are known by the shapes of their data, and these by the first window.
         if self.step == 0 and self._cache is not None:
             self._cache.recall(window, self._tuner, self.memory.used())
-        # They are read when an epoch has ended: what two of them tell is told now, and is no part of the window.
+        # They are read when an epoch has ended: what can be told of them without a forward is told now.
         if self.step == 0 and self._validator is not None:
             for notice in self._validator.beside(window, data_notices.of_validation):
                 self._step.announcer.say_once(notice)
-            self._mark = clock.now()
         plan = self._pace.recorded_plan()
         if plan is not None and sum(plan) != num_there:
             raise ArgumentError("micro_batch", plan, f"sizes that sum to {num_there} in window {self.step + 1}")

@@ -37,13 +37,13 @@ from autoaccum.planning.trials import Trials
 from autoaccum.training.metrics import Metrics, SharedTree, Sums
 from autoaccum.training.validation_losses import CountedLosses, Loss, Losses, OneLoss, SeveralTerms
 from autoaccum.training.validation_losses import read as read_all
+from autoaccum.window.attributes import Attributes
 from autoaccum.window.before import Sharing
 from autoaccum.window.outputs import Outputs
 from autoaccum.window.precision import Autocast
 from autoaccum.window.raised import tell_micro_batch
 from autoaccum.window.single_samples import may_need_another
 from autoaccum.window.snapshot import Snapshot
-from autoaccum.window.state import State
 from autoaccum.window.terms import Terms
 
 
@@ -152,10 +152,6 @@ class Validator:
         self._is_enforced = limit.is_enforced
         self.has_outputs: Callable[[], bool] = bool
         """() -> whether losses are known to come with outputs; for whoever knows it of training to set."""
-        self.functions: Sequence[object] = ()
-        """The user's own, which may hold what a forward changes."""
-        self.tried_with: Callable[..., Any] | None = None
-        """The model that a loss is tried with before the first window; None where none is to be."""
         self._beside = Outputs(joins=False)  # tensors of a whole pass may be more than the host holds
         self._computed: Computed | None = None  # by the last forward, where that is more than a loss
         self._emit = emit
@@ -255,53 +251,25 @@ class Validator:
         window = reader.window(self._window_samples)
         return None if window is None else self._sharing.begin(window)
 
-    def beside(self, window: Window, compared: Callable[[Any, Any], list[Notice]]) -> Iterator[Notice]:
-        """Say how a micro-batch of a window that is trained on differs from one of these data; try the loss of two.
+    def beside(self, window: Window, compared: Callable[[Any, Any], list[Notice]]) -> list[Notice]:
+        """Return what is said of a micro-batch of a window that is trained on, and one of these data beside it.
 
         Raises:
             DataError: they are none that a ``loss_fn`` can be called with.
-            Exception: the loss of two samples cannot be computed: the error of the user's code.
         """
         few = min(2 * self._fewest, window.num_samples)
-        example: Any = None
 
         def found() -> list[Notice]:
-            nonlocal example
             with of_validation_data():
-                if not few or (example := self._source.form(few)) is None:
+                example = self._source.form(few) if few else None
+                if example is None:
                     return []
                 if self._of_outputs:
                     inputs_and_targets(example)
                 return compared(window.micro_batch(0, few), example)
 
         said = attempt(found)
-        # What runs out of memory here does so in training, which will say.
-        if isinstance(said, RanOut):
-            return
-        yield from said  # first, for that may be why the loss cannot be computed
-        if example is not None and self.tried_with is not None:
-            attempt(lambda: self._try_loss(example, few))
-            self._memory.reset_peak()  # it is none of the first window's
-
-    def _try_loss(self, batch: Any, size: int) -> None:
-        """Compute the loss of a batch, of which nothing remains."""
-        with of_validation_data(), self._without_trace():
-            # As a validation does: code that asks for gradients needs a graph, and some cannot be run with one.
-            try:
-                with torch.enable_grad(), self._autocast():
-                    self._loss_of(self.tried_with, batch)
-            except Exception as error:
-                if is_out_of_memory(error):
-                    raise
-                self._try_without_graph(self._source.example(size), size)
-
-    def _try_without_graph(self, batch: Any, size: int) -> None:
-        try:
-            with torch.no_grad(), self._autocast():
-                self._loss_of(self.tried_with, batch)
-        except Exception as error:
-            tell_micro_batch(error, lambda: batches.flatten(batch)[0], size, " that are evaluated")
-            raise
+        return [] if isinstance(said, RanOut) else said  # training will say
 
     def try_metrics(self, metrics: Metrics) -> None:
         """Call each function on one sample and on two, of which nothing remains: what is wrong is said before training.
@@ -318,8 +286,10 @@ class Validator:
                 raise
 
     def _try_metrics(self, metrics: Metrics) -> None:
+        snapshot, attributes = Snapshot(self._modules, self._device), Attributes(self._modules)
+        snapshot.take()
         try:
-            with self._without_trace():
+            with self._evaluating():
                 few = self._fewest  # what computes them need not be able to compute fewer
                 two = self._source.example(2 * few)
                 # A model that cannot be called on a single sample is compared with nothing.
@@ -333,17 +303,9 @@ class Validator:
                 metrics.check(two, 2 * few)
         except EmptyDatasetError:
             raise EmptyDatasetError("validation_data", _NOTHING) from None
-
-    @contextmanager
-    def _without_trace(self) -> Iterator[None]:
-        """Put back, at its end, all that forwards in eval mode have changed, in what the user's functions hold too."""
-        parameters = [parameter for module in self._modules for parameter in module.parameters(recurse=False)]
-        state = State(self._modules, self.functions, self._device, parameters)
-        try:
-            with self._evaluating():
-                yield
         finally:
-            state.restore()
+            attributes.restore()
+            snapshot.restore()
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:

@@ -19,7 +19,7 @@ TOLERANCE = 2e-5
 """The same of float32, in which right ones stay below 3e-6, and wrong ones above 1e-4."""
 MAY_BE_ROUNDING = 1e-3
 """The relative error below which it is asked whether rounding explains it."""
-MOST_ROUNDING = 1e-2
+MOST_ROUNDING = 0.1
 """The same where 64 bits are asked, which leave no doubt."""
 _LEAST_SHARE = 1e-2
 """A tensor's error is relative to its own norm, or to this share of what its norm would be if all entries of the

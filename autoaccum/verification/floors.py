@@ -12,8 +12,10 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache, partial
 from itertools import accumulate
 from typing import Any, Protocol, TypeVar
+from unittest import mock
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from autoaccum.data import batches
 from autoaccum.loss.hypotheses import Hypothesis
@@ -22,8 +24,6 @@ from autoaccum.verification.comparison import MAY_BE_ROUNDING, TOLERANCE, TOLERA
 from autoaccum.verification.findings import Cut, Outcome
 
 T = TypeVar("T")
-_AS_NEAR = 1.5
-"""Cuts are no further off what 64 bits say than this many times what the whole is, whose sums are longer."""
 _MARK = "autoaccum"
 _TIMES = 40
 """A model has many layers, and its gradient cancels: it may be off by this many times what one kernel is."""
@@ -159,10 +159,39 @@ def widened(parameters: Iterable[torch.Tensor], modules: Iterable[torch.nn.Modul
     try:
         for one, data in kept:
             one.data = data.double()
-        yield
+        # An epsilon that goes by the type is that of 32 bits, or a loss that it makes wrong would be right here alone.
+        with _Widening(), mock.patch.object(torch, "finfo", _finfo):
+            yield
     finally:
         for one, data in kept:
             one.data = data
+
+
+def _finfo(dtype: torch.dtype | None = None, of: Any = torch.finfo) -> Any:
+    return of(torch.float32 if dtype in (None, torch.float64) else dtype)
+
+
+class _Widening(TorchFunctionMode):
+    """Computes with 64 bits where code says 32, and has them meet what else is there of 32, such as class weights."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = {name: _wide_type(value) for name, value in (kwargs or {}).items()}
+        if func is torch.Tensor.float:
+            func = torch.Tensor.double
+        # What is of a type that is asked for stays that for whoever asks, and tensors stay what they are for most: code
+        # writes to them, and only what refuses to compute with both gets copies.
+        try:
+            return func(*map(_wide_type, args), **kwargs)
+        except Exception:
+            leaves = batches.flatten((args, kwargs))[0]
+            if not {torch.float32, torch.float64} <= {leaf.dtype for leaf in leaves if isinstance(leaf, torch.Tensor)}:
+                raise
+        args, kwargs = widen((args, kwargs))
+        return func(*map(_wide_type, args), **kwargs)
+
+
+def _wide_type(value: Any) -> Any:
+    return torch.float64 if value is torch.float32 else value
 
 
 def widen(batch: Any) -> Any:
@@ -188,11 +217,9 @@ class Widens(Protocol):
 
     tolerance: float
     parameters: list[torch.Tensor]
-    wanted: list[torch.Tensor | None]
-    """The gradient of the whole, by which cuts are judged."""
 
-    def widened(self) -> AbstractContextManager[Sequence[torch.Tensor | None]]:
-        """Compute in 64 bits within it; what is given is the gradient of the whole."""
+    def widened(self) -> AbstractContextManager[None]:
+        """Compute in 64 bits within it, the whole as well."""
 
     def run(self, cuts: Sequence[Cut], hypothesis: Hypothesis | None) -> Outcome:
         """Run the samples in cuts, and compare with the whole."""
@@ -206,17 +233,8 @@ def is_right_in_64_bits(measurement: Widens, cuts: Sequence[Cut], hypothesis: Hy
     def asked() -> bool:
         if any(map(_is_listened_to, measurement.parameters)):
             return False
-        with measurement.widened() as wide:
-            if not measurement.run(cuts, hypothesis).error <= TOLERANCES[torch.float64]:
-                return False
-        # What goes by the type, as an epsilon does, is right there alone: then cuts are further off than the whole.
-        whole, kept = error_of(measurement.wanted, wide), measurement.wanted
-        measurement.wanted = list(wide)
-        try:
-            off = measurement.run(cuts, hypothesis).error
-        finally:
-            measurement.wanted = kept
-        return whole is not None and off <= _AS_NEAR * whole.relative
+        with measurement.widened():
+            return measurement.run(cuts, hypothesis).error <= TOLERANCES[torch.float64]
 
     try:
         return attempt(asked) is True  # where there is no room for it, what 32 bits have shown stands

@@ -244,7 +244,7 @@ class Measurement:
         if not math.isfinite(self._loss):
             self._put_back()
             raise NotFiniteError
-        self.wanted: list[torch.Tensor | None] = [p.grad for p in self.parameters]
+        self._wanted: list[torch.Tensor | None] = [p.grad for p in self.parameters]
         for p in self.parameters:
             p.grad = None
         self._put_back()
@@ -373,17 +373,17 @@ class Measurement:
         return max(floor, floor_of(self.job.device, torch.are_deterministic_algorithms_enabled()))
 
     @contextmanager
-    def widened(self) -> Iterator[Sequence[torch.Tensor | None]]:
-        """Compute in 64 bits within it, the whole as well, whose gradient is given."""
-        kept = self._draws, self._loss, self.wanted
+    def widened(self) -> Iterator[None]:
+        """Compute in 64 bits within it, the whole as well."""
+        kept = self._draws, self._loss, self._wanted
         try:
             with widened(self.parameters, self.job.modules):
                 self._converted = widen
                 self._record()
-                yield self.wanted
+                yield
         finally:
             self._converted = as_it_is
-            self._draws, self._loss, self.wanted = kept
+            self._draws, self._loss, self._wanted = kept
             self._put_back()
 
     def rounding(self) -> float:
@@ -476,7 +476,7 @@ class Measurement:
             found, wanted = float(gradient.loss), float(self._loss)
             return Error(abs(found - wanted) / max(abs(wanted), 1e-12), None)
         gradients = [p.grad for p in self.parameters]
-        error = error_of(gradients, self.wanted)
+        error = error_of(gradients, self._wanted)
         if error is not None:
             return error
         if not any(g is not None and any_of(g) for g in gradients):

@@ -51,6 +51,7 @@ class Training:
         floor: int = 1,
         granule: int = 1,
         few_sizes: bool = False,
+        is_enforced: bool = False,
     ) -> None:
         """Begin; the limit is looked at before every so many windows, or never at 0."""
         self.device = device
@@ -66,6 +67,7 @@ class Training:
             floor=floor,
             granule=granule,
             few_sizes=few_sizes,
+            is_enforced=is_enforced,
         )
         self.ooms: list[int] = []
         """Windows that ran out of memory, once for each time."""

@@ -108,7 +108,7 @@ def test_a_peak_past_the_limit_is_a_failure_that_was_seen_to_its_end() -> None:
 
 
 def test_few_samples_may_use_the_headroom() -> None:
-    made = Trials(Limits(1000, 0.1), smallest=2)
+    made = Trials(Limits(1000, 0.1, is_enforced=True), smallest=2)
     assert made.fitted(Piece(0, 2, is_trial=True), 1000)
     assert not made.fitted(Piece(0, 8, is_trial=True), 1001)
     assert made.fitted(Piece(0, 8, is_trial=True), 1000)
@@ -125,7 +125,7 @@ def test_few_samples_may_use_the_headroom() -> None:
     ],
 )
 def test_a_headroom_that_would_cost_a_fifth_of_the_samples_is_used(each: int, expected: int) -> None:
-    made = Trials(Limits(1000, 0.05))
+    made = Trials(Limits(1000, 0.05, is_enforced=True))
     for piece in made.until_known(64):
         if piece.size * each > 1000:
             made.ran_out(piece)

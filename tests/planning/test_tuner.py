@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from autoaccum.errors import NothingFitsError
 from autoaccum.planning.attempts import Piece, Reading
-from autoaccum.planning.costs import TimeModel, Trial
+from autoaccum.planning.costs import Trial
 from autoaccum.planning.cuts import cut
 from autoaccum.planning.fastest import UNTIMED
 from autoaccum.planning.patience import PATIENCE
@@ -107,14 +107,19 @@ def test_headroom_is_left_free() -> None:
 @pytest.mark.parametrize(("truth", "expected"), [(1, 1), (2, 2), (3, 3), (4, 4), (5, 4), (6, 5), (40, 30)])
 def test_few_samples_may_use_the_headroom(truth: int, expected: int) -> None:
     """One sample more saves a fifth of the micro-batches, which is worth an error."""
-    training = Training(Device(10 * truth + 5, peak=lambda size, length: 10 * size + 5), 120, headroom=0.05)
+    device = Device(10 * truth + 5, peak=lambda size, length: 10 * size + 5)
+    training = Training(device, 120, is_enforced=True)
     training.until_settled()
     assert max(training.run(20)) == expected
     assert len(training.ooms) <= 1
+    elsewhere = Training(device, 120)
+    elsewhere.until_settled()
+    below = max(1, int((0.95 * (10 * truth + 5) - 5) / 10))
+    assert max(elsewhere.run(20)) == max(cut(120, below)), "where nobody else keeps the limit it stays free"
 
 
 def test_few_samples_give_way_only_where_they_do_not_fit() -> None:
-    training = Training(Device(35, peak=lambda size, length: 10 * size + 5), 12, headroom=0.05)
+    training = Training(Device(35, peak=lambda size, length: 10 * size + 5), 12, is_enforced=True)
     training.until_settled()
     assert max(training.run()) == 3
     training.device.limit_bytes = 34
@@ -122,6 +127,30 @@ def test_few_samples_give_way_only_where_they_do_not_fit() -> None:
     assert (training.shrank, training.ooms) == ([training.windows - 1], training.ooms)
     training.device.limit_bytes = 36
     assert max(training.run(200)) == 3, "it has come back"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_where_few_samples_have_failed_the_headroom_stays_free(seed: int) -> None:
+    """Peaks that vary by up to 4 % are what it is there for: they cost one error, and no more for want of it."""
+    chance = random.Random(seed)
+
+    def peak(size: int, length: int) -> float:
+        return (10 * size + 5) * (1 + 0.04 * chance.random())
+
+    training = Training(Device(36, peak=peak), 12, is_enforced=True)
+    for _ in range(3000):
+        training.run()
+    assert len(training.ooms) <= 3
+    assert not training.tuner.limits.may_use_all
+    assert max(training.run()) == 2
+
+
+def test_many_short_samples_do_not_use_the_headroom_as_few_long_ones_do() -> None:
+    training = Training(Device(1000, peak=lambda size, length: 5 + 240 * size * length / 100), 32, is_enforced=True)
+    for _ in range(60):
+        training.window(32, (100,) * 4 + (10,) * 28)
+    assert not training.shrank
+    assert len(training.tuner.history) < 20
 
 
 def test_one_sample_too_many() -> None:
@@ -930,12 +959,12 @@ class TestWorkBesideThatEnds:
         assert max(training.run()) < 32, "each a little work, which waits for nobody"
         return training
 
-    def test_plans_are_compared_anew(self) -> None:
+    def test_plans_are_searched_and_compared_anew(self) -> None:
         training = self.settled()
         training.device.seconds = calm
         sizes = [len(training.window(256)) for _ in range(40)]
         assert sizes[:SURPRISES] == [32] * SURPRISES
-        assert sizes[12:] == [1] * 28, "the search goes on, for larger ones are faster"
+        assert sizes[15:] == [1] * 25
         assert training.tuner._fastest.timing is None
 
     def test_while_it_goes_on_they_are_not(self) -> None:
@@ -949,12 +978,44 @@ class TestWorkBesideThatEnds:
             training.device.seconds = waiting if window % SURPRISES == 0 else calm
             assert len(training.window(256)) > 1
 
-    def test_nothing_is_read_where_a_clock_waits_for_the_device(self) -> None:
-        tuner = Tuner(ceiling=256, limit_bytes=10**9, headroom=0.0, search=True, warms_up=True)
-        tuner._cutter.full_window = (256, None)
-        tuner._fastest.model, tuner._fastest.weight = TimeModel(points=((1, 0.0006), (256, 0.2))), 1
-        tuner.searching = False
-        for hears, is_timed in ((False, False), (True, True)):
-            tuner._hears_times = hears
-            assert len(list(tuner.window(256))) > 1
-            assert tuner.window(256).is_timed is is_timed
+    def test_load_that_comes_and_goes_is_heard_of_less_and_less(self) -> None:
+        """Each time twice as many windows have to tell of it, so that comparisons come to an end."""
+        training = self.settled()
+        timed = []
+        for window in range(2000):
+            # Small micro-batches are the fastest by far while it lasts, and as fast as any while it does not.
+            training.device.seconds = waiting if window % 36 >= 6 else lambda size: 1e-5 * size
+            timed.append(training.tuner.is_timing or training.tuner.searching)
+            training.window(256)
+        assert sum(timed) < 200
+        assert not any(timed[1000:])
+
+    def test_a_run_that_goes_on_hears_as_well(self) -> None:
+        state = self.settled().tuner.state_dict()
+        training = Training(Device(10**9, peak=lambda size, length: 1000 + size, seconds=calm), 256)
+        training.tuner.load_state_dict(state, is_same_device=True)
+        assert len(training.window(256)) == 32
+        assert [len(training.window(256)) for _ in range(40)][-20:] == [1] * 20
+
+    def test_what_another_process_has_timed_in_the_midst_of_a_search_is_of_no_use(self) -> None:
+        """It may have ended the search by one trial that other work made slow."""
+        training = Training(Device(10**9, peak=lambda size, length: 1000 + size, seconds=calm), 256)
+        for micro_batch, seconds in ((1, 1.0), (2, 2.0), (4, 4.0), (8, 8.0)):
+            training.tuner.observe(micro_batch, 1000 + micro_batch, seconds)
+        assert training.tuner.searching
+        assert training.tuner.trial_for(256) is None, "larger ones are no faster"
+        later = Training(Device(10**9, peak=lambda size, length: 1000 + size, seconds=calm), 256)
+        later.tuner.load_state_dict(training.tuner.state_dict(), is_same_device=True)
+        later.until_settled()
+        assert len(later.run()) == 1
+
+    @pytest.mark.parametrize("is_host", [True, False])
+    def test_nothing_is_read_where_a_clock_waits_for_the_device(self, is_host: bool) -> None:
+        tuner = Tuner(ceiling=256, limit_bytes=10**9, headroom=0.0, search=True, warms_up=not is_host)
+        training = self.settled()
+        tuner.load_state_dict(training.tuner.state_dict(), is_same_device=True)
+        assert len(list(tuner.window(256))) > 1
+        assert tuner.window(256).is_timed is is_host
+        for _ in range(SURPRISES):
+            tuner.timed(1e-9, 256)  # as a comparison of other things has it timed
+        assert tuner.searching is is_host
