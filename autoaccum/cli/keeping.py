@@ -49,7 +49,7 @@ class Kept:
         place = os.fspath(self.path)
         drawn = f"to look at it: {self.report_command}"
         if self.is_finished and self.is_bounded:
-            return [f"kept in {place}; its lr_scheduler has come to the end that it was made for", drawn]
+            return [f"kept in {place}; its lr_scheduler has ended, so that no larger budget goes on from it", drawn]
         goes_on = "to go on with a larger budget" if self.is_finished else "to go on"
         return [f"kept in {place}, {goes_on}: {self.resume_command}", drawn]
 

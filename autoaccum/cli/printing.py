@@ -28,6 +28,8 @@ if TYPE_CHECKING:  # they take torch with them, which `plan` and `--help` have n
     from autoaccum.training.probing import ProbeReport
     from autoaccum.training.result import FitResult
 
+_CLEARLY_FASTER = 1.1
+"""Say that a smaller size is the fastest where it has this many times the samples per second of the largest."""
 CLOSED = 128 + 13
 """The exit code where nobody reads standard output any more: that of a process which SIGPIPE has ended."""
 
@@ -142,10 +144,15 @@ def probe_lines(report: ProbeReport) -> Iterable[str]:
         off = "" if error is None else f"; its last prediction was {error:.1%} off"
         each = format_bytes(model.bytes_per_sample)
         yield f"memory model: {format_bytes(model.fixed_bytes)} + {each} per sample{off}"
-    yield f"limit: {format_bytes(report.limit_bytes)}"
+    is_kept_free = any(not t.fits and t.peak_bytes and t.peak_bytes <= report.limit_bytes for t in report.trials)
+    yield f"limit: {format_bytes(report.limit_bytes)}{', less the headroom' * is_kept_free}"
     repeated = report.num_samples is not None and report.num_samples < report.max_micro_batch
     of = f" (the data's {report.num_samples}, repeated)" if repeated else ""
     yield f"largest micro-batch: {report.max_micro_batch}{of}"
+    rates = {t.micro_batch: t.micro_batch / t.seconds for t in report.trials if t.fits and t.seconds}
+    fastest = max(rates, key=rates.__getitem__, default=0)
+    if fastest and rates[fastest] > _CLEARLY_FASTER * rates.get(report.max_micro_batch, rates[fastest]):
+        yield f"fastest of these trials: {fastest}; training times whole windows, and chooses by that"
     if report.plan is not None:
         yield f"plan: {plan_line(report.plan)}"
 

@@ -132,7 +132,7 @@ def line(event: Event) -> str | None:
         # Whatever is not known is left out: a plan that needed no memory model has no prediction to tell.
         predicted = "" if event.predicted_bytes is None else f"{format_bytes(event.predicted_bytes)} predicted"
         if event.prediction_error is not None:
-            predicted += f" ({event.prediction_error:.1%} off last time)"
+            predicted += f" (predictions were {event.prediction_error:.1%} off)"
         memory = ", ".join(filter(None, (predicted, f"limit {format_bytes(event.limit_bytes)}")))
         saving = "" if event.memory_saving == "off" else f"; {event.memory_saving}"
         return f"plan: {cut_text(event.sizes)}, for {event.reason}; {memory}{saving}"

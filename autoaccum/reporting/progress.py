@@ -12,6 +12,9 @@ from autoaccum.events import Finished, Notice, Record, Resumed, Saved, Started, 
 from autoaccum.reporting.lines import Narrator, state_text
 
 
+_FIRST = "the first window takes longer: sizes are tried in it, and gradients compared"
+
+
 class ProgressBar:
     """Callback that shows loss, samples/s, micro-batch x accumulation steps, and memory used / limit.
 
@@ -29,8 +32,9 @@ class ProgressBar:
             # A file is not redrawn: there, a line now and then shows that the run is alive.
             interval = 0.1 if sys.stderr.isatty() else 10.0
             self._bar = tqdm(
-                total=record.num_samples, unit=" samples", mininterval=interval, maxinterval=interval, file=sys.stderr
-            )
+                total=record.num_samples, unit=" samples", mininterval=interval, maxinterval=interval, file=sys.stderr,
+                postfix=_FIRST,
+            )  # fmt: skip
         elif isinstance(record, StepReport) and self._bar is not None:
             self._bar.set_postfix_str(state_text(record), refresh=False)
             self._bar.update(record.effective_batch)

@@ -88,7 +88,9 @@ class Estimate:
         # The first line answers the question, as that of a check does.
         device, samples = format_bytes(self.device_memory_bytes), "sample" if self.micro_batch == 1 else "samples"
         if self.fits:
-            yield f"FITS, by tensors alone: micro-batches of {self.micro_batch} {samples} in {device}"
+            # By tensors alone it may be far from that: who reads no further is not to be told that it fits.
+            verdict = "FITS" if self.is_sure else "MAY FIT, by tensors alone"
+            yield f"{verdict}: micro-batches of {self.micro_batch} {samples} in {device}"
         else:
             yield (
                 f"DOES NOT FIT: {self.micro_batch} {samples} would take {format_bytes(self.peak_bytes)}, "

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, TypeVar, cast
 
@@ -17,55 +18,59 @@ from autoaccum.errors import AutoaccumError
 F = TypeVar("F", bound=Callable[..., Any])
 
 _TOLD = "Calls within autoaccum are left out above; python -X dev shows them."
+_OF_NO_USER = {"autoaccum", "torch", "numpy", "optuna", "psutil", "safetensors", "tqdm", *sys.stdlib_module_names}
+"""Packages that this one calls itself: where an error has only their frames, it may be the one that is wrong."""
 
 
 def without_own_frames(function: F) -> F:
-    """Make a function raise its errors without the frames of this package."""
+    """Make a function raise errors of the user's without the frames of this package."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
             return function(*args, **kwargs)
         except Exception as error:
-            if sys.flags.dev_mode or _is_own_fault(error):
-                raise
-            _leave_out(error)
-            raise error
+            # A class of the user's may let nothing be set on its errors.
+            with suppress(Exception):
+                if not sys.flags.dev_mode and _is_of_user(error):
+                    _leave_out(error)
+                    del args, kwargs  # as others hold nothing any more
+            raise
 
     return cast(F, call)
 
 
-def _is_own_fault(error: BaseException) -> bool:
-    """Return whether code of this package raised an error that is none of those that it answers with."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return trace is not None and _is_own(trace) and not isinstance(error, AutoaccumError)
+def _is_of_user(error: Exception) -> bool:
+    """Return whether it is known that no code of this package has failed."""
+    if isinstance(error, AutoaccumError):
+        return True
+    from autoaccum.window.raised import is_told  # not sooner: to plan and to help takes no torch
+
+    roots = {_root_of(trace) for trace in _traces(error.__traceback__)}
+    return is_told(error) or not roots <= _OF_NO_USER
 
 
-def _leave_out(error: BaseException) -> None:
-    link: BaseException | None = error
-    seen = set()
-    while link is not None and id(link) not in seen:  # a user's errors may be in a circle
-        seen.add(id(link))
-        link.__traceback__ = _without_own(link.__traceback__)
-        link = link.__cause__ or link.__context__
+def _leave_out(error: Exception) -> None:
+    """Cut frames of this package out of a traceback, and drop what their functions hold; causes are left alone."""
+    kept: TracebackType | None = None
+    # New links, for others may hold those that there are: a debugger, or whoever writes the error down.
+    for trace in reversed(list(_traces(error.__traceback__))):
+        if _root_of(trace) != "autoaccum":
+            kept = TracebackType(kept, trace.tb_frame, trace.tb_lasti, trace.tb_lineno)
+            continue
+        # Nobody could clear it any more, and whoever keeps the error would keep the model.
+        with suppress(RuntimeError):  # those that have called this go on
+            trace.tb_frame.clear()
+    error.__traceback__ = kept
     if not isinstance(error, AutoaccumError) and _TOLD not in getattr(error, "__notes__", ()):
         error.add_note(_TOLD)
 
 
-def _without_own(trace: TracebackType | None) -> TracebackType | None:
-    kept = []
+def _traces(trace: TracebackType | None) -> Iterator[TracebackType]:
     while trace is not None:
-        if not _is_own(trace):
-            kept.append(trace)
+        yield trace
         trace = trace.tb_next
-    below: TracebackType | None = None
-    # New ones, for others may hold those that there are: a debugger, or whoever writes the error down.
-    for one in reversed(kept):
-        below = TracebackType(below, one.tb_frame, one.tb_lasti, one.tb_lineno)
-    return below
 
 
-def _is_own(trace: TracebackType) -> bool:
-    return str(trace.tb_frame.f_globals.get("__name__", "")).partition(".")[0] == "autoaccum"
+def _root_of(trace: TracebackType) -> str:
+    return str(trace.tb_frame.f_globals.get("__name__", "")).partition(".")[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -489,8 +490,8 @@ class Trainer:
         was_broken_off = self._stop_reason not in (None, "budget")  # by a signal, say: the process is to end soon
         if self._validator is None or was_broken_off or self._validations.step == self.step:
             return
-        self._validations.step = self.step  # so that an epoch's end at the same step finds it done
-        with self._hooks.validating():
+        save = partial(self._save, is_last=True) if self._group is None else None
+        with self._validations.at(self.step, save), self._hooks.validating():
             loss = self._validated(self._validator, epoch)
         self._validations.add(loss)
         self._agree()

@@ -41,7 +41,7 @@ from autoaccum.window.attributes import Attributes
 from autoaccum.window.before import Sharing
 from autoaccum.window.outputs import Outputs
 from autoaccum.window.precision import Autocast
-from autoaccum.window.raised import tell_micro_batch
+from autoaccum.window.raised import is_told, tell_micro_batch
 from autoaccum.window.single_samples import may_need_another
 from autoaccum.window.snapshot import Snapshot
 from autoaccum.window.terms import Terms
@@ -59,6 +59,21 @@ class Validations:
     """Lowest loss of all."""
     is_unsaved_best: bool = False
     """Whether the lowest loss is of parameters that no checkpoint holds yet."""
+
+    @contextmanager
+    def at(self, step: int, save: Callable[[], None] | None) -> Iterator[None]:
+        """Note that there is one after this step, so that an epoch's end at the same step finds it done.
+
+        Where it fails, it was none; and ``save`` keeps what was trained, which is not to be lost for that.
+        """
+        before, self.step = self.step, step
+        try:
+            yield
+        except Exception:
+            self.step = before
+            if save is not None:
+                save()
+            raise
 
     def add(self, loss: float) -> None:
         """Note the loss of a validation."""
@@ -157,6 +172,7 @@ class Validator:
         self._emit = emit
         # The ways that have not failed yet, of which the first is taken. Without one losses are averaged over samples.
         self._of_outputs = of_outputs
+        self._is_untold = False  # whether it is to be told that none is left
         self._ways = [*([_LOSS_GRAPH] if of_outputs else []), _GRAPH_ALONE, _WHOLE_GRAPH]
         # Sizes of its own, for without a backward more samples fit than in training.
         self._fewest = 1  # samples of a micro-batch as the user has it
@@ -438,9 +454,12 @@ class Validator:
                 # the error was another, it comes up again.
                 del self._ways[0]
                 # A loss without a gradient, an accuracy say, has no graph to be read: nothing has gone wrong.
-                if not self._ways and not isinstance(error, LossWithoutGradError):
-                    self._emit(_BY_SAMPLES)
-        return OneLoss(self._without_graph(batch), Reduction(size), size)
+                self._is_untold = not self._ways and not isinstance(error, LossWithoutGradError)
+        loss = OneLoss(self._without_graph(batch), Reduction(size), size)
+        if self._is_untold:  # now that it is known that there is a loss at all
+            self._is_untold = False
+            self._emit(_BY_SAMPLES)
+        return loss
 
     def _counted(self, batch: Any, size: int, counted: Count | dict[str, Count]) -> Loss:
         """Return the loss of a micro-batch whose items the user counts."""
@@ -513,6 +532,7 @@ class Validator:
         )
 
 
+_OF_VALIDATION = "They are samples of validation_data."
 _NOTHING = "reading it yielded nothing."
 _BY_SAMPLES = Notice(
     cause="What the validation loss is a mean over could not be read: the model or the loss cannot be run with a graph",
@@ -542,3 +562,7 @@ def of_validation_data() -> Iterator[None]:
         if not text.startswith("data: "):  # it names its argument itself
             raise
         raise DataError(f"validation_{text}") from error
+    except Exception as error:
+        if is_told(error) and _OF_VALIDATION not in error.__notes__:
+            error.add_note(_OF_VALIDATION)
+        raise

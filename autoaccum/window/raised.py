@@ -10,6 +10,7 @@ import torch
 from autoaccum.errors import AutoaccumError
 from autoaccum.memory.oom import is_out_of_memory, is_raised_by_hand
 
+_RAISED_FOR = "It was raised for a micro-batch of"
 _SHOWN = 6
 """Name the shapes of so many tensors of a micro-batch at most."""
 
@@ -25,7 +26,13 @@ def tell_micro_batch(error: Exception, leaves: Callable[[], Iterable[object]], s
     with suppress(Exception):
         shapes = [str(tuple(leaf.shape)) for leaf in leaves() if isinstance(leaf, torch.Tensor)]
         shown = ", ".join([*shapes[:_SHOWN], *[f"and {len(shapes) - _SHOWN} more"] * (len(shapes) > _SHOWN)])
-        told = f"It was raised for a micro-batch of {size} sample{'s' * (size > 1)}{of}"
+        told = f"{_RAISED_FOR} {size} sample{'s' * (size > 1)}{of}"
         told += f", of tensors {shown}." if shown else "."
         if told not in getattr(error, "__notes__", ()):
             error.add_note(told)
+
+
+def is_told(error: BaseException) -> bool:
+    """Return whether it was noted on an error which micro-batch it was raised for: then the user's code has failed."""
+    notes = getattr(error, "__notes__", None) or ()
+    return any(isinstance(note, str) and note.startswith(_RAISED_FOR) for note in notes)

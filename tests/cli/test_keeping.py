@@ -53,7 +53,10 @@ def test_a_run_that_its_scheduler_ends_is_not_said_to_go_on(
     scheduler = "lambda optimizer, steps: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)"
     assert main(["fit", tiny(f"'effective_batch': 8, 'lr_scheduler': {scheduler},"), *PLAIN]) == 0
     (place,) = runs()
-    assert f"kept in {place}; its lr_scheduler has come to the end that it was made for" in capsys.readouterr().err
+    assert (
+        f"kept in {place}; its lr_scheduler has ended, so that no larger budget goes on from it"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_second_run_never_takes_up_the_first(tiny: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -139,7 +139,7 @@ def test_plans_and_replans_are_lines_of_their_own(shown: Any) -> None:
         Replanned(step=12, old=(86, 85, 85), new=(43, 43, 43, 43, 42, 42), reason="out of memory"),
     )
     assert text[:3] == [
-        "plan: 56-100 x 3, for larger micro-batches do not fit; 1.50 GiB predicted (1.2% off last time), limit 2.00 GiB",
+        "plan: 56-100 x 3, for larger micro-batches do not fit; 1.50 GiB predicted (predictions were 1.2% off), limit 2.00 GiB",
         "plan: 8 x 1, for the whole window fits; limit 1.00 GiB",
         "step 12: out of memory: 85-86 x 3 -> 42-43 x 6",
     ]

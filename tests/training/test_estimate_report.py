@@ -30,7 +30,9 @@ def test_in_a_line() -> None:
 
 def test_in_a_page() -> None:
     lines = str(report(accumulation_steps=4)).splitlines()
-    assert lines[0] == "FITS, by tensors alone: micro-batches of 8 samples in 10.00 GiB"
+    assert lines[0] == "MAY FIT, by tensors alone: micro-batches of 8 samples in 10.00 GiB"
+    sure = str(report(device_memory_bytes=100 * 2**30)).splitlines()
+    assert sure[0] == "FITS: micro-batches of 8 samples in 100.00 GiB"
     shown = "\n".join(lines)
     for words in (
         "accumulation steps    4",

@@ -6,6 +6,7 @@ import random
 import re
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ import autoaccum
 from autoaccum.data import randomness
 from autoaccum.data.sources import open_source
 from autoaccum.errors import DataError, NothingFitsError
-from autoaccum.events import Event, Notice, OutOfMemory, Validated
+from autoaccum.events import Event, Notice, OutOfMemory, Resumed, Validated
 from autoaccum.loss.functions import loss_function
 from autoaccum.memory.devices import memory_of
 from autoaccum.memory.limit import Limit
@@ -529,9 +530,34 @@ def test_of_what_cannot_be_computed_the_micro_batch_is_told() -> None:
             mlp(), (inputs, targets), effective_batch=4, loss_fn=cross_entropy, device="cpu", progress=False,
             validation_data=(inputs[:, :-1], targets),
         )  # fmt: skip
-    assert re.fullmatch(
-        r"It was raised for a micro-batch of \d+ samples? that are evaluated, of tensors .*", raised.value.__notes__[-1]
-    )
+    told, whose = raised.value.__notes__[:2]
+    assert re.fullmatch(r"It was raised for a micro-batch of \d+ samples? that are evaluated, of tensors .*", told)
+    assert whose == "They are samples of validation_data."
+
+
+def test_what_was_trained_is_kept_where_validation_fails(tmp_path: Path) -> None:
+    """It goes on from there, and makes up for the validation that was none."""
+    inputs, targets = classes(12)
+
+    def run(validation_data: Any, **options: Any) -> Any:
+        torch.manual_seed(0)
+        return autoaccum.fit(
+            mlp(), (inputs, targets), effective_batch=4, micro_batch=4, loss_fn=cross_entropy, device="cpu",
+            progress=False, validation_data=validation_data, **options,
+        )  # fmt: skip
+
+    wrong = targets.clone()
+    wrong[-1] = 99
+    with pytest.raises(IndexError, match="Target 99 is out of bounds"):
+        run((inputs, wrong), run_dir=tmp_path, checkpoint_every=1000)
+    again = run((inputs, targets), run_dir=tmp_path)
+    (resumed,) = [event for event in again.events if isinstance(event, Resumed)]
+    assert resumed.num_samples == 12
+    (found,) = [event for event in again.events if isinstance(event, Validated)]
+    whole = run((inputs, targets))
+    expected = next(event for event in whole.events if isinstance(event, Validated)).loss
+    assert found.loss == pytest.approx(expected, rel=1e-6)  # in micro-batches of other sizes
+    assert not [event for event in again.events if isinstance(event, Notice)]
 
 
 def test_what_metrics_are_tried_on_is_validation_data() -> None:
