@@ -139,7 +139,7 @@ class Accumulator:
                 micro-batch.
             memory_limit: device memory this process may use, as bytes, "8GiB", a share such as 0.5, or a function () ->
                 one of these, asked again as training goes on.
-            headroom: fraction of the limit that plans leave free; micro-batches of up to four samples may use it.
+            headroom: fraction of the limit that plans leave free, but for micro-batches of up to four samples.
             memory_saving: auto: where not even the smallest micro-batch fits, blocks compute their forward twice
                 (checkpoint), then tensors go to the host (offload), to the same bits; off: never; one of these, or
                 both: always.

@@ -133,7 +133,7 @@ def estimate(
         optimizer: an Optimizer or a function (parameters) -> Optimizer; AdamW when left out. Its state must fit too.
         max_micro_batch: the most samples to try at once.
         min_micro_batch: the fewest samples of one forward and backward.
-        headroom: fraction of the limit to leave free; micro-batches of up to four samples may use it.
+        headroom: fraction of the limit to leave free, but for micro-batches of up to four samples.
         precision: fp32 (as the model is), bf16 or fp16 (both by autocast).
         collate_fn: makes a batch of a list of samples.
         split: (batch, start, size) -> micro-batch, which cuts batches of any form, or one of autoaccum.splits: samples,

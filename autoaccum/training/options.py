@@ -305,10 +305,10 @@ class FitArguments:
     )
     # For what no trial has shown: fragmentation, a longer sample, another process.
     headroom: float = option(
-        "fraction of the limit that plans leave free; micro-batches of up to four samples may use it.",
+        "fraction of the limit that plans leave free, but for micro-batches of up to four samples.",
         default=0.05,
         check=_checks.of_windows,
-        probe=Own(text="fraction of the limit to leave free; micro-batches of up to four samples may use it."),
+        probe=Own(text="fraction of the limit to leave free, but for micro-batches of up to four samples."),
         accumulator=Own(),
     )
     # What it does changes no number, so that it is no choice of the user's unless something else is to be found out.

@@ -149,7 +149,7 @@ def probe(
         min_micro_batch: the fewest samples of one forward and backward.
         memory_limit: device memory this process may use, as bytes, "8GiB", a share such as 0.5, or a function () -> one
             of these.
-        headroom: fraction of the limit to leave free; micro-batches of up to four samples may use it.
+        headroom: fraction of the limit to leave free, but for micro-batches of up to four samples.
         patience: seconds to wait for memory that others hold where not even the smallest micro-batch fits beside it.
         precision: fp32 (as the model is), bf16 or fp16 (both by autocast).
         device: where to train, such as cpu or cuda:1; an accelerator where there is one.

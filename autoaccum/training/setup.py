@@ -291,7 +291,7 @@ def make_step(
         max_micro_batch: the most samples to try at once.
         full_window: samples of the largest window of the run, where that is known.
         place: the device, its memory, and what may be used of that.
-        headroom: fraction of the limit that plans leave free; micro-batches of up to four samples may use it.
+        headroom: fraction of the limit that plans leave free, but for micro-batches of up to four samples.
         patience: seconds to wait for memory that others hold.
         clip_norm: 2-norm to clip each window's gradient to.
         verify: whether cut windows are compared with whole ones.
