@@ -11,7 +11,6 @@ from tqdm.auto import tqdm
 from autoaccum.events import Finished, Notice, Record, Resumed, Saved, Started, StepReport, Waiting
 from autoaccum.reporting.lines import Narrator, state_text
 
-
 _FIRST = "the first window takes longer: sizes are tried in it, and gradients compared"
 
 

@@ -64,14 +64,15 @@ class Validations:
     def at(self, step: int, save: Callable[[], None] | None) -> Iterator[None]:
         """Note that there is one after this step, so that an epoch's end at the same step finds it done.
 
-        Where it fails, it was none; and ``save`` keeps what was trained, which is not to be lost for that.
+        Where its data cannot be computed it was none, and ``save`` keeps what was trained: that is not to be lost.
         """
         before, self.step = self.step, step
         try:
             yield
-        except Exception:
-            self.step = before
-            if save is not None:
+        except Exception as error:
+            # What a callback raises that was told of a validation comes after it, in the midst of what is told.
+            if save is not None and (is_told(error) or isinstance(error, NothingFitsError)):
+                self.step = before
                 save()
             raise
 
