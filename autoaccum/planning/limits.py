@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+CLEARLY_OVER = 1.05
+"""Times the limit from which on it is passed where nobody else keeps it: a heap is a little over now and then."""
 FEW = 4
 """Let micro-batches of up to so many times the smallest use the headroom: one sample more saves a fifth of them."""
 

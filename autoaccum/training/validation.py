@@ -31,7 +31,7 @@ from autoaccum.memory.limit import Limit
 from autoaccum.memory.oom import RanOut, attempt, insist, is_out_of_memory
 from autoaccum.memory.waiting import Patience, Shortage
 from autoaccum.planning.attempts import Piece
-from autoaccum.planning.limits import Limits
+from autoaccum.planning.limits import CLEARLY_OVER, Limits
 from autoaccum.planning.saved import TRIALS
 from autoaccum.planning.trials import Trials
 from autoaccum.training.metrics import Metrics, SharedTree, Sums
@@ -385,7 +385,8 @@ class Validator:
             return self._ran_out(piece, outcome)
         loss, sums, outputs = outcome
         peak = self._memory.peak() if is_measured else None
-        if piece.size <= self._fewest and peak is not None and peak > self._limits.limit_bytes:
+        # It ran all the same, and there is nothing smaller: what is a little over is the heap's.
+        if piece.size <= self._fewest and peak is not None and peak > CLEARLY_OVER * self._limits.limit_bytes:
             self._memory.release()
             refused = self._nothing_fits(piece.size, peak)
             return Shortage(micro_batch=piece.size, peak_bytes=peak, error=refused, ran=True)

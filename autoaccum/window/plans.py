@@ -18,13 +18,11 @@ from autoaccum.memory.limit import Limit
 from autoaccum.planning.contest import Best, Contest, Room, is_worth_it, is_worth_rising
 from autoaccum.planning.costs import prediction_error
 from autoaccum.planning.cuts import Lengths
+from autoaccum.planning.limits import CLEARLY_OVER
 from autoaccum.planning.tuner import Tuner
 from autoaccum.window import notices
 from autoaccum.window.announcer import Announcer
 from autoaccum.window.meter import Meter
-
-_CLEARLY_OVER = 1.05
-"""Times the limit beyond which a window is told to have passed it: a heap is a little over now and then."""
 
 
 class Saves(Protocol):
@@ -125,7 +123,7 @@ class Plans:
         # At once, for what the heap keeps may be all there is too much; the plan only if it happens again.
         if peak_bytes > self._tuner.limits.target_bytes:
             self._meter.release()
-        if peak_bytes > _CLEARLY_OVER * self._limit.bytes:
+        if peak_bytes > CLEARLY_OVER * self._limit.bytes:
             self._announcer.say_once(notices.over_limit(self._number() + 1, peak_bytes, self._limit.bytes))
         smaller = self._tuner.measured(sizes, lengths, peak_bytes)
         if smaller is not None:

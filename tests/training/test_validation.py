@@ -321,6 +321,26 @@ class TestMemory:
         assert events[-1].num_samples == 60
         assert 1 < events[-1].micro_batch < 10
 
+    @pytest.mark.parametrize(("over", "is_refused"), [(1.04, False), (1.06, True)])
+    def test_what_a_heap_is_over_a_limit_ends_no_run(self, over: float, is_refused: bool) -> None:
+        """A sample ran, and there is nothing smaller: an epoch is not lost for a hundredth of the limit."""
+
+        def run(limit_bytes: int) -> tuple[int, list[Any]]:
+            with simulated_memory("1GiB") as device:
+                options = {"memory": memory_of(HERE), "limit_bytes": limit_bytes, "target_bytes": limit_bytes}
+                made, events = validator(nn.Linear(8, 3), classes(4), **options)
+                made.set_fewest(4)
+                made.run(1, 0, 4)
+                return device.peak, events
+
+        peak, _ = run(2**30)
+        if is_refused:
+            with pytest.raises(NothingFitsError, match="validation"):
+                run(int(peak / over))
+        else:
+            _, events = run(int(peak / over))
+            assert [type(event) for event in events] == [Validated]
+
     def test_a_size_that_passed_the_limit_is_given_up(self) -> None:
         """It had been fine until the samples became larger."""
 
