@@ -11,7 +11,7 @@ from tqdm.auto import tqdm
 from autoaccum.events import Finished, Notice, Record, Resumed, Saved, Started, StepReport, Waiting
 from autoaccum.reporting.lines import Narrator, state_text
 
-_FIRST = "the first window takes longer: sizes are tried in it, and gradients compared"
+_FIRST = "the first window takes longer"
 
 
 class ProgressBar:
@@ -43,6 +43,7 @@ class ProgressBar:
         elif isinstance(record, Resumed) and self._bar is not None:
             # The samples of processes before this one are done, but say nothing of its speed.
             self._bar.initial = self._bar.n = record.num_samples
+            self._bar.set_postfix_str("", refresh=False)
         elif isinstance(record, Finished):
             self.close()
         # A notice is a warning already, and checkpoints are many.

@@ -338,6 +338,8 @@ class Trainer:
         # What clusters send before they kill ends a run only where it can go on from a checkpoint.
         with interrupt_calls(lambda: self._end("interrupted"), self._bar, clusters=self._directory is not None):
             self._validate_if_due()  # which the end of an earlier process may have kept it from
+            if self._goes_on and self._pace.epoch and not self._pace.windows and not self._arguments.validate_every:
+                self._validate(self._pace.epoch - 1)
             while self._stop_reason is None:
                 # After a resume the epoch begins behind the windows that an earlier process has had of it.
                 reader = self._source.read(self._pace.epoch, self._pace.sizes_ahead(), self._pace.windows)
@@ -364,8 +366,7 @@ class Trainer:
         # A finished run's records stay as they are, so that the same call may be made any number of times.
         if self._directory is not None and not (is_finished and self._directory.is_finished()):
             self._directory.begin()
-        limit_bytes, used_bytes = self.limit_bytes, self.memory.used()
-        self._emit(notices.started(self.num_steps, self.num_samples, self.device, limit_bytes, used_bytes))
+        self._emit(notices.started(self.num_steps, self.num_samples, self.device, self.limit_bytes, self.memory.used()))
         if self._resumed is not None:
             self._emit(self._resumed)
         found = [] if self._directory is None else self._directory.notices(goes_on=not is_finished)
@@ -569,8 +570,7 @@ class Trainer:
 
     def _emit_shares(self) -> None:
         """Tell what each rank has done, where there are several and it was not told before."""
-        told = None if self._sharing is None else self._sharing.told(self.step)
-        if told is not None:
+        if self._sharing is not None and (told := self._sharing.told(self.step)) is not None:
             self._emit(told)
 
     def _end(self, reason: str) -> None:

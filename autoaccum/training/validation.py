@@ -446,6 +446,7 @@ class Validator:
         counted = None if self._num_items is None else count_items(self._num_items, batch)
         if counted is not None:
             return self._counted(batch, size, counted)
+        ways = list(self._ways)
         while self._ways:
             try:
                 return self._read(batch, size, self._ways[0])
@@ -457,7 +458,11 @@ class Validator:
                 del self._ways[0]
                 # A loss without a gradient, an accuracy say, has no graph to be read: nothing has gone wrong.
                 self._is_untold = not self._ways and not isinstance(error, LossWithoutGradError)
-        loss = OneLoss(self._without_graph(batch), Reduction(size), size)
+        try:
+            loss = OneLoss(self._without_graph(batch), Reduction(size), size)
+        except Exception:  # so that there is none, which says nothing of how others can be read
+            self._ways[:] = ways
+            raise
         if self._is_untold:  # now that it is known that there is a loss at all
             self._is_untold = False
             self._emit(_BY_SAMPLES)

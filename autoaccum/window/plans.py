@@ -127,7 +127,7 @@ class Plans:
             self._announcer.say_once(notices.over_limit(self._number() + 1, peak_bytes, self._limit.bytes))
         smaller = self._tuner.measured(sizes, lengths, peak_bytes)
         if smaller is not None:
-            self.replanned(sizes, smaller, "over the memory limit")
+            self.replanned(sizes, smaller, "above what the limit leaves without the headroom")
 
     def settled(self, num_samples: int, lengths: Lengths = None) -> None:
         """Tell how windows are cut, now that the search, or the timing of plans, has ended."""

@@ -574,10 +574,34 @@ def test_what_was_trained_is_kept_where_validation_fails(tmp_path: Path) -> None
     (resumed,) = [event for event in again.events if isinstance(event, Resumed)]
     assert resumed.num_samples == 12
     (found,) = [event for event in again.events if isinstance(event, Validated)]
-    whole = run((inputs, targets))
-    expected = next(event for event in whole.events if isinstance(event, Validated)).loss
-    assert found.loss == pytest.approx(expected, rel=1e-6)  # in micro-batches of other sizes
+    whole = next(event for event in run((inputs, targets)).events if isinstance(event, Validated))
+    assert (found.epoch, found.step) == (whole.epoch, whole.step)
+    assert found.loss == pytest.approx(whole.loss, rel=1e-6)  # in micro-batches of other sizes
     assert not [event for event in again.events if isinstance(event, Notice)]
+
+
+@pytest.mark.parametrize("bad", [0, 9, 23])
+def test_a_validation_that_failed_leaves_how_losses_are_read(bad: int, tmp_path: Path) -> None:
+    """By samples alone means over items would be weighed wrongly for the rest of the run."""
+    inputs, targets = torch.randn(24, 4, 8), torch.randint(0, 3, (24, 4))
+    targets[torch.arange(24)[:, None] % 4 + torch.arange(4) > 3] = -100  # other numbers of items in each sample
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        return cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+
+    def run(validation_data: Any, **options: Any) -> list[float]:
+        torch.manual_seed(0)
+        made = autoaccum.fit(
+            nn.Linear(8, 3), (inputs, targets), effective_batch=8, micro_batch=8, training_step=loss, device="cpu",
+            progress=False, validation_data=validation_data, epochs=2, **options,
+        )  # fmt: skip
+        return [event.loss for event in made.events if isinstance(event, Validated)]
+
+    wrong = targets.clone()
+    wrong[bad, 0] = 99
+    with pytest.raises(IndexError):
+        run((inputs, wrong), run_dir=tmp_path)
+    assert run((inputs, targets), run_dir=tmp_path) == pytest.approx(run((inputs, targets)), rel=1e-6)
 
 
 def test_what_metrics_are_tried_on_is_validation_data() -> None:
