@@ -136,6 +136,8 @@ def cheapest(
     """Return the samples of the largest micro-batch of the cut that takes least time: see ``cuts.cheapest``."""
     number = len(granules(num_samples, granule))
     most = most_granules(num_samples, max_micro_batch, granule)
+    if num_samples > max_micro_batch:  # the last one may hold a rest besides
+        most = max(1, min(most, number - 1))
     fewest = fewest_granules(min_micro_batch, granule)
     found = cuts.cheapest(number, most, lambda count: seconds(count * granule), fewest)[0]
     return num_samples if found == number else found * granule

@@ -537,7 +537,5 @@ class Tuner:
         self.limits.learn_least(state["least_bytes"])
         # A comparison that was going on begins anew: its first half was timed by another process. It comes last of all,
         # for it begins with what fits.
-        if self.search.is_on and self.search.goal is None:  # what another process has timed is of no use in its midst
-            self._largest.forget_times()
         if state["is_timing"]:
             self._largest.choose()

@@ -17,7 +17,6 @@ from autoaccum.errors import AutoaccumError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_TOLD = "Calls within autoaccum are left out above; python -X dev shows them."
 _OF_NO_USER = {"autoaccum", "torch", "numpy", "optuna", "psutil", "safetensors", "tqdm", *sys.stdlib_module_names}
 """Packages that this one calls itself: where an error has only their frames, it may be the one that is wrong."""
 
@@ -62,8 +61,6 @@ def _leave_out(error: Exception) -> None:
         with suppress(RuntimeError):  # those that have called this go on
             trace.tb_frame.clear()
     error.__traceback__ = kept
-    if not isinstance(error, AutoaccumError) and _TOLD not in getattr(error, "__notes__", ()):
-        error.add_note(_TOLD)
 
 
 def _traces(trace: TracebackType | None) -> Iterator[TracebackType]:

@@ -330,7 +330,7 @@ def test_shares_by_speed_wait_for_no_rung_where_plans_change_again_and_again() -
     (one, _), (two, _) = (
         launch(by_speed, 2, UNLIMITED, {"micro_batch": size, "memory_saving": "off", "steps": 2}) for size in (1, 2)
     )
-    limit = one.peak + int(2.2 * (two.peak - one.peak))
+    limit = one.peak + int(1.6 * (two.peak - one.peak))
     for how in ("off", "auto"):
         first, _ = launch(by_speed, 2, limit, {"micro_batch": "auto", "memory_saving": how})
         assert max(first.plans[-1]) == 2, "windows are cut, so that a rung may be faster"

@@ -6,7 +6,7 @@ import math
 from itertools import accumulate
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from autoaccum.errors import NothingFitsError
@@ -63,6 +63,7 @@ def test_a_cut_by_weight_divides_none_either(lengths: list[int], largest: int, g
 
 
 @given(num_samples=SIZES, largest=SIZES, granule=GRANULES)
+@example(num_samples=257, largest=256, granule=2)
 def test_the_cheapest_is_a_cut_that_can_be_made(num_samples: int, largest: int, granule: int) -> None:
     found = cheapest(num_samples, largest, lambda size: 1.0 + size, granule, granule)
     assert found <= max(largest, granule, num_samples if largest >= num_samples else 0)

@@ -997,18 +997,6 @@ class TestWorkBesideThatEnds:
         assert len(training.window(256)) == 32
         assert [len(training.window(256)) for _ in range(40)][-20:] == [1] * 20
 
-    def test_what_another_process_has_timed_in_the_midst_of_a_search_is_of_no_use(self) -> None:
-        """It may have ended the search by one trial that other work made slow."""
-        training = Training(Device(10**9, peak=lambda size, length: 1000 + size, seconds=calm), 256)
-        for micro_batch, seconds in ((1, 1.0), (2, 2.0), (4, 4.0), (8, 8.0)):
-            training.tuner.observe(micro_batch, 1000 + micro_batch, seconds)
-        assert training.tuner.searching
-        assert training.tuner.trial_for(256) is None, "larger ones are no faster"
-        later = Training(Device(10**9, peak=lambda size, length: 1000 + size, seconds=calm), 256)
-        later.tuner.load_state_dict(training.tuner.state_dict(), is_same_device=True)
-        later.until_settled()
-        assert len(later.run()) == 1
-
     @pytest.mark.parametrize("is_host", [True, False])
     def test_nothing_is_read_where_a_clock_waits_for_the_device(self, is_host: bool) -> None:
         tuner = Tuner(ceiling=256, limit_bytes=10**9, headroom=0.0, search=True, warms_up=not is_host)

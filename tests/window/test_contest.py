@@ -223,8 +223,8 @@ def test_a_run_that_is_resumed_in_its_midst_comes_to_the_same_rung(
 
     for tick in (per_micro_batch(clock), per_sample(clock)):
         place = tmp_path / str(len(list(tmp_path.iterdir())))
-        whole, _ = train(limit, tick)
-        train(limit, tick, run_dir=place, checkpoint_every=1, callbacks=[end])
-        found, _ = train(limit, tick, run_dir=place, checkpoint_every=1)
+        whole, _ = train(limit, tick, steps=2 * STEPS)
+        train(limit, tick, steps=2 * STEPS, run_dir=place, checkpoint_every=1, callbacks=[end])
+        found, _ = train(limit, tick, steps=2 * STEPS, run_dir=place, checkpoint_every=1)
         assert found.history[-1].memory_saving == whole.history[-1].memory_saving
         assert found.history[-1].micro_batches == whole.history[-1].micro_batches
