@@ -133,7 +133,7 @@ class Largest:
         ):
             self._limits.may_use_all = False
             self._cutter.history.judge(lambda trial, weight: self._judged(trial))
-            self.weight = self._cutter.history.bounds[0] or self._cutter.smallest
+            self.weight = self._cutter.history.bounds[0] or self.weight
 
     def choose(self) -> None:
         """Choose the fastest plan anew, or begin to compare plans, unless a search goes on first."""

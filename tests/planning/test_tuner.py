@@ -145,6 +145,13 @@ def test_where_few_samples_have_failed_the_headroom_stays_free(seed: int) -> Non
     assert max(training.run()) == 2
 
 
+def test_a_size_of_the_users_own_that_failed_is_halved_where_few_may_use_the_headroom() -> None:
+    tuner = Tuner(ceiling=8, limit_bytes=10**6, headroom=0.05, search=False, largest=4, is_enforced=True)
+    attempt = tuner.window(8)
+    assert attempt.ran_out(4, 1, None, 10**6).sizes == (2, 2, 2, 2)
+    assert not tuner.limits.may_use_all
+
+
 def test_many_short_samples_do_not_use_the_headroom_as_few_long_ones_do() -> None:
     training = Training(Device(1000, peak=lambda size, length: 5 + 240 * size * length / 100), 32, is_enforced=True)
     for _ in range(60):
