@@ -173,7 +173,6 @@ class Validator:
         self._emit = emit
         # The ways that have not failed yet, of which the first is taken. Without one losses are averaged over samples.
         self._of_outputs = of_outputs
-        self._is_untold = False  # whether it is to be told that none is left
         self._ways = [*([_LOSS_GRAPH] if of_outputs else []), _GRAPH_ALONE, _WHOLE_GRAPH]
         # Sizes of its own, for without a backward more samples fit than in training.
         self._fewest = 1  # samples of a micro-batch as the user has it
@@ -446,7 +445,7 @@ class Validator:
         counted = None if self._num_items is None else count_items(self._num_items, batch)
         if counted is not None:
             return self._counted(batch, size, counted)
-        ways = list(self._ways)
+        ways, is_untold = list(self._ways), False
         while self._ways:
             try:
                 return self._read(batch, size, self._ways[0])
@@ -457,14 +456,13 @@ class Validator:
                 # the error was another, it comes up again.
                 del self._ways[0]
                 # A loss without a gradient, an accuracy say, has no graph to be read: nothing has gone wrong.
-                self._is_untold = not self._ways and not isinstance(error, LossWithoutGradError)
+                is_untold = not self._ways and not isinstance(error, LossWithoutGradError)
         try:
             loss = OneLoss(self._without_graph(batch), Reduction(size), size)
         except Exception:  # so that there is none, which says nothing of how others can be read
             self._ways[:] = ways
             raise
-        if self._is_untold:  # now that it is known that there is a loss at all
-            self._is_untold = False
+        if is_untold:  # now that it is known that there is a loss at all
             self._emit(_BY_SAMPLES)
         return loss
 
