@@ -119,6 +119,8 @@ class _Batches:
 def _fit(recipe: Recipe, /, *, settings: Settings = None, json: Json = False, **given: Any) -> int:
     """Train what the recipe returns."""
     from autoaccum.ranks.group import speaks
+    from autoaccum.ranks.launcher import is_launched
+    from autoaccum.reporting.epochs import EpochLines
     from autoaccum.training.fitting import fit
     from autoaccum.training.options import OF_FIT
 
@@ -134,8 +136,11 @@ def _fit(recipe: Recipe, /, *, settings: Settings = None, json: Json = False, **
                 "effective_batch", None, "samples", "Pass --effective-batch, or return it from the recipe."
             )
         if given.get("progress") is False:
-            arguments["callbacks"] = _with_lines(arguments.get("callbacks", ()))
+            arguments["callbacks"] = _with(EpochLines(), arguments.get("callbacks", ()))
         with keeping(recipe, arguments, json=json) as kept:
+            # Not on several ranks, which would tell each other of callbacks after each window.
+            if kept.is_new and not is_launched():
+                arguments["callbacks"] = _with(kept, arguments.get("callbacks", ()))
             result = fit(**{**arguments, "run_dir": kept.path})
             finished = [event.reason for event in result.events if isinstance(event, Finished)]  # of each process of it
             kept.is_finished = finished[-1:] == ["budget"]
@@ -148,11 +153,9 @@ def _fit(recipe: Recipe, /, *, settings: Settings = None, json: Json = False, **
     return 130 if kept.path is None else 4
 
 
-def _with_lines(callbacks: Any) -> Any:
-    """Return a recipe's callbacks with one that prints a line per epoch; what is none is left to ``fit`` to refuse."""
-    from autoaccum.reporting.epochs import EpochLines
-
-    return [*callbacks, EpochLines()] if isinstance(callbacks, Iterable) else callbacks
+def _with(callback: Any, callbacks: Any) -> Any:
+    """Return a recipe's callbacks with one more, the last; what is none is left to ``fit`` to refuse."""
+    return [*callbacks, callback] if isinstance(callbacks, Iterable) else callbacks
 
 
 def _probe(recipe: Recipe, /, *, settings: Settings = None, json: Json = False, **given: Any) -> None:

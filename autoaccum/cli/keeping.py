@@ -14,7 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tqdm.auto import tqdm
+
 from autoaccum.errors import ArgumentError
+from autoaccum.events import Record, Saved
 from autoaccum.memory import clock
 from autoaccum.training.recipes import name_of
 
@@ -37,10 +40,19 @@ class Kept:
     """What goes on with the run."""
     report_command: str | None
     """What draws it."""
+    is_new: bool = False
+    """Whether the directory was made here, so that nobody knows of it yet."""
     is_finished: bool = False
     """Whether its budget is spent, as is known at its end."""
     is_bounded: bool = False
     """Whether it can have no larger one, for its scheduler was made for so many steps."""
+
+    def __call__(self, record: Record) -> None:
+        """Say where a new run is kept once it can go on from there: what is killed says nothing at its end."""
+        if self.is_new and isinstance(record, Saved):
+            self.is_new = False
+            place = shlex.quote(os.fspath(self.path or ""))
+            tqdm.write(f"keeping the run in {place}: --run-dir {place} goes on with it", file=sys.stderr)
 
     def lines(self) -> list[str]:
         """Return what is said of it at the end of a run; nothing where nothing is kept."""
@@ -80,7 +92,7 @@ def keeping(recipe: str, arguments: Mapping[str, Any], *, json: bool) -> Iterato
     made: Path | None = None
     if is_new:
         run_dir = made = _of_all_ranks(lambda: _made(base, name_of(recipe)), arguments)
-    kept = _kept(run_dir)
+    kept = _kept(run_dir, is_new=is_new)
     try:
         yield kept
     except BaseException:
@@ -94,13 +106,14 @@ def keeping(recipe: str, arguments: Mapping[str, Any], *, json: bool) -> Iterato
         _say(kept)
 
 
-def _kept(run_dir: Any) -> Kept:
+def _kept(run_dir: Any, *, is_new: bool) -> Kept:
     """Return what there is to say of a run in that directory."""
     # Commands are made here and not where they are printed: lines and JSON have the same.
     if run_dir is None:
         return Kept(path=None, resume_command=None, report_command=None)
     report = shlex.join(["autoaccum", "report", os.fspath(run_dir)])
-    return Kept(path=run_dir, resume_command=_command(typed.get(), os.fspath(run_dir)), report_command=report)
+    goes_on = _command(typed.get(), os.fspath(run_dir))
+    return Kept(path=run_dir, resume_command=goes_on, report_command=report, is_new=is_new)
 
 
 def _command(words: Sequence[str], run_dir: str) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from tqdm.auto import tqdm
@@ -22,6 +23,8 @@ class ProgressBar:
 
     def __init__(self) -> None:
         self._bar: tqdm[Any] | None = None
+        self._done = 0  # samples of the windows that committed
+        self._is_validating = False
         self._narrator = Narrator()
 
     def __call__(self, record: Record) -> None:
@@ -30,19 +33,21 @@ class ProgressBar:
         if isinstance(record, Started):
             # A file is not redrawn: there, a line now and then shows that the run is alive.
             interval = 0.1 if sys.stderr.isatty() else 10.0
+            # By the clock alone: a window's end moves it by as many samples as a hundred micro-batches.
             self._bar = tqdm(
-                total=record.num_samples, unit=" samples", mininterval=interval, maxinterval=interval, file=sys.stderr,
-                postfix=_FIRST,
+                total=record.num_samples, unit=" samples", mininterval=interval, maxinterval=interval, miniters=0,
+                file=sys.stderr, postfix=_FIRST,
             )  # fmt: skip
         elif isinstance(record, StepReport) and self._bar is not None:
             self._bar.set_postfix_str(state_text(record), refresh=False)
-            self._bar.update(record.effective_batch)
+            self._done = record.num_samples
+            self.within(0)
         elif isinstance(record, Waiting) and self._bar is not None:
             # Until the next window says otherwise: nothing else moves the bar meanwhile.
             self._bar.set_postfix_str(f"waiting up to {record.seconds:g} s for memory", refresh=True)
         elif isinstance(record, Resumed) and self._bar is not None:
             # The samples of processes before this one are done, but say nothing of its speed.
-            self._bar.initial = self._bar.n = record.num_samples
+            self._done = self._bar.initial = self._bar.n = record.num_samples
             self._bar.set_postfix_str("", refresh=False)
         elif isinstance(record, Finished):
             self.close()
@@ -50,13 +55,35 @@ class ProgressBar:
         if text is not None and not isinstance(record, Notice | Saved):
             tqdm.write(text, file=sys.stderr)
 
+    def within(self, num_samples: int) -> None:
+        """Show how much of a window has been run, which may take minutes; less than before where it is run again."""
+        if self._bar is not None:
+            self._bar.update(self._done + num_samples - self._bar.n)
+
+    @contextmanager
+    def validating(self) -> Iterator[None]:
+        """Show within it that what takes time is a validation: the bar stands still meanwhile."""
+        self._is_validating = True
+        self._describe("validating")
+        try:
+            yield
+        finally:
+            self._is_validating = False
+            self._describe("")
+
+    def _describe(self, text: str) -> None:
+        # What was said of the end of the run stays.
+        if self._bar is not None and not self._bar.desc.startswith("ending"):
+            self._bar.set_description_str(text, refresh=bool(text))
+
     def ending(self, *, may_repeat: bool) -> None:
         """Show at once that a signal has come, and what it does.
 
         Args:
             may_repeat: whether a second one would stop at once.
         """
-        text = "ends after this window" + ("; Ctrl-C again to stop now" if may_repeat else "")
+        text = f"ends after this {'validation' if self._is_validating else 'window'}"
+        text += "; Ctrl-C again to stop now" if may_repeat else ""
         if self._bar is not None:
             self._bar.set_description_str("ending", refresh=False)
         # A handler runs in the midst of whatever the process was doing: of a write to the same stream too, which

@@ -200,6 +200,7 @@ class Trainer:
         self._history: list[Any] = []  # these two are empty where there is a run_dir, which has them in a file
         self._events: list[Any] = []
         self._bar = ProgressBar() if arguments.progress and self._is_first else None
+        self._step.within = None if self._bar is None else self._bar.within
         rank = 0 if self._group is None else self._group.rank
         self._shortages = None if self._run_dir is None else Shortages(self._run_dir, self._step, self.memory, rank)
         ours = [one for one in (self._bar, self._shortages) if one is not None]
@@ -309,10 +310,11 @@ class Trainer:
         if self._start():
             self._run()
         self._emit(Finished(step=self.step, reason=self._stop_reason or ""))
+        plan = self._last_plan()
         return FitResult(
             history=self.history,
             events=self.events,
-            plan=Plan(ranks=self._on_all_ranks(self._last_plan())),
+            plan=Plan(ranks=(plan,) if self._group is None else tuple(self._group.exchange(plan))),
             num_steps=self.step,
             num_samples=self.samples_seen,
             model=self.model,
@@ -325,9 +327,6 @@ class Trainer:
         reports = self._pace.reports if self._group is None else ()
         ran = cut_last(self._ran, reports, self._pace.effective_batch)
         return self._tuner.plan(*self._tuner.full_window) if ran is None else ran
-
-    def _on_all_ranks(self, value: Any) -> tuple[Any, ...]:
-        return (value,) if self._group is None else tuple(self._group.exchange(value))
 
     def _own_samples(self, num_samples: int) -> int:
         """Return how many samples of a window this rank computes."""
@@ -492,7 +491,7 @@ class Trainer:
         if self._validator is None or was_broken_off or self._validations.step == self.step:
             return
         save = partial(self._save, is_last=True) if self._group is None else None
-        with self._validations.at(self.step, save), self._hooks.validating():
+        with self._validations.at(self.step, save), self._hooks.validating(self._bar):
             loss = self._validated(self._validator, epoch)
         self._validations.add(loss)
         self._agree()

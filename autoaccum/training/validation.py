@@ -64,14 +64,15 @@ class Validations:
     def at(self, step: int, save: Callable[[], None] | None) -> Iterator[None]:
         """Note that there is one after this step, so that an epoch's end at the same step finds it done.
 
-        Where its data cannot be computed it was none, and ``save`` keeps what was trained: that is not to be lost.
+        Where its data cannot be computed, or a second Ctrl-C breaks it off, it was none, and ``save`` keeps what was
+        trained: that is not to be lost.
         """
         before, self.step = self.step, step
         try:
             yield
-        except Exception as error:
+        except (Exception, KeyboardInterrupt) as error:
             # What a callback raises that was told of a validation comes after it, in the midst of what is told.
-            if save is not None and (is_told(error) or isinstance(error, NothingFitsError)):
+            if save is not None and (is_told(error) or isinstance(error, NothingFitsError | KeyboardInterrupt)):
                 self.step = before
                 save()
             raise

@@ -121,6 +121,8 @@ class Step:
         self._closes = needs_closure(job.optimizer)  # whether its steps are given a closure
         self.stints: Sequence[Stint] = ()
         """What each rank did of the last window, where there are several."""
+        self.within: Callable[[int], None] | None = None
+        """(samples of a window that have run) -> None, after each micro-batch; for whoever shows it to set."""
         self._began = self._waited = 0.0  # when this window began, and how long was waited for others until then
         self._waited_told = 0.0  # how long until others were told of it
 
@@ -347,6 +349,8 @@ class Step:
                 self.compilations.note(piece, reading, compiled)
             pieces.fitted(reading)
             sizes.append(piece.size)
+            if self.within is not None:
+                self.within(piece.start + piece.size)
         self.compilations.size = 0
         # If it is the end of the window that does, the largest of them is what has to become smaller.
         self._piece = self._piece._replace(size=max(sizes, default=0))

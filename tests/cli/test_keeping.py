@@ -35,7 +35,8 @@ def test_a_run_is_kept_by_default_and_gone_on_with_as_it_says(
     recipe = tiny("'effective_batch': 8,")
     assert main(["fit", recipe, *PLAIN, "--epochs", "2"]) == 0
     (place,) = runs()
-    _, _, kept, drawn = capsys.readouterr().err.splitlines()
+    begun, _, _, kept, drawn = capsys.readouterr().err.splitlines()
+    assert begun == f"keeping the run in {place}: --run-dir {place} goes on with it"
     resume = shlex.join(["autoaccum", "fit", recipe, *PLAIN, "--epochs", "2", "--run-dir", str(place)])
     assert kept == f"kept in {place}, to go on with a larger budget: {resume}"
     assert drawn == f"to look at it: autoaccum report {place}"

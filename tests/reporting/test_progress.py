@@ -82,6 +82,24 @@ def test_the_bar_of_a_resumed_run_goes_on_from_there(shown: Any) -> None:
     assert "saved" not in "".join(text)
 
 
+def test_the_bar_advances_within_a_window_and_falls_back_where_it_is_run_again(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, work_clock: ManualClock
+) -> None:
+    monkeypatch.setattr(tqdm.std, "time", work_clock.now)
+    bar = ProgressBar()
+    bar(started(num_samples=20))
+    bar(WINDOWS[0])
+    capsys.readouterr()
+    for within, shown in ((4, "12/20"), (8, "16/20"), (2, "10/20")):
+        work_clock.advance(20)
+        bar.within(within)
+        assert f"| {shown} [" in capsys.readouterr().err
+    work_clock.advance(20)
+    bar(WINDOWS[1])
+    assert "| 16/20 [" in capsys.readouterr().err
+    bar(FINISHED)
+
+
 def test_uneven_micro_batches_are_shown_as_a_range(shown: Any) -> None:
     assert ", 2-3 x 3, " in shown(started(), WINDOWS[0], FINISHED)[0]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -578,6 +579,38 @@ def test_what_was_trained_is_kept_where_validation_fails(tmp_path: Path) -> None
     assert (found.epoch, found.step) == (whole.epoch, whole.step)
     assert found.loss == pytest.approx(whole.loss, rel=1e-6)  # in micro-batches of other sizes
     assert not [event for event in again.events if isinstance(event, Notice)]
+
+
+@pytest.mark.parametrize("presses", [1, 2])
+def test_ctrl_c_within_a_validation_loses_no_training(
+    presses: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After the first one it is finished; the second breaks it off, and it is made up for."""
+    pressed: list[int] = []
+
+    def press(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        # It is tried on a few samples before: a press then is one before training.
+        while len(outputs) == 4 and len(pressed) < presses:
+            pressed.append(1)
+            signal.raise_signal(signal.SIGINT)
+        return outputs.argmax(1) == targets
+
+    def run() -> Any:
+        torch.manual_seed(0)
+        return autoaccum.fit(
+            mlp(), classes(12), effective_batch=4, micro_batch=4, loss_fn=cross_entropy, device="cpu", epochs=2,
+            validation_data=classes(12), metrics={"right": press}, run_dir=tmp_path, checkpoint_every=1000,
+        )  # fmt: skip
+
+    with nullcontext() if presses == 1 else pytest.raises(KeyboardInterrupt):
+        assert run().num_samples == 12
+    shown = capsys.readouterr().err
+    assert "ends after this validation; Ctrl-C again to stop now" in shown
+    assert "validating:  50%" in shown
+    again = run()
+    (resumed,) = [event for event in again.events if isinstance(event, Resumed)]
+    assert resumed.num_samples == 12
+    assert [event.epoch for event in again.events if isinstance(event, Validated)] == [0, 1]
 
 
 @pytest.mark.parametrize("bad", [0, 9, 23])
