@@ -19,7 +19,7 @@ from autoaccum.planning.search import FAR, FEW_SIZES_FIRST, FEW_SIZES_GROWTH, ha
 ENDLESS = 2**62
 """A weight that no micro-batch reaches."""
 NO_FASTER = "larger micro-batches are no faster"
-MORE_PADDING = "with larger micro-batches more would be padding"
+NOT_TRIED = "larger micro-batches were not tried yet"
 
 
 class Searching:
@@ -244,7 +244,7 @@ class Searching:
         may_fit = history.bounds[1] is None
         if may_fit and model is not None:
             may_fit = model.predict(2 * largest) <= self._limits.target_bytes
-        return MORE_PADDING if lengths is not None and may_fit else "larger micro-batches do not fit"
+        return NOT_TRIED if lengths is not None and may_fit else "larger micro-batches do not fit"
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain values, for a checkpoint."""

@@ -240,9 +240,18 @@ class Tuner:
                 self._cutter.full_window = (num_samples, lengths)
         return Attempt(self, num_samples, lengths, plan, is_timed=is_timed)
 
-    def plan(self, num_samples: int, lengths: Lengths = None) -> tuple[int, ...]:
-        """Return how to cut a window without trials; one that there was not, before the first, into nothing."""
-        return self._cutter.sizes(num_samples, lengths, self._fastest.planned()) if num_samples else ()
+    @property
+    def planned_weight(self) -> int:
+        """Return the weight that plans are made of: what no micro-batch is above."""
+        return self._fastest.planned()
+
+    def plan(self, num_samples: int, lengths: Lengths = None, weight: int | None = None) -> tuple[int, ...]:
+        """Return how to cut a window without trials; one that there was not, before the first, into nothing.
+
+        ``weight`` is the one that plans were made of once; None for that of now.
+        """
+        weight = self.planned_weight if weight is None else weight
+        return self._cutter.sizes(num_samples, lengths, weight) if num_samples else ()
 
     def in_two(self, num_samples: int, lengths: Lengths = None) -> tuple[int, ...] | None:
         """Return a cut in two of a window that would be one micro-batch; None where it is left as it is."""

@@ -90,8 +90,8 @@ class Plans:
         """The time from which on memory is to be looked at again."""
         self.announced: tuple[int, ...] = ()
         """What was announced for full windows, so that the same is not announced twice; empty before the first."""
-        self.growing_from: tuple[int, ...] | None = None
-        """The plan when growth began; None while nothing grows."""
+        self.growing_from: int | None = None
+        """The weight that plans were made of when growth began; None while nothing grows."""
         # What was known of sizes on the best rung so far, while another is tried: there it is true again.
         self._known_best: dict[str, Any] | None = None
 
@@ -100,7 +100,8 @@ class Plans:
         tuner, num_samples, lengths = self._tuner, window.num_samples, window.lengths
         if lengths is None:  # a short window is cut in passing: plans are those of full ones
             num_samples = max(num_samples, tuner.full_window[0])
-        was_searching, old = tuner.search.is_on, tuner.plan(num_samples, lengths)
+        was_searching, weight = tuner.search.is_on, tuner.planned_weight
+        old = tuner.plan(num_samples, lengths)
         limit_bytes, strain = self._limit.read(), self._memory.strained()
         if (told := self._saving.look(limit_bytes, self._number() + 1)) is not None:
             self.saves(told)
@@ -113,7 +114,7 @@ class Plans:
             self._meter.release()  # for whoever needs it
             self.replanned(old, tuner.plan(num_samples, lengths), reason)
         elif tuner.search.is_on and not was_searching:
-            self.growing_from = old  # the change is told when it is known to what
+            self.growing_from = weight  # the change is told when it is known to what
         if tuner.limits.least_bytes > self._limit.bytes:
             self._announcer.say_once(notices.above_limit(self._limit.bytes, tuner.limits.least_bytes))
         self.next_look = clock.now() + self._memory.reading_seconds
@@ -131,11 +132,13 @@ class Plans:
 
     def settled(self, num_samples: int, lengths: Lengths = None) -> None:
         """Tell how windows are cut, now that the search, or the timing of plans, has ended."""
-        # What the first search ends with is the plan of the run; what growth ends with is a change of it, if any.
+        # What the first search ends with is the plan of the run; what growth ends with is a change of it, if any. While
+        # plans are timed it may be none; and of samples that differ in length each window has a plan of its own.
         if self.growing_from is None:
             self.announce(num_samples, lengths)
-        elif (new := self._tuner.plan(num_samples, lengths)) != self.growing_from:
-            self.replanned(self.growing_from, new, "there is room for more", step=self._number())
+        elif not self._tuner.is_timing:
+            old, new = (self._tuner.plan(num_samples, lengths, weight) for weight in (self.growing_from, None))
+            self.replanned(old, new, "there is room for more", step=self._number())
 
     def resize(self, num_samples: int, lengths: Lengths = None, *, reason: str = "") -> None:
         """Make ready for full windows of so many samples; ``reason`` is told where it is not the effective batch."""

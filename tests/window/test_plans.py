@@ -78,3 +78,34 @@ def test_a_change_to_the_same_is_none() -> None:
     assert events == []
     plans.replanned((4, 4), (2, 2, 2, 2), "out of memory")
     assert events == [Replanned(step=1, old=(4, 4), new=(2, 2, 2, 2), reason="out of memory")]
+
+
+def growing(events: list[Event]) -> Any:
+    """A step whose micro-batches of up to 16 in weight have fitted, before they grow, and have grown to 32."""
+    step = made_of(events, micro_batch=None)
+    step.tuner.search.has_lengths = True
+    for length in (4, 8):
+        step.tuner.observe(4, 100 * length, length=length)
+    step.plans.growing_from = 16
+    assert step.tuner.planned_weight == 32
+    return step
+
+
+def test_growth_is_told_as_it_cuts_one_window() -> None:
+    """Of samples that differ in length each window has a plan of its own, and other plans are no change of it."""
+    events: list[Event] = []
+    step = growing(events)
+    step.plans.settled(4, (4, 3, 2, 1))
+    assert events == []
+    step.plans.settled(4, (8, 2, 2, 2))
+    (told,) = events
+    assert isinstance(told, Replanned)
+    assert (max(told.old), told.new, told.reason) == (3, (4,), "there is room for more")
+
+
+def test_growth_is_not_told_while_plans_are_still_timed() -> None:
+    events: list[Event] = []
+    step = growing(events)
+    step.tuner._fastest.timing = object()
+    step.plans.settled(4, (8, 2, 2, 2))
+    assert events == []
