@@ -80,5 +80,11 @@ class Source(Protocol):
         Where a collate_fn takes samples of different lengths, the longest of the first few is repeated.
         """
 
+    def uneven(self, num_samples: int) -> tuple[Any, Any, Any] | None:
+        """Return a batch of so many samples of each of two lengths, and one of each length alone.
+
+        They are the longest and the shortest of the first few samples. None where samples are not padded.
+        """
+
     def form(self, num_samples: int) -> Any:
         """Return a batch with the entries of those that are read, so many samples or more; None if it may do harm."""

@@ -18,7 +18,7 @@ from autoaccum.data import batches
 from autoaccum.data.base import Collate, Item, NextPiece, PlanAt, Reader
 from autoaccum.data.contents import digest_of
 from autoaccum.data.grouped import GroupedSamples
-from autoaccum.data.lengths import PEEK, Padding, lengths_of, repeat_in_turn, repeat_longest, try_twice
+from autoaccum.data.lengths import PEEK, Padding, lengths_of, repeat_in_turn, repeat_longest, try_twice, uneven
 from autoaccum.data.orders import Order, chosen, reading
 from autoaccum.data.packing import pack, unpack
 from autoaccum.data.pieces import BATCHES, Pieces, SampleReader, items_form, with_preserved_randomness
@@ -300,11 +300,23 @@ class DatasetSource:
         """Return the first few samples, repeated and collated: with a collate_fn, the longest where they differ."""
         may_differ = self._collate is not default_collate
         with preserved_randomness():
-            count = min(self._size, PEEK if may_differ else min(num_samples, PEEK))
-            items = self._reader.__getitems__([(0, i, i) for i in range(count)])
+            items = self._first(PEEK if may_differ else min(num_samples, PEEK))
             repeat = repeat_longest if may_differ else repeat_in_turn
-            batch = self._reader(repeat(items, num_samples))
-        return batches.to_device(batch, self._device, copy=True)
+            return self._collated(repeat(items, num_samples))
+
+    def uneven(self, num_samples: int) -> tuple[Any, Any, Any] | None:
+        """Return the longest and the shortest of the first few, together and each alone; None where all are alike."""
+        if self._collate is default_collate:
+            return None
+        with preserved_randomness():
+            parts = uneven(self._first(PEEK), num_samples)
+            return None if parts is None else tuple(self._collated(items) for items in parts)
+
+    def _first(self, count: int) -> list[Item]:
+        return self._reader.__getitems__([(0, i, i) for i in range(min(self._size, count))])
+
+    def _collated(self, items: list[Item]) -> Any:
+        return batches.to_device(self._reader(items), self._device, copy=True)
 
     def form(self, num_samples: int) -> Any:
         """Return an example; None where workers read, for a first read may open what they cannot share."""

@@ -70,6 +70,17 @@ def repeat_longest(items: Sequence[Item], num_samples: int) -> list[Item]:
     return [(epoch, position, copy(sample)) for _ in range(num_samples)]
 
 
+def uneven(items: Sequence[Item], num_samples: int) -> tuple[list[Item], list[Item], list[Item]] | None:
+    """Return so many of the longest item and of the shortest, and each of both alone; None if all are alike."""
+    lengths = lengths_of(items)
+    if min(lengths) == max(lengths):
+        return None
+    long, short = (
+        repeat_longest([items[lengths.index(length)]], num_samples) for length in (max(lengths), min(lengths))
+    )
+    return [*long, *short], long, short
+
+
 def try_twice(function: Callable[[], T]) -> T:
     """Return what a function returns; call it a second time if memory runs out at the first.
 

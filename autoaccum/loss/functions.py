@@ -88,7 +88,7 @@ def _explaining(loss_of: LossOf) -> LossOf:
         # A try costs nothing until something is raised.
         try:
             return loss_of(model, batch)
-        except (TypeError, AttributeError, RuntimeError) as error:
+        except (TypeError, AttributeError, RuntimeError, IndexError, ValueError) as error:
             given = batch.batch if isinstance(batch, Beside) else batch
             if (found := mistaken(error, model, given)) is None:
                 raise

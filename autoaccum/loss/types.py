@@ -11,12 +11,14 @@ from torch.utils import _pytree as pytree
 from autoaccum.errors import DataError
 
 _IS_OF_DTYPES = re.compile(
-    r"same dtype|scalar type|expected target dtype|should be the same|Found dtype|but found|not implemented for '",
+    r"same dtype|scalar type|expected target dtype|types? .*should be the same|Found dtype|not implemented for '",
     re.IGNORECASE,
 )
 """What PyTorch says of tensors of types that do not go together."""
 _IS_OF_NO_TENSOR = re.compile(r"must be Tensor, not (\w|\.)+|object has no attribute|positional argument|unhashable")
 _IS_OF_A_LIST = re.compile("not (list|tuple)")
+_IS_OF_NOTHING = re.compile(r"non-?zero|empty|zero-size|of 0 elements|size 0|than 0|\dx0\b|[ (]0[\]),x]")
+"""What it says of tensors without elements."""
 _OF_LABELS = re.compile(r"target|Long|nll_loss", re.IGNORECASE)
 
 
@@ -38,16 +40,27 @@ def mistaken(error: Exception, model: Any, batch: Any) -> DataError | None:
         )
     if isinstance(error, TypeError | AttributeError) and _IS_OF_NO_TENSOR.search(text):
         return _of_no_tensor(leaves, text)
-    if not isinstance(error, RuntimeError) or not _IS_OF_DTYPES.search(text):
+    if not isinstance(error, RuntimeError | IndexError | ValueError):
+        return None
+    tensors = {where: leaf for where, leaf in leaves.items() if isinstance(leaf, torch.Tensor)}
+    for where, leaf in tensors.items():
+        # An entry may be empty by right, a frame without boxes: only what is said of nothing is laid to it.
+        if 0 in leaf.shape[1:] and _IS_OF_NOTHING.search(text):
+            return DataError(
+                f"data: the tensor {where or 'itself'} of a batch is empty, of shape {tuple(leaf.shape)}, and the "
+                f"model, or the loss, cannot take it ({text}). Leave samples of length 0 out, or fill them with "
+                f"something."
+            )
+    if not _IS_OF_DTYPES.search(text):
         return None
     # Which tensor was at fault the words do not say, but whose type is neither the model's nor that of labels is found.
-    tensors = {where: leaf for where, leaf in leaves.items() if isinstance(leaf, torch.Tensor)}
     if _OF_LABELS.search(text):
         return _of_labels(tensors, text)
     held = _dtypes_of(model)
     for where, leaf in tensors.items():
-        # Labels are int64 in any case, and so are the numbers of tokens.
-        if held and leaf.dtype not in {*held, torch.int64}:
+        # Labels are int64 in any case, and so are the numbers of tokens; and a mask may be where the words name none.
+        is_mask = leaf.dtype is torch.bool and "bool" not in text.lower()
+        if held and leaf.dtype not in {*held, torch.int64} and not is_mask:
             wanted = next(iter(held))
             return _wrong(where, leaf.dtype, f"while the model is of {_name(wanted)}", wanted, text)
     return None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -18,6 +19,15 @@ Metric = Callable[[Any, Any], torch.Tensor]
 """(outputs, targets), (model, batch) or (outputs, batch), as the loss is computed -> the values, of any shape but ()"""
 Sums = dict[str, tuple[torch.Tensor, int]]
 """The sum of each metric's values, on their device, and how many they are."""
+
+
+_MEANS = (
+    "Return the values, not their mean, and compare tensors of the same shape: (n, 1) and (n,) are broadcast to (n, n)."
+)
+_PADDING = (
+    "These samples are of different lengths: leave out what the shorter one is padded with, for example with "
+    "[targets != -100], or return a value per sample."
+)
 
 
 class SharedTree:
@@ -112,13 +122,24 @@ class Metrics:
         Raises:
             ArgumentError: a function returned values that depend on the micro-batches.
         """
-        halves = self._halves(batch, count)
-        if not halves:
-            return
+        if halves := self._halves(batch, count):
+            self._compare((batch, *halves), count, _MEANS)
+
+    def check_uneven(self, parts: Sequence[Any], count: int) -> None:
+        """Check that of two samples of different lengths there are as many values as of each alone: none of padding.
+
+        Args:
+            parts: both together, and each alone.
+            count: how many the first of them has.
+
+        Raises:
+            ArgumentError: a function returned values that depend on the micro-batches.
+        """
+        self._compare(parts, count, _PADDING)
+
+    def _compare(self, parts: Sequence[Any], count: int, cure: str) -> None:
         words = ("two samples", "alone") if count == 2 else (f"{count} samples", "half")
-        found = []
-        for part in (batch, *halves):
-            found.append(self.measure(SharedTree(part), lambda part=part: part))  # type: ignore[misc]
+        found = [self.measure(SharedTree(part), partial(lambda part: part, part)) for part in parts]
         # What returns one value for any batch has 1 and not 2; what is broadcast to (2, 2) has 4, and of one alone 1.
         for name in self._functions:
             together, first, second = (sums[name][1] for sums in found)
@@ -128,8 +149,7 @@ class Metrics:
                     name,
                     "a function that returns a tensor with one real value per sample or item",
                     f"It returned {together} for {words[0]} together, and {first} and {second} for each {words[1]}, so "
-                    f"that it would depend on the micro-batches. Return the values, not their mean, and compare "
-                    f"tensors of the same shape: (n, 1) and (n,) are broadcast to (n, n).",
+                    f"that it would depend on the micro-batches. {cure}",
                 )
 
     def _halves(self, batch: Any, count: int) -> list[Any]:

@@ -318,6 +318,8 @@ class Validator:
                     metrics.measure(SharedTree(two), lambda: self._source.example(2 * few))
                     return
                 metrics.check(two, 2 * few)
+                if (parts := self._source.uneven(few)) is not None:
+                    metrics.check_uneven(parts, 2 * few)
         except EmptyDatasetError:
             raise EmptyDatasetError("validation_data", _NOTHING) from None
         finally:

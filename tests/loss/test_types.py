@@ -82,3 +82,51 @@ def test_errors_of_other_kinds_come_out_as_they_are() -> None:
         loss_function(None, lambda model, batch: (_ for _ in ()).throw(TypeError("mine")))(None, (INPUTS, ["a"]))
     with pytest.raises(AttributeError, match="no attribute 'missing'"):
         loss_function(None, lambda model, batch: model.missing)(nn.Linear(1, 1), (INPUTS, TARGETS))
+
+
+class Reader(nn.Module):
+    """Reads sequences by an RNN, the last output of which it takes; or by what is given."""
+
+    def __init__(self, read: Any = None) -> None:
+        super().__init__()
+        self.embedding, self.rnn, self.out, self.read = (
+            nn.Embedding(9, 3),
+            nn.GRU(3, 3, batch_first=True),
+            nn.Linear(3, 2),
+            read,
+        )
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        found = self.embedding(ids)
+        return self.out(self.rnn(found)[0][:, -1] if self.read is None else self.read(found, mask))
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        None,
+        lambda found, mask: found.max(1).values,
+        lambda found, mask: found[:, -1],
+        lambda found, mask: found.flatten(1).reshape(4, -1),
+        lambda found, mask: nn.functional.conv1d(found.mT, torch.ones(3, 3, 1)).amax(2),
+    ],
+)
+def test_an_empty_sequence_is_named(read: Any) -> None:
+    batch = {"ids": torch.ones(4, 0, dtype=torch.int64), "mask": torch.ones(4, 0, dtype=torch.bool)}
+    with pytest.raises(DataError, match=r"the tensor \['ids'\] of a batch is empty, of shape \(4, 0\).*of length 0"):
+        loss_function(None, lambda model, batch: model(**batch).sum())(Reader(read), batch)
+
+
+def test_a_mask_is_not_to_blame_for_what_is_said_of_no_types() -> None:
+    def pack(found: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return nn.utils.rnn.pack_padded_sequence(found, mask.sum(1).cpu(), batch_first=True).data
+
+    ids, mask = torch.ones(4, 3, dtype=torch.int64), torch.zeros(4, 3, dtype=torch.bool)
+    with pytest.raises(RuntimeError, match="Length of all samples has to be greater than 0, but found an element"):
+        loss_function(None, lambda model, batch: model(*batch).sum())(Reader(pack), (ids, mask))
+
+
+def test_an_entry_that_is_empty_by_right_is_not_to_blame() -> None:
+    loss_of = loss_function(None, lambda model, batch: model(batch["inputs"]).sum())
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        loss_of(nn.Linear(3, 2), {"inputs": INPUTS[:, :2], "boxes": torch.ones(4, 0, 4)})

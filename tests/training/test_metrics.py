@@ -6,6 +6,7 @@ import json
 import math
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import IterableDataset
 from transformers.modeling_outputs import CausalLMOutput
 
@@ -605,3 +607,45 @@ class TestRecords:
         assert "epoch 0: validation loss" in (shown := capsys.readouterr().err)
         assert shown.count(", near 1\n") == 2, "after the epoch, and in the summary"
         assert main(["probe", *arguments, "--json"]) == 0
+
+
+class Stream(IterableDataset[Any]):
+    """Samples that are read from the first to the last."""
+
+    def __init__(self, samples: list[Any]) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Any:
+        return iter(self.samples)
+
+
+@pytest.mark.parametrize("kind", [list, Stream])
+@pytest.mark.parametrize("forgets_padding", [True, False])
+def test_values_of_padding_are_refused_before_training(forgets_padding: bool, kind: Any) -> None:
+    """What is tried is the longest and the shortest of the first few samples, each of them as it is padded alone."""
+    samples = [(ids := torch.randint(1, 9, (length,)), ids) for length in (4, 3, 7, 2)]
+
+    def collate(items: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs, targets = zip(*items, strict=True)
+        return pad_sequence(inputs, batch_first=True), pad_sequence(targets, batch_first=True, padding_value=-100)
+
+    def right(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        found = outputs.argmax(1) == targets
+        return found if forgets_padding else found[targets != -100]
+
+    class Tagger(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.out = nn.Embedding(9, 4), nn.Linear(4, 9)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.out(self.embedding(ids)).transpose(1, 2)
+
+    raises = pytest.raises(
+        ArgumentError, match="It returned 14 for two samples together, and 7 and 2 for each alone.*pad"
+    )
+    with raises if forgets_padding else nullcontext():
+        autoaccum.fit(
+            Tagger(), kind(samples), effective_batch=2, loss_fn=cross_entropy, collate_fn=collate, device="cpu",
+            progress=False, validation_data=kind(samples), metrics={"right": right},
+        )  # fmt: skip
