@@ -59,14 +59,15 @@ class Narrator:
     def __init__(self) -> None:
         self.last: StepReport | None = None
         """The last window."""
-        self._first: StepReport | None = None  # for the loss that the run began with
+        self._first: StepReport | None = None  # for the loss that the run, or this process, began with
+        self._full: StepReport | None = None  # the last of the largest windows: that of an epoch's end may be short
         self._validated: Validated | None = None
         self._plan: tuple[int, ...] = ()
         self._is_news = News()  # a ramp of thousands of plans is told in a few lines
         # For the summary: of this process, which may have resumed a run.
         self._peak_bytes = 0
         self._replays = 0
-        self._resumed_samples = 0
+        self._resumed: Resumed | None = None
         self._started = 0.0
 
     def __call__(self, record: Record) -> str | None:
@@ -74,6 +75,8 @@ class Narrator:
         if isinstance(record, StepReport):  # by far the most frequent
             self._first = self._first or record
             self.last = record
+            if self._full is None or record.effective_batch >= self._full.effective_batch:
+                self._full = record
             self._peak_bytes = max(self._peak_bytes, record.peak_bytes)
             self._replays += record.replays
             return None
@@ -91,21 +94,22 @@ class Narrator:
         elif isinstance(record, Validated):
             self._validated = record
         elif isinstance(record, Resumed):
-            self._resumed_samples = record.num_samples
+            self._resumed = record
         elif isinstance(record, Finished):
             return self._summary(record)
         return line(record)
 
     def _summary(self, finished: Finished) -> str | None:
         """Return what the run has come to in three lines; None where it has trained nothing."""
-        if self._first is None or self.last is None:
+        if self._first is None or self.last is None or self._full is None:
             return None
         # Of this process: what was trained before a resume took its own time, which nobody has measured here.
         seconds = clock.now() - self._started
         samples = self.last.num_samples
-        own = samples - self._resumed_samples
+        own = samples - (0 if self._resumed is None else self._resumed.num_samples)
         took = f"in {seconds:.1f} s" + (f" ({own / seconds:.0f} samples/s)" if seconds > 0 else "")
-        if self._resumed_samples:
+        since = "" if self._resumed is None else f" since step {self._resumed.step}"
+        if self._resumed is not None:
             took = f"of which {own} now, {took}"
         means = means_of(self.last.outputs)
         outputs = f", {metrics_text(means)}" if means else ""
@@ -115,9 +119,9 @@ class Narrator:
             validated += f", {metrics_text(self._validated.metrics)}"
         return (
             f"{'done' if finished.reason == 'budget' else finished.reason}: {counted(finished.step, 'step')}, "
-            f"{samples} samples{',' if self._resumed_samples else ''} {took}\n"
-            f"loss {self._first.loss:.4f} -> {self.last.loss:.4f}{outputs}{validated}\n"
-            f"micro-batches {cut_text(self._plan or self.last.micro_batches)}, {counted(self._replays, 'replay')}, "
+            f"{samples} samples{',' if since else ''} {took}\n"
+            f"loss {self._first.loss:.4f} -> {self.last.loss:.4f}{since}{outputs}{validated}\n"
+            f"micro-batches {cut_text(self._plan or self._full.micro_batches)}, {counted(self._replays, 'replay')}, "
             f"peak {format_bytes(self._peak_bytes)} of {format_bytes(self.last.limit_bytes)}"
         )
 

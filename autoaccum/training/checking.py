@@ -350,11 +350,11 @@ class _Check:
         rounded = notices.half_precision_notices(self._parameters)
         notice = rounded[0] if rounded else None
         if not decision.passed:
-            suspicion = notice or (
-                notices.coupling_notice()
-                if couples_samples(shown.crossings)
-                else notices.doubt_of(shown.sizes, shown.reductions)
-            )
+            counts_items, suspicion = self._job.num_items is not None, notice
+            if notice is None and couples_samples(shown.crossings):
+                suspicion = notices.coupling_notice()
+            elif notice is None and not counts_items:
+                suspicion = notices.doubt_of(shown.sizes, shown.reductions)
             if verdict.broadcasts:
                 suspicion = notices.of("broadcast")
             # A run stops at the first cut that fails; the worst of all of them is what is told of here.
@@ -366,6 +366,7 @@ class _Check:
                 self._job.modules,
                 suspicion,
                 is_time_first=verdict.is_time_first,
+                counts_items=counts_items,
             )
         return CheckReport(
             passed=decision.passed,

@@ -429,6 +429,7 @@ class Examiner:
             is_time_first=verdict.is_time_first,
             statistics=self._job.batch_norm,
             embeds=self._job.window_loss is not None,
+            counts_items=self._job.num_items is not None,
         )
         self._fail(notice, decision.error, said)
 

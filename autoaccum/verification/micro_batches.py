@@ -147,8 +147,14 @@ class MicroBatches:
         )
         if not error:
             return None
-        embeds = self.job.window_loss is not None
-        return notices.joined_notice(error, sum(map(len, parts)), suspicion(), embeds=embeds), error
+        notice = notices.joined_notice(
+            error,
+            sum(map(len, parts)),
+            suspicion(),
+            embeds=self.job.window_loss is not None,
+            counts_items=self.job.num_items is not None,
+        )
+        return notice, error
 
     def _error_of(
         self,

@@ -160,6 +160,7 @@ def failure_notice(
     is_time_first: bool = False,
     statistics: Statistics = MICRO,
     embeds: bool = False,
+    counts_items: bool = False,
 ) -> Notice:
     """Return what to say of windows whose gradient was measured to depend on how they are cut.
 
@@ -172,10 +173,11 @@ def failure_notice(
         is_time_first: whether the tensors that were cut may have their samples in dim 1.
         statistics: those that BatchNorm is to normalise by.
         embeds: whether micro-batches make embeddings of a loss over the whole window.
+        counts_items: whether num_items was passed.
     """
     known = [_of_cause(cause, modules, statistics, embeds) for cause in causes]
     if not known:
-        known = [suspicion or (_UNKNOWN_OF_EMBEDDINGS if embeds else _UNKNOWN)]
+        known = [suspicion or _unknown(embeds=embeds, counts_items=counts_items)]
     found = [notice for notice in known if notice is not None]
     if not causes and is_time_first:
         found.append(_TIME_FIRST)
@@ -204,9 +206,23 @@ _UNKNOWN = Notice(
 )
 
 
+_MISCOUNTED = replace(
+    _UNKNOWN,
+    cause="The loss is neither a mean over what num_items counts, nor over samples, nor a sum over these",
+    cure="Let num_items return what the loss of the micro-batch that it is given is divided by, and let nothing be "
+    "done to that mean, such as squaring it; compute statistics of the window in before_window=; or pass micro_batch= "
+    "the whole window if it fits",
+)
 _UNKNOWN_OF_EMBEDDINGS = replace(
     meeting_notice(), cause="The embedding of a sample depends on the micro-batch that it is in"
 )
+
+
+def _unknown(*, embeds: bool, counts_items: bool) -> Notice:
+    """Return what to say of a loss of which nothing shows why it does not add up."""
+    if embeds:
+        return _UNKNOWN_OF_EMBEDDINGS
+    return _MISCOUNTED if counts_items else _UNKNOWN
 
 
 def _of_cause(cause: Cause, modules: Sequence[nn.Module], statistics: Statistics, embeds: bool) -> Notice | None:
@@ -281,9 +297,11 @@ def dropped_notice(error: float) -> Notice:
     )
 
 
-def joined_notice(error: float, samples: int, suspicion: Notice | None, *, embeds: bool = False) -> Notice:
+def joined_notice(
+    error: float, samples: int, suspicion: Notice | None, *, embeds: bool = False, counts_items: bool = False
+) -> Notice:
     """Return what to say of micro-batches whose losses do not add up to that of two of them joined."""
-    known = suspicion or (_UNKNOWN_OF_EMBEDDINGS if embeds else _UNKNOWN)
+    known = suspicion or _unknown(embeds=embeds, counts_items=counts_items)
     off = f"two micro-batches have a loss {_percent(error)} off that of the {samples} samples joined"
     return replace(known, cause=f"{known.cause}: {off}, while those of a few samples are not")
 

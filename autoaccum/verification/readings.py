@@ -106,7 +106,8 @@ def suspicion(job: Job, met: Met, shown: Sequence[Reduction]) -> Notice | None:
     """Return what the graphs say against a loss that was measured not to add up; None where they say nothing."""
     if couples_samples(met):
         return _of_coupling(job)
-    return notices.doubt_of([size for size, _ in met], shown)
+    # What its graph does not tell, the user has told.
+    return None if job.num_items is not None else notices.doubt_of([size for size, _ in met], shown)
 
 
 def doubts(job: Job, gradient: Gradient, met: Met, shown: Sequence[Reduction]) -> list[Notice]:

@@ -131,7 +131,9 @@ def test_samples_of_before_a_resume_are_not_this_runs_speed() -> None:
         for record in (started(), Resumed(step=10, num_samples=80, checkpoint="c"), report(11)):
             tell(record)
         clock.advance(2.0)
-        assert "88 samples, of which 8 now, in 2.0 s (4 samples/s)" in str(tell(Finished(step=11, reason="budget")))
+        told = str(tell(Finished(step=11, reason="budget")))
+        assert "88 samples, of which 8 now, in 2.0 s (4 samples/s)" in told
+        assert " since step 10" in told
 
 
 def test_a_schedule_changes_the_batch_and_memory_does_not() -> None:

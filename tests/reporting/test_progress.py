@@ -108,7 +108,7 @@ def test_the_summary_tells_counts_losses_plan_replays_and_peak(shown: Any) -> No
     first, second, third = shown(started(), *WINDOWS, FINISHED)[1:]
     assert re.fullmatch(r"done: 3 steps, 20 samples in \d+\.\d s \(\d+ samples/s\)", first)
     assert second == "loss 2.0000 -> 0.6667"
-    assert third == "micro-batches 2 x 2, 2 replays, peak 5.00 MiB of 1.00 GiB"
+    assert third == "micro-batches 4 x 2, 2 replays, peak 5.00 MiB of 1.00 GiB", "the last window was a short one"
 
 
 def test_the_summary_tells_the_plan_rather_than_the_last_windows_cut(shown: Any) -> None:

@@ -63,6 +63,10 @@ class TestWhatIsMeasured:
         assert report.passed is False
         counted = check(mlp(DOUBLE), batch, training_step=step, num_items=lambda batch: batch[2].sum() ** 1.5)
         assert counted.passed is False, "the weight of a whole is not the sum of that of its parts"
+        assert counted.notice is not None
+        assert counted.notice.cause.startswith(
+            "The loss is neither a mean over what num_items counts, nor over samples"
+        )
         counted = check(
             mlp(DOUBLE),
             batch,

@@ -148,6 +148,14 @@ def test_where_no_suspect_is_to_blame_the_graph_is_asked_and_then_the_loss() -> 
     assert failed(0.1).cause.startswith("The loss is neither a mean over samples or items, nor a sum over them: ")
 
 
+def test_where_items_are_counted_no_cure_is_to_count_them() -> None:
+    decision = Decision.of(Outcome(hypothesis="items", error=0.5, tensor="net"), passed=False)
+    found = failure_notice(decision, [], 6, [], None, counts_items=True)
+    assert found.cause.startswith("The loss is neither a mean over what num_items counts, nor over samples, nor a sum")
+    assert "pass num_items=" not in found.cure.lower()
+    assert joined_notice(0.1, 6, None, counts_items=True).cure == found.cure
+
+
 def test_of_a_loss_over_the_window_no_cure_is_refused_beside_it() -> None:
     """It takes neither batch_norm= nor before_window= nor num_items=."""
     decision = Decision.of(Outcome(hypothesis="sum", error=0.5, tensor="net"), passed=False)
