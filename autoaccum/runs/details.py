@@ -78,7 +78,9 @@ def refused(before: Details, now: Details) -> list[str]:
     if before.get("torch") == now["torch"] and isinstance(before.get("layers"), dict):
         found += differing(before["layers"], now["layers"])
     if before.get("content") is not None and now["content"] is not None:
-        found += differing({"data content": before["content"]}, {"data content": now["content"]})
+        changed = list(differing({"data content": before["content"]}, {"data content": now["content"]}))
+        # Of data that were mended on purpose what was learnt is wanted all the same.
+        found += [f"{one} (to train on other data from there, load its model.safetensors)" for one in changed]
     return found
 
 
