@@ -133,7 +133,7 @@ def _reduced(tensor: torch.Tensor) -> str:
     # A mean for one of one element too: as likely as not it is the loss of the one sample of a micro-batch.
     if tensor.ndim > 1:
         return "Reduce it, for example with .mean(); if these are outputs of the model, compute a loss of them."
-    return "Reduce it, for example with .mean()."
+    return "Reduce it, for example with .mean(); with reduction='none' a loss has a number for each sample."
 
 
 def _written(returned: Any, losses: list[str], others: list[str]) -> str:

@@ -81,10 +81,14 @@ def _of_labels(tensors: dict[str, torch.Tensor], text: str) -> DataError | None:
             f"hold. Batches are (inputs, targets), and a loss_fn is called with (outputs, targets): see whether either "
             f"are swapped, or the loss makes others of them."
         )
-    beside = "while numbers of classes are int64"
-    if labels.ndim > 1 and any(leaf.dtype is torch.int64 for leaf in tensors.values()):
-        beside += ", as those of another tensor are, if inputs and targets were swapped"
-    return _wrong(where, labels.dtype, beside, torch.int64, text)
+    swapped = [other for other, leaf in tensors.items() if leaf.dtype is torch.int64]
+    if labels.ndim > 1 and swapped:
+        return DataError(
+            f"data: inputs and targets may be swapped: the last tensor of a batch, {where}, is of "
+            f"{_name(labels.dtype)}, and {swapped[0]} of int64, as numbers of classes are ({text}). Batches are "
+            f"(inputs, targets). If these are, convert the targets: {_cure(torch.int64)}."
+        )
+    return _wrong(where, labels.dtype, "while numbers of classes are int64", torch.int64, text)
 
 
 def _of_no_tensor(leaves: dict[str, Any], text: str) -> DataError | None:
@@ -125,10 +129,14 @@ def _name(dtype: torch.dtype) -> str:
 
 def _wrong(where: str, dtype: torch.dtype, beside: str, wanted: torch.dtype, text: str) -> DataError:
     """Return the error for a tensor that is to be of another type."""
-    name = _name(wanted)
-    cure = f"tensor.to(torch.{name})"
-    if wanted is not torch.bfloat16:  # which NumPy has not
-        cure += f", or array.astype(np.{name})"
     return DataError(
-        f"data: the tensor {where or 'itself'} of a batch is of {_name(dtype)}, {beside} ({text}). Convert it: {cure}."
+        f"data: the tensor {where or 'itself'} of a batch is of {_name(dtype)}, {beside} ({text}). Convert it: "
+        f"{_cure(wanted)}."
     )
+
+
+def _cure(wanted: torch.dtype) -> str:
+    """Return how to convert a tensor, or an array."""
+    cure = f"tensor.to(torch.{_name(wanted)})"
+    # NumPy has no bfloat16.
+    return cure if wanted is torch.bfloat16 else f"{cure}, or array.astype(np.{_name(wanted)})"

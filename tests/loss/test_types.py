@@ -30,7 +30,7 @@ def of(inputs: Any, targets: Any, model: nn.Module | None = None) -> Any:
         (INPUTS > 0, TARGETS, r"the tensor \[0\] of a batch is of bool, while"),
         (INPUTS, TARGETS.int(), r"the tensor \[1\] of a batch is of int32, while numbers of classes are int64"),
         (INPUTS, TARGETS.float(), r"the tensor \[1\] of a batch is of float32, while numbers of classes are int64"),
-        (TARGETS, INPUTS, r"the tensor \[1\] of a batch is of float32, .* if inputs and targets were swapped"),
+        (TARGETS, INPUTS, r"inputs and targets may be swapped: .*, \[1\], is of float32, and \[0\] of int64"),
         (INPUTS, TARGETS.tolist(), r"\[1\] is a list of numbers.*torch\.tensor\(numbers\)"),
         (["a", "b", "c", "d"], TARGETS, r"\[0\] holds texts.*Tokenize them before training, or pass a collate_fn"),
     ],
