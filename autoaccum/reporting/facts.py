@@ -236,7 +236,9 @@ def _prediction(run: Run) -> tuple[float | None, Answer]:
         if period.predicted_bytes is not None and len(measured) and measured.max() > 0:
             compared.append((period, int(measured.max())))
     if not compared:
-        text = "There is no prediction to compare: no memory model was needed, or none of its plans was run."
+        is_there = any(period.predicted_bytes is not None for period in periods(run))
+        why = "no window was cut as the plan that had one" if is_there else "no plan had one, as where sizes are given"
+        text = f"There is no prediction to compare: {why}."
         return None, Answer(question=question, text=text, good=None)
     # Relative to what was measured, so that small and large micro-batches count alike.
     errors = [((period.predicted_bytes or 0) - peak) / peak for period, peak in compared]

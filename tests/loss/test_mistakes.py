@@ -41,8 +41,11 @@ def outputs() -> torch.Tensor:
         (np.ones(()), r"a value of type ndarray.*without \.item\(\)"),
         ([0.5, 0.25], r"a list of 2.*without \.item\(\)"),
         (None, r"nothing.*End it with a return of the loss\.$"),
-        (weight * torch.ones(4), r"Reduce it, for example with \.mean\(\)\.$"),
-        (weight * torch.ones(1), r"with \.mean\(\)\.$"),  # as likely as not of one sample
+        (
+            weight * torch.ones(4),
+            r"Reduce it, for example with \.mean\(\); with reduction='none' a loss has a number for each sample\.$",
+        ),
+        (weight * torch.ones(1), r"with \.mean\(\); with reduction='none'"),  # as likely as not of one sample
         (outputs(), r"if these are outputs of the model, compute a loss of them\.$"),
         (loss() + 0j, r"a complex number.*\.abs\(\) or \.real\.$"),
         (SimpleNamespace(loss=loss()), r"return outputs\.loss\.$"),

@@ -181,9 +181,11 @@ def test_a_good_prediction(of: Any) -> None:
 
 
 def test_no_prediction(of: Any) -> None:
-    for records in ((report(1),), (planned(4, 4), report(2)), (report(1), PLAN)):
+    cases: Any = ((report(1),), (planned(4, 4), report(2)), (report(1), PLAN))
+    for records in cases:
         text, good = answer(of(*records), "foreseen")
-        assert text.startswith("There is no prediction to compare")
+        assert text.startswith("There is no prediction to compare: no ")
+        assert ("cut as the plan" in text) == (PLAN in records)
         assert good is None
 
 
