@@ -236,7 +236,7 @@ def _prediction(run: Run) -> tuple[float | None, Answer]:
         if period.predicted_bytes is not None and len(measured) and measured.max() > 0:
             compared.append((period, int(measured.max())))
     if not compared:
-        is_there = any(period.predicted_bytes is not None for period in periods(run))
+        is_there = any(foretold is not None for foretold in run.events["Planned"]["predicted_bytes"])
         why = "no window was cut as the plan that had one" if is_there else "no plan had one, as where sizes are given"
         text = f"There is no prediction to compare: {why}."
         return None, Answer(question=question, text=text, good=None)
