@@ -227,10 +227,10 @@ def _searched(
     """Say what was searched and for what, as the study's trials tell."""
     # From the trials and not from the call: several calls may have searched, with other ranges.
     each = [f"{name} {_range(distribution)}" for name, distribution in space.items()]
-    what = f"{listed(each)}, " if each else ""
+    what = f"{'; '.join(each)}. " if each else ""
     sought = [f"the {_END[sign]} {name}" for name, sign in zip(metrics, signs, strict=True)]
-    text = f"{what}{num_samples:,} samples a trial, for {listed(sought)}."
-    return Answer(question="What was searched?", text=text[0].upper() + text[1:] if not each else text, good=None)
+    text = f"{what}A trial has {num_samples:,} samples, and what is sought is {listed(sought)}."
+    return Answer(question="What was searched?", text=text, good=None)
 
 
 _END = {1: "lowest", -1: "highest"}
@@ -277,7 +277,7 @@ def _ended(counts: Mapping[str, int]) -> Answer:
     if not parts:
         return Answer(question=question, text="There is none yet.", good=None)
     total = sum(counts.values())  # more than were asked for where some have failed
-    text = f"Of {total:,} trial{'' if total == 1 else 's'} {listed(parts)}."
+    text = f"{total:,} trial{'' if total == 1 else 's'}: {', '.join(parts)}."
     return Answer(question=question, text=text, good=not counts["failed"])
 
 
@@ -303,14 +303,16 @@ def _found(best: Sequence[TrialFacts], metrics: Sequence[str], signs: Sequence[i
         ends = []
         for at, (name, sign) in enumerate(zip(metrics, signs, strict=True)):
             end = min(best, key=lambda trial: sign * trial.values[at])
-            ends.append(f"the {_END[sign]} {name} is {end.values[at]:.4g}, of {_named(end)}")
+            ends.append(f"{_named(end)} has the {_END[sign]} {name}, {end.values[at]:.4g}")
         count = f"{len(best)} trial{' is' if len(best) == 1 else 's are'} not beaten in all of {listed(metrics)}"
         return Answer(question=question, text=f"{count}; {'; '.join(ends)}.", good=None)
     first = best[0]
-    text = f"{metrics[0]} {first.values[0]:.4g} of {_named(first)}"  # with what to pass to have it again
+    # With what to pass to have it again.
+    name = _named(first)
+    text = f"{name[0].upper()}{name[1:]} has the {_END[signs[0]]} {metrics[0]}, {first.values[0]:.4g}"
     text += "." if first.seconds is None else f", after {format_seconds(first.seconds)} of training."
     if len(best) > 1:  # by how much the best is ahead says whether it is more than luck
-        text += f" Next is {best[1].values[0]:.4g} of {_named(best[1])}."
+        text += f" The next best has {best[1].values[0]:.4g}: {_named(best[1])}."
     return Answer(question=question, text=text, good=None)
 
 

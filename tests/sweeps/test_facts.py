@@ -35,15 +35,15 @@ def test_the_sentences() -> None:
         )
     )
     assert answer(facts, "searched") == (
-        "lr from 0.0001 to 1 (logarithmic) and effective_batch among 16, 64, 256, 1,000 samples a trial, for the lowest "
-        "validation_loss."
+        "lr from 0.0001 to 1 (logarithmic); effective_batch among 16, 64, 256. A trial has 1,000 samples, and what is "
+        "sought is the lowest validation_loss."
     )
     assert answer(facts, "end?") == (
-        "Of 7 trials 2 came to the end, 1 pruned, 1 did not fit, 1 diverged, 1 running or killed and 1 failed."
+        "7 trials: 2 came to the end, 1 pruned, 1 did not fit, 1 diverged, 1 running or killed, 1 failed."
     )
     assert answer(facts, "best?") == (
-        "validation_loss 0.25 of trial 1 (lr 0.01, effective_batch 64), after 1 min 15 s of training. Next is 0.5 of "
-        "trial 0 (lr 0.1, effective_batch 16)."
+        "Trial 1 (lr 0.01, effective_batch 64) has the lowest validation_loss, 0.25, after 1 min 15 s of training. The "
+        "next best has 0.5: trial 0 (lr 0.1, effective_batch 16)."
     )
     assert answer(facts, "cost?") == (
         "20 sizes were tried, 5 of them in the first trial; the device ran out of memory 6 times, and at most 60 of "
@@ -62,7 +62,7 @@ def test_the_sentences() -> None:
 def test_choices_that_hold_commas_are_told_apart() -> None:
     space = {"effective_batch": CategoricalDistribution(["16", "16, 5:64"])}
     facts = facts_of(study(trial(0.5, None, "16", space=space, search_trials=1)))  # type: ignore[arg-type, dict-item]
-    assert "effective_batch among 16, '16, 5:64', 1,000 samples" in answer(facts, "searched")
+    assert "effective_batch among 16, '16, 5:64'. A trial has 1,000 samples" in answer(facts, "searched")
     assert answer(facts, "cost?").startswith("1 size was tried, 1 of them in the first trial;")
 
 
@@ -114,8 +114,8 @@ def test_of_several_metrics_the_front_comes_first() -> None:
     assert facts.best == (2, 0, 4)
     assert [one.number for one in facts.trials] == [2, 0, 4, 1, 3]
     assert answer(facts, "best?") == (
-        "3 trials are not beaten in all of validation_loss and seconds; the lowest validation_loss is 0.1, of trial 2 "
-        "(lr 0.1, effective_batch 16); the lowest seconds is 1, of trial 4 (lr 0.1, effective_batch 16)."
+        "3 trials are not beaten in all of validation_loss and seconds; trial 2 (lr 0.1, effective_batch 16) has "
+        "the lowest validation_loss, 0.1; trial 4 (lr 0.1, effective_batch 16) has the lowest seconds, 1."
     )
 
 
@@ -136,9 +136,9 @@ def test_of_what_is_maximised_the_highest_is_best() -> None:
     assert facts.best == (1, 0, 2)
     assert (facts.directions, facts.is_maximised()) == (("maximize",), True)
     assert facts.trials[0].values == (0.9,), "signs are for comparing only"
-    assert answer(facts, "searched").endswith(" a trial, for the highest accuracy.")
-    assert answer(facts, "best?").startswith("accuracy 0.9 of trial 1 (lr 0.01, ")
-    assert " Next is 0.5 of trial 0 " in answer(facts, "best?")
+    assert answer(facts, "searched").endswith(" and what is sought is the highest accuracy.")
+    assert answer(facts, "best?").startswith("Trial 1 (lr 0.01, effective_batch 16) has the highest accuracy, 0.9")
+    assert " The next best has 0.5: trial 0 " in answer(facts, "best?")
 
 
 def test_the_best_lr_is_that_of_the_highest_where_it_is_maximised() -> None:
@@ -155,10 +155,10 @@ def test_a_front_of_mixed_directions() -> None:
     facts = facts_of(made)
     assert facts.best == (2, 0, 4)
     assert [one.number for one in facts.trials] == [2, 0, 4, 1, 5, 3]
-    assert answer(facts, "searched").endswith(" for the lowest validation_loss and the highest accuracy.")
+    assert answer(facts, "searched").endswith(" is the lowest validation_loss and the highest accuracy.")
     assert answer(facts, "best?") == (
-        "3 trials are not beaten in all of validation_loss and accuracy; the lowest validation_loss is 0.1, of trial 2 "
-        "(lr 0.1, effective_batch 16); the highest accuracy is 0.9, of trial 4 (lr 0.1, effective_batch 16)."
+        "3 trials are not beaten in all of validation_loss and accuracy; trial 2 (lr 0.1, effective_batch 16) has "
+        "the lowest validation_loss, 0.1; trial 4 (lr 0.1, effective_batch 16) has the highest accuracy, 0.9."
     )
 
 
@@ -182,7 +182,7 @@ def test_a_trial_that_a_callback_ended_is_stopped() -> None:
     )
     assert [(one.number, one.state) for one in facts.trials[2:]] == [(4, "pruned"), (3, "diverged"), (2, "stopped")]
     assert answer(facts, "end?") == (
-        "Of 5 trials 2 came to the end, 1 pruned, 1 diverged and 1 stopped by a callback."
+        "5 trials: 2 came to the end, 1 pruned, 1 diverged, 1 stopped by a callback."
     )  # fmt: skip
     assert facts.state == "5 ended"
     (best,) = facts.best_lrs
@@ -215,7 +215,9 @@ def test_a_study_that_has_only_begun(trials: tuple[Any, ...]) -> None:
         assert answer(facts, "best?") == "No trial has come to the end yet."
     if not trials:
         assert answer(facts, "end?") == "There is none yet."
-        assert answer(facts, "searched") == "1,000 samples a trial, for the lowest validation_loss."
+        assert (
+            answer(facts, "searched") == "A trial has 1,000 samples, and what is sought is the lowest validation_loss."
+        )
 
 
 def test_a_schedule_has_no_place_among_batches() -> None:
@@ -245,7 +247,7 @@ def test_ranges_may_have_changed_between_calls() -> None:
     tried = [(lr, batch) for lr in (0.2, 0.3, 0.4, 0.5) for batch in (16, 64)]
     changed = study(*(trial(lr, lr, batch, space=ranges[at % 2]) for at, (lr, batch) in enumerate(tried)))
     assert list(importances_of(changed)[0]) == ["lr", "effective_batch"]
-    assert answer(facts_of(changed), "searched").startswith("lr from 0.1 to 2 (logarithmic) and ")
+    assert answer(facts_of(changed), "searched").startswith("lr from 0.1 to 2 (logarithmic); ")
 
 
 def test_importance_that_cannot_be_told() -> None:

@@ -179,7 +179,7 @@ def test_report_of_a_storage(
     assert "one of a, b" in capsys.readouterr().err
     assert main(["report", url, "--study", "b"]) == 0
     assert capsys.readouterr().out == f"{Path('sweeps') / 'b' / 'report.html'}\n"
-    assert "validation_loss 0.25" in (tmp_path / "sweeps" / "b" / "report.html").read_text()
+    assert "the lowest validation_loss, 0.25" in (tmp_path / "sweeps" / "b" / "report.html").read_text()
 
 
 def test_of_several_sweeps_there_is_no_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
