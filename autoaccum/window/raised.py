@@ -24,12 +24,27 @@ def tell_micro_batch(error: Exception, leaves: Callable[[], Iterable[object]], s
         return
     # What the user's code has made of the batch, or the user's class of the error, is not to hide the error itself.
     with suppress(Exception):
-        shapes = [str(tuple(leaf.shape)) for leaf in leaves() if isinstance(leaf, torch.Tensor)]
+        shapes = [_described(leaf) for leaf in leaves() if isinstance(leaf, torch.Tensor)]
         shown = ", ".join([*shapes[:_SHOWN], *[f"and {len(shapes) - _SHOWN} more"] * (len(shapes) > _SHOWN)])
         told = f"{_RAISED_FOR} {size} sample{'s' * (size > 1)}{of}"
         told += f", of tensors {shown}." if shown else "."
         if told not in getattr(error, "__notes__", ()):
             error.add_note(told)
+
+
+def _described(tensor: torch.Tensor) -> str:
+    """Return a tensor's shape; of whole numbers their range too, for a class or a token beyond the last is in no shape.
+
+    >>> _described(torch.zeros(2, 3)), _described(torch.tensor([4, 0, 7]))
+    ('(2, 3)', '(3,) from 0 to 7')
+    """
+    shape = str(tuple(tensor.shape))
+    # A device on which an operation has failed may answer nothing more.
+    with suppress(Exception):
+        if not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool):
+            least, most = (int(end) for end in torch.aminmax(tensor))
+            return f"{shape} from {least} to {most}"
+    return shape
 
 
 def is_told(error: BaseException) -> bool:

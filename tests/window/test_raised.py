@@ -11,14 +11,14 @@ from autoaccum.window.raised import tell_micro_batch
 
 
 def test_an_error_of_the_users_code_is_told_with_its_micro_batch() -> None:
-    batch = [torch.zeros(2, 3), "a", "b", torch.zeros(2)]
+    batch = [torch.zeros(2, 3), "a", "b", torch.tensor([7, -1])]
     error = ValueError("no samples")
     tell_micro_batch(error, lambda: batch, 2, " of a window of 8")
     tell_micro_batch(error, lambda: batch, 2, " of a window of 8")  # the same object, raised again
     tell_micro_batch(error, lambda: [torch.zeros(1, n) for n in range(9)], 1, "")
     tell_micro_batch(error, lambda: ["a"], 1, " of a window of 4")
     assert error.__notes__ == [
-        "It was raised for a micro-batch of 2 samples of a window of 8, of tensors (2, 3), (2,).",
+        "It was raised for a micro-batch of 2 samples of a window of 8, of tensors (2, 3), (2,) from -1 to 7.",
         "It was raised for a micro-batch of 1 sample, of tensors (1, 0), (1, 1), (1, 2), (1, 3), (1, 4), (1, 5), and 3 more.",
         "It was raised for a micro-batch of 1 sample of a window of 4.",
     ]
@@ -63,3 +63,12 @@ def test_what_the_user_raises_is_left_as_it_is() -> None:
             cache=False,
         )  # fmt: skip
     assert not hasattr(raised.value, "__notes__")
+
+
+def test_the_range_of_whole_numbers_is_told_where_there_is_one() -> None:
+    error = IndexError("index out of range in self")
+    batch = [torch.tensor([[4, 9]], dtype=torch.uint8), torch.zeros(0, dtype=torch.int64), torch.tensor([True])]
+    tell_micro_batch(error, lambda: batch, 1, "")
+    assert error.__notes__ == [
+        "It was raised for a micro-batch of 1 sample, of tensors (1, 2) from 4 to 9, (0,), (1,)."
+    ]
