@@ -81,9 +81,9 @@ class Source(Protocol):
         """
 
     def uneven(self, num_samples: int) -> tuple[Any, Any, Any] | None:
-        """Return a batch of so many samples of each of two lengths, and one of each length alone.
+        """Return so many of the longest of the first few samples with as many of the shortest, and each alone.
 
-        They are the longest and the shortest of the first few samples. None where samples are not padded.
+        None where samples are not padded, where all are about as long, and where the same ones make other batches.
         """
 
     def form(self, num_samples: int) -> Any:

@@ -18,11 +18,12 @@ from autoaccum.data import batches
 from autoaccum.data.base import Collate, Item, NextPiece, PlanAt, Reader
 from autoaccum.data.contents import digest_of
 from autoaccum.data.grouped import GroupedSamples
+from autoaccum.data.joins import are_same
 from autoaccum.data.lengths import PEEK, Padding, lengths_of, repeat_in_turn, repeat_longest, try_twice, uneven
 from autoaccum.data.orders import Order, chosen, reading
 from autoaccum.data.packing import pack, unpack
 from autoaccum.data.pieces import BATCHES, Pieces, SampleReader, items_form, with_preserved_randomness
-from autoaccum.data.randomness import mix, preserved_randomness
+from autoaccum.data.randomness import collated_otherwise, mix, preserved_randomness
 from autoaccum.data.tensors import TensorSource
 from autoaccum.memory.oom import insist, is_out_of_memory
 from autoaccum.planning.cuts import near_equal
@@ -305,12 +306,21 @@ class DatasetSource:
             return self._collated(repeat(items, num_samples))
 
     def uneven(self, num_samples: int) -> tuple[Any, Any, Any] | None:
-        """Return the longest and the shortest of the first few, together and each alone; None where all are alike."""
+        """Return the longest and the shortest of the first few, together and each alone.
+
+        None where they are about as long, and where the same samples make another batch each time, of random masks.
+        """
         if self._collate is default_collate:
             return None
         with preserved_randomness():
-            parts = uneven(self._first(PEEK), num_samples)
-            return None if parts is None else tuple(self._collated(items) for items in parts)
+            first = self._first(PEEK)
+            parts, again = uneven(first, num_samples), uneven(first, num_samples)
+            if parts is None or again is None:
+                return None
+            together, long, short = map(self._collated, parts)
+            with collated_otherwise():
+                repeated = self._collated(again[1])
+        return (together, long, short) if are_same(long, repeated) else None
 
     def _first(self, count: int) -> list[Item]:
         return self._reader.__getitems__([(0, i, i) for i in range(min(self._size, count))])

@@ -37,7 +37,7 @@ class Joining:
             first, second, both = (self._function(batch, *where) for where in ((0, 1), (1, 1), (0, 2)))
             # Shapes may mislead, as of what is sorted or padded: it holds where it gives back what was cut of both.
             join = _learned(first, both)
-            if not _are_same(join([first, second]), both):
+            if not are_same(join([first, second]), both):
                 raise _CannotTellError("two samples joined are not what it cuts of both, as where it pads or sorts")
             self._join = join
         except _CannotTellError as error:
@@ -123,25 +123,25 @@ def _of_tensors(one: Any, two: Any) -> Callable[[Sequence[Any]], Any]:
 
 def _shared(parts: Sequence[Any]) -> Any:
     """Return what belongs to a whole batch, and is in each part."""
-    if not all(_are_same(part, parts[0]) for part in parts[1:]):
+    if not all(are_same(part, parts[0]) for part in parts[1:]):
         raise _CannotTellError(f"of a {type(parts[0]).__name__} that parts have in common they hold different ones")
     return parts[0]
 
 
-def _are_same(first: Any, second: Any) -> bool:
+def are_same(first: Any, second: Any) -> bool:
     """Return whether two batches hold the same."""
     if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
         return first.shape == second.shape and bool(torch.equal(first, second))
     if isinstance(first, np.ndarray) and isinstance(second, np.ndarray):
         return np.array_equal(first, second)
     if objects.is_packed(first) and objects.is_packed(second):
-        return _are_same(first.data, second.data)
+        return are_same(first.data, second.data)
     if objects.is_graphs(first) and objects.is_graphs(second):
         return objects.count(first) == objects.count(second)
     if isinstance(first, Mapping) and isinstance(second, Mapping):
-        return first.keys() == second.keys() and all(_are_same(first[key], second[key]) for key in first)
+        return first.keys() == second.keys() and all(are_same(first[key], second[key]) for key in first)
     if isinstance(first, list | tuple) and isinstance(second, list | tuple):
-        return len(first) == len(second) and all(map(_are_same, first, second))
+        return len(first) == len(second) and all(map(are_same, first, second))
     try:
         return first is second or bool(first == second) or bool(first != first and second != second)
     except (TypeError, ValueError, RuntimeError):

@@ -71,14 +71,16 @@ def repeat_longest(items: Sequence[Item], num_samples: int) -> list[Item]:
 
 
 def uneven(items: Sequence[Item], num_samples: int) -> tuple[list[Item], list[Item], list[Item]] | None:
-    """Return so many of the longest item and of the shortest, and each of both alone; None if all are alike."""
+    """Return so many of the longest item with as many of the shortest, and each alone; None if about as long."""
     lengths = lengths_of(items)
-    if min(lengths) == max(lengths):
+    least, most = min(lengths), max(lengths)
+    if 2 * least > most:
         return None
-    long, short = (
-        repeat_longest([items[lengths.index(length)]], num_samples) for length in (max(lengths), min(lengths))
-    )
-    return [*long, *short], long, short
+    long, short = ([items[lengths.index(length)]] * num_samples for length in (most, least))
+    # Copies, for a collate_fn may write to its samples.
+    parts = [*long, *short], long, short
+    copies = [[deepcopy(item) for item in part] for part in parts]
+    return copies[0], copies[1], copies[2]
 
 
 def try_twice(function: Callable[[], T]) -> T:

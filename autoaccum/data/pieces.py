@@ -17,7 +17,7 @@ from torch.utils.data import get_worker_info
 from autoaccum.data import batches
 from autoaccum.data.base import Collate, Item, NextPiece, Window
 from autoaccum.data.collating import collate_of
-from autoaccum.data.randomness import mix, preserved_randomness, seed_host
+from autoaccum.data.randomness import collation, mix, preserved_randomness, seed_host
 from autoaccum.errors import DataError
 from autoaccum.memory.oom import is_out_of_memory, without_frames
 
@@ -313,8 +313,8 @@ class SampleReader:
 
     def _collated(self, items: list[Item]) -> Any:
         epoch, position, _ = items[0]
-        # The 1 sets it apart from the seed under which that item was read.
-        seed_host(mix(self._seed, epoch, position, 1))
+        # Which sets it apart from the seed under which that item was read.
+        seed_host(mix(self._seed, epoch, position, collation.get()))
         samples = []
         for _, _, sample in items:
             # Samples are collated again when a window is replayed, and a collate_fn may take parts out of them.

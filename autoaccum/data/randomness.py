@@ -8,6 +8,7 @@ import random
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, cast
 
 import numpy as np
@@ -135,6 +136,21 @@ def default_generator(device: torch.device) -> torch.Generator:
 def as_argument(device: torch.device) -> tuple[torch.device, ...]:
     """Return a device as the functions of its kind take it."""
     return () if device.type == "mps" else (device,)  # torch.mps has one device and takes no argument
+
+
+collation: ContextVar[int] = ContextVar("collation", default=1)
+"""What is mixed into the seeds under which batches are collated."""
+
+
+@contextmanager
+def collated_otherwise() -> Iterator[None]:
+    """Let a collate_fn draw other numbers within than it has drawn of the same samples; the random states move."""
+    seed_host(1)  # for those that collate under the states as they are
+    before = collation.set(2)
+    try:
+        yield
+    finally:
+        collation.reset(before)
 
 
 def mix(*numbers: int) -> int:

@@ -16,7 +16,7 @@ from autoaccum.data.collating import collate_of
 from autoaccum.data.contents import digest_of
 from autoaccum.data.dims import AtDim
 from autoaccum.data.grouped import GroupedSamples
-from autoaccum.data.lengths import PEEK, BatchLengths, Padding, repeat_longest, uneven
+from autoaccum.data.lengths import PEEK, BatchLengths, Padding, repeat_longest
 from autoaccum.data.pieces import Pieces, SampleReader, batches_form, items_form, with_preserved_randomness
 from autoaccum.data.randomness import IsolatedRandomness, mix
 from autoaccum.data.splits import Automatic, is_said
@@ -148,27 +148,6 @@ class StreamSource:
 
         With a collate_fn it is the longest of the first few samples.
         """
-        size, piece = self._first()
-        if self._collate is None:
-            # Cut, and then joined: what is cut of a batch need not be of the batch's own form.
-            # Whole ones first, and then what is left to reach the number.
-            sizes = [size] * (num_samples // size) + [num_samples % size] * (num_samples % size > 0)
-            parts = [self._form.take(piece, 0, count) for count in sizes]
-            batch = self._form.finish(self._form.join(parts))
-        else:
-            batch = self._collate(repeat_longest(piece, num_samples))
-        return batches.to_device(batch, self._device, copy=True)
-
-    def uneven(self, num_samples: int) -> tuple[Any, Any, Any] | None:
-        """Return the longest and the shortest of the first few, together and each alone; None where all are alike."""
-        collate = self._collate
-        parts = None if collate is None else uneven(self._first()[1], num_samples)
-        if collate is None or parts is None:
-            return None
-        return tuple(batches.to_device(collate(items), self._device, copy=True) for items in parts)
-
-    def _first(self) -> tuple[int, Any]:
-        """Return the first batch of a pass of its own, or its first few samples, and how many they are."""
         if hasattr(self._stream, "__next__"):
             raise DataError(
                 f"{self._argument}: an iterator can be read only once, and looking at it would take samples from "
@@ -181,7 +160,18 @@ class StreamSource:
             raise EmptyDatasetError(self._argument, "iterating over it yields nothing.") from None
         if not size:
             raise EmptyDatasetError(self._argument, "its first batch has no rows.")
-        return size, piece
+        if self._collate is None:
+            # Cut, and then joined: what is cut of a batch need not be of the batch's own form.
+            # Whole ones first, and then what is left to reach the number.
+            sizes = [size] * (num_samples // size) + [num_samples % size] * (num_samples % size > 0)
+            parts = [self._form.take(piece, 0, count) for count in sizes]
+            batch = self._form.finish(self._form.join(parts))
+        else:
+            batch = self._collate(repeat_longest(piece, num_samples))
+        return batches.to_device(batch, self._device, copy=True)
+
+    def uneven(self, num_samples: int) -> None:
+        """Return None: to begin a stream once more may take long."""
 
     def form(self, num_samples: int) -> Any:
         """Return None: streams are read from one end to the other, and to look at one may be all there is of it."""

@@ -9,6 +9,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from autoaccum.errors import DataError
+from autoaccum.memory.oom import is_raised_by_hand
 
 _IS_OF_DTYPES = re.compile(
     r"same dtype|scalar type|expected target dtype|types? .*should be the same|Found dtype|not implemented for '",
@@ -17,8 +18,11 @@ _IS_OF_DTYPES = re.compile(
 """What PyTorch says of tensors of types that do not go together."""
 _IS_OF_NO_TENSOR = re.compile(r"must be Tensor, not (\w|\.)+|object has no attribute|positional argument|unhashable")
 _IS_OF_A_LIST = re.compile("not (list|tuple)")
-_IS_OF_NOTHING = re.compile(r"non-?zero|empty|zero-size|of 0 elements|size 0|than 0|\dx0\b|[ (]0[\]),x]")
+_IS_OF_NOTHING = re.compile(
+    r"non-zero|zero-size|of 0 elements|size 0|than 0|\[(\d+, )*0[,\]]|\(\d+x0 and|and \d+x0\)|channel: \(0"
+)
 """What it says of tensors without elements."""
+_RAISED = (RuntimeError, IndexError, ValueError)
 _OF_LABELS = re.compile(r"target|Long|nll_loss", re.IGNORECASE)
 
 
@@ -40,18 +44,19 @@ def mistaken(error: Exception, model: Any, batch: Any) -> DataError | None:
         )
     if isinstance(error, TypeError | AttributeError) and _IS_OF_NO_TENSOR.search(text):
         return _of_no_tensor(leaves, text)
-    if not isinstance(error, RuntimeError | IndexError | ValueError):
+    if not isinstance(error, _RAISED):
         return None
     tensors = {where: leaf for where, leaf in leaves.items() if isinstance(leaf, torch.Tensor)}
-    for where, leaf in tensors.items():
-        # An entry may be empty by right, a frame without boxes: only what is said of nothing is laid to it.
-        if 0 in leaf.shape[1:] and _IS_OF_NOTHING.search(text):
+    # An entry may be empty by right, a frame without boxes: only what PyTorch says of nothing is laid to it.
+    is_of_nothing = _IS_OF_NOTHING.search(text) and type(error) in _RAISED and not is_raised_by_hand(error)
+    for where, leaf in tensors.items() if is_of_nothing else ():
+        if not leaf.is_nested and 0 in leaf.shape[1:]:
             return DataError(
                 f"data: the tensor {where or 'itself'} of a batch is empty, of shape {tuple(leaf.shape)}, and the "
                 f"model, or the loss, cannot take it ({text}). Leave samples of length 0 out, or fill them with "
                 f"something."
             )
-    if not _IS_OF_DTYPES.search(text):
+    if not isinstance(error, RuntimeError) or not _IS_OF_DTYPES.search(text):
         return None
     # Which tensor was at fault the words do not say, but whose type is neither the model's nor that of labels is found.
     if _OF_LABELS.search(text):

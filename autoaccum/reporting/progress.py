@@ -24,7 +24,7 @@ class ProgressBar:
     def __init__(self) -> None:
         self._bar: tqdm[Any] | None = None
         self._done = 0  # samples of the windows that committed
-        self._is_validating = False
+        self._is_validating = self._is_ending = False
         self._narrator = Narrator()
 
     def __call__(self, record: Record) -> None:
@@ -40,8 +40,8 @@ class ProgressBar:
             )  # fmt: skip
         elif isinstance(record, StepReport) and self._bar is not None:
             self._bar.set_postfix_str(state_text(record), refresh=False)
+            self._bar.update(record.num_samples - self._bar.n)
             self._done = record.num_samples
-            self.within(0)
         elif isinstance(record, Waiting) and self._bar is not None:
             # Until the next window says otherwise: nothing else moves the bar meanwhile.
             self._bar.set_postfix_str(f"waiting up to {record.seconds:g} s for memory", refresh=True)
@@ -73,7 +73,7 @@ class ProgressBar:
 
     def _describe(self, text: str) -> None:
         # What was said of the end of the run stays.
-        if self._bar is not None and not self._bar.desc.startswith("ending"):
+        if self._bar is not None and not self._is_ending:
             self._bar.set_description_str(text, refresh=bool(text))
 
     def ending(self, *, may_repeat: bool) -> None:
@@ -83,6 +83,7 @@ class ProgressBar:
             may_repeat: whether a second one would stop at once.
         """
         text = f"ends after this {'validation' if self._is_validating else 'window'}"
+        self._is_ending = True
         text += "; Ctrl-C again to stop now" if may_repeat else ""
         if self._bar is not None:
             self._bar.set_description_str("ending", refresh=False)

@@ -325,6 +325,8 @@ class _Check:
         """Measure every hypothesis in every cut, that which is held first: a run stops at the first that tells it."""
         found: dict[Hypothesis, Outcome] = {}
         with Measurement(self._job, self._window, verdict.chosen, written=written) as measurement:
+            if verdict.collates_anew:
+                measurement.collates_anew()
             measurement.run_whole()
             for hypothesis in dict.fromkeys([decision.hypothesis, *order]):
                 try:

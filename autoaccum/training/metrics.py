@@ -21,13 +21,7 @@ Sums = dict[str, tuple[torch.Tensor, int]]
 """The sum of each metric's values, on their device, and how many they are."""
 
 
-_MEANS = (
-    "Return the values, not their mean, and compare tensors of the same shape: (n, 1) and (n,) are broadcast to (n, n)."
-)
-_PADDING = (
-    "These samples are of different lengths: leave out what the shorter one is padded with, for example with "
-    "[targets != -100], or return a value per sample."
-)
+_VALUES = "a function that returns a tensor with one real value per sample or item"
 
 
 class SharedTree:
@@ -122,35 +116,48 @@ class Metrics:
         Raises:
             ArgumentError: a function returned values that depend on the micro-batches.
         """
-        if halves := self._halves(batch, count):
-            self._compare((batch, *halves), count, _MEANS)
-
-    def check_uneven(self, parts: Sequence[Any], count: int) -> None:
-        """Check that of two samples of different lengths there are as many values as of each alone: none of padding.
-
-        Args:
-            parts: both together, and each alone.
-            count: how many the first of them has.
-
-        Raises:
-            ArgumentError: a function returned values that depend on the micro-batches.
-        """
-        self._compare(parts, count, _PADDING)
-
-    def _compare(self, parts: Sequence[Any], count: int, cure: str) -> None:
+        halves = self._halves(batch, count)
+        if not halves:
+            return
         words = ("two samples", "alone") if count == 2 else (f"{count} samples", "half")
-        found = [self.measure(SharedTree(part), partial(lambda part: part, part)) for part in parts]
         # What returns one value for any batch has 1 and not 2; what is broadcast to (2, 2) has 4, and of one alone 1.
-        for name in self._functions:
-            together, first, second = (sums[name][1] for sums in found)
+        for name, (together, first, second) in self._numbers((batch, *halves)).items():
             if together != first + second:
                 raise ArgumentError(
                     "metrics",
                     name,
-                    "a function that returns a tensor with one real value per sample or item",
+                    _VALUES,
                     f"It returned {together} for {words[0]} together, and {first} and {second} for each {words[1]}, so "
-                    f"that it would depend on the micro-batches. {cure}",
+                    f"that it would depend on the micro-batches. Return the values, not their mean, and compare "
+                    f"tensors of the same shape: (n, 1) and (n,) are broadcast to (n, n).",
                 )
+
+    def check_padding(self, parts: Sequence[Any], count: int) -> None:
+        """Check that samples have no more values beside longer ones than alone: none of padding.
+
+        Args:
+            parts: batches of long samples with as many short ones, and of each alone.
+            count: how many there are of each.
+
+        Raises:
+            ArgumentError: a function returned values of padding.
+        """
+        for name, (together, long, short) in self._numbers(parts).items():
+            # Other functions have other numbers for reasons of their own: of what a model has found, say.
+            if short < long and together == 2 * long and long > count:
+                raise ArgumentError(
+                    "metrics",
+                    name,
+                    _VALUES,
+                    f"It returned {together} for long samples beside short ones, and {long} and {short} for each "
+                    f"alone: it counts what is padded, and would depend on the micro-batches. Leave that out, for "
+                    f"example with [targets != -100], or return a value per sample.",
+                )
+
+    def _numbers(self, parts: Sequence[Any]) -> dict[str, list[int]]:
+        """Return how many values each function returns for each of some batches."""
+        found = [self.measure(SharedTree(part), partial(lambda part: part, part)) for part in parts]
+        return {name: [sums[name][1] for sums in found] for name in self._functions}
 
     def _halves(self, batch: Any, count: int) -> list[Any]:
         """Return the first and the second half of a batch; nothing where they cannot be taken."""

@@ -15,7 +15,7 @@ from torch import nn
 from autoaccum._kinds import entries, every, one_of
 from autoaccum.data import batches, randomness
 from autoaccum.data.base import Reader, Source, Window
-from autoaccum.errors import DataError, EmptyDatasetError, LossWithoutGradError, NothingFitsError
+from autoaccum.errors import ArgumentError, DataError, EmptyDatasetError, LossWithoutGradError, NothingFitsError
 from autoaccum.events import Event, Notice, OutOfMemory, Validated
 from autoaccum.loss.counting import count_items
 from autoaccum.loss.functions import inputs_and_targets
@@ -71,8 +71,10 @@ class Validations:
         try:
             yield
         except (Exception, KeyboardInterrupt) as error:
-            # What a callback raises that was told of a validation comes after it, in the midst of what is told.
-            if save is not None and (is_told(error) or isinstance(error, NothingFitsError | KeyboardInterrupt)):
+            # What a callback raises that was told of a validation comes after it, in the midst of what is told; and
+            # where Ctrl-C came while the model was put back, nobody knows what it has left of the weights.
+            is_broken_off = _BROKEN_OFF in getattr(error, "__notes__", ())
+            if save is not None and (is_told(error) or is_broken_off or isinstance(error, NothingFitsError)):
                 self.step = before
                 save()
             raise
@@ -318,13 +320,23 @@ class Validator:
                     metrics.measure(SharedTree(two), lambda: self._source.example(2 * few))
                     return
                 metrics.check(two, 2 * few)
-                if (parts := self._source.uneven(few)) is not None:
-                    metrics.check_uneven(parts, 2 * few)
+                self._try_padding(metrics, few)
         except EmptyDatasetError:
             raise EmptyDatasetError("validation_data", _NOTHING) from None
         finally:
             attributes.restore()
             snapshot.restore()
+
+    def _try_padding(self, metrics: Metrics, few: int) -> None:
+        """Call each function on samples of different lengths, as far as they may stand alone, and beside each other."""
+        try:
+            if (parts := self._source.uneven(few)) is not None:
+                metrics.check_padding(parts, few)
+        except ArgumentError:
+            raise
+        except Exception:
+            # Whoever batches samples of one length only need not be able to compute others; a pass says what is wrong.
+            pass
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
@@ -339,6 +351,9 @@ class Validator:
             for module in self._modules:  # set and not called: train() is often overridden, to freeze layers
                 module.training = False
             yield
+        except KeyboardInterrupt as error:
+            error.add_note(_BROKEN_OFF)
+            raise
         finally:
             for module, mode in training:
                 module.training = mode
@@ -540,6 +555,7 @@ class Validator:
         )
 
 
+_BROKEN_OFF = "It broke off a validation."
 _OF_VALIDATION = "They are samples of validation_data."
 _NOTHING = "reading it yielded nothing."
 _BY_SAMPLES = Notice(

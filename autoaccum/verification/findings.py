@@ -93,6 +93,8 @@ class Verdict:
     """Whether parts are padded otherwise than the whole, where nothing else is to blame."""
     is_time_first: bool = False
     """Whether samples may lie in dim 1 of the tensors that were cut in dim 0, where nothing is to blame."""
+    collates_anew: bool = False
+    """Whether the same samples make another batch each time, so that parts were rows of one."""
     unmeasured: str = ""
     """Why nothing was measured; empty where something was."""
     is_passing: bool = False

@@ -7,18 +7,17 @@ Each part is given its own samples' rows of what the whole has drawn. Of all tha
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autoaccum.data import batches
+from autoaccum.data.randomness import collated_otherwise
 from autoaccum.loss.conclusions import finite
 from autoaccum.loss.counting import count_items
 from autoaccum.loss.graph import graph_alone
@@ -39,7 +38,7 @@ from autoaccum.verification.comparison import (
 from autoaccum.verification.draws import Constants, Recording, Replaying, drawing_nothing
 from autoaccum.verification.findings import Cut, Outcome, Part
 from autoaccum.verification.floors import as_it_is, floor_of, full_precision, nudge, nudged, widen, widened
-from autoaccum.verification.samples import are_equal, cuts_of
+from autoaccum.verification.samples import are_equal, cuts_of, without_padding
 from autoaccum.window.before import SharedStretch, SharedWindow, Stretch, sharing_of
 from autoaccum.window.gradient import Gradient, Repeat
 from autoaccum.window.job import Job
@@ -181,9 +180,9 @@ class Measurement:
         return self._converted(self._made(part))
 
     def _made(self, part: Part) -> Any:
-        if self._collated is not None:
-            return self.rows(self._collated, part)
         batch = self._window.samples([self._chosen[index] for index in part])
+        if self._collated is not None:
+            return without_padding(self.rows(self._collated, part), batch)
         return batches.to_device(batch, self.job.device, copy=True)
 
     def rows(self, collated: Any, part: Part) -> Any:
@@ -196,15 +195,14 @@ class Measurement:
     def collates_anew(self) -> bool:
         """Return whether the same samples make another batch each time, as where a collate_fn draws masks.
 
-        From then on parts are rows of one batch.
+        From then on parts are rows of one batch, padded as they are alone where that can be told.
         """
         if self._collated is not None:
             return False
         whole = tuple(range(self.num_samples))
         first, _ = batches.flatten(self.make(whole))
-        for shifted in (torch.manual_seed, np.random.seed, random.seed):
-            shifted(1)  # collating leaves these as they were
-        collated = self.make(whole)
+        with collated_otherwise():
+            collated = self.make(whole)
         self._put_back()
         second, _ = batches.flatten(collated)
         if len(first) == len(second) and all(map(are_equal, first, second)):

@@ -224,6 +224,9 @@ def measure_part(
                 return math.inf, hypothesis  # what is not finite is the fault of those that were left out here
             cut = (tuple(range(len(first))), tuple(range(len(first), len(chosen))))
             error, tolerance = measurement.run([cut], hypothesis).error, measurement.tolerance
+            if error > tolerance and measurement.collates_anew():
+                measurement.run_whole()
+                error = measurement.run([cut], hypothesis).error
             other = (
                 by_counts(measurement.shown, measurement.num_samples, [cut], hypothesis)
                 if refines and error > tolerance
@@ -286,12 +289,13 @@ def measure_joined(
                 joined = partial(measurement.joined_error_by_terms, len(parts[0]), hypothesis)
             tolerance = tolerance_of(measurement.parameters)
             error = joined()
-            # What is drawn may decide what counts, and was drawn otherwise when it was counted.
+            # What is drawn, in forwards or while samples are collated, may decide what counts, and was drawn otherwise
+            # when it was counted.
             is_counted_before = hypothesis not in ("samples", "sum") and not (is_by_samples or by_terms)
             if measurement.draws_anything and is_counted_before:
                 return 0.0
             if error > tolerance and measurement.collates_anew():
-                error = joined()
+                error = 0.0 if is_counted_before else joined()
             if error > tolerance and measurement.has_draws:  # as in ``decide``
                 error = joined(has_constants=True)
             # The opposite order is another loss where it decides, as in which expert is full; then that is no rounding.

@@ -184,3 +184,41 @@ def are_equal(first: Any, second: Any) -> bool:
     if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
         return first.shape == second.shape and same(first, second)
     return not isinstance(first, torch.Tensor | np.ndarray) or bool(np.array_equal(first, second))
+
+
+def without_padding(rows: Any, alone: Any) -> Any:
+    """Return rows of a batch without the padding that they lack in one of their own; as they are if that is unclear.
+
+    Args:
+        rows: of a batch that longer samples are in.
+        alone: the same samples, collated alone: of that the shapes count.
+    """
+    leaves, spec = batches.flatten(rows)
+    others, _ = batches.flatten(alone)
+    if len(leaves) != len(others):
+        return rows
+    # Padding is one number, behind the samples or before them, on the same side in all tensors.
+    for is_behind in (True, False):
+        found = [_trimmed(leaf, other, is_behind) for leaf, other in zip(leaves, others, strict=True)]
+        if all(there for there, _ in found):
+            return spec.unflatten([leaf for _, leaf in found])
+    return rows
+
+
+def _trimmed(leaf: Any, other: Any, is_behind: bool) -> tuple[bool, Any]:
+    """Return whether a tensor is of another's shape, once what is all one number is cut off, and what is left of it."""
+    if not isinstance(leaf, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return True, leaf
+    if leaf.ndim != other.ndim or leaf.shape[:1] != other.shape[:1]:
+        return False, leaf
+    for dim in range(1, leaf.ndim):
+        extent, more = other.shape[dim], leaf.shape[dim] - other.shape[dim]
+        if not more:
+            continue
+        if more < 0:
+            return False, leaf
+        cut = leaf.narrow(dim, extent if is_behind else 0, more)
+        if not bool((cut == cut.flatten()[0]).all()):
+            return False, leaf
+        leaf = leaf.narrow(dim, 0 if is_behind else more, extent)
+    return True, leaf

@@ -160,7 +160,7 @@ def _measured_of(
                 decision = compare_losses(measurement, smallest, likely)
                 return Verdict(decision=decision, chosen=tuple(chosen), tolerance=measurement.tolerance)
             decision = decide(measurement, smallest, likely)
-            if not decision.passed and measurement.collates_anew():
+            if collates_anew := not decision.passed and measurement.collates_anew():
                 decision = decide(measurement, smallest, likely)
             ones: Decision | None = None
             # Parts that are all divided by 1 add up like a sum, too, as where few samples have an item each.
@@ -196,6 +196,7 @@ def _measured_of(
                 chosen=tuple(chosen),
                 tolerance=max(measurement.tolerance, decision.error) if decision.passed else measurement.tolerance,
                 rebinds=measurement.rebinds,
+                collates_anew=collates_anew,
                 broadcasts=bool(not decision.passed and not causes and broadcasts(measurement)),
                 pads=bool(not decision.passed and not causes and pads(measurement)),
                 is_time_first=bool(not decision.passed and not causes and is_time_first(measurement)),

@@ -349,7 +349,8 @@ class Step:
                 self.compilations.note(piece, reading, compiled)
             pieces.fitted(reading)
             sizes.append(piece.size)
-            if self.within is not None:
+            # Not of the last one, which the window's end follows: a bar is moved by that, and has news of it.
+            if self.within is not None and piece.start + piece.size < window.num_samples:
                 self.within(piece.start + piece.size)
         self.compilations.size = 0
         # If it is the end of the window that does, the largest of them is what has to become smaller.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,8 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import Dataset
 
 import autoaccum
 from autoaccum import errors
@@ -275,3 +278,53 @@ def test_a_collate_fn_keeps_its_own_generator() -> None:
     report = autoaccum.check(mlp(), data, loss_fn=cross_entropy, collate_fn=collate, device="cpu")
     assert report.passed
     assert torch.equal(generator.get_state(), before)
+
+
+class Masked(Dataset[torch.Tensor]):
+    """Sequences of 8 to 40 tokens."""
+
+    def __init__(self) -> None:
+        self.sequences = [torch.arange(8 + 5 * i % 33) * (i + 3) % 47 + 1 for i in range(64)]
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.sequences[index]
+
+    def collate(self, sequences: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Pad them, and hide other tokens each time, as is done for masked language models."""
+        targets = pad_sequence(sequences, batch_first=True, padding_value=-100)
+        hidden = (torch.rand(targets.shape) < 0.15) & (targets != -100)
+        inputs = torch.where(targets == -100, 0, targets).masked_fill(hidden, 49)
+        return inputs, targets.masked_fill(~hidden, -100)
+
+
+class Filler(nn.Module):
+    """Fills in tokens; with ``is_pooled`` each output sees the mean of its row, padding included."""
+
+    def __init__(self, is_pooled: bool) -> None:
+        super().__init__()
+        self.embedding, self.out, self.is_pooled = nn.Embedding(50, 8), nn.Linear(8, 50), is_pooled
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        found = self.embedding(ids)
+        return self.out(found + found.mean(1, keepdim=True) if self.is_pooled else found).transpose(1, 2)
+
+
+@pytest.mark.parametrize("is_pooled", [False, True])
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_collate_fn_that_hides_other_tokens_each_time_is_no_padding(is_pooled: bool, strict: bool) -> None:
+    """Whole and parts are compared under the same masks; a model that sees the padding is found out all the same."""
+    torch.manual_seed(0)
+    data = Masked()
+    report = autoaccum.check(Filler(is_pooled), data, loss_fn=cross_entropy, collate_fn=data.collate, device="cpu")
+    assert report.passed is not is_pooled
+    assert report.error is not None
+    assert (report.error > 1e-3) == is_pooled
+    told = pytest.raises(errors.AutoaccumError, match="padding") if strict else pytest.warns(match="sees the padding")
+    with told if is_pooled else nullcontext():
+        autoaccum.fit(
+            Filler(is_pooled), data, effective_batch=32, micro_batch=8, loss_fn=cross_entropy, collate_fn=data.collate,
+            device="cpu", progress=False, cache=False, strict=strict,
+        )  # fmt: skip

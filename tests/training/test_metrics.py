@@ -6,7 +6,6 @@ import json
 import math
 import random
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -609,43 +608,81 @@ class TestRecords:
         assert main(["probe", *arguments, "--json"]) == 0
 
 
-class Stream(IterableDataset[Any]):
-    """Samples that are read from the first to the last."""
-
-    def __init__(self, samples: list[Any]) -> None:
-        self.samples = samples
-
-    def __iter__(self) -> Any:
-        return iter(self.samples)
+def tokens(*lengths: int) -> list[Any]:
+    return [(ids := torch.arange(length) % 8 + 1, ids) for length in lengths]
 
 
-@pytest.mark.parametrize("kind", [list, Stream])
-@pytest.mark.parametrize("forgets_padding", [True, False])
-def test_values_of_padding_are_refused_before_training(forgets_padding: bool, kind: Any) -> None:
+def padded(items: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    inputs, targets = zip(*items, strict=True)
+    return pad_sequence(inputs, batch_first=True), pad_sequence(targets, batch_first=True, padding_value=-100)
+
+
+class Tagger(nn.Module):
+    """Sees no padding beside a token: each output comes from its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.out = nn.Embedding(9, 4), nn.Linear(4, 9)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.out(self.embedding(ids)).transpose(1, 2)
+
+
+def tagged(samples: list[Any], metric: Any, collate: Any = padded) -> Any:
+    return autoaccum.fit(
+        Tagger(), samples, effective_batch=2, loss_fn=cross_entropy, collate_fn=collate, device="cpu",
+        progress=False, validation_data=samples, metrics={"right": metric},
+    )  # fmt: skip
+
+
+def all_right(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return outputs.argmax(1) == targets
+
+
+def test_values_of_padding_are_refused_before_training() -> None:
     """What is tried is the longest and the shortest of the first few samples, each of them as it is padded alone."""
-    samples = [(ids := torch.randint(1, 9, (length,)), ids) for length in (4, 3, 7, 2)]
-
-    def collate(items: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        inputs, targets = zip(*items, strict=True)
-        return pad_sequence(inputs, batch_first=True), pad_sequence(targets, batch_first=True, padding_value=-100)
-
-    def right(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        found = outputs.argmax(1) == targets
-        return found if forgets_padding else found[targets != -100]
-
-    class Tagger(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embedding, self.out = nn.Embedding(9, 4), nn.Linear(4, 9)
-
-        def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            return self.out(self.embedding(ids)).transpose(1, 2)
-
-    raises = pytest.raises(
-        ArgumentError, match="It returned 14 for two samples together, and 7 and 2 for each alone.*pad"
+    told = (
+        "metrics='right': .* It returned 14 for long samples beside short ones, and 7 and 2 for each alone: it counts"
     )
-    with raises if forgets_padding else nullcontext():
-        autoaccum.fit(
-            Tagger(), kind(samples), effective_batch=2, loss_fn=cross_entropy, collate_fn=collate, device="cpu",
-            progress=False, validation_data=kind(samples), metrics={"right": right},
-        )  # fmt: skip
+    with pytest.raises(ArgumentError, match=told):
+        tagged(tokens(4, 3, 7, 2), all_right)
+
+
+def masked(items: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a masked language model is trained on: other targets each time."""
+    inputs, targets = padded(items)
+    return inputs, targets.masked_fill(torch.rand(targets.shape) > 0.5, -100)
+
+
+def ended(items: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Write to the samples."""
+    for _, _, ids in [(None, None, item[0]) for item in items]:
+        ids.resize_(len(ids) + 1)[-1] = 8
+    return padded([(ids, ids) for ids, _ in items])
+
+
+def equal_only(items: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.stack([ids for ids, _ in items]), torch.stack([targets for _, targets in items])
+
+
+@pytest.mark.parametrize(
+    ("metric", "options"),
+    [
+        (lambda outputs, targets: all_right(outputs, targets)[targets != -100], {}),
+        (lambda outputs, targets: all_right(outputs, targets)[targets != -100], {"collate": masked}),
+        (lambda outputs, targets: all_right(outputs, targets)[outputs.argmax(1) == 1], {}),
+        (lambda outputs, targets: all_right(outputs, targets).float().mean(1), {}),
+    ],
+)
+def test_values_of_what_is_no_padding_are_taken(metric: Any, options: Any) -> None:
+    for seed in range(4):
+        torch.manual_seed(seed)
+        tagged(tokens(12, 3, 31, 2), metric, **options)
+
+
+def test_samples_that_never_meet_are_not_tried_together() -> None:
+    """A collate_fn that cannot pad is given one sample at a time."""
+    samples = tokens(4, 3, 7, 2)
+    autoaccum.evaluate(
+        Tagger(), samples, loss_fn=cross_entropy, collate_fn=equal_only, max_micro_batch=1, metrics={"right": all_right}
+    )  # fmt: skip

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from autoaccum.training.accumulator import _Batch
-from autoaccum.verification.samples import _FIRST, _takes_few_values, choose, cuts_of
+from autoaccum.verification.samples import _FIRST, _takes_few_values, choose, cuts_of, without_padding
 
 CPU = torch.device("cpu")
 
@@ -130,3 +130,37 @@ def test_numbers_that_take_few_values_do_so_to_the_end() -> None:
     assert _takes_few_values(few.reshape(-1, 2))
     assert not _takes_few_values(torch.cat([few, torch.arange(20.0, 40.0).double()]))
     assert not _takes_few_values(torch.arange(17.0))
+
+
+@pytest.mark.parametrize("is_behind", [True, False])
+def test_padding_is_cut_off_on_the_side_on_which_it_is(is_behind: bool) -> None:
+    ids, targets = (
+        torch.tensor([[1, 2, 3, 0, 0], [4, 5, 0, 0, 0]]),
+        torch.tensor([[1, 2, 3, -9, -9], [4, -9, -9, -9, -9]]),
+    )
+    rows = {"ids": ids, "targets": targets, "weights": torch.tensor([1.0, 2.0])}
+    if not is_behind:
+        rows |= {"ids": ids.flip(1), "targets": targets.flip(1)}
+    alone = {"ids": torch.zeros(2, 3), "targets": torch.zeros(2, 3), "weights": torch.zeros(2)}
+    found = without_padding(rows, alone)
+    there = slice(0, 3) if is_behind else slice(2, 5)
+    assert [found[name].tolist() for name in rows] == [
+        rows["ids"][:, there].tolist(),
+        rows["targets"][:, there].tolist(),
+        [1.0, 2.0],
+    ]
+
+
+@pytest.mark.parametrize(
+    "alone",
+    [
+        {"ids": torch.zeros(2, 2)},  # what would be cut off is a sample's own
+        {"ids": torch.zeros(2, 6)},
+        {"ids": torch.zeros(2)},
+        {"ids": torch.zeros(1, 3)},
+        {"ids": torch.zeros(2, 3), "more": torch.zeros(2)},
+    ],
+)
+def test_what_may_be_no_padding_stays(alone: Any) -> None:
+    rows = {"ids": torch.tensor([[1, 2, 3, 0, 0], [4, 5, 6, 0, 0]])}
+    assert without_padding(rows, alone) is rows
